@@ -1,0 +1,42 @@
+"""nanopage: a compact, readable LLM inference engine.
+
+    from nanopage import LLM, SamplingParams
+
+Names are imported on first use, so that `import nanopage.scheduler` does not import torch.
+"""
+
+import importlib
+import logging
+import sys
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "LLM": "llm",
+    "LLMEngine": "engine",
+    "EngineConfig": "config",
+    "SamplingParams": "request",
+    "RequestOutput": "request",
+    "CompletionOutput": "request",
+}
+__all__ = ["LLM", "CompletionOutput", "EngineConfig", "LLMEngine", "RequestOutput", "SamplingParams"]
+
+
+def __getattr__(name: str):
+    if name in _HOME:
+        return getattr(importlib.import_module(f"nanopage.{_HOME[name]}"), name)
+    raise AttributeError(f"module 'nanopage' has no attribute {name!r}")
+
+
+class _Stderr(logging.StreamHandler):
+    """What the engine says goes to whatever sys.stderr is at that time; silence it by the logger "nanopage"."""
+
+    def emit(self, record):
+        self.stream = sys.stderr
+        super().emit(record)
+
+
+logging.getLogger("nanopage").setLevel(logging.INFO)
+_handler = _Stderr()
+_handler.setFormatter(logging.Formatter("nanopage: %(message)s"))
+logging.getLogger("nanopage").addHandler(_handler)

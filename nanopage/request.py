@@ -1,0 +1,339 @@
+"""The words every other file uses: what a user asks for, what is running, what comes back.
+
+Pure Python: the scheduler and the block manager import this file and must never import torch.
+"""
+
+import sys
+import time
+from dataclasses import dataclass, field
+from enum import Enum
+
+MAX_LOGPROBS = 20  # vLLM's default `max_logprobs`: bounds the top-k a request can make the sampler compute
+
+
+@dataclass(kw_only=True)
+class SamplingParams:
+    """How to sample one request. Names, defaults and meanings are those of vLLM's `SamplingParams`.
+
+    Args:
+        n: completions per prompt; only 1 so far.
+        temperature: divides the logits; 0 means greedy.
+        top_p: keep the smallest set of most likely tokens whose mass reaches `top_p`, in (0, 1]. The token
+            that crosses the line is kept, and so is every token tied with it (Holtzman et al. 2020).
+        top_k: keep the `top_k` most likely tokens and those tied with the last; 0 or -1 keeps all.
+        min_p: keep tokens at least `min_p` times as likely as the likeliest, in [0, 1].
+        repetition_penalty: divides positive and multiplies negative logits of every token of the prompt or the
+            output (Keskar et al. 2019); 1 is off.
+        presence_penalty: subtracted from the logits of tokens already in the output, in [-2, 2].
+        frequency_penalty: subtracted once per occurrence in the output, in [-2, 2].
+        logit_bias: token id -> number in [-100, 100] added to its logit.
+        allowed_token_ids: only these ids can be sampled.
+        bad_words: strings whose token sequences can not be completed.
+        seed: makes the request reproducible whatever runs beside it; None draws from the engine's seed.
+        max_tokens: most output tokens; None means up to the model's length.
+        min_tokens: no end-of-sequence, stop token or stop string before this many output tokens.
+        stop: strings that end the output; not part of it unless `include_stop_str_in_output`.
+        stop_token_ids: tokens that end the output.
+        ignore_eos: go on after end-of-sequence tokens.
+        include_stop_str_in_output: keep the stop string or stop token in the text.
+        skip_special_tokens: leave special tokens out of the text.
+        detokenize: False leaves `text` empty and saves the work.
+        logprobs: also return the log-probabilities of the sampled token and of this many top tokens, up to 20.
+            They are the model's own, before penalties, temperature and truncation.
+        prompt_logprobs: the same for each prompt token but the first.
+
+    Raises:
+        ValueError, TypeError: a value out of range or of the wrong type, by name.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    seed: int | None = None
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    detokenize: bool = True
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+
+    def __post_init__(self):
+        if self.stop is None:
+            self.stop = []
+        elif isinstance(self.stop, str):
+            self.stop = [self.stop]
+        self.stop = _list_of("stop", self.stop, str)
+        self.stop_token_ids = _list_of(
+            "stop_token_ids", [] if self.stop_token_ids is None else self.stop_token_ids, int
+        )
+        self.bad_words = _list_of("bad_words", [] if self.bad_words is None else self.bad_words, str)
+        if self.allowed_token_ids is not None:
+            self.allowed_token_ids = _list_of("allowed_token_ids", self.allowed_token_ids, int)
+            if not self.allowed_token_ids:
+                raise ValueError("allowed_token_ids must not be empty")
+        for name in ("stop", "bad_words"):
+            if any(not text for text in getattr(self, name)):
+                raise ValueError(f"{name} must not contain an empty string")
+        if self.logit_bias is not None:
+            if not isinstance(self.logit_bias, dict):
+                raise TypeError(f"logit_bias must be a dict of token id -> bias, not {self.logit_bias!r}")
+            _list_of("logit_bias ids", list(self.logit_bias), int)
+            for token_id, bias in self.logit_bias.items():
+                _number(f"logit_bias[{token_id}]", bias, -100, 100)
+            self.logit_bias = dict(self.logit_bias)
+
+        _integer("n", self.n, 1)
+        if self.n != 1:
+            raise ValueError(f"n={self.n}: only n=1 is supported so far")
+        _number("temperature", self.temperature, 0, None)
+        _number("top_p", self.top_p, 0, 1)
+        if self.top_p == 0:
+            raise ValueError("top_p must be in (0, 1], got 0")
+        _integer("top_k", self.top_k, -1)
+        _number("min_p", self.min_p, 0, 1)
+        _number("repetition_penalty", self.repetition_penalty, 0, None)
+        if self.repetition_penalty == 0:
+            raise ValueError("repetition_penalty must be greater than 0, got 0")
+        _number("presence_penalty", self.presence_penalty, -2, 2)
+        _number("frequency_penalty", self.frequency_penalty, -2, 2)
+        if self.seed is not None:
+            _integer("seed", self.seed, -(2**63), 2**63 - 1)
+        _integer("min_tokens", self.min_tokens, 0)
+        if self.max_tokens is not None:
+            _integer("max_tokens", self.max_tokens, 1)
+            if self.min_tokens > self.max_tokens:
+                raise ValueError(f"min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}")
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                _integer(name, getattr(self, name), 0, MAX_LOGPROBS)
+        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "detokenize"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name} must be True or False, not {getattr(self, name)!r}")
+        if self.stop and not self.detokenize:
+            raise ValueError("stop strings need detokenize=True")
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature < 1e-5  # vLLM's threshold; smaller temperatures overflow the scaled logits
+
+    @property
+    def truncates(self) -> bool:
+        """Whether top-k, top-p or min-p leaves tokens out."""
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+
+    @property
+    def penalizes(self) -> bool:
+        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+
+
+def _integer(name: str, value, low: int, high: int | None = None) -> None:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{name} must be an integer, not {value!r}")
+    if value < low or (high is not None and value > high):
+        raise ValueError(f"{name} must be {f'at least {low}' if high is None else f'in [{low}, {high}]'}, got {value}")
+
+
+def _number(name: str, value, low: float, high: float | None) -> None:
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise TypeError(f"{name} must be a number, not {value!r}")
+    # Comparisons, not math.isfinite, which an integer too large for a float would break.
+    if not low <= value <= (sys.float_info.max if high is None else high):
+        raise ValueError(f"{name} must be {f'at least {low}' if high is None else f'in [{low}, {high}]'}, got {value}")
+
+
+def _list_of(name: str, values, kind: type) -> list:
+    if not isinstance(values, list | tuple | set | frozenset):
+        raise TypeError(f"{name} must be a list of {kind.__name__}, not {values!r}")
+    for value in values:
+        if not isinstance(value, kind) or isinstance(value, bool):
+            raise TypeError(f"{name} must contain only {kind.__name__}, not {value!r}")
+    return list(values)
+
+
+@dataclass(slots=True)
+class Logprob:
+    """One token's log-probability (natural log), its rank in the vocabulary (1 = most likely) and its text."""
+
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+@dataclass(slots=True)
+class SampledToken:
+    """What the runner returns for one sequence that reached its last token.
+
+    `logprobs` maps token id -> (logprob, rank) for the sampled token first and then the top ones; None if not asked.
+    """
+
+    token_id: int
+    logprobs: dict[int, tuple[float, int]] | None = None
+
+
+@dataclass(slots=True)
+class RequestMetrics:
+    """Times of one request in seconds on `time.perf_counter`'s clock; None until they happen."""
+
+    arrival_time: float
+    first_scheduled_time: float | None = None
+    token_times: list[float] = field(default_factory=list)  # one per output token
+    finished_time: float | None = None
+    num_preemptions: int = 0
+
+    @property
+    def time_in_queue(self) -> float | None:
+        return None if self.first_scheduled_time is None else self.first_scheduled_time - self.arrival_time
+
+    @property
+    def first_token_time(self) -> float | None:
+        return self.token_times[0] if self.token_times else None
+
+    @property
+    def time_to_first_token(self) -> float | None:
+        return self.token_times[0] - self.arrival_time if self.token_times else None
+
+
+class SequenceStatus(Enum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+class Sequence:
+    """One request while it lives: its tokens, how far its KV has been computed, and why it ended.
+
+    `token_ids` is prompt + output. `num_computed_tokens` of them have their K and V in the cache; the rest are
+    still to be run. A sequence whose every token is computed gets its next one sampled.
+    """
+
+    def __init__(
+        self,
+        seq_id: int,
+        request_id: str,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        *,
+        seed: int = 0,
+        eos_token_ids: frozenset[int] = frozenset(),
+        max_total_tokens: int | None = None,
+        cache_salt: str = "",
+        bad_words_token_ids: list[list[int]] | None = None,
+        arrival_time: float | None = None,
+    ):
+        self.seq_id = seq_id
+        self.request_id = request_id
+        self.params = params
+        self.seed = seed
+        self.token_ids = list(prompt_token_ids)
+        self.num_prompt_tokens = len(self.token_ids)
+        limits = [n for n in (max_total_tokens, params.max_tokens and self.num_prompt_tokens + params.max_tokens) if n]
+        self.max_total_tokens = min(limits) if limits else None
+        self.stop_token_ids = frozenset(params.stop_token_ids or ())
+        self.eos_token_ids = eos_token_ids
+        self.cache_salt = cache_salt
+        self.bad_words_token_ids = bad_words_token_ids or []
+
+        self.status = SequenceStatus.WAITING
+        self.num_computed_tokens = 0
+        self.num_cached_tokens = 0  # of the prompt, found in the prefix cache when first scheduled
+        self.finish_reason: str | None = None
+        self.stop_reason: int | str | None = None
+        self.logprobs: list[dict[int, tuple[float, int]]] = []
+        self.prompt_logprobs: list[dict[int, tuple[float, int]]] = []
+        self.cumulative_logprob = 0.0
+        self.metrics = RequestMetrics(time.perf_counter() if arrival_time is None else arrival_time)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        return self.token_ids[: self.num_prompt_tokens]
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        return self.token_ids[self.num_prompt_tokens :]
+
+    @property
+    def finished(self) -> bool:
+        return self.status is SequenceStatus.FINISHED
+
+    @property
+    def ending_token_ids(self) -> frozenset[int]:
+        """The ids that must not be sampled before `min_tokens`."""
+        return self.stop_token_ids | self.eos_token_ids
+
+    def append(self, sampled: SampledToken) -> None:
+        self.token_ids.append(sampled.token_id)
+        if sampled.logprobs is not None:
+            self.logprobs.append(sampled.logprobs)
+            self.cumulative_logprob += sampled.logprobs[sampled.token_id][0]
+
+    def stop_by_last_token(self) -> tuple[str, int | None] | None:
+        """(finish_reason, stop_reason) if the last token ends the sequence; a stop wins over a length (as in vLLM)."""
+        last = self.token_ids[-1]
+        if self.num_output_tokens >= self.params.min_tokens:
+            if last in self.eos_token_ids and not self.params.ignore_eos:
+                return "stop", None
+            if last in self.stop_token_ids:
+                return "stop", last
+        if self.max_total_tokens is not None and self.num_tokens >= self.max_total_tokens:
+            return "length", None
+        return None
+
+    def __repr__(self) -> str:
+        return (
+            f"Sequence({self.request_id!r}, {self.status.value}, {self.num_computed_tokens}/{self.num_tokens} computed)"
+        )
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One completion so far. `text` and `token_ids` are cumulative; `delta` is the text added since the last output.
+
+    `finish_reason` is None while running, else "stop", "length" or "abort"; `stop_reason` is the stop string or
+    stop token id that ended it (None for end-of-sequence). `cumulative_logprob` and `logprobs` are None unless asked.
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    delta: str = ""
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """What a request has produced so far. Field names are those of vLLM's `RequestOutput`.
+
+    `prompt_logprobs[0]` is None: the first token has nothing before it.
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    metrics: RequestMetrics
+    num_cached_tokens: int = 0
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None

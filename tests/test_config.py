@@ -1,0 +1,558 @@
+"""EngineConfig: what is refused, and under which name. ModelConfig: config.json as transformers 4 and 5 write it."""
+
+import copy
+import dataclasses
+import importlib
+import json
+import math
+import sys
+from pathlib import Path
+
+import pytest
+
+from nanopage import EngineConfig
+from nanopage.config import ARCHITECTURES, DEVICES, DTYPES, ROPE_TYPES, ModelConfig, RopeConfig, read_json
+
+NAN, INF, HUGE = math.nan, math.inf, 10**400  # HUGE has no float
+
+
+def cases(tables):
+    return [
+        pytest.param(field, value, id=f"{field}={value!r}".replace(str(HUGE), "huge"))
+        for fields, values in tables
+        for field in fields
+        for value in values
+    ]
+
+
+# EngineConfig
+
+COUNTS = ["max_num_seqs", "max_num_batched_tokens", "block_size"]
+OPTIONAL_COUNTS = ["max_model_len", "num_gpu_blocks_override"]
+SHARES = ["kv_cache_gib", "gpu_memory_utilization"]
+FLAGS = ["enable_prefix_caching", "enforce_eager"]
+
+PASS = cases(
+    [
+        (["model"], [None, "org/name", Path("/models/x")]),
+        (["dtype"], DTYPES),
+        (["device"], DEVICES),
+        (COUNTS, [1, 10**6]),
+        (OPTIONAL_COUNTS, [None, 1, 10**6]),
+        (SHARES, [None, 1e-6, 0.5, 1, 1.0]),
+        (["kv_cache_gib"], [1.5, 4000]),
+        (FLAGS, [True, False]),
+        (["seed"], [-1, 0, 2**64]),
+    ]
+)
+OUT_OF_RANGE = cases(
+    [
+        (["dtype"], ["", "int8", "bf16", "Float32"]),
+        (["device"], ["", "tpu", "CUDA", "cuda:0"]),
+        (COUNTS + OPTIONAL_COUNTS, [0, -1]),
+        (SHARES, [0, 0.0, -1, -0.5, NAN, INF, -INF, HUGE]),
+        (["gpu_memory_utilization"], [1.0001, 2]),
+    ]
+)
+WRONG_TYPE = cases(
+    [
+        (["model"], [1, True, b"name", ["name"]]),
+        (COUNTS + OPTIONAL_COUNTS, [True, False, "1", 1.0, NAN, INF, [1]]),
+        ([*COUNTS, "seed"], [None]),
+        (SHARES, [True, False, "0.5", [0.5]]),
+        (FLAGS, [0, 1, None, "True"]),
+        (["seed"], [True, "1", 1.0, NAN]),
+    ]
+)
+
+
+def test_the_tables_have_every_engine_option():
+    options = {field.name for field in dataclasses.fields(EngineConfig)}
+    assert {param.values[0] for param in PASS} == options
+    assert {param.values[0] for param in OUT_OF_RANGE} == options - {"model", "seed", *FLAGS}
+    assert {param.values[0] for param in WRONG_TYPE} == options - {"dtype", "device"}
+
+
+@pytest.mark.parametrize(("field", "value"), PASS)
+def test_an_engine_option_in_range_passes(field, value):
+    kept = getattr(EngineConfig(**{field: value}), field)
+    assert kept == value and type(kept) is type(value)
+
+
+@pytest.mark.parametrize(("field", "value"), OUT_OF_RANGE)
+def test_an_engine_option_out_of_range_is_an_error_that_names_it(field, value):
+    with pytest.raises(ValueError, match=rf"\b{field}\b"):
+        EngineConfig(**{field: value})
+
+
+@pytest.mark.parametrize(("field", "value"), WRONG_TYPE)
+def test_an_engine_option_of_the_wrong_type_is_an_error_that_names_it(field, value):
+    with pytest.raises(TypeError, match=rf"\b{field}\b"):
+        EngineConfig(**{field: value})
+
+
+@pytest.mark.parametrize("field", ["dtype", "device"])
+@pytest.mark.parametrize("value", [None, 1, True, ["auto"]])
+def test_a_dtype_or_device_that_is_no_name_is_an_error_that_names_the_option(field, value):
+    with pytest.raises((TypeError, ValueError), match=rf"\b{field}\b"):
+        EngineConfig(**{field: value})
+
+
+@pytest.mark.parametrize(("field", "names"), [("dtype", DTYPES), ("device", DEVICES)])
+def test_an_unknown_dtype_or_device_lists_the_known_ones(field, names):
+    with pytest.raises(ValueError, match=", ".join(names)):
+        EngineConfig(**{field: "int3"})
+
+
+@pytest.mark.parametrize("field", ["tensor_parallel_size", "max_num_seq", "trust_remote_code"])
+def test_an_unknown_engine_option_is_an_error_that_names_it(field):
+    with pytest.raises(TypeError, match=field):
+        EngineConfig(**{field: 1})
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("kv_cache_gib", "gpu_memory_utilization"),
+        ("kv_cache_gib", "num_gpu_blocks_override"),
+        ("gpu_memory_utilization", "num_gpu_blocks_override"),
+        ("kv_cache_gib", "gpu_memory_utilization", "num_gpu_blocks_override"),
+    ],
+)
+def test_two_sizes_of_the_kv_cache_are_an_error_that_names_both(names):
+    with pytest.raises(ValueError, match=".*".join(names)):
+        EngineConfig(**dict.fromkeys(names, 1))
+
+
+# ModelConfig
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+}
+MISTRAL = LLAMA | {"architectures": ["MistralForCausalLM"]}
+QWEN2 = LLAMA | {"architectures": ["Qwen2ForCausalLM"]}
+QWEN3 = LLAMA | {"architectures": ["Qwen3ForCausalLM"]}
+QWEN2_WINDOW = QWEN2 | {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2}
+LLAMA3_SCALING = {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+
+
+def without(config: dict, name: str) -> dict:
+    return {key: value for key, value in config.items() if key != name}
+
+
+def test_a_llama_config_is_read_whole():
+    config = LLAMA | {
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500000.0,
+        "tie_word_embeddings": True,
+        "attention_bias": True,
+        "mlp_bias": True,
+        "torch_dtype": "bfloat16",
+        "eos_token_id": 7,
+        "head_dim": 32,
+        "hidden_act": "silu",
+    }
+    assert ModelConfig.from_dict(config) == ModelConfig(
+        architecture="LlamaForCausalLM",
+        family="llama",
+        vocab_size=320,
+        hidden_size=64,
+        intermediate_size=96,
+        num_layers=4,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=32,
+        rms_norm_eps=1e-5,
+        max_position_embeddings=128,
+        rope=RopeConfig(500000.0),
+        tie_word_embeddings=True,
+        attention_bias=True,
+        mlp_bias=True,
+        sliding_windows=(None,) * 4,
+        dtype="bfloat16",
+        eos_token_ids=frozenset({7}),
+    )
+
+
+def test_defaults_are_those_of_transformers():
+    config = ModelConfig.from_dict(LLAMA)
+    assert (config.rms_norm_eps, config.rope, config.dtype) == (1e-6, RopeConfig(10000.0), "float32")
+    assert not (config.tie_word_embeddings or config.attention_bias or config.mlp_bias)
+
+
+@pytest.mark.parametrize(
+    ("transformers_4", "transformers_5"),
+    [
+        ({"rope_theta": 5e5}, {"rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}}),
+        ({"rope_theta": 5e5, "rope_scaling": None}, {"rope_parameters": {"rope_theta": 5e5}}),
+        (
+            {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0}},
+            {"rope_parameters": {"rope_theta": 5e5, "rope_type": "linear", "factor": 2.0}},
+        ),
+        (
+            {"rope_scaling": {"rope_type": "linear", "type": "linear", "factor": 2.0}},
+            {"rope_parameters": {"rope_type": "linear", "factor": 2.0}, "rope_theta": 1e4},
+        ),
+        (
+            {"rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3"} | LLAMA3_SCALING},
+            {"rope_parameters": {"rope_theta": 5e5, "rope_type": "llama3"} | LLAMA3_SCALING},
+        ),
+        (
+            {"rope_theta": 1e6, "rope_scaling": {"type": "yarn", "factor": 4.0}},
+            {"rope_parameters": {"rope_theta": 1e6, "rope_type": "yarn", "factor": 4.0}},
+        ),
+        ({"torch_dtype": "bfloat16"}, {"dtype": "bfloat16"}),
+        ({"torch_dtype": "torch.float16"}, {"dtype": "float16"}),
+        ({"torch_dtype": "float32"}, {}),
+    ],
+)
+def test_field_names_of_transformers_4_and_5_mean_the_same(transformers_4, transformers_5):
+    old, new = ModelConfig.from_dict(LLAMA | transformers_4), ModelConfig.from_dict(LLAMA | transformers_5)
+    assert old == new
+    assert old.rope.theta == (transformers_4.get("rope_theta") or 1e4)
+
+
+@pytest.mark.parametrize(
+    ("rope", "expected"),
+    [
+        ({"rope_type": "linear", "factor": 2.0}, RopeConfig(1e4, "linear", {"factor": 2.0})),
+        ({"rope_type": "llama3"} | LLAMA3_SCALING, RopeConfig(1e4, "llama3", LLAMA3_SCALING)),
+        (
+            {"type": "yarn", "factor": 4.0},
+            RopeConfig(1e4, "yarn", {"factor": 4.0, "original_max_position_embeddings": 128}),
+        ),
+        (
+            {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "beta_fast": 16},
+            RopeConfig(1e4, "yarn", {"factor": 4.0, "original_max_position_embeddings": 32, "beta_fast": 16}),
+        ),
+    ],
+)
+def test_rope_parameters_keep_what_the_rope_type_needs(rope, expected):
+    assert ModelConfig.from_dict(LLAMA | {"rope_scaling": rope}).rope == expected
+
+
+def test_dtype_wins_over_torch_dtype():
+    assert ModelConfig.from_dict(LLAMA | {"dtype": "float16", "torch_dtype": "float32"}).dtype == "float16"
+
+
+def test_reading_does_not_change_the_dict():
+    config = QWEN2_WINDOW | {"rope_scaling": {"type": "yarn", "factor": 4.0}, "eos_token_id": [1, 2]}
+    before = copy.deepcopy(config)
+    assert ModelConfig.from_dict(config) == ModelConfig.from_dict(config)
+    assert config == before
+
+
+@pytest.mark.parametrize("architectures", [["GPT2LMHeadModel"], ["Foo", "Bar"], [], None])
+def test_an_unknown_architecture_is_an_error_that_lists_the_supported_ones(architectures):
+    with pytest.raises(ValueError, match="architecture") as error:
+        ModelConfig.from_dict(LLAMA | {"architectures": architectures})
+    for name in [*ARCHITECTURES, *(architectures or [])]:
+        assert name in str(error.value)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_known_architecture_has_a_family(architecture):
+    config = ModelConfig.from_dict(LLAMA | {"architectures": [architecture]})
+    assert (config.architecture, config.family) == (architecture, ARCHITECTURES[architecture])
+
+
+@pytest.mark.parametrize("rope_type", ["dynamic", "longrope", "mrope", "proportional", None, ["linear"]])
+@pytest.mark.parametrize("field", ["rope_scaling", "rope_parameters"])
+@pytest.mark.parametrize("key", ["type", "rope_type"])
+def test_an_unknown_rope_type_is_an_error_that_lists_the_supported_ones(key, field, rope_type):
+    with pytest.raises(ValueError, match="rope") as error:
+        ModelConfig.from_dict(LLAMA | {field: {key: rope_type, "factor": 2.0}})
+    for name in [*ROPE_TYPES, repr(rope_type)]:
+        assert name in str(error.value)
+
+
+def test_rope_parameters_for_each_layer_type_are_an_error():
+    nested = {"full_attention": {"rope_type": "default"}, "sliding_attention": {"rope_type": "default"}}
+    with pytest.raises(ValueError, match=r"rope_parameters per layer type"):
+        ModelConfig.from_dict(LLAMA | {"rope_parameters": nested})
+
+
+@pytest.mark.parametrize("name", ["factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"])
+@pytest.mark.parametrize("value", [None, "8", [8.0]])
+def test_a_llama3_rope_needs_its_numbers(name, value):
+    with pytest.raises(ValueError, match=rf"llama3.*\b{name}\b"):
+        ModelConfig.from_dict(LLAMA | {"rope_scaling": {"rope_type": "llama3"} | LLAMA3_SCALING | {name: value}})
+
+
+@pytest.mark.parametrize("rope_type", ["linear", "yarn"])
+def test_a_stretched_rope_needs_a_factor(rope_type):
+    with pytest.raises(ValueError, match=rf"{rope_type}.*factor"):
+        ModelConfig.from_dict(LLAMA | {"rope_scaling": {"rope_type": rope_type}})
+
+
+@pytest.mark.parametrize(
+    "fields", [{"partial_rotary_factor": 0.5}, {"rope_parameters": {"partial_rotary_factor": 0.5, "rope_theta": 1e4}}]
+)
+def test_a_partial_rotary_embedding_is_an_error(fields):
+    with pytest.raises(ValueError, match=r"partial_rotary_factor 0\.5"):
+        ModelConfig.from_dict(LLAMA | fields)
+    assert ModelConfig.from_dict(LLAMA | {"partial_rotary_factor": 1.0}) == ModelConfig.from_dict(LLAMA)
+
+
+@pytest.mark.parametrize("quantization", [{"quant_method": "gptq", "bits": 4}, {}])
+def test_quantized_weights_are_an_error_that_names_the_method(quantization):
+    with pytest.raises(ValueError, match=rf"quantization_config.*{quantization.get('quant_method', 'unknown')}"):
+        ModelConfig.from_dict(LLAMA | {"quantization_config": quantization})
+    assert ModelConfig.from_dict(LLAMA | {"quantization_config": None}) == ModelConfig.from_dict(LLAMA)
+
+
+@pytest.mark.parametrize("activation", ["gelu", "relu", "SiLU", None, ["silu"]])
+def test_another_activation_is_an_error_that_names_it(activation):
+    with pytest.raises(ValueError, match="hidden_act") as error:
+        ModelConfig.from_dict(LLAMA | {"hidden_act": activation})
+    assert repr(activation) in str(error.value)
+
+
+def test_silu_has_two_names():
+    assert ModelConfig.from_dict(LLAMA | {"hidden_act": "swish"}) == ModelConfig.from_dict(LLAMA)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn", "auto", "bf16"])
+@pytest.mark.parametrize("field", ["dtype", "torch_dtype"])
+def test_an_unknown_dtype_of_a_checkpoint_is_an_error_that_lists_the_known_ones(field, dtype):
+    with pytest.raises(ValueError, match=rf"dtype '{dtype}'.*float32, bfloat16, float16, float64"):
+        ModelConfig.from_dict(LLAMA | {field: dtype})
+
+
+REQUIRED = [name for name in LLAMA if name not in ("architectures", "num_key_value_heads")]
+
+
+@pytest.mark.parametrize("name", REQUIRED)
+def test_a_missing_size_is_an_error_that_names_it(name):
+    with pytest.raises(ValueError, match=rf"\b{name}\b"):
+        ModelConfig.from_dict(without(LLAMA, name))
+
+
+@pytest.mark.parametrize("name", [*REQUIRED, "num_key_value_heads", "head_dim"])
+@pytest.mark.parametrize("value", [0, -4, 4.0, "4", True, [4], NAN, {}])
+def test_a_size_that_is_no_positive_integer_is_an_error_that_names_it(name, value):
+    with pytest.raises(ValueError, match=rf"\b{name}\b"):
+        ModelConfig.from_dict(LLAMA | {name: value})
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"architectures": "LlamaForCausalLM"}, "architectures"),
+        ({"architectures": 7}, "architectures"),
+        ({"architectures": [7]}, "architectures"),
+        ({"quantization_config": "gptq"}, "quantization_config"),
+        ({"rope_scaling": "linear"}, "rope_scaling"),
+        ({"rope_scaling": [2.0]}, "rope_scaling"),
+        ({"rope_parameters": "linear"}, "rope_parameters"),
+        ({"rope_theta": "big"}, "rope_theta"),
+        ({"rope_theta": -1e4}, "rope_theta"),
+        ({"rope_theta": NAN}, "rope_theta"),
+        ({"rope_theta": True}, "rope_theta"),
+        ({"rope_scaling": {"type": "linear", "factor": 0}}, "factor"),
+        ({"rope_scaling": {"type": "linear", "factor": -2.0}}, "factor"),
+        ({"rope_scaling": {"type": "linear", "factor": INF}}, "factor"),
+        ({"rope_scaling": {"type": "linear", "factor": True}}, "factor"),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 2.0, "original_max_position_embeddings": "x"}},
+            "original_max_position_embeddings",
+        ),
+        ({"rms_norm_eps": None}, "rms_norm_eps"),
+        ({"rms_norm_eps": "x"}, "rms_norm_eps"),
+        ({"rms_norm_eps": -1e-6}, "rms_norm_eps"),
+        ({"rms_norm_eps": NAN}, "rms_norm_eps"),
+        ({"eos_token_id": "</s>"}, "eos_token_id"),
+        ({"eos_token_id": ["</s>"]}, "eos_token_id"),
+        ({"eos_token_id": [1, None]}, "eos_token_id"),
+        ({"eos_token_id": 1.5}, "eos_token_id"),
+        ({"eos_token_id": True}, "eos_token_id"),
+        ({"tie_word_embeddings": "false"}, "tie_word_embeddings"),
+        ({"attention_bias": "false"}, "attention_bias"),
+        ({"mlp_bias": "false"}, "mlp_bias"),
+        (QWEN2_WINDOW | {"use_sliding_window": "false"}, "use_sliding_window"),
+        (QWEN2_WINDOW | {"max_window_layers": None}, "max_window_layers"),
+        (QWEN2_WINDOW | {"max_window_layers": "2"}, "max_window_layers"),
+        (QWEN2_WINDOW | {"sliding_window": True}, "sliding_window"),
+        (QWEN2_WINDOW | {"sliding_window": "8"}, "sliding_window"),
+        (QWEN2_WINDOW | {"sliding_window": 8.0}, "sliding_window"),
+        (QWEN2_WINDOW | {"sliding_window": 0}, "sliding_window"),
+        (MISTRAL | {"sliding_window": -1}, "sliding_window"),
+        (QWEN2_WINDOW | {"layer_types": 5}, "layer_types"),
+        (QWEN2_WINDOW | {"layer_types": ["full_attention"] * 3}, "layer_types"),
+        (QWEN2_WINDOW | {"layer_types": ["full_attention"] * 3 + ["linear_attention"]}, "layer_types"),
+    ],
+    ids=lambda value: (
+        str({key: value[key] for key in value if value[key] != QWEN2_WINDOW.get(key, ...)})
+        if isinstance(value, dict)
+        else value
+    ),
+)
+def test_an_impossible_field_is_an_error_that_names_it(fields, named):
+    with pytest.raises(ValueError, match=rf"\b{named}\b"):
+        ModelConfig.from_dict(LLAMA | fields)
+
+
+def test_the_number_of_key_value_heads_divides_that_of_heads():
+    with pytest.raises(ValueError, match=r"num_attention_heads=4.*num_key_value_heads=3"):
+        ModelConfig.from_dict(LLAMA | {"num_key_value_heads": 3})
+
+
+@pytest.mark.parametrize("key_value_heads", [{}, {"num_key_value_heads": None}])
+def test_llama_has_as_many_key_value_heads_as_heads_unless_told(key_value_heads):
+    assert ModelConfig.from_dict(without(LLAMA, "num_key_value_heads") | key_value_heads).num_kv_heads == 4
+    for config in (MISTRAL, QWEN2, QWEN3):
+        with pytest.raises(ValueError, match="num_key_value_heads"):
+            ModelConfig.from_dict(without(config, "num_key_value_heads") | key_value_heads)
+
+
+@pytest.mark.parametrize(
+    ("config", "head_dim"),
+    [
+        (LLAMA, 16),
+        (LLAMA | {"head_dim": None}, 16),
+        (LLAMA | {"head_dim": 40}, 40),
+        (MISTRAL, 16),
+        (QWEN2, 16),
+        (QWEN3, 128),
+        (QWEN3 | {"head_dim": 16}, 16),
+    ],
+)
+def test_head_dim_is_a_head_s_share_of_the_hidden_size_except_in_qwen3(config, head_dim):
+    assert ModelConfig.from_dict(config).head_dim == head_dim
+
+
+def test_an_odd_head_dim_is_an_error():
+    with pytest.raises(ValueError, match="head_dim=15"):
+        ModelConfig.from_dict(LLAMA | {"head_dim": 15})
+
+
+ALTERNATING = ["sliding_attention", "full_attention"] * 2
+
+
+@pytest.mark.parametrize(
+    ("config", "windows"),
+    [
+        (LLAMA | {"sliding_window": 8}, [None] * 4),
+        (MISTRAL, [4096] * 4),
+        (MISTRAL | {"sliding_window": None}, [None] * 4),
+        (MISTRAL | {"sliding_window": 8}, [8] * 4),
+        (QWEN2, [None] * 4),
+        (QWEN2 | {"sliding_window": 8}, [None] * 4),
+        (QWEN3 | {"sliding_window": 8}, [None] * 4),
+        (QWEN2_WINDOW | {"use_sliding_window": False}, [None] * 4),
+        (QWEN2_WINDOW | {"use_sliding_window": False, "layer_types": ALTERNATING}, [None] * 4),
+        (QWEN2_WINDOW, [None, None, 8, 8]),
+        (QWEN2_WINDOW | {"sliding_window": None}, [None] * 4),
+        (without(QWEN2_WINDOW, "sliding_window"), [None, None, 4096, 4096]),
+        (QWEN2_WINDOW | {"max_window_layers": 0}, [8] * 4),
+        (QWEN2_WINDOW | {"max_window_layers": 4}, [None] * 4),
+        (QWEN2_WINDOW | {"layer_types": None}, [None, None, 8, 8]),
+        (QWEN2_WINDOW | {"layer_types": ALTERNATING}, [8, None, 8, None]),
+        (QWEN2_WINDOW | {"architectures": ["Qwen3ForCausalLM"]}, [None, None, 8, 8]),
+        (without(QWEN2_WINDOW, "max_window_layers") | {"num_hidden_layers": 30}, [None] * 28 + [8, 8]),
+    ],
+)
+def test_sliding_windows_are_those_of_transformers(config, windows):
+    assert ModelConfig.from_dict(config).sliding_windows == tuple(windows)
+
+
+@pytest.mark.parametrize(
+    ("eos", "ids"),
+    [({}, []), ({"eos_token_id": None}, []), ({"eos_token_id": 0}, [0]), ({"eos_token_id": [5, 0]}, [0, 5])],
+)
+def test_end_of_sequence_ids_are_one_or_a_list(eos, ids):
+    assert ModelConfig.from_dict(LLAMA | eos).eos_token_ids == frozenset(ids)
+
+
+# Directories
+
+
+def write(directory: Path, **files: dict) -> Path:
+    for name, content in files.items():
+        (directory / f"{name}.json").write_text(json.dumps(content), encoding="utf-8")
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("generation_config", "ids"),
+    [({"eos_token_id": [5, 6]}, {5, 6}), ({"eos_token_id": 6}, {6}), ({"eos_token_id": None}, {1}), ({}, {1})],
+)
+def test_generation_config_has_the_last_word_on_end_of_sequence(tmp_path, generation_config, ids):
+    write(tmp_path, config=LLAMA | {"eos_token_id": 1})
+    assert ModelConfig.from_directory(tmp_path).eos_token_ids == {1}
+    write(tmp_path, generation_config=generation_config)
+    assert ModelConfig.from_directory(tmp_path).eos_token_ids == ids
+
+
+def test_a_directory_without_config_json_is_an_error_that_names_the_file(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"config\.json"):
+        ModelConfig.from_directory(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{",
+        b"{'a': 1}",
+        b'{"a": 1',
+        b'{"a": "\xff"}',
+        b"[]",
+        b"null",
+        b'"text"',
+        b"<html></html>",
+        b'{"a": ' + b"1" * 5000 + b"}",  # more digits than Python reads
+        b'{"a": ' + b"[" * 100_000,  # deeper than Python reads
+    ],
+    ids=lambda content: repr(content[:20]),
+)
+def test_a_file_that_is_no_json_object_is_an_error_that_names_it(tmp_path, name, content):
+    write(tmp_path, config=LLAMA)
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError) as error:
+        ModelConfig.from_directory(tmp_path)
+    assert str(tmp_path / name) in str(error.value)
+    with pytest.raises(ValueError):
+        read_json(tmp_path / name)
+
+
+def test_a_config_that_names_code_runs_none(tmp_path, monkeypatch):
+    (tmp_path / "trap_module.py").write_text("import pathlib\npathlib.Path(__file__).with_name('sprung').touch()\n")
+    for name in ("configuration_llama.py", "modeling_llama.py", "__init__.py"):
+        (tmp_path / name).write_text("import trap_module\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    names_code = {
+        "auto_map": {
+            "AutoConfig": "configuration_llama.LlamaConfig",
+            "AutoModelForCausalLM": "modeling_llama.LlamaForCausalLM",
+        },
+        "custom_pipelines": {"text-generation": {"impl": "trap_module.Pipeline"}},
+        "_attn_implementation_internal": "trap_module",
+        "_attn_implementation": "kernels-community/trap_module",
+        "attn_implementation": "trap_module",
+        "model_type": "trap_module",
+        "trust_remote_code": True,
+        "generation_config": "trap_module",
+    }
+    write(tmp_path, config=LLAMA | names_code, generation_config=names_code)
+    assert ModelConfig.from_directory(tmp_path) == ModelConfig.from_dict(LLAMA)
+    assert not {"trap_module", "configuration_llama", "modeling_llama"} & sys.modules.keys()
+    assert not (tmp_path / "sprung").exists()
+    importlib.import_module("configuration_llama")
+    assert (tmp_path / "sprung").exists(), "the trap works"
+    for name in ("trap_module", "configuration_llama"):
+        monkeypatch.delitem(sys.modules, name)
