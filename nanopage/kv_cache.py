@@ -1,0 +1,95 @@
+"""KVCache: the paged tensor that holds every sequence's keys and values, and how large it may be."""
+
+from pathlib import Path
+
+import psutil
+import torch
+
+from nanopage.config import EngineConfig, ModelConfig
+
+GIB = 2**30
+CPU_SHARE, CPU_MOST = 0.25, 4 * GIB  # of the RAM available once the weights are loaded
+
+
+class KVCache:
+    """One tensor [num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim]; [l, 0] is K and [l, 1] is V.
+
+    It starts as zeros that the system has not backed with memory yet: pages of RAM are taken as blocks are first used.
+    """
+
+    def __init__(self, config: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device):
+        shape = (config.num_layers, 2, num_blocks, block_size, config.num_kv_heads, config.head_dim)
+        self.tensor = torch.zeros(shape, dtype=dtype, device=device)
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+
+    def clear(self, blocks: list[int]) -> None:
+        """Zero blocks in all layers. Attention reads whole blocks and masks what lies beyond a sequence's end; what it
+        masks must be finite (NaN times a weight of 0 is NaN), so no former owner's values may remain."""
+        if blocks:
+            self.tensor.index_fill_(2, torch.tensor(blocks, device=self.tensor.device), 0)
+
+
+def block_bytes(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
+    """Bytes of one block over all layers."""
+    return config.num_layers * 2 * block_size * config.num_kv_heads * config.head_dim * dtype.itemsize
+
+
+def num_blocks_that_fit(
+    engine: EngineConfig, model: ModelConfig, max_model_len: int, dtype: torch.dtype, device: torch.device
+) -> int:
+    """How many blocks the options and the memory that is free now (with the weights loaded) give.
+
+    Never more than `max_num_seqs` sequences of `max_model_len` can use.
+
+    Raises: MemoryError, saying what is there and which options help, if not even one block fits.
+    """
+    if engine.num_gpu_blocks_override is not None:
+        return engine.num_gpu_blocks_override
+    size = block_bytes(model, engine.block_size, dtype)
+    useful = engine.max_num_seqs * -(-max_model_len // engine.block_size)
+    free = _free_bytes(device)
+    if engine.kv_cache_gib is not None:
+        budget = engine.kv_cache_gib * GIB
+        if budget > free:
+            raise MemoryError(f"kv_cache_gib={engine.kv_cache_gib:g} is more than the {free / GIB:.2f} GiB there are")
+    elif device.type == "cuda":
+        total = torch.cuda.get_device_properties(device).total_memory
+        budget = (engine.gpu_memory_utilization or 0.9) * total - (total - free)
+    elif engine.gpu_memory_utilization is not None:
+        used = psutil.Process().memory_info().rss
+        budget = min(engine.gpu_memory_utilization * _total_ram() - used, free)
+    else:
+        budget = min(CPU_SHARE * free, CPU_MOST)
+    if budget < size:
+        raise MemoryError(
+            f"no room for the KV cache: {free / GIB:.2f} GiB are free on {device.type}, the options leave it "
+            f"{budget / GIB:.2f} GiB, and one block of {engine.block_size} tokens takes {size / GIB:.4f} GiB. "
+            "Raise kv_cache_gib or gpu_memory_utilization, or use a smaller model"
+        )
+    return min(int(budget // size), useful)
+
+
+def _free_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    free = psutil.virtual_memory().available
+    limit, used = _container_limit()
+    return free if limit is None else max(0, min(free, limit - used))
+
+
+def _total_ram() -> int:
+    total = psutil.virtual_memory().total
+    limit, _ = _container_limit()
+    return total if limit is None else min(total, limit)
+
+
+def _container_limit() -> tuple[int | None, int]:
+    """(limit, in use) of the control group we run in; (None, 0) where there is none."""
+    group = Path("/sys/fs/cgroup")
+    try:
+        limit = (group / "memory.max").read_text().strip()
+        used = int((group / "memory.current").read_text())
+    except (OSError, ValueError):
+        return None, 0
+    return (None, 0) if limit == "max" else (int(limit), used)

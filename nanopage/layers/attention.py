@@ -1,0 +1,51 @@
+"""Paged attention as the models see it: write this step's K and V to the cache, attend over each sequence's pages."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nanopage.kernels import ops
+
+
+@dataclass(slots=True)
+class AttentionMetadata:
+    """Where the step's T tokens of B sequences live. Sequences with a single token come first.
+
+    slot_mapping  int64 [T]              block * block_size + offset of each token
+    block_tables  int64 [B, max_blocks]  physical block of each logical block, padded with the sequence's first
+    query_lens    int64 [B], on the CPU  how many of the step's tokens are each sequence's
+    seq_lens      int64 [B], on the CPU  tokens of each sequence including this step's
+    """
+
+    slot_mapping: Tensor
+    block_tables: Tensor
+    query_lens: Tensor
+    seq_lens: Tensor
+
+
+def paged_attention(
+    q: Tensor, k: Tensor, v: Tensor, kv_cache: Tensor, metadata: AttentionMetadata, window: int | None = None
+) -> Tensor:
+    """Causal attention of each token over its own sequence, this step's tokens included.
+
+    Args:
+        q: [T, num_heads, head_dim]; k, v: [T, num_kv_heads, head_dim], rotated.
+        kv_cache: one layer's [2, num_blocks, block_size, num_kv_heads, head_dim]; written in place.
+        window: attend only to the last `window` tokens, itself included.
+
+    Returns: [T, num_heads * head_dim]
+    """
+    attend = torch.ops.nanopage.paged_attention if torch.compiler.is_compiling() else ops.paged_attention
+    out = attend(
+        q,
+        k,
+        v,
+        kv_cache,
+        metadata.slot_mapping,
+        metadata.block_tables,
+        metadata.query_lens,
+        metadata.seq_lens,
+        window,
+    )
+    return out.flatten(1)

@@ -1,0 +1,82 @@
+"""Rotary position embeddings (RoFormer, Su et al. 2021) and the ways checkpoints stretch them to longer contexts."""
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from nanopage.config import RopeConfig
+
+
+class RotaryEmbedding(nn.Module):
+    """Positions [T] -> (cos, sin), each [T, 1, head_dim] in `dtype`, to be applied to every head of every layer.
+
+    The two halves of `sin` carry the signs of the rotation, so that `rotate` is two products and a sum:
+    (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin).
+    """
+
+    frequencies: Tensor
+
+    def __init__(self, head_dim: int, rope: RopeConfig):
+        super().__init__()
+        frequencies, self.scale = inverse_frequencies(head_dim, rope)
+        self.register_buffer("frequencies", frequencies, persistent=False)
+
+    def forward(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        # bfloat16 can not tell position 256 from 257: angles are float32 (float64 for float64 models).
+        angles = positions[:, None, None].to(self.frequencies.dtype) * self.frequencies
+        cos, sin = angles.cos() * self.scale, angles.sin() * self.scale
+        return torch.cat((cos, cos), dim=-1).to(dtype), torch.cat((-sin, sin), dim=-1).to(dtype)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate heads: x [T, heads, head_dim] by cos and sin [T, 1, head_dim] of RotaryEmbedding."""
+    x1, x2 = x.chunk(2, dim=-1)
+    return torch.addcmul(x * cos, torch.cat((x2, x1), dim=-1), sin)
+
+
+def inverse_frequencies(head_dim: int, rope: RopeConfig) -> tuple[Tensor, float]:
+    """(float32 [head_dim / 2] on the CPU, scale of cos and sin) for the rope types of `config.ROPE_TYPES`."""
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim
+    frequencies = 1.0 / rope.theta**exponents
+    if rope.rope_type == "linear":  # position interpolation, Chen et al. 2023
+        return frequencies / rope.params["factor"], 1.0
+    if rope.rope_type == "llama3":
+        return _llama3(frequencies, rope.params), 1.0
+    if rope.rope_type == "yarn":
+        return _yarn(frequencies, head_dim, rope.theta, rope.params)
+    return frequencies, 1.0
+
+
+def _llama3(frequencies: Tensor, params: dict) -> Tensor:
+    """Llama 3.1: stretch the wavelengths that do not fit the original context often enough, blend in between."""
+    turns = params["original_max_position_embeddings"] * frequencies / (2 * math.pi)  # in the original context
+    low, high = params["low_freq_factor"], params["high_freq_factor"]
+    keep = ((turns - low) / (high - low)).clamp(0, 1)
+    return keep * frequencies + (1 - keep) * frequencies / params["factor"]
+
+
+def _yarn(frequencies: Tensor, head_dim: int, theta: float, params: dict) -> tuple[Tensor, float]:
+    """YaRN (Peng et al. 2023): interpolate slow dimensions, keep fast ones, and sharpen attention by `scale`."""
+    factor, original = params["factor"], params["original_max_position_embeddings"]
+
+    def dimension_turning(times: float) -> float:  # the dimension that turns this often in the original context
+        return head_dim * math.log(original / (times * 2 * math.pi)) / (2 * math.log(theta))
+
+    low = dimension_turning(params.get("beta_fast") or 32)
+    high = dimension_turning(params.get("beta_slow") or 1)
+    if params.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    ramp = (torch.arange(head_dim // 2, dtype=torch.float32, device="cpu") - low) / max(high - low, 0.001)
+    interpolate = ramp.clamp(0, 1)
+    frequencies = frequencies * (1 - interpolate) + frequencies / factor * interpolate
+
+    def magnitude(mscale: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+    scale = params.get("attention_factor")
+    if scale is None:
+        mscale, mscale_all_dim = params.get("mscale"), params.get("mscale_all_dim")
+        scale = magnitude(mscale) / magnitude(mscale_all_dim) if mscale and mscale_all_dim else magnitude(1.0)
+    return frequencies, float(scale)

@@ -1,0 +1,79 @@
+"""Qwen3 (Yang et al. 2025): Llama's layer with an RMSNorm on every head of q and k before the rotation.
+
+x = x + attention(norm(x))
+x = x + mlp(norm(x))
+"""
+
+from torch import Tensor, nn
+
+from nanopage.config import ModelConfig
+from nanopage.layers.attention import AttentionMetadata, paged_attention
+from nanopage.layers.embedding import Embedding, LMHead
+from nanopage.layers.linear import Linear
+from nanopage.layers.mlp import MLP
+from nanopage.layers.norm import RMSNorm
+from nanopage.layers.rotary import RotaryEmbedding, rotate
+
+
+class Qwen3Attention(nn.Module):
+    def __init__(self, config: ModelConfig, layer: int):
+        super().__init__()
+        self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
+        self.window = config.sliding_windows[layer]
+        q_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        parts = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
+        self.qkv_proj = Linear(config.hidden_size, parts, config.attention_bias)
+        self.o_proj = Linear(q_size, config.hidden_size, config.attention_bias)
+        self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
+        self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, metadata: AttentionMetadata) -> Tensor:
+        heads = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim))  # [T, q heads + k heads + v heads, head_dim]
+        q, k, v = heads.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1)
+        q, k = rotate(self.q_norm(q), cos, sin), rotate(self.k_norm(k), cos, sin)
+        return self.o_proj(paged_attention(q, k, v, kv_cache, metadata, self.window))
+
+
+class Qwen3DecoderLayer(nn.Module):
+    def __init__(self, config: ModelConfig, layer: int):
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = Qwen3Attention(config, layer)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = MLP(config.hidden_size, config.intermediate_size)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, metadata: AttentionMetadata) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin, kv_cache, metadata)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Qwen3Model(nn.Module):
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
+        self.rotary = RotaryEmbedding(config.head_dim, config.rope)
+        self.layers = nn.ModuleList(Qwen3DecoderLayer(config, layer) for layer in range(config.num_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(self, input_ids: Tensor, positions: Tensor, kv_cache: Tensor, metadata: AttentionMetadata) -> Tensor:
+        x = self.embed_tokens(input_ids)
+        cos, sin = self.rotary(positions, x.dtype)
+        for layer, layer_cache in zip(self.layers, kv_cache.unbind(0), strict=True):
+            x = layer(x, cos, sin, layer_cache, metadata)
+        return self.norm(x)
+
+
+class Qwen3ForCausalLM(nn.Module):
+    """Token ids and positions [T], kv_cache [layers, 2, blocks, block_size, kv_heads, head_dim] -> [T, hidden_size].
+
+    `lm_head` makes logits of the rows that need them.
+    """
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.model = Qwen3Model(config)
+        tied_to = self.model.embed_tokens if config.tie_word_embeddings else None
+        self.lm_head = LMHead(config.hidden_size, config.vocab_size, tied_to)
+
+    def forward(self, input_ids: Tensor, positions: Tensor, kv_cache: Tensor, metadata: AttentionMetadata) -> Tensor:
+        return self.model(input_ids, positions, kv_cache, metadata)

@@ -1,0 +1,34 @@
+import os
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported: no test asks the hub
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+import pytest
+
+from nanopage import hub
+
+
+@pytest.fixture(scope="session")
+def default_model():
+    """The directory of the real default model, SmolLM2-135M-Instruct (fetched on first use)."""
+    return hub.default_model()
+
+
+@pytest.fixture(scope="module")
+def one_thread():
+    """Tiny models are no faster on two threads, and on a busy machine far slower."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def pytest_collection_modifyitems(items):
+    import torch
+
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and torch sees none"))

@@ -1,0 +1,176 @@
+"""What the tests share: makers of tiny models (random weights, a real tokenizer, saved as Hugging Face directories),
+and the logits of every position, by transformers and through nanopage's paged cache."""
+
+import json
+import random
+from pathlib import Path
+
+import torch
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from nanopage import loader
+from nanopage.kv_cache import KVCache
+from nanopage.model_runner import ModelRunner
+from nanopage.request import SamplingParams, Sequence
+from nanopage.scheduler import Batch, ScheduledSequence
+
+SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]  # ids 0, 1 (bos), 2 (eos)
+EOS = 2
+VOCAB_SIZE = 300  # the special tokens, 256 bytes and some merges
+CPU = torch.device("cpu")
+BLOCK_SIZE = 8
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+_CORPUS = "the cat and the other dog went to the house in the morning, then they were in there with the man and the men"
+
+
+def tiny_tokenizer() -> Tokenizer:
+    """Byte-level BPE: every text has ids and every id is in the tiny models' vocabulary."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        special_tokens=[AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS],
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([_CORPUS], trainer)
+    assert tokenizer.get_vocab_size() == VOCAB_SIZE
+    return tokenizer
+
+
+def save_tokenizer(directory: Path) -> None:
+    """Write the tiny tokenizer and a ChatML template into a model directory."""
+    tiny_tokenizer().save(str(directory / "tokenizer.json"))
+    endoftext, bos, eos = SPECIAL_TOKENS
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+        "bos_token": bos,
+        "eos_token": eos,
+        "unk_token": endoftext,
+        "chat_template": CHAT_TEMPLATE,
+    }
+    (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=2))
+
+
+def tiny_hf_model(
+    family: str = "llama", dtype: torch.dtype | str = torch.float32, seed: int = 0, **config_overrides
+) -> PreTrainedModel:
+    """A transformers model of `family` (llama, mistral, qwen2, qwen3) with random weights, biases and norms.
+
+    `config_overrides` are fields of its config.json, in place of the small ones chosen here.
+    """
+    dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    fields = {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 1024,
+        "initializer_range": 0.3,  # large: the default leaves the logits flat
+        "tie_word_embeddings": False,
+        "bos_token_id": 1,
+        "eos_token_id": EOS,
+    }
+    if family == "qwen3":
+        fields["head_dim"] = 32  # its default is 128
+    if family == "mistral":
+        fields["sliding_window"] = None
+    config = AutoConfig.for_model(family, **fields | config_overrides)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        with torch.no_grad():  # transformers starts biases at 0 and norms at 1, which would hide a mistake in them
+            for name, parameter in model.named_parameters():
+                if parameter.dim() == 1:
+                    parameter.normal_(1.0 if name.endswith("norm.weight") else 0.0, 0.3)
+    return model.eval()
+
+
+def tiny_model(
+    directory: Path,
+    family: str = "llama",
+    dtype: torch.dtype | str = torch.float32,
+    seed: int = 0,
+    **config_overrides,
+) -> Path:
+    """Save a `tiny_hf_model` and its tokenizer as a Hugging Face directory. Returns the directory."""
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    tiny_hf_model(family, dtype, seed, **config_overrides).save_pretrained(directory)
+    save_tokenizer(directory)
+    return directory
+
+
+def random_tokens(lengths, seed=0):
+    rng = random.Random(seed)
+    return [[rng.randrange(VOCAB_SIZE) for _ in range(length)] for length in lengths]
+
+
+def reference_logits(hf_model, sequences):
+    """transformers' logits of every position, each sequence by itself and without a cache."""
+    hf_model.set_attn_implementation("eager")
+    with torch.inference_mode():
+        return [hf_model(torch.tensor([tokens]), use_cache=False).logits[0] for tokens in sequences]
+
+
+class Paged:
+    """Sequences that go step by step through a ModelRunner's model and KV cache.
+
+    Blocks are handed out at random, and everything in the cache that was never handed out is NaN.
+    """
+
+    def __init__(self, directory, sequences, dtype=torch.float32, compiled=False, seed=0):
+        config = loader.read_config(directory)
+        model = loader.load_model(directory, config, dtype, CPU)
+        num_blocks = 2 + sum(-(-len(tokens) // BLOCK_SIZE) for tokens in sequences)
+        self.cache = KVCache(config, num_blocks, BLOCK_SIZE, dtype, CPU)
+        self.runner = ModelRunner(model, self.cache, CPU, compiled)
+        self.free = random.Random(seed).sample(range(num_blocks), num_blocks)
+        self.restart(sequences)
+
+    def restart(self, sequences):
+        """Forget all sequences, and begin these."""
+        self.cache.tensor.fill_(torch.nan)
+        self.free += [block for table in getattr(self, "tables", []) for block in table]
+        self.seqs = [Sequence(i, str(i), tokens, SamplingParams()) for i, tokens in enumerate(sequences)]
+        self.tables = [[] for _ in sequences]
+        self.logits = [torch.empty(0) for _ in sequences]
+
+    def done(self, index):
+        return len(self.logits[index])
+
+    @torch.inference_mode()
+    def step(self, num_tokens):
+        """Run the next `num_tokens[i]` tokens of each sequence i in one batch."""
+        batch = Batch()
+        for index, count in sorted(num_tokens.items(), key=lambda item: item[1] > 1):
+            table, start = self.tables[index], self.done(index)
+            while len(table) * BLOCK_SIZE < start + count:
+                table.append(self.free.pop())
+                self.cache.clear(table[-1:])
+            batch.sequences.append(ScheduledSequence(self.seqs[index], start, count, table, True))
+        logits = self.runner.model.lm_head(self.runner.model(*self.runner.prepare(batch)))
+        counts = [scheduled.num_tokens for scheduled in batch.sequences]
+        for scheduled, rows in zip(batch.sequences, logits.split(counts), strict=True):
+            index = scheduled.seq.seq_id
+            self.logits[index] = torch.cat([self.logits[index], rows])
+
+    def run(self, plan):
+        plan(self, [len(seq.token_ids) for seq in self.seqs])
+        return self.logits
+
+
+def assert_all_close(got, expected, tolerance=2e-4):
+    for ours, theirs in zip(got, expected, strict=True):
+        assert ours.shape == theirs.shape
+        torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance * theirs.std().item())

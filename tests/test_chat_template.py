@@ -1,0 +1,578 @@
+"""Chat templates: the same text as transformers makes, and no way out of the sandbox."""
+
+import copy
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+from jinja2 import Environment, TemplateError
+from jinja2.ext import loopcontrols
+from transformers import AutoTokenizer
+
+from nanopage.chat_template import TemplateSandbox
+from nanopage.hub import default_model
+from nanopage.tokenizer import Tokenizer
+
+USER = {"role": "user", "content": "Hello"}
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer(default_model())
+
+
+@pytest.fixture(scope="module")
+def reference():
+    return AutoTokenizer.from_pretrained(default_model())
+
+
+def turns(*contents: str, system: str | None = None) -> list[dict]:
+    messages = [] if system is None else [{"role": "system", "content": system}]
+    return messages + [{"role": ("user", "assistant")[i % 2], "content": content} for i, content in enumerate(contents)]
+
+
+CONVERSATIONS = {
+    "one turn": turns("Hello"),
+    "system": turns("Hello", system="Be brief."),
+    "many turns": turns("Hi", "Hello!", "How are you?", "Fine.", "Good"),
+    "system and turns": turns("1 + 1?", "2", "And 2 + 2?", system="You are a calculator."),
+    "unicode": turns("👩‍👩‍👧‍👦 e\u0301 你好 🇸🇪", "ﷺ 𝔘 क्षि", "\u200d\ufffd\u2028"),
+    "odd text": turns("  <b>&amp;</b> \"quotes\" 'more' {{ 1 }} {% raw %} \\n \t\n\n", "", "<|im_end|>\r\n"),
+    "a reply to go on from": turns("Hi", "Hel"),
+}
+
+
+@pytest.mark.parametrize("add_generation_prompt", [True, False])
+@pytest.mark.parametrize("name", CONVERSATIONS)
+def test_the_default_model_gets_the_text_of_transformers(tokenizer, reference, name, add_generation_prompt):
+    messages = CONVERSATIONS[name]
+    text = tokenizer.apply_chat_template(messages, add_generation_prompt=add_generation_prompt)
+    assert text == reference.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
+    assert messages[-1]["content"] in text
+    ids = reference.apply_chat_template(messages, add_generation_prompt=add_generation_prompt, return_dict=False)
+    assert tokenizer.encode(text, add_special_tokens=False) == ids
+
+
+TEMPLATES = {
+    "llama 3": """\
+{% set loop_messages = messages %}{% for message in loop_messages %}{% set content = '<|start_header_id|>' + \
+message['role'] + '<|end_header_id|>\n\n'+ message['content'] | trim + '<|eot_id|>' %}{% if loop.index0 == 0 %}\
+{% set content = bos_token + content %}{% endif %}{{ content }}{% endfor %}{% if add_generation_prompt %}\
+{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}""",
+    "llama 3.1": """\
+{{- bos_token }}
+{%- if not date_string is defined %}
+    {%- if strftime_now is defined %}
+        {%- set date_string = strftime_now("at %%") %}
+    {%- else %}
+        {%- set date_string = "26 Jul 2024" %}
+    {%- endif %}
+{%- endif %}
+{%- if messages[0]['role'] == 'system' %}
+    {%- set system_message = messages[0]['content']|trim %}
+    {%- set messages = messages[1:] %}
+{%- else %}
+    {%- set system_message = "" %}
+{%- endif %}
+{%- if tools is not none %}
+    {{- "Environment: ipython\n" }}
+{%- endif %}
+{{- "Today Date: " + date_string + "\n\n" }}
+{{- system_message }}
+{%- for message in messages %}
+    {{- '<|' + message['role'] + '|>\n\n'+ message['content'] | trim + eos_token }}
+{%- endfor %}""",
+    "qwen 2.5": """\
+{%- if tools %}
+    {{- 'tools' }}
+{%- else %}
+    {%- if messages[0]['role'] == 'system' %}
+        {{- '<|im_start|>system\\n' + messages[0]['content'] + '<|im_end|>\\n' }}
+    {%- else %}
+        {{- '<|im_start|>system\\nYou are Qwen.<|im_end|>\\n' }}
+    {%- endif %}
+{%- endif %}
+{%- for message in messages %}
+    {%- if (message.role == "user") or (message.role == "system" and not loop.first) or \
+(message.role == "assistant" and not message.tool_calls) %}
+        {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' + '\\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+{%- endif %}
+""",
+    "qwen 3": """\
+{%- set ns = namespace(multi_step_tool=true, last_query_index=messages|length - 1) %}
+{%- for message in messages[::-1] %}
+    {%- set index = (messages|length - 1) - loop.index0 %}
+    {%- if ns.multi_step_tool and message.role == "user" and message.content is string and \
+not(message.content.startswith('<tool>') and message.content.endswith('</tool>')) %}
+        {%- set ns.multi_step_tool = false %}
+        {%- set ns.last_query_index = index %}
+    {%- endif %}
+{%- endfor %}
+{%- for message in messages %}
+    {%- set content = message.content if message.content is string else '' %}
+    {%- set reasoning = '' %}
+    {%- if '</think>' in content %}
+        {%- set reasoning = content.split('</think>')[0].rstrip('\\n').split('<think>')[-1].lstrip('\\n') %}
+        {%- set content = content.split('</think>')[-1].lstrip('\\n') %}
+    {%- endif %}
+    {{- '<|im_start|>' ~ message.role ~ '\\n' ~ reasoning ~ content ~ '<|im_end|>\\n' }}
+    {{- 'last' if loop.index0 == ns.last_query_index }}
+{%- endfor %}
+{%- if add_generation_prompt and enable_thinking is defined and enable_thinking is false %}
+    {{- '<think>' }}
+{%- endif %}""",
+    "mistral": """\
+{{ bos_token }}{% for message in messages if message['role'] != 'system' %}\
+{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}\
+{{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}{% endif %}\
+{% if message['role'] == 'user' %}{{ '[INST] ' + message['content'] + ' [/INST]' }}\
+{% elif message['role'] == 'assistant' %}{{ message['content'] + eos_token}}\
+{% else %}{{ raise_exception('Only user and assistant roles are supported!') }}{% endif %}{% endfor %}""",
+    "gemma": """\
+{{ bos_token }}{% for message in messages %}
+{% if message['role'] == 'assistant' %}{% set role = 'model' %}{% else %}{% set role = message['role'] %}{% endif %}
+{{ '<start_of_turn>' + role + '\n' + message['content'] | trim + '<end_of_turn>\n' }}
+{% endfor %}
+{% if add_generation_prompt %}
+{{'<start_of_turn>model\n'}}
+{% endif %}
+""",
+    "loop controls": """\
+{% for message in messages %}
+    {% if loop.index0 == 3 %}{% break %}{% endif %}
+    {% if message.role == 'system' %}{% continue %}{% endif %}
+    {{ message.content }}
+{% endfor %}
+""",
+    "tojson": """\
+{{ messages | tojson }}
+{{ messages[0] | tojson(indent=2) }}{{ {'b': 1, 'a': none, 'é': '<&>'} | tojson(sort_keys=true) }}
+{{ ['é', '"'] | tojson(ensure_ascii=true, separators=(',', ':')) }}""",
+    "loop variables": """\
+{% for role, content in messages | map('items') | map('map', 'last') | map('list') %}
+{{ loop.index }} {{ loop.revindex }} {{ loop.revindex0 }} {{ loop.length }} {{ loop.first }} {{ loop.last }}
+{{ loop.previtem }} {{ loop.nextitem }} {{ loop.cycle('odd', 'even') }} {{ loop.changed(role) }} {{ loop.depth }}
+{% endfor %}
+{% for message in messages if message.role == 'nobody' %}x{% else %}nobody{% endfor %}
+{% for key in messages[0] %}{{ key }}{% endfor %}
+{% for item in [1, [2, [3, 4]], 5] recursive %}{{ loop(item) if item is iterable else item }}{% endfor %}
+{% for a in range(4) %}{% for b in range(a) %}{{ a }}{{ b }}{{ loop.last }}{% endfor %}{% endfor %}
+{% for x in missing %}x{% else %}none{% endfor %}
+""",
+    "namespace": """\
+{% set ns = namespace(count=0, names=[]) %}
+{% for message in messages %}{% set ns.count = ns.count + 1 %}{% set ns.names = ns.names + [message.role] %}{% endfor %}
+{{ ns.count }} {{ ns.names | join(', ') }} {{ ns.names | unique | list | length }}""",
+    "macros and filters": """\
+{%- macro turn(message, end='') -%}
+    {{ message['role'] | upper }}: {{ message['content'] | trim | replace('e', 'E') }}{{ end }}
+{%- endmacro -%}
+{%- for message in messages | selectattr('role', 'ne', 'system') -%}
+    {{ turn(message, end=eos_token) }}
+{% endfor -%}
+{{ messages | map(attribute='content') | map('length') | sum }} {{ '-' * 10 }} {{ '%s and %d' % ('x', 7) }}
+{{ 'a{}b{x}'.format(1, x=2) }} {{ messages | rejectattr('role', 'equalto', 'user') | list | length }}""",
+    "variables": """\
+{{ tools is defined }} {{ tools is none }} {{ documents is none }} {{ other is defined }}
+{{ bos_token }}{{ eos_token }}{{ unk_token }}{{ pad_token }}{{ sep_token }} {{ add_generation_prompt }}""",
+    "generation": """\
+{% for message in messages %}{% if message.role == 'assistant' %}
+{% generation %}{{ message.content }}{{ eos_token }}{% endgeneration %}
+{% else %}{{ message.content }}{% endif %}{% endfor %}""",
+}
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_well_known_templates_give_the_text_of_transformers(tokenizer, reference, template):
+    source, texts = TEMPLATES[template], set()
+    for messages in CONVERSATIONS.values():
+        for add_generation_prompt in (True, False):
+            text = tokenizer.apply_chat_template(messages, source, add_generation_prompt)
+            assert text == reference.apply_chat_template(
+                messages, chat_template=source, tokenize=False, add_generation_prompt=add_generation_prompt
+            )
+            texts.add(text)
+    assert len(texts) > 1
+
+
+def test_a_template_can_refuse_a_conversation(tokenizer, reference):
+    messages = [USER, USER]
+    with pytest.raises(TemplateError, match="roles must alternate"):
+        reference.apply_chat_template(messages, chat_template=TEMPLATES["mistral"], tokenize=False)
+    with pytest.raises(ValueError, match="the chat template failed: Conversation roles must alternate"):
+        tokenizer.apply_chat_template(messages, TEMPLATES["mistral"])
+
+
+def test_the_date_is_todays(tokenizer, monkeypatch):
+    class Clock:
+        @staticmethod
+        def now():
+            import datetime
+
+            return datetime.datetime(2031, 2, 3, 4, 5)
+
+    monkeypatch.setattr("nanopage.chat_template.datetime", Clock)
+    assert tokenizer.apply_chat_template([USER], "{{ strftime_now('%d %m %Y %H:%M') }}") == "03 02 2031 04:05"
+
+
+def test_long_conversations_are_within_the_limits(tokenizer, reference):
+    messages = turns(*(f"message {i}" for i in range(3001)))
+    for source in (None, TEMPLATES["qwen 3"], TEMPLATES["mistral"]):
+        text = tokenizer.apply_chat_template(messages, source)
+        assert text == reference.apply_chat_template(
+            messages, chat_template=source, tokenize=False, add_generation_prompt=True
+        )
+
+
+@pytest.mark.parametrize("template", ["llama 3", "qwen 2.5", "qwen 3", "gemma"])
+def test_a_message_of_millions_of_letters_is_within_the_limits(tokenizer, template):
+    letters = "ab" * 1_500_000
+    assert letters in tokenizer.apply_chat_template([{"role": "user", "content": letters}], TEMPLATES[template])
+
+
+def test_rendering_changes_neither_the_messages_nor_the_next_rendering(tokenizer):
+    messages, source = turns("a", "b", system="c"), TEMPLATES["namespace"]
+    before = copy.deepcopy(messages)
+    assert tokenizer.apply_chat_template(messages, source) == tokenizer.apply_chat_template(messages, source)
+    assert messages == before
+
+
+# Where the template comes from
+
+
+def model_directory(tmp_path, tokenizer, jinja=None, **config):
+    tokenizer.backend.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    if jinja is not None:
+        (tmp_path / "chat_template.jinja").write_text(jinja, encoding="utf-8")
+    return Tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "jinja, config, text",
+    [
+        ("file é", {}, "file é"),
+        (None, {"chat_template": "config"}, "config"),
+        ("file", {"chat_template": "config"}, "file"),
+        (
+            None,
+            {"chat_template": [{"name": "rag", "template": "x"}, {"name": "default", "template": "named"}]},
+            "named",
+        ),
+        (None, {"chat_template": "{{ bos_token }}", "bos_token": {"content": "<B>"}}, "<B>"),
+        (None, {"chat_template": "[{{ bos_token }}]", "bos_token": None}, "[]"),
+    ],
+)
+def test_the_template_is_the_models_own(tmp_path, tokenizer, jinja, config, text):
+    assert model_directory(tmp_path, tokenizer, jinja, **config).apply_chat_template([USER]) == text
+
+
+@pytest.mark.parametrize("config", [{}, {"chat_template": None}, {"chat_template": [{"name": "rag", "template": "x"}]}])
+def test_without_a_template_the_error_says_it_is_a_base_model(tmp_path, tokenizer, config):
+    base = model_directory(tmp_path, tokenizer, **config)
+    with pytest.raises(ValueError, match="no chat template: it is a base model"):
+        base.apply_chat_template([USER])
+    assert base.apply_chat_template([USER], "{{ messages[0].content }}") == "Hello"
+
+
+@pytest.mark.parametrize(
+    "messages, error, named",
+    [
+        ([], ValueError, "messages must be a list"),
+        ("Hello", ValueError, "messages must be a list"),
+        (USER, ValueError, "messages must be a list"),
+        (None, ValueError, "messages must be a list"),
+        (["Hello"], TypeError, "messages[0] must be a dict, not 'Hello'"),
+        ([USER, None], TypeError, "messages[1] must be a dict"),
+        ([{"content": "x"}], TypeError, "messages[0]['role'] must be a string, not None"),
+        ([USER, {"role": "assistant"}], TypeError, "messages[1]['content'] must be a string, not None"),
+        ([USER, USER, {"role": 5, "content": "x"}], TypeError, "messages[2]['role'] must be a string, not 5"),
+        ([{"role": "user", "content": [{"type": "text"}]}], TypeError, "messages[0]['content'] must be a string"),
+        ([USER, {**USER, "tool_calls": [], "name": "x"}], ValueError, "messages[1] has fields"),
+        ([USER, {**USER, "tool_calls": [], "name": "x"}], ValueError, "name, tool_calls"),
+    ],
+)
+def test_malformed_messages_are_named_by_index_and_field(tokenizer, messages, error, named):
+    with pytest.raises(error) as raised:
+        tokenizer.apply_chat_template(messages)
+    assert named in str(raised.value)
+
+
+BROKEN = {
+    "unknown tag": "{% nonsense %}",
+    "unclosed loop": "{% for message in messages %}",
+    "unclosed expression": "{{ messages",
+    "unknown filter": "{{ messages | nonsense }}",
+    "unknown test": "{{ messages is nonsense }}",
+    "undefined attribute": "{{ nothing.at_all.here }}",
+    "wrong types": "{{ messages + 1 }}",
+    "not callable": "{{ messages() }}",
+    "not JSON": "{{ nothing | tojson }}",
+    "division by zero": "{{ 1 / 0 }}",
+    "missing key": "{{ '%(a)s' % {} }}",
+    "missing index": "{{ '{1}'.format(2) }}",
+    "not found": "{{ 'a'.index('b') }}",
+    "too deep an expression": "{{ " + "(" * 20_000 + "1" + ")" * 20_000 + " }}",
+    "too deep for Python's parser": "{{ " + "- " * 150 + "messages | length }}",
+    "too many nested loops": "{% for a in messages %}" * 25 + "{% endfor %}" * 25,
+    "too many nested conditions": "{% if messages %}" * 120 + "{% endif %}" * 120,
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_template_is_a_value_error(tokenizer, name):
+    with pytest.raises(ValueError, match="the chat template failed"):
+        tokenizer.apply_chat_template([USER], BROKEN[name])
+
+
+# Attempts to get out
+
+ESCAPES = [
+    "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+    "{{ ''['__class__'].__base__ }}",
+    "{{ ''|attr('__class__') }}",
+    "{{ ''|attr('__cla' ~ 'ss__')|attr('__mro__') }}",
+    "{{ (''|attr('\\x5f\\x5fclass\\x5f\\x5f')) }}",
+    "{{ messages.__class__ }}",
+    "{{ messages|map(attribute='__class__')|list }}",
+    "{{ messages|map('attr', '__class__')|list }}",
+    "{{ messages|groupby('__class__') }}",
+    "{{ '{0.__class__}'.format(1) }}",
+    "{{ '{a.__class__.__mro__}'.format(a=1) }}",
+    "{{ '{a.__class__}'.format_map({'a': 1}) }}",
+    "{{ ('{0.__class__}'|attr('format'))(1) }}",
+    "{% set f = '{0.__class__}'.format %}{{ f(1) }}",
+    "{% set f = ['{0.__class__}'.format] %}{{ f[0](1) }}",
+    "{{ namespace(f='{0.__class__}'.format).f(1) }}",
+    "{{ dict(f='{0.__class__}'.format)['f'](1) }}",
+    "{{ '{0.__init__.__globals__[os]}'.format(cycler) }}",
+    "{{ cycler.__init__.__globals__.os.popen('cat SECRET; touch CREATED').read() }}",
+    "{{ cycler.__init__.__globals__['os']['popen']('cat SECRET; touch CREATED')['read']() }}",
+    "{{ joiner.__init__.__globals__.os.popen('cat SECRET; touch CREATED').read() }}",
+    "{{ namespace.__init__.__globals__.os.popen('cat SECRET; touch CREATED').read() }}",
+    "{{ lipsum.__globals__.os.popen('cat SECRET; touch CREATED').read() }}",
+    "{{ lipsum.__globals__['__builtins__'].open('SECRET').read() }}",
+    "{{ (lipsum|attr('__globals__'))['os'].popen('cat SECRET; touch CREATED').read() }}",
+    "{{ self.__init__.__globals__.__builtins__.__import__('os').popen('cat SECRET; touch CREATED').read() }}",
+    "{{ self._TemplateReference__context.environment }}{{ self.__class__ }}",
+    "{{ raise_exception.__globals__ }}",
+    "{{ raise_exception.__code__ }}",
+    "{{ strftime_now.__globals__.__builtins__.open('SECRET').read() }}",
+    "{{ strftime_now.__globals__['__builtins__']['open']('CREATED', 'w') }}",
+    "{% for x in ().__class__.__base__.__subclasses__() %}{{ x }}{% endfor %}",
+    "{% macro m() %}{% endmacro %}{{ m.__init__.__globals__ }}",
+    "{% macro m() %}{% endmacro %}{{ m._func.__globals__ }}",
+    "{{ (messages|map('upper')).gi_frame.f_globals }}",
+    "{{ (messages|bounded).gi_frame.f_back.f_globals }}{{ (messages|bounded).gi_code }}",
+    "{{ loop.__class__ }}{% for x in messages %}{{ loop._iterator.__class__ }}{{ loop.__class__ }}{% endfor %}",
+    "{{ messages.append.__self__.__class__ }}",
+    "{{ ''.join.__class__ }}",
+]
+LEAKS = ("<class", "<module", "<function", "<code", "<frame", "<_io", "class '", "__builtins__", "the secret is")
+
+
+@pytest.mark.parametrize("payload", ESCAPES)
+def test_a_template_can_not_reach_python(tokenizer, tmp_path, payload):
+    secret, created = tmp_path / "secret", tmp_path / "created"
+    secret.write_text("the secret is 4242")
+    payload = payload.replace("SECRET", str(secret)).replace("CREATED", str(created))
+
+    # Without the sandbox it works: else the test would show nothing.
+    unsafe = Environment(extensions=[loopcontrols])
+    unsafe.globals |= TemplateSandbox().globals
+    unsafe.filters["bounded"] = lambda items: (item for item in items)
+    text = unsafe.from_string(payload).render(messages=[USER])
+    assert any(leak in text for leak in LEAKS)
+    assert created.exists() == (str(created) in payload)
+    created.unlink(missing_ok=True)
+
+    try:
+        text = tokenizer.apply_chat_template([USER], payload)
+    except ValueError as error:
+        text = str(error)
+        assert text.startswith("the chat template failed")
+    else:
+        assert not any(leak in text for leak in LEAKS)
+    assert "the secret is" not in text
+    assert sorted(tmp_path.iterdir()) == [secret]
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        "{% include 'FILE' %}",
+        "{% include 'FILE' ignore missing %}",
+        "{% import 'FILE' as file %}{{ file }}",
+        "{% from 'FILE' import x %}",
+        "{% extends 'FILE' %}",
+        "{{ open('FILE').read() }}",
+        "{{ __import__('os') }}",
+        "{% do messages.append(1) %}",
+        "{{ self._environment }}{{ environment.globals }}",
+    ],
+)
+def test_a_template_can_not_read_files_or_import(tokenizer, tmp_path, monkeypatch, payload):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "secret").write_text("the secret is 4242{% macro x() %}{% endmacro %}")
+    for name in ("secret", str(tmp_path / "secret"), "../../etc/passwd"):
+        with pytest.raises(ValueError, match="the chat template failed") as raised:
+            tokenizer.apply_chat_template([USER], payload.replace("FILE", name))
+        assert "4242" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "messages.append({})",
+        "messages.pop()",
+        "messages.clear()",
+        "messages.insert(0, {})",
+        "messages.extend(messages)",
+        "messages.reverse()",
+        "messages.remove(messages[0])",
+        "messages[0].update(content='x')",
+        "messages[0].pop('content')",
+        "messages[0].popitem()",
+        "messages[0].setdefault('x', 1)",
+        "messages[0].clear()",
+        "messages.__delitem__(0)",
+        "messages[0].__setitem__('content', 'x')",
+    ],
+)
+def test_a_template_can_not_change_the_messages(tokenizer, expression):
+    victims = turns("a", "b", "c")
+    Environment().from_string("{{ " + expression + " }}").render(messages=victims)
+    assert victims != turns("a", "b", "c")
+
+    messages = turns("a", "b", "c")
+    with pytest.raises(ValueError, match="unsafe"):
+        tokenizer.apply_chat_template(messages, "{{ " + expression + " }}")
+    assert messages == turns("a", "b", "c")
+
+
+# Templates that would never end, or fill the memory
+
+linux = pytest.mark.skipif(sys.platform != "linux", reason="limits a process in Linux's way")
+CPU_SECONDS = 3  # where an endless rendering is given up; those that are stopped in time need a tenth of a second
+MEMORY_MIB = 200
+
+
+def render_in_child(tokenizer: Tokenizer, source: str) -> dict:
+    """What became of a rendering in a process of its own, which may not survive it."""
+    import resource
+
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        result = {}
+        try:
+            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+            resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS + 1))
+            room = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + 2**31
+            resource.setrlimit(resource.RLIMIT_AS, (room, room))
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            try:
+                result["text"] = tokenizer.apply_chat_template([USER], source)[:200]
+            except Exception as error:
+                result |= {"error": type(error).__name__, "message": str(error)[:200]}
+                result["out_of_memory"] = isinstance(error.__cause__, MemoryError)
+            result["mib"] = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+        finally:
+            os.write(write, json.dumps(result).encode())
+            os._exit(0)
+    os.close(write)
+    with os.fdopen(read) as pipe:
+        report = pipe.read()
+    status = os.waitpid(child, 0)[1]
+    assert not os.WIFSIGNALED(status), f"ended by {signal.Signals(os.WTERMSIG(status)).name}"
+    return json.loads(report)
+
+
+def assert_refused(result: dict) -> None:
+    assert result.get("error") == "ValueError", result
+    assert result["message"].startswith("the chat template failed")
+    assert not result["out_of_memory"]
+    assert result["mib"] < MEMORY_MIB
+
+
+RUNAWAYS = {
+    "nested loops": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+    "three nested loops": "{% for a in range(99) %}{% for b in range(99) %}{% for c in range(99) %}"
+    + "{% endfor %}" * 3,
+    "one loop after another": "{% for a in range(60000) %}{% endfor %}" * 2,
+    "lists of lists": "{% for a in [[0] * 9999] * 9999 %}{% for b in a %}{% endfor %}{% endfor %}",
+    "lists of lists of lists": "{% set x = [[[0] * 999] * 999] * 999 %}"
+    "{% for a in x %}{% for b in a %}{% for c in b %}{% endfor %}{% endfor %}{% endfor %}",
+    "a loop over letters": "{% for a in 'a' * 99999 %}{% for b in 'a' * 99999 %}{% endfor %}{% endfor %}",
+    "loops in a macro": "{% macro f() %}{% for a in range(9999) %}{% endfor %}{% endmacro %}"
+    "{% for a in range(9999) %}{{ f() }}{% endfor %}",
+    "loops with a condition": "{% for a in range(99999) if false %}{% endfor %}" * 2,
+    "a huge range": "{% for a in range(10 ** 12) %}{% endfor %}",
+    "a huge range of a literal": "{% for a in range(1000000000000) %}{% endfor %}",
+    "a range in a list": "{{ range(999999999) | list | length }}",
+    "a recursive loop": "{% for a in [0] recursive %}"
+    "{% if loop.depth < 6 %}{{ loop(range(999)) }}{% endif %}{% endfor %}",
+    "a recursive loop without end": "{% for a in [0] recursive %}{{ loop([0]) }}{% endfor %}",
+    "a macro that calls itself": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+    "a macro that calls itself twice": "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}"
+    "{{ f(60) }}",
+    "macros that call each other": "{% macro f() %}{{ g() }}{% endmacro %}"
+    "{% macro g() %}{{ f() }}{% endmacro %}{{ f() }}",
+    "a block that calls itself": "{% block a %}{{ self.a() }}{% endblock %}",
+    "a caller that calls itself": "{% macro f() %}{{ caller() }}{% endmacro %}"
+    "{% macro g() %}{% call f() %}{{ g() }}{% endcall %}{% endmacro %}{{ g() }}",
+    "lorem ipsum": "{{ lipsum(999999999) | length }}",
+    "slices": "{{ messages | slice(999999999) | list | length }}",
+    "powers": "{{ 9 ** 9 ** 9 }}",
+    "powers of a variable": "{% set n = messages | length + 8 %}{{ (n ** n ** n) | length }}",
+    "pow": "{{ (9).__pow__(999999999) }}",
+    "squares of squares": "{% set ns = namespace(n=10) %}"
+    "{% for a in range(60) %}{% set ns.n = ns.n * ns.n %}{% endfor %}",
+    "rounding": "{{ 1 | round(999999999, 'ceil') }}",
+}
+
+
+@linux
+@pytest.mark.parametrize("name", RUNAWAYS)
+def test_a_runaway_template_is_stopped(tokenizer, name):
+    assert_refused(render_in_child(tokenizer, RUNAWAYS[name]))
+
+
+HUGE = {
+    "a repeated string": "{{ 'a' * 10 ** 9 }}",
+    "a repeated string of a literal": "{{ 'a' * 1000000000 }}",
+    "a repetition from the left": "{{ 1000000000 * 'a' }}",
+    "a repeated list": "{{ ([0] * 1000000000) | length }}",
+    "repetitions of repetitions": "{{ (('a' * 999999) * 999) | length }}",
+    "additions": "{% set ns = namespace(s='a' * 9999) %}"
+    "{% for a in range(20) %}{% set ns.s = ns.s + ns.s %}{% endfor %}",
+    "concatenations": "{% set ns = namespace(s='a' * 9999) %}"
+    "{% for a in range(20) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}",
+    "a centred text": "{{ ('a' | center(1000000000)) | length }}",
+    "a padded text": "{{ 'a'.ljust(1000000000) | length }}",
+    "a width in %": "{{ ('%1000000000d' % 1) | length }}",
+    "a width in the format filter": "{{ ('%1000000000d' | format(1)) | length }}",
+    "a width in format()": "{{ '{:1000000000}'.format(1) | length }}",
+    "a filled batch": "{{ messages | batch(100000000, 0) | list | length }}",
+}
+
+
+@linux
+@pytest.mark.parametrize("name", HUGE)
+def test_a_template_can_not_fill_the_memory(tokenizer, name):
+    assert_refused(render_in_child(tokenizer, HUGE[name]))
+
+
+@linux
+def test_a_harmless_template_is_not_refused(tokenizer):
+    source = "{% for a in range(300) %}{% for b in range(300) %}{% endfor %}{% endfor %}{{ '-' * 999 }}{{ 2 * 3 }}"
+    result = render_in_child(tokenizer, source)
+    assert result["text"] == "-" * 200
+    assert result["mib"] < MEMORY_MIB

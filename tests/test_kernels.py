@@ -1,0 +1,224 @@
+"""kernels/reference.py against attention spelled out, on keys and values that were never paged."""
+
+import math
+
+import pytest
+import torch
+
+from nanopage.kernels import ops, reference
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5}
+
+
+def attention(q, k, v, window=None):
+    """Causal attention of the last len(q) of len(k) tokens: q [n, heads, d], k and v [tokens, kv_heads, d]."""
+    group = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
+    scores = torch.einsum("qhd,khd->hqk", q, k) / math.sqrt(q.shape[-1])
+    keys = torch.arange(len(k))
+    queries = keys[len(k) - len(q) :, None]
+    hidden = keys > queries
+    if window is not None:
+        hidden |= keys <= queries - window
+    return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v)
+
+
+class Pool:
+    """A cache of NaN in which sequences get random blocks, written by write_cache, the rest of the last one garbage."""
+
+    def __init__(self, kv_heads, head_dim, block_size, dtype, num_blocks=32, seed=0):
+        self.generator = torch.Generator().manual_seed(seed)
+        self.dtype, self.block_size = dtype, block_size
+        self.cache = torch.full((2, num_blocks, block_size, kv_heads, head_dim), torch.nan, dtype=dtype)
+        self.free = torch.randperm(num_blocks, generator=self.generator).tolist()
+        self.sequences = []  # (table, k, v)
+
+    def random(self, *shape):
+        return torch.randn(shape, generator=self.generator, dtype=self.dtype)
+
+    def add(self, length, prefix_of=None, shared_blocks=0):
+        """A sequence of `length` tokens, the first blocks of which may be those of an earlier sequence."""
+        k, v = self.random(2, length, *self.cache.shape[3:])
+        table = []
+        shared = shared_blocks * self.block_size
+        if prefix_of is not None:
+            other_table, other_k, other_v = self.sequences[prefix_of]
+            table = other_table[:shared_blocks]
+            k[:shared], v[:shared] = other_k[:shared], other_v[:shared]
+        while len(table) * self.block_size < length:
+            block = self.free.pop()
+            self.cache[:, block] = 1e3 * self.random(2, *self.cache.shape[2:])
+            table.append(block)
+        positions = torch.arange(shared, length)
+        slots = torch.tensor(table)[positions // self.block_size] * self.block_size + positions % self.block_size
+        order = torch.randperm(len(slots), generator=self.generator)  # slots need not be in order
+        reference.write_cache(k[shared:][order], v[shared:][order], self.cache, slots[order])
+        self.sequences.append((table, k, v))
+        return len(self.sequences) - 1
+
+    def metadata(self, query_lens):
+        """(block_tables, query_lens, seq_lens) of {sequence: number of its last tokens that are queries}."""
+        tables = [self.sequences[index][0] for index in query_lens]
+        width = max(map(len, tables)) + 1  # wider than needed
+        padded = torch.tensor([table + table[:1] * (width - len(table)) for table in tables])
+        seq_lens = [len(self.sequences[index][1]) for index in query_lens]
+        return padded, torch.tensor(list(query_lens.values())), torch.tensor(seq_lens)
+
+    def check(self, group, query_lens, window=None):
+        """Compare paged attention with plain attention for {sequence: queries}, in this order."""
+        q = self.random(sum(query_lens.values()), group * self.cache.shape[3], self.cache.shape[4])
+        out = reference.paged_attention(q, self.cache, *self.metadata(query_lens), window)
+        expected = [
+            attention(rows, *self.sequences[index][1:], window)
+            for index, rows in zip(query_lens, q.split(list(query_lens.values())), strict=True)
+        ]
+        tolerance = TOLERANCE[self.dtype]
+        torch.testing.assert_close(out, torch.cat(expected), rtol=tolerance, atol=tolerance)
+        assert out.is_contiguous()
+
+
+def lengths(page):
+    return [1, 2, page - 1, page, page + 1, 3 * page + 2]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "window"),
+    [
+        (torch.float64, None),
+        (torch.float64, 1),
+        (torch.float64, 3),
+        (torch.float32, None),
+        (torch.float32, 16),
+    ],
+    ids=lambda value: str(value).removeprefix("torch."),
+)
+@pytest.mark.parametrize("block_size", [8, 16, 32], ids=lambda size: f"page {size}")
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 8], ids=lambda group: f"GQA {group}")
+@pytest.mark.parametrize("head_dim", [64, 80, 128], ids=lambda size: f"head {size}")
+def test_paged_attention_equals_attention(head_dim, group, block_size, dtype, window):
+    pool = Pool(2, head_dim, block_size, dtype)
+    lengths = [1, 2, block_size - 1, block_size, block_size + 1, 3 * block_size + 2]
+    decodes = {pool.add(length): 1 for length in lengths}
+    whole = {pool.add(length): length for length in lengths if length > 1}
+    later_chunks = {pool.add(length): length // 2 for length in lengths if length > 3}
+    pool.check(group, decodes | whole | later_chunks, window)
+    for alone in (decodes, whole, later_chunks):
+        for index, queries in alone.items():
+            pool.check(group, {index: queries}, window)
+
+
+@pytest.mark.parametrize("window", [None, 5])
+class TestBatches:
+    def test_one_decode_beside_chunks(self, window):
+        pool = Pool(3, 16, 8, torch.float64)
+        pool.check(2, {pool.add(20): 1, pool.add(9): 9, pool.add(30): 4}, window)
+
+    def test_decodes_only(self, window):
+        pool = Pool(3, 16, 8, torch.float64)
+        pool.check(2, {pool.add(length): 1 for length in (1, 33, 8, 24, 7, 2)}, window)
+
+    def test_chunks_only(self, window):
+        pool = Pool(3, 16, 8, torch.float64)
+        pool.check(2, {pool.add(12): 12, pool.add(40): 2, pool.add(17): 16}, window)
+
+    def test_pages_shared_by_decodes_and_chunks(self, window):
+        pool = Pool(2, 16, 8, torch.float64)
+        first = pool.add(40)
+        second = pool.add(29, prefix_of=first, shared_blocks=3)
+        third = pool.add(20, prefix_of=second, shared_blocks=2)
+        fourth = pool.add(32, prefix_of=first, shared_blocks=4)
+        assert len({tuple(pool.sequences[index][0][:2]) for index in (first, second, third, fourth)}) == 1
+        pool.check(4, {first: 1, fourth: 1, second: 5, third: 4}, window)
+        pool.check(4, dict.fromkeys((third, fourth, first, second), 1), window)
+
+    def test_a_decode_does_not_see_the_pages_of_a_poisoned_neighbour(self, window):
+        pool = Pool(2, 16, 8, torch.float64)
+        healthy, poisoned = pool.add(11), pool.add(35)
+        pool.cache[:, pool.sequences[poisoned][0]] = torch.nan
+        q = pool.random(2, 4, 16)
+        out = reference.paged_attention(q, pool.cache, *pool.metadata({healthy: 1, poisoned: 1}), window)
+        torch.testing.assert_close(out[:1], attention(q[:1], *pool.sequences[healthy][1:], window))
+        assert out[1].isnan().all()
+
+    def test_queries_that_are_a_slice_of_a_wider_tensor(self, window):
+        pool = Pool(2, 16, 8, torch.float64)
+        query_lens = {pool.add(11): 1, pool.add(35): 1, pool.add(12): 7}
+        wide = pool.random(9, 4 + 2 + 2, 16)
+        q = wide.split([4, 2, 2], dim=1)[0]
+        out = reference.paged_attention(q, pool.cache, *pool.metadata(query_lens), window)
+        expected = reference.paged_attention(q.contiguous(), pool.cache, *pool.metadata(query_lens), window)
+        assert torch.equal(out, expected)
+        assert out.is_contiguous()
+
+
+@pytest.mark.parametrize("block_size", [8, 16, 32])
+class TestWriteCache:
+    def test_writes_the_slots_it_is_given_and_no_others(self, block_size):
+        generator = torch.Generator().manual_seed(0)
+        cache = torch.randn((2, 5, block_size, 3, 4), generator=generator)
+        k, v = torch.randn((2, 11, 3, 4), generator=generator)
+        slots = torch.randperm(5 * block_size, generator=generator)[:11]
+        expected = cache.clone()
+        for token, slot in enumerate(slots.tolist()):
+            expected[0, slot // block_size, slot % block_size] = k[token]
+            expected[1, slot // block_size, slot % block_size] = v[token]
+        reference.write_cache(k, v, cache, slots)
+        assert torch.equal(cache, expected)
+
+    def test_takes_slices_of_a_wider_tensor(self, block_size):
+        heads = torch.randn((6, 4 + 2 + 2, 4), generator=torch.Generator().manual_seed(0))
+        _, k, v = heads.split([4, 2, 2], dim=1)
+        cache = torch.zeros(2, 3, block_size, 2, 4)
+        slots = torch.arange(6) + block_size
+        reference.write_cache(k, v, cache, slots)
+        assert torch.equal(cache[0, 1, :6], k)
+        assert torch.equal(cache[1, 1, :6], v)
+
+    def test_writes_one_layer_of_the_cache_of_all(self, block_size):
+        cache = torch.zeros(3, 2, 4, block_size, 2, 4)
+        k, v = torch.ones(1, 2, 4), 2 * torch.ones(1, 2, 4)
+        reference.write_cache(k, v, cache.unbind(0)[1], torch.tensor([block_size]))
+        assert (cache[1, 0, 1, 0] == 1).all()
+        assert (cache[1, 1, 1, 0] == 2).all()
+        assert cache.count_nonzero() == 16
+
+
+@pytest.mark.parametrize("window", [None, 4])
+def test_the_operator_writes_and_then_attends(window):
+    pool = Pool(2, 16, 8, torch.float64)
+    decode, chunk = pool.add(12), pool.add(21)
+    block_tables, query_lens, seq_lens = pool.metadata({decode: 1, chunk: 6})
+    (table, k1, v1), (other_table, k2, v2) = pool.sequences
+    slots = torch.tensor([table[1] * 8 + 3] + [other_table[p // 8] * 8 + p % 8 for p in range(15, 21)])
+    expected = pool.cache.clone()
+    pool.cache.flatten(1, 2)[:, slots] = torch.nan  # not there before the operator writes it
+    q = pool.random(7, 6, 16)
+    out = torch.ops.nanopage.paged_attention(
+        q,
+        torch.cat([k1[-1:], k2[-6:]]),
+        torch.cat([v1[-1:], v2[-6:]]),
+        pool.cache,
+        slots,
+        block_tables,
+        query_lens,
+        seq_lens,
+        window,
+    )
+    assert torch.equal(pool.cache.view(torch.uint8), expected.view(torch.uint8))
+    torch.testing.assert_close(out, torch.cat([attention(q[:1], k1, v1, window), attention(q[1:], k2, v2, window)]))
+
+
+@pytest.mark.skipif(not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="oneDNN has no bfloat16 on this CPU")
+@pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
+@pytest.mark.parametrize("rows", [1, 2, 33])
+def test_a_packed_linear_equals_the_plain_one(rows, bias):
+    generator = torch.Generator().manual_seed(0)
+    x, weight, offset = (
+        torch.randn(shape, generator=generator).to(torch.bfloat16) for shape in ((rows, 48), (80, 48), (80,))
+    )
+    out = torch.ops.nanopage.packed_linear(x, ops.pack(weight), offset if bias else None)
+    exact = x.double() @ weight.double().T + (offset.double() if bias else 0)
+    assert out.dtype == torch.bfloat16
+    torch.testing.assert_close(out.double(), exact, rtol=2**-7, atol=0.05)

@@ -1,0 +1,388 @@
+"""Weights from safetensors into modules, and every way they may not fit."""
+
+import json
+import os
+import pickle
+
+import pytest
+import torch
+from helpers import tiny_hf_model, tiny_model
+from safetensors.torch import load_file, save_file
+
+from nanopage import loader
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+CPU = torch.device("cpu")
+Q = "model.layers.0.self_attn.q_proj.weight"
+
+
+@pytest.fixture
+def model_dir(tmp_path):
+    return tiny_model(tmp_path / "model")
+
+
+def load(directory, dtype=torch.float32):
+    return loader.load_model(directory, loader.read_config(directory), dtype, CPU)
+
+
+def read_weights(directory):
+    return load_file(directory / "model.safetensors")
+
+
+def write_weights(directory, weights):
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+def change(directory, **tensors):
+    """Replace tensors of the checkpoint, or drop those that are None; `__` in a name stands for a dot."""
+    weights = read_weights(directory)
+    for name, tensor in tensors.items():
+        if tensor is None:
+            del weights[name.replace("__", ".")]
+        else:
+            weights[name.replace("__", ".")] = tensor
+    write_weights(directory, weights)
+
+
+def set_config(directory, **fields):
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | fields))
+
+
+def assert_holds(model, weights):
+    """Every tensor of the checkpoint is where transformers' module of the same name has it."""
+    found = loader.slots(model)
+    found.setdefault("lm_head.weight", model.model.embed_tokens.weight)
+    weights = dict(weights)
+    weights.setdefault("lm_head.weight", weights["model.embed_tokens.weight"])
+    assert found.keys() == weights.keys()
+    for name, tensor in weights.items():
+        assert torch.equal(found[name], tensor.to(found[name].dtype)), name
+
+
+FAMILIES = [
+    ("llama", {}),
+    ("llama", {"attention_bias": True, "mlp_bias": True, "head_dim": 24}),
+    ("mistral", {}),
+    ("qwen2", {"tie_word_embeddings": True}),
+    ("qwen3", {"attention_bias": True}),
+]
+BY_FAMILY = pytest.mark.parametrize(("family", "overrides"), FAMILIES, ids=lambda value: str(value))
+
+
+@BY_FAMILY
+def test_a_single_file_fills_every_parameter(tmp_path, family, overrides):
+    tiny_model(tmp_path, family, **overrides)
+    assert_holds(load(tmp_path), read_weights(tmp_path))
+
+
+@BY_FAMILY
+def test_shards_fill_every_parameter(tmp_path, family, overrides):
+    hf_model = tiny_hf_model(family, **overrides)
+    hf_model.save_pretrained(tmp_path, max_shard_size="60KB")
+    shards = sorted(tmp_path.glob("model-*.safetensors"))
+    assert len(shards) > 3
+    weights = {}
+    for shard in shards:
+        weights |= load_file(shard)
+    assert_holds(load(tmp_path), weights)
+
+
+def test_q_k_v_and_gate_up_are_fused_in_that_order(model_dir):
+    model, weights = load(model_dir), read_weights(model_dir)
+    for index, layer in enumerate(model.model.layers):
+        attention, mlp = f"model.layers.{index}.self_attn.", f"model.layers.{index}.mlp."
+        qkv = torch.cat([weights[f"{attention}{part}_proj.weight"] for part in "qkv"])
+        gate_up = torch.cat([weights[f"{mlp}{part}_proj.weight"] for part in ("gate", "up")])
+        assert torch.equal(layer.self_attn.qkv_proj.weight, qkv)
+        assert torch.equal(layer.mlp.gate_up_proj.weight, gate_up)
+
+
+def test_biases_are_fused_like_their_weights(tmp_path):
+    tiny_model(tmp_path, "qwen2")
+    model, weights = load(tmp_path), read_weights(tmp_path)
+    for index, layer in enumerate(model.model.layers):
+        parts = [weights[f"model.layers.{index}.self_attn.{part}_proj.bias"] for part in "qkv"]
+        assert torch.equal(layer.self_attn.qkv_proj.bias, torch.cat(parts))
+
+
+def test_loaded_models_are_in_eval_mode_and_need_no_gradients(model_dir):
+    model = load(model_dir)
+    assert not any(module.training for module in model.modules())
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+    assert not any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()])
+
+
+class TestTiedHead:
+    @pytest.fixture
+    def tied_dir(self, tmp_path):
+        return tiny_model(tmp_path / "tied", tie_word_embeddings=True)
+
+    def test_shares_the_embedding_if_the_checkpoint_has_no_head(self, tied_dir):
+        assert "lm_head.weight" not in read_weights(tied_dir)
+        model = load(tied_dir)
+        assert model.lm_head.weight is model.model.embed_tokens.weight
+        assert torch.equal(model.lm_head.weight, read_weights(tied_dir)["model.embed_tokens.weight"])
+
+    def test_accepts_a_head_that_repeats_the_embedding(self, tied_dir):
+        change(tied_dir, lm_head__weight=read_weights(tied_dir)["model.embed_tokens.weight"].clone())
+        model = load(tied_dir)
+        assert model.lm_head.weight is model.model.embed_tokens.weight
+        assert_holds(model, read_weights(tied_dir))
+
+    def test_accepts_a_checkpoint_with_the_head_alone(self, tied_dir):
+        embedding = read_weights(tied_dir)["model.embed_tokens.weight"]
+        change(tied_dir, lm_head__weight=embedding.clone(), model__embed_tokens__weight=None)
+        assert torch.equal(load(tied_dir).model.embed_tokens.weight, embedding)
+
+    def test_refuses_a_head_that_differs(self, tied_dir):
+        head = read_weights(tied_dir)["model.embed_tokens.weight"].clone()
+        head[7, 3] += 1
+        change(tied_dir, lm_head__weight=head)
+        with pytest.raises(ValueError, match="tied, yet different") as caught:
+            load(tied_dir)
+        assert "lm_head.weight" in str(caught.value)
+        assert "model.embed_tokens.weight" in str(caught.value)
+
+    def test_compares_repeated_heads_after_conversion(self, tied_dir):
+        change(tied_dir, lm_head__weight=read_weights(tied_dir)["model.embed_tokens.weight"].double())
+        assert load(tied_dir, torch.bfloat16).lm_head.weight.dtype == torch.bfloat16
+
+    def test_refuses_a_checkpoint_with_neither(self, tied_dir):
+        change(tied_dir, model__embed_tokens__weight=None)
+        with pytest.raises(ValueError, match=r"missing: model\.embed_tokens\.weight"):
+            load(tied_dir)
+
+    def test_untied_models_need_both(self, model_dir):
+        change(model_dir, lm_head__weight=None)
+        with pytest.raises(ValueError, match=r"missing: lm_head\.weight") as caught:
+            load(model_dir)
+        assert "embed_tokens" not in str(caught.value)
+
+
+class TestTensorsThatDoNotFit:
+    @pytest.mark.parametrize(
+        "name",
+        [Q, "model.norm.weight", "model.layers.1.mlp.up_proj.weight", "model.embed_tokens.weight", "lm_head.weight"],
+    )
+    def test_a_missing_one_is_named(self, model_dir, name):
+        change(model_dir, **{name: None})
+        with pytest.raises(ValueError, match="missing") as caught:
+            load(model_dir)
+        assert f"missing: {name} " in str(caught.value)
+        assert str(caught.value).count("\n") == 1
+
+    def test_an_unexpected_one_is_named_with_its_shape(self, model_dir):
+        change(model_dir, model__layers__2__mlp__up_proj__weight=torch.zeros(3, 5))
+        with pytest.raises(ValueError, match=r"unexpected: model\.layers\.2\.mlp\.up_proj\.weight \[3, 5\]"):
+            load(model_dir)
+
+    def test_a_bias_that_the_configuration_does_not_have_is_unexpected(self, tmp_path):
+        tiny_model(tmp_path, attention_bias=True)
+        set_config(tmp_path, attention_bias=False)
+        with pytest.raises(ValueError, match=r"unexpected: model\.layers\.0\.self_attn\.q_proj\.bias"):
+            load(tmp_path)
+
+    @pytest.mark.parametrize("shape", [[64, 63], [32, 64], [64], [64, 64, 1], [1, 64], []], ids=str)
+    def test_a_mis_shaped_one_is_named_with_both_shapes(self, model_dir, shape):
+        change(model_dir, **{Q: torch.zeros(shape)})
+        with pytest.raises(ValueError, match="mis-shaped") as caught:
+            load(model_dir)
+        assert f"{Q} is {shape}, the model wants [64, 64]" in str(caught.value)
+        assert "missing" not in str(caught.value)
+
+    @pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int32, torch.int64, torch.bool, torch.complex64])
+    def test_one_that_is_not_floating_point_is_named_with_its_type(self, model_dir, dtype):
+        change(model_dir, **{Q: torch.zeros(64, 64, dtype=dtype)})
+        with pytest.raises(ValueError, match="not floating point") as caught:
+            load(model_dir)
+        assert f"{Q} is {str(dtype).removeprefix('torch.')}" in str(caught.value)
+
+    def test_all_are_named_in_one_error(self, model_dir):
+        change(
+            model_dir,
+            model__norm__weight=None,
+            model__layers__0__mlp__gate_proj__weight=None,
+            model__layers__0__mlp__down_proj__weight=torch.zeros(2, 2),
+            model__layers__1__self_attn__k_proj__weight=torch.zeros(32, 64, dtype=torch.int64),
+            model__layers__1__self_attn__k_proj__bias=torch.zeros(32),
+            stranger=torch.zeros(1),
+        )
+        with pytest.raises(ValueError, match="do not fit") as caught:
+            load(model_dir)
+        _, *problems = str(caught.value).split("\n  ")
+        assert sorted(problems) == [
+            "mis-shaped: model.layers.0.mlp.down_proj.weight is [2, 2], the model wants [64, 96]",
+            "missing: model.layers.0.mlp.gate_proj.weight [96, 64]",
+            "missing: model.norm.weight [64]",
+            "not floating point: model.layers.1.self_attn.k_proj.weight is int64",
+            "unexpected: model.layers.1.self_attn.k_proj.bias [32]",
+            "unexpected: stranger [1]",
+        ]
+        assert str(model_dir) in str(caught.value)
+
+    def test_a_long_list_says_how_many_more(self, model_dir):
+        change(model_dir, **{f"stranger{i:03}": torch.zeros(1) for i in range(61)})
+        with pytest.raises(ValueError, match="and 11 more"):
+            load(model_dir)
+
+    def test_an_old_rotary_table_is_ignored(self, model_dir):
+        change(
+            model_dir,
+            model__layers__0__self_attn__rotary_emb__inv_freq=torch.full((8,), torch.nan),
+            model__layers__1__self_attn__rotary_emb__inv_freq=torch.full((8,), torch.nan),
+        )
+        weights = {name: tensor for name, tensor in read_weights(model_dir).items() if "inv_freq" not in name}
+        assert_holds(load(model_dir), weights)
+
+    def test_a_missing_layer_is_named_though_its_neighbour_is_there(self, model_dir):
+        set_config(model_dir, num_hidden_layers=3)
+        with pytest.raises(ValueError, match=r"missing: model\.layers\.2\.self_attn\.q_proj\.weight"):
+            load(model_dir)
+
+
+@pytest.mark.parametrize("stored", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("wanted", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_weights_are_converted_to_the_type_asked_for(tmp_path, stored, wanted):
+    tiny_model(tmp_path, dtype=stored)
+    weights = read_weights(tmp_path)
+    assert weights[Q].dtype == stored
+    model = load(tmp_path, wanted)
+    assert {parameter.dtype for parameter in model.parameters()} == {wanted}
+    assert_holds(model, weights)
+
+
+class TestFiles:
+    @pytest.mark.parametrize("keep", [0, 4, 8, 200, 5_000, -1])
+    def test_a_truncated_file_is_named(self, model_dir, keep):
+        file = model_dir / "model.safetensors"
+        os.truncate(file, keep if keep >= 0 else file.stat().st_size - 1)
+        with pytest.raises(ValueError, match="truncated") as caught:
+            load(model_dir)
+        assert str(file) in str(caught.value)
+
+    def test_a_file_that_is_something_else_is_named(self, model_dir):
+        file = model_dir / "model.safetensors"
+        file.write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:0123\nsize 123456\n" * 5)
+        with pytest.raises(ValueError, match="not a readable safetensors file") as caught:
+            load(model_dir)
+        assert str(file) in str(caught.value)
+
+    def test_one_file_of_any_name_is_the_model(self, model_dir):
+        (model_dir / "model.safetensors").rename(model_dir / "weights.safetensors")
+        assert_holds(load(model_dir), load_file(model_dir / "weights.safetensors"))
+
+    def test_model_safetensors_is_preferred_to_files_of_other_names(self, model_dir):
+        save_file({"adapter": torch.zeros(1)}, model_dir / "adapter.safetensors")
+        assert_holds(load(model_dir), read_weights(model_dir))
+
+    def test_several_files_without_an_index_are_refused_and_named(self, model_dir):
+        (model_dir / "model.safetensors").rename(model_dir / "a.safetensors")
+        save_file({"adapter": torch.zeros(1)}, model_dir / "b.safetensors")
+        with pytest.raises(ValueError, match=r"no index .*: a\.safetensors, b\.safetensors"):
+            load(model_dir)
+
+    def test_a_directory_without_weights_is_refused(self, model_dir):
+        (model_dir / "model.safetensors").unlink()
+        with pytest.raises(ValueError, match=r"has no \.safetensors weights") as caught:
+            load(model_dir)
+        assert str(model_dir) in str(caught.value)
+
+    @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "model.pth", "last.ckpt"])
+    def test_pickled_weights_are_refused_and_never_loaded(self, model_dir, tmp_path, name):
+        class Bomb:
+            def __reduce__(self):
+                return os.mkdir, (str(tmp_path / "exploded"),)
+
+        torch.save({Q: torch.zeros(64, 64)}, model_dir / name)
+        (model_dir / name).write_bytes(pickle.dumps(Bomb()))
+        (model_dir / "model.safetensors").unlink()
+        with pytest.raises(ValueError, match="can run code") as caught:
+            load(model_dir)
+        assert name in str(caught.value)
+        assert not (tmp_path / "exploded").exists()
+
+    def test_pickled_weights_beside_safetensors_are_left_alone(self, model_dir):
+        (model_dir / "pytorch_model.bin").write_bytes(b"not even a pickle")
+        assert_holds(load(model_dir), read_weights(model_dir))
+
+
+class TestIndex:
+    @pytest.fixture
+    def sharded_dir(self, tmp_path):
+        directory = tmp_path / "sharded"
+        tiny_hf_model().save_pretrained(directory, max_shard_size="60KB")
+        return directory
+
+    def edit(self, directory, edit):
+        file = directory / "model.safetensors.index.json"
+        index = json.loads(file.read_text())
+        edit(index)
+        file.write_text(json.dumps(index))
+
+    def test_a_missing_shard_is_named(self, sharded_dir):
+        gone = sorted(sharded_dir.glob("model-*.safetensors"))[1:3]
+        for shard in gone:
+            shard.unlink()
+        with pytest.raises(ValueError, match="not there") as caught:
+            load(sharded_dir)
+        assert all(shard.name in str(caught.value) for shard in gone)
+
+    def test_a_truncated_shard_is_named(self, sharded_dir):
+        shard = sorted(sharded_dir.glob("model-*.safetensors"))[2]
+        os.truncate(shard, shard.stat().st_size - 1)
+        with pytest.raises(ValueError, match="truncated") as caught:
+            load(sharded_dir)
+        assert str(shard) in str(caught.value)
+
+    def test_an_index_that_leaves_a_shard_out_misses_its_tensors(self, sharded_dir):
+        last = sorted(sharded_dir.glob("model-*.safetensors"))[-1]
+        names = load_file(last).keys()
+        self.edit(sharded_dir, lambda index: [index["weight_map"].pop(name) for name in names])
+        with pytest.raises(ValueError, match="missing") as caught:
+            load(sharded_dir)
+        assert all(f"missing: {name} " in str(caught.value) for name in names)
+
+    @pytest.mark.parametrize("kind", ["absolute", "parent", "subdirectory", "the parent itself", "empty"])
+    def test_a_path_outside_the_directory_is_refused(self, sharded_dir, tmp_path, kind):
+        save_file({"stranger": torch.zeros(1)}, tmp_path / "outside.safetensors")
+        name = {
+            "absolute": str(tmp_path / "outside.safetensors"),
+            "parent": "../outside.safetensors",
+            "subdirectory": "sub/outside.safetensors",
+            "the parent itself": "..",
+            "empty": "",
+        }[kind]
+        self.edit(sharded_dir, lambda index: index["weight_map"].update({Q: name}))
+        with pytest.raises(ValueError, match="outside its directory") as caught:
+            load(sharded_dir)
+        assert repr(name) in str(caught.value)
+
+    @pytest.mark.parametrize("value", [5, None, ["model-00001-of-00009.safetensors"]], ids=str)
+    def test_a_file_name_that_is_no_string_is_refused(self, sharded_dir, value):
+        self.edit(sharded_dir, lambda index: index["weight_map"].update({Q: value}))
+        with pytest.raises(ValueError, match=r"model\.safetensors\.index\.json"):
+            load(sharded_dir)
+
+    @pytest.mark.parametrize("text", ["{}", '{"weight_map": {}}', '{"weight_map": []}', "[]", "{", "\xff"])
+    def test_an_index_that_is_none_is_refused_and_named(self, sharded_dir, text):
+        (sharded_dir / "model.safetensors.index.json").write_text(text, encoding="latin-1")
+        with pytest.raises(ValueError, match=r"model\.safetensors\.index\.json"):
+            load(sharded_dir)
+
+    def test_the_index_wins_over_a_file_named_model_safetensors(self, sharded_dir):
+        write_weights(sharded_dir, {"stranger": torch.zeros(1)})
+        weights = {}
+        for shard in sharded_dir.glob("model-*.safetensors"):
+            weights |= load_file(shard)
+        assert_holds(load(sharded_dir), weights)
+
+    def test_a_tensor_that_two_shards_hold_with_different_values_is_refused(self, sharded_dir):
+        shards = sorted(sharded_dir.glob("model-*.safetensors"))
+        weights = load_file(shards[-1])
+        name = next(iter(load_file(shards[0])))
+        save_file(weights | {name: load_file(shards[0])[name] + 1}, shards[-1])
+        with pytest.raises(ValueError) as caught:
+            load(sharded_dir)
+        assert name in str(caught.value)
