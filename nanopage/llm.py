@@ -1,0 +1,174 @@
+"""LLM: the offline API. Names and shapes are those of vLLM's class of the same name.
+
+from nanopage import LLM, SamplingParams
+
+llm = LLM()
+for output in llm.generate(["Once upon a time"], SamplingParams(max_tokens=50)):
+    print(output.outputs[0].text)
+"""
+
+import dataclasses
+import itertools
+from collections import defaultdict, deque
+from collections.abc import Iterator
+from typing import cast
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from nanopage.config import EngineConfig, read_json
+from nanopage.engine import LLMEngine, Prompt, Request
+from nanopage.request import RequestOutput, SamplingParams
+
+
+class LLM:
+    """A model ready to generate.
+
+    Args:
+        model: a Hugging Face directory, a .gguf file, a hub id, or None for SmolLM2-135M-Instruct.
+        options: those of `EngineConfig`, by name.
+
+    Raises: TypeError for an option that does not exist, and what LLMEngine raises.
+    """
+
+    def __init__(self, model: str | None = None, **options):
+        known = {field.name for field in dataclasses.fields(EngineConfig)}
+        if unknown := options.keys() - known:
+            raise TypeError(
+                f"LLM() has no option {', '.join(sorted(unknown))}; its options: {', '.join(sorted(known))}"
+            )
+        self.engine = LLMEngine(EngineConfig(model=model, **options))
+        self._ids = itertools.count()
+        # Outputs of requests that another caller on this object waits for (a half-read stream() during a generate()).
+        self._inboxes: dict[str, deque[RequestOutput]] = defaultdict(deque)
+
+    def get_tokenizer(self):
+        return self.engine.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What the model's generation_config.json recommends; used where no SamplingParams are given."""
+        file = self.engine.model_path / "generation_config.json"
+        config = read_json(file) if self.engine.model_path.is_dir() and file.exists() else {}
+        names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+        return SamplingParams(**{name: config[name] for name in names if config.get(name) is not None})
+
+    def generate(
+        self,
+        prompts: Prompt | list[Prompt],
+        sampling_params: SamplingParams | list[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Complete prompts, all of them batched together.
+
+        Args:
+            prompts: one or a list of: text, token ids, {"prompt": text} or {"prompt_token_ids": ids}.
+            sampling_params: for all, or one for each prompt; None uses `get_default_sampling_params`.
+            use_tqdm: show a progress bar on stderr.
+
+        Returns: one finished RequestOutput for each prompt, in order.
+
+        Raises: ValueError, TypeError for any prompt or parameter that is not usable; nothing has run then.
+        """
+        if isinstance(prompts, str | dict) or (isinstance(prompts, list) and prompts and isinstance(prompts[0], int)):
+            prompts = [cast(Prompt, prompts)]
+        if not isinstance(prompts, list | tuple):
+            raise TypeError(f"prompts must be a prompt or a list of prompts, not {prompts!r}")
+        return self._run(self._requests(cast(list[Prompt], prompts), sampling_params), use_tqdm)
+
+    def chat(
+        self,
+        messages: list[dict] | list[list[dict]],
+        sampling_params: SamplingParams | list[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+    ) -> list[RequestOutput]:
+        """Reply to one conversation, or to a list of them, through the model's chat template.
+
+        Args: as `generate`, with conversations of {"role": ..., "content": ...}; `chat_template` is Jinja source.
+        """
+        several = isinstance(messages, list) and bool(messages) and isinstance(messages[0], list)
+        conversations = cast(list[list[dict]], messages if several else [messages])
+        prompts: list[Prompt] = [self._chat_prompt(c, chat_template, add_generation_prompt) for c in conversations]
+        return self._run(self._requests(prompts, sampling_params), use_tqdm)
+
+    def stream(
+        self, prompt: Prompt | list[dict], sampling_params: SamplingParams | None = None
+    ) -> Iterator[RequestOutput]:
+        """Complete one prompt, or reply to one conversation, yielding a RequestOutput after every token.
+
+        `output.outputs[0].delta` is the new text; the deltas add up to the final text. Closing the iterator, or
+        leaving its loop, aborts the request. Raises as `generate`, before anything runs.
+        """
+        if isinstance(prompt, list) and prompt and isinstance(prompt[0], dict):
+            prompt = self._chat_prompt(cast(list[dict], prompt))
+        (request,) = self._requests([cast(Prompt, prompt)], sampling_params)
+        return self._outputs([request])
+
+    def count_tokens(self, messages: list[dict]) -> int:
+        """How many prompt tokens a conversation makes."""
+        return len(self._chat_prompt(messages)["prompt_token_ids"])
+
+    def _chat_prompt(
+        self, messages: list[dict], chat_template: str | None = None, add_generation_prompt: bool = True
+    ) -> dict:
+        text = self.engine.tokenizer.apply_chat_template(messages, chat_template, add_generation_prompt)
+        # The template writes the special tokens itself; the request carries ids so that none is added twice.
+        return {"prompt_token_ids": self.engine.tokenizer.encode(text, add_special_tokens=False)}
+
+    def _requests(
+        self, prompts: list[Prompt], sampling_params: SamplingParams | list[SamplingParams] | None
+    ) -> list[Request]:
+        if sampling_params is None:
+            sampling_params = self.get_default_sampling_params()
+        if not isinstance(sampling_params, list | tuple):
+            sampling_params = [sampling_params] * len(prompts)
+        if len(sampling_params) != len(prompts):
+            raise ValueError(f"{len(sampling_params)} sampling_params for {len(prompts)} prompts")
+        requests = []
+        for i, (prompt, params) in enumerate(zip(prompts, sampling_params, strict=True)):
+            try:
+                requests.append(self.engine.make_request(str(next(self._ids)), prompt, params))
+            except (ValueError, TypeError) as error:
+                raise type(error)(f"prompts[{i}]: {error}" if len(prompts) > 1 else str(error)) from None
+        return requests
+
+    def _run(self, requests: list[Request], show_progress: bool) -> list[RequestOutput]:
+        finished: dict[str, RequestOutput] = {}
+        with Progress(
+            TextColumn("Generating"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[speed]}"),
+            TimeElapsedColumn(),
+            console=Console(stderr=True),
+            disable=not show_progress,
+        ) as progress:
+            task = progress.add_task("", total=len(requests), speed="")
+            for num_tokens, output in enumerate(self._outputs(requests), start=1):
+                if output.finished:
+                    finished[output.request_id] = output
+                elapsed = progress.tasks[task].elapsed
+                speed = f"{num_tokens / elapsed:.0f} output tok/s" if elapsed else ""
+                progress.update(task, completed=len(finished), speed=speed)
+        return [finished[request.seq.request_id] for request in requests]
+
+    def _outputs(self, requests: list[Request]) -> Iterator[RequestOutput]:
+        """Submit requests and yield their outputs as they come; abort what is unfinished if the reader leaves."""
+        unfinished = {request.seq.request_id for request in requests}
+        try:
+            for request in requests:
+                self.engine.submit(request)
+            while unfinished:
+                for request_id in sorted(unfinished & self._inboxes.keys(), key=int):
+                    for output in self._inboxes.pop(request_id):
+                        if output.finished:
+                            unfinished.discard(request_id)
+                        yield output
+                if unfinished:
+                    for output in self.engine.step():
+                        self._inboxes[output.request_id].append(output)
+        finally:
+            for request_id in unfinished:
+                self.engine.abort(request_id)
+                self._inboxes.pop(request_id, None)

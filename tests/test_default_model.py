@@ -1,0 +1,100 @@
+"""The real default model against transformers: greedy text in float32, log-probabilities in bfloat16."""
+
+import os
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from nanopage import LLM, SamplingParams
+
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+PROMPTS = [
+    "What is the capital of France?",
+    "Explain photosynthesis to a child.",
+    "Write a haiku about the sea.",
+    "def fibonacci(n):\n    ",
+    "Translate to Spanish: Good morning, how are you?",
+    "List three uses of a paperclip.",
+    "Why is the sky blue?",
+    "Once upon a time, in a land far away,",
+    "What is 17 * 23? Think step by step.",
+    "Summarize: The quick brown fox jumps over the lazy dog. It then runs into the forest and sleeps.",
+    "Give me a recipe for pancakes.",
+    "SELECT name FROM users WHERE",
+    "Who wrote 'Pride and Prejudice', and when?",
+    "Schreibe einen Satz über den Winter.",
+    "日本の首都はどこですか？",
+    "Is a tomato a fruit or a vegetable? 🍅",
+    "The three laws of robotics are:\n1.",
+    "Compare cats and dogs as pets in two sentences.",
+    '{"name": "Ada", "born": 1815, "known_for":',
+    "Please write a polite e-mail declining an invitation to a wedding on 12 June 2021 at 14:30.",
+]
+CHAT_UP_TO = 10  # the first ten go through the chat template, the others are continued as they stand
+
+
+def token_ids(llm) -> list[list[int]]:
+    tokenizer = llm.get_tokenizer()
+    ids = []
+    for i, prompt in enumerate(PROMPTS):
+        if i < CHAT_UP_TO:
+            text = tokenizer.apply_chat_template([{"role": "user", "content": prompt}])
+            ids.append(tokenizer.encode(text, add_special_tokens=False))
+        else:
+            ids.append(tokenizer.encode(prompt))
+    return ids
+
+
+def generate_with_transformers(path, dtype, prompts, count) -> list[list[int]]:
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
+    outputs = []
+    for prompt in prompts:
+        ids = torch.tensor([prompt])
+        out = model.generate(ids, do_sample=False, max_new_tokens=count, pad_token_id=2)
+        outputs.append(out[0, len(prompt) :].tolist())
+    return outputs
+
+
+def test_twenty_prompts_are_continued_token_for_token_as_by_generate(default_model):
+    llm = LLM(str(default_model), dtype="float32", device="cpu", kv_cache_gib=0.5)
+    prompts = token_ids(llm)
+    outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=64), use_tqdm=False)
+    ours = [output.outputs[0].token_ids for output in outputs]
+    theirs = generate_with_transformers(default_model, torch.float32, prompts, 64)
+    differing = [i for i, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b]
+    print(f"\n{len(PROMPTS) - len(differing)} of {len(PROMPTS)} equal, {sum(map(len, ours))} tokens")
+    assert differing == []
+
+
+def test_bfloat16_stays_close_to_transformers(default_model):
+    """vLLM's check_logprobs_close: where two greedy texts part, each token is among the other's five likeliest."""
+    llm = LLM(str(default_model), dtype="bfloat16", device="cpu", kv_cache_gib=0.5)
+    prompts = token_ids(llm)
+    params = SamplingParams(temperature=0, max_tokens=64, logprobs=5)
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    model = AutoModelForCausalLM.from_pretrained(default_model, dtype=torch.bfloat16).eval()
+    agreed, total, worst = 0, 0, 0.0
+    for prompt, output in zip(prompts, outputs, strict=True):
+        ours = output.outputs[0].token_ids
+        with torch.inference_mode():
+            logits = model(torch.tensor([prompt + ours])).logits[0, len(prompt) - 1 : -1].float()
+        theirs = logits.argmax(dim=-1).tolist()
+        equal = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b), len(ours))
+        agreed, total = agreed + equal, total + len(ours)
+        logprobs = logits.log_softmax(dim=-1)
+        for i in range(min(equal + 1, len(ours))):
+            assert theirs[i] in output.outputs[0].logprobs[i]
+            assert ours[i] in logprobs[i].topk(5).indices
+            worst = max(worst, abs(output.outputs[0].logprobs[i][ours[i]].logprob - logprobs[i, ours[i]].item()))
+    print(f"\n{agreed} of {total} tokens before the first difference; log-probabilities within {worst:.3f}")
+    assert worst < 0.5
+
+
+@pytest.mark.parametrize("options", [{}, {"max_num_batched_tokens": 16, "block_size": 8}], ids=["plain", "chunked"])
+def test_it_knows_the_capital_of_france(default_model, options):
+    llm = LLM(str(default_model), device="cpu", kv_cache_gib=0.5, **options)
+    (output,) = llm.chat([{"role": "user", "content": PROMPTS[0]}], SamplingParams(temperature=0, max_tokens=20))
+    assert "Paris" in output.outputs[0].text
+    assert output.outputs[0].finish_reason == "stop"

@@ -1,0 +1,347 @@
+"""LLMEngine: requests in, outputs out; errors before anything runs; nothing lost, nothing left."""
+
+import dataclasses
+import logging
+
+import pytest
+import torch
+from helpers import EOS, VOCAB_SIZE, tiny_model
+
+from nanopage import EngineConfig, LLMEngine, SamplingParams
+
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return tiny_model(tmp_path_factory.mktemp("model"))
+
+
+def make_engine(model, **options) -> LLMEngine:
+    defaults = {"dtype": "float64", "device": "cpu", "max_model_len": 128, "num_gpu_blocks_override": 64}
+    return LLMEngine(EngineConfig(model=str(model), **defaults | options))
+
+
+def run(engine, **requests) -> dict:
+    """Run requests (name -> (prompt, params)) together; name -> finished output."""
+    for name, (prompt, params) in requests.items():
+        engine.add_request(name, prompt, params)
+    return finish(engine)
+
+
+def finish(engine) -> dict:
+    done = {}
+    while engine.has_unfinished_requests():
+        done |= {output.request_id: output for output in engine.step() if output.finished}
+    return done
+
+
+def idle(engine) -> bool:
+    manager = engine.scheduler.block_manager
+    manager.check_invariants()
+    return manager.num_free_blocks == manager.num_blocks and not engine._requests
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "error", "names"),
+    [
+        ("", GREEDY, ValueError, "empty"),
+        ([], GREEDY, ValueError, "empty"),
+        ({"prompt": ""}, GREEDY, ValueError, "empty"),
+        ({}, GREEDY, ValueError, "prompt"),
+        ({"prompt": "a", "prompt_token_ids": [5]}, GREEDY, ValueError, "either"),
+        ({"prompt": "a", "multi_modal_data": {}}, GREEDY, ValueError, "multi_modal_data"),
+        ({"prompt": "a", "cache_salt": 3}, GREEDY, TypeError, "cache_salt"),
+        (17, GREEDY, TypeError, "17"),
+        (None, GREEDY, TypeError, "None"),
+        ({"prompt": 3}, GREEDY, TypeError, "3"),
+        ((5, 6), GREEDY, TypeError, "(5, 6)"),
+        ([5, "x"], GREEDY, TypeError, "'x'"),
+        ([5, True], GREEDY, TypeError, "True"),
+        ([5, -1], GREEDY, ValueError, "-1"),
+        ([5, VOCAB_SIZE], GREEDY, ValueError, str(VOCAB_SIZE)),
+        ([5] * 128, GREEDY, ValueError, "max_model_len=128"),
+        ("word " * 500, GREEDY, ValueError, "max_model_len=128"),
+        ("a", {"temperature": 0}, TypeError, "sampling_params"),
+        ("a", SamplingParams(stop_token_ids=[VOCAB_SIZE]), ValueError, "stop_token_ids"),
+        ("a", SamplingParams(logit_bias={VOCAB_SIZE: 1.0}), ValueError, "logit_bias"),
+        ("a", SamplingParams(allowed_token_ids=[5, VOCAB_SIZE]), ValueError, "allowed_token_ids"),
+        ("a", SamplingParams(allowed_token_ids=[EOS], min_tokens=3), ValueError, "allowed_token_ids"),
+    ],
+)
+def test_a_bad_request_is_refused_by_name_and_leaves_nothing(model, prompt, params, error, names):
+    engine = make_engine(model)
+    with pytest.raises(error, match=".*" + names.replace("(", r"\(").replace(")", r"\)")):
+        engine.add_request("bad", prompt, params)
+    assert not engine.has_unfinished_requests()
+    assert idle(engine)
+    assert run(engine, bad=("the cat", GREEDY))["bad"].finished  # its name is still free
+
+
+def test_parameters_changed_into_nonsense_after_construction_are_refused(model):
+    params = SamplingParams()
+    params.top_p = 7.0
+    with pytest.raises(ValueError, match="top_p"):
+        make_engine(model).add_request("a", "the cat", params)
+
+
+def test_an_id_in_use_is_refused_and_free_again_when_finished(model):
+    engine = make_engine(model)
+    engine.add_request("a", "the cat", GREEDY)
+    with pytest.raises(ValueError, match="'a' is in use"):
+        engine.add_request("a", "the dog", GREEDY)
+    finish(engine)
+    assert "a" in run(engine, a=("the dog", GREEDY))
+
+
+def test_parameters_can_be_reused_and_changed_by_the_caller(model):
+    engine, params = make_engine(model), dataclasses.replace(GREEDY)
+    engine.add_request("a", "the cat", params)
+    params.max_tokens = 2
+    assert len(finish(engine)["a"].outputs[0].token_ids) == 12
+
+
+def test_outputs_are_cumulative_and_deltas_add_up(model):
+    engine = make_engine(model)
+    engine.add_request("a", "the cat", GREEDY)
+    text, counts = "", []
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            text += output.outputs[0].delta
+            counts.append(len(output.outputs[0].token_ids))
+            assert output.outputs[0].text == text
+    assert counts == list(range(1, 13))
+    assert (output.prompt, output.finished, output.outputs[0].finish_reason) == ("the cat", True, "length")
+    assert text == engine.tokenizer.decode(output.outputs[0].token_ids)
+
+
+def test_end_of_sequence_and_stop_tokens_end_a_request_and_stay_out_of_the_text(model):
+    engine = make_engine(model)
+    free = run(engine, a=("the cat", GREEDY))["a"].outputs[0]
+    last = free.token_ids[5]
+    length = free.token_ids.index(last) + 1
+    got = run(engine, a=("the cat", dataclasses.replace(GREEDY, stop_token_ids=[last])))["a"].outputs[0]
+    assert got.token_ids == free.token_ids[:length]
+    assert (got.finish_reason, got.stop_reason) == ("stop", last)
+    assert got.text == engine.tokenizer.decode(free.token_ids[: length - 1])
+
+    biased = SamplingParams(temperature=0, logit_bias={EOS: 100.0}, min_tokens=3, max_tokens=9)
+    got = run(engine, a=("the cat", biased))["a"].outputs[0]
+    assert got.token_ids.index(EOS) == 3
+    assert (got.finish_reason, got.stop_reason) == ("stop", None)
+    assert len(run(engine, a=("the cat", dataclasses.replace(biased, ignore_eos=True)))["a"].outputs[0].token_ids) == 9
+
+
+def test_a_stop_string_ends_a_request_before_it(model):
+    engine = make_engine(model)
+    free = run(engine, a=("the cat", GREEDY))["a"].outputs[0].text
+    stop = free[4:7]
+    got = run(engine, a=("the cat", dataclasses.replace(GREEDY, stop=[stop, "never seen"])))["a"].outputs[0]
+    assert got.text == free[: free.index(stop)]
+    assert (got.finish_reason, got.stop_reason) == ("stop", stop)
+    kept = dataclasses.replace(GREEDY, stop=stop, include_stop_str_in_output=True)
+    assert run(engine, a=("the cat", kept))["a"].outputs[0].text == free[: free.index(stop) + len(stop)]
+
+
+def test_a_request_ends_at_the_length_of_the_model(model):
+    engine = make_engine(model, max_model_len=32)
+    output = run(engine, a=([5] * 30, SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)))["a"]
+    assert len(output.outputs[0].token_ids) == 2
+    assert output.outputs[0].finish_reason == "length"
+
+
+def test_abort_returns_what_there_is_and_frees_the_blocks(model):
+    engine = make_engine(model, max_num_seqs=1)
+    engine.add_request("runs", "the cat", GREEDY)
+    engine.add_request("waits", "the dog", GREEDY)
+    for _ in range(3):
+        engine.step()
+    waiting, running = engine.abort("waits"), engine.abort("runs")
+    assert waiting.finished
+    assert waiting.outputs[0].token_ids == []
+    assert len(running.outputs[0].token_ids) == 3
+    assert running.outputs[0].finish_reason == "abort"
+    assert engine.abort("runs") is None
+    assert not engine.has_unfinished_requests()
+    assert idle(engine)
+
+
+def test_a_step_that_fails_can_be_run_again(model, monkeypatch):
+    expected = run(make_engine(model), a=("the cat", GREEDY), b=("a dog in the house", GREEDY))
+    engine = make_engine(model, max_num_batched_tokens=6)
+    engine.add_request("a", "the cat", GREEDY)
+    engine.add_request("b", "a dog in the house", GREEDY)
+    execute, calls = engine.runner.execute, []
+
+    def failing(batch):
+        calls.append(batch)
+        tokens = execute(batch)  # the cache is written, but nobody hears of it
+        if len(calls) % 3 == 0:
+            raise RuntimeError("out of memory")
+        return tokens
+
+    monkeypatch.setattr(engine.runner, "execute", failing)
+    done = {}
+    while engine.has_unfinished_requests():
+        try:
+            done |= {output.request_id: output for output in engine.step() if output.finished}
+        except RuntimeError:
+            engine.scheduler.block_manager.check_invariants()
+    assert len(calls) > 12
+    for name in ("a", "b"):
+        assert done[name].outputs[0].token_ids == expected[name].outputs[0].token_ids
+    assert idle(engine)
+
+
+def test_what_the_cache_held_before_does_not_matter(model):
+    expected = run(make_engine(model), a=("the cat", GREEDY), b=("a dog in the house", GREEDY))
+    engine = make_engine(model)
+    engine.kv_cache.tensor.fill_(torch.nan)
+    got = run(engine, a=("the cat", GREEDY), b=("a dog in the house", GREEDY))
+    for name in ("a", "b"):
+        assert got[name].outputs[0].token_ids == expected[name].outputs[0].token_ids
+
+
+def test_a_prompt_seen_before_is_served_from_the_prefix_cache(model):
+    engine = make_engine(model, block_size=4)
+    prompt = list(range(10, 22))
+    first, again = run(engine, a=(prompt, GREEDY))["a"], run(engine, a=(prompt, GREEDY))["a"]
+    assert (first.num_cached_tokens, again.num_cached_tokens) == (0, 8)  # the last token is always computed
+    assert first.outputs[0].token_ids == again.outputs[0].token_ids
+    longer = run(engine, a=(prompt + first.outputs[0].token_ids, GREEDY))["a"]
+    assert longer.num_cached_tokens == 20  # the output's blocks are cached, too
+
+
+def test_a_salt_keeps_prefixes_apart(model):
+    engine = make_engine(model, block_size=4)
+    prompt = list(range(10, 22))
+    run(engine, a=({"prompt_token_ids": prompt, "cache_salt": "one"}, GREEDY))
+    other = run(engine, a=({"prompt_token_ids": prompt, "cache_salt": "two"}, GREEDY))["a"]
+    same = run(engine, a=({"prompt_token_ids": prompt, "cache_salt": "one"}, GREEDY))["a"]
+    assert (other.num_cached_tokens, same.num_cached_tokens) == (0, 8)
+
+
+def test_a_seeded_request_does_not_depend_on_its_neighbours(model):
+    params = SamplingParams(temperature=1.5, seed=7, max_tokens=12, ignore_eos=True)
+    alone = run(make_engine(model), a=("the cat", params))["a"].outputs[0].token_ids
+    crowd = {str(i): ("the dog " * i, SamplingParams(temperature=1.0, max_tokens=9)) for i in range(1, 6)}
+    assert (
+        run(make_engine(model, max_num_batched_tokens=9), **crowd, a=("the cat", params))["a"].outputs[0].token_ids
+        == alone
+    )
+    other = run(make_engine(model), a=("the cat", dataclasses.replace(params, seed=8)))["a"].outputs[0].token_ids
+    assert other != alone
+
+
+def test_the_engine_seed_decides_for_requests_without_one(model):
+    params = SamplingParams(temperature=1.5, max_tokens=12, ignore_eos=True)
+    same, again, other = (
+        [run(engine, a=("the cat", params))["a"].outputs[0].token_ids for _ in range(2)]
+        for engine in (make_engine(model, seed=3), make_engine(model, seed=3), make_engine(model, seed=4))
+    )
+    assert same == again
+    assert same != other
+    assert same[0] != same[1]  # two requests are two draws
+
+
+def test_two_engines_in_one_process_do_not_meet(model, tmp_path):
+    other_model = tiny_model(tmp_path, family="qwen3", seed=5)
+    expected = [
+        run(make_engine(path), a=("the cat", GREEDY))["a"].outputs[0].token_ids for path in (model, other_model)
+    ]
+    engines = [make_engine(model), make_engine(other_model, block_size=8)]
+    for engine in engines:
+        engine.add_request("a", "the cat", GREEDY)
+    done = {}
+    while any(engine.has_unfinished_requests() for engine in engines):
+        for i, engine in enumerate(engines):
+            done |= {(i, output.request_id): output for output in engine.step() if output.finished}
+    assert [done[i, "a"].outputs[0].token_ids for i in range(2)] == expected
+
+
+def test_times_are_in_order(model):
+    metrics = run(make_engine(model), a=("the cat", GREEDY))["a"].metrics
+    times = [metrics.arrival_time, metrics.first_scheduled_time, *metrics.token_times, metrics.finished_time]
+    assert times == sorted(times)
+    assert len(metrics.token_times) == 12
+    assert metrics.time_to_first_token == metrics.token_times[0] - metrics.arrival_time
+    assert metrics.time_in_queue == metrics.first_scheduled_time - metrics.arrival_time
+
+
+def test_prompt_logprobs_are_the_same_in_one_go_in_chunks_and_after_preemption(model):
+    params = SamplingParams(temperature=0, max_tokens=20, prompt_logprobs=2, ignore_eos=True)
+    prompt = [(7 * i) % VOCAB_SIZE for i in range(40)]
+    whole = run(make_engine(model), a=(prompt, params))["a"]
+    assert whole.prompt_logprobs[0] is None
+    assert len(whole.prompt_logprobs) == 40
+    assert all(token in table for token, table in zip(prompt[1:], whole.prompt_logprobs[1:], strict=True))
+    tight = make_engine(model, block_size=4, max_model_len=64, num_gpu_blocks_override=17, max_num_batched_tokens=7)
+    crowded = run(tight, b=([5] * 10, GREEDY), a=(prompt, params), c=([6] * 20, GREEDY))["a"]
+    assert tight.scheduler.num_preemptions > 0
+    for one, other in zip(whole.prompt_logprobs[1:], crowded.prompt_logprobs[1:], strict=True):
+        assert one.keys() == other.keys()
+        for token in one:
+            assert one[token].logprob == pytest.approx(other[token].logprob, abs=1e-9)
+
+
+def test_a_length_beyond_the_model_is_refused(model):
+    with pytest.raises(ValueError, match="max_model_len=5000"):
+        make_engine(model, max_model_len=5000)
+
+
+def test_a_pool_smaller_than_one_request_is_refused_with_the_options_that_help(model):
+    with pytest.raises(MemoryError, match="kv_cache_gib or gpu_memory_utilization, or lower max_model_len"):
+        make_engine(model, num_gpu_blocks_override=3)
+    with pytest.raises(MemoryError, match="no room for the KV cache"):
+        make_engine(model, num_gpu_blocks_override=None, kv_cache_gib=1e-9)
+    with pytest.raises(MemoryError, match="kv_cache_gib=100000"):
+        make_engine(model, num_gpu_blocks_override=None, kv_cache_gib=100000)
+
+
+def test_the_length_shrinks_to_the_pool_when_nobody_asked_for_one(model, caplog):
+    with caplog.at_level(logging.INFO, "nanopage"):
+        engine = make_engine(model, max_model_len=None, num_gpu_blocks_override=4)
+    assert engine.max_model_len == 64
+    assert "max_model_len is 64" in caplog.text
+
+
+def test_the_pool_is_sized_and_printed(model, caplog):
+    with caplog.at_level(logging.INFO, "nanopage"):
+        engine = make_engine(
+            model, num_gpu_blocks_override=None, kv_cache_gib=0.001, max_model_len=32, max_num_seqs=500
+        )
+    block = 2 * 2 * 16 * 2 * 16 * 8  # layers, K and V, tokens, kv heads, head_dim, bytes
+    assert engine.kv_cache.num_blocks == int(0.001 * 2**30 // block)
+    assert f"{engine.kv_cache.num_blocks * 16:,} tokens" in caplog.text
+    assert "requests of 32 tokens" in caplog.text
+    share = make_engine(model, num_gpu_blocks_override=None, max_num_seqs=3)  # never more than it can use
+    assert share.kv_cache.num_blocks == 3 * 128 // 16
+
+
+def test_a_dtype_the_machine_does_not_compute_in_is_replaced_with_one_line(model, caplog, monkeypatch):
+    monkeypatch.setattr("nanopage.model_runner.computes_natively", lambda dtype, device: dtype == "float32")
+    half = tiny_model(model.parent / "half", dtype="float16")
+    with caplog.at_level(logging.INFO, "nanopage"):
+        engine = make_engine(half, dtype="auto")
+    assert engine.dtype == torch.float32
+    assert [r.message for r in caplog.records if "natively" in r.message] == [
+        "this cpu does not compute in float16 natively: using float32"
+    ]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is here")
+def test_cuda_without_cuda_is_refused(model):
+    with pytest.raises(ValueError, match="device='cuda'"):
+        make_engine(model, device="cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_engine_answers_on_a_gpu_as_on_a_cpu(model, dtype):
+    options = {"dtype": dtype, "max_num_batched_tokens": 9}
+    requests = {str(i): ("the cat in the house " * i, GREEDY) for i in range(1, 4)}
+    cpu, gpu = (run(make_engine(model, device=device, **options), **requests) for device in ("cpu", "cuda"))
+    for name in requests:
+        assert gpu[name].finished
+        if dtype == "float32":
+            assert gpu[name].outputs[0].token_ids == cpu[name].outputs[0].token_ids

@@ -1,0 +1,164 @@
+"""LLM, the offline API: its forms of input, its errors before work starts, streams that do not disturb each other."""
+
+import dataclasses
+import json
+
+import pytest
+from helpers import tiny_model
+
+from nanopage import LLM, SamplingParams
+
+GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
+CONVERSATION = [{"role": "user", "content": "where is the cat?"}]
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory):
+    path = tiny_model(tmp_path_factory.mktemp("model"))
+    return LLM(str(path), dtype="float64", device="cpu", max_model_len=128, num_gpu_blocks_override=64)
+
+
+@pytest.fixture(autouse=True)
+def nothing_left(request):
+    yield
+    if "llm" in request.fixturenames:
+        llm = request.getfixturevalue("llm")
+        manager = llm.engine.scheduler.block_manager
+        assert not llm.engine.has_unfinished_requests()
+        assert manager.num_free_blocks == manager.num_blocks
+        assert not llm._inboxes
+
+
+def tokens(outputs) -> list[list[int]]:
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+def test_an_unknown_option_is_named():
+    with pytest.raises(TypeError, match="tensor_parallel_size"):
+        LLM(tensor_parallel_size=2)
+    with pytest.raises(ValueError, match="block_size"):
+        LLM(block_size=0)
+
+
+def test_every_form_of_prompt_is_the_same_prompt(llm):
+    ids = llm.get_tokenizer().encode("the cat")
+    forms = ["the cat", ids, {"prompt": "the cat"}, {"prompt_token_ids": ids}]
+    expected = tokens(llm.generate("the cat", GREEDY))
+    for form in forms:
+        assert tokens(llm.generate(form, GREEDY)) == expected
+    assert tokens(llm.generate(forms, GREEDY)) == 4 * expected
+
+
+def test_outputs_come_in_the_order_of_the_prompts_with_their_own_parameters(llm):
+    params = [dataclasses.replace(GREEDY, max_tokens=n) for n in (9, 1, 5)]
+    outputs = llm.generate(["the cat", "the dog", "the house"], params)
+    assert [len(t) for t in tokens(outputs)] == [9, 1, 5]
+    assert [output.prompt for output in outputs] == ["the cat", "the dog", "the house"]
+    assert llm.generate([], GREEDY) == []
+
+
+def test_one_bad_prompt_among_many_is_named_and_nothing_runs(llm, monkeypatch):
+    monkeypatch.setattr(llm.engine, "step", lambda: pytest.fail("work was started"))
+    with pytest.raises(ValueError, match=r"prompts\[1\].*empty"):
+        llm.generate(["the cat", "", "the dog"], GREEDY)
+    with pytest.raises(ValueError, match="2 sampling_params for 1 prompts"):
+        llm.generate(["the cat"], [GREEDY, GREEDY])
+    with pytest.raises(TypeError, match="prompts must be"):
+        llm.generate(42, GREEDY)
+    with pytest.raises(TypeError, match="sampling_params"):
+        llm.generate("the cat", {"temperature": 0})
+    with pytest.raises(ValueError, match="empty"):
+        llm.stream("", GREEDY)  # before the first next()
+    with pytest.raises(TypeError, match=r"messages\[0\]\['content'\]"):
+        llm.chat([{"role": "user", "content": None}], GREEDY)
+
+
+def test_an_interrupted_generate_leaves_nothing_behind(llm, monkeypatch):
+    step, calls = llm.engine.step, []
+
+    def interrupted():
+        calls.append(1)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        return step()
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(llm.engine, "step", interrupted)
+        llm.generate(["the cat", "the dog"], GREEDY)
+
+
+def test_a_stream_gives_every_token_and_its_deltas_are_the_text(llm):
+    (expected,) = llm.generate("the cat", GREEDY)
+    outputs = list(llm.stream("the cat", GREEDY))
+    assert len(outputs) == 10
+    assert "".join(o.outputs[0].delta for o in outputs) == expected.outputs[0].text == outputs[-1].outputs[0].text
+    assert [o.finished for o in outputs] == 9 * [False] + [True]
+
+
+def test_streams_and_generate_can_be_interleaved(llm):
+    expected = tokens(llm.generate(["the cat", "the dog", "the house"], GREEDY))
+    cat, dog = llm.stream("the cat", GREEDY), llm.stream("the dog", GREEDY)
+    seen = [[next(cat), next(cat)], [next(dog)]]
+    assert tokens(llm.generate("the house", GREEDY)) == expected[2:]
+    seen[1] += list(dog)
+    seen[0] += list(cat)
+    for outputs, whole in zip(seen, expected, strict=False):
+        assert [len(o.outputs[0].token_ids) for o in outputs] == list(range(1, 11))
+        assert outputs[-1].outputs[0].token_ids == whole
+
+
+def test_leaving_a_stream_aborts_its_request(llm):
+    for output in llm.stream("the cat", GREEDY):
+        if len(output.outputs[0].token_ids) == 3:
+            break
+    stream = llm.stream("the cat", GREEDY)
+    next(stream)
+    stream.close()
+    llm.stream("the cat", GREEDY)  # never started
+
+
+def test_chat_is_generate_on_the_template(llm):
+    text = llm.get_tokenizer().apply_chat_template(CONVERSATION)
+    ids = llm.get_tokenizer().encode(text, add_special_tokens=False)
+    expected = tokens(llm.generate(ids, GREEDY))
+    assert tokens(llm.chat(CONVERSATION, GREEDY)) == expected
+    assert tokens(llm.chat([CONVERSATION, CONVERSATION], GREEDY)) == 2 * expected
+    assert [list(llm.stream(CONVERSATION, GREEDY))[-1].outputs[0].token_ids] == expected
+    assert llm.count_tokens(CONVERSATION) == len(ids)
+    (output,) = llm.chat(CONVERSATION, GREEDY, chat_template="{{ messages[0].content }}")
+    assert output.prompt_token_ids == llm.get_tokenizer().encode("where is the cat?")
+
+
+def test_the_models_own_parameters_are_the_default(tmp_path):
+    path = tiny_model(tmp_path)
+    (path / "generation_config.json").write_text(json.dumps({"temperature": 0.3, "top_k": 7, "eos_token_id": [2, 5]}))
+    llm = LLM(str(path), device="cpu", max_model_len=64, num_gpu_blocks_override=8)
+    assert llm.get_default_sampling_params() == SamplingParams(temperature=0.3, top_k=7)
+    assert llm.engine.model_config.eos_token_ids == {2, 5}
+    (given,) = llm.generate("the cat", SamplingParams(temperature=0, logit_bias={5: 100.0}))
+    assert (given.outputs[0].token_ids, given.outputs[0].finish_reason) == ([5], "stop")
+
+
+def test_logprobs_have_vllms_shape(llm):
+    (output,) = llm.generate("the cat", dataclasses.replace(GREEDY, logprobs=3, prompt_logprobs=0))
+    completion = output.outputs[0]
+    assert len(completion.logprobs) == 10
+    for token, table in zip(completion.token_ids, completion.logprobs, strict=True):
+        assert table[token].rank == 1  # greedy
+        assert len(table) == 3
+        assert table[token].decoded_token == llm.get_tokenizer().decode([token], skip_special_tokens=False)
+    total = sum(table[token].logprob for token, table in zip(completion.token_ids, completion.logprobs, strict=True))
+    assert completion.cumulative_logprob == pytest.approx(total)
+    assert output.prompt_logprobs[0] is None
+    assert [list(table) for table in output.prompt_logprobs[1:]] == [[t] for t in output.prompt_token_ids[1:]]
+    (plain,) = llm.generate("the cat", GREEDY)
+    assert plain.outputs[0].logprobs is plain.outputs[0].cumulative_logprob is plain.prompt_logprobs is None
+
+
+def test_the_progress_bar_is_on_stderr_and_can_be_off(llm, capfd):
+    llm.generate(["the cat", "the dog"], GREEDY)
+    shown = capfd.readouterr()
+    assert "2/2" in shown.err
+    assert shown.out == ""
+    llm.generate("the cat", GREEDY, use_tqdm=False)
+    assert capfd.readouterr() == ("", "")

@@ -1,0 +1,60 @@
+"""Safe by construction: no code from data, no sockets, nothing left behind."""
+
+import ast
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+from helpers import tiny_model
+
+ROOT = Path(__file__).parent.parent
+FORBIDDEN_MODULES = {"pickle", "dill", "cloudpickle", "joblib", "marshal", "shelve", "socket", "socketserver", "zmq"}
+FORBIDDEN_CALLS = {"eval", "exec", "compile", "__import__"}
+FORBIDDEN_ATTRIBUTES = {("torch", "load"), ("torch", "save"), ("numpy", "load"), ("np", "load")}
+
+
+@pytest.mark.parametrize("file", sorted([*ROOT.glob("nanopage/**/*.py"), *ROOT.glob("*.py")]), ids=lambda f: f.name)
+def test_no_source_file_can_run_code_from_data(file):
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            assert not {alias.name.split(".")[0] for alias in node.names} & FORBIDDEN_MODULES
+        if isinstance(node, ast.ImportFrom):
+            assert (node.module or "").split(".")[0] not in FORBIDDEN_MODULES
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            assert node.func.id not in FORBIDDEN_CALLS
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            assert (node.value.id, node.attr) not in FORBIDDEN_ATTRIBUTES
+        if isinstance(node, ast.keyword):
+            assert node.arg != "trust_remote_code"
+
+
+SCRIPT = """
+import sys
+import psutil
+from nanopage import LLM, SamplingParams
+
+llm = LLM(sys.argv[1], device="cpu", max_model_len=64, num_gpu_blocks_override=16)
+print(len(llm.generate("the cat", SamplingParams(max_tokens=5, ignore_eos=True))[0].outputs[0].token_ids))
+process = psutil.Process()
+print(len(process.net_connections("inet")), len(process.children()))
+"""
+
+
+def test_an_engine_opens_no_socket_and_leaves_nothing_behind(tmp_path):
+    model = tiny_model(tmp_path / "model")
+    scratch, cache, cwd = (tmp_path / name for name in ("scratch", "cache", "cwd"))
+    for folder in (scratch, cache, cwd):
+        folder.mkdir()
+    before = {file: file.stat().st_mtime_ns for file in model.iterdir()}
+    env = os.environ | {"TMPDIR": str(scratch), "XDG_CACHE_HOME": str(cache), "PYTHONPATH": str(ROOT)}
+    process = subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(model)], cwd=cwd, env=env, capture_output=True, text=True, timeout=120
+    )
+    assert process.returncode == 0, process.stderr
+    assert process.stdout.split() == ["5", "0", "0"]
+    assert [list(folder.rglob("*")) for folder in (scratch, cache, cwd)] == [[], [], []]
+    assert {file: file.stat().st_mtime_ns for file in model.iterdir()} == before
+    assert not [p for p in psutil.Process().children() if str(model) in " ".join(p.cmdline())]
