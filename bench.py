@@ -1,0 +1,341 @@
+"""Measure nanopage, alone or side by side with transformers on the same weights.
+
+    python bench.py latency                          one request at a time: time to first token, decode tok/s
+    python bench.py throughput                       many requests at once: output tok/s
+    python bench.py throughput --compare transformers --json result.json
+
+Prompts are random token ids and never repeat, so the prefix cache can not help. Outputs have a fixed length (end of
+sequence is ignored). Loading, compiling and warm-up are timed apart. With --compare the two take turns, iteration by
+iteration, so that a machine whose speed drifts treats both alike.
+"""
+
+import json
+import platform
+import random
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+app = typer.Typer(help=__doc__, no_args_is_help=True, rich_markup_mode=None, add_completion=False)
+console = Console()
+
+ModelOption = Annotated[
+    str | None, typer.Option(help="Directory, .gguf file or hub id [default: SmolLM2-135M-Instruct].")
+]
+DtypeOption = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
+DeviceOption = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
+EagerOption = Annotated[
+    bool, typer.Option("--eager/--compile", help="--compile: decoder layers through torch.compile.")
+]
+ItersOption = Annotated[int, typer.Option(min=1, help="Measured iterations; medians are reported.")]
+WarmupOption = Annotated[int, typer.Option(min=0, help="Iterations before that, not counted.")]
+SeedOption = Annotated[int, typer.Option(help="Of the lengths and the prompts.")]
+JsonOption = Annotated[Path | None, typer.Option("--json", help="Write the results to this file, too.")]
+CompareOption = Annotated[str | None, typer.Option(help="'transformers': run generate() on the same work, in turn.")]
+LengthOption = Annotated[str, typer.Option(help="Tokens: a number, or LOW-HIGH drawn uniformly.")]
+
+
+@dataclass
+class Work:
+    """One request: token ids in, how many to generate."""
+
+    prompt: list[int]
+    output_len: int
+
+
+@dataclass
+class Run:
+    """One iteration of one engine, times in seconds. `ttft` and `decode_tok_s` are means over the requests."""
+
+    seconds: float
+    output_tokens: int
+    total_tokens: int
+    ttft: float | None = None
+    decode_tok_s: float | None = None
+
+
+@app.command()
+def latency(
+    model: ModelOption = None,
+    input_len: LengthOption = "128",
+    output_len: LengthOption = "128",
+    batch_size: Annotated[int, typer.Option(min=1, help="Requests that run together.")] = 1,
+    dtype: DtypeOption = "auto",
+    device: DeviceOption = "auto",
+    eager: EagerOption = True,
+    num_iters: ItersOption = 5,
+    num_iters_warmup: WarmupOption = 1,
+    seed: SeedOption = 0,
+    compare: CompareOption = None,
+    json_file: JsonOption = None,
+) -> None:
+    """Time one batch from start to end: time to first token, decode speed, end-to-end time."""
+    options = {"input_len": input_len, "output_len": output_len, "num_prompts": batch_size}
+    bench("latency", options, model, dtype, device, eager, num_iters, num_iters_warmup, seed, compare, json_file)
+
+
+@app.command()
+def throughput(
+    model: ModelOption = None,
+    num_prompts: Annotated[int, typer.Option(min=1, help="Requests, all queued at once.")] = 32,
+    input_len: LengthOption = "32-256",
+    output_len: LengthOption = "32-128",
+    dtype: DtypeOption = "auto",
+    device: DeviceOption = "auto",
+    eager: EagerOption = True,
+    num_iters: ItersOption = 3,
+    num_iters_warmup: WarmupOption = 1,
+    seed: SeedOption = 0,
+    compare: CompareOption = None,
+    json_file: JsonOption = None,
+) -> None:
+    """Time many requests queued at once: requests/s, output and total tokens/s."""
+    options = {"input_len": input_len, "output_len": output_len, "num_prompts": num_prompts}
+    bench("throughput", options, model, dtype, device, eager, num_iters, num_iters_warmup, seed, compare, json_file)
+
+
+def bench(
+    command: str,
+    workload: dict,
+    model: str | None,
+    dtype: str,
+    device: str,
+    eager: bool,
+    num_iters: int,
+    num_iters_warmup: int,
+    seed: int,
+    compare: str | None,
+    json_file: Path | None,
+) -> None:
+    """Run a workload and print its table."""
+    if compare not in (None, "transformers"):
+        raise typer.BadParameter(f"{compare!r} is not one of: transformers", param_hint="--compare")
+    if json_file is not None and not json_file.absolute().parent.is_dir():
+        raise typer.BadParameter(f"no such folder: {json_file.absolute().parent}", param_hint="--json")
+    input_range = parse_range("--input-len", workload["input_len"])
+    output_range = parse_range("--output-len", workload["output_len"])
+    rng = random.Random(seed)
+    lengths = [(rng.randint(*input_range), rng.randint(*output_range)) for _ in range(workload["num_prompts"])]
+
+    started = time.perf_counter()
+    from nanopage import LLM, hub
+
+    imported = time.perf_counter()
+    try:
+        path = hub.resolve(model)
+        resolved = time.perf_counter()
+        llm = LLM(
+            str(path),
+            dtype=dtype,
+            device=device,
+            enforce_eager=eager,
+            max_num_seqs=max(256, workload["num_prompts"]),
+        )
+    except (ValueError, TypeError, OSError, RuntimeError, MemoryError) as error:
+        console.print(f"[red]error:[/red] {escape(str(error))}", highlight=False)
+        raise typer.Exit(1) from None
+    loaded = time.perf_counter()
+    longest = max(i + o for i, o in lengths)
+    if longest > llm.engine.max_model_len:
+        raise typer.BadParameter(f"{longest} tokens are more than the model's {llm.engine.max_model_len}")
+    runners = {"nanopage": lambda work: run_nanopage(llm, work)}
+    if compare:
+        runners["transformers"] = transformers_runner(path, llm.engine)
+    setup = {
+        "import": round(imported - started, 3),
+        "load and compile": round(loaded - resolved, 3),
+    }
+    if compare:
+        setup["load transformers"] = round(time.perf_counter() - loaded, 3)
+    header = describe(llm, command, workload, eager, seed, compare)
+    for name, value in header.items():
+        console.print(f"[dim]{name:>14}[/dim]  {escape(value)}", highlight=False, soft_wrap=True)
+
+    runs: dict[str, list[Run]] = {name: [] for name in runners}
+    vocab_size = llm.engine.model_config.vocab_size
+    with console.status("") as status:
+        for iteration in range(-num_iters_warmup, num_iters):
+            work = [Work([rng.randrange(vocab_size) for _ in range(i)], o) for i, o in lengths]
+            for name, run in runners.items():
+                label = "warm-up" if iteration < 0 else f"{iteration + 1}/{num_iters}"
+                status.update(f"{name} {label}")
+                result = run(work)
+                if iteration < 0:
+                    setup.setdefault(f"warm-up {name}", round(result.seconds, 3))
+                else:
+                    runs[name].append(result)
+    hits = llm.engine.scheduler.block_manager.num_hit_tokens
+    report(runs, setup, hits, command)
+    if json_file is not None:
+        record = {
+            "header": header,
+            "setup_seconds": setup,
+            "runs": {name: [asdict(run) for run in results] for name, results in runs.items()},
+            "prefix_cache_hit_tokens": hits,
+        }
+        json_file.write_text(json.dumps(record, indent=2) + "\n")
+
+
+def run_nanopage(llm, work: list[Work]) -> Run:
+    from nanopage import SamplingParams
+
+    params = [SamplingParams(temperature=0, max_tokens=w.output_len, ignore_eos=True, detokenize=False) for w in work]
+    started = time.perf_counter()
+    outputs = llm.generate([w.prompt for w in work], params, use_tqdm=False)
+    seconds = time.perf_counter() - started
+    wrong = [o.request_id for o, w in zip(outputs, work, strict=True) if len(o.outputs[0].token_ids) != w.output_len]
+    if wrong:
+        console.print(f"[red]error:[/red] requests {', '.join(wrong)} did not give the tokens asked for")
+        raise typer.Exit(1)
+    times = [o.metrics.token_times for o in outputs]
+    speeds = [(len(t) - 1) / (t[-1] - t[0]) for t in times if len(t) > 1]
+    return Run(
+        seconds,
+        sum(w.output_len for w in work),
+        sum(len(w.prompt) + w.output_len for w in work),
+        statistics.mean(o.metrics.time_to_first_token for o in outputs),
+        statistics.mean(speeds) if speeds else None,
+    )
+
+
+def transformers_runner(path: Path, engine):
+    """generate() on one left-padded batch that runs to its longest output; only the tokens asked for are counted."""
+    import torch
+    from transformers import AutoModelForCausalLM
+    from transformers.generation.streamers import BaseStreamer
+
+    if path.suffix == ".gguf":
+        raise typer.BadParameter("transformers can not load this .gguf file here: give a directory")
+    hf = AutoModelForCausalLM.from_pretrained(path, dtype=engine.dtype).to(engine.device).eval()
+
+    class Clock(BaseStreamer):  # generate() puts the prompt first, then every new token
+        def __init__(self):
+            self.times: list[float] = []
+
+        def put(self, value):
+            self.times.append(time.perf_counter())
+
+        def end(self):
+            pass
+
+    @torch.inference_mode()
+    def run(work: list[Work]) -> Run:
+        width, longest = max(len(w.prompt) for w in work), max(w.output_len for w in work)
+        ids = torch.zeros(len(work), width, dtype=torch.int64)
+        mask = torch.zeros_like(ids)
+        for row, w in enumerate(work):
+            ids[row, width - len(w.prompt) :] = torch.tensor(w.prompt)
+            mask[row, width - len(w.prompt) :] = 1
+        clock = Clock() if len(work) == 1 else None  # it takes no batches
+        started = time.perf_counter()
+        out = hf.generate(
+            ids.to(engine.device),
+            attention_mask=mask.to(engine.device),
+            do_sample=False,
+            min_new_tokens=longest,
+            max_new_tokens=longest,
+            pad_token_id=0,
+            streamer=clock,
+        )
+        seconds = time.perf_counter() - started
+        if out.shape[1] != width + longest:
+            raise RuntimeError("transformers did not generate the tokens asked for")
+        total = sum(len(w.prompt) + w.output_len for w in work)
+        tokens = clock.times[1:] if clock else []
+        ttft = tokens[0] - started if tokens else None
+        speed = (len(tokens) - 1) / (tokens[-1] - tokens[0]) if len(tokens) > 1 else None
+        return Run(seconds, sum(w.output_len for w in work), total, ttft, speed)
+
+    return run
+
+
+def parse_range(option: str, text: str) -> tuple[int, int]:
+    """ "128" -> (128, 128), "32-256" -> (32, 256)."""
+    low, _, high = text.partition("-")
+    try:
+        bounds = int(low), int(high or low)
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is not a number or LOW-HIGH", param_hint=option) from None
+    if not 1 <= bounds[0] <= bounds[1]:
+        raise typer.BadParameter(f"{text!r}: needs 1 <= LOW <= HIGH", param_hint=option)
+    return bounds
+
+
+def describe(llm, command: str, workload: dict, eager: bool, seed: int, compare: str | None) -> dict[str, str]:
+    """What a reader must know to believe or repeat the figures."""
+    import torch
+
+    import nanopage
+
+    engine = llm.engine
+    git = subprocess.run(
+        ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"], capture_output=True, text=True
+    )  # fmt: skip
+    versions = f"nanopage {nanopage.__version__} ({git.stdout.strip() or 'no commit'}), torch {torch.__version__}"
+    if compare:
+        import transformers
+
+        versions += f", transformers {transformers.__version__}"
+    hardware = torch.cuda.get_device_name() if engine.device.type == "cuda" else cpu_name()
+    return {
+        "bench": f"{command}, {workload['num_prompts']} requests, input {workload['input_len']}, "
+        f"output {workload['output_len']}, seed {seed}",
+        "model": f"{engine.model_path.name}, {str(engine.dtype).removeprefix('torch.')}",
+        "device": f"{engine.device.type}: {hardware}, {torch.get_num_threads()} threads",
+        "switches": f"{'eager' if eager else 'compiled'}, block size {engine.config.block_size}",
+        "versions": f"{versions}, Python {platform.python_version()}",
+    }
+
+
+def cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def report(runs: dict[str, list[Run]], setup: dict[str, float], hits: int, command: str) -> None:
+    """Medians, with the lowest and highest run."""
+    table = Table(title=f"{command}: median [lowest, highest] of {len(runs['nanopage'])}", title_justify="left")
+    for column in ("", *runs, *(["ratio, pair by pair"] if len(runs) > 1 else [])):
+        table.add_column(column, justify="right" if column else "left")
+    metrics: dict[str, Callable[[Run], float | None]] = {
+        "time (s)": lambda run: run.seconds,
+        "time to first token (ms)": lambda run: run.ttft and run.ttft * 1000,
+        "decode tok/s of a request": lambda run: run.decode_tok_s,
+        "output tok/s": lambda run: run.output_tokens / run.seconds,
+        "total tok/s": lambda run: run.total_tokens / run.seconds,
+    }
+    for name, metric in metrics.items():
+        values = {engine: [metric(run) for run in results] for engine, results in runs.items()}
+        cells = [spread(column) for column in values.values()]
+        if len(runs) > 1:
+            pairs = zip(*values.values(), strict=True)
+            cells.append(spread([ours / theirs if ours and theirs else None for ours, theirs in pairs]))
+        table.add_row(name, *cells)
+    console.print(table)
+    console.print("  ".join(f"{name} {value:.1f} s" for name, value in setup.items()), style="dim", highlight=False)
+    if hits:
+        console.print(f"The prefix cache served {hits} tokens: not all prompts were new.", style="yellow")
+
+
+def spread(values: list[float | None]) -> str:
+    known = [value for value in values if value is not None]
+    if len(known) < len(values):
+        return "-"
+    return f"{statistics.median(known):.2f} [{min(known):.2f}, {max(known):.2f}]"
+
+
+if __name__ == "__main__":
+    sys.exit(app())

@@ -1,0 +1,84 @@
+"""bench.py: its subcommands on a tiny model, its JSON, its refusals."""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from helpers import tiny_model
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return tiny_model(tmp_path_factory.mktemp("model"))
+
+
+def bench(*arguments, **env) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, str(ROOT / "bench.py"), *map(str, arguments)],
+        env=os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "160"} | env,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+@pytest.mark.parametrize(
+    ("command", "requests", "lengths"),
+    [
+        ("latency", 1, ["--input-len", "12", "--output-len", "5"]),
+        ("throughput", 4, ["--input-len", "4-12", "--output-len", "2-5", "--num-prompts", "4"]),
+    ],
+)
+def test_it_measures_side_by_side_with_transformers_and_writes_json(model, tmp_path, command, requests, lengths):
+    file = tmp_path / "result.json"
+    options = ["--model", model, "--num-iters", 2, "--compare", "transformers", "--dtype", "float32", "--json", file]
+    done = bench(command, *lengths, *options)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(file.read_text())
+    assert f"{requests} requests" in result["header"]["bench"]
+    assert result["prefix_cache_hit_tokens"] == 0
+    assert set(result["runs"]) == {"nanopage", "transformers"}
+    for runs in result["runs"].values():
+        assert len(runs) == 2
+        for run in runs:
+            assert run["seconds"] > 0
+            assert requests * 2 <= run["output_tokens"] < run["total_tokens"]
+    ours, theirs = result["runs"]["nanopage"], result["runs"]["transformers"]
+    assert [r["output_tokens"] for r in ours] == [r["output_tokens"] for r in theirs]
+    ratio = statistics.median(
+        a["output_tokens"] / a["seconds"] / (b["output_tokens"] / b["seconds"])
+        for a, b in zip(ours, theirs, strict=True)
+    )
+    (row,) = [line for line in done.stdout.splitlines() if " output tok/s" in line]
+    assert f"{ratio:.2f}" in row
+
+
+@pytest.mark.parametrize(
+    ("arguments", "names"),
+    [
+        (["latency", "--input-len", "x"], "--input-len"),
+        (["latency", "--output-len", "9-3"], "--output-len"),
+        (["throughput", "--num-prompts", "0"], "--num-prompts"),
+        (["throughput", "--compare", "llama"], "--compare"),
+        (["throughput", "--json", "/no/such/folder/x.json"], "--json"),
+        (["latency", "--model", "/no/such/model"], "/no/such/model"),
+        (["latency", "--dtype", "int3"], "int3"),
+        (["latency", "--speed", "11"], "--speed"),
+    ],
+)
+def test_a_bad_option_is_named_and_the_exit_code_says_so(arguments, names):
+    done = bench(*arguments, NO_COLOR="1")
+    assert done.returncode != 0
+    assert names in done.stdout + done.stderr
+
+
+def test_prompts_that_do_not_fit_are_refused(model):
+    done = bench("latency", "--model", model, "--input-len", "2000")
+    assert done.returncode != 0
+    assert "2128 tokens" in done.stderr
