@@ -40,7 +40,7 @@ class ScheduledSequence:
 
 @dataclass(slots=True)
 class Batch:
-    """One step's work: single-token sequences first (attention treats them together), then chunks.
+    """One step's work: single-token sequences first (attention treats them together), longest first, then chunks.
 
     `new_blocks` were handed out for it and are to be cleared before it runs.
     """
@@ -119,7 +119,8 @@ class Scheduler:
             self._schedule(batch, seq, num_tokens)
             budget -= num_tokens
 
-        batch.sequences.sort(key=lambda s: s.num_tokens > 1)  # stable: decodes first
+        # Decodes first, longest first (attention pads neighbours to one length), then chunks in their order.
+        batch.sequences.sort(key=lambda s: (1, 0) if s.num_tokens > 1 else (0, -s.start))
         batch.new_blocks = self.block_manager.take_new_blocks()
         return batch
 

@@ -100,8 +100,8 @@ class World:
             budget -= w.num_tokens
         assert budget >= 0
         assert len(work) == len(running) or budget == 0, "a running sequence was left out"
-        order = [(w.num_tokens > 1, w.seq.seq_id) for w in batch.sequences]
-        assert order == sorted(order), "single tokens come first"
+        order = [(w.num_tokens > 1, -w.start if w.num_tokens == 1 else 0, w.seq.seq_id) for w in batch.sequences]
+        assert order == sorted(order), "single tokens come first, the longest sequence first"
 
     def check_preemptions(self, batch, running, tables):
         gone = [seq for seq in running if seq not in self.scheduler.running]
@@ -226,7 +226,7 @@ def alone(seq: Sequence, prompt: list[int], limit: int) -> tuple[list[int], str,
                 return output, "stop", None
             if token in seq.params.stop_token_ids:
                 return output, "stop", token
-        if len(output) == seq.params.max_tokens or len(prompt + output) == limit:
+        if len(output) >= (seq.params.max_tokens or limit) or len(prompt + output) >= limit:
             return output, "length", None
 
 
@@ -262,7 +262,7 @@ def test_in_any_world_every_request_ends_as_if_it_were_alone(
                 if request["max_tokens"] is not None:
                     request["min_tokens"] = min(request["min_tokens"], request["max_tokens"])
                 world.add(prompt, **request)
-                prompts.append(prompt)
+                prompts.append(list(prompt))
         elif kind == "abort":
             abort(detail)
         elif kind == "abort during the step":
@@ -299,9 +299,11 @@ def test_without_requests_there_is_nothing_to_do():
 
 def test_a_prompt_runs_at_once_and_then_a_token_a_step():
     world = World()
-    world.add([1] * 6, max_tokens=3)
+    prompt = [1] * 6
+    world.add(prompt, max_tokens=3)
     assert [work(world.step()) for _ in range(3)] == [[(0, 0, 6)], [(0, 6, 1)], [(0, 7, 1)]]
     assert not world.scheduler.has_unfinished()
+    assert prompt == [1] * 6
 
 
 def test_a_long_prompt_runs_in_chunks_of_the_budget_and_only_the_last_samples():

@@ -1,12 +1,16 @@
 """Cache writes and paged attention in plain torch: clear first, and the attention that runs on a CPU.
 
-One step holds sequences with a single query (decodes) and chunks of prompts. Decodes are one padded batch: gather the
-pages of all of them at once, then one batched attention. Chunks are few and long: one after the other.
+One step holds sequences with a single query (decodes) and chunks of prompts. Decodes go in padded groups: gather the
+pages of a group at once, then one batched attention. Chunks are few and long: one after the other.
 """
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+# A group's padded K: small enough for a CPU's cache, and for the next allocation to reuse its memory. Sequences of one
+# group have similar lengths if the batch is sorted, so little is padded.
+GROUP_BYTES = 2**21
 
 
 def write_cache(k: Tensor, v: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
@@ -28,33 +32,39 @@ def paged_attention(
 
     Slots between a sequence's end and the end of its last block are read and masked: they must hold finite values.
 
-    Args: as in `layers.attention.AttentionMetadata`; sequences with one query come first.
+    Args: as in `layers.attention.AttentionMetadata`; sequences with one query come first, best sorted by length.
     Returns: [T, heads, head_dim]
     """
-    lengths = query_lens.tolist()
-    num_decodes = lengths.count(1)
-    if num_decodes > 1 and num_decodes == len(lengths):
-        return decode(q, kv_cache, block_tables, seq_lens, window)
+    queries, lengths = query_lens.tolist(), seq_lens.tolist()
+    num_decodes = queries.count(1)
+    token_bytes = kv_cache[0, 0, 0].numel() * kv_cache.itemsize
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    first = 0
-    if num_decodes > 1:
-        first = num_decodes
-        out[:first] = decode(q[:first], kv_cache, block_tables[:first], seq_lens[:first], window)
-    for block_table, length, seq_len in zip(
-        block_tables[first:], lengths[first:], seq_lens[first:].tolist(), strict=True
-    ):
-        out[first : first + length] = chunk(q[first : first + length], kv_cache, block_table, seq_len, window)
-        first += length
+    row = 0
+    for i in range(num_decodes, len(queries)):
+        rows = slice(num_decodes + row, num_decodes + row + queries[i])
+        out[rows] = chunk(q[rows], kv_cache, block_tables[i], lengths[i], window)
+        row += queries[i]
+    row = 0
+    while row < num_decodes:
+        group = max(1, GROUP_BYTES // (lengths[row] * token_bytes))
+        rows = slice(row, min(row + group, num_decodes))
+        if rows.stop - row == 1:
+            out[rows] = chunk(q[rows], kv_cache, block_tables[row], lengths[row], window)
+        else:
+            out[rows] = decode(q[rows], kv_cache, block_tables[rows], seq_lens[rows], max(lengths[rows]), window)
+        row = rows.stop
     return out
 
 
-def decode(q: Tensor, kv_cache: Tensor, block_tables: Tensor, seq_lens: Tensor, window: int | None) -> Tensor:
-    """One query for each of B sequences: q [B, heads, head_dim] -> same shape.
+def decode(
+    q: Tensor, kv_cache: Tensor, block_tables: Tensor, seq_lens: Tensor, longest: int, window: int | None
+) -> Tensor:
+    """One query for each of B sequences of at most `longest` tokens: q [B, heads, head_dim] -> same shape.
 
     The query heads that share a KV head become the queries of one attention, so K and V are read once for all of them.
     """
     block_size, kv_heads = kv_cache.shape[2:4]
-    k, v = gather(kv_cache, block_tables[:, : -(-int(seq_lens.max()) // block_size)])  # [B, kv_heads, tokens, head_dim]
+    k, v = gather(kv_cache, block_tables[:, : -(-longest // block_size)])  # [B, kv_heads, tokens, head_dim]
     ends = seq_lens[:, None]
     positions = torch.arange(k.shape[2])
     visible = positions < ends  # [B, tokens]
