@@ -14,12 +14,12 @@ CPU_SHARE, CPU_MOST = 0.25, 4 * GIB  # of the RAM available once the weights are
 class KVCache:
     """One tensor [num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim]; [l, 0] is K and [l, 1] is V.
 
-    It starts as zeros that the system has not backed with memory yet: pages of RAM are taken as blocks are first used.
+    Its memory is only reserved: the system backs it with RAM as blocks are first cleared and used.
     """
 
     def __init__(self, config: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device):
         shape = (config.num_layers, 2, num_blocks, block_size, config.num_kv_heads, config.head_dim)
-        self.tensor = torch.zeros(shape, dtype=dtype, device=device)
+        self.tensor = torch.empty(shape, dtype=dtype, device=device)
         self.num_blocks = num_blocks
         self.block_size = block_size
 
