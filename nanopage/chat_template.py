@@ -1,10 +1,12 @@
 """Chat templates: Jinja from a model's directory, written by anybody, run in a sandbox.
 
 Templates see what transformers shows them (its settings, variables, filters and functions), so they render alike. On
-top of Jinja's sandbox (no underscore attributes, nothing mutable) there is a budget: a template can not hang the engine
-with loops or fill its memory with padding.
+top of Jinja's sandbox (no underscore attributes, nothing mutable) there is a budget on loops, calls, sizes and output,
+so that a careless or hostile template is stopped where it would hang the engine or fill its memory. It is a fence, not
+a wall: templates of sworn enemies belong in a process with limits of its own.
 """
 
+import functools
 import json
 import re
 from datetime import datetime
@@ -19,8 +21,9 @@ from jinja2.visitor import NodeTransformer
 MAX_STEPS = 100_000  # loop iterations and calls in one rendering
 MAX_SIZE = 1_000_000  # characters or items of anything an operator or a call makes, beyond those of the messages
 MAX_BITS = 1_000  # of a product of integers
-UNBOUNDED_FILTERS = ("batch", "center", "round", "slice", "wordwrap")  # make as much as their argument says
-WIDE = re.compile(r"\d{5}|\*|\{[^}]*\{")  # in a format: a width or precision of 10,000 and more, or one to be filled in
+# In a format: a width or precision of 10,000 and more, or one to be filled in.
+WIDE_PERCENT = re.compile(r"%(\([^)]*\))?[-+ #0-9.]*(\d{5}|\*)")
+WIDE_BRACES = re.compile(r"\{[^{}]*:[^{}]*(\d{5}|\{)")
 
 
 def render(source: str, messages: list[dict], add_generation_prompt: bool, special_tokens: dict[str, str]) -> str:
@@ -89,8 +92,7 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
     def __init__(self, max_size: int = MAX_SIZE):
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, GenerationTag])
         self.filters |= {"tojson": _tojson, "counted": self.counted, "joined": self.joined, "format": self.format}
-        for name in UNBOUNDED_FILTERS:
-            del self.filters[name]
+        self.filters = {name: self._checked(function) for name, function in self.filters.items()}
         del self.globals["lipsum"]
         self.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
         self._steps, self._max_size = 0, max_size
@@ -106,6 +108,29 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
     def _check_size(self, size: int) -> None:
         if size > self._max_size:
             raise SecurityError(f"something grows beyond {self._max_size:,}")
+
+    def _check_arguments(self, *arguments) -> None:
+        for argument in arguments:
+            if isinstance(argument, int):
+                self._check_size(argument)
+
+    def _checked(self, function):
+        @functools.wraps(function)
+        def checked(*args, **kwargs):
+            self._step()
+            self._check_arguments(*args, *kwargs.values())
+            return function(*args, **kwargs)
+
+        return checked
+
+    def concat(self, texts) -> str:
+        """The output of the template, of a macro or of a set block."""
+        parts, size = [], 0
+        for text in texts:
+            size += len(text)
+            self._check_size(size)
+            parts.append(text)
+        return "".join(parts)
 
     def counted(self, items):
         for item in items:
@@ -124,19 +149,17 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         self._step()
         if isinstance(function, LoopContext):  # a recursive loop
             args = (self.counted(args[0]), *args[1:])
-        for argument in (*args, *kwargs.values()):
-            if isinstance(argument, int):
-                self._check_size(argument)
+        self._check_arguments(*args, *kwargs.values())
         method = getattr(function, "__wrapped__", function)  # Jinja wraps str.format
         if isinstance(getattr(method, "__self__", None), str) and method.__name__ in ("format", "format_map"):
-            _check_format(method.__self__)
+            _check_format(WIDE_BRACES, method.__self__.replace("{{", "").replace("}}", ""))
         return super().call(context, function, *args, **kwargs)
 
     def call_binop(self, context, operator, left, right):
         if operator == "**":
             raise SecurityError("** is not allowed")
         if operator == "%" and isinstance(left, str):
-            _check_format(left)
+            _check_format(WIDE_PERCENT, left.replace("%%", ""))
         if operator == "*":
             for sequence, times in ((left, right), (right, left)):
                 if hasattr(sequence, "__len__") and isinstance(times, int):
@@ -148,8 +171,8 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         return super().call_binop(context, operator, left, right)
 
 
-def _check_format(text: str) -> None:
-    if WIDE.search(text):
+def _check_format(wide: re.Pattern, text: str) -> None:
+    if wide.search(text):
         raise SecurityError("a format is too wide")
 
 

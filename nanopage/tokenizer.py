@@ -143,7 +143,10 @@ class IncrementalDetokenizer:
             self.text += new
             self._done += len(new)
             if new and not self._unfinished:  # a window that shows nothing gives the next token no context
-                self._window = self._window[self._next :]
+                rest = self._window[self._next :]
+                # The end of a character that the prompt began is no text of its own.
+                if not self.tokenizer.decode(rest, self.skip_special_tokens).startswith(REPLACEMENT):
+                    self._window = rest
                 self._next, self._prompt_text = len(self._window), ""
                 self._done = len(self._decode())
         return self._find_stop(searched) if self.stop and search_stop else None

@@ -370,7 +370,7 @@ ESCAPES = [
     "{% macro m() %}{% endmacro %}{{ m.__init__.__globals__ }}",
     "{% macro m() %}{% endmacro %}{{ m._func.__globals__ }}",
     "{{ (messages|map('upper')).gi_frame.f_globals }}",
-    "{{ (messages|bounded).gi_frame.f_back.f_globals }}{{ (messages|bounded).gi_code }}",
+    "{{ (messages|counted).gi_frame.f_globals }}{{ (messages|counted).gi_code }}",
     "{{ loop.__class__ }}{% for x in messages %}{{ loop._iterator.__class__ }}{{ loop.__class__ }}{% endfor %}",
     "{{ messages.append.__self__.__class__ }}",
     "{{ ''.join.__class__ }}",
@@ -387,7 +387,7 @@ def test_a_template_can_not_reach_python(tokenizer, tmp_path, payload):
     # Without the sandbox it works: else the test would show nothing.
     unsafe = Environment(extensions=[loopcontrols])
     unsafe.globals |= TemplateSandbox().globals
-    unsafe.filters["bounded"] = lambda items: (item for item in items)
+    unsafe.filters["counted"] = lambda items: (item for item in items)
     text = unsafe.from_string(payload).render(messages=[USER])
     assert any(leak in text for leak in LEAKS)
     assert created.exists() == (str(created) in payload)
@@ -560,6 +560,12 @@ HUGE = {
     "a width in %": "{{ ('%1000000000d' % 1) | length }}",
     "a width in the format filter": "{{ ('%1000000000d' | format(1)) | length }}",
     "a width in format()": "{{ '{:1000000000}'.format(1) | length }}",
+    "an indent": "{{ 'a\nb' | indent(1000000000) | length }}",
+    "an indent in JSON": "{{ [1] | tojson(indent=1000000000) | length }}",
+    "an output in a loop": "{% for a in range(50000) %}{{ 'a' * 99999 }}{% endfor %}",
+    "a macro that doubles": "{% macro f(s) %}{{ s }}{{ s }}{% endmacro %}{% set ns = namespace(s='a' * 9999) %}"
+    "{% for a in range(20) %}{% set ns.s = f(ns.s) %}{% endfor %}",
+    "a set block that doubles": "{% set s = 'a' * 9999 %}" + "{% set s %}{{ s }}{{ s }}{% endset %}" * 20,
     "a filled batch": "{{ messages | batch(100000000, 0) | list | length }}",
 }
 
@@ -568,6 +574,21 @@ HUGE = {
 @pytest.mark.parametrize("name", HUGE)
 def test_a_template_can_not_fill_the_memory(tokenizer, name):
     assert_refused(render_in_child(tokenizer, HUGE[name]))
+
+
+@pytest.mark.parametrize(
+    "source, text",
+    [
+        ("{{ '**%s** 10%%' % 'x' }}", "**x** 10%"),
+        ("{{ 'number 123456: %d, %5.2f' % (5, 1.5) }}", "number 123456: 5,  1.50"),
+        ("{{ '**%s** 123456' | format('x') }}", "**x** 123456"),
+        ("{{ '{{\"name\": \"{}\"}}'.format('x') }}", '{"name": "x"}'),
+        ("{{ '123456 {:>5}|{a:.2f}'.format(1, a=2.5) }}", "123456     1|2.50"),
+    ],
+)
+def test_formats_in_plain_use_are_not_refused(tokenizer, reference, source, text):
+    assert tokenizer.apply_chat_template([USER], source) == text
+    assert reference.apply_chat_template([USER], chat_template=source, tokenize=False) == text
 
 
 @linux
