@@ -218,7 +218,7 @@ class _Fields:
     def number(self, name: str, default: float | None = None) -> float:
         """A positive, finite number."""
         value = self.values.get(name, default)
-        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= sys.float_info.max:
             raise ValueError(f"config.json: {name} must be a positive number, got {value!r}")
         return float(value)
 
@@ -268,6 +268,8 @@ def _rope(config: _Fields, max_position_embeddings: int) -> RopeConfig:
         "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
         "yarn": ("factor", "original_max_position_embeddings"),
     }
+    if config.values.get("original_max_position_embeddings") is not None:  # transformers gives it priority
+        params["original_max_position_embeddings"] = config.values["original_max_position_embeddings"]
     if rope_type == "yarn" and params.get("original_max_position_embeddings") is None:
         params["original_max_position_embeddings"] = max_position_embeddings
     for name in needed[rope_type]:

@@ -45,7 +45,7 @@ _LLAMA3_SPLIT = (
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _QWEN2_SPLIT = _LLAMA3_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")
-PRE_TOKENIZERS = ("default", "gpt-2", "llama-bpe", "qwen2", "smollm")
+PRE_TOKENIZERS = ("gpt-2", "llama-bpe", "qwen2", "smollm")
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # tokenizer.ggml.token_type
 
@@ -115,9 +115,12 @@ class GGUFCheckpoint:
             config["rope_scaling"] = {"rope_type": scaling, "factor": self._required("{arch}.rope.scaling.factor")}
             if original := self.field("{arch}.rope.scaling.original_context_length"):
                 config["rope_scaling"]["original_max_position_embeddings"] = original
-        for name in ("bos", "eos"):
-            if (token_id := self.field(f"tokenizer.ggml.{name}_token_id")) is not None:
-                config[f"{name}_token_id"] = token_id
+        if (bos := self.field("tokenizer.ggml.bos_token_id")) is not None:
+            config["bos_token_id"] = bos
+        # End of text, of turn and of message all end a reply.
+        ends = [self.field(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
+        if ends := sorted({token_id for token_id in ends if token_id is not None}):
+            config["eos_token_id"] = ends if len(ends) > 1 else ends[0]
         return config
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -236,7 +239,7 @@ class GGUFCheckpoint:
         return scaling
 
     def _byte_level_bpe(self) -> Tokenizer:
-        pre = self.field("tokenizer.ggml.pre", "default")
+        pre = self._required("tokenizer.ggml.pre")
         if pre not in PRE_TOKENIZERS:
             raise ValueError(
                 f"{self.path}: pre-tokenizer {pre!r} is not supported; supported: {', '.join(PRE_TOKENIZERS)}"

@@ -3,7 +3,6 @@
 Pure Python: the scheduler and the block manager import this file and must never import torch.
 """
 
-import sys
 import time
 from dataclasses import dataclass, field
 from enum import Enum
@@ -17,13 +16,13 @@ class SamplingParams:
 
     Args:
         n: completions per prompt; only 1 so far.
-        temperature: divides the logits; 0 means greedy.
+        temperature: divides the logits, in [0, 100]; 0 means greedy.
         top_p: keep the smallest set of most likely tokens whose mass reaches `top_p`, in (0, 1]. The token
             that crosses the line is kept, and so is every token tied with it (Holtzman et al. 2020).
         top_k: keep the `top_k` most likely tokens and those tied with the last; 0 or -1 keeps all.
         min_p: keep tokens at least `min_p` times as likely as the likeliest, in [0, 1].
         repetition_penalty: divides positive and multiplies negative logits of every token of the prompt or the
-            output (Keskar et al. 2019); 1 is off.
+            output (Keskar et al. 2019), in [0.01, 100]; 1 is off.
         presence_penalty: subtracted from the logits of tokens already in the output, in [-2, 2].
         frequency_penalty: subtracted once per occurrence in the output, in [-2, 2].
         logit_bias: token id -> number in [-100, 100] added to its logit.
@@ -97,15 +96,13 @@ class SamplingParams:
         _integer("n", self.n, 1)
         if self.n != 1:
             raise ValueError(f"n={self.n}: only n=1 is supported so far")
-        _number("temperature", self.temperature, 0, None)
+        _number("temperature", self.temperature, 0, 100)
         _number("top_p", self.top_p, 0, 1)
         if self.top_p == 0:
             raise ValueError("top_p must be in (0, 1], got 0")
         _integer("top_k", self.top_k, -1)
         _number("min_p", self.min_p, 0, 1)
-        _number("repetition_penalty", self.repetition_penalty, 0, None)
-        if self.repetition_penalty == 0:
-            raise ValueError("repetition_penalty must be greater than 0, got 0")
+        _number("repetition_penalty", self.repetition_penalty, 0.01, 100)
         _number("presence_penalty", self.presence_penalty, -2, 2)
         _number("frequency_penalty", self.frequency_penalty, -2, 2)
         if self.seed is not None:
@@ -145,12 +142,12 @@ def _integer(name: str, value, low: int, high: int | None = None) -> None:
         raise ValueError(f"{name} must be {f'at least {low}' if high is None else f'in [{low}, {high}]'}, got {value}")
 
 
-def _number(name: str, value, low: float, high: float | None) -> None:
+def _number(name: str, value, low: float, high: float) -> None:
     if not isinstance(value, int | float) or isinstance(value, bool):
         raise TypeError(f"{name} must be a number, not {value!r}")
     # Comparisons, not math.isfinite, which an integer too large for a float would break.
-    if not low <= value <= (sys.float_info.max if high is None else high):
-        raise ValueError(f"{name} must be {f'at least {low}' if high is None else f'in [{low}, {high}]'}, got {value}")
+    if not low <= value <= high:
+        raise ValueError(f"{name} must be in [{low}, {high}], got {value}")
 
 
 def _list_of(name: str, values, kind: type) -> list:

@@ -137,7 +137,7 @@ def truncate(scaled: Tensor, sequences: list[Sequence]) -> tuple[Tensor, Tensor]
         kth = values.gather(1, top_k.clamp(max=size) - 1)
         floor = torch.where(top_k <= size, torch.maximum(floor, kth), floor)
         kept = values >= floor
-        complete = (last < floor) | (size == vocab_size)
+        complete = (last < floor) | (last == -torch.inf) | (size == vocab_size)
         # Mass relative to the likeliest. If the floor cuts within the candidates they hold it all, else the row does.
         weights = torch.where(kept, (values - values[:, :1]).exp(), 0)
         mass = weights.cumsum(dim=-1)

@@ -66,7 +66,12 @@ def test_what_can_not_work_is_named_on_stderr_with_an_exit_code(model, arguments
 def test_a_reader_that_leaves_early_is_no_error(model):
     command = f"{sys.executable} {ROOT / 'chat.py'} --model {model} -p hi --max-tokens 3000 | head -c 10"
     done = subprocess.run(
-        ["bash", "-o", "pipefail", "-c", command], env=ENV, capture_output=True, text=True, timeout=120
+        ["bash", "-o", "pipefail", "-c", command],
+        env=ENV,
+        capture_output=True,
+        text=True,
+        errors="replace",
+        timeout=120,
     )
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr

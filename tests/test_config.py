@@ -243,6 +243,12 @@ def test_rope_parameters_keep_what_the_rope_type_needs(rope, expected):
     assert ModelConfig.from_dict(LLAMA | {"rope_scaling": rope}).rope == expected
 
 
+def test_the_original_length_beside_the_rope_parameters_wins_as_in_transformers():
+    scaling = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+    config = ModelConfig.from_dict(LLAMA | {"rope_scaling": scaling, "original_max_position_embeddings": 32})
+    assert config.rope.params["original_max_position_embeddings"] == 32
+
+
 def test_dtype_wins_over_torch_dtype():
     assert ModelConfig.from_dict(LLAMA | {"dtype": "float16", "torch_dtype": "float32"}).dtype == "float16"
 
@@ -361,10 +367,12 @@ def test_a_size_that_is_no_positive_integer_is_an_error_that_names_it(name, valu
         ({"rope_theta": -1e4}, "rope_theta"),
         ({"rope_theta": NAN}, "rope_theta"),
         ({"rope_theta": True}, "rope_theta"),
+        ({"rope_theta": HUGE}, "rope_theta"),
         ({"rope_scaling": {"type": "linear", "factor": 0}}, "factor"),
         ({"rope_scaling": {"type": "linear", "factor": -2.0}}, "factor"),
         ({"rope_scaling": {"type": "linear", "factor": INF}}, "factor"),
         ({"rope_scaling": {"type": "linear", "factor": True}}, "factor"),
+        ({"rope_scaling": {"type": "linear", "factor": HUGE}}, "factor"),
         (
             {"rope_scaling": {"type": "yarn", "factor": 2.0, "original_max_position_embeddings": "x"}},
             "original_max_position_embeddings",
@@ -373,6 +381,8 @@ def test_a_size_that_is_no_positive_integer_is_an_error_that_names_it(name, valu
         ({"rms_norm_eps": "x"}, "rms_norm_eps"),
         ({"rms_norm_eps": -1e-6}, "rms_norm_eps"),
         ({"rms_norm_eps": NAN}, "rms_norm_eps"),
+        ({"rms_norm_eps": INF}, "rms_norm_eps"),
+        ({"rms_norm_eps": HUGE}, "rms_norm_eps"),
         ({"eos_token_id": "</s>"}, "eos_token_id"),
         ({"eos_token_id": ["</s>"]}, "eos_token_id"),
         ({"eos_token_id": [1, None]}, "eos_token_id"),
@@ -394,7 +404,7 @@ def test_a_size_that_is_no_positive_integer_is_an_error_that_names_it(name, valu
         (QWEN2_WINDOW | {"layer_types": ["full_attention"] * 3 + ["linear_attention"]}, "layer_types"),
     ],
     ids=lambda value: (
-        str({key: value[key] for key in value if value[key] != QWEN2_WINDOW.get(key, ...)})
+        str({k: value[k] for k in value if value[k] != QWEN2_WINDOW.get(k, ...)}).replace(str(HUGE), "huge")
         if isinstance(value, dict)
         else value
     ),

@@ -19,10 +19,10 @@ INTEGERS = {  # field -> (the lowest and highest that pass, those that do not)
     "prompt_logprobs": ([None, 0, 20], [-1, 21]),
 }
 NUMBERS = {
-    "temperature": ([0, 0.0, 1e-9, 1, 100.0], [-0.1, -1]),
+    "temperature": ([0, 0.0, 1e-9, 1, 100.0], [-0.1, -1, 100.1]),
     "top_p": ([1e-9, 0.5, 1, 1.0], [0, 0.0, -0.1, 1.0001]),
     "min_p": ([0, 0.5, 1, 1.0], [-0.1, 1.0001]),
-    "repetition_penalty": ([1e-9, 1, 2.5], [0, 0.0, -1.0]),
+    "repetition_penalty": ([0.01, 1, 2.5, 100], [0, 0.0, -1.0, 0.009, 101]),
     "presence_penalty": ([-2, -2.0, 0, 2], [-2.001, 2.001]),
     "frequency_penalty": ([-2, -2.0, 0, 2], [-2.001, 2.001]),
 }

@@ -195,7 +195,7 @@ def rows_of_logits(draw, vocab_size: int):
     return np.stack(rows)
 
 
-@pytest.mark.parametrize("vocab_size, examples", [(1, 30), (5, 200), (300, 150), (BIG_VOCAB, 100)])
+@pytest.mark.parametrize("vocab_size, examples", [(1, 30), (5, 200), (300, 150), (BIG_VOCAB, 70)])
 def test_truncation_equals_a_full_sort(vocab_size, examples):
     @settings(max_examples=examples, deadline=None, derandomize=True)
     @given(rows_of_logits(vocab_size), st.data())
@@ -332,7 +332,7 @@ def test_neighbouring_noise_is_independent(axis, lag):
 
 
 def test_noise_is_finite_for_every_token_id():
-    for seed in range(4):
+    for seed in range(2):
         for block in range(4):
             ids = np.arange(block * 2**22, (block + 1) * 2**22)
             assert np.isfinite(noise(seed, 5, ids)).all()
@@ -391,7 +391,7 @@ def test_a_seeded_sequence_samples_the_same_alone_and_in_a_crowd(params):
     ]
     generator = np.random.default_rng(1)
     tokens = set()
-    for trial in range(30):
+    for trial in range(20):
         target = sequence(output=generator.integers(0, 600, trial), seed=trial * 7, **params)
         own = random_logits(1, 600, seed=trial)
         (alone,) = Sampler()(own, [target])

@@ -23,8 +23,8 @@ class RotaryEmbedding(nn.Module):
         self.register_buffer("frequencies", frequencies, persistent=False)
 
     def forward(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        # bfloat16 can not tell position 256 from 257: angles are float32 (float64 for float64 models).
-        angles = positions[:, None, None].to(self.frequencies.dtype) * self.frequencies
+        # bfloat16 can not tell position 256 from 257: angles are float32.
+        angles = positions[:, None, None].float() * self.frequencies
         cos, sin = angles.cos() * self.scale, angles.sin() * self.scale
         return torch.cat((cos, cos), dim=-1).to(dtype), torch.cat((-sin, sin), dim=-1).to(dtype)
 
