@@ -29,7 +29,7 @@ def main(
     system: Annotated[str | None, typer.Option(help="System message.")] = None,
     temperature: Annotated[float | None, typer.Option(help="0 is greedy [default: the model's own, else 0.2].")] = None,
     top_p: Annotated[float | None, typer.Option(help="Nucleus sampling [default: the model's own, else 0.9].")] = None,
-    max_tokens: Annotated[int | None, typer.Option(help="Longest reply [default: what the context holds].")] = None,
+    max_tokens: Annotated[int, typer.Option(help="Longest reply: small models do not always find an end.")] = 1024,
     seed: Annotated[int | None, typer.Option(help="Make replies reproducible.")] = None,
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
@@ -67,7 +67,7 @@ def main(
         params = llm.get_default_sampling_params()
         if params == SamplingParams():  # the model recommends nothing
             params = SamplingParams(temperature=0.2, top_p=0.9)
-        params = dataclasses.replace(params, **{"max_tokens": None} | asked)
+        params = dataclasses.replace(params, **asked)
         history = [{"role": "system", "content": system}] if system else []
         if one_shot:
             answer(llm, [*history, {"role": "user", "content": prompt}], params)

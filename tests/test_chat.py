@@ -78,7 +78,7 @@ def test_a_reader_that_leaves_early_is_no_error(model):
 
 
 def test_a_conversation_streams_stops_on_ctrl_c_goes_on_and_ends_on_ctrl_d(model):
-    arguments = [str(ROOT / "chat.py"), "--model", str(model), "--temperature", "0"]
+    arguments = [str(ROOT / "chat.py"), "--model", str(model), "--temperature", "0", "--max-tokens", "15000"]
     child = pexpect.spawn(sys.executable, arguments, env=ENV, encoding="utf-8", timeout=60, dimensions=(40, 200))
     child.expect("> ")
     child.sendline("where is the cat?")
