@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pexpect
@@ -87,6 +88,7 @@ def test_a_conversation_streams_stops_on_ctrl_c_goes_on_and_ends_on_ctrl_d(model
     child.sendintr()
     child.expect("stopped by Ctrl-C")
     child.expect("> ")
+    time.sleep(1)  # readline shows its prompt a moment before it listens for signals
     child.sendintr()  # idle: a hint, no exit
     child.expect("Ctrl-D leaves")
     child.expect("> ")
