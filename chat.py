@@ -99,7 +99,7 @@ def converse(llm, history: list[dict], params) -> None:
         turn = [*history, {"role": "user", "content": message}]
         try:
             turn = drop_oldest(llm, turn)
-            reply, _ = answer(llm, turn, params)
+            reply = answer(llm, turn, params)
         except (ValueError, TypeError) as error:
             stderr.print(f"[red]{escape(str(error))}[/red]", highlight=False, soft_wrap=True)
             continue
@@ -118,8 +118,8 @@ def drop_oldest(llm, messages: list[dict]) -> list[dict]:
     return system + turns
 
 
-def answer(llm, messages: list[dict], params) -> tuple[str, str | None]:
-    """Stream one reply to stdout. Ctrl-C ends it and keeps what came. Returns (text, finish reason)."""
+def answer(llm, messages: list[dict], params) -> str:
+    """Stream one reply to stdout. Ctrl-C ends it and keeps what came. Returns its text."""
     text, output = "", None
     with interruptible() as interrupted:
         for output in llm.stream(messages, params):
@@ -130,7 +130,7 @@ def answer(llm, messages: list[dict], params) -> tuple[str, str | None]:
                 break
     print(flush=True)
     if output is None:
-        return text, None
+        return text
     metrics, completion = output.metrics, output.outputs[0]
     reason = completion.finish_reason or "stopped by Ctrl-C"
     decoding = metrics.token_times[-1] - metrics.token_times[0]
@@ -141,7 +141,7 @@ def answer(llm, messages: list[dict], params) -> tuple[str, str | None]:
         highlight=False,
         soft_wrap=True,
     )
-    return text, completion.finish_reason
+    return text
 
 
 @contextlib.contextmanager

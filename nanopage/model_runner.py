@@ -16,7 +16,7 @@ from nanopage.kv_cache import KVCache
 from nanopage.layers.attention import AttentionMetadata
 from nanopage.layers.linear import Linear
 from nanopage.request import SampledToken, Sequence
-from nanopage.sampler import Sampler, top_logprobs
+from nanopage.sampler import Sampler, at_least_float32, top_logprobs
 from nanopage.scheduler import Batch
 
 logger = logging.getLogger("nanopage")
@@ -170,7 +170,6 @@ class ModelRunner:
         end = min(start + len(hidden), seq.num_prompt_tokens - 1)
         for begin in range(max(start, first), end, PROMPT_LOGPROB_ROWS):
             stop = min(begin + PROMPT_LOGPROB_ROWS, end)
-            logits = self.model.lm_head(hidden[begin - start : stop - start])
-            logits = logits if logits.dtype == torch.float64 else logits.float()
+            logits = at_least_float32(self.model.lm_head(hidden[begin - start : stop - start]))
             targets = seq.token_ids[begin + 1 : stop + 1]
             seq.prompt_logprobs += top_logprobs(logits, targets, [seq.params.prompt_logprobs or 0] * len(targets))

@@ -22,10 +22,8 @@ class Sampler:
     """Callable: (logits [B, vocab_size], the B sequences) -> B sampled tokens, with log-probabilities where asked."""
 
     def __call__(self, logits: Tensor, sequences: list[Sequence]) -> list[SampledToken]:
-        if logits.dtype != torch.float64:
-            logits = logits.float()
-        raw = logits
-        logits = constrain(logits, sequences)
+        raw = at_least_float32(logits)
+        logits = constrain(raw, sequences)
         tokens = sample(logits, sequences).tolist()
         wanted = {row: seq.params.logprobs for row, seq in enumerate(sequences) if seq.params.logprobs is not None}
         if not wanted:
@@ -33,6 +31,10 @@ class Sampler:
         tables = top_logprobs(raw[list(wanted)], [tokens[row] for row in wanted], list(wanted.values()))
         logprobs = dict(zip(wanted, tables, strict=True))
         return [SampledToken(token, logprobs.get(row)) for row, token in enumerate(tokens)]
+
+
+def at_least_float32(logits: Tensor) -> Tensor:
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
 def constrain(logits: Tensor, sequences: list[Sequence]) -> Tensor:

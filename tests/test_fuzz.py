@@ -207,4 +207,4 @@ def test_the_worlds_were_not_easy():
         pytest.skip("too few worlds were run to expect everything")
     assert happened["worlds"] == WORLDS
     for what in ("worlds that preempted", "worlds with prefix-cache hits", "worlds that evicted", "worlds with aborts"):
-        assert happened[what] > WORLDS * 0.05, what
+        assert happened[what] > WORLDS * 0.1, what
