@@ -35,7 +35,7 @@ ModelOption = Annotated[
 DtypeOption = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
 DeviceOption = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
 EagerOption = Annotated[
-    bool, typer.Option("--eager/--compile", help="--compile: decoder layers through torch.compile.")
+    bool, typer.Option("--eager/--compile", help="--eager: without torch.compile, for a quicker start.")
 ]
 ItersOption = Annotated[int, typer.Option(min=1, help="Measured iterations; medians are reported.")]
 WarmupOption = Annotated[int, typer.Option(min=0, help="Iterations before that, not counted.")]
@@ -72,7 +72,7 @@ def latency(
     batch_size: Annotated[int, typer.Option(min=1, help="Requests that run together.")] = 1,
     dtype: DtypeOption = "auto",
     device: DeviceOption = "auto",
-    eager: EagerOption = True,
+    eager: EagerOption = False,
     num_iters: ItersOption = 5,
     num_iters_warmup: WarmupOption = 1,
     seed: SeedOption = 0,
@@ -92,7 +92,7 @@ def throughput(
     output_len: LengthOption = "32-128",
     dtype: DtypeOption = "auto",
     device: DeviceOption = "auto",
-    eager: EagerOption = True,
+    eager: EagerOption = False,
     num_iters: ItersOption = 3,
     num_iters_warmup: WarmupOption = 1,
     seed: SeedOption = 0,

@@ -39,7 +39,7 @@ class EngineConfig:
             take together. None: 0.9 on a GPU; on a CPU the KV cache gets a quarter of the available RAM, at most 4 GiB.
         num_gpu_blocks_override: size of the KV cache in blocks instead, on any device; for tests.
         enable_prefix_caching: share the KV of equal prefixes between requests.
-        enforce_eager: False compiles the decoder layer with torch.compile.
+        enforce_eager: False compiles the decoder layer with torch.compile: faster, after seconds of compiling.
         seed: of the requests that bring no seed of their own.
 
     Raises:

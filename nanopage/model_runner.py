@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._dynamo.decorators import mark_unbacked
+from torch._dynamo.decorators import mark_dynamic, mark_unbacked
 
+from nanopage.kernels.flash_decoding import split
 from nanopage.kv_cache import KVCache
 from nanopage.layers.attention import AttentionMetadata
 from nanopage.layers.linear import Linear
@@ -21,6 +22,12 @@ from nanopage.scheduler import Batch
 
 logger = logging.getLogger("nanopage")
 
+COMPILE_OPTIONS: dict[str, Any] = {
+    "size_asserts": False,  # packed weights have no strides to assert on
+    "alignment_asserts": False,
+    "assert_indirect_indexing": False,  # of pages, in the innermost loops
+    "cpp.enable_floating_point_contract_flag": "fast",  # fused multiply-add
+}
 PROMPT_LOGPROB_ROWS = 256  # prompt positions whose logits exist at once: [256, vocab_size]
 
 
@@ -94,25 +101,35 @@ class ModelRunner:
     def _compile(self) -> None:
         """Compile the decoder layer: one layer's code serves them all, so the time does not grow with depth.
 
-        Two graphs are made now, for one token and for any number, so that no request waits for the compiler.
+        All graphs are made now, so that no request waits for the compiler: for one token, for several sequences of one
+        token each, and for prompts. The sizes here are hints of what is worth a thread.
         """
         started = time.perf_counter()
-        layers = self.model.model.layers
-        # Packed weights have no strides to assert on.
-        options: dict[str, Any] = {"size_asserts": False, "alignment_asserts": False}
-        forward = torch.compile(type(layers[0]).forward, dynamic=True, fullgraph=True, options=options)
+        model, layers = self.model.model, self.model.model.layers
+        forward = torch.compile(type(layers[0]).forward, dynamic=False, fullgraph=True, options=COMPILE_OPTIONS)
+        for query_lens in ([1], [1] * 16, [64]):
+            input_ids, positions, kv_cache, metadata = self._blank_inputs(query_lens)
+            x = model.embed_tokens(input_ids)
+            cos, sin = model.rotary(positions, x.dtype)
+            if len(input_ids) > 1:
+                for tensor in (x, cos, sin, metadata.slot_mapping):
+                    mark_dynamic(tensor, 0)
+            _mark_any_size(metadata)
+            for layer, layer_cache in zip(layers, kv_cache.unbind(0), strict=True):
+                mark_unbacked(layer_cache, 1)
+                forward(layer, x, cos, sin, layer_cache, metadata)
         for layer in layers:
             layer.forward = MethodType(forward, layer)
-        for num_tokens in (1, 2):
-            self.model(*self._blank_inputs(num_tokens))
         self.kv_cache.clear([0])
         logger.info(f"compiled the decoder layer in {time.perf_counter() - started:.1f} s")
 
-    def _blank_inputs(self, num_tokens: int) -> tuple[Tensor, Tensor, Tensor, AttentionMetadata]:
-        """Inputs of the model for one sequence of that many tokens in block 0."""
-        positions = torch.arange(num_tokens)
-        table = torch.zeros(1, 1, dtype=torch.int64)
-        metadata = self._metadata(positions, table, torch.tensor([num_tokens]), torch.tensor([num_tokens]))
+    def _blank_inputs(self, query_lens: list[int]) -> tuple[Tensor, Tensor, Tensor, AttentionMetadata]:
+        """Inputs of the model for sequences of so many tokens, all of them in block 0."""
+        block_size = self.kv_cache.block_size
+        positions = torch.cat([torch.arange(n) for n in query_lens])
+        lens = torch.tensor(query_lens)
+        tables = torch.zeros(len(lens), -(-max(query_lens) // block_size), dtype=torch.int64)
+        metadata = self._metadata(positions % block_size, tables, lens, lens.clone())
         return torch.zeros_like(positions).to(self.device), positions.to(self.device), self.kv_cache.tensor, metadata
 
     @torch.inference_mode()
@@ -155,13 +172,10 @@ class ModelRunner:
         return torch.tensor(list(tokens), device=self.device), positions.to(self.device), self.kv_cache.tensor, metadata
 
     def _metadata(self, slots: Tensor, tables: Tensor, query_lens: Tensor, seq_lens: Tensor) -> AttentionMetadata:
-        tables = tables.to(self.device)
-        if self.compiled:
-            # Only the attention operator reads these: no graph of its own for a batch or a table of size one.
-            for tensor, dims in ((tables, 2), (query_lens, 1), (seq_lens, 1)):
-                for dim in range(dims):
-                    mark_unbacked(tensor, dim)
-        return AttentionMetadata(slots.to(self.device), tables, query_lens, seq_lens)
+        splits = None
+        if self.compiled and self.device.type == "cpu" and len(slots) == len(query_lens):
+            splits = split(tables, seq_lens, self.kv_cache.block_size)
+        return AttentionMetadata(slots.to(self.device), tables.to(self.device), query_lens, seq_lens, splits)
 
     def _prompt_logprobs(self, seq: Sequence, start: int, hidden: Tensor) -> None:
         """Append to `prompt_logprobs` what `hidden` (positions from `start` on) says of the next tokens."""
@@ -173,3 +187,16 @@ class ModelRunner:
             logits = at_least_float32(self.model.lm_head(hidden[begin - start : stop - start]))
             targets = seq.token_ids[begin + 1 : stop + 1]
             seq.prompt_logprobs += top_logprobs(logits, targets, [seq.params.prompt_logprobs or 0] * len(targets))
+
+
+def _mark_any_size(metadata: AttentionMetadata) -> None:
+    """Tell torch.compile which sizes no graph may depend on, not even on whether they are one."""
+    tensors = [(metadata.block_tables, 0), (metadata.block_tables, 1), (metadata.query_lens, 0), (metadata.seq_lens, 0)]
+    if (splits := metadata.splits) is not None:
+        tensors += [(tensor, 0) for tensor in (splits.blocks, splits.owner, splits.start, splits.end)]
+        tensors += [(splits.of, 1), (splits.merged, 1)]
+        if len(splits.of) > 1:  # as many as there are tokens, and a single token has a graph of its own
+            mark_dynamic(splits.of, 0)
+            mark_dynamic(splits.merged, 0)
+    for tensor, dim in tensors:
+        mark_unbacked(tensor, dim)

@@ -20,7 +20,7 @@ def model(tmp_path_factory):
 
 def bench(*arguments, **env) -> subprocess.CompletedProcess:
     return subprocess.run(
-        [sys.executable, str(ROOT / "bench.py"), *map(str, arguments)],
+        [sys.executable, str(ROOT / "bench.py"), *map(str, arguments), "--eager"],  # compiling takes long
         env=os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "160"} | env,
         capture_output=True,
         text=True,

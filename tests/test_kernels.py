@@ -1,11 +1,11 @@
-"""kernels/reference.py against attention spelled out, on keys and values that were never paged."""
+"""kernels/reference.py and flash_decoding.py against attention spelled out, on K and V that were never paged."""
 
 import math
 
 import pytest
 import torch
 
-from nanopage.kernels import ops, reference
+from nanopage.kernels import flash_decoding, ops, reference
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -77,6 +77,15 @@ class Pool:
         tolerance = TOLERANCE[self.dtype]
         torch.testing.assert_close(out, torch.cat(expected), rtol=tolerance, atol=tolerance)
         assert out.is_contiguous()
+        if set(query_lens.values()) == {1}:
+            out = self.flash_decode(q, query_lens, window)
+            tolerance = TOLERANCE[torch.float32]  # it computes in float32
+            torch.testing.assert_close(out, torch.cat(expected).float(), rtol=tolerance, atol=tolerance)
+
+    def flash_decode(self, q, query_lens, window):
+        block_tables, _, seq_lens = self.metadata(query_lens)
+        splits = flash_decoding.split(block_tables, seq_lens, self.block_size)
+        return flash_decoding.flash_decode(q, self.cache, splits, window)
 
 
 def lengths(page):
@@ -139,7 +148,11 @@ class TestBatches:
         pool.cache[:, pool.sequences[poisoned][0]] = torch.nan
         q = pool.random(2, 4, 16)
         out = reference.paged_attention(q, pool.cache, *pool.metadata({healthy: 1, poisoned: 1}), window)
-        torch.testing.assert_close(out[:1], attention(q[:1], *pool.sequences[healthy][1:], window))
+        expected = attention(q[:1], *pool.sequences[healthy][1:], window)
+        torch.testing.assert_close(out[:1], expected)
+        assert out[1].isnan().all()
+        out = pool.flash_decode(q, {healthy: 1, poisoned: 1}, window)
+        torch.testing.assert_close(out[:1], expected.float())
         assert out[1].isnan().all()
 
     def test_queries_that_are_a_slice_of_a_wider_tensor(self, window):
@@ -151,6 +164,19 @@ class TestBatches:
         expected = reference.paged_attention(q.contiguous(), pool.cache, *pool.metadata(query_lens), window)
         assert torch.equal(out, expected)
         assert out.is_contiguous()
+
+
+@pytest.mark.parametrize("block_size", [8, 16, 256])
+@pytest.mark.parametrize("window", [None, 5, 100])
+def test_flash_decoding_over_many_splits(block_size, window):
+    """Lengths around the edges of splits, the longest of them beside a single token."""
+    per_split = max(block_size, flash_decoding.SPLIT_TOKENS)
+    lengths = [1, block_size, per_split - 1, per_split, per_split + 1, 2 * per_split, 3 * per_split + 5]
+    pool = Pool(2, 16, block_size, torch.float64, num_blocks=sum(-(-length // block_size) for length in lengths))
+    sequences = [pool.add(length) for length in lengths]
+    pool.check(3, dict.fromkeys(sequences, 1), window)
+    pool.check(3, dict.fromkeys(reversed(sequences), 1), window)
+    pool.check(3, dict.fromkeys(sequences[-1:], 1), window)
 
 
 @pytest.mark.parametrize("block_size", [8, 16, 32])

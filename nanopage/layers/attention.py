@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from nanopage.kernels import ops
+from nanopage.kernels.flash_decoding import Splits, flash_decode
 
 
 @dataclass(slots=True)
@@ -16,12 +17,14 @@ class AttentionMetadata:
     block_tables  int64 [B, max_blocks]  physical block of each logical block, padded with the sequence's first
     query_lens    int64 [B], on the CPU  how many of the step's tokens are each sequence's
     seq_lens      int64 [B], on the CPU  tokens of each sequence including this step's
+    splits        if every sequence has a single token and the model is compiled for a CPU: what flash_decode reads
     """
 
     slot_mapping: Tensor
     block_tables: Tensor
     query_lens: Tensor
     seq_lens: Tensor
+    splits: Splits | None = None
 
 
 def paged_attention(
@@ -36,6 +39,10 @@ def paged_attention(
 
     Returns: [T, num_heads * head_dim]
     """
+    if metadata.splits is not None:
+        block_size = kv_cache.shape[2]
+        kv_cache[:, metadata.slot_mapping // block_size, metadata.slot_mapping % block_size] = torch.stack((k, v))
+        return flash_decode(q, kv_cache, metadata.splits, window).to(q.dtype).flatten(1)
     attend = torch.ops.nanopage.paged_attention if torch.compiler.is_compiling() else ops.paged_attention
     out = attend(
         q,

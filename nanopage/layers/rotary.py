@@ -9,11 +9,7 @@ from nanopage.config import RopeConfig
 
 
 class RotaryEmbedding(nn.Module):
-    """Positions [T] -> (cos, sin), each [T, 1, head_dim] in `dtype`, to be applied to every head of every layer.
-
-    The two halves of `sin` carry the signs of the rotation, so that `rotate` is two products and a sum:
-    (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin).
-    """
+    """Positions [T] -> (cos, sin), each [T, 1, head_dim / 2] in `dtype`, to be applied to every head of every layer."""
 
     frequencies: Tensor
 
@@ -25,14 +21,13 @@ class RotaryEmbedding(nn.Module):
     def forward(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         # bfloat16 can not tell position 256 from 257: angles are float32.
         angles = positions[:, None, None].float() * self.frequencies
-        cos, sin = angles.cos() * self.scale, angles.sin() * self.scale
-        return torch.cat((cos, cos), dim=-1).to(dtype), torch.cat((-sin, sin), dim=-1).to(dtype)
+        return (angles.cos() * self.scale).to(dtype), (angles.sin() * self.scale).to(dtype)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate heads: x [T, heads, head_dim] by cos and sin [T, 1, head_dim] of RotaryEmbedding."""
+    """Rotate heads: x [T, heads, head_dim] by cos and sin [T, 1, head_dim / 2] of RotaryEmbedding."""
     x1, x2 = x.chunk(2, dim=-1)
-    return torch.addcmul(x * cos, torch.cat((x2, x1), dim=-1), sin)
+    return torch.cat((torch.addcmul(x1 * cos, x2, sin, value=-1), torch.addcmul(x2 * cos, x1, sin)), dim=-1)
 
 
 def inverse_frequencies(head_dim: int, rope: RopeConfig) -> tuple[Tensor, float]:
