@@ -16,10 +16,19 @@ _HOME = {
     "LLMEngine": "engine",
     "EngineConfig": "config",
     "SamplingParams": "request",
+    "BeamSearchParams": "request",
     "RequestOutput": "request",
     "CompletionOutput": "request",
 }
-__all__ = ["LLM", "CompletionOutput", "EngineConfig", "LLMEngine", "RequestOutput", "SamplingParams"]
+__all__ = [
+    "LLM",
+    "BeamSearchParams",
+    "CompletionOutput",
+    "EngineConfig",
+    "LLMEngine",
+    "RequestOutput",
+    "SamplingParams",
+]
 
 
 def __getattr__(name: str):

@@ -11,11 +11,19 @@ Prefix caching: a *full* block whose K and V are written is registered under a c
 including it: sha256(parent hash, its tokens). The root of the chain is the hash of the request's salt. A hash only
 finds a candidate: the tokens of the whole chain are compared before a block is shared.
 
+Forking: a child's table is a copy of its parent's. The first of them to write into a block that they share, which can
+only be the last and partly filled one, gets a copy of it instead (copy-on-write).
+
+Swapping: a second pool of `num_host_blocks` in host memory takes the blocks of preempted sequences, sharing included.
+
+The manager moves no data: it says which blocks are to be cleared (`take_new_blocks`) and copied (`take_copies`, and
+what `swap_out` and `swap_in` return), and whoever owns the tensors does it before the next forward pass.
+
 Pure Python: no torch here.
 """
 
 from array import array
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from dataclasses import dataclass
 from hashlib import sha256
 
@@ -54,28 +62,44 @@ class BlockManager:
         num_blocks: size of the pool.
         block_size: token slots per block.
         enable_prefix_caching: share full blocks between sequences with equal prefixes.
+        num_host_blocks: size of the pool for swapped sequences.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True):
+    def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True, num_host_blocks: int = 0):
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
         self.block_tables: dict[int, list[int]] = {}  # seq_id -> physical blocks
         self.ref_counts: list[int] = [0] * num_blocks
-        self.num_hit_tokens = 0  # prompt tokens that allocate() found in the cache, ever
+        self.host_tables: dict[int, list[int]] = {}  # of the swapped sequences
+        self.host_ref_counts: list[int] = [0] * num_host_blocks
+        # Ever; a request that comes back after a preemption asks again.
+        self.num_query_tokens = 0
+        self.num_hit_tokens = 0
         self.num_evictions = 0
         self.new_blocks: list[int] = []  # handed out since the last take_new_blocks()
+        self.copies: list[tuple[int, int]] = []  # since the last take_copies()
 
         self._free: list[int] = list(range(num_blocks - 1, -1, -1))  # a stack: the last freed is the likeliest in cache
         self._cached: OrderedDict[int, Prefix] = OrderedDict()  # in no table, least recently used first
         self._by_hash: dict[bytes, Prefix] = {}
         self._by_block: dict[int, Prefix] = {}
-        self._chains: dict[int, list[Prefix]] = {}  # seq_id -> the registered prefixes of its leading full blocks
+        # seq_id -> the registered prefixes of its leading full blocks; None if they are not to be registered any more
+        self._chains: dict[int, list[Prefix] | None] = {}
+        self._host_free: list[int] = list(range(num_host_blocks - 1, -1, -1))
 
     @property
     def num_free_blocks(self) -> int:
         """Blocks that can be handed out: free ones and cached ones that nobody uses."""
         return len(self._free) + len(self._cached)
+
+    @property
+    def num_cached_blocks(self) -> int:
+        return len(self._cached)
+
+    @property
+    def num_free_host_blocks(self) -> int:
+        return len(self._host_free)
 
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
@@ -104,6 +128,8 @@ class BlockManager:
         if not self.enable_prefix_caching:
             return
         chain, table = self._chains[seq_id], self.block_tables[seq_id]
+        if chain is None:
+            return
         for i in range(len(chain), num_written // self.block_size):
             parent = chain[-1] if chain else None
             tokens = self._tokens_of_block(token_ids, i)
@@ -118,11 +144,22 @@ class BlockManager:
             # else another sequence wrote the same prefix first: its block stays the cached one.
             chain.append(prefix)
 
+    def reset_prefix_cache(self) -> None:
+        """Forget all prefixes. Sequences that hold blocks keep them, but register none any more."""
+        self._free += reversed(self._cached)
+        self._cached.clear()
+        self._by_hash.clear()
+        self._by_block.clear()
+        self._chains = dict.fromkeys(self._chains)
+
     # Tables
 
-    def allocate(self, seq_id: int, prefix: list[Prefix] | None = None) -> int:
-        """Start a block table with the blocks of `prefix` (from `lookup`). Returns the number of tokens they hold."""
-        if seq_id in self.block_tables:
+    def allocate(self, seq_id: int, prefix: list[Prefix] | None = None, num_tokens: int = 0) -> int:
+        """Start a block table with the blocks of `prefix`, from a `lookup` of `num_tokens` tokens.
+
+        Returns the number of tokens they hold.
+        """
+        if seq_id in self.block_tables or seq_id in self.host_tables:
             raise ValueError(f"sequence {seq_id} already has a block table")
         prefix = prefix or []
         for entry in prefix:
@@ -130,16 +167,57 @@ class BlockManager:
             self.ref_counts[entry.block] += 1
         self.block_tables[seq_id] = [entry.block for entry in prefix]
         self._chains[seq_id] = list(prefix)
+        self.num_query_tokens += num_tokens
         self.num_hit_tokens += len(prefix) * self.block_size
         return len(prefix) * self.block_size
 
-    def grow(self, seq_id: int, num_tokens: int) -> bool:
-        """Make the table hold `num_tokens` tokens. Returns False, and changes nothing, if blocks are short."""
-        table = self.block_tables[seq_id]
-        missing = self.blocks_for(num_tokens) - len(table)
-        if missing > self.num_free_blocks:
+    def fork(self, parent_id: int, child_id: int) -> None:
+        """Start the child's table with all blocks of the parent's."""
+        if child_id in self.block_tables or child_id in self.host_tables:
+            raise ValueError(f"sequence {child_id} already has a block table")
+        self.block_tables[child_id] = list(self.block_tables[parent_id])
+        for block in self.block_tables[child_id]:
+            self.ref_counts[block] += 1
+        chain = self._chains[parent_id]
+        self._chains[child_id] = None if chain is None else list(chain)
+
+    def rename(self, seq_id: int, new_id: int) -> bool:
+        """Hand a sequence's table, here or on the host, to another that has none. Returns whether it had one."""
+        for tables in (self.block_tables, self.host_tables):
+            if seq_id in tables:
+                tables[new_id] = tables.pop(seq_id)
+                self._chains[new_id] = self._chains.pop(seq_id)
+                return True
+        return False
+
+    def blocks_to_grow(self, work: list[tuple[int, int, int]]) -> int:
+        """How many free blocks `grow` would take for all of (seq_id, num_written, num_tokens), copies included."""
+        missing = 0
+        writers: Counter[int] = Counter()  # of shared blocks
+        for seq_id, num_written, num_tokens in work:
+            table = self.block_tables[seq_id]
+            missing += max(0, self.blocks_for(num_tokens) - len(table))
+            first = num_written // self.block_size
+            if first < len(table) and self.ref_counts[table[first]] > 1:
+                writers[table[first]] += 1
+        # The last of a block's owners that comes to write has it to itself.
+        return missing + sum(min(count, self.ref_counts[block] - 1) for block, count in writers.items())
+
+    def grow(self, seq_id: int, num_written: int, num_tokens: int) -> bool:
+        """Make the table ready for the tokens from `num_written` up to `num_tokens` to be written.
+
+        Returns False, and changes nothing, if blocks are short.
+        """
+        if self.blocks_to_grow([(seq_id, num_written, num_tokens)]) > self.num_free_blocks:
             return False
-        for _ in range(missing):
+        table = self.block_tables[seq_id]
+        first = num_written // self.block_size
+        if first < len(table) and self.ref_counts[table[first]] > 1:
+            shared, table[first] = table[first], self._take_block()
+            self.ref_counts[shared] -= 1
+            self.ref_counts[table[first]] = 1
+            self.copies.append((shared, table[first]))
+        while len(table) < self.blocks_for(num_tokens):
             block = self._take_block()
             self.ref_counts[block] = 1
             table.append(block)
@@ -151,17 +229,73 @@ class BlockManager:
         new, self.new_blocks = self.new_blocks, []
         return new
 
+    def take_copies(self) -> list[tuple[int, int]]:
+        """(from, to) of the blocks to be copied since the last call. All are read before any is written or cleared."""
+        copies, self.copies = self.copies, []
+        return copies
+
     def free(self, seq_id: int) -> None:
-        """Drop the sequence's table. Blocks nobody else uses become cached if registered, else free."""
+        """Drop the sequence's table, if it has one. Blocks nobody else uses become cached if registered, else free."""
         # Tail first, so that the LRU order evicts the end of a prefix before its beginning.
-        for block in reversed(self.block_tables.pop(seq_id)):
+        for block in reversed(self.block_tables.pop(seq_id, [])):
             self.ref_counts[block] -= 1
             if self.ref_counts[block] == 0:
                 if block in self._by_block:
                     self._cached[block] = self._by_block[block]
                 else:
                     self._free.append(block)
-        del self._chains[seq_id]
+        self._chains.pop(seq_id, None)
+        for block in reversed(self.host_tables.pop(seq_id, [])):
+            self.host_ref_counts[block] -= 1
+            if self.host_ref_counts[block] == 0:
+                self._host_free.append(block)
+
+    def blocks_of(self, seq_ids: list[int]) -> set[int]:
+        """The blocks in any of these sequences' tables."""
+        return {block for seq_id in seq_ids for block in self.block_tables.get(seq_id, ())}
+
+    # Swapping
+
+    def swap_out(self, seq_ids: list[int]) -> list[tuple[int, int]] | None:
+        """Move the tables of these sequences to the host pool; those without one are passed over.
+
+        Returns: (block, host block) of every block to be copied, or None, changing nothing, if the host pool is short.
+        """
+        blocks = self.blocks_of(seq_ids)
+        if len(blocks) > len(self._host_free):
+            return None
+        moved = {block: self._host_free.pop() for block in sorted(blocks)}
+        for seq_id in seq_ids:
+            if seq_id in self.block_tables:
+                host_table = [moved[block] for block in self.block_tables[seq_id]]
+                registers = self._chains[seq_id] is not None
+                self.free(seq_id)
+                self.host_tables[seq_id] = host_table
+                self._chains[seq_id] = [] if registers else None  # from the first block again, once it is back
+                for block in host_table:
+                    self.host_ref_counts[block] += 1
+        return list(moved.items())
+
+    def host_blocks_of(self, seq_ids: list[int]) -> set[int]:
+        return {block for seq_id in seq_ids for block in self.host_tables.get(seq_id, ())}
+
+    def swap_in(self, seq_ids: list[int]) -> list[tuple[int, int]]:
+        """Move the tables of these sequences back from the host pool.
+
+        The pool must have `len(host_blocks_of(seq_ids))` free blocks. Returns: (host block, block) of every block to
+        be copied.
+        """
+        moved = {block: self._take_block() for block in sorted(self.host_blocks_of(seq_ids))}
+        for seq_id in seq_ids:
+            if seq_id in self.host_tables:
+                table = [moved[block] for block in self.host_tables[seq_id]]
+                chain = self._chains[seq_id]
+                self.free(seq_id)
+                self.block_tables[seq_id] = table
+                self._chains[seq_id] = chain
+                for block in table:
+                    self.ref_counts[block] += 1
+        return list(moved.items())
 
     def _take_block(self) -> int:
         if self._free:
@@ -189,7 +323,13 @@ class BlockManager:
         assert len(free) == len(self._free), "a block twice on the free list"
         assert not (free & cached or free & used or cached & used), "a block in two states"
         assert len(free) + len(cached) + len(used) == self.num_blocks, "a block is lost"
-        assert self._chains.keys() == self.block_tables.keys()
+        assert self._chains.keys() == self.block_tables.keys() | self.host_tables.keys()
+        assert not self.block_tables.keys() & self.host_tables.keys(), "a sequence in both pools"
+        host_owners = Counter(block for table in self.host_tables.values() for block in table)
+        assert [host_owners[block] for block in range(len(self.host_ref_counts))] == self.host_ref_counts
+        host_free = set(self._host_free)
+        assert len(host_free) == len(self._host_free) and not host_free & host_owners.keys()
+        assert len(host_free) + len(host_owners) == len(self.host_ref_counts), "a host block is lost"
         assert cached <= self._by_block.keys() <= cached | used, "a registered block is free"
         for block, prefix in self._by_block.items():
             assert prefix.block == block and self._by_hash[prefix.hash] is prefix

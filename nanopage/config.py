@@ -18,6 +18,8 @@ ARCHITECTURES = {
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
 }
+PREEMPTION_MODES = ("recompute", "swap")
+POLICIES = ("fcfs", "priority")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
@@ -39,6 +41,12 @@ class EngineConfig:
             take together. None: 0.9 on a GPU; on a CPU the KV cache gets a quarter of the available RAM, at most 4 GiB.
         num_gpu_blocks_override: size of the KV cache in blocks instead, on any device; for tests.
         enable_prefix_caching: share the KV of equal prefixes between requests.
+        preemption_mode: what happens to a request's KV when another needs its blocks: "recompute" or "swap". None: see
+            the rule in scheduler.py.
+        swap_space: GiB of host memory for swapped KV, taken when first needed. None: as much as the KV cache, but at
+            most a quarter of the available RAM and 4 GiB. When it is full, or 0, requests are recomputed.
+        scheduling_policy: "fcfs", or "priority": requests with a lower `priority` go first, and take the blocks of
+            those with a higher one.
         enforce_eager: False compiles the decoder layer with torch.compile: faster, after seconds of compiling.
         seed: of the requests that bring no seed of their own.
 
@@ -57,6 +65,9 @@ class EngineConfig:
     gpu_memory_utilization: float | None = None
     num_gpu_blocks_override: int | None = None
     enable_prefix_caching: bool = True
+    preemption_mode: str | None = None
+    swap_space: float | None = None
+    scheduling_policy: str = "fcfs"
     enforce_eager: bool = True
     seed: int = 0
 
@@ -67,6 +78,10 @@ class EngineConfig:
             raise ValueError(f"dtype={self.dtype!r} is not one of {', '.join(DTYPES)}")
         if self.device not in DEVICES:
             raise ValueError(f"device={self.device!r} is not one of {', '.join(DEVICES)}")
+        if self.preemption_mode not in (None, *PREEMPTION_MODES):
+            raise ValueError(f"preemption_mode={self.preemption_mode!r} is not one of {', '.join(PREEMPTION_MODES)}")
+        if self.scheduling_policy not in POLICIES:
+            raise ValueError(f"scheduling_policy={self.scheduling_policy!r} is not one of {', '.join(POLICIES)}")
         for name in (
             "max_num_seqs",
             "max_num_batched_tokens",
@@ -89,6 +104,13 @@ class EngineConfig:
                 raise TypeError(f"{name} must be a number, not {value!r}")
             if not 0 < value <= min(limit, sys.float_info.max):
                 raise ValueError(f"{name} must be in (0, {limit}], got {value}")
+        if self.swap_space is not None:
+            if not isinstance(self.swap_space, int | float) or isinstance(self.swap_space, bool):
+                raise TypeError(f"swap_space must be a number, not {self.swap_space!r}")
+            if not 0 <= self.swap_space <= sys.float_info.max:
+                raise ValueError(f"swap_space must be at least 0, got {self.swap_space}")
+            if self.preemption_mode == "recompute" and self.swap_space:
+                raise ValueError("swap_space is of no use with preemption_mode='recompute'")
         sized_by = [
             name
             for name in ("kv_cache_gib", "gpu_memory_utilization", "num_gpu_blocks_override")

@@ -1,18 +1,30 @@
 """LLMEngine: requests in, outputs out, one step at a time."""
 
 import dataclasses
+import hashlib
 import itertools
 import logging
+import math
 import random
 import time
 
 from nanopage import hub, loader
+from nanopage.beam_search import BeamSearch, Hypothesis
 from nanopage.block_manager import BlockManager
 from nanopage.config import EngineConfig
-from nanopage.kv_cache import GIB, KVCache, block_bytes, num_blocks_that_fit
+from nanopage.kv_cache import GIB, KVCache, block_bytes, num_blocks_that_fit, num_host_blocks
 from nanopage.model_runner import ModelRunner, resolve_device, resolve_dtype
-from nanopage.request import CompletionOutput, Logprob, RequestOutput, SamplingParams, Sequence
-from nanopage.scheduler import Scheduler
+from nanopage.request import (
+    BeamSearchParams,
+    CompletionOutput,
+    Logprob,
+    RequestOutput,
+    SamplingParams,
+    Sequence,
+    SequenceGroup,
+    StepStats,
+)
+from nanopage.scheduler import Batch, Scheduler
 from nanopage.tokenizer import IncrementalDetokenizer, Tokenizer
 
 logger = logging.getLogger("nanopage")
@@ -22,14 +34,23 @@ Prompt = str | list[int] | dict
 
 
 @dataclasses.dataclass(slots=True)
-class Request:
-    """What the engine keeps of a request beside its sequence, to make its outputs."""
+class Completion:
+    """What the engine keeps of one completion beside its sequence, to make its outputs."""
 
     seq: Sequence
-    prompt: str | None
-    prompt_token_ids: list[int]
     detokenizer: IncrementalDetokenizer | None
     logprobs: list[dict[int, Logprob]] = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass(slots=True)
+class Request:
+    """What the engine keeps of a request beside its group, to make its outputs."""
+
+    group: SequenceGroup
+    params: SamplingParams | BeamSearchParams
+    prompt: str | None
+    prompt_token_ids: list[int]
+    completions: list[Completion]
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
 
 
@@ -63,151 +84,262 @@ class LLMEngine:
         longest = config.max_model_len or limit
         num_blocks = num_blocks_that_fit(config, self.model_config, longest, self.dtype, self.device)
         self.max_model_len = self._fit_length(longest, num_blocks * config.block_size)
-        self.kv_cache = KVCache(self.model_config, num_blocks, config.block_size, self.dtype, self.device)
+        size = block_bytes(self.model_config, config.block_size, self.dtype)
+        host_blocks = num_host_blocks(config, num_blocks, size)
+        self.kv_cache = KVCache(self.model_config, num_blocks, config.block_size, self.dtype, self.device, host_blocks)
         self.runner = ModelRunner(model, self.kv_cache, self.device, compiled=not config.enforce_eager)
-        block_manager = BlockManager(num_blocks, config.block_size, config.enable_prefix_caching)
-        self.scheduler = Scheduler(block_manager, config.max_num_seqs, config.max_num_batched_tokens)
+        block_manager = BlockManager(num_blocks, config.block_size, config.enable_prefix_caching, host_blocks)
+        self.scheduler = Scheduler(
+            block_manager, config.max_num_seqs, config.max_num_batched_tokens, config.preemption_mode
+        )
+        self.last_step = StepStats()
         self._requests: dict[str, Request] = {}
         self._seq_ids = itertools.count()
         self._seeds = random.Random(config.seed)
         tokens = num_blocks * config.block_size
-        gib = num_blocks * block_bytes(self.model_config, config.block_size, self.dtype) / GIB
+        gib = num_blocks * size / GIB
         logger.info(
             f"{path.name} in {str(self.dtype).removeprefix('torch.')} on {self.device.type}; KV cache {gib:.2f} GiB = "
             f"{tokens:,} tokens = {tokens / self.max_model_len:.1f} requests of {self.max_model_len:,} tokens"
         )
 
-    def add_request(self, request_id: str, prompt: Prompt, params: SamplingParams | None = None) -> None:
+    def add_request(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams | BeamSearchParams | None = None,
+        priority: int = 0,
+    ) -> None:
         """Queue a request; `step` will report on it under `request_id`.
 
         Args:
             prompt: text, token ids, or a dict (see `Prompt`).
             params: default SamplingParams().
+            priority: lower goes first, with scheduling_policy="priority".
 
         Raises:
             ValueError, TypeError: an id that is in use, an empty prompt, one that leaves no room for output, a token
-                id outside the vocabulary, by name. Nothing is queued then.
+                id outside the vocabulary, more completions than could ever run, by name. Nothing is queued then.
         """
-        self.submit(self.make_request(request_id, prompt, params))
+        self.submit(self.make_request(request_id, prompt, params, priority))
 
-    def make_request(self, request_id: str, prompt: Prompt, params: SamplingParams | None = None) -> Request:
+    def make_request(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams | BeamSearchParams | None = None,
+        priority: int = 0,
+    ) -> Request:
         """Check everything about a request without queueing it. Raises as `add_request`."""
         if not isinstance(request_id, str) or not request_id:
             raise TypeError(f"request_id must be a string, not {request_id!r}")
         if request_id in self._requests:
             raise ValueError(f"request_id {request_id!r} is in use")
+        if not isinstance(priority, int) or isinstance(priority, bool):
+            raise TypeError(f"priority must be an integer, not {priority!r}")
+        if priority and self.config.scheduling_policy != "priority":
+            raise ValueError(f"priority={priority} needs scheduling_policy='priority'")
         params = SamplingParams() if params is None else params
-        if not isinstance(params, SamplingParams):
+        if not isinstance(params, SamplingParams | BeamSearchParams):
             raise TypeError(f"sampling_params must be SamplingParams, not {params!r}")
         params = dataclasses.replace(params)  # a copy, checked again: the caller's may have been changed, or will be
         text, token_ids, cache_salt = self._read_prompt(prompt)
-        if len(token_ids) >= self.max_model_len:
+        room = self.max_model_len - len(token_ids)
+        if room < 1:
             raise ValueError(
                 f"the prompt has {len(token_ids)} tokens and leaves no room for output in "
                 f"max_model_len={self.max_model_len}"
             )
-        self._check_ids("stop_token_ids", params.stop_token_ids)
-        self._check_ids("logit_bias", params.logit_bias or ())
-        self._check_ids("allowed_token_ids", params.allowed_token_ids or ())
-        bad_words = self._bad_words(params.bad_words or [])
-        eos = self.model_config.eos_token_ids
-        if params.allowed_token_ids is not None:
-            never = {ids[0] for ids in bad_words if len(ids) == 1}
-            never |= (eos | set(params.stop_token_ids or ())) if params.min_tokens else set()
-            if never.issuperset(params.allowed_token_ids):
-                raise ValueError("allowed_token_ids: bad_words and min_tokens forbid every one of them")
-        seq = Sequence(
-            next(self._seq_ids),
-            request_id,
-            token_ids,
-            params,
-            seed=self._seeds.getrandbits(63) if params.seed is None else params.seed,
-            eos_token_ids=eos,
-            max_total_tokens=self.max_model_len,
-            cache_salt=cache_salt,
-            bad_words_token_ids=bad_words,
-        )
-        detokenizer = None
-        if params.detokenize:
-            detokenizer = IncrementalDetokenizer(
-                self.tokenizer,
+        beam_search = None
+        if isinstance(params, BeamSearchParams):
+            search, eos = params, self.model_config.eos_token_ids
+            max_tokens = min(search.max_tokens, room)
+            beam_search = BeamSearch(search.width, max_tokens, search.length_penalty, search.early_stopping, eos)
+            sampling = SamplingParams(temperature=0, max_tokens=max_tokens)
+            name, count = "width", params.width
+        else:
+            sampling = params
+            name, count = "n" if params.best_of is None else "best_of", params.num_sequences
+        self._check_size(name, count, len(token_ids), sampling.max_tokens)
+        bad_words = self._check_tokens(sampling)
+        seed = self._seeds.getrandbits(63) if sampling.seed is None else sampling.seed
+        completions = []
+        for index in range(count):
+            seq = Sequence(
+                next(self._seq_ids),
+                request_id,
                 token_ids,
-                list(params.stop or ()),
-                params.skip_special_tokens,
-                params.include_stop_str_in_output,
+                sampling,
+                seed=seed if index == 0 else _branch_seed(seed, index),
+                eos_token_ids=self.model_config.eos_token_ids,
+                max_total_tokens=self.max_model_len,
+                cache_salt=cache_salt,
+                bad_words_token_ids=bad_words,
+                num_candidates=beam_search.num_candidates if beam_search else 0,
             )
-        return Request(seq, text, token_ids, detokenizer)
+            detokenizer = None
+            if isinstance(params, SamplingParams) and params.detokenize:
+                detokenizer = IncrementalDetokenizer(
+                    self.tokenizer,
+                    token_ids,
+                    list(params.stop or ()),
+                    params.skip_special_tokens,
+                    params.include_stop_str_in_output,
+                )
+            completions.append(Completion(seq, detokenizer))
+        group = SequenceGroup([completion.seq for completion in completions], priority, beam_search)
+        return Request(group, params, text, token_ids, completions)
 
     def submit(self, request: Request) -> None:
         """Queue what `make_request` made. Raises ValueError if its id has come into use meanwhile."""
-        seq = request.seq
-        if seq.request_id in self._requests:
-            raise ValueError(f"request_id {seq.request_id!r} is in use")
-        seq.metrics.arrival_time = time.perf_counter()
-        self._requests[seq.request_id] = request
-        self.scheduler.add(seq)
+        group = request.group
+        if group.request_id in self._requests:
+            raise ValueError(f"request_id {group.request_id!r} is in use")
+        group.metrics.arrival_time = time.perf_counter()
+        self._requests[group.request_id] = request
+        self.scheduler.add(group)
 
     def step(self) -> list[RequestOutput]:
-        """Run one batch. Returns an output for each request that got a token, finished or not."""
+        """Run one batch. Returns an output for each request that got a token, finished or not; for a beam search, and
+        for `best_of` more than `n`, only when it has finished. `last_step` says what the step did."""
+        stats = StepStats()
+        started = time.perf_counter()
         batch = self.scheduler.schedule()
-        sampled = self.runner.execute(batch)
+        stats.schedule_seconds = time.perf_counter() - started
+        sampled = self.runner.execute(batch, stats)
+        started = time.perf_counter()
         self.scheduler.update(batch, sampled)
-        return [self._advance(s.seq) for s in batch.sequences if s.samples]
+        for scheduled in batch.sequences:
+            for seq in scheduled.samplers:
+                self._advance(seq)
+        outputs = []
+        for group in batch.groups:
+            request = self._requests[group.request_id]
+            if group.finished or not (group.beam_search or group.params.ranks):
+                outputs.append(self._output(request))
+        stats.output_seconds = time.perf_counter() - started
+        self._count(batch, len(sampled), stats)
+        return outputs
 
-    def abort(self, request_id: str) -> RequestOutput | None:
-        """End a request now and free its blocks. Returns what it has so far; None if there is no such request
-        (it may just have finished)."""
+    def abort(self, request_id: str, index: int | None = None) -> RequestOutput | None:
+        """End a request now, or only its completion `index`, and free the blocks.
+
+        Returns: what it has so far; None if there is no such request or completion (it may just have finished).
+        Raises: ValueError for the `index` of a beam search, whose completions are not yet told apart.
+        """
         request = self._requests.get(request_id)
         if request is None:
             return None
-        self.scheduler.finish(request.seq, "abort")
+        if index is None:
+            self.scheduler.finish(request.group, None, "abort")
+            return self._output(request)
+        if request.group.beam_search is not None:
+            raise ValueError(f"index={index}: a beam search can only be aborted whole")
+        if not 0 <= index < len(request.completions) or request.completions[index].seq.finished:
+            return None
+        self.scheduler.finish(request.group, request.completions[index].seq, "abort")
         return self._output(request)
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes, for instance after the weights were changed. Running requests go on."""
+        self.scheduler.block_manager.reset_prefix_cache()
 
     def has_unfinished_requests(self) -> bool:
         return self.scheduler.has_unfinished()
 
-    def _advance(self, seq: Sequence) -> RequestOutput:
+    def _advance(self, seq: Sequence) -> None:
         """Turn a sequence's new token into text, and end it if that completes a stop string."""
         request = self._requests[seq.request_id]
+        if request.group.beam_search is not None:
+            return
+        completion = next(c for c in request.completions if c.seq is seq)
         if seq.logprobs:
-            request.logprobs.append(self._decoded(seq.logprobs[-1]))
-        params = seq.params
-        if request.detokenizer is not None:
+            completion.logprobs.append(self._decoded(seq.logprobs[-1]))
+        params, detokenizer = seq.params, completion.detokenizer
+        if detokenizer is not None:
             ended_by_token = seq.finish_reason == "stop"
             if not ended_by_token or params.include_stop_str_in_output:
                 searching = seq.num_output_tokens >= params.min_tokens and not ended_by_token
-                stop = request.detokenizer.add(seq.token_ids[-1:], searching)
+                stop = detokenizer.add(seq.token_ids[-1:], searching)
                 if stop is not None and seq.finished:  # it also was the last token allowed
                     seq.finish_reason, seq.stop_reason = "stop", stop
                 elif stop is not None:
-                    self.scheduler.finish(seq, "stop", stop)
-        return self._output(request)
+                    self.scheduler.finish(request.group, seq, "stop", stop)
 
     def _output(self, request: Request) -> RequestOutput:
-        seq = request.seq
-        completion = CompletionOutput(0, "", seq.output_token_ids, None, None, seq.finish_reason, seq.stop_reason)
-        if request.detokenizer is not None:
-            if seq.finished:
-                request.detokenizer.finish()
-            completion.delta = request.detokenizer.take(seq.finished)
-            completion.text = request.detokenizer.taken
-        if seq.params.logprobs is not None:
-            completion.logprobs = list(request.logprobs)
-            completion.cumulative_logprob = seq.cumulative_logprob
-        if seq.params.prompt_logprobs is not None and request.prompt_logprobs is None and seq.num_output_tokens:
-            request.prompt_logprobs = [None, *map(self._decoded, seq.prompt_logprobs)]
-        if seq.finished:
-            del self._requests[seq.request_id]
+        group = request.group
+        if group.beam_search is not None:
+            outputs = self._beams(request)
+        else:
+            completions = request.completions
+            if group.params.ranks:
+                completions = sorted(completions, key=lambda c: -c.seq.cumulative_logprob)[: group.params.n]
+            outputs = [self._completion(index, completion) for index, completion in enumerate(completions)]
+        if group.params.prompt_logprobs is not None and request.prompt_logprobs is None and group.metrics.token_times:
+            request.prompt_logprobs = [None, *map(self._decoded, group.prompt_logprobs)]
+        if group.finished:
+            del self._requests[group.request_id]
         return RequestOutput(
-            seq.request_id,
+            group.request_id,
             request.prompt,
             request.prompt_token_ids,
-            [completion],
-            seq.finished,
-            seq.metrics,
-            seq.num_cached_tokens,
+            outputs,
+            group.finished,
+            group.metrics,
+            group.num_cached_tokens,
             request.prompt_logprobs,
         )
+
+    def _completion(self, index: int, completion: Completion) -> CompletionOutput:
+        seq, detokenizer = completion.seq, completion.detokenizer
+        output = CompletionOutput(index, "", seq.output_token_ids, None, None, seq.finish_reason, seq.stop_reason)
+        if detokenizer is not None:
+            if seq.finished:
+                detokenizer.finish()
+            output.delta = detokenizer.take(seq.finished)
+            output.text = detokenizer.taken
+        if seq.num_logprobs is not None:
+            output.cumulative_logprob = seq.cumulative_logprob
+        if seq.params.logprobs is not None:
+            output.logprobs = list(completion.logprobs)
+        return output
+
+    def _beams(self, request: Request) -> list[CompletionOutput]:
+        """The hypotheses of a beam search, best first, and after them the live beams if it was aborted."""
+        search, params = request.group.beam_search, request.params
+        assert search is not None and isinstance(params, BeamSearchParams)
+        hypotheses = list(search.hypotheses)
+        if not search.finished:
+            beams = [seq for seq in request.group.seqs if not seq.dormant]
+            hypotheses += [Hypothesis(b.output_token_ids, b.cumulative_logprob, math.nan, "abort") for b in beams]
+        return [
+            CompletionOutput(
+                index,
+                self.tokenizer.decode(hypothesis.token_ids, params.skip_special_tokens),
+                hypothesis.token_ids,
+                hypothesis.cumulative_logprob,
+                finish_reason=hypothesis.finish_reason,
+                score=hypothesis.score,
+            )
+            for index, hypothesis in enumerate(hypotheses[: params.width])
+        ]
+
+    def _count(self, batch: Batch, num_sampled: int, stats: StepStats) -> None:
+        scheduler, manager = self.scheduler, self.scheduler.block_manager
+        stats.waiting = sum(group.num_unfinished for group in scheduler.waiting)
+        stats.running = sum(len(group.live) for group in scheduler.running)
+        stats.swapped = sum(len(group.live) for group in scheduler.swapped)
+        stats.decode_tokens = sum(s.num_tokens for s in batch.sequences if s.start >= s.seq.num_prompt_tokens)
+        stats.prefill_tokens = batch.num_tokens - stats.decode_tokens
+        stats.cached_tokens = batch.num_cached_tokens
+        stats.output_tokens = num_sampled
+        stats.cached_blocks = manager.num_cached_blocks
+        stats.free_blocks = manager.num_free_blocks - stats.cached_blocks
+        stats.used_blocks = manager.num_blocks - manager.num_free_blocks
+        stats.preempted = len(batch.preempted)
+        stats.swapped_out, stats.swapped_in = len(batch.swap_out), len(batch.swap_in)
+        stats.copied = len(batch.copies)
+        self.last_step = stats
 
     def _decoded(self, table: dict[int, tuple[float, int]]) -> dict[int, Logprob]:
         return {
@@ -243,6 +375,34 @@ class LLMEngine:
         self._check_ids("prompt_token_ids", token_ids)
         return text, list(token_ids), salt
 
+    def _check_size(self, name: str, count: int, num_prompt_tokens: int, max_tokens: int | None) -> None:
+        """Refuse a request whose `count` completions could never run together."""
+        if count > self.config.max_num_seqs:
+            raise ValueError(f"{name}={count} is more than max_num_seqs={self.config.max_num_seqs}")
+        manager = self.scheduler.block_manager
+        longest = min(num_prompt_tokens + (max_tokens or self.max_model_len), self.max_model_len)
+        shared = num_prompt_tokens // manager.block_size if count > 1 else 0
+        blocks = shared + count * (manager.blocks_for(longest) - shared)
+        if blocks > manager.num_blocks:
+            raise ValueError(
+                f"{name}={count} completions of {longest} tokens need {blocks} blocks, the KV cache has "
+                f"{manager.num_blocks}: lower {name} or max_tokens, or raise kv_cache_gib"
+            )
+
+    def _check_tokens(self, params: SamplingParams) -> list[list[int]]:
+        """Check the token ids in `params`. Returns the ids of its bad_words."""
+        self._check_ids("stop_token_ids", params.stop_token_ids)
+        self._check_ids("logit_bias", params.logit_bias or ())
+        self._check_ids("allowed_token_ids", params.allowed_token_ids or ())
+        bad_words = self._bad_words(params.bad_words or [])
+        if params.allowed_token_ids is not None:
+            never = {ids[0] for ids in bad_words if len(ids) == 1}
+            ends = self.model_config.eos_token_ids | set(params.stop_token_ids or ())
+            never |= ends if params.min_tokens else set()
+            if never.issuperset(params.allowed_token_ids):
+                raise ValueError("allowed_token_ids: bad_words and min_tokens forbid every one of them")
+        return bad_words
+
     def _check_ids(self, name: str, token_ids) -> None:
         vocab_size = self.model_config.vocab_size
         for token_id in token_ids:
@@ -277,3 +437,9 @@ class LLMEngine:
             )
         logger.info(f"max_model_len is {pool:,}, what the KV cache holds, not the model's {longest:,}")
         return pool
+
+
+def _branch_seed(seed: int, index: int) -> int:
+    """The seed of completion `index` of a request: 63 bits that have nothing to do with its siblings'."""
+    digest = hashlib.sha256(f"{seed}/{index}".encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1

@@ -1,5 +1,6 @@
 """KVCache: the paged tensor that holds every sequence's keys and values, and how large it may be."""
 
+import contextlib
 from pathlib import Path
 
 import psutil
@@ -14,20 +15,80 @@ CPU_SHARE, CPU_MOST = 0.25, 4 * GIB  # of the RAM available once the weights are
 class KVCache:
     """One tensor [num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim]; [l, 0] is K and [l, 1] is V.
 
-    Its memory is only reserved: the system backs it with RAM as blocks are first cleared and used.
+    Its memory is only reserved: the system backs it with RAM as blocks are first cleared and used. So is that of the
+    host pool, [num_host_blocks, num_layers, 2, block_size, num_kv_heads, head_dim], which is made by the first swap.
     """
 
-    def __init__(self, config: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device):
+    def __init__(
+        self,
+        config: ModelConfig,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        num_host_blocks: int = 0,
+    ):
         shape = (config.num_layers, 2, num_blocks, block_size, config.num_kv_heads, config.head_dim)
         self.tensor = torch.empty(shape, dtype=dtype, device=device)
         self.num_blocks = num_blocks
         self.block_size = block_size
+        self.num_host_blocks = num_host_blocks
+        self.host: torch.Tensor | None = None
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # for copies to and from the host
 
     def clear(self, blocks: list[int]) -> None:
         """Zero blocks in all layers. Attention reads whole blocks and masks what lies beyond a sequence's end; what it
         masks must be finite (NaN times a weight of 0 is NaN), so no former owner's values may remain."""
         if blocks:
-            self.tensor.index_fill_(2, torch.tensor(blocks, device=self.tensor.device), 0)
+            self.tensor.index_fill_(2, self._index(blocks), 0)
+
+    def copy(self, pairs: list[tuple[int, int]]) -> None:
+        """Copy blocks (from, to) in all layers. All are read before any is written."""
+        if pairs:
+            sources, targets = zip(*pairs, strict=True)
+            self.tensor.index_copy_(2, self._index(targets), self.tensor.index_select(2, self._index(sources)))
+
+    def swap_out(self, pairs: list[tuple[int, int]]) -> None:
+        """Copy blocks to the host pool: (block, host block)."""
+        if not pairs:
+            return
+        host = self._host_pool()
+        leaving = self.tensor.index_select(2, self._index([block for block, _ in pairs])).movedim(2, 0).contiguous()
+        with self._copying():
+            for row, (_, host_block) in enumerate(pairs):
+                host[host_block].copy_(leaving[row], non_blocking=True)
+        if self._stream is not None:
+            leaving.record_stream(self._stream)
+
+    def swap_in(self, pairs: list[tuple[int, int]]) -> None:
+        """Copy blocks back from the host pool: (host block, block)."""
+        if not pairs:
+            return
+        host = self._host_pool()
+        coming = torch.empty((len(pairs), *host.shape[1:]), dtype=host.dtype, device=self.tensor.device)
+        with self._copying():
+            for row, (host_block, _) in enumerate(pairs):
+                coming[row].copy_(host[host_block], non_blocking=True)
+        if self._stream is not None:
+            torch.cuda.current_stream(self.tensor.device).wait_stream(self._stream)
+        self.tensor.index_copy_(2, self._index([block for _, block in pairs]), coming.movedim(0, 2))
+
+    def _index(self, blocks) -> torch.Tensor:
+        return torch.tensor(blocks, device=self.tensor.device)
+
+    def _host_pool(self) -> torch.Tensor:
+        if self.host is None:
+            layers, two, _, *rest = self.tensor.shape
+            shape = (self.num_host_blocks, layers, two, *rest)  # a block in one piece
+            self.host = torch.empty(shape, dtype=self.tensor.dtype, pin_memory=self._stream is not None)
+        return self.host
+
+    def _copying(self) -> contextlib.AbstractContextManager:
+        """Copies begin when the work so far is done, and later work need not wait for them."""
+        if self._stream is None:
+            return contextlib.nullcontext()
+        self._stream.wait_stream(torch.cuda.current_stream(self.tensor.device))
+        return torch.cuda.stream(self._stream)
 
 
 def block_bytes(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
@@ -68,6 +129,15 @@ def num_blocks_that_fit(
             "Raise kv_cache_gib or gpu_memory_utilization, or use a smaller model"
         )
     return min(int(budget // size), useful)
+
+
+def num_host_blocks(engine: EngineConfig, num_blocks: int, size: int) -> int:
+    """How many blocks of `size` bytes the host pool has: `swap_space`, else as many as the KV cache, within limits."""
+    if engine.preemption_mode == "recompute":
+        return 0
+    if engine.swap_space is not None:
+        return round(engine.swap_space * GIB) // size
+    return min(num_blocks, int(min(CPU_SHARE * _free_bytes(torch.device("cpu")), CPU_MOST)) // size)
 
 
 def _free_bytes(device: torch.device) -> int:

@@ -10,7 +10,7 @@ for output in llm.generate(["Once upon a time"], SamplingParams(max_tokens=50)):
 import dataclasses
 import itertools
 from collections import defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import cast
 
 from rich.console import Console
@@ -18,7 +18,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from nanopage.config import EngineConfig, read_json
 from nanopage.engine import LLMEngine, Prompt, Request
-from nanopage.request import RequestOutput, SamplingParams
+from nanopage.request import BeamSearchParams, RequestOutput, SamplingParams
+
+AnyParams = SamplingParams | BeamSearchParams
 
 
 class LLM:
@@ -39,6 +41,7 @@ class LLM:
             )
         self.engine = LLMEngine(EngineConfig(model=model, **options))
         self._ids = itertools.count()
+        self._num_output_tokens = 0
         # Outputs of requests that another caller on this object waits for (a half-read stream() during a generate()).
         self._inboxes: dict[str, deque[RequestOutput]] = defaultdict(deque)
 
@@ -57,6 +60,7 @@ class LLM:
         prompts: Prompt | list[Prompt],
         sampling_params: SamplingParams | list[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        priority: list[int] | None = None,
     ) -> list[RequestOutput]:
         """Complete prompts, all of them batched together.
 
@@ -64,16 +68,29 @@ class LLM:
             prompts: one or a list of: text, token ids, {"prompt": text} or {"prompt_token_ids": ids}.
             sampling_params: for all, or one for each prompt; None uses `get_default_sampling_params`.
             use_tqdm: show a progress bar on stderr.
+            priority: one for each prompt, lower goes first, with scheduling_policy="priority".
 
         Returns: one finished RequestOutput for each prompt, in order.
 
         Raises: ValueError, TypeError for any prompt or parameter that is not usable; nothing has run then.
         """
-        if isinstance(prompts, str | dict) or (isinstance(prompts, list) and prompts and isinstance(prompts[0], int)):
-            prompts = [cast(Prompt, prompts)]
-        if not isinstance(prompts, list | tuple):
-            raise TypeError(f"prompts must be a prompt or a list of prompts, not {prompts!r}")
-        return self._run(self._requests(cast(list[Prompt], prompts), sampling_params), use_tqdm)
+        return self._run(self._requests(_list_of_prompts(prompts), sampling_params, priority), use_tqdm)
+
+    def beam_search(
+        self, prompts: Prompt | list[Prompt], params: BeamSearchParams | list[BeamSearchParams], use_tqdm: bool = True
+    ) -> list[RequestOutput]:
+        """Search the likeliest completions of prompts, all of them batched together.
+
+        Args: as `generate`.
+
+        Returns: one RequestOutput for each prompt, in order; its `outputs` are the `width` best completions, best
+            first, with `score` and `cumulative_logprob`. An end-of-sequence token is part of `token_ids`.
+
+        Raises: as `generate`.
+        """
+        if not isinstance(params, BeamSearchParams | list | tuple):
+            raise TypeError(f"params must be BeamSearchParams, not {params!r}")
+        return self._run(self._requests(_list_of_prompts(prompts), params), use_tqdm)
 
     def chat(
         self,
@@ -117,18 +134,24 @@ class LLM:
         return {"prompt_token_ids": self.engine.tokenizer.encode(text, add_special_tokens=False)}
 
     def _requests(
-        self, prompts: list[Prompt], sampling_params: SamplingParams | list[SamplingParams] | None
+        self,
+        prompts: list[Prompt],
+        sampling_params: AnyParams | Sequence[AnyParams] | None,
+        priority: list[int] | None = None,
     ) -> list[Request]:
         if sampling_params is None:
             sampling_params = self.get_default_sampling_params()
         if not isinstance(sampling_params, list | tuple):
-            sampling_params = [sampling_params] * len(prompts)
+            sampling_params = [cast(AnyParams, sampling_params)] * len(prompts)
         if len(sampling_params) != len(prompts):
             raise ValueError(f"{len(sampling_params)} sampling_params for {len(prompts)} prompts")
+        priority = [0] * len(prompts) if priority is None else priority
+        if len(priority) != len(prompts):
+            raise ValueError(f"{len(priority)} values of priority for {len(prompts)} prompts")
         requests = []
-        for i, (prompt, params) in enumerate(zip(prompts, sampling_params, strict=True)):
+        for i, (prompt, params, place) in enumerate(zip(prompts, sampling_params, priority, strict=True)):
             try:
-                requests.append(self.engine.make_request(str(next(self._ids)), prompt, params))
+                requests.append(self.engine.make_request(str(next(self._ids)), prompt, params, place))
             except (ValueError, TypeError) as error:
                 raise type(error)(f"prompts[{i}]: {error}" if len(prompts) > 1 else str(error)) from None
         return requests
@@ -145,17 +168,19 @@ class LLM:
             disable=not show_progress,
         ) as progress:
             task = progress.add_task("", total=len(requests), speed="")
-            for num_tokens, output in enumerate(self._outputs(requests), start=1):
+            before = self._num_output_tokens
+            for output in self._outputs(requests):
                 if output.finished:
                     finished[output.request_id] = output
+                num_tokens = self._num_output_tokens - before
                 elapsed = progress.tasks[task].elapsed
                 speed = f"{num_tokens / elapsed:.0f} output tok/s" if elapsed else ""
                 progress.update(task, completed=len(finished), speed=speed)
-        return [finished[request.seq.request_id] for request in requests]
+        return [finished[request.group.request_id] for request in requests]
 
     def _outputs(self, requests: list[Request]) -> Iterator[RequestOutput]:
         """Submit requests and yield their outputs as they come; abort what is unfinished if the reader leaves."""
-        unfinished = {request.seq.request_id for request in requests}
+        unfinished = {request.group.request_id for request in requests}
         try:
             for request in requests:
                 self.engine.submit(request)
@@ -166,9 +191,19 @@ class LLM:
                             unfinished.discard(request_id)
                         yield output
                 if unfinished:
-                    for output in self.engine.step():
+                    outputs = self.engine.step()
+                    self._num_output_tokens += self.engine.last_step.output_tokens
+                    for output in outputs:
                         self._inboxes[output.request_id].append(output)
         finally:
             for request_id in unfinished:
                 self.engine.abort(request_id)
                 self._inboxes.pop(request_id, None)
+
+
+def _list_of_prompts(prompts: Prompt | list[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str | dict) or (isinstance(prompts, list) and prompts and isinstance(prompts[0], int)):
+        prompts = [cast(Prompt, prompts)]
+    if not isinstance(prompts, list | tuple):
+        raise TypeError(f"prompts must be a prompt or a list of prompts, not {prompts!r}")
+    return cast(list[Prompt], prompts)

@@ -16,9 +16,9 @@ from nanopage.kernels.flash_decoding import split
 from nanopage.kv_cache import KVCache
 from nanopage.layers.attention import AttentionMetadata
 from nanopage.layers.linear import Linear
-from nanopage.request import SampledToken, Sequence
+from nanopage.request import SampledToken, Sequence, StepStats
 from nanopage.sampler import Sampler, at_least_float32, top_logprobs
-from nanopage.scheduler import Batch
+from nanopage.scheduler import Batch, ScheduledSequence
 
 logger = logging.getLogger("nanopage")
 
@@ -133,28 +133,43 @@ class ModelRunner:
         return torch.zeros_like(positions).to(self.device), positions.to(self.device), self.kv_cache.tensor, metadata
 
     @torch.inference_mode()
-    def execute(self, batch: Batch) -> list[SampledToken]:
-        """Run the batch. Returns one token for each of its sequences that samples, in order.
+    def execute(self, batch: Batch, stats: StepStats | None = None) -> list[SampledToken]:
+        """Move the batch's blocks and run it. Returns one token for each of its samplers, in order.
 
-        Prompt log-probabilities go straight to their sequences.
+        Prompt log-probabilities go straight to their groups, times to `stats`.
         """
+        stats = stats or StepStats()
+        started = time.perf_counter()
+        self.kv_cache.swap_out(batch.swap_out)
+        self.kv_cache.swap_in(batch.swap_in)
+        self.kv_cache.copy(batch.copies)
+        self.kv_cache.clear(batch.new_blocks)
         if not batch.sequences:
             return []
-        self.kv_cache.clear(batch.new_blocks)
         hidden = self.model(*self.prepare(batch))
-        last_rows, samplers, row = [], [], 0
+        last_rows: list[int] = []
+        row_of: list[int] = []
+        samplers: list[Sequence] = []
+        row = 0
         for scheduled in batch.sequences:
-            if scheduled.seq.params.prompt_logprobs is not None:
-                self._prompt_logprobs(scheduled.seq, scheduled.start, hidden[row : row + scheduled.num_tokens])
+            if scheduled.group.params.prompt_logprobs is not None:
+                self._prompt_logprobs(scheduled, hidden[row : row + scheduled.num_tokens])
             row += scheduled.num_tokens
-            if scheduled.samples:
+            if scheduled.samplers:
+                row_of += [len(last_rows)] * len(scheduled.samplers)
                 last_rows.append(row - 1)
-                samplers.append(scheduled.seq)
+                samplers += scheduled.samplers
+        stats.model_seconds = time.perf_counter() - started
         if not samplers:
             return []
         if len(last_rows) < len(hidden):
             hidden = hidden[last_rows]
-        return self.sampler(self.model.lm_head(hidden), samplers)
+        logits = self.model.lm_head(hidden)
+        if len(samplers) > len(last_rows):  # completions that are about to fork from one prompt
+            logits = logits[row_of]
+        sampled = self.sampler(logits, samplers)
+        stats.sample_seconds = time.perf_counter() - started - stats.model_seconds
+        return sampled
 
     def prepare(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor, AttentionMetadata]:
         """(input_ids [T], positions [T], kv_cache, metadata) of a batch."""
@@ -177,16 +192,16 @@ class ModelRunner:
             splits = split(tables, seq_lens, self.kv_cache.block_size)
         return AttentionMetadata(slots.to(self.device), tables.to(self.device), query_lens, seq_lens, splits)
 
-    def _prompt_logprobs(self, seq: Sequence, start: int, hidden: Tensor) -> None:
-        """Append to `prompt_logprobs` what `hidden` (positions from `start` on) says of the next tokens."""
+    def _prompt_logprobs(self, scheduled: ScheduledSequence, hidden: Tensor) -> None:
+        """Append to the group's `prompt_logprobs` what `hidden`, of the scheduled tokens, says of the next ones."""
         # Position i predicts token i + 1. After a preemption positions come again: skip what is already there.
-        first = len(seq.prompt_logprobs)
+        seq, group, start = scheduled.seq, scheduled.group, scheduled.start
         end = min(start + len(hidden), seq.num_prompt_tokens - 1)
-        for begin in range(max(start, first), end, PROMPT_LOGPROB_ROWS):
+        for begin in range(max(start, len(group.prompt_logprobs)), end, PROMPT_LOGPROB_ROWS):
             stop = min(begin + PROMPT_LOGPROB_ROWS, end)
             logits = at_least_float32(self.model.lm_head(hidden[begin - start : stop - start]))
             targets = seq.token_ids[begin + 1 : stop + 1]
-            seq.prompt_logprobs += top_logprobs(logits, targets, [seq.params.prompt_logprobs or 0] * len(targets))
+            group.prompt_logprobs += top_logprobs(logits, targets, [group.params.prompt_logprobs or 0] * len(targets))
 
 
 def _mark_any_size(metadata: AttentionMetadata) -> None:

@@ -7,6 +7,8 @@ import time
 from dataclasses import dataclass, field
 from enum import Enum
 
+from nanopage.beam_search import BeamSearch
+
 MAX_LOGPROBS = 20  # vLLM's default `max_logprobs`: bounds the top-k a request can make the sampler compute
 
 
@@ -15,7 +17,9 @@ class SamplingParams:
     """How to sample one request. Names, defaults and meanings are those of vLLM's `SamplingParams`.
 
     Args:
-        n: completions per prompt; only 1 so far.
+        n: completions per prompt, each with a seed of its own; the prompt is computed once and its blocks shared.
+        best_of: sample so many and return the `n` with the highest cumulative log-probability, best first; None
+            means `n`. Outputs come only at the end if it is more than `n`.
         temperature: divides the logits, in [0, 100]; 0 means greedy.
         top_p: keep the smallest set of most likely tokens whose mass reaches `top_p`, in (0, 1]. The token
             that crosses the line is kept, and so is every token tied with it (Holtzman et al. 2020).
@@ -46,6 +50,7 @@ class SamplingParams:
     """
 
     n: int = 1
+    best_of: int | None = None
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
@@ -94,9 +99,14 @@ class SamplingParams:
             self.logit_bias = dict(self.logit_bias)
 
         _integer("n", self.n, 1)
-        if self.n != 1:
-            raise ValueError(f"n={self.n}: only n=1 is supported so far")
+        if self.best_of is not None:
+            _integer("best_of", self.best_of, 1)
+            if self.best_of < self.n:
+                raise ValueError(f"best_of={self.best_of} is less than n={self.n}")
         _number("temperature", self.temperature, 0, 100)
+        if self.greedy and self.num_sequences > 1:
+            name = "n" if self.best_of is None else "best_of"
+            raise ValueError(f"{name}={self.num_sequences} with temperature=0: greedy completions are all the same")
         _number("top_p", self.top_p, 0, 1)
         if self.top_p == 0:
             raise ValueError("top_p must be in (0, 1], got 0")
@@ -122,6 +132,15 @@ class SamplingParams:
             raise ValueError("stop strings need detokenize=True")
 
     @property
+    def num_sequences(self) -> int:
+        return self.n if self.best_of is None else self.best_of
+
+    @property
+    def ranks(self) -> bool:
+        """Whether completions compete for being returned, so that none can be shown before all have ended."""
+        return self.num_sequences > self.n
+
+    @property
     def greedy(self) -> bool:
         return self.temperature < 1e-5  # vLLM's threshold; smaller temperatures overflow the scaled logits
 
@@ -133,6 +152,39 @@ class SamplingParams:
     @property
     def penalizes(self) -> bool:
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+
+
+@dataclass(kw_only=True)
+class BeamSearchParams:
+    """How to search one request's completions with `LLM.beam_search`. The meanings are those of transformers.
+
+    Args:
+        width: beams kept at every step, and completions returned (`num_beams`).
+        max_tokens: most output tokens.
+        length_penalty: a completion's score is its cumulative log-probability / its length ** length_penalty; the
+            length counts the end-of-sequence token. In [-10, 10].
+        early_stopping: True stops at `width` complete beams; False when no live beam scores better as it is; "never"
+            when none could at any length.
+        skip_special_tokens: leave special tokens out of the text.
+
+    Raises:
+        ValueError, TypeError: a value out of range or of the wrong type, by name.
+    """
+
+    width: int
+    max_tokens: int = 16
+    length_penalty: float = 1.0
+    early_stopping: bool | str = False
+    skip_special_tokens: bool = True
+
+    def __post_init__(self):
+        _integer("width", self.width, 1)
+        _integer("max_tokens", self.max_tokens, 1)
+        _number("length_penalty", self.length_penalty, -10, 10)
+        if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
+            raise ValueError(f'early_stopping must be True, False or "never", got {self.early_stopping!r}')
+        if not isinstance(self.skip_special_tokens, bool):
+            raise TypeError(f"skip_special_tokens must be True or False, not {self.skip_special_tokens!r}")
 
 
 def _integer(name: str, value, low: int, high: int | None = None) -> None:
@@ -181,11 +233,14 @@ class SampledToken:
 
 @dataclass(slots=True)
 class RequestMetrics:
-    """Times of one request in seconds on `time.perf_counter`'s clock; None until they happen."""
+    """Times of one request in seconds on `time.perf_counter`'s clock; None until they happen.
+
+    `token_times` has one entry for every step that brought the request tokens: with n = 1, one for each token.
+    """
 
     arrival_time: float
     first_scheduled_time: float | None = None
-    token_times: list[float] = field(default_factory=list)  # one per output token
+    token_times: list[float] = field(default_factory=list)
     finished_time: float | None = None
     num_preemptions: int = 0
 
@@ -202,14 +257,15 @@ class RequestMetrics:
         return self.token_times[0] - self.arrival_time if self.token_times else None
 
 
-class SequenceStatus(Enum):
+class Status(Enum):
     WAITING = "waiting"
     RUNNING = "running"
+    SWAPPED = "swapped"
     FINISHED = "finished"
 
 
 class Sequence:
-    """One request while it lives: its tokens, how far its KV has been computed, and why it ended.
+    """One completion while it lives: its tokens, how far its KV has been computed, and why it ended.
 
     `token_ids` is prompt + output. `num_computed_tokens` of them have their K and V in the cache; the rest are
     still to be run. A sequence whose every token is computed gets its next one sampled.
@@ -227,7 +283,7 @@ class Sequence:
         max_total_tokens: int | None = None,
         cache_salt: str = "",
         bad_words_token_ids: list[list[int]] | None = None,
-        arrival_time: float | None = None,
+        num_candidates: int = 0,
     ):
         self.seq_id = seq_id
         self.request_id = request_id
@@ -241,16 +297,15 @@ class Sequence:
         self.eos_token_ids = eos_token_ids
         self.cache_salt = cache_salt
         self.bad_words_token_ids = bad_words_token_ids or []
+        self.num_candidates = num_candidates  # of a beam search, from which the group chooses; 0: not a beam
 
-        self.status = SequenceStatus.WAITING
+        self.dormant = False  # a beam that is not in use
+        self.candidates: dict[int, float] = {}  # a beam's next tokens, until all beams have theirs
         self.num_computed_tokens = 0
-        self.num_cached_tokens = 0  # of the prompt, found in the prefix cache when first scheduled
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
         self.logprobs: list[dict[int, tuple[float, int]]] = []
-        self.prompt_logprobs: list[dict[int, tuple[float, int]]] = []
         self.cumulative_logprob = 0.0
-        self.metrics = RequestMetrics(time.perf_counter() if arrival_time is None else arrival_time)
 
     @property
     def num_tokens(self) -> int:
@@ -270,7 +325,16 @@ class Sequence:
 
     @property
     def finished(self) -> bool:
-        return self.status is SequenceStatus.FINISHED
+        return self.finish_reason is not None
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """How many top log-probabilities the sampler is to return beside the sampled token's; None for none at all."""
+        if self.num_candidates:
+            return self.num_candidates
+        if self.params.logprobs is None and self.params.ranks:
+            return 0
+        return self.params.logprobs
 
     @property
     def ending_token_ids(self) -> frozenset[int]:
@@ -280,8 +344,9 @@ class Sequence:
     def append(self, sampled: SampledToken) -> None:
         self.token_ids.append(sampled.token_id)
         if sampled.logprobs is not None:
-            self.logprobs.append(sampled.logprobs)
             self.cumulative_logprob += sampled.logprobs[sampled.token_id][0]
+            if self.params.logprobs is not None:
+                self.logprobs.append(sampled.logprobs)
 
     def stop_by_last_token(self) -> tuple[str, int | None] | None:
         """(finish_reason, stop_reason) if the last token ends the sequence; a stop wins over a length (as in vLLM)."""
@@ -296,9 +361,57 @@ class Sequence:
         return None
 
     def __repr__(self) -> str:
-        return (
-            f"Sequence({self.request_id!r}, {self.status.value}, {self.num_computed_tokens}/{self.num_tokens} computed)"
-        )
+        return f"Sequence({self.request_id!r}, {self.num_computed_tokens}/{self.num_tokens} computed)"
+
+
+class SequenceGroup:
+    """A request: the sequences that began with its prompt. The scheduler admits, preempts and swaps it whole.
+
+    At first, and again after a preemption by recomputation, only its leader (the first live sequence) has blocks:
+    it computes the `shared_len` tokens that all live sequences begin with, then the others fork from it.
+
+    Args:
+        seqs: equal prompts, different seeds; for a beam search `width` sequences, of which only the first is awake.
+        priority: lower runs first.
+        beam_search: what chooses the next beams, if the request is one.
+    """
+
+    def __init__(
+        self, seqs: list[Sequence], priority: int = 0, beam_search: BeamSearch | None = None, arrival_time: float = 0.0
+    ):
+        self.request_id = seqs[0].request_id
+        self.seqs = seqs
+        self.priority = priority
+        self.beam_search = beam_search
+        for seq in seqs[1:]:
+            seq.dormant = beam_search is not None
+        self.status = Status.WAITING
+        self.order = -1  # of arrival; the scheduler numbers it
+        self.forked = len(seqs) == 1
+        self.shared_len = seqs[0].num_prompt_tokens
+        self.num_cached_tokens = 0  # of the prompt, found in the prefix cache when first scheduled
+        self.prompt_logprobs: list[dict[int, tuple[float, int]]] = []
+        self.metrics = RequestMetrics(arrival_time or time.perf_counter())
+
+    @property
+    def params(self) -> SamplingParams:
+        return self.seqs[0].params
+
+    @property
+    def live(self) -> list[Sequence]:
+        return [seq for seq in self.seqs if not seq.finished and not seq.dormant]
+
+    @property
+    def num_unfinished(self) -> int:
+        """How many sequences it may run at once: a search wakes its dormant beams."""
+        return sum(not seq.finished for seq in self.seqs)
+
+    @property
+    def finished(self) -> bool:
+        return self.status is Status.FINISHED
+
+    def __repr__(self) -> str:
+        return f"SequenceGroup({self.request_id!r}, {self.status.value}, {self.seqs})"
 
 
 @dataclass(slots=True)
@@ -306,7 +419,8 @@ class CompletionOutput:
     """One completion so far. `text` and `token_ids` are cumulative; `delta` is the text added since the last output.
 
     `finish_reason` is None while running, else "stop", "length" or "abort"; `stop_reason` is the stop string or
-    stop token id that ended it (None for end-of-sequence). `cumulative_logprob` and `logprobs` are None unless asked.
+    stop token id that ended it (None for end-of-sequence). `cumulative_logprob` and `logprobs` are None unless asked;
+    `score` is what a beam search ranks by.
     """
 
     index: int
@@ -317,6 +431,7 @@ class CompletionOutput:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     delta: str = ""
+    score: float | None = None
 
 
 @dataclass(slots=True)
@@ -334,3 +449,28 @@ class RequestOutput:
     metrics: RequestMetrics
     num_cached_tokens: int = 0
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+
+
+@dataclass(slots=True)
+class StepStats:
+    """What one engine step did: progress bars, benches and metrics read this. Counts are of this step alone, but for
+    queues and blocks, which are as the step left them."""
+
+    waiting: int = 0  # sequences in each queue
+    running: int = 0
+    swapped: int = 0
+    prefill_tokens: int = 0
+    decode_tokens: int = 0
+    cached_tokens: int = 0  # found in the prefix cache instead of computed
+    output_tokens: int = 0
+    free_blocks: int = 0
+    used_blocks: int = 0
+    cached_blocks: int = 0
+    preempted: int = 0  # requests
+    swapped_out: int = 0  # blocks
+    swapped_in: int = 0
+    copied: int = 0
+    schedule_seconds: float = 0.0
+    model_seconds: float = 0.0  # batch preparation, memory operations and the forward pass
+    sample_seconds: float = 0.0
+    output_seconds: float = 0.0  # stop conditions and text

@@ -25,7 +25,7 @@ class Sampler:
         raw = at_least_float32(logits)
         logits = constrain(raw, sequences)
         tokens = sample(logits, sequences).tolist()
-        wanted = {row: seq.params.logprobs for row, seq in enumerate(sequences) if seq.params.logprobs is not None}
+        wanted = {row: seq.num_logprobs for row, seq in enumerate(sequences) if seq.num_logprobs is not None}
         if not wanted:
             return [SampledToken(token) for token in tokens]
         tables = top_logprobs(raw[list(wanted)], [tokens[row] for row in wanted], list(wanted.values()))

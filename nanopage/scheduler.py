@@ -1,166 +1,369 @@
-"""Scheduler: which sequences run in the next step, and how many tokens of each.
+"""Scheduler: which sequences run in the next step, how many tokens of each, and what moves in memory first.
 
-Two queues. `waiting` holds sequences without blocks, in order of arrival; `running` holds those with blocks, oldest
-first. Each step is one mixed batch under one token budget: decodes and pieces of prompts together (Orca, OSDI 2022;
-chunked prefill: Sarathi-Serve, OSDI 2024).
+Requests are sequence groups in three queues, each ordered by (priority, arrival). `waiting` groups have no blocks,
+`running` ones have, `swapped` ones have theirs in host memory. Each step is one mixed batch under one token budget:
+decodes and pieces of prompts together (Orca, OSDI 2022; chunked prefill: Sarathi-Serve, OSDI 2024).
 
-  1. Running sequences come first, oldest first: one token for a decode, a chunk for an unfinished prompt. When blocks
-     run out the youngest running sequence is preempted: it gives up its blocks and goes back to the front of
-     `waiting`, to be recomputed from its tokens (mostly prefix-cache hits, if its blocks survive).
-  2. Then waiting sequences are admitted in order, unless this step preempted. A sequence is admitted when the whole
-     of its present tokens fits the free blocks, so that a long prompt does not start only to be preempted.
+  1. A waiting group of higher priority than some that run takes their place, if they give back enough.
+  2. Running groups come first, in order: one token for a decode, a chunk for an unfinished prompt. When blocks run out
+     the last running group is preempted, whole.
+  3. Then, unless blocks ran out, groups are admitted: swapped ones before waiting ones (of the same priority), in
+     order, while they fit. A waiting group fits if blocks for the whole of its present tokens are free, so that a long
+     prompt does not start only to be preempted; and one percent of the pool stays free (the watermark), so that those
+     that run can grow. With nothing running the watermark is waived.
 
-Progress is certain: no sequence can outgrow the pool (the engine refuses those), so the oldest can always run by
-preempting the others. Output does not depend on any of this; that is tested.
+Preemption (PagedAttention, SOSP 2023, section 4.5) is by recomputation, which gives up the blocks and computes them
+again (mostly prefix-cache hits, if its blocks survive), or by swapping, which keeps them in the host pool. Unless one
+is asked for, a group with one sequence is recomputed, and one with several, whose sharing recomputation would have to
+rebuild, is swapped. When the host pool is full, any is recomputed.
+
+Progress is certain: no group can outgrow the pool (the engine refuses those), so the first in order can always run by
+preempting the others; within one priority nobody overtakes. Output does not depend on any of this; that is tested.
 
 Pure Python: no torch here.
 """
 
 import time
-from collections import deque
+from bisect import insort
 from dataclasses import dataclass, field
 
+from nanopage.beam_search import Beam
 from nanopage.block_manager import BlockManager
-from nanopage.request import SampledToken, Sequence, SequenceStatus
+from nanopage.request import SampledToken, Sequence, SequenceGroup, Status
 
 
 @dataclass(slots=True)
 class ScheduledSequence:
     """`num_tokens` tokens of `seq` from position `start` run in this step; `block_table` covers them.
 
-    `samples` is True when they reach the end of the sequence, so that the next token is to be sampled.
+    `samplers` are the sequences whose next token is to be sampled from the last of them: `seq` itself, if they reach
+    its end, and others of its group that are about to fork from it.
     """
 
+    group: SequenceGroup
     seq: Sequence
     start: int
     num_tokens: int
     block_table: list[int]
-    samples: bool
+    samplers: list[Sequence]
 
 
 @dataclass(slots=True)
 class Batch:
     """One step's work: single-token sequences first (attention treats them together), longest first, then chunks.
 
-    `new_blocks` were handed out for it and are to be cleared before it runs.
+    Before it runs, blocks move in this order: `swap_out` [(block, host block)], `swap_in` [(host block, block)],
+    `copies` [(from, to)], all of each read before any is written; then `new_blocks` are cleared.
     """
 
     sequences: list[ScheduledSequence] = field(default_factory=list)
+    swap_out: list[tuple[int, int]] = field(default_factory=list)
+    swap_in: list[tuple[int, int]] = field(default_factory=list)
+    copies: list[tuple[int, int]] = field(default_factory=list)
     new_blocks: list[int] = field(default_factory=list)
-    preempted: list[Sequence] = field(default_factory=list)
+    preempted: list[SequenceGroup] = field(default_factory=list)
+    num_cached_tokens: int = 0  # that admitted sequences found in the prefix cache
 
     @property
     def num_tokens(self) -> int:
         return sum(s.num_tokens for s in self.sequences)
+
+    @property
+    def groups(self) -> list[SequenceGroup]:
+        """Those that get a token."""
+        return list({id(s.group): s.group for s in self.sequences if s.samplers}.values())
 
 
 class Scheduler:
     """Continuous batching over a `BlockManager`.
 
     Args:
-        block_manager: whose pool must hold the longest sequence that is ever added.
+        block_manager: whose pool must hold the largest group that is ever added.
         max_num_seqs: most sequences running at once.
         max_num_batched_tokens: most tokens in one step.
+        preemption_mode: "recompute", "swap" or None, the rule above.
     """
 
-    def __init__(self, block_manager: BlockManager, max_num_seqs: int, max_num_batched_tokens: int):
+    def __init__(
+        self,
+        block_manager: BlockManager,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        preemption_mode: str | None = None,
+    ):
         self.block_manager = block_manager
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
-        self.waiting: deque[Sequence] = deque()
-        self.running: list[Sequence] = []
+        self.preemption_mode = preemption_mode
+        self.watermark = block_manager.num_blocks // 100
+        self.waiting: list[SequenceGroup] = []
+        self.running: list[SequenceGroup] = []
+        self.swapped: list[SequenceGroup] = []
         self.num_preemptions = 0
+        self._num_added = 0
 
-    def add(self, seq: Sequence) -> None:
-        self.waiting.append(seq)
+    def add(self, group: SequenceGroup) -> None:
+        group.order = self._num_added
+        self._num_added += 1
+        insort(self.waiting, group, key=_place)
 
     def has_unfinished(self) -> bool:
-        return bool(self.waiting or self.running)
+        return bool(self.waiting or self.running or self.swapped)
 
     def schedule(self) -> Batch:
         """Choose the next step's work and give it blocks. Computes nothing."""
         batch = Batch()
+        self._make_way(batch)
         budget = self.max_num_batched_tokens
-
+        num_preempted = len(batch.preempted)
         index = 0
         while index < len(self.running) and budget > 0:
-            seq = self.running[index]
-            num_tokens = min(seq.num_tokens - seq.num_computed_tokens, budget)
+            group = self.running[index]
+            work = self._work(group, budget)
             # The victims are at the end of the list, so none of them is in the batch yet.
-            while not self.block_manager.grow(seq.seq_id, seq.num_computed_tokens + num_tokens):
+            while self.block_manager.blocks_to_grow(_growth(work)) > self.block_manager.num_free_blocks:
                 victim = self.running.pop()
-                self._preempt(victim)
-                batch.preempted.append(victim)
-                if victim is seq:
+                self._preempt(victim, batch)
+                if victim is group:
                     break
             else:
-                self._schedule(batch, seq, num_tokens)
-                budget -= num_tokens
+                budget -= self._schedule(batch, group, work)
                 index += 1
-
-        while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs and not batch.preempted:
-            seq = self.waiting[0]
-            # Prompt log-probabilities need every prompt position computed.
-            wants_whole_prompt = seq.params.prompt_logprobs is not None
-            prefix = [] if wants_whole_prompt else self.block_manager.lookup(seq.token_ids, seq.cache_salt)
-            in_use = sum(1 for entry in prefix if self.block_manager.ref_counts[entry.block])
-            if self.block_manager.blocks_for(seq.num_tokens) - in_use > self.block_manager.num_free_blocks:
-                break
-            self.waiting.popleft()
-            self.running.append(seq)
-            seq.status = SequenceStatus.RUNNING
-            seq.num_computed_tokens = self.block_manager.allocate(seq.seq_id, prefix)
-            if seq.metrics.first_scheduled_time is None:
-                seq.metrics.first_scheduled_time = time.perf_counter()
-                seq.num_cached_tokens = seq.num_computed_tokens
-            num_tokens = min(seq.num_tokens - seq.num_computed_tokens, budget)
-            grown = self.block_manager.grow(seq.seq_id, seq.num_computed_tokens + num_tokens)
-            assert grown, "admission counted the blocks"
-            self._schedule(batch, seq, num_tokens)
-            budget -= num_tokens
-
+        if len(batch.preempted) == num_preempted:
+            self._admit(batch, budget)
         # Decodes first, longest first (attention pads neighbours to one length), then chunks in their order.
         batch.sequences.sort(key=lambda s: (1, 0) if s.num_tokens > 1 else (0, -s.start))
+        batch.copies = self.block_manager.take_copies()
         batch.new_blocks = self.block_manager.take_new_blocks()
         return batch
 
     def update(self, batch: Batch, sampled: list[SampledToken]) -> None:
-        """Take in one step's results: `sampled` has one token for each sequence of the batch that samples, in order."""
+        """Take in one step's results: `sampled` has one token for each of the batch's samplers, in order."""
+        manager = self.block_manager
         tokens = iter(sampled)
         now = time.perf_counter()
         for scheduled in batch.sequences:
-            seq = scheduled.seq
-            token = next(tokens) if scheduled.samples else None
-            if seq.finished:  # aborted while the step ran
-                continue
-            seq.num_computed_tokens = scheduled.start + scheduled.num_tokens
-            self.block_manager.register(seq.seq_id, seq.token_ids, seq.num_computed_tokens, seq.cache_salt)
-            if token is not None:
-                seq.append(token)
-                seq.metrics.token_times.append(now)
-                if ending := seq.stop_by_last_token():
-                    self.finish(seq, *ending)
+            group, seq = scheduled.group, scheduled.seq
+            computed = scheduled.start + scheduled.num_tokens
+            if not seq.finished:  # by an abort while the step ran
+                seq.num_computed_tokens = computed
+                manager.register(seq.seq_id, seq.token_ids, computed, seq.cache_salt)
+                if not group.forked and computed == group.shared_len:
+                    group.forked = True
+                    for sibling in group.live:
+                        if sibling is not seq:
+                            manager.fork(seq.seq_id, sibling.seq_id)
+                            sibling.num_computed_tokens = computed
+            for sampler in scheduled.samplers:
+                token = next(tokens)
+                if sampler.finished:
+                    continue
+                if group.metrics.token_times[-1:] != [now]:
+                    group.metrics.token_times.append(now)
+                if group.beam_search is not None:
+                    assert token.logprobs is not None
+                    sampler.candidates = {token_id: logprob for token_id, (logprob, _) in token.logprobs.items()}
+                    continue
+                sampler.append(token)
+                if ending := sampler.stop_by_last_token():
+                    self.finish(group, sampler, *ending)
+        for group in batch.groups:
+            if group.beam_search is not None and not group.finished and all(seq.candidates for seq in group.live):
+                self._advance_beams(group)
 
-    def finish(self, seq: Sequence, finish_reason: str, stop_reason: int | str | None = None) -> None:
-        """End a waiting or running sequence and give back its blocks."""
-        if seq.status is SequenceStatus.RUNNING:
-            self.running.remove(seq)
-            self.block_manager.free(seq.seq_id)
+    def finish(
+        self, group: SequenceGroup, seq: Sequence | None, finish_reason: str, stop_reason: int | str | None = None
+    ) -> None:
+        """End one sequence of a group, or all of them (None), and give back the blocks."""
+        for ending in [seq] if seq is not None else [s for s in group.seqs if not s.finished]:
+            ending.finish_reason, ending.stop_reason = finish_reason, stop_reason
+            if not group.forked and group.live and not ending.dormant:
+                # The leader's blocks are for its siblings, too: whoever is next leads. If it did not lead, it has none.
+                heir = group.live[0]
+                if self.block_manager.rename(ending.seq_id, heir.seq_id):
+                    heir.num_computed_tokens = ending.num_computed_tokens
+            self.block_manager.free(ending.seq_id)
+        if not group.num_unfinished:
+            self._queue(group).remove(group)
+            group.status = Status.FINISHED
+            group.metrics.finished_time = time.perf_counter()
+
+    def _queue(self, group: SequenceGroup) -> list[SequenceGroup]:
+        return {Status.WAITING: self.waiting, Status.RUNNING: self.running, Status.SWAPPED: self.swapped}[group.status]
+
+    # What runs
+
+    def _work(self, group: SequenceGroup, budget: int) -> list[tuple[Sequence, int]]:
+        """The group's sequences that have tokens to compute, and how many of them the budget allows."""
+        work = []
+        for seq in group.live if group.forked else group.live[:1]:
+            end = seq.num_tokens if group.forked else group.shared_len
+            num_tokens = min(end - seq.num_computed_tokens, budget)
+            if num_tokens > 0:  # a beam may have to wait for the others
+                work.append((seq, num_tokens))
+                budget -= num_tokens
+        return work
+
+    def _schedule(self, batch: Batch, group: SequenceGroup, work: list[tuple[Sequence, int]]) -> int:
+        """Put the work into the batch, with blocks that are known to be there. Returns its number of tokens."""
+        for seq, num_tokens in work:
+            start, end = seq.num_computed_tokens, seq.num_computed_tokens + num_tokens
+            grown = self.block_manager.grow(seq.seq_id, start, end)
+            assert grown, "the blocks were counted before"
+            siblings = [seq] if group.forked else group.live
+            forks = group.forked or end == group.shared_len
+            samplers = [s for s in siblings if forks and s.num_tokens == end and not s.candidates]
+            table = self.block_manager.block_tables[seq.seq_id]
+            batch.sequences.append(ScheduledSequence(group, seq, start, num_tokens, table, samplers))
+        return sum(num_tokens for _, num_tokens in work)
+
+    # Who comes in
+
+    def _admit(self, batch: Batch, budget: int) -> None:
+        while budget > 0 and (self.swapped or self.waiting):
+            swapped = self.swapped and not (self.waiting and self.waiting[0].priority < self.swapped[0].priority)
+            group = self.swapped[0] if swapped else self.waiting[0]
+            # What goes out of the host pool in this step is not there to come in, and its slots are not free yet.
+            if (swapped and batch.swap_out) or not self._fits(group):
+                return
+            if swapped:
+                self.swapped.pop(0)
+                batch.swap_in += self.block_manager.swap_in([seq.seq_id for seq in group.live])
+            else:
+                self.waiting.pop(0)
+                self._start(group, batch)
+            insort(self.running, group, key=_place)
+            group.status = Status.RUNNING
+            work = self._work(group, budget)
+            if self.block_manager.blocks_to_grow(_growth(work)) > self.block_manager.num_free_blocks:
+                return  # a swapped group that came back to an empty pool's last blocks grows when it is its turn
+            budget -= self._schedule(batch, group, work)
+
+    def _start(self, group: SequenceGroup, batch: Batch) -> None:
+        """Give the leader of a waiting group the prefix that is cached."""
+        live = group.live
+        group.forked = len(live) == 1
+        group.shared_len = _common_length(live)
+        leader = live[0]
+        prefix = self._cached_prefix(group)
+        leader.num_computed_tokens = self.block_manager.allocate(leader.seq_id, prefix, group.shared_len)
+        batch.num_cached_tokens += leader.num_computed_tokens
+        if group.metrics.first_scheduled_time is None:
+            group.metrics.first_scheduled_time = time.perf_counter()
+            group.num_cached_tokens = leader.num_computed_tokens
+
+    def _cached_prefix(self, group: SequenceGroup) -> list:
+        # Prompt log-probabilities need every prompt position computed.
+        if group.params.prompt_logprobs is not None:
+            return []
+        live = group.live
+        return self.block_manager.lookup(live[0].token_ids[: _common_length(live)], live[0].cache_salt)
+
+    def _fits(self, group: SequenceGroup, more_blocks: int = 0, more_seqs: int = 0) -> bool:
+        """Whether a waiting or swapped group can be admitted, if so many more blocks and sequences were free."""
+        manager = self.block_manager
+        seqs = sum(other.num_unfinished for other in self.running) - more_seqs
+        if seqs + group.num_unfinished > self.max_num_seqs:
+            return False
+        free = manager.num_free_blocks + more_blocks - (self.watermark if self.running else 0)
+        live = group.live
+        if group.status is Status.SWAPPED:
+            wanted = len(manager.host_blocks_of([seq.seq_id for seq in live]))
+            if self.running:  # with room to grow, so that it does not come in only to go out again
+                tables = [manager.host_tables.get(seq.seq_id, []) for seq in live]
+                wanted += sum(
+                    max(1, manager.blocks_for(s.num_tokens) - len(t)) for s, t in zip(live, tables, strict=True)
+                )
+            return wanted <= free
+        shared = _common_length(live) // manager.block_size
+        in_use = sum(1 for entry in self._cached_prefix(group) if manager.ref_counts[entry.block])
+        return shared - in_use + sum(manager.blocks_for(seq.num_tokens) - shared for seq in live) <= free
+
+    # Who goes out
+
+    def _make_way(self, batch: Batch) -> None:
+        """Preempt running groups of lower priority than the first waiting one, if that lets it in."""
+        if not self.waiting or (self.swapped and self.swapped[0].priority <= self.waiting[0].priority):
+            return
+        first = self.waiting[0]
+        lower = [group for group in self.running if group.priority > first.priority]
+        if not lower or self._fits(first):
+            return
+        blocks = self.block_manager.blocks_of([seq.seq_id for group in lower for seq in group.live])
+        if self._fits(first, len(blocks), sum(group.num_unfinished for group in lower)):
+            while lower and not self._fits(first):
+                self._preempt(self.running.pop(), batch)
+                lower.pop()
+
+    def _preempt(self, group: SequenceGroup, batch: Batch) -> None:
+        """Take the blocks of a group that has left `running`."""
+        live = group.live
+        ids = [seq.seq_id for seq in live]
+        mode = self.preemption_mode or ("recompute" if len(live) == 1 else "swap")
+        moved = self.block_manager.swap_out(ids) if mode == "swap" else None
+        if moved is not None:
+            batch.swap_out += moved
+            group.status = Status.SWAPPED
+            insort(self.swapped, group, key=_place)
         else:
-            self.waiting.remove(seq)
-        seq.status = SequenceStatus.FINISHED
-        seq.finish_reason, seq.stop_reason = finish_reason, stop_reason
-        seq.metrics.finished_time = time.perf_counter()
-
-    def _schedule(self, batch: Batch, seq: Sequence, num_tokens: int) -> None:
-        start = seq.num_computed_tokens
-        table = self.block_manager.block_tables[seq.seq_id]
-        batch.sequences.append(ScheduledSequence(seq, start, num_tokens, table, start + num_tokens == seq.num_tokens))
-
-    def _preempt(self, seq: Sequence) -> None:
-        self.block_manager.free(seq.seq_id)
-        seq.status = SequenceStatus.WAITING
-        seq.num_computed_tokens = 0
-        seq.metrics.num_preemptions += 1
+            for seq in live:
+                self.block_manager.free(seq.seq_id)
+                seq.num_computed_tokens = 0
+            group.status = Status.WAITING
+            insort(self.waiting, group, key=_place)
+        group.metrics.num_preemptions += 1
         self.num_preemptions += 1
-        self.waiting.appendleft(seq)
+        batch.preempted.append(group)
+
+    # Beam search
+
+    def _advance_beams(self, group: SequenceGroup) -> None:
+        """All beams have their candidates: let the best go on, by fork and free."""
+        manager, search = self.block_manager, group.beam_search
+        assert search is not None
+        parents = group.live
+        beams = [Beam(seq.output_token_ids, seq.cumulative_logprob, seq.candidates) for seq in parents]
+        successors = search.advance(beams)
+        if search.finished:
+            self.finish(group, None, "stop")
+            return
+        survivors = {index for index, _, _ in successors}
+        spare = [seq for seq in group.seqs if seq.dormant]
+        for index, seq in enumerate(parents):
+            seq.candidates = {}
+            if index not in survivors:
+                manager.free(seq.seq_id)
+                seq.dormant = True
+                spare.append(seq)
+        tokens_of = [list(seq.token_ids) for seq in parents]
+        for index, token_id, cumulative_logprob in successors:
+            parent = parents[index]
+            if index in survivors:  # its first successor takes its place
+                survivors.remove(index)
+                seq = parent
+            else:
+                seq = spare.pop()
+                manager.fork(parent.seq_id, seq.seq_id)
+                seq.dormant = False
+                seq.num_computed_tokens = parent.num_computed_tokens
+            seq.token_ids = [*tokens_of[index], token_id]
+            seq.cumulative_logprob = cumulative_logprob
+
+
+def _place(group: SequenceGroup) -> tuple[int, int]:
+    return group.priority, group.order
+
+
+def _growth(work: list[tuple[Sequence, int]]) -> list[tuple[int, int, int]]:
+    return [(seq.seq_id, seq.num_computed_tokens, seq.num_computed_tokens + n) for seq, n in work]
+
+
+def _common_length(seqs: list[Sequence]) -> int:
+    """How many tokens all the sequences begin with."""
+    shortest = min(seq.num_tokens for seq in seqs)
+    if len(seqs) == 1:
+        return shortest
+    for i in range(seqs[0].num_prompt_tokens, shortest):
+        if len({seq.token_ids[i] for seq in seqs}) > 1:
+            return i
+    return shortest

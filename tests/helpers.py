@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from nanopage import loader
 from nanopage.kv_cache import KVCache
 from nanopage.model_runner import ModelRunner
-from nanopage.request import SamplingParams, Sequence
+from nanopage.request import SamplingParams, Sequence, SequenceGroup
 from nanopage.scheduler import Batch, ScheduledSequence
 
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]  # ids 0, 1 (bos), 2 (eos)
@@ -143,6 +143,7 @@ class Paged:
         self.cache.tensor.fill_(torch.nan)
         self.free += [block for table in getattr(self, "tables", []) for block in table]
         self.seqs = [Sequence(i, str(i), tokens, SamplingParams()) for i, tokens in enumerate(sequences)]
+        self.groups = [SequenceGroup([seq]) for seq in self.seqs]
         self.tables = [[] for _ in sequences]
         self.logits = [torch.empty(0) for _ in sequences]
 
@@ -158,7 +159,8 @@ class Paged:
             while len(table) * BLOCK_SIZE < start + count:
                 table.append(self.free.pop())
                 self.cache.clear(table[-1:])
-            batch.sequences.append(ScheduledSequence(self.seqs[index], start, count, table, True))
+            seq = self.seqs[index]
+            batch.sequences.append(ScheduledSequence(self.groups[index], seq, start, count, table, [seq]))
         logits = self.runner.model.lm_head(self.runner.model(*self.runner.prepare(batch)))
         counts = [scheduled.num_tokens for scheduled in batch.sequences]
         for scheduled, rows in zip(batch.sequences, logits.split(counts), strict=True):

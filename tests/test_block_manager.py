@@ -30,7 +30,10 @@ HASHES = {
 
 @dataclass(eq=False)
 class Owner:
-    """A sequence of the model: `written` tokens have their K and V, `offered` blocks went through register()."""
+    """A sequence of the model: `written` tokens have their K and V, `offered` blocks went through register().
+
+    `table` is of host blocks while it is swapped; `registers` is False after a reset of the cache.
+    """
 
     seq_id: int
     tokens: list[int]
@@ -38,6 +41,7 @@ class Owner:
     table: list[int]
     written: int
     offered: int
+    registers: bool = True
 
 
 @dataclass
@@ -61,9 +65,15 @@ prompts = st.one_of(
 class Books(RuleBasedStateMachine):
     """Any sequence of legal calls. The model is exact: which blocks are found, handed out, evicted and freed."""
 
-    @initialize(num_blocks=st.integers(1, 6), block_size=st.integers(1, 3), caching=usually)
-    def start(self, num_blocks, block_size, caching):
-        self.manager = BlockManager(num_blocks, block_size, caching)
+    @initialize(
+        num_blocks=st.integers(1, 6), block_size=st.integers(1, 3), caching=usually, num_host_blocks=st.integers(0, 4)
+    )
+    def start(self, num_blocks, block_size, caching, num_host_blocks):
+        self.manager = BlockManager(num_blocks, block_size, caching, num_host_blocks)
+        self.swapped: list[Owner] = []
+        self.host_contents = [None] * num_host_blocks
+        self.copies: list[tuple[int, int]] = []
+        self.query_tokens = 0
         self.num_blocks, self.block_size, self.caching = num_blocks, block_size, caching
         self.live: list[Owner] = []
         self.contents = [[None] * block_size for _ in range(num_blocks)]
@@ -104,7 +114,8 @@ class Books(RuleBasedStateMachine):
 
     def allocate(self, tokens, salt, use_cache):
         hit = self.check_lookup(tokens, salt) if use_cache else []
-        held = self.manager.allocate(self.next_id, hit)
+        held = self.manager.allocate(self.next_id, hit, len(tokens))
+        self.query_tokens += len(tokens)
         assert held == len(hit) * self.block_size
         table = [prefix.block for prefix in hit]
         for block in table:
@@ -115,29 +126,44 @@ class Books(RuleBasedStateMachine):
         self.hit_tokens += held
         return owner
 
+    def take(self, block):
+        """The manager has handed out `block`: was it the one to take?"""
+        if self.free:
+            assert block in self.free, "a cached block was taken while others were free"
+            self.free.remove(block)
+        else:
+            assert block == min(self.idle, key=self.idle.get), "not the least recently used, tail first"
+            del self.idle[block]
+            self.known = {key: known for key, known in self.known.items() if known.block != block}
+            self.evictions += 1
+
     def grow(self, owner, num_tokens):
         target = min(owner.written + num_tokens, len(owner.tokens))
-        missing = -(-target // self.block_size) - len(owner.table)
+        missing = max(0, -(-target // self.block_size) - len(owner.table))
+        first = owner.written // self.block_size
+        shared = first < len(owner.table) and self.owners_of(owner.table[first]) > 1
         before = repr(vars(self.manager))
-        grown = self.manager.grow(owner.seq_id, target)
-        assert grown == (missing <= len(self.free) + len(self.idle))
-        if not grown or missing <= 0:
+        wanted = self.manager.blocks_to_grow([(owner.seq_id, owner.written, target)])
+        assert wanted == missing + shared
+        grown = self.manager.grow(owner.seq_id, owner.written, target)
+        assert grown == (wanted <= len(self.free) + len(self.idle))
+        if not grown or not wanted:
             assert repr(vars(self.manager)) == before, "grow() without need or room changed something"
-            return
+            return grown
         table = self.manager.block_tables[owner.seq_id]
-        assert table[: len(owner.table)] == owner.table and len(table) == len(owner.table) + missing
+        assert len(table) == len(owner.table) + missing
+        if shared:  # copy-on-write
+            self.take(table[first])
+            self.contents[table[first]] = list(self.contents[owner.table[first]])
+            self.copies.append((owner.table[first], table[first]))
+            owner.table[first] = table[first]
+        assert table[: len(owner.table)] == owner.table
         for block in table[len(owner.table) :]:
-            if self.free:
-                assert block in self.free, "a cached block was taken while others were free"
-                self.free.remove(block)
-            else:
-                assert block == min(self.idle, key=self.idle.get), "not the least recently used, tail first"
-                del self.idle[block]
-                self.known = {key: known for key, known in self.known.items() if known.block != block}
-                self.evictions += 1
+            self.take(block)
             self.contents[block] = [None] * self.block_size
             self.handed_out.append(block)
         owner.table = list(table)
+        return True
 
     def write(self, owner):
         """What a step does between grow() and register()."""
@@ -152,7 +178,7 @@ class Books(RuleBasedStateMachine):
     def register(self, owner):
         self.manager.register(owner.seq_id, owner.tokens, owner.written, owner.salt)
         full = owner.written // self.block_size
-        if self.caching:
+        if self.caching and owner.registers:
             for i in range(owner.offered, full):
                 tokens = tuple(owner.tokens[: (i + 1) * self.block_size])
                 known = Known(owner.table[i], owner.salt, tokens)
@@ -161,6 +187,9 @@ class Books(RuleBasedStateMachine):
 
     def release(self, owner):
         self.manager.free(owner.seq_id)
+        self.released(owner)
+
+    def released(self, owner):
         self.live.remove(owner)
         self.clock += 1
         findable = {known.block for known in self.known.values()}
@@ -172,7 +201,8 @@ class Books(RuleBasedStateMachine):
                     self.free.add(block)
 
     def run(self, owner, num_tokens, registered):
-        self.grow(owner, num_tokens)
+        if not self.grow(owner, num_tokens):
+            return
         self.write(owner)
         if registered:
             self.register(owner)
@@ -208,6 +238,88 @@ class Books(RuleBasedStateMachine):
     def end(self, which):
         self.release(self.live[which % len(self.live)])
 
+    @precondition(lambda self: 0 < len(self.live) < 4)
+    @rule(which=owners)
+    def fork(self, which):
+        parent = self.live[which % len(self.live)]
+        if len(parent.table) > -(-parent.written // self.block_size):
+            return  # forks happen between steps: no block is there that nothing was written to
+        self.manager.fork(parent.seq_id, self.next_id)
+        child = copy.deepcopy(parent)
+        child.seq_id = self.next_id
+        self.live.append(child)
+        self.next_id += 1
+
+    @precondition(lambda self: self.live)
+    @rule(which=owners)
+    def rename(self, which):
+        owner = self.live[which % len(self.live)]
+        assert self.manager.rename(owner.seq_id, self.next_id)
+        assert not self.manager.rename(owner.seq_id, self.next_id + 1)
+        owner.seq_id = self.next_id
+        self.next_id += 1
+
+    @precondition(lambda self: self.live)
+    @rule(which=st.sets(owners, min_size=1))
+    def swap_out(self, which):
+        leaving = [owner for i, owner in enumerate(self.live) if i in which]
+        blocks = {block for owner in leaving for block in owner.table}
+        before = repr(vars(self.manager))
+        moved = self.manager.swap_out([owner.seq_id for owner in leaving])
+        held = {block for owner in self.swapped for block in owner.table}
+        if len(blocks) > len(self.host_contents) - len(held):
+            assert moved is None and repr(vars(self.manager)) == before
+            return
+        assert {block for block, _ in moved} == blocks and len(moved) == len(blocks)
+        to_host = dict(moved)
+        assert len(set(to_host.values())) == len(moved) and not held & set(to_host.values())
+        for block, host_block in moved:
+            self.host_contents[host_block] = list(self.contents[block])
+        for owner in leaving:
+            self.released(owner)
+            owner.table = [to_host[block] for block in owner.table]
+            owner.offered = 0
+        self.swapped += leaving
+
+    @precondition(lambda self: self.swapped)
+    @rule(which=st.sets(owners, min_size=1))
+    def swap_in(self, which):
+        coming = [owner for i, owner in enumerate(self.swapped) if i in which]
+        host_blocks = {block for owner in coming for block in owner.table}
+        if len(host_blocks) > len(self.free) + len(self.idle):
+            return
+        # A host block that is shared with one who stays is copied, and stays, too.
+        moved = self.manager.swap_in([owner.seq_id for owner in coming])
+        assert {host_block for host_block, _ in moved} == host_blocks and len(moved) == len(host_blocks)
+        for host_block, block in moved:
+            self.take(block)
+            self.contents[block] = list(self.host_contents[host_block])
+        for owner in coming:
+            owner.table = [dict(moved)[block] for block in owner.table]
+            self.swapped.remove(owner)
+            self.live.append(owner)
+
+    @precondition(lambda self: self.swapped)
+    @rule(which=owners)
+    def end_while_swapped(self, which):
+        owner = self.swapped.pop(which % len(self.swapped))
+        self.manager.free(owner.seq_id)
+
+    @rule()
+    def reset_prefix_cache(self):
+        self.manager.reset_prefix_cache()
+        self.known = {}
+        self.free |= self.idle.keys()
+        self.idle = {}
+        for owner in self.live + self.swapped:
+            owner.registers = False
+
+    @precondition(lambda self: self.copies)
+    @rule()
+    def take_copies(self):
+        assert self.manager.take_copies() == self.copies
+        self.copies = []
+
     @precondition(lambda self: self.handed_out)
     @rule()
     def take_new_blocks(self):
@@ -225,6 +337,13 @@ class Books(RuleBasedStateMachine):
         assert len(used) + len(self.free) + len(self.idle) == self.num_blocks
         assert manager.num_free_blocks == self.num_blocks - len(used)
         assert (manager.num_hit_tokens, manager.num_evictions) == (self.hit_tokens, self.evictions)
+        assert (manager.num_query_tokens, manager.num_cached_blocks) == (self.query_tokens, len(self.idle))
+        assert manager.host_tables == {owner.seq_id: owner.table for owner in self.swapped}
+        held = {block for owner in self.swapped for block in owner.table}
+        assert manager.num_free_host_blocks == len(self.host_contents) - len(held)
+        for owner in self.live:
+            slots = [slot for block in owner.table for slot in self.contents[block]]
+            assert slots[: owner.written] == [(owner.salt, tuple(owner.tokens[: i + 1])) for i in range(owner.written)]
 
     @invariant()
     def every_known_block_is_found_behind_its_own_tokens_only(self):
@@ -245,11 +364,17 @@ def test_any_sequence_of_calls_keeps_the_books_and_shares_only_equal_prefixes(na
 # Examples
 
 
+def grow(manager, seq_id, num_tokens):
+    """Grow a table of which every token so far is written and every block full, so that nothing is copied."""
+    written = len(manager.block_tables[seq_id]) * manager.block_size
+    return manager.grow(seq_id, min(written, num_tokens), num_tokens)
+
+
 def put(manager: BlockManager, seq_id: int, tokens: list[int], salt: str = "", use_cache: bool = True) -> list[int]:
     """Run a sequence to the end of its tokens, as the engine does. Returns its block table."""
     hit = manager.lookup(tokens, salt) if use_cache else []
     manager.allocate(seq_id, hit)
-    assert manager.grow(seq_id, len(tokens))
+    assert grow(manager, seq_id, len(tokens))
     manager.register(seq_id, tokens, len(tokens), salt)
     return list(manager.block_tables[seq_id])
 
@@ -274,7 +399,7 @@ def test_a_new_pool_is_all_free():
 def test_a_block_is_found_only_after_it_is_written_and_registered():
     manager = BlockManager(4, 2)
     manager.allocate(0)
-    assert manager.grow(0, 4)
+    assert grow(manager, 0, 4)
     assert found(manager, [1, 2, 3, 4]) == []
     manager.register(0, [1, 2, 3, 4], 1)
     assert found(manager, [1, 2, 3, 4]) == []
@@ -326,7 +451,7 @@ def test_a_shared_block_is_given_back_by_its_last_owner():
 def test_a_freed_block_that_was_not_registered_is_not_found():
     manager = BlockManager(2, 2)
     manager.allocate(0)
-    assert manager.grow(0, 2)
+    assert grow(manager, 0, 2)
     manager.free(0)
     assert found(manager, [1, 2]) == []
 
@@ -337,7 +462,7 @@ def test_the_tail_of_a_prefix_is_evicted_before_its_head():
     manager.free(0)
     for left in (2, 1, 0):
         manager.allocate(9 + left)
-        assert manager.grow(9 + left, 1)
+        assert grow(manager, 9 + left, 1)
         assert found(manager, [1, 2, 3]) == table[:left]
 
 
@@ -349,7 +474,7 @@ def test_a_prefix_used_again_is_evicted_last():
     manager.allocate(2, manager.lookup([1, 0]))
     manager.free(2)
     manager.allocate(3)
-    assert manager.grow(3, 1)
+    assert grow(manager, 3, 1)
     assert manager.block_tables[3] == new
     assert found(manager, [1]) == old
     assert found(manager, [2]) == []
@@ -360,9 +485,9 @@ def test_a_free_block_is_taken_before_a_cached_one():
     put(manager, 0, [1])
     manager.free(0)
     manager.allocate(1)
-    assert manager.grow(1, 2)
+    assert grow(manager, 1, 2)
     assert manager.num_evictions == 0
-    assert manager.grow(1, 3)
+    assert grow(manager, 1, 3)
     assert manager.num_evictions == 1
 
 
@@ -370,7 +495,7 @@ def test_two_writers_of_one_prefix_keep_their_own_blocks_and_the_first_is_shared
     manager = BlockManager(4, 2)
     for seq_id in (0, 1):
         manager.allocate(seq_id, manager.lookup([1, 2, 3]))
-        assert manager.grow(seq_id, 2)
+        assert grow(manager, seq_id, 2)
     for seq_id in (0, 1):
         manager.register(seq_id, [1, 2, 3], 2)
     first, second = manager.block_tables[0][0], manager.block_tables[1][0]
@@ -379,7 +504,7 @@ def test_two_writers_of_one_prefix_keep_their_own_blocks_and_the_first_is_shared
     manager.free(1)
     manager.check_invariants()
     manager.allocate(2)
-    assert manager.grow(2, 6), "the second copy is free, not cached"
+    assert grow(manager, 2, 6), "the second copy is free, not cached"
     assert second in manager.block_tables[2]
     assert found(manager, [1, 2]) == [first]
 
@@ -388,14 +513,14 @@ def test_a_descendant_is_found_again_when_its_evicted_ancestor_is_written_anew()
     manager = BlockManager(3, 1)
     for seq_id, tokens in ((0, [1]), (1, [1, 2])):
         manager.allocate(seq_id)
-        assert manager.grow(seq_id, len(tokens))
+        assert grow(manager, seq_id, len(tokens))
     manager.register(0, [1], 1)
     manager.register(1, [1, 2], 2)  # its block of [1] is a copy, its block of [1, 2] is the child of sequence 0's
     ancestor, descendant = manager.block_tables[0][0], manager.block_tables[1][1]
     assert found(manager, [1, 2]) == [ancestor, descendant]
     manager.free(0)
     manager.allocate(2)
-    assert manager.grow(2, 1)
+    assert grow(manager, 2, 1)
     assert manager.num_evictions == 1
     assert found(manager, [1, 2]) == []
     manager.free(2)
@@ -409,7 +534,7 @@ def test_a_descendant_is_not_found_behind_another_ancestor_with_the_same_hash(mo
     manager = BlockManager(3, 1)
     for seq_id, tokens in ((0, [1]), (1, [1, 2])):
         manager.allocate(seq_id)
-        assert manager.grow(seq_id, len(tokens))
+        assert grow(manager, seq_id, len(tokens))
     manager.register(0, [1], 1)
     manager.register(1, [1, 2], 2)
     manager.free(0)
@@ -451,17 +576,17 @@ def test_grow_that_is_short_of_blocks_changes_nothing():
     manager.free(1)
     before = copy.deepcopy((manager.block_tables, manager.ref_counts, manager.new_blocks, manager.num_evictions))
     assert manager.num_free_blocks == 2
-    assert not manager.grow(0, 9)
+    assert not grow(manager, 0, 9)
     after = (manager.block_tables, manager.ref_counts, manager.new_blocks, manager.num_evictions)
     assert after == before
     assert len(found(manager, [5, 6])) == 1
-    assert manager.grow(0, 8)
+    assert grow(manager, 0, 8)
 
 
 def test_grow_to_fewer_tokens_keeps_the_table():
     manager = BlockManager(4, 2)
     table = put(manager, 0, [1, 2, 3, 4])
-    assert manager.grow(0, 1)
+    assert grow(manager, 0, 1)
     assert manager.block_tables[0] == table
 
 

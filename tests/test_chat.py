@@ -4,7 +4,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pexpect
@@ -88,9 +87,12 @@ def test_a_conversation_streams_stops_on_ctrl_c_goes_on_and_ends_on_ctrl_d(model
     child.sendintr()
     child.expect("stopped by Ctrl-C")
     child.expect("> ")
-    time.sleep(1)  # readline shows its prompt a moment before it listens for signals
-    child.sendintr()  # idle: a hint, no exit
-    child.expect("Ctrl-D leaves")
+    for _ in range(10):  # readline shows its prompt a moment before it listens: a key may come too early
+        child.sendintr()  # idle: a hint, no exit
+        if child.expect(["Ctrl-D leaves", pexpect.TIMEOUT], timeout=3) == 0:
+            break
+    else:
+        pytest.fail("no hint")
     child.expect("> ")
     child.sendline("and the dog?")
     child.expect("dog\\?\r\n")

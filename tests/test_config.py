@@ -11,7 +11,17 @@ from pathlib import Path
 import pytest
 
 from nanopage import EngineConfig
-from nanopage.config import ARCHITECTURES, DEVICES, DTYPES, ROPE_TYPES, ModelConfig, RopeConfig, read_json
+from nanopage.config import (
+    ARCHITECTURES,
+    DEVICES,
+    DTYPES,
+    POLICIES,
+    PREEMPTION_MODES,
+    ROPE_TYPES,
+    ModelConfig,
+    RopeConfig,
+    read_json,
+)
 
 NAN, INF, HUGE = math.nan, math.inf, 10**400  # HUGE has no float
 
@@ -43,6 +53,9 @@ PASS = cases(
         (["kv_cache_gib"], [1.5, 4000]),
         (FLAGS, [True, False]),
         (["seed"], [-1, 0, 2**64]),
+        (["preemption_mode"], [None, *PREEMPTION_MODES]),
+        (["swap_space"], [None, 0, 0.0, 1e-6, 4, 4000]),
+        (["scheduling_policy"], POLICIES),
     ]
 )
 OUT_OF_RANGE = cases(
@@ -52,6 +65,9 @@ OUT_OF_RANGE = cases(
         (COUNTS + OPTIONAL_COUNTS, [0, -1]),
         (SHARES, [0, 0.0, -1, -0.5, NAN, INF, -INF, HUGE]),
         (["gpu_memory_utilization"], [1.0001, 2]),
+        (["preemption_mode"], ["", "SWAP", "drop", 1]),
+        (["swap_space"], [-1, -1e-9, NAN, INF, HUGE]),
+        (["scheduling_policy"], ["", None, "FCFS", "lifo"]),
     ]
 )
 WRONG_TYPE = cases(
@@ -62,6 +78,7 @@ WRONG_TYPE = cases(
         (SHARES, [True, False, "0.5", [0.5]]),
         (FLAGS, [0, 1, None, "True"]),
         (["seed"], [True, "1", 1.0, NAN]),
+        (["swap_space"], [True, "4", [4]]),
     ]
 )
 
@@ -70,7 +87,12 @@ def test_the_tables_have_every_engine_option():
     options = {field.name for field in dataclasses.fields(EngineConfig)}
     assert {param.values[0] for param in PASS} == options
     assert {param.values[0] for param in OUT_OF_RANGE} == options - {"model", "seed", *FLAGS}
-    assert {param.values[0] for param in WRONG_TYPE} == options - {"dtype", "device"}
+    assert {param.values[0] for param in WRONG_TYPE} == options - {
+        "dtype",
+        "device",
+        "preemption_mode",
+        "scheduling_policy",
+    }
 
 
 @pytest.mark.parametrize(("field", "value"), PASS)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from nanopage import LLM, SamplingParams
+from nanopage import LLM, BeamSearchParams, SamplingParams
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
@@ -90,6 +90,31 @@ def test_bfloat16_stays_close_to_transformers(default_model):
             worst = max(worst, abs(output.outputs[0].logprobs[i][ours[i]].logprob - logprobs[i, ours[i]].item()))
     print(f"\n{agreed} of {total} tokens before the first difference; log-probabilities within {worst:.3f}")
     assert worst < 0.5
+
+
+def test_beam_search_finds_the_sequences_and_scores_of_transformers(default_model):
+    width, count = 4, 24
+    llm = LLM(str(default_model), dtype="float32", device="cpu", kv_cache_gib=0.5)
+    prompts = token_ids(llm)
+    outputs = llm.beam_search(prompts, BeamSearchParams(width=width, max_tokens=count), use_tqdm=False)
+    model = AutoModelForCausalLM.from_pretrained(default_model, dtype=torch.float32).eval()
+    options = {"num_beams": width, "num_return_sequences": width, "do_sample": False, "max_new_tokens": count}
+    options |= {"pad_token_id": 2, "return_dict_in_generate": True, "output_scores": True}
+    equal, worst = 0, 0.0
+    for prompt, output in zip(prompts, outputs, strict=True):
+        theirs = model.generate(torch.tensor([prompt]), **options)
+        sequences = [without_padding(row[len(prompt) :].tolist()) for row in theirs.sequences]
+        equal += [completion.token_ids for completion in output.outputs] == sequences
+        scores = torch.tensor([completion.score for completion in output.outputs])
+        worst = max(worst, (scores - theirs.sequences_scores).abs().max().item())
+    print(f"\n{equal} of {len(prompts)} prompts: all {width} sequences equal; scores within {worst:.1e}")
+    assert equal == len(prompts)
+    assert worst < 1e-4
+
+
+def without_padding(token_ids: list[int], end: int = 2) -> list[int]:
+    """Up to the first end-of-sequence token, which transformers repeats as padding."""
+    return token_ids[: token_ids.index(end) + 1] if end in token_ids else token_ids
 
 
 @pytest.mark.parametrize("options", [{}, {"max_num_batched_tokens": 16, "block_size": 8}], ids=["plain", "chunked"])

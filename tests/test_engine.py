@@ -173,9 +173,9 @@ def test_a_step_that_fails_can_be_run_again(model, monkeypatch):
     engine.add_request("b", "a dog in the house", GREEDY)
     execute, calls = engine.runner.execute, []
 
-    def failing(batch):
+    def failing(batch, stats):
         calls.append(batch)
-        tokens = execute(batch)  # the cache is written, but nobody hears of it
+        tokens = execute(batch, stats)  # the cache is written, but nobody hears of it
         if len(calls) % 3 == 0:
             raise RuntimeError("out of memory")
         return tokens

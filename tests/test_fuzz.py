@@ -1,8 +1,9 @@
 """Scheduling never changes the answer: random worlds against an oracle that runs one request at a time.
 
-A world is a tiny float64 model with a random pool, block size, token budget and set of requests that arrive, share
-prefixes, get preempted and are aborted at random. The oracle has one block per sequence, no prefix cache and no
-neighbours. Rounding can not hide or fake a difference in float64.
+A world is a tiny float64 model with a random pool, host pool, block size, token budget, policy and set of requests that
+arrive, share prefixes, fork into several completions or beams, get preempted, swapped and aborted at random. The oracle
+has one block per sequence, no prefix cache and no neighbours; it runs every completion by itself, and recomputes every
+beam from its tokens at every step. Rounding can not hide or fake a difference in float64.
 
     NANOPAGE_FUZZ_WORLDS=2000 pytest tests/test_fuzz.py -s      more worlds, and what happened in them
     NANOPAGE_FUZZ_SEED=7 ...                                    other worlds
@@ -11,12 +12,16 @@ neighbours. Rounding can not hide or fake a difference in float64.
 import os
 import random
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import pytest
+import torch
 from helpers import tiny_model
 
-from nanopage import EngineConfig, LLMEngine, RequestOutput, SamplingParams
+from nanopage import BeamSearchParams, EngineConfig, LLMEngine, RequestOutput, SamplingParams
+from nanopage.beam_search import Beam, BeamSearch
+from nanopage.engine import _branch_seed
+from nanopage.kv_cache import GIB, block_bytes
 
 WORLDS = int(os.environ.get("NANOPAGE_FUZZ_WORLDS", "200"))
 SEED = int(os.environ.get("NANOPAGE_FUZZ_SEED", "0"))
@@ -59,12 +64,26 @@ class Planned:
 
     request_id: str
     prompt: dict
-    params: SamplingParams
+    params: SamplingParams | BeamSearchParams
     arrival: int
     abort_at: int | None
+    abort_index: int | None = None  # only this completion
+    priority: int = 0
     output: RequestOutput | None = None
-    streamed: str = ""
-    aborted: bool = False
+    streamed: Counter[int] = field(default_factory=lambda: Counter())
+    aborted: set[int] = field(default_factory=set)
+
+    @property
+    def searches(self) -> bool:
+        return isinstance(self.params, BeamSearchParams)
+
+    def receive(self, output: RequestOutput) -> None:
+        self.output = output
+        if not self.searches and not self.params.ranks:
+            assert len(output.outputs) == self.params.n
+            for completion in output.outputs:
+                self.streamed[completion.index] = (self.streamed[completion.index] or "") + completion.delta
+                assert self.streamed[completion.index] == completion.text
 
 
 def draw_params(rng: random.Random, vocab_size: int) -> SamplingParams:
@@ -91,70 +110,197 @@ def draw_params(rng: random.Random, vocab_size: int) -> SamplingParams:
     ):
         if rng.random() < chance:
             options |= extra
+    if options["temperature"] and rng.random() < 0.4:
+        options["n"] = rng.choice([2, 3, 4, 8])
+        options["max_tokens"] = rng.choice([2, 8, 12, 20])
+        if rng.random() < 0.3:
+            options["n"], options["best_of"] = rng.randint(1, options["n"]), options["n"]
     if rng.random() < 0.3:
         options["min_tokens"] = rng.randint(0, options["max_tokens"] or 6)
     return SamplingParams(**options)
 
 
-def draw_world(rng: random.Random, vocab_size: int) -> tuple[dict, list[Planned]]:
+def draw_search(rng: random.Random) -> BeamSearchParams:
+    return BeamSearchParams(
+        width=rng.choice([1, 2, 3, 4]),
+        max_tokens=rng.choice([1, 3, 6, 9]),
+        length_penalty=rng.choice([0.0, 1.0, 1.0, 2.0, -1.0]),
+        early_stopping=rng.choice([False, True, "never"]),
+    )
+
+
+def draw_world(rng: random.Random, oracle: LLMEngine) -> tuple[dict, list[Planned]]:
+    vocab_size = oracle.model_config.vocab_size
     block_size = rng.choice([1, 2, 3, 4, 8, 16])
     max_model_len = rng.randint(24, MAX_LEN)
     blocks_of_one = -(-max_model_len // block_size)
     options = {
         "block_size": block_size,
         "max_model_len": max_model_len,
-        "num_gpu_blocks_override": rng.choice([blocks_of_one, blocks_of_one + 2, 2 * blocks_of_one, 6 * blocks_of_one]),
-        "max_num_seqs": rng.choice([1, 2, 3, 8]),
+        "num_gpu_blocks_override": rng.choice([blocks_of_one, blocks_of_one + 2, 2 * blocks_of_one, 3 * blocks_of_one]),
+        "max_num_seqs": rng.choice([1, 2, 3, 8, 16]),
         "max_num_batched_tokens": rng.choice([1, 3, 7, 16, 64, 256]),
         "enable_prefix_caching": rng.random() < 0.85,
+        "scheduling_policy": rng.choice(["fcfs", "priority"]),
+        "preemption_mode": rng.choice([None, None, "recompute", "swap", "swap"]),
     }
+    if options["preemption_mode"] != "recompute":
+        config = oracle.model_config
+        size = block_bytes(config, block_size, oracle.dtype)
+        options["swap_space"] = rng.choice([0, 1, 3, blocks_of_one, 500]) * size / GIB
     prefixes = [[rng.randrange(vocab_size) for _ in range(max_model_len)] for _ in range(2)]
     salts = rng.choice([[""], [""], ["", "tenant"]])
     plans = []
     for i in range(rng.randint(2, 7)):
-        length = rng.randint(1, max_model_len - 2)
+        length = rng.randint(1, max_model_len // rng.choice([1, 3]) - 2)
         shared = rng.choice([0, length // 2, length, length])
         own = [rng.randrange(vocab_size) for _ in range(length - shared)]
         prompt = {"prompt_token_ids": rng.choice(prefixes)[:shared] + own, "cache_salt": rng.choice(salts)}
         arrival = rng.choice([0, 0, rng.randrange(30)])
         abort_at = arrival + rng.randrange(25) if rng.random() < 0.15 else None
-        plans.append(Planned(str(i), prompt, draw_params(rng, vocab_size), arrival, abort_at))
+        params = draw_search(rng) if rng.random() < 0.2 else draw_params(rng, vocab_size)
+        plan = Planned(str(i), prompt, params, arrival, abort_at)
+        if not plan.searches and rng.random() < 0.5:
+            plan.abort_index = rng.randrange(params.num_sequences)
+        if options["scheduling_policy"] == "priority":
+            plan.priority = rng.choice([-1, 0, 0, 1])
+        plans.append(plan)
     return options, plans
+
+
+def watch(engine: LLMEngine) -> None:
+    """Check every copy and swap bit for bit, and count them."""
+    cache, manager = engine.kv_cache, engine.scheduler.block_manager
+    copy, swap_out, swap_in, fork = cache.copy, cache.swap_out, cache.swap_in, manager.fork
+    swapped: dict[int, torch.Tensor] = {}
+
+    def blocks(of):
+        return [cache.tensor[:, :, block].clone() for block in of]
+
+    def checked_copy(pairs):
+        before = blocks(source for source, _ in pairs)
+        copy(pairs)
+        assert all(map(torch.equal, before, blocks(target for _, target in pairs)))
+
+    def checked_swap_out(pairs):
+        swapped.update(zip((host for _, host in pairs), blocks(block for block, _ in pairs), strict=True))
+        swap_out(pairs)
+
+    def checked_swap_in(pairs):
+        swap_in(pairs)
+        assert all(map(torch.equal, (swapped[host] for host, _ in pairs), blocks(block for _, block in pairs)))
+
+    def counted_fork(*ids):
+        happened["forks"] += 1
+        fork(*ids)
+
+    cache.copy, cache.swap_out, cache.swap_in, manager.fork = (
+        checked_copy,
+        checked_swap_out,
+        checked_swap_in,
+        counted_fork,
+    )
+
+
+def add(engine: LLMEngine, plan: Planned) -> None:
+    """With fewer completions if so many could never run."""
+    while True:
+        try:
+            engine.add_request(plan.request_id, plan.prompt, plan.params, plan.priority)
+            return
+        except ValueError as error:
+            assert "max_num_seqs" in str(error) or "blocks" in str(error)
+        if plan.searches:
+            plan.params = replace(plan.params, width=plan.params.width - 1)
+        else:
+            plan.params = replace(plan.params, n=max(1, plan.params.num_sequences - 1), best_of=None)
+            plan.abort_index = plan.abort_index and 0
 
 
 def run_world(engine: LLMEngine, plans: list[Planned]) -> None:
     by_id = {plan.request_id: plan for plan in plans}
     manager, scheduler = engine.scheduler.block_manager, engine.scheduler
+    watch(engine)
     step = 0
     while engine.has_unfinished_requests() or any(plan.arrival >= step for plan in plans):
         for plan in plans:
             if plan.arrival == step:
-                engine.add_request(plan.request_id, plan.prompt, plan.params)
-            if plan.abort_at == step and (output := engine.abort(plan.request_id)):
-                plan.output, plan.aborted = output, True
-                plan.streamed += output.outputs[0].delta
+                add(engine, plan)
+            if plan.abort_at == step and (output := engine.abort(plan.request_id, plan.abort_index)):
+                whole = plan.abort_index is None
+                plan.aborted |= set(range(8)) if whole else {plan.abort_index}
+                plan.receive(output)
         for output in engine.step():
-            plan = by_id[output.request_id]
-            plan.output = output
-            plan.streamed += output.outputs[0].delta
-            assert plan.streamed == output.outputs[0].text
+            by_id[output.request_id].receive(output)
         manager.check_invariants()
-        assert manager.block_tables.keys() == {seq.seq_id for seq in scheduler.running}
-        assert len(scheduler.running) <= scheduler.max_num_seqs
-        assert all(seq.num_computed_tokens == 0 for seq in scheduler.waiting)
+        check_queues(scheduler)
+        stats = engine.last_step
+        assert stats.used_blocks + stats.free_blocks + stats.cached_blocks == manager.num_blocks
+        happened["copies"] += stats.copied
+        happened["blocks swapped out"] += stats.swapped_out
+        happened["blocks swapped in"] += stats.swapped_in
         step += 1
         assert step < 5000, "no progress"
     assert manager.num_free_blocks == manager.num_blocks
+    assert manager.num_free_host_blocks == len(manager.host_ref_counts)
 
 
-def run_alone(oracle: LLMEngine, plan: Planned, max_model_len: int) -> RequestOutput:
-    request = oracle.make_request("alone", plan.prompt, plan.params)
-    request.seq.max_total_tokens = min(request.seq.max_total_tokens, max_model_len)
+def check_queues(scheduler) -> None:
+    manager = scheduler.block_manager
+    for queue in (scheduler.waiting, scheduler.running, scheduler.swapped):
+        assert [(g.priority, g.order) for g in queue] == sorted((g.priority, g.order) for g in queue)
+    ids = {seq.seq_id for group in scheduler.running for seq in (group.live if group.forked else group.live[:1])}
+    assert manager.block_tables.keys() == ids
+    ids = {seq.seq_id for group in scheduler.swapped for seq in (group.live if group.forked else group.live[:1])}
+    assert manager.host_tables.keys() == ids
+    assert sum(group.num_unfinished for group in scheduler.running) <= scheduler.max_num_seqs
+    assert all(seq.num_computed_tokens == 0 for group in scheduler.waiting for seq in group.live)
+
+
+def run_alone(oracle: LLMEngine, prompt: dict, params: SamplingParams, max_model_len: int) -> RequestOutput:
+    request = oracle.make_request("alone", prompt, params)
+    (seq,) = request.group.seqs
+    seq.max_total_tokens = min(seq.max_total_tokens, max_model_len)
     oracle.submit(request)
     while True:
         for output in oracle.step():
             if output.finished:
                 return output
+
+
+def completions_alone(oracle: LLMEngine, plan: Planned, max_model_len: int) -> list[RequestOutput]:
+    """Each completion as a request of its own."""
+    params = replace(plan.params, n=1, best_of=None)
+    if plan.params.ranks and params.logprobs is None:
+        params.logprobs = 0
+    outputs = []
+    for index in range(plan.params.num_sequences):
+        if index:
+            params.seed = _branch_seed(plan.params.seed, index)
+        outputs.append(run_alone(oracle, plan.prompt, params, max_model_len))
+    return outputs
+
+
+def search_alone(oracle: LLMEngine, plan: Planned, max_model_len: int) -> BeamSearch:
+    """Beam search in which every beam of every step is a prompt of its own."""
+    prompt, params = plan.prompt["prompt_token_ids"], plan.params
+    search = BeamSearch(
+        params.width,
+        min(params.max_tokens, max_model_len - len(prompt)),
+        params.length_penalty,
+        params.early_stopping,
+        oracle.model_config.eos_token_ids,
+    )
+    ask = SamplingParams(temperature=0, max_tokens=1, logprobs=search.num_candidates, detokenize=False)
+    beams = [Beam([], 0.0, {})]
+    while True:
+        for beam in beams:
+            output = run_alone(oracle, {"prompt_token_ids": prompt + beam.token_ids}, ask, MAX_LEN)
+            beam.candidates = {token: p.logprob for token, p in output.outputs[0].logprobs[0].items()}
+        successors = search.advance(beams)
+        if search.finished:
+            return search
+        beams = [Beam([*beams[i].token_ids, token], cumulative, {}) for i, token, cumulative in successors]
 
 
 def rounded(tables):
@@ -164,40 +310,72 @@ def rounded(tables):
     return [table and {t: (round(p.logprob, 9), p.rank, p.decoded_token) for t, p in table.items()} for table in tables]
 
 
-@pytest.mark.parametrize("world", range(WORLDS))
-def test_a_crowd_changes_no_answer(world, model, oracle):
-    rng = random.Random(f"{SEED}-{world}")
-    vocab_size = oracle.model_config.vocab_size
-    options, plans = draw_world(rng, vocab_size)
-    engine = LLMEngine(EngineConfig(model=str(model), dtype="float64", device="cpu", **options))
-    run_world(engine, plans)
+def check_search(oracle: LLMEngine, plan: Planned, max_model_len: int) -> None:
+    if plan.aborted:
+        assert all(completion.finish_reason for completion in plan.output.outputs)
+        return
+    search = search_alone(oracle, plan, max_model_len)
+    assert [c.token_ids for c in plan.output.outputs] == [h.token_ids for h in search.hypotheses]
+    for completion, hypothesis in zip(plan.output.outputs, search.hypotheses, strict=True):
+        assert completion.score == pytest.approx(hypothesis.score, abs=1e-9)
+        assert completion.cumulative_logprob == pytest.approx(hypothesis.cumulative_logprob, abs=1e-9)
+        assert completion.finish_reason == hypothesis.finish_reason
 
-    for plan in plans:
-        alone = run_alone(oracle, plan, options["max_model_len"])
-        expected, completion = alone.outputs[0], plan.output.outputs[0]
-        if plan.aborted:
-            assert completion.finish_reason == "abort"
+
+def check_completions(oracle: LLMEngine, plan: Planned, max_model_len: int) -> None:
+    alone = completions_alone(oracle, plan, max_model_len)
+    if plan.params.ranks:
+        if plan.aborted:  # who is ranked first depends on how far they came
+            everything = [output.outputs[0].token_ids for output in alone]
+            for completion in plan.output.outputs:
+                n = len(completion.token_ids)
+                assert any(completion.token_ids == token_ids[:n] for token_ids in everything)
+            return
+        alone = sorted(alone, key=lambda output: -output.outputs[0].cumulative_logprob)[: plan.params.n]
+    assert len(plan.output.outputs) == len(alone)
+    for index, (completion, output) in enumerate(zip(plan.output.outputs, alone, strict=True)):
+        expected = output.outputs[0]
+        assert completion.index == index
+        if index in plan.aborted and completion.finish_reason == "abort":
             assert completion.token_ids == expected.token_ids[: len(completion.token_ids)]
             assert completion.text.rstrip("\ufffd") == expected.text[: len(completion.text.rstrip("\ufffd"))]
             continue
         assert completion.token_ids == expected.token_ids
         assert completion.text == expected.text
         assert (completion.finish_reason, completion.stop_reason) == (expected.finish_reason, expected.stop_reason)
-        assert rounded(completion.logprobs) == rounded(expected.logprobs)
-        assert rounded(plan.output.prompt_logprobs) == rounded(alone.prompt_logprobs)
+        if plan.params.logprobs is not None:
+            assert rounded(completion.logprobs) == rounded(expected.logprobs)
+        if plan.output.prompt_logprobs is not None or not plan.aborted:
+            assert rounded(plan.output.prompt_logprobs) == rounded(output.prompt_logprobs)
+
+
+@pytest.mark.parametrize("world", range(WORLDS))
+def test_a_crowd_changes_no_answer(world, model, oracle):
+    rng = random.Random(f"{SEED}-{world}")
+    options, plans = draw_world(rng, oracle)
+    engine = LLMEngine(EngineConfig(model=str(model), dtype="float64", device="cpu", **options))
+    run_world(engine, plans)
+
+    for plan in plans:
+        check = check_search if plan.searches else check_completions
+        check(oracle, plan, options["max_model_len"])
 
     manager = engine.scheduler.block_manager
+    completions = [completion for plan in plans for completion in plan.output.outputs]
     happened["worlds"] += 1
     happened["requests"] += len(plans)
-    happened["tokens"] += sum(len(plan.output.outputs[0].token_ids) for plan in plans if plan.output)
+    happened["requests with several completions"] += sum(not p.searches and p.params.num_sequences > 1 for p in plans)
+    happened["beam searches"] += sum(plan.searches for plan in plans)
+    happened["tokens"] += sum(len(completion.token_ids) for completion in completions)
     happened["worlds that preempted"] += engine.scheduler.num_preemptions > 0
     happened["preemptions"] += engine.scheduler.num_preemptions
+    happened["worlds that swapped"] += engine.kv_cache.host is not None
     happened["worlds with prefix-cache hits"] += manager.num_hit_tokens > 0
     happened["tokens found in the prefix cache"] += manager.num_hit_tokens
     happened["worlds that evicted"] += manager.num_evictions > 0
     happened["worlds with aborts"] += any(plan.aborted for plan in plans)
-    happened["aborted requests"] += sum(plan.aborted for plan in plans)
-    happened["requests ended by a stop"] += sum(plan.output.outputs[0].finish_reason == "stop" for plan in plans)
+    happened["aborted completions"] += sum(completion.finish_reason == "abort" for completion in completions)
+    happened["completions ended by a stop"] += sum(completion.finish_reason == "stop" for completion in completions)
 
 
 def test_the_worlds_were_not_easy():
@@ -208,3 +386,5 @@ def test_the_worlds_were_not_easy():
     assert happened["worlds"] == WORLDS
     for what in ("worlds that preempted", "worlds with prefix-cache hits", "worlds that evicted", "worlds with aborts"):
         assert happened[what] > WORLDS * 0.1, what
+    for what in ("worlds that swapped", "requests with several completions", "beam searches", "forks", "copies"):
+        assert happened[what] > WORLDS * 0.02, what

@@ -26,7 +26,7 @@ from nanopage.config import ModelConfig
 from nanopage.kv_cache import KVCache
 from nanopage.layers.linear import Linear
 from nanopage.model_runner import ModelRunner
-from nanopage.request import SamplingParams, Sequence
+from nanopage.request import SamplingParams, Sequence, SequenceGroup
 from nanopage.scheduler import Scheduler
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -216,7 +216,7 @@ def test_a_reused_block_shows_nothing_of_its_former_owner(tmp_path):
     seqs = []
     for i, prompt in enumerate(random_tokens([BLOCK_SIZE + 3, 5])):
         seqs.append(Sequence(i, str(i), prompt, SamplingParams(temperature=0, max_tokens=9)))
-        scheduler.add(seqs[-1])
+        scheduler.add(SequenceGroup([seqs[-1]]))
     while scheduler.has_unfinished():
         batch = scheduler.schedule()
         scheduler.update(batch, runner.execute(batch))

@@ -1,16 +1,17 @@
-"""SamplingParams: what is refused, under which name, and what passes."""
+"""SamplingParams and BeamSearchParams: what is refused, under which name, and what passes."""
 
 import dataclasses
 import math
 
 import pytest
 
-from nanopage import SamplingParams
+from nanopage import BeamSearchParams, SamplingParams
 
 NAN, INF, HUGE = math.nan, math.inf, 10**400  # HUGE has no float
 
 INTEGERS = {  # field -> (the lowest and highest that pass, those that do not)
-    "n": ([1], [0, -1, 2]),
+    "n": ([1, 2, 100], [0, -1]),
+    "best_of": ([None, 1, 3], [0, -1]),
     "top_k": ([-1, 0, 1, 10**6], [-2]),
     "seed": ([None, -(2**63), 0, 2**63 - 1], [-(2**63) - 1, 2**63]),
     "max_tokens": ([None, 1, 10**6], [0, -1]),
@@ -113,7 +114,7 @@ def test_a_value_of_the_wrong_type_is_an_error_that_names_the_field(field, value
         SamplingParams(**{field: value})
 
 
-@pytest.mark.parametrize("field", ["temprature", "best_of", "use_beam_search", "max_new_tokens"])
+@pytest.mark.parametrize("field", ["temprature", "beam_width", "use_beam_search", "max_new_tokens"])
 def test_an_unknown_field_is_an_error_that_names_it(field):
     with pytest.raises(TypeError, match=field):
         SamplingParams(**{field: 1})
@@ -184,3 +185,41 @@ def test_a_temperature_near_zero_is_greedy(temperature, greedy):
 def test_truncates_and_penalizes_say_what_has_work_to_do(fields, truncates, penalizes):
     params = SamplingParams(**fields)
     assert (params.truncates, params.penalizes) == (truncates, penalizes)
+
+
+def test_best_of_below_n_names_both():
+    with pytest.raises(ValueError, match=r"best_of=2.*n=3"):
+        SamplingParams(n=3, best_of=2)
+    assert SamplingParams(n=2, best_of=3).num_sequences == 3
+
+
+@pytest.mark.parametrize(("fields", "name"), [({"n": 2}, "n=2"), ({"best_of": 3}, "best_of=3")])
+def test_several_greedy_completions_are_refused(fields, name):
+    with pytest.raises(ValueError, match=rf"{name}.*temperature=0"):
+        SamplingParams(temperature=0, **fields)
+
+
+SEARCH = {  # field -> (values that pass, values out of range, values of the wrong type)
+    "width": ([1, 4, 1000], [0, -1], [None, True, "4", 4.0]),
+    "max_tokens": ([1, 10**6], [0, -1], [None, True, "4", 4.0]),
+    "length_penalty": ([-10, 0, 0.5, 10], [-10.1, 11, NAN, INF, HUGE], [None, True, "1"]),
+    "early_stopping": ([True, False, "never"], ["always", "", 0, 1, None], []),
+    "skip_special_tokens": ([True, False], [], [0, 1, None, "yes"]),
+}
+
+
+def test_the_table_has_every_field_of_beam_search():
+    assert SEARCH.keys() == {field.name for field in dataclasses.fields(BeamSearchParams)}
+
+
+@pytest.mark.parametrize("field", SEARCH)
+def test_beam_search_params_are_checked(field):
+    good, out_of_range, wrong_type = SEARCH[field]
+    for value in good:
+        assert getattr(BeamSearchParams(**{"width": 2} | {field: value}), field) == value
+    for error, values in ((ValueError, out_of_range), (TypeError, wrong_type)):
+        for value in values:
+            with pytest.raises(error, match=rf"\b{field}\b"):
+                BeamSearchParams(**{"width": 2} | {field: value})
+    with pytest.raises(TypeError, match="beam_width"):
+        BeamSearchParams(beam_width=2)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import nanopage
 from nanopage import SamplingParams
 from nanopage.block_manager import BlockManager
-from nanopage.request import SampledToken, Sequence, SequenceStatus
+from nanopage.request import SampledToken, Sequence, SequenceGroup, Status
 from nanopage.scheduler import Batch, Scheduler
 
 
@@ -44,8 +44,20 @@ class World:
             cache_salt=salt,
         )
         self.sequences.append(seq)
-        self.scheduler.add(seq)
+        seq.group = SequenceGroup([seq])
+        self.scheduler.add(seq.group)
         return seq
+
+    def finish(self, seq: Sequence, *reason) -> None:
+        self.scheduler.finish(seq.group, seq, *reason)
+
+    @property
+    def running(self) -> list[Sequence]:
+        return [seq for group in self.scheduler.running for seq in group.seqs]
+
+    @property
+    def waiting(self) -> list[Sequence]:
+        return [seq for group in self.scheduler.waiting for seq in group.seqs]
 
     def step(self) -> Batch:
         batch = self.schedule()
@@ -60,7 +72,7 @@ class World:
             steps -= 1
 
     def schedule(self) -> Batch:
-        running = list(self.scheduler.running)
+        running = self.running
         tables = {seq_id: list(table) for seq_id, table in self.manager.block_tables.items()}
         batch = self.scheduler.schedule()
         self.manager.check_invariants()
@@ -72,29 +84,29 @@ class World:
         return batch
 
     def update(self, batch: Batch) -> None:
-        self.scheduler.update(batch, [SampledToken(self.model(w.seq.token_ids)) for w in batch.sequences if w.samples])
+        self.scheduler.update(batch, [SampledToken(self.model(w.seq.token_ids)) for w in batch.sequences if w.samplers])
         self.manager.check_invariants()
         self.check_queues()
 
     def check_queues(self):
-        running, waiting = self.scheduler.running, self.scheduler.waiting
+        running, waiting = self.running, self.waiting
         ids = [seq.seq_id for seq in [*running, *waiting]]
         assert ids == sorted(ids), "running ones are the oldest, and both queues are in order of arrival"
         assert len(running) <= self.scheduler.max_num_seqs
         assert self.manager.block_tables.keys() == {seq.seq_id for seq in running}
-        assert all(seq.status is SequenceStatus.RUNNING for seq in running)
-        assert all(seq.status is SequenceStatus.WAITING and seq.num_computed_tokens == 0 for seq in waiting)
+        assert all(seq.group.status is Status.RUNNING for seq in running)
+        assert all(seq.group.status is Status.WAITING and seq.num_computed_tokens == 0 for seq in waiting)
 
     def check_work(self, batch):
         work = sorted(batch.sequences, key=lambda w: w.seq.seq_id)
-        running, budget = self.scheduler.running, self.scheduler.max_num_batched_tokens
+        running, budget = self.running, self.scheduler.max_num_batched_tokens
         assert bool(work) == self.scheduler.has_unfinished(), "a step without work"
         assert [w.seq for w in work] == running[: len(work)], "the oldest run first, and only running ones"
         assert batch.num_tokens == sum(w.num_tokens for w in work)
         for w in work:
             assert w.start == w.seq.num_computed_tokens
             assert w.num_tokens == min(w.seq.num_tokens - w.start, budget) > 0
-            assert w.samples == (w.start + w.num_tokens == w.seq.num_tokens)
+            assert w.samplers == ([w.seq] if w.start + w.num_tokens == w.seq.num_tokens else [])
             assert w.block_table == self.manager.block_tables[w.seq.seq_id]
             assert len(w.block_table) == self.manager.blocks_for(w.start + w.num_tokens)
             budget -= w.num_tokens
@@ -104,9 +116,9 @@ class World:
         assert order == sorted(order), "single tokens come first, the longest sequence first"
 
     def check_preemptions(self, batch, running, tables):
-        gone = [seq for seq in running if seq not in self.scheduler.running]
-        assert batch.preempted == gone[::-1] == running[len(running) - len(gone) :][::-1], "not the youngest"
-        assert list(self.scheduler.waiting)[: len(gone)] == gone, "not at the front of the queue"
+        gone = [seq for seq in running if seq not in self.running]
+        assert preempted(batch) == gone[::-1] == running[len(running) - len(gone) :][::-1], "not the youngest"
+        assert self.waiting[: len(gone)] == gone, "not at the front of the queue"
         if gone:
             last, kept = gone[0], running[: -len(gone)]
             shared = {block for seq in kept for block in tables[seq.seq_id]}
@@ -116,7 +128,7 @@ class World:
 
     def check_admissions(self, batch, running):
         scheduler, manager = self.scheduler, self.manager
-        admitted = [seq for seq in scheduler.running if seq not in running]
+        admitted = [seq for seq in self.running if seq not in running]
         if batch.preempted:
             assert not admitted
         elif (
@@ -124,7 +136,7 @@ class World:
             and len(scheduler.running) < scheduler.max_num_seqs
             and batch.num_tokens < scheduler.max_num_batched_tokens
         ):
-            seq = scheduler.waiting[0]
+            seq = self.waiting[0]
             prefix = [] if seq.params.prompt_logprobs is not None else manager.lookup(seq.token_ids, seq.cache_salt)
             shared = sum(manager.ref_counts[entry.block] > 0 for entry in prefix)
             assert manager.blocks_for(seq.num_tokens) - shared > manager.num_free_blocks, "kept waiting without need"
@@ -157,11 +169,15 @@ def work(batch: Batch) -> list[tuple[int, int, int]]:
 
 
 def queue(world: World) -> list[int]:
-    return [seq.seq_id for seq in world.scheduler.waiting]
+    return [seq.seq_id for seq in world.waiting]
 
 
 def running(world: World) -> list[int]:
-    return [seq.seq_id for seq in world.scheduler.running]
+    return [seq.seq_id for seq in world.running]
+
+
+def preempted(batch: Batch) -> list[Sequence]:
+    return [seq for group in batch.preempted for seq in group.seqs]
 
 
 def test_the_scheduler_and_the_block_manager_work_without_torch():
@@ -251,7 +267,7 @@ def test_in_any_world_every_request_ends_as_if_it_were_alone(
         unfinished = [seq for seq in world.sequences if not seq.finished]
         if unfinished:
             seq = unfinished[index % len(unfinished)]
-            world.scheduler.finish(seq, "abort")
+            world.finish(seq, "abort")
             aborted.add(seq)
 
     for kind, detail in [*(("add", request) for request in first), *events]:
@@ -282,10 +298,10 @@ def test_in_any_world_every_request_ends_as_if_it_were_alone(
             assert seq.finish_reason == "abort"
         else:
             assert (seq.output_token_ids, seq.finish_reason, seq.stop_reason) == (output, finish_reason, stop_reason)
-        assert len(seq.metrics.token_times) == seq.num_output_tokens
+        assert len(seq.group.metrics.token_times) == seq.num_output_tokens
     assert world.manager.num_free_blocks == num_blocks
     assert world.manager.block_tables == {}
-    assert sum(seq.metrics.num_preemptions for seq in world.sequences) == world.scheduler.num_preemptions
+    assert sum(seq.group.metrics.num_preemptions for seq in world.sequences) == world.scheduler.num_preemptions
 
 
 # Who runs, and how much
@@ -309,7 +325,7 @@ def test_a_prompt_runs_at_once_and_then_a_token_a_step():
 def test_a_long_prompt_runs_in_chunks_of_the_budget_and_only_the_last_samples():
     world = World(budget=4)
     seq = world.add([1] * 10, max_tokens=2)
-    seen = [[(w.start, w.num_tokens, w.samples) for w in world.step().sequences] for _ in range(4)]
+    seen = [[(w.start, w.num_tokens, bool(w.samplers)) for w in world.step().sequences] for _ in range(4)]
     assert seen == [[(0, 4, False)], [(4, 4, False)], [(8, 2, True)], [(10, 1, True)]]
     assert seq.finished
 
@@ -415,13 +431,13 @@ def test_the_youngest_is_preempted_and_runs_again_from_its_tokens():
     young = world.sequences[1]
     batch = world.step()
     assert work(batch) == [(0, 3, 1)]
-    assert batch.preempted == [young]
-    assert (young.status, young.num_computed_tokens, young.num_tokens) == (SequenceStatus.WAITING, 0, 4)
+    assert preempted(batch) == [young]
+    assert (young.group.status, young.num_computed_tokens, young.num_tokens) == (Status.WAITING, 0, 4)
     assert queue(world) == [1]
     assert work(world.step()) == [(0, 4, 1)]
     assert world.sequences[0].finished
     assert work(world.step()) == [(1, 0, 4)]
-    assert (young.metrics.num_preemptions, world.scheduler.num_preemptions) == (1, 1)
+    assert (young.group.metrics.num_preemptions, world.scheduler.num_preemptions) == (1, 1)
 
 
 def test_the_preempted_go_before_those_who_never_ran_and_keep_their_order():
@@ -439,7 +455,7 @@ def test_no_more_are_preempted_than_needed():
     world = crowd([0], [1], [2, 2, 2, 2], num_blocks=6)
     world.step()
     batch = world.step()
-    assert [seq.seq_id for seq in batch.preempted] == [2]
+    assert [seq.seq_id for seq in preempted(batch)] == [2]
     assert work(batch) == [(0, 1, 1), (1, 1, 1)]
 
 
@@ -448,7 +464,7 @@ def test_a_sequence_gives_up_its_own_blocks_when_it_is_the_youngest():
     world.step()
     batch = world.step()
     assert work(batch) == [(0, 3, 1)]
-    assert [seq.seq_id for seq in batch.preempted] == [1]
+    assert [seq.seq_id for seq in preempted(batch)] == [1]
 
 
 def test_the_step_that_preempts_admits_nobody():
@@ -456,7 +472,7 @@ def test_the_step_that_preempts_admits_nobody():
     world = crowd([1, 1, 1], [1, 1, 1], num_blocks=6, caching=True)
     world.step()
     batch = world.step()
-    assert [seq.seq_id for seq in batch.preempted] == [1]
+    assert [seq.seq_id for seq in preempted(batch)] == [1]
     assert world.manager.num_free_blocks == 2
     assert (running(world), queue(world)) == ([0], [1])
     assert work(world.step()) == [(0, 4, 1), (1, 3, 1)]
@@ -468,7 +484,7 @@ def test_a_chunk_that_waits_for_budget_can_be_preempted():
     assert work(world.step()) == [(0, 2, 1), (1, 1, 2)]
     batch = world.step()
     assert work(batch) == [(0, 3, 1)]
-    assert [seq.seq_id for seq in batch.preempted] == [1]
+    assert [seq.seq_id for seq in preempted(batch)] == [1]
     world.run()
 
 
@@ -477,7 +493,7 @@ def test_what_a_preempted_sequence_wrote_is_found_when_it_runs_again():
     world.add([1, 1, 1, 1], max_tokens=5)
     world.add([2, 2, 2, 2], max_tokens=3)
     world.step()
-    assert [seq.seq_id for seq in world.step().preempted] == [1]
+    assert [seq.seq_id for seq in preempted(world.step())] == [1]
     while queue(world):
         batch = world.step()
     assert work(batch)[-1] == (1, 2, 3), "one block of two was evicted, the head is still there"
@@ -492,10 +508,10 @@ def test_a_prompt_seen_before_is_computed_from_its_last_block_on():
     world.run()
     again = world.add([1] * 9, max_tokens=1)
     assert work(world.step()) == [(1, 8, 1)]
-    assert again.num_cached_tokens == 8
+    assert again.group.num_cached_tokens == 8
     other = world.add([1] * 9, max_tokens=1, salt="bob")
     assert work(world.step()) == [(2, 0, 9)]
-    assert other.num_cached_tokens == 0
+    assert other.group.num_cached_tokens == 0
 
 
 def test_a_prompt_of_whole_blocks_computes_its_last_block_again():
@@ -513,7 +529,7 @@ def test_blocks_are_shared_the_step_after_they_are_written():
     assert work(world.step()) == [(0, 0, 9), (1, 0, 9)]
     after = world.add([1] * 9, max_tokens=4)
     assert work(world.step()) == [(0, 9, 1), (1, 9, 1), (2, 8, 1)]
-    assert (together.num_cached_tokens, after.num_cached_tokens) == (0, 8)
+    assert (together.group.num_cached_tokens, after.group.num_cached_tokens) == (0, 8)
 
 
 def test_cached_tokens_are_those_of_the_first_time_it_ran():
@@ -521,9 +537,9 @@ def test_cached_tokens_are_those_of_the_first_time_it_ran():
     world.add([1, 1, 1, 1], max_tokens=5)
     young = world.add([2, 2, 2, 2], max_tokens=3)
     world.run()
-    assert young.metrics.num_preemptions == 1
+    assert young.group.metrics.num_preemptions == 1
     assert world.manager.num_hit_tokens > 0, "its blocks were found when it ran again"
-    assert young.num_cached_tokens == 0
+    assert young.group.num_cached_tokens == 0
 
 
 def test_a_request_for_prompt_logprobs_computes_its_whole_prompt():
@@ -532,7 +548,7 @@ def test_a_request_for_prompt_logprobs_computes_its_whole_prompt():
     world.run()
     seq = world.add([1] * 9, max_tokens=1, prompt_logprobs=0)
     assert work(world.step()) == [(1, 0, 9)]
-    assert seq.num_cached_tokens == 0
+    assert seq.group.num_cached_tokens == 0
 
 
 def test_what_a_request_for_prompt_logprobs_wrote_can_be_shared():
@@ -630,7 +646,7 @@ def test_finishing_a_running_sequence_frees_its_blocks():
     kept = world.add([2] * 5, max_tokens=4)
     world.step()
     assert world.manager.num_free_blocks == 3
-    world.scheduler.finish(world.sequences[0], "stop", "a stop string")
+    world.finish(world.sequences[0], "stop", "a stop string")
     assert world.manager.num_free_blocks == 6
     assert (world.sequences[0].finish_reason, world.sequences[0].stop_reason) == ("stop", "a stop string")
     assert work(world.step()) == [(kept.seq_id, 5, 1)]
@@ -641,8 +657,8 @@ def test_aborting_a_waiting_sequence_takes_it_out_of_the_queue():
     for token in range(3):
         world.add([token], max_tokens=2)
     world.step()
-    world.scheduler.finish(world.sequences[1], "abort")
-    assert (world.sequences[1].status, world.sequences[1].finish_reason) == (SequenceStatus.FINISHED, "abort")
+    world.finish(world.sequences[1], "abort")
+    assert (world.sequences[1].group.status, world.sequences[1].finish_reason) == (Status.FINISHED, "abort")
     assert queue(world) == [2]
     world.run()
     assert world.sequences[2].finish_reason == "length"
@@ -653,7 +669,7 @@ def test_aborting_a_preempted_sequence_frees_nothing_twice():
     world = crowd([1, 1], [2, 2], num_blocks=5)
     world.step()
     assert world.step().preempted
-    world.scheduler.finish(world.sequences[1], "abort")
+    world.finish(world.sequences[1], "abort")
     assert queue(world) == []
     world.run()
     assert world.manager.num_free_blocks == 5
@@ -663,7 +679,7 @@ def test_aborting_during_a_step_drops_its_token_and_no_other():
     world = World(model=counting)
     first, second = world.add([1] * 5, max_tokens=2), world.add([20], max_tokens=2)
     batch = world.schedule()
-    world.scheduler.finish(first, "abort")
+    world.finish(first, "abort")
     world.update(batch)
     assert first.output_token_ids == []
     assert world.manager.lookup([1] * 5) == [], "what an aborted step wrote is not in the cache"
@@ -678,38 +694,38 @@ def test_metrics_have_the_times_in_order_and_one_per_token():
     world = World(max_num_seqs=1)
     first, second = world.add([1, 2], max_tokens=3), world.add([3, 4], max_tokens=2)
     world.step()
-    assert first.metrics.first_scheduled_time is not None and len(first.metrics.token_times) == 1
-    waiting = second.metrics
+    assert first.group.metrics.first_scheduled_time is not None and len(first.group.metrics.token_times) == 1
+    waiting = second.group.metrics
     assert (waiting.first_scheduled_time, waiting.time_in_queue, waiting.finished_time) == (None, None, None)
     assert (waiting.first_token_time, waiting.time_to_first_token) == (None, None)
     world.run()
     for seq, tokens in ((first, 3), (second, 2)):
-        m = seq.metrics
+        m = seq.group.metrics
         times = [m.arrival_time, m.first_scheduled_time, *m.token_times, m.finished_time]
         assert len(times) == tokens + 3 and times == sorted(times)
         assert m.time_in_queue == m.first_scheduled_time - m.arrival_time
         assert m.first_token_time == m.token_times[0]
         assert m.time_to_first_token == m.token_times[0] - m.arrival_time
-    assert second.metrics.first_scheduled_time >= first.metrics.finished_time
+    assert second.group.metrics.first_scheduled_time >= first.group.metrics.finished_time
 
 
 def test_a_preemption_keeps_the_first_scheduled_time_and_the_tokens():
     world = crowd([1, 1, 1], [2, 2, 2], num_blocks=6)
     world.step()
-    metrics = world.sequences[1].metrics
+    metrics = world.sequences[1].group.metrics
     scheduled, tokens = metrics.first_scheduled_time, list(metrics.token_times)
     assert world.step().preempted and len(tokens) == 1
     world.run()
     assert metrics.num_preemptions == 1
     assert metrics.first_scheduled_time == scheduled
     assert metrics.token_times[:1] == tokens and len(metrics.token_times) == 3
-    assert world.sequences[0].metrics.num_preemptions == 0
+    assert world.sequences[0].group.metrics.num_preemptions == 0
 
 
 def test_a_chunk_that_samples_nothing_has_no_token_time():
     world = World(budget=4)
     seq = world.add([1] * 6, max_tokens=1)
     world.step()
-    assert seq.metrics.token_times == []
+    assert seq.group.metrics.token_times == []
     world.step()
-    assert len(seq.metrics.token_times) == 1
+    assert len(seq.group.metrics.token_times) == 1

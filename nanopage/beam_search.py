@@ -1,0 +1,93 @@
+"""Beam search: which continuations of a request's beams live on, and which of those that ended are kept.
+
+The rules are those of transformers' `generate(num_beams=...)` (5.x), so that both return the same sequences with the
+same scores. Pure Python; the KV cache follows by fork and free, see `Scheduler`.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class Hypothesis:
+    """A beam that has ended. `score` is cumulative_logprob / len(token_ids) ** length_penalty."""
+
+    token_ids: list[int]
+    cumulative_logprob: float
+    score: float
+    finish_reason: str
+
+
+@dataclass(slots=True)
+class Beam:
+    """A live beam, and what may follow it: token id -> log-probability."""
+
+    token_ids: list[int]
+    cumulative_logprob: float
+    candidates: dict[int, float]
+
+
+class BeamSearch:
+    """The state of one request's search beside its live beams.
+
+    Args:
+        width: live beams, and hypotheses returned.
+        max_tokens: of the output, end-of-sequence included.
+        length_penalty: the exponent of the length in a hypothesis' score: above 0 longer ones gain.
+        early_stopping: True stops with `width` hypotheses; False when the best live beam's score at its present length
+            is no better than the worst of them; "never" when it could not be at any length.
+        eos_token_ids: end a beam.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        max_tokens: int,
+        length_penalty: float,
+        early_stopping: bool | str,
+        eos_token_ids: frozenset[int],
+    ):
+        self.width = width
+        self.max_tokens = max_tokens
+        self.length_penalty = length_penalty
+        self.early_stopping = early_stopping
+        self.eos_token_ids = eos_token_ids
+        # So many that `width` of them go on, even if each beam's end is among them.
+        self.num_candidates = max(2, 1 + len(eos_token_ids)) * width
+        self.hypotheses: list[Hypothesis] = []  # best first, at most `width`
+        self.finished = False
+
+    def advance(self, beams: list[Beam]) -> list[tuple[int, int, float]]:
+        """One step. Returns the next live beams: (index into `beams`, token id, cumulative log-probability).
+
+        Sets `finished` when the search is over; what it returns then means nothing.
+        """
+        continuations = [
+            (beam.cumulative_logprob + logprob, index, token_id)
+            for index, beam in enumerate(beams)
+            for token_id, logprob in beam.candidates.items()
+        ]
+        continuations.sort(key=lambda c: (-c[0], c[1], c[2]))
+        del continuations[self.num_candidates :]
+        length = len(beams[0].token_ids) + 1
+        full = len(self.hypotheses) == self.width
+        live = []
+        for place, (cumulative, index, token_id) in enumerate(continuations):
+            if token_id not in self.eos_token_ids and length < self.max_tokens:
+                live.append((index, token_id, cumulative))
+            elif place < self.width and not (full and self.early_stopping is True):
+                reason = "stop" if token_id in self.eos_token_ids else "length"
+                token_ids = [*beams[index].token_ids, token_id]
+                score = cumulative / length**self.length_penalty
+                self.hypotheses.append(Hypothesis(token_ids, cumulative, score, reason))
+        del live[self.width :]
+        self.hypotheses.sort(key=lambda hypothesis: -hypothesis.score)
+        del self.hypotheses[self.width :]
+        self.finished = not live or (len(self.hypotheses) == self.width and not self._could_improve(live[0][2], length))
+        return live
+
+    def _could_improve(self, best_live: float, length: int) -> bool:
+        if self.early_stopping is True:
+            return False
+        if self.early_stopping == "never" and self.length_penalty > 0:
+            length = self.max_tokens
+        return best_live / length**self.length_penalty > self.hypotheses[-1].score
