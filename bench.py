@@ -3,6 +3,7 @@
     python bench.py latency                          one request at a time: time to first token, decode tok/s
     python bench.py throughput                       many requests at once: output tok/s
     python bench.py throughput --compare transformers --json result.json
+    python bench.py memory                           blocks: what forks save, swap against recomputation, waste
 
 Prompts are random token ids and never repeat, so the prefix cache can not help. Outputs have a fixed length (end of
 sequence is ignored). Loading, compiling and warm-up are timed apart. With --compare the two take turns, iteration by
@@ -104,6 +105,157 @@ def throughput(
     bench("throughput", options, model, dtype, device, eager, num_iters, num_iters_warmup, seed, compare, json_file)
 
 
+@app.command()
+def memory(
+    model: ModelOption = None,
+    input_len: LengthOption = "32-512",
+    output_len: LengthOption = "32-256",
+    num_prompts: Annotated[int, typer.Option(min=1, help="Requests of the waste trace.")] = 500,
+    dtype: DtypeOption = "auto",
+    device: DeviceOption = "auto",
+    eager: EagerOption = False,
+    num_iters: ItersOption = 3,
+    seed: SeedOption = 0,
+    json_file: JsonOption = None,
+) -> None:
+    """Measure the memory manager: parallel sampling, preemption by swap and by recomputation, unfilled slots.
+
+    The first two have fixed workloads. Preemption runs in float32, so that its outputs can be compared exactly.
+    """
+    check_json(json_file)
+    lengths = parse_range("--input-len", input_len), parse_range("--output-len", output_len)
+    rng = random.Random(seed)
+    results: dict = {}
+
+    def engine(**options):
+        from nanopage import EngineConfig, LLMEngine
+
+        try:
+            config = EngineConfig(model=model, device=device, enforce_eager=eager, **{"dtype": dtype} | options)
+            return LLMEngine(config)
+        except (ValueError, TypeError, OSError, RuntimeError, MemoryError) as error:
+            console.print(f"[red]error:[/red] {escape(str(error))}", highlight=False)
+            raise typer.Exit(1) from None
+
+    plain = engine(enable_prefix_caching=False)
+    header = describe(plain, f"memory, seed {seed}", eager)
+    show_header(header)
+    results["parallel sampling"] = measure_forks(plain, rng, num_iters)
+    results["preemption"] = measure_preemption(engine, rng, num_iters)
+    results["waste"] = measure_waste(engine(max_num_seqs=256), rng, num_prompts, *lengths)
+    if json_file is not None:
+        json_file.write_text(json.dumps({"header": header} | results, indent=2) + "\n")
+
+
+def measure_forks(engine, rng: random.Random, num_iters: int) -> dict:
+    """Eight completions of one prompt of 512 tokens, as one request and as eight. No prefix cache."""
+    from nanopage import SamplingParams
+
+    options = {"temperature": 1.0, "max_tokens": 64, "ignore_eos": True, "detokenize": False}
+    forms = {"1 request, n=8": [8], "8 requests": [1] * 8}
+    runs: dict[str, list[dict]] = {name: [] for name in forms}
+    for iteration in range(-1, num_iters):  # the first warms up
+        prompt = [rng.randrange(engine.model_config.vocab_size) for _ in range(512)]
+        for name, counts in forms.items():
+            for i, n in enumerate(counts):
+                engine.add_request(str(i), prompt, SamplingParams(n=n, seed=i, **options))
+            steps, seconds, _ = drive(engine)
+            if iteration >= 0:
+                blocks = max(step.used_blocks for step in steps)
+                runs[name].append(
+                    {"blocks": blocks, "prefill_tokens": sum(step.prefill_tokens for step in steps), "seconds": seconds}
+                )
+    one, eight = runs.values()
+    table = table_of("8 completions of 64 tokens, prompt of 512", ["", *forms, "saved"])
+    for title, key, digits in (("blocks at most", "blocks", 0), ("prompt tokens computed", "prefill_tokens", 0),
+                               ("time (s)", "seconds", 2)):  # fmt: skip
+        a, b = (statistics.median(run[key] for run in column) for column in (one, eight))
+        table.add_row(title, f"{a:.{digits}f}", f"{b:.{digits}f}", f"{1 - a / b:.0%}")
+    console.print(table)
+    return runs
+
+
+def measure_preemption(engine_of: Callable, rng: random.Random, num_iters: int) -> dict:
+    """32 requests whose tokens are three times the pool, preempted by recomputation and by swapping."""
+    from nanopage import SamplingParams
+
+    lengths = [(rng.randint(32, 256), rng.randint(32, 128)) for _ in range(32)]
+    pool = sum(-(-(i + o) // 16) for i, o in lengths) // 3
+    options = {"num_gpu_blocks_override": pool, "max_model_len": 256 + 128, "dtype": "float32"}
+    engines = {mode: engine_of(preemption_mode=mode, **options) for mode in ("recompute", "swap")}
+    runs: dict[str, list[dict]] = {mode: [] for mode in engines}
+    for _ in range(num_iters):
+        vocab_size = engines["swap"].model_config.vocab_size
+        prompts = [[rng.randrange(vocab_size) for _ in range(i)] for i, _ in lengths]
+        tokens = []
+        for mode, engine in engines.items():
+            for index, (prompt, (_, output)) in enumerate(zip(prompts, lengths, strict=True)):
+                params = SamplingParams(temperature=0, max_tokens=output, ignore_eos=True, detokenize=False)
+                engine.add_request(str(index), prompt, params)
+            steps, seconds, outputs = drive(engine)
+            tokens.append({key: output.outputs[0].token_ids for key, output in outputs.items()})
+            run = {"seconds": seconds, "preemptions": sum(step.preempted for step in steps)}
+            run["tokens computed"] = sum(step.prefill_tokens + step.decode_tokens for step in steps)
+            run["blocks swapped out"] = sum(step.swapped_out for step in steps)
+            runs[mode].append(run)
+        if tokens[0] != tokens[1] or len(tokens[0]) != len(lengths):
+            console.print("[red]error:[/red] recomputation and swapping gave different outputs")
+            raise typer.Exit(1)
+    title = f"{len(lengths)} requests, three times a pool of {pool} blocks: outputs equal, float32"
+    table = table_of(title, ["", *runs, "swap / recompute"])
+    for key in ("preemptions", "tokens computed", "blocks swapped out", "seconds"):
+        columns = [[run[key] for run in column] for column in runs.values()]
+        ratio = [b / a if a else None for a, b in zip(*columns, strict=True)]
+        table.add_row(key, *(spread(column) for column in columns), spread(ratio))
+    console.print(table)
+    return runs
+
+
+def measure_waste(engine, rng: random.Random, num_prompts: int, inputs: tuple, outputs: tuple) -> dict:
+    """Slots that are allocated and not filled, as a share of those allocated, over all steps of a trace."""
+    from nanopage import SamplingParams
+
+    manager, scheduler = engine.scheduler.block_manager, engine.scheduler
+    vocab_size, size = engine.model_config.vocab_size, manager.block_size
+    for i in range(num_prompts):
+        prompt = [rng.randrange(vocab_size) for _ in range(rng.randint(*inputs))]
+        params = SamplingParams(temperature=0, max_tokens=rng.randint(*outputs), ignore_eos=True, detokenize=False)
+        engine.add_request(str(i), prompt, params)
+    allocated = filled = 0
+
+    def sample():
+        nonlocal allocated, filled
+        tokens_in: dict[int, int] = {}  # of each block; a shared one counts once
+        for group in scheduler.running:
+            for seq in group.live:
+                for i, block in enumerate(manager.block_tables.get(seq.seq_id, ())):
+                    held = min(size, max(0, seq.num_computed_tokens - i * size))
+                    tokens_in[block] = max(tokens_in.get(block, 0), held)
+        allocated += len(tokens_in) * size
+        filled += sum(tokens_in.values())
+
+    steps, seconds, _ = drive(engine, sample)
+    waste = 1 - filled / allocated
+    title = f"{num_prompts} requests, input {inputs[0]}-{inputs[1]}, output {outputs[0]}-{outputs[1]}"
+    table = table_of(title, ["allocated slots never filled", "sequences at most", "steps", "time (s)"])
+    running = max(step.running for step in steps)
+    table.add_row(f"{waste:.2%}", str(running), str(len(steps)), f"{seconds:.1f}")
+    console.print(table)
+    return {"waste": waste, "sequences": running, "steps": len(steps), "seconds": seconds}
+
+
+def drive(engine, after_step: Callable[[], None] = lambda: None) -> tuple[list, float, dict]:
+    """Step until all requests are done. Returns (StepStats of each step, seconds, request id -> finished output)."""
+    steps: list = []
+    done: dict = {}
+    started = time.perf_counter()
+    while engine.has_unfinished_requests():
+        done |= {output.request_id: output for output in engine.step() if output.finished}
+        steps.append(engine.last_step)
+        after_step()
+    return steps, time.perf_counter() - started, done
+
+
 def bench(
     command: str,
     workload: dict,
@@ -120,8 +272,7 @@ def bench(
     """Run a workload and print its table."""
     if compare not in (None, "transformers"):
         raise typer.BadParameter(f"{compare!r} is not one of: transformers", param_hint="--compare")
-    if json_file is not None and not json_file.absolute().parent.is_dir():
-        raise typer.BadParameter(f"no such folder: {json_file.absolute().parent}", param_hint="--json")
+    check_json(json_file)
     input_range = parse_range("--input-len", workload["input_len"])
     output_range = parse_range("--output-len", workload["output_len"])
     rng = random.Random(seed)
@@ -157,9 +308,12 @@ def bench(
     }
     if compare:
         setup["load transformers"] = round(time.perf_counter() - loaded, 3)
-    header = describe(llm, command, workload, eager, seed, compare)
-    for name, value in header.items():
-        console.print(f"[dim]{name:>14}[/dim]  {escape(value)}", highlight=False, soft_wrap=True)
+    what = (
+        f"{command}, {workload['num_prompts']} requests, input {workload['input_len']}, "
+        f"output {workload['output_len']}, seed {seed}"
+    )
+    header = describe(llm.engine, what, eager, compare)
+    show_header(header)
 
     runs: dict[str, list[Run]] = {name: [] for name in runners}
     vocab_size = llm.engine.model_config.vocab_size
@@ -271,13 +425,29 @@ def parse_range(option: str, text: str) -> tuple[int, int]:
     return bounds
 
 
-def describe(llm, command: str, workload: dict, eager: bool, seed: int, compare: str | None) -> dict[str, str]:
+def check_json(file: Path | None) -> None:
+    if file is not None and not file.absolute().parent.is_dir():
+        raise typer.BadParameter(f"no such folder: {file.absolute().parent}", param_hint="--json")
+
+
+def show_header(header: dict[str, str]) -> None:
+    for name, value in header.items():
+        console.print(f"[dim]{name:>14}[/dim]  {escape(value)}", highlight=False, soft_wrap=True)
+
+
+def table_of(title: str, columns: list[str]) -> Table:
+    table = Table(title=title, title_justify="left")
+    for column in columns:
+        table.add_column(column, justify="right" if column else "left")
+    return table
+
+
+def describe(engine, what: str, eager: bool, compare: str | None = None) -> dict[str, str]:
     """What a reader must know to believe or repeat the figures."""
     import torch
 
     import nanopage
 
-    engine = llm.engine
     git = subprocess.run(
         ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"], capture_output=True, text=True
     )  # fmt: skip
@@ -288,8 +458,7 @@ def describe(llm, command: str, workload: dict, eager: bool, seed: int, compare:
         versions += f", transformers {transformers.__version__}"
     hardware = torch.cuda.get_device_name() if engine.device.type == "cuda" else cpu_name()
     return {
-        "bench": f"{command}, {workload['num_prompts']} requests, input {workload['input_len']}, "
-        f"output {workload['output_len']}, seed {seed}",
+        "bench": what,
         "model": f"{engine.model_path.name}, {str(engine.dtype).removeprefix('torch.')}",
         "device": f"{engine.device.type}: {hardware}, {torch.get_num_threads()} threads",
         "switches": f"{'eager' if eager else 'compiled'}, block size {engine.config.block_size}",
@@ -307,9 +476,8 @@ def cpu_name() -> str:
 
 def report(runs: dict[str, list[Run]], setup: dict[str, float], hits: int, command: str) -> None:
     """Medians, with the lowest and highest run."""
-    table = Table(title=f"{command}: median [lowest, highest] of {len(runs['nanopage'])}", title_justify="left")
-    for column in ("", *runs, *(["ratio, pair by pair"] if len(runs) > 1 else [])):
-        table.add_column(column, justify="right" if column else "left")
+    title = f"{command}: median [lowest, highest] of {len(runs['nanopage'])}"
+    table = table_of(title, ["", *runs, *(["ratio, pair by pair"] if len(runs) > 1 else [])])
     metrics: dict[str, Callable[[Run], float | None]] = {
         "time (s)": lambda run: run.seconds,
         "time to first token (ms)": lambda run: run.ttft and run.ttft * 1000,

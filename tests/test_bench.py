@@ -82,3 +82,19 @@ def test_prompts_that_do_not_fit_are_refused(model):
     done = bench("latency", "--model", model, "--input-len", "2000")
     assert done.returncode != 0
     assert "2128 tokens" in done.stderr
+
+
+def test_memory_compares_forks_swaps_and_waste(model, tmp_path):
+    file = tmp_path / "result.json"
+    lengths = ["--input-len", "4-40", "--output-len", "2-20", "--num-prompts", "12"]
+    done = bench("memory", "--model", model, *lengths, "--num-iters", 1, "--json", file)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(file.read_text())
+    one, eight = result["parallel sampling"].values()
+    assert one[0]["prefill_tokens"] == 512 and eight[0]["prefill_tokens"] == 8 * 512
+    assert one[0]["blocks"] == 32 + 8 * 4 and eight[0]["blocks"] == 8 * (32 + 4)
+    recompute, swap = result["preemption"].values()
+    assert recompute[0]["preemptions"] > 0 and recompute[0]["blocks swapped out"] == 0
+    assert swap[0]["blocks swapped out"] > 0 and swap[0]["tokens computed"] < recompute[0]["tokens computed"]
+    assert 0 < result["waste"]["waste"] < 1
+    assert "78%" in done.stdout
