@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class Hypothesis:
-    """A beam that has ended. `score` is cumulative_logprob / len(token_ids) ** length_penalty."""
+    """A beam that has ended. `score` is cumulative_logprob / len(token_ids) ** length_penalty; None if aborted."""
 
     token_ids: list[int]
     cumulative_logprob: float
-    score: float
+    score: float | None
     finish_reason: str
 
 
@@ -80,7 +80,7 @@ class BeamSearch:
                 score = cumulative / length**self.length_penalty
                 self.hypotheses.append(Hypothesis(token_ids, cumulative, score, reason))
         del live[self.width :]
-        self.hypotheses.sort(key=lambda hypothesis: -hypothesis.score)
+        self.hypotheses.sort(key=_score, reverse=True)
         del self.hypotheses[self.width :]
         self.finished = not live or (len(self.hypotheses) == self.width and not self._could_improve(live[0][2], length))
         return live
@@ -90,4 +90,9 @@ class BeamSearch:
             return False
         if self.early_stopping == "never" and self.length_penalty > 0:
             length = self.max_tokens
-        return best_live / length**self.length_penalty > self.hypotheses[-1].score
+        return best_live / length**self.length_penalty > _score(self.hypotheses[-1])
+
+
+def _score(hypothesis: Hypothesis) -> float:
+    assert hypothesis.score is not None
+    return hypothesis.score

@@ -193,31 +193,33 @@ class BlockManager:
     def blocks_to_grow(self, work: list[tuple[int, int, int]]) -> int:
         """How many free blocks `grow` would take for all of (seq_id, num_written, num_tokens), copies included."""
         missing = 0
-        writers: Counter[int] = Counter()  # of shared blocks
+        writers: list[int] = []  # one entry for each table about to write into a block it shares
         for seq_id, num_written, num_tokens in work:
             table = self.block_tables[seq_id]
             missing += max(0, self.blocks_for(num_tokens) - len(table))
             first = num_written // self.block_size
             if first < len(table) and self.ref_counts[table[first]] > 1:
-                writers[table[first]] += 1
+                writers.append(table[first])
         # The last of a block's owners that comes to write has it to itself.
-        return missing + sum(min(count, self.ref_counts[block] - 1) for block, count in writers.items())
+        return missing + sum(min(writers.count(block), self.ref_counts[block] - 1) for block in set(writers))
 
     def grow(self, seq_id: int, num_written: int, num_tokens: int) -> bool:
         """Make the table ready for the tokens from `num_written` up to `num_tokens` to be written.
 
         Returns False, and changes nothing, if blocks are short.
         """
-        if self.blocks_to_grow([(seq_id, num_written, num_tokens)]) > self.num_free_blocks:
-            return False
         table = self.block_tables[seq_id]
         first = num_written // self.block_size
-        if first < len(table) and self.ref_counts[table[first]] > 1:
+        missing = self.blocks_for(num_tokens) - len(table)
+        shares = first < len(table) and self.ref_counts[table[first]] > 1
+        if max(0, missing) + shares > self.num_free_blocks:
+            return False
+        if shares:
             shared, table[first] = table[first], self._take_block()
             self.ref_counts[shared] -= 1
             self.ref_counts[table[first]] = 1
             self.copies.append((shared, table[first]))
-        while len(table) < self.blocks_for(num_tokens):
+        for _ in range(missing):
             block = self._take_block()
             self.ref_counts[block] = 1
             table.append(block)

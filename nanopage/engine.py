@@ -4,7 +4,6 @@ import dataclasses
 import hashlib
 import itertools
 import logging
-import math
 import random
 import time
 
@@ -40,6 +39,7 @@ class Completion:
     seq: Sequence
     detokenizer: IncrementalDetokenizer | None
     logprobs: list[dict[int, Logprob]] = dataclasses.field(default_factory=list)
+    output: CompletionOutput | None = None  # once finished
 
 
 @dataclasses.dataclass(slots=True)
@@ -214,7 +214,9 @@ class LLMEngine:
                 self._advance(seq)
         outputs = []
         for group in batch.groups:
-            request = self._requests[group.request_id]
+            request = self._requests.get(group.request_id)
+            if request is None:  # aborted while the step ran
+                continue
             if group.finished or not (group.beam_search or group.params.ranks):
                 outputs.append(self._output(request))
         stats.output_seconds = time.perf_counter() - started
@@ -225,7 +227,8 @@ class LLMEngine:
         """End a request now, or only its completion `index`, and free the blocks.
 
         Returns: what it has so far; None if there is no such request or completion (it may just have finished).
-        Raises: ValueError for the `index` of a beam search, whose completions are not yet told apart.
+        Raises: ValueError for the `index` of a beam search or of `best_of` more than `n`, whose completions have no
+            place before all have ended.
         """
         request = self._requests.get(request_id)
         if request is None:
@@ -233,8 +236,8 @@ class LLMEngine:
         if index is None:
             self.scheduler.finish(request.group, None, "abort")
             return self._output(request)
-        if request.group.beam_search is not None:
-            raise ValueError(f"index={index}: a beam search can only be aborted whole")
+        if request.group.beam_search is not None or request.group.params.ranks:
+            raise ValueError(f"index={index}: completions that compete can only be aborted all together")
         if not 0 <= index < len(request.completions) or request.completions[index].seq.finished:
             return None
         self.scheduler.finish(request.group, request.completions[index].seq, "abort")
@@ -249,8 +252,8 @@ class LLMEngine:
 
     def _advance(self, seq: Sequence) -> None:
         """Turn a sequence's new token into text, and end it if that completes a stop string."""
-        request = self._requests[seq.request_id]
-        if request.group.beam_search is not None:
+        request = self._requests.get(seq.request_id)
+        if request is None or request.group.beam_search is not None or seq.finish_reason == "abort":
             return
         completion = next(c for c in request.completions if c.seq is seq)
         if seq.logprobs:
@@ -292,6 +295,8 @@ class LLMEngine:
 
     def _completion(self, index: int, completion: Completion) -> CompletionOutput:
         seq, detokenizer = completion.seq, completion.detokenizer
+        if completion.output is not None:  # it has ended before, its siblings have not
+            return dataclasses.replace(completion.output, delta="")
         output = CompletionOutput(index, "", seq.output_token_ids, None, None, seq.finish_reason, seq.stop_reason)
         if detokenizer is not None:
             if seq.finished:
@@ -302,6 +307,8 @@ class LLMEngine:
             output.cumulative_logprob = seq.cumulative_logprob
         if seq.params.logprobs is not None:
             output.logprobs = list(completion.logprobs)
+        if seq.finished:
+            completion.output = output
         return output
 
     def _beams(self, request: Request) -> list[CompletionOutput]:
@@ -311,7 +318,7 @@ class LLMEngine:
         hypotheses = list(search.hypotheses)
         if not search.finished:
             beams = [seq for seq in request.group.seqs if not seq.dormant]
-            hypotheses += [Hypothesis(b.output_token_ids, b.cumulative_logprob, math.nan, "abort") for b in beams]
+            hypotheses += [Hypothesis(b.output_token_ids, b.cumulative_logprob, None, "abort") for b in beams]
         return [
             CompletionOutput(
                 index,
@@ -326,7 +333,7 @@ class LLMEngine:
 
     def _count(self, batch: Batch, num_sampled: int, stats: StepStats) -> None:
         scheduler, manager = self.scheduler, self.scheduler.block_manager
-        stats.waiting = sum(group.num_unfinished for group in scheduler.waiting)
+        stats.waiting = sum(len(group.live) for group in scheduler.waiting)
         stats.running = sum(len(group.live) for group in scheduler.running)
         stats.swapped = sum(len(group.live) for group in scheduler.swapped)
         stats.decode_tokens = sum(s.num_tokens for s in batch.sequences if s.start >= s.seq.num_prompt_tokens)

@@ -15,8 +15,9 @@ CPU_SHARE, CPU_MOST = 0.25, 4 * GIB  # of the RAM available once the weights are
 class KVCache:
     """One tensor [num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim]; [l, 0] is K and [l, 1] is V.
 
-    Its memory is only reserved: the system backs it with RAM as blocks are first cleared and used. So is that of the
-    host pool, [num_host_blocks, num_layers, 2, block_size, num_kv_heads, head_dim], which is made by the first swap.
+    On a CPU its memory is only reserved: the system backs it with RAM as blocks are first cleared and used. The host
+    pool, [num_host_blocks, num_layers, 2, block_size, num_kv_heads, head_dim], is made by the first swap; beside a GPU
+    it is pinned, and takes all its memory then.
     """
 
     def __init__(
@@ -132,12 +133,18 @@ def num_blocks_that_fit(
 
 
 def num_host_blocks(engine: EngineConfig, num_blocks: int, size: int) -> int:
-    """How many blocks of `size` bytes the host pool has: `swap_space`, else as many as the KV cache, within limits."""
+    """How many blocks of `size` bytes the host pool has: `swap_space`, else as many as the KV cache, within limits.
+
+    Raises: MemoryError if `swap_space` is more than the RAM there is.
+    """
     if engine.preemption_mode == "recompute":
         return 0
-    if engine.swap_space is not None:
-        return round(engine.swap_space * GIB) // size
-    return min(num_blocks, int(min(CPU_SHARE * _free_bytes(torch.device("cpu")), CPU_MOST)) // size)
+    free = _free_bytes(torch.device("cpu"))
+    if engine.swap_space is None:
+        return min(num_blocks, int(min(CPU_SHARE * free, CPU_MOST)) // size)
+    if engine.swap_space * GIB > free:
+        raise MemoryError(f"swap_space={engine.swap_space:g} is more than the {free / GIB:.2f} GiB there are")
+    return round(engine.swap_space * GIB) // size
 
 
 def _free_bytes(device: torch.device) -> int:

@@ -88,9 +88,9 @@ class LLM:
 
         Raises: as `generate`.
         """
-        if not isinstance(params, BeamSearchParams | list | tuple):
-            raise TypeError(f"params must be BeamSearchParams, not {params!r}")
-        return self._run(self._requests(_list_of_prompts(prompts), params), use_tqdm)
+        if params is None:
+            raise TypeError("params must be BeamSearchParams, not None")
+        return self._run(self._requests(_list_of_prompts(prompts), params, kind=BeamSearchParams), use_tqdm)
 
     def chat(
         self,
@@ -112,7 +112,8 @@ class LLM:
     def stream(
         self, prompt: Prompt | list[dict], sampling_params: SamplingParams | None = None
     ) -> Iterator[RequestOutput]:
-        """Complete one prompt, or reply to one conversation, yielding a RequestOutput after every token.
+        """Complete one prompt, or reply to one conversation, yielding a RequestOutput after every token (with `best_of`
+        more than `n`, one at the end).
 
         `output.outputs[0].delta` is the new text; the deltas add up to the final text. Closing the iterator, or
         leaving its loop, aborts the request. Raises as `generate`, before anything runs.
@@ -138,6 +139,7 @@ class LLM:
         prompts: list[Prompt],
         sampling_params: AnyParams | Sequence[AnyParams] | None,
         priority: list[int] | None = None,
+        kind: type[AnyParams] = SamplingParams,
     ) -> list[Request]:
         if sampling_params is None:
             sampling_params = self.get_default_sampling_params()
@@ -145,7 +147,12 @@ class LLM:
             sampling_params = [cast(AnyParams, sampling_params)] * len(prompts)
         if len(sampling_params) != len(prompts):
             raise ValueError(f"{len(sampling_params)} sampling_params for {len(prompts)} prompts")
+        for params in sampling_params:
+            if not isinstance(params, kind):
+                raise TypeError(f"sampling_params must be {kind.__name__}, not {params!r}")
         priority = [0] * len(prompts) if priority is None else priority
+        if not isinstance(priority, list | tuple):
+            raise TypeError(f"priority must be a list, one integer for each prompt, not {priority!r}")
         if len(priority) != len(prompts):
             raise ValueError(f"{len(priority)} values of priority for {len(prompts)} prompts")
         requests = []

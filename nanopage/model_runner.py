@@ -145,6 +145,7 @@ class ModelRunner:
         self.kv_cache.copy(batch.copies)
         self.kv_cache.clear(batch.new_blocks)
         if not batch.sequences:
+            stats.model_seconds = time.perf_counter() - started
             return []
         hidden = self.model(*self.prepare(batch))
         last_rows: list[int] = []

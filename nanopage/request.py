@@ -159,7 +159,7 @@ class BeamSearchParams:
     """How to search one request's completions with `LLM.beam_search`. The meanings are those of transformers.
 
     Args:
-        width: beams kept at every step, and completions returned (`num_beams`).
+        width: beams kept at every step, and completions returned (`num_beams`; vLLM's `beam_width`).
         max_tokens: most output tokens.
         length_penalty: a completion's score is its cumulative log-probability / its length ** length_penalty; the
             length counts the end-of-sequence token. In [-10, 10].
@@ -399,7 +399,7 @@ class SequenceGroup:
 
     @property
     def live(self) -> list[Sequence]:
-        return [seq for seq in self.seqs if not seq.finished and not seq.dormant]
+        return [seq for seq in self.seqs if seq.finish_reason is None and not seq.dormant]
 
     @property
     def num_unfinished(self) -> int:
@@ -419,8 +419,8 @@ class CompletionOutput:
     """One completion so far. `text` and `token_ids` are cumulative; `delta` is the text added since the last output.
 
     `finish_reason` is None while running, else "stop", "length" or "abort"; `stop_reason` is the stop string or
-    stop token id that ended it (None for end-of-sequence). `cumulative_logprob` and `logprobs` are None unless asked;
-    `score` is what a beam search ranks by.
+    stop token id that ended it (None for end-of-sequence). `cumulative_logprob` and `logprobs` are None unless asked
+    (the former is there if completions compete); `score` is what a beam search ranks by.
     """
 
     index: int
@@ -462,7 +462,7 @@ class StepStats:
     prefill_tokens: int = 0
     decode_tokens: int = 0
     cached_tokens: int = 0  # found in the prefix cache instead of computed
-    output_tokens: int = 0
+    output_tokens: int = 0  # sampled; of a beam search, one for each live beam
     free_blocks: int = 0
     used_blocks: int = 0
     cached_blocks: int = 0

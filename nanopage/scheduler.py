@@ -4,27 +4,31 @@ Requests are sequence groups in three queues, each ordered by (priority, arrival
 `running` ones have, `swapped` ones have theirs in host memory. Each step is one mixed batch under one token budget:
 decodes and pieces of prompts together (Orca, OSDI 2022; chunked prefill: Sarathi-Serve, OSDI 2024).
 
-  1. A waiting group of higher priority than some that run takes their place, if they give back enough.
+  1. The first waiting group, if its priority is higher than that of some that run, takes the place of as few of them
+     as will do, the last first; none if all of them would not.
   2. Running groups come first, in order: one token for a decode, a chunk for an unfinished prompt. When blocks run out
      the last running group is preempted, whole.
-  3. Then, unless blocks ran out, groups are admitted: swapped ones before waiting ones (of the same priority), in
-     order, while they fit. A waiting group fits if blocks for the whole of its present tokens are free, so that a long
-     prompt does not start only to be preempted; and one percent of the pool stays free (the watermark), so that those
-     that run can grow. With nothing running the watermark is waived.
+  3. Then, unless blocks ran out, swapped and waiting groups are admitted in order, while they fit: if blocks for the
+     whole of their present tokens are free, one of its own for each sequence of several, so that a long prompt does
+     not start only to be preempted. What admitted groups have yet to take is reserved for them, and one percent of the
+     pool stays free (the watermark), so that those that run can grow. With nothing running the watermark is waived.
 
 Preemption (PagedAttention, SOSP 2023, section 4.5) is by recomputation, which gives up the blocks and computes them
-again (mostly prefix-cache hits, if its blocks survive), or by swapping, which keeps them in the host pool. Unless one
-is asked for, a group with one sequence is recomputed, and one with several, whose sharing recomputation would have to
-rebuild, is swapped. When the host pool is full, any is recomputed.
+again (but for what all its sequences begin with and the prefix cache still has), or by swapping, which keeps them in
+the host pool. Unless one is asked for, a group with one sequence is recomputed, and one with several, whose sharing
+recomputation would have to rebuild, is swapped. When the host pool is full, any is recomputed.
 
 Progress is certain: no group can outgrow the pool (the engine refuses those), so the first in order can always run by
-preempting the others; within one priority nobody overtakes. Output does not depend on any of this; that is tested.
+preempting the others; within one priority nobody is admitted before an older one. Output does not depend on any of
+this; that is tested.
 
 Pure Python: no torch here.
 """
 
 import time
 from bisect import insort
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from nanopage.beam_search import Beam
@@ -221,16 +225,15 @@ class Scheduler:
 
     def _admit(self, batch: Batch, budget: int) -> None:
         while budget > 0 and (self.swapped or self.waiting):
-            swapped = self.swapped and not (self.waiting and self.waiting[0].priority < self.swapped[0].priority)
-            group = self.swapped[0] if swapped else self.waiting[0]
-            # What goes out of the host pool in this step is not there to come in, and its slots are not free yet.
+            group = min(self.swapped[:1] + self.waiting[:1], key=_place)
+            swapped = group.status is Status.SWAPPED
+            # What goes out of the host pool in this step is not there to come in.
             if (swapped and batch.swap_out) or not self._fits(group):
                 return
+            self._queue(group).pop(0)
             if swapped:
-                self.swapped.pop(0)
                 batch.swap_in += self.block_manager.swap_in([seq.seq_id for seq in group.live])
             else:
-                self.waiting.pop(0)
                 self._start(group, batch)
             insort(self.running, group, key=_place)
             group.status = Status.RUNNING
@@ -259,41 +262,69 @@ class Scheduler:
         live = group.live
         return self.block_manager.lookup(live[0].token_ids[: _common_length(live)], live[0].cache_salt)
 
-    def _fits(self, group: SequenceGroup, more_blocks: int = 0, more_seqs: int = 0) -> bool:
-        """Whether a waiting or swapped group can be admitted, if so many more blocks and sequences were free."""
+    def _fits(self, group: SequenceGroup, victims: Iterable[SequenceGroup] = (), growth: int = 0) -> bool:
+        """Whether a waiting or swapped group can be admitted, were the victims preempted and did the others that run
+        take `growth` more blocks."""
         manager = self.block_manager
-        seqs = sum(other.num_unfinished for other in self.running) - more_seqs
-        if seqs + group.num_unfinished > self.max_num_seqs:
+        others = [other for other in self.running if other not in victims]
+        if sum(other.num_unfinished for other in others) + group.num_unfinished > self.max_num_seqs:
             return False
-        free = manager.num_free_blocks + more_blocks - (self.watermark if self.running else 0)
-        live = group.live
+        given_up = Counter(
+            block
+            for victim in victims
+            for seq in victim.live
+            for block in manager.block_tables.get(seq.seq_id, ())
+        )  # fmt: skip
+        free = manager.num_free_blocks - growth
+        free += sum(count == manager.ref_counts[block] for block, count in given_up.items())
+        if others:
+            free -= self.watermark + sum(map(self._reserved, others))
+        wanted = self._wanted(group)
         if group.status is Status.SWAPPED:
-            wanted = len(manager.host_blocks_of([seq.seq_id for seq in live]))
-            if self.running:  # with room to grow, so that it does not come in only to go out again
-                tables = [manager.host_tables.get(seq.seq_id, []) for seq in live]
-                wanted += sum(
-                    max(1, manager.blocks_for(s.num_tokens) - len(t)) for s, t in zip(live, tables, strict=True)
-                )
-            return wanted <= free
+            present = len(manager.host_blocks_of([seq.seq_id for seq in group.live]))
+            # With room to grow, so that it does not come in only to go out again; alone, it need not.
+            return (max(wanted, present + len(group.live)) if others else present) <= free
+        in_use = sum(manager.ref_counts[p.block] > given_up[p.block] for p in self._cached_prefix(group))
+        return wanted - in_use <= free
+
+    def _wanted(self, group: SequenceGroup) -> int:
+        """Blocks for all present tokens of a group, one of its own for each sequence of several."""
+        live, manager = group.live, self.block_manager
+        if len(live) == 1:
+            return manager.blocks_for(live[0].num_tokens)
         shared = _common_length(live) // manager.block_size
-        in_use = sum(1 for entry in self._cached_prefix(group) if manager.ref_counts[entry.block])
-        return shared - in_use + sum(manager.blocks_for(seq.num_tokens) - shared for seq in live) <= free
+        return shared + sum(max(1, manager.blocks_for(seq.num_tokens) - shared) for seq in live)
+
+    def _reserved(self, group: SequenceGroup) -> int:
+        """Blocks that a running group was admitted with and has not taken yet."""
+        leader = group.live[0]
+        if group.forked and leader.num_tokens - leader.num_computed_tokens <= 1:
+            return 0
+        held = self.block_manager.blocks_of([seq.seq_id for seq in group.live])
+        return max(0, self._wanted(group) - len(held))
 
     # Who goes out
 
     def _make_way(self, batch: Batch) -> None:
-        """Preempt running groups of lower priority than the first waiting one, if that lets it in."""
-        if not self.waiting or (self.swapped and self.swapped[0].priority <= self.waiting[0].priority):
+        """Preempt running groups of lower priority than the first waiting one, if that lets it in now."""
+        if not self.waiting or (self.swapped and _place(self.swapped[0]) < _place(self.waiting[0])):
             return
         first = self.waiting[0]
-        lower = [group for group in self.running if group.priority > first.priority]
-        if not lower or self._fits(first):
+        num_lower = sum(group.priority > first.priority for group in self.running)
+        if not num_lower or self._fits(first):
             return
-        blocks = self.block_manager.blocks_of([seq.seq_id for group in lower for seq in group.live])
-        if self._fits(first, len(blocks), sum(group.num_unfinished for group in lower)):
-            while lower and not self._fits(first):
-                self._preempt(self.running.pop(), batch)
-                lower.pop()
+        for num_victims in range(1, num_lower + 1):
+            kept, victims = self.running[:-num_victims], self.running[-num_victims:]
+            growth, budget = 0, self.max_num_batched_tokens
+            for group in kept:
+                work = self._work(group, budget)
+                growth += self.block_manager.blocks_to_grow(_growth(work))
+                budget -= sum(num_tokens for _, num_tokens in work)
+            if budget > 0 and self._fits(first, victims, growth):
+                self.running = kept
+                for victim in reversed(victims):
+                    self._preempt(victim, batch)
+                return
 
     def _preempt(self, group: SequenceGroup, batch: Batch) -> None:
         """Take the blocks of a group that has left `running`."""

@@ -160,7 +160,7 @@ def draw_world(rng: random.Random, oracle: LLMEngine) -> tuple[dict, list[Planne
         abort_at = arrival + rng.randrange(25) if rng.random() < 0.15 else None
         params = draw_search(rng) if rng.random() < 0.2 else draw_params(rng, vocab_size)
         plan = Planned(str(i), prompt, params, arrival, abort_at)
-        if not plan.searches and rng.random() < 0.5:
+        if not plan.searches and not params.ranks and rng.random() < 0.5:
             plan.abort_index = rng.randrange(params.num_sequences)
         if options["scheduling_policy"] == "priority":
             plan.priority = rng.choice([-1, 0, 0, 1])

@@ -106,6 +106,16 @@ def test_best_of_returns_the_likeliest_and_only_at_the_end(model):
     assert all(completion.logprobs is None for completion in output.outputs)
 
 
+def test_completions_that_compete_can_not_be_aborted_one_by_one(model):
+    engine = make_engine(model)
+    engine.add_request("a", PROMPT, dataclasses.replace(SAMPLED, n=1, best_of=2))
+    engine.step()
+    with pytest.raises(ValueError, match="index=1"):
+        engine.abort("a", 1)
+    assert len(engine.abort("a").outputs) == 1
+    assert finish(engine) == {}
+
+
 def test_one_completion_can_be_aborted_even_the_one_that_computes_the_prompt(model):
     params = dataclasses.replace(SAMPLED, n=3)
     expected = token_ids(run(make_engine(model), a=(PROMPT, params))["a"])
@@ -218,8 +228,11 @@ def test_beam_search_takes_the_forms_of_generate_and_names_what_it_can_not_use(m
     two = llm.beam_search(["the cat", {"prompt": "a dog"}], [params, dataclasses.replace(params, width=3)], False)
     assert token_ids(one) == token_ids(two[0]) and len(two[1].outputs) == 3
     assert one.outputs[0].text == llm.get_tokenizer().decode(one.outputs[0].token_ids)
-    with pytest.raises(TypeError, match="BeamSearchParams"):
-        llm.beam_search("the cat", None)
+    for wrong in (None, SamplingParams(), [SamplingParams()], 4):
+        with pytest.raises(TypeError, match="BeamSearchParams"):
+            llm.beam_search("the cat", wrong)
+    with pytest.raises(TypeError, match="sampling_params must be SamplingParams"):
+        llm.generate("the cat", params)
     with pytest.raises(ValueError, match=r"prompts\[1\].*empty"):
         llm.beam_search(["the cat", ""], params)
     assert not llm.engine.has_unfinished_requests()
@@ -305,6 +318,55 @@ def test_nobody_is_preempted_for_what_would_not_fit_anyway(model):
     assert finish(engine).keys() == {"same", "low", "high"}
 
 
+def test_blocks_that_others_keep_are_not_counted_as_gained(model):
+    """A lower priority shares its prompt with one that stays: preempting it would give back next to nothing."""
+    engine = make_engine(model, num_gpu_blocks_override=9, scheduling_policy="priority")
+    run(engine, warm=(PROMPT + PROMPT, GREEDY))
+    engine.add_request("same", PROMPT + PROMPT, GREEDY, 0)
+    engine.add_request("low", PROMPT + PROMPT[:30], GREEDY, 9)
+    engine.step()
+    assert engine.last_step.running == 2
+    engine.add_request("high", PROMPT[::-1] * 3, GREEDY, 0)  # seven blocks
+    engine.step()
+    assert (engine.last_step.preempted, engine.last_step.waiting) == (0, 1)
+    assert finish(engine).keys() == {"same", "low", "high"}
+
+
+def test_an_admitted_group_keeps_the_blocks_it_has_yet_to_take(model):
+    """Four completions need a block each after the prompt: whoever comes next must not get them."""
+    engine = make_engine(model, num_gpu_blocks_override=10)
+    engine.add_request("four", PROMPT[:32], dataclasses.replace(SAMPLED, n=4))
+    engine.add_request("next", PROMPT[::-1] * 2, GREEDY)  # five blocks
+    for _ in range(3):
+        engine.step()
+        assert engine.last_step.preempted == 0
+    assert engine.last_step.waiting == 1
+    assert finish(engine).keys() == {"four", "next"}
+    assert engine.scheduler.num_preemptions == 0
+
+
+def test_an_older_request_is_not_overtaken_by_a_swapped_one(model):
+    engine = make_engine(model, num_gpu_blocks_override=14)
+    engine.add_request("first", PROMPT, dataclasses.replace(GREEDY, max_tokens=90))
+    engine.add_request("second", PROMPT[1:], dataclasses.replace(GREEDY, max_tokens=90))
+    engine.add_request("third", PROMPT[2:], dataclasses.replace(SAMPLED, n=2, max_tokens=70))
+    before, came_back = [], 0
+    while engine.has_unfinished_requests():
+        engine.step()
+        running = [group.request_id for group in engine.scheduler.running]
+        waiting = [group.request_id for group in engine.scheduler.waiting]
+        if "third" in running and "third" not in before:
+            came_back += 1
+            assert "second" not in waiting, "overtaken"
+        before = running
+    assert came_back > 1  # the first time it came in
+
+
+def test_more_swap_space_than_there_is_memory_is_refused(model):
+    with pytest.raises(MemoryError, match="swap_space=1e"):
+        make_engine(model, swap_space=1e9)
+
+
 def test_a_priority_without_its_policy_is_refused(model):
     with pytest.raises(ValueError, match=r"priority=1.*scheduling_policy"):
         make_engine(model).add_request("a", "the cat", GREEDY, 1)
@@ -314,6 +376,8 @@ def test_a_priority_without_its_policy_is_refused(model):
     llm = LLM(str(model), scheduling_policy="priority", **options)
     with pytest.raises(ValueError, match="1 values of priority for 2 prompts"):
         llm.generate(["a", "b"], GREEDY, priority=[1])
+    with pytest.raises(TypeError, match="priority must be a list"):
+        llm.generate(["a", "b"], GREEDY, priority=1)
     assert len(llm.generate(["a", "b"], GREEDY, use_tqdm=False, priority=[1, 0])) == 2
 
 
