@@ -27,7 +27,7 @@ def main(
     model: Annotated[str | None, typer.Option(help="Directory, .gguf file or hub id [default: SmolLM2-135M].")] = None,
     prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="Answer this and leave.")] = None,
     system: Annotated[str | None, typer.Option(help="System message.")] = None,
-    temperature: Annotated[float | None, typer.Option(help="0 is greedy [default: the model's own, else 0.2].")] = None,
+    temperature: Annotated[float | None, typer.Option(help="0 is greedy [default: the model's own, else 0].")] = None,
     top_p: Annotated[float | None, typer.Option(help="Nucleus sampling [default: the model's own, else 0.9].")] = None,
     max_tokens: Annotated[int, typer.Option(help="Longest reply: small models do not always find an end.")] = 1024,
     seed: Annotated[int | None, typer.Option(help="Make replies reproducible.")] = None,
@@ -65,8 +65,8 @@ def main(
                 seed=random.getrandbits(32) if seed is None else seed,
             )
         params = llm.get_default_sampling_params()
-        if params == SamplingParams():  # the model recommends nothing
-            params = SamplingParams(temperature=0.2, top_p=0.9)
+        if params == SamplingParams():  # the model recommends nothing: a small one is at its best without chance
+            params = SamplingParams(temperature=0)
         params = dataclasses.replace(params, **asked)
         history = [{"role": "system", "content": system}] if system else []
         if one_shot:
