@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.decorators import mark_dynamic, mark_unbacked
 
+from nanopage.kernels import ops
 from nanopage.kernels.flash_decoding import split
 from nanopage.kv_cache import KVCache
 from nanopage.layers.attention import AttentionMetadata
@@ -87,7 +88,7 @@ class ModelRunner:
         self.device = device
         self.sampler = Sampler()
         dtype = kv_cache.tensor.dtype
-        if device.type == "cpu" and dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        if device.type == "cpu" and ops.can_pack(dtype):
             for module in model.modules():
                 if isinstance(module, Linear):
                     module.pack()

@@ -236,15 +236,16 @@ def test_the_operator_writes_and_then_attends(window):
     torch.testing.assert_close(out, torch.cat([attention(q[:1], k1, v1, window), attention(q[1:], k2, v2, window)]))
 
 
-@pytest.mark.skipif(not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="oneDNN has no bfloat16 on this CPU")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
 @pytest.mark.parametrize("rows", [1, 2, 33])
-def test_a_packed_linear_equals_the_plain_one(rows, bias):
+def test_a_packed_linear_equals_the_plain_one(rows, bias, dtype):
+    if not ops.can_pack(dtype):
+        pytest.skip(f"oneDNN does not multiply in {dtype} on this CPU")
     generator = torch.Generator().manual_seed(0)
-    x, weight, offset = (
-        torch.randn(shape, generator=generator).to(torch.bfloat16) for shape in ((rows, 48), (80, 48), (80,))
-    )
+    x, weight, offset = (torch.randn(shape, generator=generator).to(dtype) for shape in ((rows, 48), (80, 48), (80,)))
     out = torch.ops.nanopage.packed_linear(x, ops.pack(weight), offset if bias else None)
     exact = x.double() @ weight.double().T + (offset.double() if bias else 0)
-    assert out.dtype == torch.bfloat16
-    torch.testing.assert_close(out.double(), exact, rtol=2**-7, atol=0.05)
+    assert out.dtype == dtype
+    rtol, atol = (2**-7, 0.05) if dtype == torch.bfloat16 else (1e-5, 1e-4)
+    torch.testing.assert_close(out.double(), exact, rtol=rtol, atol=atol)

