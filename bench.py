@@ -10,6 +10,7 @@ sequence is ignored). Loading, compiling and warm-up are timed apart. With --com
 iteration, so that a machine whose speed drifts treats both alike.
 """
 
+import contextlib
 import json
 import platform
 import random
@@ -17,7 +18,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
@@ -130,12 +131,9 @@ def memory(
     def engine(**options):
         from nanopage import EngineConfig, LLMEngine
 
-        try:
+        with errors_by_name():
             config = EngineConfig(model=model, device=device, enforce_eager=eager, **{"dtype": dtype} | options)
             return LLMEngine(config)
-        except (ValueError, TypeError, OSError, RuntimeError, MemoryError) as error:
-            console.print(f"[red]error:[/red] {escape(str(error))}", highlight=False)
-            raise typer.Exit(1) from None
 
     plain = engine(enable_prefix_caching=False)
     header = describe(plain, f"memory, seed {seed}", eager)
@@ -155,7 +153,7 @@ def measure_forks(engine, rng: random.Random, num_iters: int) -> dict:
     forms = {"1 request, n=8": [8], "8 requests": [1] * 8}
     runs: dict[str, list[dict]] = {name: [] for name in forms}
     for iteration in range(-1, num_iters):  # the first warms up
-        prompt = [rng.randrange(engine.model_config.vocab_size) for _ in range(512)]
+        prompt = random_prompt(rng, engine, 512)
         for name, counts in forms.items():
             for i, n in enumerate(counts):
                 engine.add_request(str(i), prompt, SamplingParams(n=n, seed=i, **options))
@@ -177,21 +175,17 @@ def measure_forks(engine, rng: random.Random, num_iters: int) -> dict:
 
 def measure_preemption(engine_of: Callable, rng: random.Random, num_iters: int) -> dict:
     """32 requests whose tokens are three times the pool, preempted by recomputation and by swapping."""
-    from nanopage import SamplingParams
-
     lengths = [(rng.randint(32, 256), rng.randint(32, 128)) for _ in range(32)]
     pool = sum(-(-(i + o) // 16) for i, o in lengths) // 3
     options = {"num_gpu_blocks_override": pool, "max_model_len": 256 + 128, "dtype": "float32"}
     engines = {mode: engine_of(preemption_mode=mode, **options) for mode in ("recompute", "swap")}
     runs: dict[str, list[dict]] = {mode: [] for mode in engines}
     for _ in range(num_iters):
-        vocab_size = engines["swap"].model_config.vocab_size
-        prompts = [[rng.randrange(vocab_size) for _ in range(i)] for i, _ in lengths]
+        prompts = [random_prompt(rng, engines["swap"], i) for i, _ in lengths]
         tokens = []
         for mode, engine in engines.items():
             for index, (prompt, (_, output)) in enumerate(zip(prompts, lengths, strict=True)):
-                params = SamplingParams(temperature=0, max_tokens=output, ignore_eos=True, detokenize=False)
-                engine.add_request(str(index), prompt, params)
+                engine.add_request(str(index), prompt, greedy(output))
             steps, seconds, outputs = drive(engine)
             tokens.append({key: output.outputs[0].token_ids for key, output in outputs.items()})
             run = {"seconds": seconds, "preemptions": sum(step.preempted for step in steps)}
@@ -213,14 +207,11 @@ def measure_preemption(engine_of: Callable, rng: random.Random, num_iters: int) 
 
 def measure_waste(engine, rng: random.Random, num_prompts: int, inputs: tuple, outputs: tuple) -> dict:
     """Slots that are allocated and not filled, as a share of those allocated, over all steps of a trace."""
-    from nanopage import SamplingParams
-
     manager, scheduler = engine.scheduler.block_manager, engine.scheduler
-    vocab_size, size = engine.model_config.vocab_size, manager.block_size
+    size = manager.block_size
     for i in range(num_prompts):
-        prompt = [rng.randrange(vocab_size) for _ in range(rng.randint(*inputs))]
-        params = SamplingParams(temperature=0, max_tokens=rng.randint(*outputs), ignore_eos=True, detokenize=False)
-        engine.add_request(str(i), prompt, params)
+        prompt = random_prompt(rng, engine, rng.randint(*inputs))
+        engine.add_request(str(i), prompt, greedy(rng.randint(*outputs)))
     allocated = filled = 0
 
     def sample():
@@ -282,7 +273,7 @@ def bench(
     from nanopage import LLM, hub
 
     imported = time.perf_counter()
-    try:
+    with errors_by_name():
         path = hub.resolve(model)
         resolved = time.perf_counter()
         llm = LLM(
@@ -292,9 +283,6 @@ def bench(
             enforce_eager=eager,
             max_num_seqs=max(256, workload["num_prompts"]),
         )
-    except (ValueError, TypeError, OSError, RuntimeError, MemoryError) as error:
-        console.print(f"[red]error:[/red] {escape(str(error))}", highlight=False)
-        raise typer.Exit(1) from None
     loaded = time.perf_counter()
     longest = max(i + o for i, o in lengths)
     if longest > llm.engine.max_model_len:
@@ -316,10 +304,9 @@ def bench(
     show_header(header)
 
     runs: dict[str, list[Run]] = {name: [] for name in runners}
-    vocab_size = llm.engine.model_config.vocab_size
     with console.status("") as status:
         for iteration in range(-num_iters_warmup, num_iters):
-            work = [Work([rng.randrange(vocab_size) for _ in range(i)], o) for i, o in lengths]
+            work = [Work(random_prompt(rng, llm.engine, i), o) for i, o in lengths]
             for name, run in runners.items():
                 label = "warm-up" if iteration < 0 else f"{iteration + 1}/{num_iters}"
                 status.update(f"{name} {label}")
@@ -341,9 +328,7 @@ def bench(
 
 
 def run_nanopage(llm, work: list[Work]) -> Run:
-    from nanopage import SamplingParams
-
-    params = [SamplingParams(temperature=0, max_tokens=w.output_len, ignore_eos=True, detokenize=False) for w in work]
+    params = [greedy(w.output_len) for w in work]
     started = time.perf_counter()
     outputs = llm.generate([w.prompt for w in work], params, use_tqdm=False)
     seconds = time.perf_counter() - started
@@ -423,6 +408,27 @@ def parse_range(option: str, text: str) -> tuple[int, int]:
     if not 1 <= bounds[0] <= bounds[1]:
         raise typer.BadParameter(f"{text!r}: needs 1 <= LOW <= HIGH", param_hint=option)
     return bounds
+
+
+@contextlib.contextmanager
+def errors_by_name() -> Iterator[None]:
+    """What the engine refuses ends the program with its message."""
+    try:
+        yield
+    except (ValueError, TypeError, OSError, RuntimeError, MemoryError) as error:
+        console.print(f"[red]error:[/red] {escape(str(error))}", highlight=False)
+        raise typer.Exit(1) from None
+
+
+def random_prompt(rng: random.Random, engine, num_tokens: int) -> list[int]:
+    return [rng.randrange(engine.model_config.vocab_size) for _ in range(num_tokens)]
+
+
+def greedy(num_tokens: int):
+    """SamplingParams of exactly so many tokens, without text."""
+    from nanopage import SamplingParams
+
+    return SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True, detokenize=False)
 
 
 def check_json(file: Path | None) -> None:

@@ -152,9 +152,10 @@ class LLMEngine:
             )
         beam_search = None
         if isinstance(params, BeamSearchParams):
-            search, eos = params, self.model_config.eos_token_ids
-            max_tokens = min(search.max_tokens, room)
-            beam_search = BeamSearch(search.width, max_tokens, search.length_penalty, search.early_stopping, eos)
+            max_tokens = min(params.max_tokens, room)
+            beam_search = BeamSearch(
+                params.width, max_tokens, params.length_penalty, params.early_stopping, self.model_config.eos_token_ids
+            )
             sampling = SamplingParams(temperature=0, max_tokens=max_tokens)
             name, count = "width", params.width
         else:

@@ -376,9 +376,7 @@ class SequenceGroup:
         beam_search: what chooses the next beams, if the request is one.
     """
 
-    def __init__(
-        self, seqs: list[Sequence], priority: int = 0, beam_search: BeamSearch | None = None, arrival_time: float = 0.0
-    ):
+    def __init__(self, seqs: list[Sequence], priority: int = 0, beam_search: BeamSearch | None = None):
         self.request_id = seqs[0].request_id
         self.seqs = seqs
         self.priority = priority
@@ -391,7 +389,7 @@ class SequenceGroup:
         self.shared_len = seqs[0].num_prompt_tokens
         self.num_cached_tokens = 0  # of the prompt, found in the prefix cache when first scheduled
         self.prompt_logprobs: list[dict[int, tuple[float, int]]] = []
-        self.metrics = RequestMetrics(arrival_time or time.perf_counter())
+        self.metrics = RequestMetrics(time.perf_counter())
 
     @property
     def params(self) -> SamplingParams:

@@ -32,7 +32,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from nanopage.beam_search import Beam
-from nanopage.block_manager import BlockManager
+from nanopage.block_manager import BlockManager, Prefix
 from nanopage.request import SampledToken, Sequence, SequenceGroup, Status
 
 
@@ -227,14 +227,15 @@ class Scheduler:
         while budget > 0 and (self.swapped or self.waiting):
             group = min(self.swapped[:1] + self.waiting[:1], key=_place)
             swapped = group.status is Status.SWAPPED
+            prefix = [] if swapped else self._cached_prefix(group)
             # What goes out of the host pool in this step is not there to come in.
-            if (swapped and batch.swap_out) or not self._fits(group):
+            if (swapped and batch.swap_out) or not self._fits(group, prefix):
                 return
             self._queue(group).pop(0)
             if swapped:
                 batch.swap_in += self.block_manager.swap_in([seq.seq_id for seq in group.live])
             else:
-                self._start(group, batch)
+                self._start(group, prefix, batch)
             insort(self.running, group, key=_place)
             group.status = Status.RUNNING
             work = self._work(group, budget)
@@ -242,29 +243,30 @@ class Scheduler:
                 return  # a swapped group that came back to an empty pool's last blocks grows when it is its turn
             budget -= self._schedule(batch, group, work)
 
-    def _start(self, group: SequenceGroup, batch: Batch) -> None:
-        """Give the leader of a waiting group the prefix that is cached."""
+    def _start(self, group: SequenceGroup, prefix: list[Prefix], batch: Batch) -> None:
+        """Give the leader of a waiting group its prefix that is cached."""
         live = group.live
         group.forked = len(live) == 1
         group.shared_len = _common_length(live)
         leader = live[0]
-        prefix = self._cached_prefix(group)
         leader.num_computed_tokens = self.block_manager.allocate(leader.seq_id, prefix, group.shared_len)
         batch.num_cached_tokens += leader.num_computed_tokens
         if group.metrics.first_scheduled_time is None:
             group.metrics.first_scheduled_time = time.perf_counter()
             group.num_cached_tokens = leader.num_computed_tokens
 
-    def _cached_prefix(self, group: SequenceGroup) -> list:
+    def _cached_prefix(self, group: SequenceGroup) -> list[Prefix]:
         # Prompt log-probabilities need every prompt position computed.
         if group.params.prompt_logprobs is not None:
             return []
         live = group.live
         return self.block_manager.lookup(live[0].token_ids[: _common_length(live)], live[0].cache_salt)
 
-    def _fits(self, group: SequenceGroup, victims: Iterable[SequenceGroup] = (), growth: int = 0) -> bool:
-        """Whether a waiting or swapped group can be admitted, were the victims preempted and did the others that run
-        take `growth` more blocks."""
+    def _fits(
+        self, group: SequenceGroup, prefix: list[Prefix], victims: Iterable[SequenceGroup] = (), growth: int = 0
+    ) -> bool:
+        """Whether a swapped group, or a waiting one with this cached prefix, can be admitted, were the victims
+        preempted and did those left take `growth` more blocks."""
         manager = self.block_manager
         others = [other for other in self.running if other not in victims]
         if sum(other.num_unfinished for other in others) + group.num_unfinished > self.max_num_seqs:
@@ -284,7 +286,7 @@ class Scheduler:
             present = len(manager.host_blocks_of([seq.seq_id for seq in group.live]))
             # With room to grow, so that it does not come in only to go out again; alone, it need not.
             return (max(wanted, present + len(group.live)) if others else present) <= free
-        in_use = sum(manager.ref_counts[p.block] > given_up[p.block] for p in self._cached_prefix(group))
+        in_use = sum(manager.ref_counts[p.block] > given_up[p.block] for p in prefix)
         return wanted - in_use <= free
 
     def _wanted(self, group: SequenceGroup) -> int:
@@ -311,7 +313,10 @@ class Scheduler:
             return
         first = self.waiting[0]
         num_lower = sum(group.priority > first.priority for group in self.running)
-        if not num_lower or self._fits(first):
+        if not num_lower:
+            return
+        prefix = self._cached_prefix(first)
+        if self._fits(first, prefix):
             return
         for num_victims in range(1, num_lower + 1):
             kept, victims = self.running[:-num_victims], self.running[-num_victims:]
@@ -320,7 +325,7 @@ class Scheduler:
                 work = self._work(group, budget)
                 growth += self.block_manager.blocks_to_grow(_growth(work))
                 budget -= sum(num_tokens for _, num_tokens in work)
-            if budget > 0 and self._fits(first, victims, growth):
+            if budget > 0 and self._fits(first, prefix, victims, growth):
                 self.running = kept
                 for victim in reversed(victims):
                     self._preempt(victim, batch)

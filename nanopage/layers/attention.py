@@ -40,6 +40,7 @@ def paged_attention(
     Returns: [T, num_heads * head_dim]
     """
     if metadata.splits is not None:
+        # Not reference.write_cache: a write through views of the cache would tie the graph to the pool's size.
         block_size = kv_cache.shape[2]
         kv_cache[:, metadata.slot_mapping // block_size, metadata.slot_mapping % block_size] = torch.stack((k, v))
         return flash_decode(q, kv_cache, metadata.splits, window).to(q.dtype).flatten(1)
