@@ -37,7 +37,7 @@ ModelOption = Annotated[
 DtypeOption = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
 DeviceOption = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
 EagerOption = Annotated[
-    bool, typer.Option("--eager/--compile", help="--eager: without torch.compile, for a quicker start.")
+    bool, typer.Option("--eager", help="Without compiled code: the first run on a machine waits a minute for it.")
 ]
 ItersOption = Annotated[int, typer.Option(min=1, help="Measured iterations; medians are reported.")]
 WarmupOption = Annotated[int, typer.Option(min=0, help="Iterations before that, not counted.")]
@@ -133,7 +133,9 @@ def memory(
 
         with errors_by_name():
             config = EngineConfig(model=model, device=device, enforce_eager=eager, **{"dtype": dtype} | options)
-            return LLMEngine(config)
+            made = LLMEngine(config)
+            made.runner.use_graphs(wait=True)
+            return made
 
     plain = engine(enable_prefix_caching=False)
     header = describe(plain, f"memory, seed {seed}", eager)
@@ -283,6 +285,7 @@ def bench(
             enforce_eager=eager,
             max_num_seqs=max(256, workload["num_prompts"]),
         )
+        llm.engine.runner.use_graphs(wait=True)
     loaded = time.perf_counter()
     longest = max(i + o for i, o in lengths)
     if longest > llm.engine.max_model_len:

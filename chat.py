@@ -35,7 +35,7 @@ def main(
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     max_model_len: Annotated[int | None, typer.Option(help="Most tokens of a conversation.")] = None,
     kv_cache_gib: Annotated[float | None, typer.Option(help="Size of the KV cache in GiB.")] = None,
-    eager: Annotated[bool, typer.Option("--eager/--compile", help="--compile: use torch.compile.")] = True,
+    eager: Annotated[bool, typer.Option("--eager", help="Use no compiled code, and compile none.")] = False,
 ) -> None:  # fmt: skip
     """Talk to a model in the terminal. Without a terminal on stdin, or with -p, answer once and leave."""
     one_shot = prompt is not None or not sys.stdin.isatty()
@@ -54,7 +54,7 @@ def main(
         from nanopage import LLM
 
         path = hub.resolve(model)
-        with stderr.status(f"Loading {path.name}" if eager else f"Loading and compiling {path.name}"):
+        with stderr.status(f"Loading {path.name}"):
             llm = LLM(
                 str(path),
                 dtype=dtype,

@@ -47,7 +47,8 @@ class EngineConfig:
             most a quarter of the available RAM and 4 GiB. When it is full, or 0, requests are recomputed.
         scheduling_policy: "fcfs", or "priority": requests with a lower `priority` go first, and take the blocks of
             those with a higher one.
-        enforce_eager: False compiles the decoder layer with torch.compile: faster, after seconds of compiling.
+        enforce_eager: never run compiled decoder layers. By default they are used where there are any, which so far is
+            on a CPU in float32 and bfloat16, and made in the background on first use (see compiler.py).
         seed: of the requests that bring no seed of their own.
 
     Raises:
@@ -68,7 +69,7 @@ class EngineConfig:
     preemption_mode: str | None = None
     swap_space: float | None = None
     scheduling_policy: str = "fcfs"
-    enforce_eager: bool = True
+    enforce_eager: bool = False
     seed: int = 0
 
     def __post_init__(self):

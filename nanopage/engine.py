@@ -10,7 +10,9 @@ import time
 from nanopage import hub, loader
 from nanopage.beam_search import BeamSearch, Hypothesis
 from nanopage.block_manager import BlockManager
+from nanopage.compiler import Graphs
 from nanopage.config import EngineConfig
+from nanopage.kernels.packed_linear import can_pack
 from nanopage.kv_cache import GIB, KVCache, block_bytes, num_blocks_that_fit, num_host_blocks
 from nanopage.model_runner import ModelRunner, resolve_device, resolve_dtype
 from nanopage.request import (
@@ -87,7 +89,14 @@ class LLMEngine:
         size = block_bytes(self.model_config, config.block_size, self.dtype)
         host_blocks = num_host_blocks(config, num_blocks, size)
         self.kv_cache = KVCache(self.model_config, num_blocks, config.block_size, self.dtype, self.device, host_blocks)
-        self.runner = ModelRunner(model, self.kv_cache, self.device, compiled=not config.enforce_eager)
+        graphs = None
+        if not config.enforce_eager and self.device.type == "cpu" and can_pack(self.dtype):
+            graphs = Graphs(path, self.model_config, self.dtype, config.block_size)
+            graphs.start()
+        elif not config.enforce_eager:
+            name = str(self.dtype).removeprefix("torch.")
+            logger.info(f"{name} on {self.device.type} runs eagerly: there is no compiled code for it yet")
+        self.runner = ModelRunner(model, self.kv_cache, self.device, graphs)
         block_manager = BlockManager(num_blocks, config.block_size, config.enable_prefix_caching, host_blocks)
         self.scheduler = Scheduler(
             block_manager, config.max_num_seqs, config.max_num_batched_tokens, config.preemption_mode
@@ -197,6 +206,8 @@ class LLMEngine:
         if group.request_id in self._requests:
             raise ValueError(f"request_id {group.request_id!r} is in use")
         group.metrics.arrival_time = time.perf_counter()
+        if not self._requests:  # between requests, not within one: the graphs round otherwise
+            self.runner.use_graphs()
         self._requests[group.request_id] = request
         self.scheduler.add(group)
 

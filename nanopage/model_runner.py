@@ -5,15 +5,14 @@ import logging
 import sys
 import time
 from itertools import chain
-from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._dynamo.decorators import mark_dynamic, mark_unbacked
 
-from nanopage.kernels import ops
+from nanopage.compiler import Graphs
 from nanopage.kernels.flash_decoding import split
+from nanopage.kernels.packed_linear import can_pack
 from nanopage.kv_cache import KVCache
 from nanopage.layers.attention import AttentionMetadata
 from nanopage.layers.linear import Linear
@@ -23,12 +22,6 @@ from nanopage.scheduler import Batch, ScheduledSequence
 
 logger = logging.getLogger("nanopage")
 
-COMPILE_OPTIONS: dict[str, Any] = {
-    "size_asserts": False,  # packed weights have no strides to assert on
-    "alignment_asserts": False,
-    "assert_indirect_indexing": False,  # of pages, in the innermost loops
-    "cpp.enable_floating_point_contract_flag": "fast",  # fused multiply-add
-}
 PROMPT_LOGPROB_ROWS = 256  # prompt positions whose logits exist at once: [256, vocab_size]
 
 
@@ -79,59 +72,35 @@ class ModelRunner:
         model: from `loader.load_model`.
         kv_cache: the pool its K and V go to.
         device: of both.
-        compiled: run each decoder layer through torch.compile.
+        graphs: of its decoder layers, if they are to be compiled; they are being made and not yet used.
     """
 
-    def __init__(self, model: nn.Module, kv_cache: KVCache, device: torch.device, compiled: bool):
+    def __init__(self, model: nn.Module, kv_cache: KVCache, device: torch.device, graphs: Graphs | None = None):
         self.model: Any = model
         self.kv_cache = kv_cache
         self.device = device
         self.sampler = Sampler()
         dtype = kv_cache.tensor.dtype
-        if device.type == "cpu" and ops.can_pack(dtype):
+        if device.type == "cpu" and can_pack(dtype):
             for module in model.modules():
                 if isinstance(module, Linear):
                     module.pack()
         if device.type == "cpu" and sys.platform == "linux":
             _keep_freed_memory()
-        self.compiled = compiled
-        if compiled:
-            self._compile()
+        self.graphs = graphs
+        self.compiled = False
+        self.use_graphs()
 
-    @torch.inference_mode()
-    def _compile(self) -> None:
-        """Compile the decoder layer: one layer's code serves them all, so the time does not grow with depth.
+    def use_graphs(self, wait: bool = False) -> None:
+        """Put the compiled graphs, if they are there by now, in the decoder layers' place.
 
-        All graphs are made now, so that no request waits for the compiler: for one token, for several sequences of one
-        token each, and for prompts. The sizes here are hints of what is worth a thread.
+        Raises: RuntimeError if told to wait for them and they can not be made.
         """
-        started = time.perf_counter()
-        model, layers = self.model.model, self.model.model.layers
-        forward = torch.compile(type(layers[0]).forward, dynamic=False, fullgraph=True, options=COMPILE_OPTIONS)
-        for query_lens in ([1], [1] * 16, [64]):
-            input_ids, positions, kv_cache, metadata = self._blank_inputs(query_lens)
-            x = model.embed_tokens(input_ids)
-            cos, sin = model.rotary(positions, x.dtype)
-            if len(input_ids) > 1:
-                for tensor in (x, cos, sin, metadata.slot_mapping):
-                    mark_dynamic(tensor, 0)
-            _mark_any_size(metadata)
-            for layer, layer_cache in zip(layers, kv_cache.unbind(0), strict=True):
-                mark_unbacked(layer_cache, 1)
-                forward(layer, x, cos, sin, layer_cache, metadata)
-        for layer in layers:
-            layer.forward = MethodType(forward, layer)
-        self.kv_cache.clear([0])
-        logger.info(f"compiled the decoder layer in {time.perf_counter() - started:.1f} s")
-
-    def _blank_inputs(self, query_lens: list[int]) -> tuple[Tensor, Tensor, Tensor, AttentionMetadata]:
-        """Inputs of the model for sequences of so many tokens, all of them in block 0."""
-        block_size = self.kv_cache.block_size
-        positions = torch.cat([torch.arange(n) for n in query_lens])
-        lens = torch.tensor(query_lens)
-        tables = torch.zeros(len(lens), -(-max(query_lens) // block_size), dtype=torch.int64)
-        metadata = self._metadata(positions % block_size, tables, lens, lens.clone())
-        return torch.zeros_like(positions).to(self.device), positions.to(self.device), self.kv_cache.tensor, metadata
+        if self.graphs is not None and wait:
+            self.graphs.wait()
+        if self.graphs is not None and not self.compiled and self.graphs.ready():
+            self.graphs.install(self.model.model.layers)
+            self.compiled = True
 
     @torch.inference_mode()
     def execute(self, batch: Batch, stats: StepStats | None = None) -> list[SampledToken]:
@@ -190,7 +159,7 @@ class ModelRunner:
 
     def _metadata(self, slots: Tensor, tables: Tensor, query_lens: Tensor, seq_lens: Tensor) -> AttentionMetadata:
         splits = None
-        if self.compiled and self.device.type == "cpu" and len(slots) == len(query_lens):
+        if self.compiled and len(slots) == len(query_lens):
             splits = split(tables, seq_lens, self.kv_cache.block_size)
         return AttentionMetadata(slots.to(self.device), tables.to(self.device), query_lens, seq_lens, splits)
 
@@ -204,16 +173,3 @@ class ModelRunner:
             logits = at_least_float32(self.model.lm_head(hidden[begin - start : stop - start]))
             targets = seq.token_ids[begin + 1 : stop + 1]
             group.prompt_logprobs += top_logprobs(logits, targets, [group.params.prompt_logprobs or 0] * len(targets))
-
-
-def _mark_any_size(metadata: AttentionMetadata) -> None:
-    """Tell torch.compile which sizes no graph may depend on, not even on whether they are one."""
-    tensors = [(metadata.block_tables, 0), (metadata.block_tables, 1), (metadata.query_lens, 0), (metadata.seq_lens, 0)]
-    if (splits := metadata.splits) is not None:
-        tensors += [(tensor, 0) for tensor in (splits.blocks, splits.owner, splits.start, splits.end)]
-        tensors += [(splits.of, 1), (splits.merged, 1)]
-        if len(splits.of) > 1:  # as many as there are tokens, and a single token has a graph of its own
-            mark_dynamic(splits.of, 0)
-            mark_dynamic(splits.merged, 0)
-    for tensor, dim in tensors:
-        mark_unbacked(tensor, dim)

@@ -23,7 +23,7 @@ def model(tmp_path_factory):
 
 def chat(model, *arguments, stdin: str = "") -> subprocess.CompletedProcess:
     return subprocess.run(
-        [sys.executable, str(ROOT / "chat.py"), "--model", str(model), *arguments],
+        [sys.executable, str(ROOT / "chat.py"), "--model", str(model), "--eager", *arguments],
         env=ENV,
         input=stdin,
         capture_output=True,

@@ -57,8 +57,17 @@ def generate_with_transformers(path, dtype, prompts, count) -> list[list[int]]:
     return outputs
 
 
-def test_twenty_prompts_are_continued_token_for_token_as_by_generate(default_model):
-    llm = LLM(str(default_model), dtype="float32", device="cpu", kv_cache_gib=0.5)
+def load(path, eager, **options) -> LLM:
+    """Compiled unless `eager`; the graphs stay in the user's cache, beside the default model."""
+    llm = LLM(str(path), device="cpu", kv_cache_gib=0.5, enforce_eager=eager, **options)
+    llm.engine.runner.use_graphs(wait=True)
+    assert llm.engine.runner.compiled != eager
+    return llm
+
+
+@pytest.mark.parametrize("eager", [True, False], ids=["eager", "compiled"])
+def test_twenty_prompts_are_continued_token_for_token_as_by_generate(default_model, eager):
+    llm = load(default_model, eager, dtype="float32")
     prompts = token_ids(llm)
     outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=64), use_tqdm=False)
     ours = [output.outputs[0].token_ids for output in outputs]
@@ -68,9 +77,10 @@ def test_twenty_prompts_are_continued_token_for_token_as_by_generate(default_mod
     assert differing == []
 
 
-def test_bfloat16_stays_close_to_transformers(default_model):
+@pytest.mark.parametrize("eager", [True, False], ids=["eager", "compiled"])
+def test_bfloat16_stays_close_to_transformers(default_model, eager):
     """vLLM's check_logprobs_close: where two greedy texts part, each token is among the other's five likeliest."""
-    llm = LLM(str(default_model), dtype="bfloat16", device="cpu", kv_cache_gib=0.5)
+    llm = load(default_model, eager, dtype="bfloat16")
     prompts = token_ids(llm)
     params = SamplingParams(temperature=0, max_tokens=64, logprobs=5)
     outputs = llm.generate(prompts, params, use_tqdm=False)
@@ -94,7 +104,7 @@ def test_bfloat16_stays_close_to_transformers(default_model):
 
 def test_beam_search_finds_the_sequences_and_scores_of_transformers(default_model):
     width, count = 4, 24
-    llm = LLM(str(default_model), dtype="float32", device="cpu", kv_cache_gib=0.5)
+    llm = load(default_model, eager=False, dtype="float32")
     prompts = token_ids(llm)
     outputs = llm.beam_search(prompts, BeamSearchParams(width=width, max_tokens=count), use_tqdm=False)
     model = AutoModelForCausalLM.from_pretrained(default_model, dtype=torch.float32).eval()
@@ -119,7 +129,7 @@ def without_padding(token_ids: list[int], end: int = 2) -> list[int]:
 
 @pytest.mark.parametrize("options", [{}, {"max_num_batched_tokens": 16, "block_size": 8}], ids=["plain", "chunked"])
 def test_it_knows_the_capital_of_france(default_model, options):
-    llm = LLM(str(default_model), device="cpu", kv_cache_gib=0.5, **options)
+    llm = load(default_model, eager=True, **options)
     (output,) = llm.chat([{"role": "user", "content": PROMPTS[0]}], SamplingParams(temperature=0, max_tokens=20))
     assert "Paris" in output.outputs[0].text
     assert output.outputs[0].finish_reason == "stop"

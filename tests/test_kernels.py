@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from nanopage.kernels import flash_decoding, ops, reference
+from nanopage.kernels import flash_decoding, packed_linear, reference
+from nanopage.layers.embedding import Embedding, LMHead
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -237,15 +238,65 @@ def test_the_operator_writes_and_then_attends(window):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
-@pytest.mark.parametrize("rows", [1, 2, 33])
-def test_a_packed_linear_equals_the_plain_one(rows, bias, dtype):
-    if not ops.can_pack(dtype):
-        pytest.skip(f"oneDNN does not multiply in {dtype} on this CPU")
-    generator = torch.Generator().manual_seed(0)
-    x, weight, offset = (torch.randn(shape, generator=generator).to(dtype) for shape in ((rows, 48), (80, 48), (80,)))
-    out = torch.ops.nanopage.packed_linear(x, ops.pack(weight), offset if bias else None)
-    exact = x.double() @ weight.double().T + (offset.double() if bias else 0)
-    assert out.dtype == dtype
-    rtol, atol = (2**-7, 0.05) if dtype == torch.bfloat16 else (1e-5, 1e-4)
-    torch.testing.assert_close(out.double(), exact, rtol=rtol, atol=atol)
+class TestPackedLinear:
+    """oneDNN's products and our own over its memory, on sizes that are tiles of 64 and on others."""
+
+    @pytest.fixture(autouse=True)
+    def _needs_one_dnn(self, dtype):
+        if not packed_linear.can_pack(dtype):
+            pytest.skip(f"oneDNN does not multiply in {dtype} on this CPU")
+
+    def random(self, dtype, *shapes):
+        generator = torch.Generator().manual_seed(0)
+        return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+
+    def check(self, out, x, weight, bias, dtype):
+        exact = x.double() @ weight.double().T + (0 if bias is None else bias.double())
+        assert out.dtype == dtype
+        rtol, atol = (2**-7, 0.05) if dtype == torch.bfloat16 else (1e-5, 1e-4)
+        torch.testing.assert_close(out.double(), exact, rtol=rtol, atol=atol)
+
+    @pytest.mark.parametrize("with_bias", [False, True], ids=["no bias", "bias"])
+    @pytest.mark.parametrize("num_rows", [1, 2, 33])
+    def test_equals_the_plain_product(self, num_rows, with_bias, dtype):
+        x, weight, bias = self.random(dtype, (num_rows, 48), (80, 48), (80,))
+        out = torch.ops.nanopage.packed_linear(x, packed_linear.pack(weight), bias if with_bias else None)
+        self.check(out, x, weight, bias if with_bias else None, dtype)
+
+    @pytest.mark.parametrize("with_bias", [False, True], ids=["no bias", "bias"])
+    @pytest.mark.parametrize(("out_features", "in_features"), [(64, 32), (192, 576), (576, 1536)])
+    def test_a_single_row_over_the_tiles(self, out_features, in_features, with_bias, dtype):
+        x, weight, bias = self.random(dtype, (1, in_features), (out_features, in_features), (out_features,))
+        packed = packed_linear.pack(weight)
+        tiles = packed_linear.tiles_of(packed, weight)
+        assert tiles is not None
+        assert tiles.data_ptr() == torch.ops.mkldnn.data_ptr(packed)  # one copy
+        out = packed_linear.matvec(x, tiles, bias if with_bias else None)
+        assert out.shape == (1, out_features)
+        self.check(out, x, weight, bias if with_bias else None, dtype)
+
+    def test_rows_are_those_of_the_weight(self, dtype):
+        (weight,) = self.random(dtype, (192, 576))
+        packed = packed_linear.pack(weight)
+        tiles = packed_linear.tiles_of(packed, weight)
+        ids = torch.tensor([0, 191, 63, 64, 64, 5])
+        assert torch.equal(packed_linear.rows(tiles, ids), weight[ids])
+
+    @pytest.mark.parametrize(("out_features", "in_features"), [(80, 48), (33, 17), (63, 64)])
+    def test_a_layout_that_is_not_tiles_is_left_to_one_dnn(self, out_features, in_features, dtype):
+        (weight,) = self.random(dtype, (out_features, in_features))
+        assert packed_linear.tiles_of(packed_linear.pack(weight), weight) is None
+
+    def test_a_layout_that_only_looks_like_tiles_is_recognized(self, dtype):
+        weight, other = self.random(dtype, (128, 64), (128, 64))
+        assert packed_linear.tiles_of(packed_linear.pack(other), weight) is None
+
+    def test_a_tied_embedding_reads_the_packed_head(self, dtype):
+        (weight,) = self.random(dtype, (192, 576))
+        embedding = Embedding(192, 576)
+        embedding.weight = torch.nn.Parameter(weight.clone(), requires_grad=False)
+        head = LMHead(576, 192, tied_to=embedding)
+        head.pack()
+        ids = torch.tensor([3, 191, 64])
+        assert torch.equal(embedding(ids), weight[ids])
+        assert list(embedding.parameters()) == list(head.parameters()) == []

@@ -132,7 +132,7 @@ def test_chat_is_generate_on_the_template(llm):
 def test_the_models_own_parameters_are_the_default(tmp_path):
     path = tiny_model(tmp_path)
     (path / "generation_config.json").write_text(json.dumps({"temperature": 0.3, "top_k": 7, "eos_token_id": [2, 5]}))
-    llm = LLM(str(path), device="cpu", max_model_len=64, num_gpu_blocks_override=8)
+    llm = LLM(str(path), device="cpu", max_model_len=64, num_gpu_blocks_override=8, enforce_eager=True)
     assert llm.get_default_sampling_params() == SamplingParams(temperature=0.3, top_k=7)
     assert llm.engine.model_config.eos_token_ids == {2, 5}
     (given,) = llm.generate("the cat", SamplingParams(temperature=0, logit_bias={5: 100.0}))

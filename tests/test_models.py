@@ -13,11 +13,9 @@ from helpers import (
     assert_all_close,
     random_tokens,
     reference_logits,
-    save_tokenizer,
     tiny_hf_model,
     tiny_model,
 )
-from torch._dynamo.utils import counters
 from transformers import AutoModelForCausalLM
 
 from nanopage import loader
@@ -210,7 +208,7 @@ def test_a_reused_block_shows_nothing_of_its_former_owner(tmp_path):
     hf_model.save_pretrained(tmp_path)
     config = loader.read_config(tmp_path)
     cache = KVCache(config, 8, BLOCK_SIZE, torch.float32, CPU)
-    runner = ModelRunner(loader.load_model(tmp_path, config, torch.float32, CPU), cache, CPU, compiled=False)
+    runner = ModelRunner(loader.load_model(tmp_path, config, torch.float32, CPU), cache, CPU)
     cache.tensor.fill_(torch.nan)
     scheduler = Scheduler(BlockManager(8, BLOCK_SIZE), 2, 7)
     seqs = []
@@ -281,28 +279,3 @@ def test_bfloat16_with_packed_weights_is_as_close_to_float32_as_transformers_is(
         got = paged.run(plan)
         assert error(got) < 0.05 * spread
         assert error(got) < 1.5 * error(theirs)
-
-
-@pytest.fixture(scope="module")
-def compiled(tmp_path_factory):
-    """A compiled runner of a model whose layers differ in their windows, and how many graphs it made at first."""
-    directory = tmp_path_factory.mktemp("compiled")
-    family, overrides = CASES["qwen2, window in the last layers"]
-    tiny_hf_model(family, **overrides).save_pretrained(directory)
-    save_tokenizer(directory)
-    torch._dynamo.reset()
-    counters.clear()
-    paged = Paged(directory, random_tokens(LENGTHS), compiled=True)
-    return SimpleNamespace(directory=directory, paged=paged, graphs=counters["stats"]["unique_graphs"])
-
-
-def test_a_compiled_model_equals_the_eager_one_and_is_never_compiled_again(compiled):
-    assert compiled.graphs == 6  # one token, one each, prompts; with or without a window; not one a layer
-    eager = Paged(compiled.directory, random_tokens(LENGTHS))
-    for lengths in (LENGTHS, [40], [2], [1], [3, 3], [17, 1], [1] * 9):
-        sequences = random_tokens(lengths, seed=len(lengths))
-        for plan in PLANS:
-            compiled.paged.restart(sequences)
-            eager.restart(sequences)
-            assert_all_close(compiled.paged.run(plan), eager.run(plan))
-    assert counters["stats"]["unique_graphs"] == compiled.graphs

@@ -36,7 +36,7 @@ import sys
 import psutil
 from nanopage import LLM, SamplingParams
 
-llm = LLM(sys.argv[1], device="cpu", max_model_len=64, num_gpu_blocks_override=16)
+llm = LLM(sys.argv[1], device="cpu", max_model_len=64, num_gpu_blocks_override=16, enforce_eager=True)
 print(len(llm.generate("the cat", SamplingParams(max_tokens=5, ignore_eos=True))[0].outputs[0].token_ids))
 process = psutil.Process()
 print(len(process.net_connections("inet")), len(process.children()))

@@ -3,7 +3,7 @@
 Flash-decoding (Dao et al. 2023): each sequence's blocks are cut into splits of about SPLIT_TOKENS tokens. Every split
 attends on its own and leaves an output, the largest score and the sum of its weights; the splits of a sequence are
 merged by these. Splits of all sequences stand in one flat list, so that a long sequence is many rows and a short one
-few. Written as tensor expressions that torch.compile turns into vectorized loops which read the pages where they lie;
+few. Written as tensor expressions that Inductor turns into vectorized loops which read the pages where they lie;
 run eagerly they would gather every page as float32.
 """
 

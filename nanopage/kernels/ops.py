@@ -1,14 +1,14 @@
-"""Operators that torch.compile calls but does not look into.
+"""Operators that a compiled graph calls but does not look into.
 
-Paged attention decides by data (how long, how many), and oneDNN's packed weights are opaque to Inductor: both would
-break the graph. As operators of the library "nanopage" they stay single calls inside a compiled decoder layer. Eager
-code calls the same functions directly.
+Paged attention decides by data (how long, how many), and oneDNN's packed weights are opaque: both would break the
+graph. As operators of the library "nanopage" they stay single calls inside a compiled decoder layer. Eager code calls
+the same functions directly.
 """
 
 import torch
 from torch import Tensor
 
-from nanopage.kernels import reference
+from nanopage.kernels import packed_linear, reference
 
 _library = torch.library.Library("nanopage", "DEF")
 
@@ -41,25 +41,8 @@ def _(q, k, v, kv_cache, slot_mapping, block_tables, query_lens, seq_lens, windo
     return torch.empty_like(q, memory_format=torch.contiguous_format)
 
 
-def packed_linear(x: Tensor, packed_weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x [..., in] times a weight packed by `pack`: [..., out]."""
-    return torch.ops.mkldnn._linear_pointwise.default(x, packed_weight, bias, "none", [], "")
-
-
-def can_pack(dtype: torch.dtype) -> bool:
-    """Whether oneDNN is there and multiplies in this type natively."""
-    if not torch.backends.mkldnn.is_available():
-        return False
-    return dtype == torch.float32 or (dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
-
-
-def pack(weight: Tensor) -> Tensor:
-    """oneDNN's own blocked layout of a weight [out, in]: an opaque tensor of the same size."""
-    return torch.ops.mkldnn._reorder_linear_weight(weight, None)
-
-
 _library.define("packed_linear(Tensor x, Tensor packed_weight, Tensor? bias) -> Tensor")
-_library.impl("packed_linear", packed_linear, "CompositeExplicitAutograd")
+_library.impl("packed_linear", packed_linear.packed_linear, "CompositeExplicitAutograd")
 
 
 @torch.library.register_fake("nanopage::packed_linear", lib=_library)

@@ -17,7 +17,7 @@ class AttentionMetadata:
     block_tables  int64 [B, max_blocks]  physical block of each logical block, padded with the sequence's first
     query_lens    int64 [B], on the CPU  how many of the step's tokens are each sequence's
     seq_lens      int64 [B], on the CPU  tokens of each sequence including this step's
-    splits        if every sequence has a single token and the model is compiled for a CPU: what flash_decode reads
+    splits        if every sequence has a single token and the layer is compiled: what flash_decode reads
     """
 
     slot_mapping: Tensor

@@ -4,6 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from nanopage.kernels import packed_linear
 from nanopage.layers.linear import Linear
 
 
@@ -13,8 +14,12 @@ class Embedding(nn.Module):
     def __init__(self, vocab_size: int, hidden_size: int):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(vocab_size, hidden_size))
+        self.tiles: Tensor | None
+        self.register_buffer("tiles", None, persistent=False)
 
     def forward(self, input_ids: Tensor) -> Tensor:
+        if self.tiles is not None:
+            return packed_linear.rows(self.tiles, input_ids)
         return F.embedding(input_ids, self.weight)
 
 
@@ -23,5 +28,14 @@ class LMHead(Linear):
 
     def __init__(self, hidden_size: int, vocab_size: int, tied_to: Embedding | None = None):
         super().__init__(hidden_size, vocab_size)
+        self.tied_to = [] if tied_to is None else [tied_to]  # in a list: not a part of this module
         if tied_to is not None:
             self.weight = tied_to.weight
+
+    def pack(self) -> None:
+        """As in Linear; a tied embedding then reads its rows out of the packed matrix, so there is one copy still."""
+        super().pack()
+        if self.tiles is not None:
+            for embedding in self.tied_to:
+                embedding.tiles = self.tiles
+                del embedding.weight

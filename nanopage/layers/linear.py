@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nanopage.kernels import ops
+from nanopage.kernels import packed_linear
 
 
 class Linear(nn.Module):
@@ -25,15 +25,22 @@ class Linear(nn.Module):
         self.in_features, self.out_features = in_features, sum(self.parts.values())
         self.weight = nn.Parameter(torch.empty(self.out_features, in_features))
         self.bias = nn.Parameter(torch.empty(self.out_features)) if bias else None
-        self.packed: Tensor | None = None
+        self.packed: Tensor | None
+        self.tiles: Tensor | None
+        self.register_buffer("packed", None, persistent=False)
+        self.register_buffer("tiles", None, persistent=False)
 
     def pack(self) -> None:
         """Replace the weight by oneDNN's layout of it: products then stream it about twice as fast."""
-        self.packed = ops.pack(self.weight.data)
+        self.packed = packed_linear.pack(self.weight.data)
+        self.tiles = packed_linear.tiles_of(self.packed, self.weight.data)
         del self.weight
 
     def forward(self, x: Tensor) -> Tensor:
         if self.packed is None:
             return F.linear(x, self.weight, self.bias)
-        product = torch.ops.nanopage.packed_linear if torch.compiler.is_compiling() else ops.packed_linear
-        return product(x, self.packed, self.bias)
+        if not torch.compiler.is_compiling():
+            return packed_linear.packed_linear(x, self.packed, self.bias)
+        if self.tiles is not None and x.shape[0] == 1:
+            return packed_linear.matvec(x, self.tiles, self.bias)
+        return torch.ops.nanopage.packed_linear(x, self.packed, self.bias)

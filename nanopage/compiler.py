@@ -1,0 +1,264 @@
+"""Decoder layers compiled ahead of time: torch.export and AOTInductor once, a shared library on disk ever after.
+
+One layer's code serves all layers of its kind, because weights are inputs: compiling takes a minute whatever the depth.
+It is done by a process of the lowest priority while the engine works eagerly; a later start only maps the libraries
+(milliseconds, without importing torch.compile). Calling one costs microseconds: there are no guards to evaluate and
+the kernels are called from C++. In turn nothing checks the shapes of inputs.
+"""
+
+import atexit
+import hashlib
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from filelock import FileLock
+from torch import Tensor, nn
+
+import nanopage
+from nanopage import hub, loader
+from nanopage.config import ModelConfig
+from nanopage.kernels.flash_decoding import Splits
+from nanopage.layers.attention import AttentionMetadata
+from nanopage.layers.linear import Linear
+
+logger = logging.getLogger("nanopage")
+
+OPTIONS: dict[str, Any] = {
+    "size_asserts": False,  # packed weights have no strides to assert on
+    "alignment_asserts": False,
+    "assert_indirect_indexing": False,  # of pages, in the innermost loops
+    "cpp.enable_floating_point_contract_flag": "fast",  # fused multiply-add
+}
+KINDS = ("one", "decode", "mixed")  # one token; several sequences of one token each; anything
+
+
+class Graphs:
+    """The compiled decoder layers of one model: made in the background, then put in the layers' place.
+
+    Args:
+        path: of the model.
+        config: the same model's.
+        dtype: of weights, activations and KV: float32 or bfloat16 (see kernels/packed_linear.py).
+        block_size: of the KV cache.
+    """
+
+    def __init__(self, path: Path, config: ModelConfig, dtype: torch.dtype, block_size: int):
+        self.config = config
+        self.spec = {"path": str(path.absolute()), "dtype": str(dtype).removeprefix("torch."), "block_size": block_size}
+        self.spec["threads"] = torch.get_num_threads()  # the code divides its loops by them
+        self.directory = hub.cache_directory() / "compiled" / _key(config, self.spec)
+        self._process: subprocess.Popen | None = None
+        self._failed = False
+
+    def ready(self) -> bool:
+        """Whether all graphs are there. If the process that makes them has failed, says so once."""
+        if all((self.directory / file).exists() for file in _files(self.config)):
+            return True
+        if self._process is not None and self._process.poll() is not None and not self._failed:
+            self._failed = True
+            logger.warning(f"compiling failed, going on without (see {self.directory / 'log'})")
+        return False
+
+    def start(self) -> None:
+        """Have the graphs made by another process, which ends with this one."""
+        if self._process is not None or self.ready():
+            return
+        self.directory.mkdir(parents=True, exist_ok=True)
+        command = [sys.executable, "-m", "nanopage.compiler", json.dumps(self.spec), str(self.directory)]
+        paths = [str(Path(nanopage.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+        with open(self.directory / "log", "w") as log:
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
+                env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))},
+            )  # fmt: skip
+        atexit.register(self.stop)
+        logger.info("compiling the decoder layer in the background; until that is done it runs eagerly")
+
+    def stop(self) -> None:
+        """End the process that `start` began, if it is still at work."""
+        if self._process is not None and self._process.poll() is None:
+            os.killpg(self._process.pid, signal.SIGKILL)  # its C++ compilers, too
+            self._process.wait()
+
+    def wait(self) -> None:
+        """Until all graphs are there. Raises RuntimeError with the end of the log if they could not be made."""
+        self.start()
+        if self._process is not None:
+            self._process.wait()
+        if not self.ready():
+            log = self.directory / "log"
+            raise RuntimeError(f"compiling the decoder layer failed ({log}):\n{log.read_text()[-2000:]}")
+
+    def install(self, layers: nn.ModuleList) -> None:
+        """Call the graphs in the place of the layers' own code."""
+        loaded = {file: _load(self.directory / file) for file in _files(self.config)}
+        for layer, window in zip(layers, self.config.sliding_windows, strict=True):
+            graphs = {kind: loaded[_file(kind, window)] for kind in KINDS}
+            layer.forward = _CompiledLayer(graphs, list(tensors_of(layer).values()))
+
+
+class _CompiledLayer:
+    """A decoder layer's forward, by its graphs."""
+
+    def __init__(self, graphs: dict[str, Any], weights: list[Tensor]):
+        self.graphs, self.weights = graphs, weights
+
+    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, metadata: AttentionMetadata) -> Tensor:
+        kind = "mixed" if metadata.splits is None else "one" if len(x) == 1 else "decode"
+        return self.graphs[kind]([x, cos, sin, kv_cache, *_flatten(metadata), *self.weights])[0]
+
+
+def tensors_of(layer: nn.Module) -> dict[str, Tensor]:
+    """What a layer's graph takes beside activations, by name."""
+    return dict(layer.named_parameters()) | dict(layer.named_buffers())
+
+
+def _flatten(metadata: AttentionMetadata) -> list[Tensor]:
+    splits = metadata.splits
+    if splits is None:
+        return [metadata.slot_mapping, metadata.block_tables, metadata.query_lens, metadata.seq_lens]
+    return [metadata.slot_mapping, splits.blocks, splits.owner, splits.start, splits.end, splits.of, splits.merged]
+
+
+def _unflatten(tensors: list[Tensor]) -> AttentionMetadata:
+    slot_mapping, *others = tensors
+    if len(others) == 3:
+        block_tables, query_lens, seq_lens = others
+        return AttentionMetadata(slot_mapping, block_tables, query_lens, seq_lens)
+    # With splits, attention looks at nothing else.
+    return AttentionMetadata(slot_mapping, slot_mapping, slot_mapping, slot_mapping, Splits(*others))
+
+
+def _file(kind: str, window: int | None) -> str:
+    return f"{kind}.pt2" if window is None else f"{kind}-window-{window}.pt2"
+
+
+def _files(config: ModelConfig) -> list[str]:
+    return [_file(kind, window) for window in dict.fromkeys(config.sliding_windows) for kind in KINDS]
+
+
+def _key(config: ModelConfig, spec: dict[str, Any]) -> str:
+    """Of everything the code depends on: our source, torch, this kind of CPU, and the sizes it is made for."""
+    here = Path(__file__).parent
+    sources = [*sorted(here.glob("kernels/*.py")), *sorted(here.glob("layers/*.py")), Path(__file__)]
+    sources += [here / "models" / f"{config.family}.py", here / "kv_cache.py"]
+    sizes = asdict(config) | {"num_layers": None, "vocab_size": None, "max_position_embeddings": None}
+    sizes["sliding_windows"] = None  # in the name of the file
+    parts = [torch.__version__, sorted(torch.cpu.get_capabilities().items()), spec["dtype"], spec["block_size"]]
+    parts += [spec["threads"], sorted((name, repr(value)) for name, value in sizes.items())]
+    digest = hashlib.sha256(repr(parts).encode())
+    for source in sources:
+        digest.update(source.read_bytes())
+    return digest.hexdigest()[:24]
+
+
+def _load(file: Path):
+    from torch._C._aoti import AOTIModelPackageLoader
+
+    return AOTIModelPackageLoader(str(file), "model", True, 1, -1).boxed_run
+
+
+class _Exported(nn.Module):
+    """A layer as a function of tensors."""
+
+    def __init__(self, layer: nn.Module, names: list[str]):
+        super().__init__()
+        self.layer = [layer]  # in a list: its weights are not constants of this module
+        self.names = names
+
+    def forward(self, x, cos, sin, kv_cache, metadata, weights):
+        tensors = dict(zip(self.names, weights, strict=True))
+        return torch.func.functional_call(self.layer[0], tensors, (x, cos, sin, kv_cache, _unflatten(metadata)))
+
+
+@torch.no_grad()
+def compile_layer(layer: nn.Module, config: ModelConfig, dtype: torch.dtype, block_size: int, kind: str, file: Path):
+    """Write the graph of `kind` of a decoder layer to `file`. Takes tens of seconds."""
+    from torch._inductor import aoti_compile_and_package
+
+    inputs, dims = example(config, dtype, block_size, kind)
+    weights = tensors_of(layer)
+    # oneDNN's tensors are opaque; plain ones of their shape are traced in their place.
+    stand_ins = [torch.empty(t.shape, dtype=t.dtype) if t.is_mkldnn else t for t in weights.values()]
+    program = torch.export.export(
+        _Exported(layer, list(weights)),
+        (*inputs, stand_ins),
+        dynamic_shapes=(*dims, [None] * len(stand_ins)),
+        strict=False,
+    )
+    aoti_compile_and_package(program, package_path=str(file), inductor_configs=OPTIONS)
+
+
+def example(config: ModelConfig, dtype: torch.dtype, block_size: int, kind: str) -> tuple[list[Any], list[Any]]:
+    """(inputs of a graph but the weights, their dynamic dimensions). Sizes are hints of what is worth a thread."""
+    from torch.export import Dim
+
+    from nanopage.kernels.flash_decoding import split
+
+    query_lens = torch.tensor({"one": [1], "decode": [1] * 16, "mixed": [40, 30, 20]}[kind])
+    seq_lens = query_lens + 1000
+    tables = torch.zeros(len(query_lens), -(-int(seq_lens.max()) // block_size), dtype=torch.int64)
+    num_tokens = int(query_lens.sum())
+    slots = torch.zeros(num_tokens, dtype=torch.int64)
+    metadata = AttentionMetadata(slots, tables, query_lens, seq_lens)
+    many, any_size = None if kind == "one" else Dim.DYNAMIC, Dim.DYNAMIC
+    if kind == "mixed":
+        metadata_dims: list[Any] = [{0: many}, {0: any_size, 1: any_size}, {0: any_size}, {0: any_size}]
+    else:
+        metadata.splits = split(tables, seq_lens, block_size)
+        one_a_split, a_row_a_token = {0: any_size}, {0: many, 1: any_size}
+        metadata_dims = [{0: many}, *[one_a_split] * 4, a_row_a_token, a_row_a_token]
+    x = torch.zeros(num_tokens, config.hidden_size, dtype=dtype)
+    cos, sin = torch.zeros(2, num_tokens, 1, config.head_dim // 2, dtype=dtype)
+    kv_cache = torch.zeros(2, 8, block_size, config.num_kv_heads, config.head_dim, dtype=dtype)
+    dims = [{0: many}, {0: many}, {0: many}, {1: any_size}, metadata_dims]
+    return [x, cos, sin, kv_cache, _flatten(metadata)], dims
+
+
+def main(spec: dict[str, Any], directory: Path) -> None:
+    """Make the graphs of `spec` that `directory` does not have."""
+    os.nice(19)
+    torch.set_num_threads(spec["threads"])
+    torch._inductor.config.force_disable_caches = True  # ours is the cache
+    _register_lowering()
+    dtype = getattr(torch, spec["dtype"])
+    config = loader.read_config(Path(spec["path"]))
+    with FileLock(directory / "lock"):
+        for window in dict.fromkeys(config.sliding_windows):
+            # The smallest model with such a layer; its weights are never filled.
+            small = replace(config, num_layers=1, sliding_windows=(window,), vocab_size=64)
+            model: Any = loader.build_model(small, dtype, torch.device("cpu"))
+            layer = model.model.layers[0]
+            for module in layer.modules():
+                if isinstance(module, Linear):
+                    module.pack()
+            for kind in KINDS:
+                file = directory / _file(kind, window)
+                if not file.exists():
+                    with tempfile.TemporaryDirectory(dir=directory) as scratch:
+                        compile_layer(layer, config, dtype, spec["block_size"], kind, Path(scratch) / file.name)
+                        os.replace(Path(scratch) / file.name, file)  # it appears whole or not at all
+
+
+def _register_lowering() -> None:
+    """Have Inductor call oneDNN for nanopage::packed_linear from C++, not our Python function."""
+    from torch._inductor.ir import TensorBox
+    from torch._inductor.lowering import register_lowering
+    from torch._inductor.mkldnn_ir import LinearUnary
+
+    @register_lowering(torch.ops.nanopage.packed_linear.default, type_promotion_kind=None)
+    def _(x, packed_weight, bias):
+        return TensorBox.create(LinearUnary.create(x, packed_weight, bias, "none", [], ""))
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]), Path(sys.argv[2]))

@@ -1,0 +1,168 @@
+"""compiler.py: graphs equal the layers they stand for, are made once, in the background, and leave nothing behind."""
+
+import logging
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from helpers import Paged, assert_all_close, random_tokens, tiny_model
+from test_models import LENGTHS, PLANS
+
+from nanopage import EngineConfig, LLMEngine, SamplingParams, compiler, hub, loader
+
+ROOT = Path(__file__).parent.parent
+# Layers that differ in their windows, biases, and sizes that oneDNN keeps in tiles (the MLP's are not).
+MODEL = {"family": "qwen2", "use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    """A cache of compiled code of this module's own."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield hub.cache_directory()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return tiny_model(tmp_path_factory.mktemp("model"), **MODEL)
+
+
+def graphs_of(model, **options) -> compiler.Graphs:
+    options = {"dtype": torch.float32, "block_size": 8} | options
+    return compiler.Graphs(model, loader.read_config(model), options["dtype"], options["block_size"])
+
+
+@pytest.fixture(scope="module")
+def graphs(model, cache):
+    made = graphs_of(model)
+    made.start()
+    made.wait()
+    return made
+
+
+def engine_of(model, **options) -> LLMEngine:
+    defaults = {"dtype": "float32", "max_model_len": 128, "num_gpu_blocks_override": 32, "block_size": 8}
+    return LLMEngine(EngineConfig(model=str(model), device="cpu", **defaults | options))
+
+
+def run(engine) -> list[list[int]]:
+    for i, prompt in enumerate(random_tokens([17, 1, 8])):
+        engine.add_request(str(i), prompt, SamplingParams(temperature=0, max_tokens=12, ignore_eos=True))
+    done = {}
+    while engine.has_unfinished_requests():
+        done |= {output.request_id: output.outputs[0].token_ids for output in engine.step() if output.finished}
+    return [done[str(i)] for i in range(3)]
+
+
+def test_compiled_layers_equal_the_eager_ones_at_any_size(model, graphs):
+    eager = Paged(model, random_tokens(LENGTHS))
+    compiled = Paged(model, random_tokens(LENGTHS), graphs=graphs)
+    assert compiled.runner.compiled
+    for lengths in (LENGTHS, [40], [2], [1], [3, 3], [17, 1], [1] * 9):
+        sequences = random_tokens(lengths, seed=len(lengths))
+        for plan in PLANS:
+            compiled.restart(sequences)
+            eager.restart(sequences)
+            assert_all_close(compiled.run(plan), eager.run(plan))
+
+
+def test_there_is_a_graph_for_each_kind_of_step_and_window_not_for_each_layer(graphs):
+    names = {file.name for file in graphs.directory.glob("*.pt2")}
+    kinds = {"one", "decode", "mixed"}
+    assert names == {f"{kind}.pt2" for kind in kinds} | {f"{kind}-window-7.pt2" for kind in kinds}
+
+
+SERVE = """
+import sys
+from nanopage import LLM, SamplingParams
+llm = LLM(sys.argv[1], device="cpu", dtype="float32", max_model_len=128, num_gpu_blocks_override=32, block_size=8)
+assert llm.engine.runner.compiled
+prompts = [[5] * n for n in (1, 40, 3, 9, 9)]
+outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=9, ignore_eos=True), use_tqdm=False)
+print(sum(len(output.outputs[0].token_ids) for output in outputs))
+print(*{"torch._dynamo", "torch._inductor"} & set(sys.modules))
+"""
+
+
+def test_a_second_start_never_wakes_the_compiler(model, graphs):
+    files = {file: file.stat().st_mtime_ns for file in graphs.directory.iterdir()}
+    result = subprocess.run(
+        [sys.executable, "-c", SERVE, str(model)], env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.split() == ["45"]
+    assert {file: file.stat().st_mtime_ns for file in graphs.directory.iterdir()} == files
+
+
+def test_what_the_code_depends_on_is_in_the_key(model, graphs, tmp_path):
+    assert graphs_of(model).directory == graphs.directory
+    others = [graphs_of(model, block_size=16), graphs_of(model, dtype=torch.bfloat16)]
+    others.append(graphs_of(tiny_model(tmp_path / "wider", **MODEL, hidden_size=128)))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(threads + 1)
+    others.append(graphs_of(model))
+    torch.set_num_threads(threads)
+    assert len({graphs.directory, *(other.directory for other in others)}) == 5
+    deeper = tiny_model(tmp_path / "deeper", **MODEL, num_hidden_layers=3)
+    assert graphs_of(deeper).directory == graphs.directory  # one layer's code serves any number
+
+
+def test_the_engine_works_meanwhile_and_changes_over_between_requests(model, graphs, monkeypatch, tmp_path):
+    expected = run(engine_of(model, enforce_eager=True))
+    ready = False
+    monkeypatch.setattr(compiler.Graphs, "ready", lambda self: ready)
+    monkeypatch.setattr(compiler.Graphs, "start", lambda self: None)
+    engine = engine_of(model)
+    engine.add_request("first", [5, 6, 7], SamplingParams(max_tokens=5, ignore_eos=True))
+    engine.step()
+    ready = True
+    engine.add_request("second", [5, 6, 7], SamplingParams(max_tokens=5, ignore_eos=True))
+    assert not engine.runner.compiled  # one is at work
+    while engine.has_unfinished_requests():
+        engine.step()
+    assert run(engine) == expected
+    assert engine.runner.compiled
+
+
+def test_enforce_eager_compiles_nothing(model, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    engine = engine_of(model, enforce_eager=True)
+    assert engine.runner.graphs is None
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_dtype_there_is_no_compiled_code_for_is_said_to_run_eagerly(model, caplog):
+    with caplog.at_level(logging.INFO, logger="nanopage"):
+        assert engine_of(model, dtype="float64").runner.graphs is None
+    assert "float64 on cpu runs eagerly" in caplog.text
+
+
+def test_without_a_cpp_compiler_it_says_so_once_and_stays_eager(model, tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    engine = engine_of(model)
+    with pytest.raises(RuntimeError, match="compiling the decoder layer failed"):
+        engine.runner.use_graphs(wait=True)
+    with caplog.at_level(logging.WARNING, logger="nanopage"):
+        first, second = run(engine), run(engine)
+    assert not engine.runner.compiled
+    assert first == second == run(engine_of(model, enforce_eager=True))
+    assert caplog.text.count("compiling failed") <= 1
+
+
+def test_what_is_still_compiling_ends_with_the_engines_process(model, tmp_path):
+    script = SERVE.replace("assert llm.engine.runner.compiled", "assert not llm.engine.runner.compiled")
+    env = os.environ | {"PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(tmp_path)}
+    result = subprocess.run(
+        [sys.executable, "-c", script, str(model)], env=env, capture_output=True, text=True, timeout=120
+    )
+    assert result.returncode == 0, result.stderr
+    time.sleep(0.2)
+    assert not [p for p in psutil.process_iter(["cmdline"]) if str(tmp_path) in " ".join(p.info["cmdline"] or [])]
