@@ -12,6 +12,8 @@ decodes and pieces of prompts together (Orca, OSDI 2022; chunked prefill: Sarath
      whole of their present tokens are free, one of its own for each sequence of several, so that a long prompt does
      not start only to be preempted. What admitted groups have yet to take is reserved for them, and one percent of the
      pool stays free (the watermark), so that those that run can grow. With nothing running the watermark is waived.
+     A prompt whose next block the step is computing for another one waits for it, and those behind it do, too: in the
+     next step the prefix cache has it.
 
 Preemption (PagedAttention, SOSP 2023, section 4.5) is by recomputation, which gives up the blocks and computes them
 again (but for what all its sequences begin with and the prefix cache still has), or by swapping, which keeps them in
@@ -228,6 +230,8 @@ class Scheduler:
             group = min(self.swapped[:1] + self.waiting[:1], key=_place)
             swapped = group.status is Status.SWAPPED
             prefix = [] if swapped else self._cached_prefix(group)
+            if not swapped and self._is_being_computed(group, prefix, batch):
+                return
             # What goes out of the host pool in this step is not there to come in.
             if (swapped and batch.swap_out) or not self._fits(group, prefix):
                 return
@@ -261,6 +265,23 @@ class Scheduler:
             return []
         live = group.live
         return self.block_manager.lookup(live[0].token_ids[: _common_length(live)], live[0].cache_salt)
+
+    def _is_being_computed(self, group: SequenceGroup, prefix: list[Prefix], batch: Batch) -> bool:
+        """Whether this step computes the block that follows a waiting group's cached prefix: in the next step it will
+        be in the cache, and need not be computed twice."""
+        leader, size = group.live[0], self.block_manager.block_size
+        end = (len(prefix) + 1) * size
+        if not self.block_manager.enable_prefix_caching or group.params.prompt_logprobs is not None:
+            return False
+        if end >= _common_length(group.live):  # its last token has to be computed anyway
+            return False
+        return any(
+            s.start < end <= s.start + s.num_tokens
+            and s.num_tokens > 1
+            and s.seq.cache_salt == leader.cache_salt
+            and s.seq.token_ids[:end] == leader.token_ids[:end]
+            for s in batch.sequences
+        )
 
     def _fits(
         self, group: SequenceGroup, prefix: list[Prefix], victims: Iterable[SequenceGroup] = (), growth: int = 0

@@ -420,7 +420,7 @@ def test_what_runs_during_a_reset_goes_on_and_is_not_cached(model):
 def test_a_step_says_what_it_did(model):
     engine = make_engine(model, max_num_batched_tokens=40)
     engine.add_request("a", PROMPT, GREEDY)
-    engine.add_request("b", PROMPT, dataclasses.replace(SAMPLED, n=2))
+    engine.add_request("b", [5, *PROMPT[1:]], dataclasses.replace(SAMPLED, n=2))  # nothing to wait for
     engine.step()
     first = engine.last_step
     assert (first.prefill_tokens, first.decode_tokens, first.output_tokens) == (40, 0, 1)

@@ -139,7 +139,21 @@ class World:
             seq = self.waiting[0]
             prefix = [] if seq.params.prompt_logprobs is not None else manager.lookup(seq.token_ids, seq.cache_salt)
             shared = sum(manager.ref_counts[entry.block] > 0 for entry in prefix)
-            assert manager.blocks_for(seq.num_tokens) - shared > manager.num_free_blocks, "kept waiting without need"
+            short = manager.blocks_for(seq.num_tokens) - shared > manager.num_free_blocks
+            assert short or self.computes_next_block_of(seq, len(prefix), batch), "kept waiting without need"
+
+    def computes_next_block_of(self, seq, num_cached_blocks, batch):
+        """Whether the batch writes, in a chunk of a prompt, the block that `seq` would have to compute first."""
+        if seq.params.prompt_logprobs is not None or not self.manager.enable_prefix_caching:
+            return False
+        first = num_cached_blocks * self.manager.block_size
+        end = first + self.manager.block_size
+        written = {
+            (w.seq.cache_salt, tuple(w.seq.token_ids[:end]))
+            for w in batch.sequences
+            if w.num_tokens > 1 and w.start < end <= w.start + w.num_tokens
+        }
+        return end < seq.num_tokens and (seq.cache_salt, tuple(seq.token_ids[:end])) in written
 
     def check_cache(self, batch, tables):
         """Clear the new blocks, read all there is to read, write the step's tokens."""
@@ -467,17 +481,6 @@ def test_a_sequence_gives_up_its_own_blocks_when_it_is_the_youngest():
     assert [seq.seq_id for seq in preempted(batch)] == [1]
 
 
-def test_the_step_that_preempts_admits_nobody():
-    # Both write the same prefix into blocks of their own; preempted, the young one could share the old one's.
-    world = crowd([1, 1, 1], [1, 1, 1], num_blocks=6, caching=True)
-    world.step()
-    batch = world.step()
-    assert [seq.seq_id for seq in preempted(batch)] == [1]
-    assert world.manager.num_free_blocks == 2
-    assert (running(world), queue(world)) == ([0], [1])
-    assert work(world.step()) == [(0, 4, 1), (1, 3, 1)]
-
-
 def test_a_chunk_that_waits_for_budget_can_be_preempted():
     world = crowd([0] * 2, [1] * 4, num_blocks=6, budget=3)
     assert work(world.step()) == [(1, 0, 1), (0, 0, 2)]
@@ -525,11 +528,39 @@ def test_a_prompt_of_whole_blocks_computes_its_last_block_again():
 def test_blocks_are_shared_the_step_after_they_are_written():
     world = World()
     world.add([1] * 9, max_tokens=4)
+    # It arrives at the same time and waits a step for what it need not compute again; the one behind it waits, too.
     together = world.add([1] * 9, max_tokens=4)
-    assert work(world.step()) == [(0, 0, 9), (1, 0, 9)]
+    behind = world.add([2] * 9, max_tokens=4)
+    assert work(world.step()) == [(0, 0, 9)]
     after = world.add([1] * 9, max_tokens=4)
-    assert work(world.step()) == [(0, 9, 1), (1, 9, 1), (2, 8, 1)]
-    assert (together.group.num_cached_tokens, after.group.num_cached_tokens) == (0, 8)
+    assert work(world.step()) == [(0, 9, 1), (1, 8, 1), (3, 8, 1), (2, 0, 9)]
+    assert [seq.group.num_cached_tokens for seq in (together, behind, after)] == [8, 0, 8]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params"),
+    [
+        ([1] * 3 + [2] + [1] * 5, {}),
+        ([1] * 4, {}),  # its last token has to be computed anyway
+        ([1] * 9, {"prompt_logprobs": 0}),
+        ([1] * 9, {"salt": "another"}),
+    ],
+    ids=["another block", "no whole block before the last token", "prompt log-probabilities", "another salt"],
+)
+def test_who_can_not_share_what_is_being_computed_does_not_wait_for_it(prompt, params):
+    world = World()
+    world.add([1] * 9, max_tokens=4)
+    world.add(prompt, max_tokens=4, **params)
+    assert work(world.step()) == [(0, 0, 9), (1, 0, len(prompt))]
+
+
+def test_a_prompt_in_chunks_is_followed_chunk_by_chunk():
+    world = World(budget=8)
+    world.add([1] * 12 + [2] * 4, max_tokens=4)
+    world.add([1] * 12 + [3] * 4, max_tokens=4)
+    assert work(world.step()) == [(0, 0, 8)]
+    assert work(world.step()) == [(0, 8, 8)]
+    assert work(world.step()) == [(0, 16, 1), (1, 12, 4)]
 
 
 def test_cached_tokens_are_those_of_the_first_time_it_ran():
