@@ -1,8 +1,6 @@
 """ModelRunner: a scheduled Batch to tensors, through the model and the sampler, to sampled tokens."""
 
-import ctypes
 import logging
-import sys
 import time
 from itertools import chain
 from typing import Any
@@ -55,16 +53,6 @@ def computes_natively(dtype: str, device: torch.device) -> bool:
     return any(capabilities.get(name) for name in ("avx512_fp16", "amx_fp16", "fp16_arith"))
 
 
-def _keep_freed_memory() -> None:
-    """Tell glibc not to give activations back to the system after every operator: taking them again costs a page fault
-    for every 4 KiB, a tenth of the time of a prefill. A process-wide setting; no effect under another allocator."""
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "mallopt"):
-        m_trim_threshold, m_mmap_threshold = -1, -3  # malloc.h
-        libc.mallopt(m_mmap_threshold, 2**30)
-        libc.mallopt(m_trim_threshold, 2**31 - 1)
-
-
 class ModelRunner:
     """Runs one model on one device.
 
@@ -85,8 +73,6 @@ class ModelRunner:
             for module in model.modules():
                 if isinstance(module, Linear):
                     module.pack()
-        if device.type == "cpu" and sys.platform == "linux":
-            _keep_freed_memory()
         self.graphs = graphs
         self.compiled = False
         self.use_graphs()
