@@ -149,8 +149,8 @@ def _files(config: ModelConfig) -> list[str]:
 def _key(config: ModelConfig, spec: dict[str, Any]) -> str:
     """Of everything the code depends on: our source, torch, this kind of CPU, and the sizes it is made for."""
     here = Path(__file__).parent
-    sources = [*sorted(here.glob("kernels/*.py")), *sorted(here.glob("layers/*.py")), Path(__file__)]
-    sources += [here / "models" / f"{config.family}.py", here / "kv_cache.py"]
+    kernels = [here / "kernels" / name for name in ("flash_decoding.py", "ops.py", "packed_linear.py")]
+    sources = [*kernels, *sorted(here.glob("layers/*.py")), here / "models" / f"{config.family}.py", Path(__file__)]
     sizes = asdict(config) | {"num_layers": None, "vocab_size": None, "max_position_embeddings": None}
     sizes["sliding_windows"] = None  # in the name of the file
     parts = [torch.__version__, sorted(torch.cpu.get_capabilities().items()), spec["dtype"], spec["block_size"]]

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+import nanopage.kernels.ops  # noqa: F401 (makes the operators)
 from nanopage.kernels import flash_decoding, packed_linear, reference
 from nanopage.layers.embedding import Embedding, LMHead
 
@@ -178,6 +179,65 @@ def test_flash_decoding_over_many_splits(block_size, window):
     pool.check(3, dict.fromkeys(sequences, 1), window)
     pool.check(3, dict.fromkeys(reversed(sequences), 1), window)
     pool.check(3, dict.fromkeys(sequences[-1:], 1), window)
+
+
+class TestTiles:
+    """Chunks in tiles, as in bfloat16, but computed in float64: lengths around the edges of tiles and groups."""
+
+    LENGTHS = ((11, 7), (35, 35), (12, 2), (300, 300), (290, 130), (150, 150), (151, 16), (149, 149), (700, 129))
+
+    def attend(self, pool, query_lens, q, window=None):
+        block_tables, queries, lengths = pool.metadata(query_lens)
+        out = torch.full_like(q, torch.nan)
+        groups = reference.tiles_of(tuple(queries.tolist()), tuple(lengths.tolist()), q.shape[1], window, q.dtype)
+        for tiles in groups:
+            reference.attend(tiles, q, pool.cache, block_tables, out)
+        return out, groups
+
+    @pytest.mark.parametrize("window", [None, 1, 5, 100])
+    @pytest.mark.parametrize("group", [1, 3])
+    def test_equal_attention(self, group, window):
+        pool = Pool(2, 16, 8, torch.float64, num_blocks=300)
+        query_lens = {pool.add(length): queries for length, queries in self.LENGTHS}
+        q = pool.random(sum(query_lens.values()), 2 * group, 16)
+        out, groups = self.attend(pool, query_lens, q, window)
+        rows = q.split(list(query_lens.values()))
+        expected = [attention(r, *pool.sequences[i][1:], window) for i, r in zip(query_lens, rows, strict=True)]
+        torch.testing.assert_close(out, torch.cat(expected), rtol=1e-12, atol=1e-12)
+        assert sum(len(tiles.sequences) for tiles in groups) == 15  # 300 queries are three tiles
+        assert any(len(tiles.sequences) > 1 for tiles in groups)
+
+    def test_what_goes_together_is_bounded_in_size_and_in_padding(self, monkeypatch):
+        monkeypatch.setattr(reference, "GROUP_SCORES", 4 * 100 * 100 * 3)
+        reference.tiles_of.cache_clear()
+        groups = reference.tiles_of((100,) * 7 + (10,), (100,) * 7 + (100,), 4, None, torch.float64)
+        assert sorted(len(tiles.sequences) for tiles in groups) == [1, 1, 3, 3]
+        reference.tiles_of.cache_clear()
+
+    def test_bfloat16_goes_in_tiles(self):
+        pool = Pool(2, 64, 16, torch.bfloat16, num_blocks=64)
+        query_lens = {pool.add(5): 1, pool.add(150): 150, pool.add(140): 140, pool.add(300): 20}
+        q = pool.random(sum(query_lens.values()), 6, 64)
+        out = reference.paged_attention(q, pool.cache, *pool.metadata(query_lens))
+        rows = q.double().split(list(query_lens.values()))
+        exact = [
+            attention(r, *(x.double() for x in pool.sequences[i][1:])) for i, r in zip(query_lens, rows, strict=True)
+        ]
+        torch.testing.assert_close(out.double(), torch.cat(exact), rtol=2**-6, atol=2**-5)
+
+    def test_large_scores_are_not_rounded(self):
+        """Keys with a large bias, as Qwen2's: scores differ by less than bfloat16 can tell at their size."""
+        pool = Pool(1, 64, 16, torch.bfloat16, num_blocks=16)
+        index = pool.add(100)
+        table, k, v = pool.sequences[index]
+        k[..., 0] += 400  # exact scores stay apart by tens
+        slots = torch.tensor(table)[torch.arange(100) // 16] * 16 + torch.arange(100) % 16
+        reference.write_cache(k, v, pool.cache, slots)
+        q = pool.random(100, 1, 64)
+        q[..., 0] = 8.0
+        out = reference.paged_attention(q, pool.cache, *pool.metadata({index: 100}))
+        exact = attention(q.double(), k.double(), v.double())
+        torch.testing.assert_close(out.double(), exact, rtol=2**-6, atol=2**-5)
 
 
 @pytest.mark.parametrize("block_size", [8, 16, 32])

@@ -60,7 +60,9 @@ def flash_decode(q: Tensor, kv_cache: Tensor, splits: Splits, window: int | None
     """
     block_size, kv_heads, head_dim = kv_cache.shape[2:]
     k, v = (cache[splits.blocks].permute(0, 3, 1, 2, 4).float() for cache in kv_cache.unbind(0))
-    q = (q.float() * head_dim**-0.5).unflatten(1, (kv_heads, -1))  # [B, kv_heads, group, dim]
+    # A concatenation is a tensor of its own: otherwise every key would convert and scale its query again.
+    q = torch.cat([half.float() * head_dim**-0.5 for half in q.chunk(2, dim=-1)], dim=-1)
+    q = q.unflatten(1, (kv_heads, -1))  # [B, kv_heads, group, dim]
     positions = splits.start[:, None] + torch.arange(splits.blocks.shape[1] * block_size)
     visible = positions < splits.end[:, None]  # [S, tokens]
     if window is not None:
