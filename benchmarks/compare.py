@@ -115,8 +115,8 @@ class Results:
     """Everything measured, as the JSON file has it. `runs`: workload -> engine -> one Run for each iteration."""
 
     header: dict[str, str]
-    bandwidth_gb_s: float
-    roofline_tok_s: dict[str, float] = field(default_factory=dict)
+    bandwidth_gb_s: dict[str, float] = field(default_factory=dict)  # workload -> measured just before it
+    roofline_tok_s: dict[str, float] = field(default_factory=dict)  # workload -> of the workloads with one request
     start: dict[str, dict[str, dict[str, float]]] = field(default_factory=dict)  # dtype -> engine -> what -> value
     runs: dict[str, dict[str, list[Run]]] = field(default_factory=dict)
     idle_cpu_share: dict[str, float] = field(default_factory=dict)  # CPU seconds of those not at work, a second
@@ -161,17 +161,12 @@ def compare(
                 f"{name}: {tokens} tokens are more than the model's {limit}", param_hint="--workloads"
             )
         longest = max(longest, tokens)
-    bandwidth = read_bandwidth(threads)
-    results = Results(header(path, dtype, seed, num_iters, num_iters_warmup, threads, bandwidth), bandwidth)
+    results = Results(header(path, dtype, seed, num_iters, num_iters_warmup, threads))
     show_header(results.header)
     for batch_dtype in dict.fromkeys((dtype, "float32")):  # one after the other, for the sake of memory
         names = [name for name in workloads if ("float32" if name == "W5" else dtype) == batch_dtype]
         if not names:
             continue
-        for name in names:
-            if name in ("W1", "W4"):
-                step = bytes_of_a_step(path, config, batch_dtype, work[name][0][0])
-                results.roofline_tok_s[name] = bandwidth * 1e9 / step
         tokens = max(sum(len(w.prompt) + w.output_len for w in batch) for name in names for batch in work[name])
         tokens = 1024 * math.ceil(1.25 * tokens / 1024)  # some room: blocks are not all full
         kv_gib = max(2, math.ceil(tokens * kv_bytes(config, batch_dtype) / GIB))
@@ -189,6 +184,10 @@ def compare(
                 peers, pythons, arguments, eager, short, threads, results.start.setdefault(batch_dtype, {}), results
             )
             for name in names:
+                if name in ("W1", "W4"):
+                    results.bandwidth_gb_s[name] = bandwidth = read_bandwidth(threads)
+                    step = bytes_of_a_step(path, config, batch_dtype, work[name][0][0])
+                    results.roofline_tok_s[name] = bandwidth * 1e9 / step
                 run_workload(name, work[name], num_iters_warmup, peers, results)
                 show_workload(name, batch_dtype, results, work[name][0])
         finally:
@@ -273,9 +272,12 @@ def show_workload(name: str, dtype: str, results: Results, work: list[Work]) -> 
     single = len(work) == 1
     columns = ["", "output tok/s", "time to first token (ms)", "decode tok/s of a request", "time (s)"]
     columns += ["prefill tok/s"] if single else []
-    columns += [f"of the roofline, {roof:.0f} tok/s"] if roof else []
+    columns += ["of the roofline"] if roof else []
     columns += ["nanopage / this"] if "nanopage" in runs else []
-    table = table_of(f"{name}: {WORKLOADS[name]}, {dtype}; medians [lowest, highest]", columns)
+    title = f"{name}: {WORKLOADS[name]}, {dtype}; medians [lowest, highest]"
+    if roof:
+        title += f"\nroofline {roof:.0f} tok/s: memory is read at {results.bandwidth_gb_s[name]:.1f} GB/s"
+    table = table_of(title, columns)
     for engine, column in runs.items():
         speeds = [output_tok_s(run) for run in column]
         ttft, decode = median(run.ttft for run in column), median(run.decode_tok_s for run in column)
@@ -376,7 +378,7 @@ def read_bandwidth(threads: int) -> float:
     import torch
 
     torch.set_num_threads(threads)
-    buffer = torch.zeros(GIB // 4, dtype=torch.float32)
+    buffer = torch.ones(GIB // 4, dtype=torch.float32)  # not zeros, which are one page until they are written
     best = math.inf
     for _ in range(7):
         started = time.perf_counter()
@@ -405,13 +407,11 @@ def bytes_of_a_step(path: Path, config: ModelConfig, dtype: str, work: Work) -> 
     return parameters * {"bfloat16": 2, "float32": 4}[dtype] + context * kv_bytes(config, dtype)
 
 
-def header(
-    path: Path, dtype: str, seed: int, num_iters: int, num_iters_warmup: int, threads: int, bandwidth: float
-) -> dict[str, str]:
+def header(path: Path, dtype: str, seed: int, num_iters: int, num_iters_warmup: int, threads: int) -> dict[str, str]:
     return {
         "bench": f"compare, seed {seed}, {num_iters} iterations after {num_iters_warmup} to warm up",
         "model": f"{path.name}, {dtype}",
-        "device": f"cpu: {cpu_name()}, {threads} threads, memory read at {bandwidth:.1f} GB/s",
+        "device": f"cpu: {cpu_name()}, {threads} threads",
     }
 
 
