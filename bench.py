@@ -4,32 +4,34 @@
     python bench.py throughput                       many requests at once: output tok/s
     python bench.py throughput --compare transformers --json result.json
     python bench.py memory                           blocks: what forks save, swap against recomputation, waste
+    python bench.py compare                          the same work on vLLM, OpenVINO, llama.cpp, transformers, in turn
 
 Prompts are random token ids and never repeat, so the prefix cache can not help. Outputs have a fixed length (end of
 sequence is ignored). Loading, compiling and warm-up are timed apart. With --compare the two take turns, iteration by
 iteration, so that a machine whose speed drifts treats both alike.
 """
 
-import contextlib
 import json
 import platform
 import random
 import statistics
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
+import psutil
 import typer
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
+
+from benchmarks.peers import nanopage as nanopage_peer
+from benchmarks.peers import transformers as transformers_peer
+from benchmarks.peers.nanopage import greedy
+from benchmarks.peers.protocol import Run, Work, measure
+from benchmarks.report import check_json, console, cpu_name, errors_by_name, show_header, spread, table_of
 
 app = typer.Typer(help=__doc__, no_args_is_help=True, rich_markup_mode=None, add_completion=False)
-console = Console()
 
 ModelOption = Annotated[
     str | None, typer.Option(help="Directory, .gguf file or hub id [default: SmolLM2-135M-Instruct].")
@@ -45,25 +47,6 @@ SeedOption = Annotated[int, typer.Option(help="Of the lengths and the prompts.")
 JsonOption = Annotated[Path | None, typer.Option("--json", help="Write the results to this file, too.")]
 CompareOption = Annotated[str | None, typer.Option(help="'transformers': run generate() on the same work, in turn.")]
 LengthOption = Annotated[str, typer.Option(help="Tokens: a number, or LOW-HIGH drawn uniformly.")]
-
-
-@dataclass
-class Work:
-    """One request: token ids in, how many to generate."""
-
-    prompt: list[int]
-    output_len: int
-
-
-@dataclass
-class Run:
-    """One iteration of one engine, times in seconds. `ttft` and `decode_tok_s` are means over the requests."""
-
-    seconds: float
-    output_tokens: int
-    total_tokens: int
-    ttft: float | None = None
-    decode_tok_s: float | None = None
 
 
 @app.command()
@@ -249,6 +232,61 @@ def drive(engine, after_step: Callable[[], None] = lambda: None) -> tuple[list, 
     return steps, time.perf_counter() - started, done
 
 
+@app.command()
+def compare(
+    model: ModelOption = None,
+    workloads: Annotated[str | None, typer.Option(help="Which, as in W1,W2 [default: all].")] = None,
+    engines: Annotated[
+        str | None, typer.Option(help="Which, as in nanopage,vllm [default: all that are installed].")
+    ] = None,
+    environments: Annotated[
+        Path | None, typer.Option(help="A virtual environment for each peer [default: ~/.cache/nanopage/peers].")
+    ] = None,
+    mt_bench: Annotated[Path | None, typer.Option(help="mt_bench's question file (JSON lines), for W6.")] = None,
+    dtype: Annotated[str, typer.Option(help="bfloat16 or float32; W5 is always float32.")] = "bfloat16",
+    eager: EagerOption = False,
+    num_iters: ItersOption = 3,
+    num_iters_warmup: WarmupOption = 1,
+    seed: SeedOption = 0,
+    threads: Annotated[int | None, typer.Option(min=1, help="Of every engine [default: physical cores].")] = None,
+    json_file: JsonOption = None,
+) -> None:
+    """Run the same requests on nanopage and its peers, each in its own process, in turn.
+
+    How a peer is installed is said by the first lines of its file in benchmarks/peers. --eager is nanopage's.
+    """
+    from benchmarks import compare as comparison
+    from nanopage import hub
+
+    check_json(json_file)
+    if dtype not in ("bfloat16", "float32"):
+        raise typer.BadParameter(f"{dtype!r} is not one of: bfloat16, float32", param_hint="--dtype")
+    names = list(comparison.WORKLOADS) if workloads is None else list(dict.fromkeys(workloads.split(",")))
+    for name in names:
+        if name not in comparison.WORKLOADS:
+            known = ", ".join(comparison.WORKLOADS)
+            raise typer.BadParameter(f"{name!r} is not one of: {known}", param_hint="--workloads")
+    if "W6" in names and mt_bench is None:
+        if workloads is not None:
+            raise typer.BadParameter("W6 needs mt_bench's question file", param_hint="--mt-bench")
+        names.remove("W6")
+        console.print("W6 is left out: it needs --mt-bench", style="dim", highlight=False)
+    comparison.compare(
+        model,
+        names,
+        None if engines is None else list(dict.fromkeys(engines.split(","))),
+        environments or hub.cache_directory() / "peers",
+        mt_bench,
+        dtype,
+        eager,
+        num_iters,
+        num_iters_warmup,
+        seed,
+        threads or psutil.cpu_count(logical=False) or 1,
+        json_file,
+    )
+
+
 def bench(
     command: str,
     workload: dict,
@@ -290,9 +328,11 @@ def bench(
     longest = max(i + o for i, o in lengths)
     if longest > llm.engine.max_model_len:
         raise typer.BadParameter(f"{longest} tokens are more than the model's {llm.engine.max_model_len}")
-    runners = {"nanopage": lambda work: run_nanopage(llm, work)}
+    runners = {"nanopage": nanopage_peer.runner(llm)}
     if compare:
-        runners["transformers"] = transformers_runner(path, llm.engine)
+        if path.suffix == ".gguf":
+            raise typer.BadParameter("transformers can not load this .gguf file here: give a directory")
+        runners["transformers"] = transformers_peer.runner(path, llm.engine.dtype, llm.engine.device)
     setup = {
         "import": round(imported - started, 3),
         "load and compile": round(loaded - resolved, 3),
@@ -313,7 +353,8 @@ def bench(
             for name, run in runners.items():
                 label = "warm-up" if iteration < 0 else f"{iteration + 1}/{num_iters}"
                 status.update(f"{name} {label}")
-                result = run(work)
+                with errors_by_name():
+                    result = measure(run, work)
                 if iteration < 0:
                     setup.setdefault(f"warm-up {name}", round(result.seconds, 3))
                 else:
@@ -330,77 +371,6 @@ def bench(
         json_file.write_text(json.dumps(record, indent=2) + "\n")
 
 
-def run_nanopage(llm, work: list[Work]) -> Run:
-    params = [greedy(w.output_len) for w in work]
-    started = time.perf_counter()
-    outputs = llm.generate([w.prompt for w in work], params, use_tqdm=False)
-    seconds = time.perf_counter() - started
-    wrong = [o.request_id for o, w in zip(outputs, work, strict=True) if len(o.outputs[0].token_ids) != w.output_len]
-    if wrong:
-        console.print(f"[red]error:[/red] requests {', '.join(wrong)} did not give the tokens asked for")
-        raise typer.Exit(1)
-    times = [o.metrics.token_times for o in outputs]
-    speeds = [(len(t) - 1) / (t[-1] - t[0]) for t in times if len(t) > 1]
-    return Run(
-        seconds,
-        sum(w.output_len for w in work),
-        sum(len(w.prompt) + w.output_len for w in work),
-        statistics.mean(o.metrics.time_to_first_token for o in outputs),
-        statistics.mean(speeds) if speeds else None,
-    )
-
-
-def transformers_runner(path: Path, engine):
-    """generate() on one left-padded batch that runs to its longest output; only the tokens asked for are counted."""
-    import torch
-    from transformers import AutoModelForCausalLM
-    from transformers.generation.streamers import BaseStreamer
-
-    if path.suffix == ".gguf":
-        raise typer.BadParameter("transformers can not load this .gguf file here: give a directory")
-    hf = AutoModelForCausalLM.from_pretrained(path, dtype=engine.dtype).to(engine.device).eval()
-
-    class Clock(BaseStreamer):  # generate() puts the prompt first, then every new token
-        def __init__(self):
-            self.times: list[float] = []
-
-        def put(self, value):
-            self.times.append(time.perf_counter())
-
-        def end(self):
-            pass
-
-    @torch.inference_mode()
-    def run(work: list[Work]) -> Run:
-        width, longest = max(len(w.prompt) for w in work), max(w.output_len for w in work)
-        ids = torch.zeros(len(work), width, dtype=torch.int64)
-        mask = torch.zeros_like(ids)
-        for row, w in enumerate(work):
-            ids[row, width - len(w.prompt) :] = torch.tensor(w.prompt)
-            mask[row, width - len(w.prompt) :] = 1
-        clock = Clock() if len(work) == 1 else None  # it takes no batches
-        started = time.perf_counter()
-        out = hf.generate(
-            ids.to(engine.device),
-            attention_mask=mask.to(engine.device),
-            do_sample=False,
-            min_new_tokens=longest,
-            max_new_tokens=longest,
-            pad_token_id=0,
-            streamer=clock,
-        )
-        seconds = time.perf_counter() - started
-        if out.shape[1] != width + longest:
-            raise RuntimeError("transformers did not generate the tokens asked for")
-        total = sum(len(w.prompt) + w.output_len for w in work)
-        tokens = clock.times[1:] if clock else []
-        ttft = tokens[0] - started if tokens else None
-        speed = (len(tokens) - 1) / (tokens[-1] - tokens[0]) if len(tokens) > 1 else None
-        return Run(seconds, sum(w.output_len for w in work), total, ttft, speed)
-
-    return run
-
-
 def parse_range(option: str, text: str) -> tuple[int, int]:
     """ "128" -> (128, 128), "32-256" -> (32, 256)."""
     low, _, high = text.partition("-")
@@ -413,54 +383,15 @@ def parse_range(option: str, text: str) -> tuple[int, int]:
     return bounds
 
 
-@contextlib.contextmanager
-def errors_by_name() -> Iterator[None]:
-    """What the engine refuses ends the program with its message."""
-    try:
-        yield
-    except (ValueError, TypeError, OSError, RuntimeError, MemoryError) as error:
-        console.print(f"[red]error:[/red] {escape(str(error))}", highlight=False)
-        raise typer.Exit(1) from None
-
-
 def random_prompt(rng: random.Random, engine, num_tokens: int) -> list[int]:
     return [rng.randrange(engine.model_config.vocab_size) for _ in range(num_tokens)]
-
-
-def greedy(num_tokens: int):
-    """SamplingParams of exactly so many tokens, without text."""
-    from nanopage import SamplingParams
-
-    return SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True, detokenize=False)
-
-
-def check_json(file: Path | None) -> None:
-    if file is not None and not file.absolute().parent.is_dir():
-        raise typer.BadParameter(f"no such folder: {file.absolute().parent}", param_hint="--json")
-
-
-def show_header(header: dict[str, str]) -> None:
-    for name, value in header.items():
-        console.print(f"[dim]{name:>14}[/dim]  {escape(value)}", highlight=False, soft_wrap=True)
-
-
-def table_of(title: str, columns: list[str]) -> Table:
-    table = Table(title=title, title_justify="left")
-    for column in columns:
-        table.add_column(column, justify="right" if column else "left")
-    return table
 
 
 def describe(engine, what: str, eager: bool, compare: str | None = None) -> dict[str, str]:
     """What a reader must know to believe or repeat the figures."""
     import torch
 
-    import nanopage
-
-    git = subprocess.run(
-        ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"], capture_output=True, text=True
-    )  # fmt: skip
-    versions = f"nanopage {nanopage.__version__} ({git.stdout.strip() or 'no commit'}), torch {torch.__version__}"
+    versions = ", ".join(f"{name} {version}" for name, version in nanopage_peer.versions().items())
     if compare:
         import transformers
 
@@ -473,14 +404,6 @@ def describe(engine, what: str, eager: bool, compare: str | None = None) -> dict
         "switches": f"{'eager' if eager else 'compiled'}, block size {engine.config.block_size}",
         "versions": f"{versions}, Python {platform.python_version()}",
     }
-
-
-def cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
 
 
 def report(runs: dict[str, list[Run]], setup: dict[str, float], hits: int, command: str) -> None:
@@ -505,13 +428,6 @@ def report(runs: dict[str, list[Run]], setup: dict[str, float], hits: int, comma
     console.print("  ".join(f"{name} {value:.1f} s" for name, value in setup.items()), style="dim", highlight=False)
     if hits:
         console.print(f"The prefix cache served {hits} tokens: not all prompts were new.", style="yellow")
-
-
-def spread(values: list[float | None]) -> str:
-    known = [value for value in values if value is not None]
-    if len(known) < len(values):
-        return "-"
-    return f"{statistics.median(known):.2f} [{min(known):.2f}, {max(known):.2f}]"
 
 
 if __name__ == "__main__":

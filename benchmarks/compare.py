@@ -1,0 +1,428 @@
+"""The same requests on nanopage and on its peers, each in its own process, in turn.
+
+A workload fixes the lengths; the prompts are random token ids, new in every iteration, so that a prefix cache, which
+every engine that has one may use, helps within an iteration and never across two. One engine works at a time.
+"""
+
+import ast
+import json
+import math
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import psutil
+import typer
+from rich.markup import escape
+
+from benchmarks.peers.protocol import Run, Work
+from benchmarks.report import console, cpu_name, errors_by_name, show_header, spread, table_of
+from nanopage.config import ModelConfig
+
+WORKLOADS = {
+    "W1": "1 request, 128 in, 128 out",
+    "W2": "32 requests at once, 32-256 in, 32-128 out",
+    "W3": "64 requests at once, 256 common and 16 own tokens in, 16 out",
+    "W4": "1 request, 1500 in, 128 out",
+    "W5": "W2 in float32",
+    "W6": "first turns of the questions of --mt-bench, chat template, 80 at once, 64 out",
+}
+# The engines that need an environment of their own, and the package that it must have.
+PACKAGES = {"vllm": "vllm", "openvino": "openvino_genai", "llamacpp": "llama_cpp"}
+ENGINES = ("nanopage", "transformers", "transformers_continuous", *PACKAGES)
+ROOT = Path(__file__).parent.parent
+GIB = 2**30
+SETTLE = 0.3  # seconds between two runs: OpenMP threads spin for up to 200 ms after their last work
+
+
+class PeerError(RuntimeError):
+    """An engine's process ended before it answered; the message has the end of its log."""
+
+
+class Peer:
+    """An engine in its own process (see peers/protocol.py)."""
+
+    def __init__(self, command: list[str], threads: int):
+        self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed with the process)
+        self.started = time.perf_counter()
+        self.process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=os.environ | {"OMP_NUM_THREADS": str(threads)},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.log,
+            text=True,
+            start_new_session=True,  # so that what it spawns can be ended with it
+        )
+
+    def ask(self, work: list[Work]) -> Run:
+        """Run a batch. Raises PeerError."""
+        request = {"prompts": [w.prompt for w in work], "output_lens": [w.output_len for w in work]}
+        assert self.process.stdin is not None
+        try:
+            self.process.stdin.write(json.dumps(request) + "\n")
+            self.process.stdin.flush()
+        except BrokenPipeError:
+            raise self.error() from None
+        return Run(**self.answer())
+
+    def answer(self) -> dict:
+        """The next line that the engine says. Raises PeerError."""
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            raise self.error()
+        return json.loads(line)
+
+    def error(self) -> PeerError:
+        code = self.process.wait()
+        self.log.seek(0)
+        return PeerError("\n".join([f"exit code {code}", *self.log.read().splitlines()[-15:]]))
+
+    def cpu_seconds(self) -> float:
+        """CPU time of the process and of its children until now."""
+        total = 0.0
+        try:
+            process = psutil.Process(self.process.pid)
+            for each in (process, *process.children(recursive=True)):
+                times = each.cpu_times()
+                total += times.user + times.system
+        except psutil.NoSuchProcess:
+            pass
+        return total
+
+    def close(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        try:
+            self.process.wait(10)
+        except subprocess.TimeoutExpired:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.log.close()
+
+
+@dataclass
+class Results:
+    """Everything measured, as the JSON file has it. `runs`: workload -> engine -> one Run for each iteration."""
+
+    header: dict[str, str]
+    bandwidth_gb_s: dict[str, float] = field(default_factory=dict)  # workload -> measured just before it
+    roofline_tok_s: dict[str, float] = field(default_factory=dict)  # workload -> of the workloads with one request
+    start: dict[str, dict[str, dict[str, float]]] = field(default_factory=dict)  # dtype -> engine -> what -> value
+    runs: dict[str, dict[str, list[Run]]] = field(default_factory=dict)
+    idle_cpu_share: dict[str, float] = field(default_factory=dict)  # CPU seconds of those not at work, a second
+    failures: dict[str, str] = field(default_factory=dict)
+
+
+def compare(
+    model: str | None,
+    workloads: list[str],
+    engines: list[str] | None,
+    environments: Path,
+    mt_bench: Path | None,
+    dtype: str,
+    eager: bool,
+    num_iters: int,
+    num_iters_warmup: int,
+    seed: int,
+    threads: int,
+    json_file: Path | None,
+) -> None:
+    """Run everything, and print a table when a workload is done."""
+    from nanopage import hub, loader
+
+    pythons = python_of_engines(engines, environments)
+    with errors_by_name():
+        path = hub.resolve(model).resolve()
+        if path.suffix == ".gguf":
+            raise ValueError("compare needs a Hugging Face directory, not a .gguf file: most peers read no other")
+        config = loader.read_config(path)
+    questions = read_questions(mt_bench) if mt_bench else []
+    rng = random.Random(seed)
+    work = {
+        name: [make_work(name, seed, rng, config, path, questions, i) for i in range(num_iters_warmup + num_iters)]
+        for name in workloads
+    }
+    longest = 0
+    for name, iterations in work.items():
+        tokens = max(len(w.prompt) + w.output_len for batch in iterations for w in batch)
+        if tokens > config.max_position_embeddings:
+            limit = config.max_position_embeddings
+            raise typer.BadParameter(
+                f"{name}: {tokens} tokens are more than the model's {limit}", param_hint="--workloads"
+            )
+        longest = max(longest, tokens)
+    results = Results(header(path, dtype, seed, num_iters, num_iters_warmup, threads))
+    show_header(results.header)
+    for batch_dtype in dict.fromkeys((dtype, "float32")):  # one after the other, for the sake of memory
+        names = [name for name in workloads if ("float32" if name == "W5" else dtype) == batch_dtype]
+        if not names:
+            continue
+        tokens = max(sum(len(w.prompt) + w.output_len for w in batch) for name in names for batch in work[name])
+        tokens = 1024 * math.ceil(1.25 * tokens / 1024)  # some room: blocks are not all full
+        kv_gib = max(2, math.ceil(tokens * kv_bytes(config, batch_dtype) / GIB))
+        arguments = [str(path), "--dtype", batch_dtype, "--threads", str(threads), "--kv-tokens", str(tokens)]
+        arguments += [
+            "--kv-gib",
+            str(kv_gib),
+            "--max-model-len",
+            str(min(config.max_position_embeddings, max(4096, longest))),
+        ]
+        short = Work([rng.randrange(config.vocab_size) for _ in range(8)], 1)
+        peers: dict[str, Peer] = {}
+        try:
+            start_all(
+                peers, pythons, arguments, eager, short, threads, results.start.setdefault(batch_dtype, {}), results
+            )
+            for name in names:
+                if name in ("W1", "W4"):
+                    results.bandwidth_gb_s[name] = bandwidth = read_bandwidth(threads)
+                    step = bytes_of_a_step(path, config, batch_dtype, work[name][0][0])
+                    results.roofline_tok_s[name] = bandwidth * 1e9 / step
+                run_workload(name, work[name], num_iters_warmup, peers, results)
+                show_workload(name, batch_dtype, results, work[name][0])
+        finally:
+            for peer in peers.values():
+                peer.close()
+    show_start(results)
+    if json_file is not None:
+        json_file.write_text(json.dumps(asdict(results), indent=2) + "\n")
+    for name, message in results.failures.items():
+        console.print(f"[red]error:[/red] {name}: {escape(message)}", highlight=False)
+    if results.failures:
+        raise typer.Exit(1)
+
+
+def start_all(
+    peers: dict[str, Peer],
+    pythons: dict[str, str],
+    arguments: list[str],
+    eager: bool,
+    short: Work,
+    threads: int,
+    start: dict[str, dict],
+    results: Results,
+) -> None:
+    """Start the engines one after another, each until it has answered a short request; add them to `peers`."""
+    for name, python in pythons.items():
+        command = [python, "-m", f"benchmarks.peers.{name}", *arguments]
+        command += ["--eager"] if name == "nanopage" and eager else []
+        with console.status(f"{name} starts"):
+            try:
+                prepared = Peer([*command, "--prepare"], threads)
+                if prepared.process.wait():
+                    raise prepared.error()
+                prepared.close()
+                peers[name] = peer = Peer(command, threads)
+                results.header[name] = ", ".join(f"{k} {v}" for k, v in peer.answer()["versions"].items())
+                run = peer.ask([short])
+            except PeerError as error:
+                drop(name, error, peers, results)
+                continue
+        start[name] = {"start_to_first_token": time.perf_counter() - peer.started, "peak_rss": run.peak_rss or 0}
+        show_header({name: results.header[name]})
+
+
+def run_workload(
+    name: str, iterations: list[list[Work]], warmup: int, peers: dict[str, Peer], results: Results
+) -> None:
+    """Let the engines take turns, iteration by iteration. One that fails is dropped, and the others go on."""
+    runs: dict[str, list[Run]] = {engine: [] for engine in peers}
+    busy = idle = 0.0
+    with console.status("") as status:
+        for i, work in enumerate(iterations):
+            for engine, peer in list(peers.items()):
+                label = f"{i - warmup + 1}/{len(iterations) - warmup}" if i >= warmup else "warm-up"
+                status.update(f"{name} {engine} {label}")
+                time.sleep(SETTLE)
+                before = {other: each.cpu_seconds() for other, each in peers.items() if other != engine}
+                try:
+                    run = peer.ask(work)
+                except PeerError as error:
+                    drop(engine, error, peers, results)
+                    del runs[engine]
+                    continue
+                busy += run.seconds
+                idle += sum(peers[other].cpu_seconds() - used for other, used in before.items())
+                if i >= warmup:
+                    runs[engine].append(run)
+    results.runs[name] = runs
+    results.idle_cpu_share[name] = idle / busy if busy else 0.0
+
+
+def drop(name: str, error: PeerError, peers: dict[str, Peer], results: Results) -> None:
+    results.failures[name] = str(error)
+    console.print(f"[red]{name} failed[/red] and is left out from here on; why is said at the end", highlight=False)
+    if peer := peers.pop(name, None):
+        peer.close()
+
+
+def show_workload(name: str, dtype: str, results: Results, work: list[Work]) -> None:
+    runs = results.runs[name]
+    roof = results.roofline_tok_s.get(name)
+    single = len(work) == 1
+    columns = ["", "output tok/s", "time to first token (ms)", "decode tok/s of a request", "time (s)"]
+    columns += ["prefill tok/s"] if single else []
+    columns += ["of the roofline"] if roof else []
+    columns += ["nanopage / this"] if "nanopage" in runs else []
+    title = f"{name}: {WORKLOADS[name]}, {dtype}; medians [lowest, highest]"
+    if roof:
+        title += f"\nroofline {roof:.0f} tok/s: memory is read at {results.bandwidth_gb_s[name]:.1f} GB/s"
+    table = table_of(title, columns)
+    for engine, column in runs.items():
+        speeds = [output_tok_s(run) for run in column]
+        ttft, decode = median(run.ttft for run in column), median(run.decode_tok_s for run in column)
+        cells = [engine, spread(speeds), number(ttft and 1000 * ttft, 0), number(decode, 1)]
+        cells.append(number(median(run.seconds for run in column), 2))
+        if single:
+            cells.append(number(ttft and len(work[0].prompt) / ttft, 0))
+        if roof:
+            cells.append(f"{decode / roof:.0%}" if decode else "-")
+        if "nanopage" in runs:
+            ours = [output_tok_s(run) for run in runs["nanopage"]]
+            ratios = [a / b for a, b in zip(ours, speeds, strict=True)]
+            cells.append("1" if engine == "nanopage" else spread(ratios))
+        table.add_row(*cells)
+    console.print(table)
+    if (share := results.idle_cpu_share[name]) > 0.05:
+        console.print(f"Engines that should have been idle used {share:.0%} of a core meanwhile.", style="yellow")
+
+
+def show_start(results: Results) -> None:
+    table = table_of("Start and memory", ["", "dtype", "process start to first token (s)", "peak RSS (GiB)"])
+    for dtype, engines in results.start.items():
+        names = [name for name in results.runs if ("float32" if name == "W5" else dtype) == dtype]
+        for engine, figures in engines.items():
+            runs = [run for name in names for run in results.runs[name].get(engine, [])]
+            figures["peak_rss"] = max([figures["peak_rss"], *(run.peak_rss or 0 for run in runs)])
+            rss = number(figures["peak_rss"] / GIB or None, 2)
+            table.add_row(engine, dtype, number(figures["start_to_first_token"], 1), rss)
+    console.print(table)
+
+
+def python_of_engines(engines: list[str] | None, environments: Path) -> dict[str, str]:
+    """Engine -> its interpreter, for those named, or all that are installed. Raises BadParameter."""
+    pythons = {}
+    for name in engines if engines is not None else ENGINES:
+        if name not in ENGINES:
+            raise typer.BadParameter(f"{name!r} is not one of: {', '.join(ENGINES)}", param_hint="--engines")
+        if name not in PACKAGES:
+            pythons[name] = sys.executable
+            continue
+        home = environments.expanduser().absolute() / name
+        if any(home.glob(f"lib/python*/site-packages/{PACKAGES[name]}")):
+            pythons[name] = str(home / "bin" / "python")
+        elif engines is not None:
+            how = ast.get_docstring(ast.parse((ROOT / "benchmarks" / "peers" / f"{name}.py").read_text()))
+            console.print(f"[red]error:[/red] --engines: {name} is not installed in {home}\n\n{how}", highlight=False)
+            raise typer.Exit(2)
+        else:
+            console.print(f"{name} is left out: it is not installed in {home}", style="dim", highlight=False)
+    return pythons
+
+
+def read_questions(file: Path) -> list[str]:
+    """The first turns of an mt_bench question file: JSON lines with {"turns": [...]}."""
+    try:
+        questions = [json.loads(line)["turns"][0] for line in file.read_text().splitlines() if line.strip()]
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        message = f"{file} is no file of JSON lines with 'turns': {error!r}"
+        raise typer.BadParameter(message, param_hint="--mt-bench") from None
+    if not questions or not all(isinstance(question, str) for question in questions):
+        raise typer.BadParameter(f"{file} has no questions", param_hint="--mt-bench")
+    return questions[:80]
+
+
+def make_work(
+    name: str, seed: int, rng: random.Random, config: ModelConfig, path: Path, questions: list[str], iteration: int
+) -> list[Work]:
+    """The requests of one iteration: lengths by `seed`, tokens by `rng`."""
+
+    def tokens(count: int) -> list[int]:
+        return [rng.randrange(config.vocab_size) for _ in range(count)]
+
+    if name == "W1":
+        return [Work(tokens(128), 128)]
+    if name in ("W2", "W5"):
+        lengths = random.Random(seed)
+        return [Work(tokens(lengths.randint(32, 256)), lengths.randint(32, 128)) for _ in range(32)]
+    if name == "W3":
+        common = tokens(256)
+        return [Work(common + tokens(16), 16) for _ in range(64)]
+    if name == "W4":
+        return [Work(tokens(1500), 128)]
+    from nanopage.tokenizer import Tokenizer
+
+    tokenizer = Tokenizer(path)
+    work = []
+    for question in questions:
+        # The number makes the prompts new in every iteration; what the template puts before it is a few tokens.
+        messages = [{"role": "user", "content": f"{iteration}. {question}"}]
+        with errors_by_name():
+            text = tokenizer.apply_chat_template(messages, None, True)
+        work.append(Work(tokenizer.encode(text, add_special_tokens=False), 64))
+    return work
+
+
+def read_bandwidth(threads: int) -> float:
+    """GB/s at which all threads together read a buffer of 1 GiB, far more than caches hold: the best of 7 readings."""
+    import torch
+
+    torch.set_num_threads(threads)
+    buffer = torch.ones(GIB // 4, dtype=torch.float32)  # not zeros, which are one page until they are written
+    best = math.inf
+    for _ in range(7):
+        started = time.perf_counter()
+        buffer.amax()  # of torch's reductions the one that waits for nothing but memory
+        best = min(best, time.perf_counter() - started)
+    return GIB / best / 1e9
+
+
+def kv_bytes(config: ModelConfig, dtype: str) -> int:
+    """Of one token."""
+    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * {"bfloat16": 2, "float32": 4}[dtype]
+
+
+def bytes_of_a_step(path: Path, config: ModelConfig, dtype: str, work: Work) -> float:
+    """What one decode step of a request has to read: all weights once, less an embedding that is not also the head, and
+    the KV of the tokens before it, on average over the output."""
+    from safetensors import safe_open
+
+    skipped = "lm_head.weight" if config.tie_word_embeddings else "model.embed_tokens.weight"
+    parameters = 0
+    for file in sorted(path.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as tensors:
+            shapes = {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}  # noqa: SIM118
+        parameters += sum(math.prod(shape) for name, shape in shapes.items() if name != skipped)
+    context = len(work.prompt) + work.output_len / 2
+    return parameters * {"bfloat16": 2, "float32": 4}[dtype] + context * kv_bytes(config, dtype)
+
+
+def header(path: Path, dtype: str, seed: int, num_iters: int, num_iters_warmup: int, threads: int) -> dict[str, str]:
+    return {
+        "bench": f"compare, seed {seed}, {num_iters} iterations after {num_iters_warmup} to warm up",
+        "model": f"{path.name}, {dtype}",
+        "device": f"cpu: {cpu_name()}, {threads} threads",
+    }
+
+
+def output_tok_s(run: Run) -> float:
+    return run.output_tokens / run.seconds
+
+
+def median(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.median(known) if known else None
+
+
+def number(value: float | None, digits: int) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"

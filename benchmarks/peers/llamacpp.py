@@ -1,0 +1,173 @@
+"""llama.cpp, compiled for this machine by llama-cpp-python, through its C API.
+
+    python3 -m venv ~/.cache/nanopage/peers/llamacpp
+    CMAKE_ARGS=-DGGML_NATIVE=ON ~/.cache/nanopage/peers/llamacpp/bin/pip install llama-cpp-python gguf
+
+The loop is that of llama.cpp's server: each batch holds one token of every running sequence, then prompts. What all
+prompts begin with is computed once and shared by llama_memory_seq_cp. The KV cache is float16 with bfloat16 weights, as
+shipped. Models of the architecture LlamaForCausalLM without rope scaling; no vocabulary is written, since prompts are
+token ids.
+"""
+
+import json
+import time
+from pathlib import Path
+
+from benchmarks.peers.protocol import Engine, Options, Output, Work, converted, serve, written_whole
+
+MAX_SEQUENCES = 256  # llama.cpp's own limit
+BATCH = 2048  # tokens
+
+
+def load(options: Options) -> tuple[dict[str, str], Engine]:
+    import llama_cpp
+    import numpy as np
+
+    model = llama_cpp.llama_model_load_from_file(
+        str(gguf_file(options)).encode(), llama_cpp.llama_model_default_params()
+    )
+    if not model:
+        raise RuntimeError(f"llama.cpp can not load {gguf_file(options)}")
+    exact = options.dtype == "float32"
+    params = llama_cpp.llama_context_default_params()
+    params.n_ctx = options.kv_tokens
+    params.n_batch = BATCH
+    params.n_seq_max = MAX_SEQUENCES
+    params.kv_unified = True  # otherwise n_ctx is cut in as many equal parts
+    params.n_threads = params.n_threads_batch = options.threads
+    params.type_k = params.type_v = llama_cpp.GGML_TYPE_F32 if exact else llama_cpp.GGML_TYPE_F16
+    context = llama_cpp.llama_init_from_model(model, params)
+    if not context:
+        raise RuntimeError("llama.cpp can not make a context")
+    memory = llama_cpp.llama_get_memory(context)
+    vocab_size = llama_cpp.llama_n_vocab(llama_cpp.llama_model_get_vocab(model))
+    batch = llama_cpp.llama_batch_init(BATCH, 0, 1)
+
+    def run(work: list[Work]) -> list[Output]:
+        if len(work) > MAX_SEQUENCES:
+            raise RuntimeError(f"{len(work)} requests are more than llama.cpp's {MAX_SEQUENCES} sequences")
+        llama_cpp.llama_memory_clear(memory, False)
+        outputs = [Output([]) for _ in work]
+        texts = [list(w.prompt) for w in work]  # prompt and output
+        shared = common_prefix(texts) if len(texts) > 1 else 0
+        for start in range(0, shared, BATCH):
+            decode([(0, i, texts[0][i], False) for i in range(start, min(start + BATCH, shared))])
+        for seq in range(1, len(work) if shared else 0):
+            llama_cpp.llama_memory_seq_cp(memory, 0, seq, 0, shared)
+        computed = [shared] * len(work)
+        running = list(range(len(work)))
+        while running:
+            entries: list[tuple[int, int, int, bool]] = []
+            # Those with one token left to compute, that is those that decode, go first.
+            for seq in sorted(running, key=lambda seq: len(texts[seq]) - computed[seq] > 1):
+                end = min(len(texts[seq]), computed[seq] + BATCH - len(entries))
+                entries += [(seq, i, texts[seq][i], i == len(texts[seq]) - 1) for i in range(computed[seq], end)]
+                computed[seq] = end
+            decode(entries)
+            for row, (seq, *_, wanted) in enumerate(entries):
+                if wanted:
+                    logits = llama_cpp.llama_get_logits_ith(context, row)
+                    token = int(np.ctypeslib.as_array(logits, (vocab_size,)).argmax())
+                    now = time.perf_counter()
+                    output = outputs[seq]
+                    output.token_ids.append(token)
+                    output.first, output.last = output.first or now, now
+                    texts[seq].append(token)
+            running = [seq for seq in running if len(outputs[seq].token_ids) < work[seq].output_len]
+        return outputs
+
+    def decode(entries: list[tuple[int, int, int, bool]]) -> None:
+        """Compute tokens, each as (sequence, position, token id, whether its logits are wanted)."""
+        batch.n_tokens = len(entries)
+        for row, (seq, position, token, wanted) in enumerate(entries):
+            batch.token[row], batch.pos[row], batch.logits[row] = token, position, wanted
+            batch.n_seq_id[row], batch.seq_id[row][0] = 1, seq
+        if code := llama_cpp.llama_decode(context, batch):
+            raise RuntimeError(f"llama_decode gave {code}: 1 means that the KV cache is full")
+
+    return {"llama-cpp-python": llama_cpp.__version__}, run
+
+
+def common_prefix(texts: list[list[int]]) -> int:
+    """How many tokens all texts begin with; at most one less than the shortest has, whose last is needed for logits."""
+    first, last = min(texts), max(texts)
+    most = min(len(text) for text in texts) - 1
+    return next((i for i in range(most) if first[i] != last[i]), most)
+
+
+def gguf_file(options: Options) -> Path:
+    return converted(options, f"{options.dtype}.gguf")
+
+
+def prepare(options: Options) -> None:
+    """Write the model's weights as a .gguf file; vectors in float32, as llama.cpp wants them."""
+    if gguf_file(options).exists():
+        return
+    import gguf
+    import numpy as np
+
+    config = json.loads((options.model / "config.json").read_text())
+    if config["architectures"] != ["LlamaForCausalLM"] or config.get("rope_scaling"):
+        raise RuntimeError("only LlamaForCausalLM without rope scaling is written as .gguf here")
+    heads, layers = config["num_attention_heads"], config["num_hidden_layers"]
+    kv_heads = config.get("num_key_value_heads", heads)
+    head_dim = config.get("head_dim") or config["hidden_size"] // heads
+    rope = config.get("rope_parameters") or config
+    with written_whole(gguf_file(options)) as file:
+        writer = gguf.GGUFWriter(file, "llama")
+        writer.add_block_count(layers)
+        writer.add_context_length(config["max_position_embeddings"])
+        writer.add_embedding_length(config["hidden_size"])
+        writer.add_feed_forward_length(config["intermediate_size"])
+        writer.add_head_count(heads)
+        writer.add_head_count_kv(kv_heads)
+        writer.add_key_length(head_dim)
+        writer.add_value_length(head_dim)
+        writer.add_rope_dimension_count(head_dim)
+        writer.add_rope_freq_base(rope.get("rope_theta", 10000.0))
+        writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+        writer.add_vocab_size(config["vocab_size"])
+        writer.add_tokenizer_model("no_vocab")
+        names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, layers)
+        for path in sorted(options.model.glob("*.safetensors")):
+            for name, tensor in float32_tensors(path):
+                if name == "lm_head.weight" and config.get("tie_word_embeddings"):
+                    continue
+                for part, count in (("q_proj", heads), ("k_proj", kv_heads)):
+                    if part in name:  # llama.cpp rotates neighbouring rows, transformers the two halves of a head
+                        halves = tensor.reshape(count, 2, head_dim // 2, *tensor.shape[1:])
+                        tensor = np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(tensor.shape)
+                new = names.get_name(name, try_suffixes=(".weight", ".bias"))
+                if new is None:
+                    raise RuntimeError(f"no name in .gguf for {name}")
+                if tensor.ndim > 1 and options.dtype == "bfloat16":
+                    kind = gguf.GGMLQuantizationType.BF16
+                    writer.add_tensor(new, gguf.quantize(tensor, kind), raw_dtype=kind)
+                else:
+                    writer.add_tensor(new, tensor)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+
+
+def float32_tensors(path: Path):
+    """(name, float32 array) of a .safetensors file; without torch, which this environment does not have."""
+    import numpy as np
+
+    data = np.memmap(path, dtype=np.uint8, mode="r")
+    start = 8 + int(data[:8].view(np.uint64)[0])
+    for name, entry in json.loads(data[8:start].tobytes()).items():
+        if name == "__metadata__":
+            continue
+        begin, end = (start + offset for offset in entry["data_offsets"])
+        raw = np.array(data[begin:end])
+        if entry["dtype"] == "BF16":
+            tensor = (raw.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+        else:
+            tensor = raw.view({"F32": np.float32, "F16": np.float16}[entry["dtype"]]).astype(np.float32)
+        yield name, tensor.reshape(entry["shape"])
+
+
+if __name__ == "__main__":
+    serve(load, prepare)

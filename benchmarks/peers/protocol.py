@@ -1,0 +1,162 @@
+"""What bench.py and an engine in its own process say to each other: JSON lines on the engine's stdin and stdout.
+
+    DIR/vllm/bin/python -m benchmarks.peers.vllm MODEL --dtype bfloat16 --threads 2 --kv-gib 2 --max-model-len 4096
+
+The engine loads and answers {"versions": {...}}. From then on every line
+{"prompts": [[ids], ...], "output_lens": [...]} is answered with a `Run`, until stdin is closed. The standard library is
+all that this file needs: it runs in any environment.
+"""
+
+import argparse
+import contextlib
+import hashlib
+import json
+import os
+import re
+import shutil
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TextIO
+
+
+@dataclass
+class Options:
+    """What every engine is told. An engine that can not do as it is told raises."""
+
+    model: Path  # a Hugging Face directory
+    dtype: str  # of weights, activations and KV: bfloat16 or float32
+    threads: int
+    kv_tokens: int  # that the KV cache must hold at least
+    kv_gib: int  # the same as a size, of the engines that take one
+    max_model_len: int  # tokens of the longest request, prompt and output
+    eager: bool  # nanopage only: no torch.compile
+
+
+@dataclass
+class Work:
+    """One request: token ids in, how many to generate."""
+
+    prompt: list[int]
+    output_len: int
+
+
+@dataclass
+class Output:
+    """What became of one request; times of its first and last token on `time.perf_counter`'s clock, if known."""
+
+    token_ids: list[int]
+    first: float | None = None
+    last: float | None = None
+
+
+@dataclass
+class Run:
+    """One batch of requests, times in seconds. `ttft` and `decode_tok_s` are means over the requests."""
+
+    seconds: float
+    output_tokens: int
+    total_tokens: int
+    ttft: float | None = None
+    decode_tok_s: float | None = None
+    peak_rss: int | None = None  # bytes, since the process was started
+
+
+Engine = Callable[[list[Work]], list[Output]]
+
+
+def measure(engine: Engine, work: list[Work]) -> Run:
+    """Run a batch. Raises RuntimeError if a request did not get exactly the tokens asked for."""
+    started = time.perf_counter()
+    outputs = engine(work)
+    seconds = time.perf_counter() - started
+    pairs = list(zip(outputs, work, strict=True))
+    if wrong := [str(i) for i, (output, w) in enumerate(pairs) if len(output.token_ids) != w.output_len]:
+        raise RuntimeError(f"requests {', '.join(wrong)} did not give the tokens asked for")
+    firsts = [output.first - started for output in outputs if output.first is not None]
+    speeds = [
+        (w.output_len - 1) / (output.last - output.first)
+        for output, w in pairs
+        if output.first is not None and output.last is not None and output.last > output.first
+    ]
+    return Run(
+        seconds,
+        sum(w.output_len for w in work),
+        sum(len(w.prompt) + w.output_len for w in work),
+        statistics.mean(firsts) if firsts else None,
+        statistics.mean(speeds) if speeds else None,
+        peak_rss(),
+    )
+
+
+def serve(
+    load: Callable[[Options], tuple[dict[str, str], Engine]], prepare: Callable[[Options], None] = lambda options: None
+) -> None:
+    """Be the engine's process.
+
+    Args:
+        load: returns versions by name, and the engine.
+        prepare: makes what the engine needs and keeps, such as the weights in its own format; run by --prepare, so
+            that the time to start does not count it.
+    """
+    parser = argparse.ArgumentParser()
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--dtype", choices=["bfloat16", "float32"], required=True)
+    parser.add_argument("--threads", type=int, required=True)
+    parser.add_argument("--kv-tokens", type=int, required=True)
+    parser.add_argument("--kv-gib", type=int, required=True)
+    parser.add_argument("--max-model-len", type=int, required=True)
+    parser.add_argument("--eager", action="store_true")
+    parser.add_argument("--prepare", action="store_true")
+    arguments = vars(parser.parse_args())
+    only_prepare = arguments.pop("prepare")
+    options = Options(**arguments)
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries print, from C as well, goes to the log
+    if only_prepare:
+        prepare(options)
+        return
+    versions, engine = load(options)
+    answer({"versions": versions}, answers)
+    for line in sys.stdin:
+        request = json.loads(line)
+        work = [Work(*pair) for pair in zip(request["prompts"], request["output_lens"], strict=True)]
+        answer(asdict(measure(engine, work)), answers)
+
+
+def answer(message: dict, answers: TextIO) -> None:
+    print(json.dumps(message), file=answers, flush=True)
+
+
+def peak_rss() -> int | None:
+    """Bytes: VmHWM of this process and of its children, added up. None where there is no /proc."""
+    total, pids = 0, [os.getpid()]
+    while pids:
+        process = Path(f"/proc/{pids.pop()}")
+        with contextlib.suppress(OSError):  # it ended meanwhile
+            if peak := re.search(r"VmHWM:\s+(\d+) kB", (process / "status").read_text()):
+                total += int(peak[1]) * 1024
+            for task in (process / "task").iterdir():
+                pids += map(int, (task / "children").read_text().split())
+    return total or None
+
+
+def converted(options: Options, form: str) -> Path:
+    """Where this environment keeps the model in a form of its own. Another path once the model's files change."""
+    files = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in sorted(options.model.iterdir())]
+    key = hashlib.sha256(repr((options.model.resolve(), files)).encode()).hexdigest()[:12]
+    return Path(sys.prefix) / "models" / f"{options.model.resolve().name}-{key}-{form}"
+
+
+@contextlib.contextmanager
+def written_whole(path: Path) -> Iterator[Path]:
+    """Write to the path that this yields; `path` appears when all is written, or not at all."""
+    partial = path.with_name(path.name + ".partial")
+    partial.parent.mkdir(parents=True, exist_ok=True)
+    if partial.is_dir():  # of a process that was killed
+        shutil.rmtree(partial)
+    yield partial
+    os.replace(partial, path)

