@@ -7,6 +7,16 @@ from benchmarks.peers.protocol import Engine, Options, Output, Work, serve
 
 
 def load(options: Options) -> tuple[dict[str, str], Engine]:
+    return versions(), runner(make(options))
+
+
+def prepare(options: Options) -> None:
+    """Compile, if that has not been done on this machine."""
+    make(options)
+
+
+def make(options: Options):
+    """The LLM, with its compiled layers unless it is to be eager."""
     import torch
 
     from nanopage import LLM
@@ -20,7 +30,8 @@ def load(options: Options) -> tuple[dict[str, str], Engine]:
         kv_cache_gib=options.kv_gib,
         max_model_len=options.max_model_len,
     )
-    return versions(), runner(llm)
+    llm.engine.runner.use_graphs(wait=True)
+    return llm
 
 
 def runner(llm) -> Engine:
@@ -53,4 +64,4 @@ def versions() -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    serve(load)
+    serve(load, prepare)

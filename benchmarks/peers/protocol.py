@@ -33,7 +33,7 @@ class Options:
     kv_tokens: int  # that the KV cache must hold at least
     kv_gib: int  # the same as a size, of the engines that take one
     max_model_len: int  # tokens of the longest request, prompt and output
-    eager: bool  # nanopage only: no torch.compile
+    eager: bool  # nanopage only: nothing compiled
 
 
 @dataclass
