@@ -38,7 +38,8 @@ OPTIONS: dict[str, Any] = {
     "assert_indirect_indexing": False,  # of pages, in the innermost loops
     "cpp.enable_floating_point_contract_flag": "fast",  # fused multiply-add
 }
-KINDS = ("one", "decode", "mixed")  # one token; several sequences of one token each; anything
+# One token; several sequences of one token each; anything; and anything in the last layer, where only some rows go on.
+KINDS = ("one", "decode", "mixed", "last")
 
 
 class Graphs:
@@ -112,9 +113,20 @@ class _CompiledLayer:
     def __init__(self, graphs: dict[str, Any], weights: list[Tensor]):
         self.graphs, self.weights = graphs, weights
 
-    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, metadata: AttentionMetadata) -> Tensor:
+    def __call__(
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        kv_cache: Tensor,
+        metadata: AttentionMetadata,
+        rows: Tensor | None = None,
+    ) -> Tensor:
+        inputs = [x, cos, sin, kv_cache, *_flatten(metadata)]
+        if rows is not None:
+            return self.graphs["last"]([*inputs, rows, *self.weights])[0]
         kind = "mixed" if metadata.splits is None else "one" if len(x) == 1 else "decode"
-        return self.graphs[kind]([x, cos, sin, kv_cache, *_flatten(metadata), *self.weights])[0]
+        return self.graphs[kind]([*inputs, *self.weights])[0]
 
 
 def tensors_of(layer: nn.Module) -> dict[str, Tensor]:
@@ -175,9 +187,9 @@ class _Exported(nn.Module):
         self.layer = [layer]  # in a list: its weights are not constants of this module
         self.names = names
 
-    def forward(self, x, cos, sin, kv_cache, metadata, weights):
+    def forward(self, x, cos, sin, kv_cache, metadata, rows, weights):
         tensors = dict(zip(self.names, weights, strict=True))
-        return torch.func.functional_call(self.layer[0], tensors, (x, cos, sin, kv_cache, _unflatten(metadata)))
+        return torch.func.functional_call(self.layer[0], tensors, (x, cos, sin, kv_cache, _unflatten(metadata), rows))
 
 
 @torch.no_grad()
@@ -204,14 +216,14 @@ def example(config: ModelConfig, dtype: torch.dtype, block_size: int, kind: str)
 
     from nanopage.kernels.flash_decoding import split
 
-    query_lens = torch.tensor({"one": [1], "decode": [1] * 16, "mixed": [40, 30, 20]}[kind])
+    query_lens = torch.tensor({"one": [1], "decode": [1] * 16}.get(kind, [40, 30, 20]))
     seq_lens = query_lens + 1000
     tables = torch.zeros(len(query_lens), -(-int(seq_lens.max()) // block_size), dtype=torch.int64)
     num_tokens = int(query_lens.sum())
     slots = torch.zeros(num_tokens, dtype=torch.int64)
     metadata = AttentionMetadata(slots, tables, query_lens, seq_lens)
     many, any_size = None if kind == "one" else Dim.DYNAMIC, Dim.DYNAMIC
-    if kind == "mixed":
+    if kind in ("mixed", "last"):
         metadata_dims: list[Any] = [{0: many}, {0: any_size, 1: any_size}, {0: any_size}, {0: any_size}]
     else:
         metadata.splits = split(tables, seq_lens, block_size)
@@ -220,8 +232,9 @@ def example(config: ModelConfig, dtype: torch.dtype, block_size: int, kind: str)
     x = torch.zeros(num_tokens, config.hidden_size, dtype=dtype)
     cos, sin = torch.zeros(2, num_tokens, 1, config.head_dim // 2, dtype=dtype)
     kv_cache = torch.zeros(2, 8, block_size, config.num_kv_heads, config.head_dim, dtype=dtype)
-    dims = [{0: many}, {0: many}, {0: many}, {1: any_size}, metadata_dims]
-    return [x, cos, sin, kv_cache, _flatten(metadata)], dims
+    rows, rows_dims = (torch.zeros(5, dtype=torch.int64), {0: any_size}) if kind == "last" else (None, None)
+    dims = [{0: many}, {0: many}, {0: many}, {1: any_size}, metadata_dims, rows_dims]
+    return [x, cos, sin, kv_cache, _flatten(metadata), rows], dims
 
 
 def main(spec: dict[str, Any], directory: Path) -> None:

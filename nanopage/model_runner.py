@@ -99,28 +99,37 @@ class ModelRunner:
         self.kv_cache.swap_out(batch.swap_out)
         self.kv_cache.swap_in(batch.swap_in)
         self.kv_cache.copy(batch.copies)
-        self.kv_cache.clear(batch.new_blocks)
+        size = self.kv_cache.block_size  # what the step fills with its own K and V need not be cleared
+        filled = {
+            b for s in batch.sequences for b in s.block_table[-(-s.start // size) : (s.start + s.num_tokens) // size]
+        }
+        self.kv_cache.clear([block for block in batch.new_blocks if block not in filled])
         if not batch.sequences:
             stats.model_seconds = time.perf_counter() - started
             return []
-        hidden = self.model(*self.prepare(batch))
         last_rows: list[int] = []
         row_of: list[int] = []
         samplers: list[Sequence] = []
         row = 0
         for scheduled in batch.sequences:
-            if scheduled.group.params.prompt_logprobs is not None:
-                self._prompt_logprobs(scheduled, hidden[row : row + scheduled.num_tokens])
             row += scheduled.num_tokens
             if scheduled.samplers:
                 row_of += [len(last_rows)] * len(scheduled.samplers)
                 last_rows.append(row - 1)
                 samplers += scheduled.samplers
+        scored = any(scheduled.group.params.prompt_logprobs is not None for scheduled in batch.sequences)
+        # None is all rows; one at least, for oneDNN has no products without rows.
+        rows = None if scored or len(last_rows) == row else torch.tensor(last_rows or [0], device=self.device)
+        hidden = self.model(*self.prepare(batch), rows)
+        if scored:
+            parts = hidden.split([scheduled.num_tokens for scheduled in batch.sequences])
+            for scheduled, part in zip(batch.sequences, parts, strict=True):
+                if scheduled.group.params.prompt_logprobs is not None:
+                    self._prompt_logprobs(scheduled, part)
+            hidden = hidden[last_rows]
         stats.model_seconds = time.perf_counter() - started
         if not samplers:
             return []
-        if len(last_rows) < len(hidden):
-            hidden = hidden[last_rows]
         logits = self.model.lm_head(hidden)
         if len(samplers) > len(last_rows):  # completions that are about to fork from one prompt
             logits = logits[row_of]

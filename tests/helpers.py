@@ -150,9 +150,8 @@ class Paged:
     def done(self, index):
         return len(self.logits[index])
 
-    @torch.inference_mode()
-    def step(self, num_tokens):
-        """Run the next `num_tokens[i]` tokens of each sequence i in one batch."""
+    def batch(self, num_tokens):
+        """The next `num_tokens[i]` tokens of each sequence i."""
         batch = Batch()
         for index, count in sorted(num_tokens.items(), key=lambda item: item[1] > 1):
             table, start = self.tables[index], self.done(index)
@@ -161,6 +160,12 @@ class Paged:
                 self.cache.clear(table[-1:])
             seq = self.seqs[index]
             batch.sequences.append(ScheduledSequence(self.groups[index], seq, start, count, table, [seq]))
+        return batch
+
+    @torch.inference_mode()
+    def step(self, num_tokens):
+        """Run the next `num_tokens[i]` tokens of each sequence i in one batch."""
+        batch = self.batch(num_tokens)
         logits = self.runner.model.lm_head(self.runner.model(*self.runner.prepare(batch)))
         counts = [scheduled.num_tokens for scheduled in batch.sequences]
         for scheduled, rows in zip(batch.sequences, logits.split(counts), strict=True):

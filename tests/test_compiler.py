@@ -72,9 +72,28 @@ def test_compiled_layers_equal_the_eager_ones_at_any_size(model, graphs):
             assert_all_close(compiled.run(plan), eager.run(plan))
 
 
+@pytest.mark.parametrize("lengths", [[21], [17, 1, 8], [40, 40], [2]], ids=str)
+def test_the_last_layer_computes_only_the_rows_that_are_asked_for(model, graphs, lengths):
+    sequences = random_tokens(lengths)
+    for kind in (None, graphs):
+        paged = Paged(model, sequences, graphs=kind)
+        batch = paged.batch(dict(enumerate(lengths)))
+        rows = torch.tensor([sum(lengths) - 1, 0][: len(lengths)])
+        with torch.inference_mode():
+            whole = paged.runner.model(*paged.runner.prepare(batch))
+            some = paged.runner.model(*paged.runner.prepare(batch), rows)
+        torch.testing.assert_close(some, whole[rows], rtol=1e-4, atol=1e-4)
+
+
+def test_a_prompt_in_chunks_of_which_most_sample_nothing(model, graphs):
+    engines = [engine_of(model, max_num_batched_tokens=5, enforce_eager=eager) for eager in (True, False)]
+    assert [engine.runner.compiled for engine in engines] == [False, True]
+    assert run(engines[0]) == run(engines[1])
+
+
 def test_there_is_a_graph_for_each_kind_of_step_and_window_not_for_each_layer(graphs):
     names = {file.name for file in graphs.directory.glob("*.pt2")}
-    kinds = {"one", "decode", "mixed"}
+    kinds = {"one", "decode", "mixed", "last"}
     assert names == {f"{kind}.pt2" for kind in kinds} | {f"{kind}-window-7.pt2" for kind in kinds}
 
 

@@ -189,9 +189,10 @@ class TestTiles:
     def attend(self, pool, query_lens, q, window=None):
         block_tables, queries, lengths = pool.metadata(query_lens)
         out = torch.full_like(q, torch.nan)
-        groups = reference.tiles_of(tuple(queries.tolist()), tuple(lengths.tolist()), q.shape[1], window, q.dtype)
-        for tiles in groups:
-            reference.attend(tiles, q, pool.cache, block_tables, out)
+        queries, lengths = tuple(queries.tolist()), tuple(lengths.tolist())
+        groups = reference.group_chunks(queries, lengths, q.shape[1], window, q.dtype)
+        for chunks in groups:
+            reference.attend(chunks, q, pool.cache, block_tables, out)
         return out, groups
 
     @pytest.mark.parametrize("window", [None, 1, 5, 100])
@@ -204,15 +205,16 @@ class TestTiles:
         rows = q.split(list(query_lens.values()))
         expected = [attention(r, *pool.sequences[i][1:], window) for i, r in zip(query_lens, rows, strict=True)]
         torch.testing.assert_close(out, torch.cat(expected), rtol=1e-12, atol=1e-12)
-        assert sum(len(tiles.sequences) for tiles in groups) == 15  # 300 queries are three tiles
-        assert any(len(tiles.sequences) > 1 for tiles in groups)
+        assert 3 < len(groups) < len(query_lens)  # some go together
+        assert max(len(chunks.tiles) for chunks in groups) == 3  # 300 queries
 
     def test_what_goes_together_is_bounded_in_size_and_in_padding(self, monkeypatch):
         monkeypatch.setattr(reference, "GROUP_SCORES", 4 * 100 * 100 * 3)
-        reference.tiles_of.cache_clear()
-        groups = reference.tiles_of((100,) * 7 + (10,), (100,) * 7 + (100,), 4, None, torch.float64)
-        assert sorted(len(tiles.sequences) for tiles in groups) == [1, 1, 3, 3]
-        reference.tiles_of.cache_clear()
+        reference.group_chunks.cache_clear()
+        groups = reference.group_chunks((100,) * 7 + (10,), (100,) * 8, 4, None, torch.float64)
+        reference.group_chunks.cache_clear()
+        assert sorted(len(chunks.rows) // 100 for chunks in groups if not isinstance(chunks.rows, slice)) == [3, 3]
+        assert len(groups) == 4
 
     def test_bfloat16_goes_in_tiles(self):
         pool = Pool(2, 64, 16, torch.bfloat16, num_blocks=64)

@@ -1,8 +1,8 @@
 """Cache writes and paged attention in plain torch: clear first, and the attention that runs on a CPU.
 
 One step holds sequences with a single query (decodes) and chunks of prompts. Decodes go in padded groups: gather the
-pages of a group at once, then one batched attention. Chunks go one after the other, or, in bfloat16, in tiles of so
-many queries, tiles of like sizes together: two batched products and a softmax between them, twice as fast on a CPU as
+pages of a group at once, then one batched attention. Chunks go one after the other, or, in bfloat16, those of like
+sizes together, in tiles of so many queries: two batched products and a softmax between them, faster on a CPU than
 PyTorch's attention, and what is behind a tile's last query is not computed.
 """
 
@@ -17,7 +17,7 @@ from torch import Tensor
 # group have similar lengths if the batch is sorted, so little is padded.
 GROUP_BYTES = 2**21
 TILE_QUERIES = 128
-GROUP_SCORES = 2**22  # of the tiles that go together
+GROUP_SCORES = 2**22  # that exist at once, where chunks go together
 # Rounded to bfloat16 a score is off by 2^-9 of itself at most. Beyond this bound scores stay in float32: keys with
 # large biases (Qwen2's) would come out wrong.
 LARGEST_ROUNDED_SCORE = 256.0
@@ -50,9 +50,9 @@ def paged_attention(
     token_bytes = kv_cache[0, 0, 0].numel() * kv_cache.itemsize
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     if q.dtype == torch.bfloat16:
-        chunks = slice(num_decodes, None)
-        for tiles in tiles_of(tuple(queries[chunks]), tuple(lengths[chunks]), q.shape[1], window, q.dtype):
-            attend(tiles, q[chunks], kv_cache, block_tables[chunks], out[chunks])
+        rest = slice(num_decodes, None)
+        for chunks in group_chunks(tuple(queries[rest]), tuple(lengths[rest]), q.shape[1], window, q.dtype):
+            attend(chunks, q[rest], kv_cache, block_tables[rest], out[rest])
     else:
         row = num_decodes
         for i in range(num_decodes, len(queries)):
@@ -111,87 +111,87 @@ def chunk(q: Tensor, kv_cache: Tensor, block_table: Tensor, seq_len: int, window
     return out[0].transpose(0, 1)
 
 
-class Tiles(NamedTuple):
-    """A group of tiles, all padded to as many queries and keys as the largest has.
+class Chunks(NamedTuple):
+    """Chunks of like sizes, padded to as many queries and keys as the largest has.
 
     sequences  which each is of
-    rows       of their queries in q: a slice, or int64 [tiles * queries]
+    rows       of their queries in q: a slice, or int64 [chunks * queries]
     num_keys   of each sequence, from its first token
-    first      the keys before this one are seen by every query
-    mask       0 or -inf for the other keys, [tiles, 1, queries, num_keys - first]
+    tiles      (begin, end, first, last, mask) of up to TILE_QUERIES queries: they see all keys before `first`, none
+               from `last` on, and those between by `mask`, 0 or -inf [chunks, 1, end - begin, last - first]
     """
 
-    sequences: list[int]
+    sequences: slice | list[int]
     rows: slice | Tensor
     num_keys: int
-    first: int
-    mask: Tensor
+    tiles: list[tuple[int, int, int, int, Tensor]]
 
 
 @lru_cache(maxsize=4)  # every layer of a step asks for the same
-def tiles_of(
+def group_chunks(
     query_lens: tuple[int, ...], seq_lens: tuple[int, ...], num_heads: int, window: int | None, dtype: torch.dtype
-) -> list[Tiles]:
-    """The chunks of a step, whose queries stand one after the other, cut into tiles and these put into groups.
-
-    Padding makes a group a quarter larger at most.
-    """
-    tiles: list[tuple[int, int, int, int]] = []  # keys up to the last query's, queries, first row, sequence
-    row = 0
-    for sequence, (num_queries, seq_len) in enumerate(zip(query_lens, seq_lens, strict=True)):
-        for begin in range(0, num_queries, TILE_QUERIES):
-            end = min(begin + TILE_QUERIES, num_queries)
-            tiles.append((seq_len - num_queries + end, end - begin, row + begin, sequence))
-        row += num_queries
+) -> list[Chunks]:
+    """The chunks of a step, whose queries stand one after the other in q, in groups that padding makes a quarter larger
+    at most."""
     groups: list[list[tuple[int, int, int, int]]] = []
-    for tile in sorted(tiles):
-        grown = [*groups[-1], tile] if groups else [tile]
-        padded = len(grown) * tile[0] * max(queries for _, queries, _, _ in grown)
-        if (
-            len(grown) > 1
-            and padded * num_heads <= GROUP_SCORES
-            and (padded <= 1.25 * sum(keys * queries for keys, queries, _, _ in grown))
-        ):
+    row = 0
+    chunks = []  # (keys, queries, first row, sequence)
+    for sequence, (num_queries, num_keys) in enumerate(zip(query_lens, seq_lens, strict=True)):
+        chunks.append((num_keys, num_queries, row, sequence))
+        row += num_queries
+    for chunk in sorted(chunks):
+        grown = [*groups[-1], chunk] if groups else [chunk]
+        longest = max(num_queries for _, num_queries, _, _ in grown)
+        scores = len(grown) * num_heads * min(longest, TILE_QUERIES) * chunk[0]
+        area = sum(num_keys * num_queries for num_keys, num_queries, _, _ in grown)
+        if len(grown) > 1 and scores <= GROUP_SCORES and len(grown) * chunk[0] * longest <= 1.25 * area:
             groups[-1] = grown
         else:
-            groups.append([tile])
-    return [_group(tiles, window, dtype) for tiles in groups]
+            groups.append([chunk])
+    return [_chunks(group, window, dtype) for group in groups]
 
 
-def _group(tiles: list[tuple[int, int, int, int]], window: int | None, dtype: torch.dtype) -> Tiles:
-    num_keys, num_queries, row, sequences = (list(column) for column in zip(*tiles, strict=True))
-    last = torch.tensor(num_queries)[:, None] - 1
-    offsets = torch.arange(max(num_queries)).minimum(last)  # a tile with fewer queries repeats its last one
-    positions = offsets + torch.tensor(num_keys)[:, None] - 1 - last
-    first = 0 if window is not None else int(positions.min())
-    keys = torch.arange(first, num_keys[-1])
-    hidden = keys > positions[..., None]
-    if window is not None:
-        hidden |= keys <= positions[..., None] - window
-    mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -torch.inf)[:, None]
-    rows = (offsets + torch.tensor(row)[:, None]).flatten()
-    one = slice(row[0], row[0] + num_queries[0]) if len(tiles) == 1 else rows
-    return Tiles(sequences, one, num_keys[-1], first, mask)
+def _chunks(group: list[tuple[int, int, int, int]], window: int | None, dtype: torch.dtype) -> Chunks:
+    num_keys, num_queries, row, sequences = (list(column) for column in zip(*group, strict=True))
+    most = torch.tensor(num_queries)[:, None] - 1
+    offsets = torch.arange(max(num_queries)).minimum(most)  # a chunk with fewer queries repeats its last one
+    positions = offsets + torch.tensor(num_keys)[:, None] - 1 - most
+    tiles = []
+    for begin in range(0, max(num_queries), TILE_QUERIES):
+        end = min(begin + TILE_QUERIES, max(num_queries))
+        inside = positions[:, begin:end, None]
+        first, last = 0 if window is not None else int(inside.min()), int(inside.max()) + 1
+        keys = torch.arange(first, last)
+        hidden = keys > inside
+        if window is not None:
+            hidden |= keys <= inside - window
+        mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -torch.inf)[:, None]
+        tiles.append((begin, end, first, last, mask))
+    if len(group) == 1:
+        return Chunks(slice(sequences[0], sequences[0] + 1), slice(row[0], row[0] + num_queries[0]), num_keys[0], tiles)
+    return Chunks(sequences, (offsets + torch.tensor(row)[:, None]).flatten(), num_keys[-1], tiles)
 
 
-def attend(tiles: Tiles, q: Tensor, kv_cache: Tensor, block_tables: Tensor, out: Tensor) -> None:
-    """Causal attention of the tiles' queries; fills their rows of `out` [T, heads, head_dim]."""
+def attend(chunks: Chunks, q: Tensor, kv_cache: Tensor, block_tables: Tensor, out: Tensor) -> None:
+    """Causal attention of the chunks' queries; fills their rows of `out` [T, heads, head_dim]."""
     block_size, kv_heads, head_dim = kv_cache.shape[2:]
-    count, num_keys = len(tiles.sequences), tiles.num_keys
-    k, v = gather(kv_cache, block_tables[tiles.sequences, : -(-num_keys // block_size)])
-    k, v = (x[:, :, :num_keys].reshape(-1, num_keys, head_dim) for x in (k, v))  # [tiles * kv_heads, keys, head_dim]
-    queries = (q[tiles.rows] * head_dim**-0.5).view(count, -1, kv_heads, q.shape[1] // kv_heads, head_dim)
-    queries = queries.permute(0, 2, 3, 1, 4)  # [tiles, kv_heads, group, queries, head_dim]
-    *heads, num_queries, _ = queries.shape
-    queries = queries.reshape(count * kv_heads, -1, head_dim)  # the heads of a KV head side by side
-    if queries.norm(dim=-1).amax() * k.norm(dim=-1).amax() > LARGEST_ROUNDED_SCORE:
+    num_keys = chunks.num_keys
+    k, v = gather(kv_cache, block_tables[chunks.sequences, : -(-num_keys // block_size)])
+    count = len(k)
+    k, v = (x[:, :, :num_keys].reshape(count * kv_heads, num_keys, head_dim) for x in (k, v))
+    q = (q[chunks.rows] * head_dim**-0.5).view(count, -1, kv_heads, q.shape[1] // kv_heads, head_dim)
+    if q.norm(dim=-1).amax() * k.norm(dim=-1).amax() > LARGEST_ROUNDED_SCORE:
         exact = torch.promote_types(k.dtype, torch.float32)
-        queries, k = queries.to(exact), k.to(exact)
-    scores = (queries @ k.transpose(1, 2)).view(count, -1, num_queries, num_keys)
-    scores[..., tiles.first :] += tiles.mask
-    weights = scores.softmax(dim=-1).to(v.dtype).view(count * kv_heads, -1, num_keys)
-    output = (weights @ v).view(*heads, num_queries, head_dim).permute(0, 3, 1, 2, 4)
-    out[tiles.rows] = output.reshape(-1, *q.shape[1:])
+        q, k = q.to(exact), k.to(exact)
+    output = torch.empty(q.shape, dtype=v.dtype)
+    q, heads = q.permute(0, 2, 3, 1, 4), output.permute(0, 2, 3, 1, 4)  # [chunks, kv_heads, group, queries, head_dim]
+    for begin, end, first, last, mask in chunks.tiles:
+        queries = q[:, :, :, begin:end].reshape(count * kv_heads, -1, head_dim)  # the heads of a KV head side by side
+        scores = (queries @ k[:, :last].transpose(1, 2)).view(count, -1, end - begin, last)
+        scores[..., first:] += mask
+        weights = scores.softmax(dim=-1).to(v.dtype).view(count * kv_heads, -1, last)
+        heads[:, :, :, begin:end] = (weights @ v[:, :last]).view(*q.shape[:3], end - begin, head_dim)
+    out[chunks.rows] = output.view(-1, *out.shape[1:])
 
 
 def gather(kv_cache: Tensor, block_tables: Tensor) -> tuple[Tensor, Tensor]:

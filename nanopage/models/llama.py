@@ -42,8 +42,18 @@ class LlamaDecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config.hidden_size, config.intermediate_size, config.mlp_bias)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, metadata: AttentionMetadata) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        kv_cache: Tensor,
+        metadata: AttentionMetadata,
+        rows: Tensor | None = None,
+    ) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x), cos, sin, kv_cache, metadata)
+        if rows is not None:
+            x = x[rows]
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
@@ -55,18 +65,27 @@ class LlamaModel(nn.Module):
         self.layers = nn.ModuleList(LlamaDecoderLayer(config, layer) for layer in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
-    def forward(self, input_ids: Tensor, positions: Tensor, kv_cache: Tensor, metadata: AttentionMetadata) -> Tensor:
+    def forward(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        kv_cache: Tensor,
+        metadata: AttentionMetadata,
+        rows: Tensor | None = None,
+    ) -> Tensor:
         x = self.embed_tokens(input_ids)
         cos, sin = self.rotary(positions, x.dtype)
-        for layer, layer_cache in zip(self.layers, kv_cache.unbind(0), strict=True):
+        *caches, last_cache = kv_cache.unbind(0)
+        for layer, layer_cache in zip(self.layers, caches, strict=False):
             x = layer(x, cos, sin, layer_cache, metadata)
-        return self.norm(x)
+        return self.norm(self.layers[-1](x, cos, sin, last_cache, metadata, rows))
 
 
 class LlamaForCausalLM(nn.Module):
-    """Token ids and positions [T], kv_cache [layers, 2, blocks, block_size, kv_heads, head_dim] -> [T, hidden_size].
+    """Token ids and positions [T], kv_cache [layers, 2, blocks, block_size, kv_heads, head_dim] -> [T, hidden_size], or
+    only of the tokens that `rows` names; the last layer's MLP, too, then leaves out the others.
 
-    `lm_head` makes logits of the rows that need them.
+    `lm_head` makes logits of what comes out.
     """
 
     def __init__(self, config: ModelConfig):
@@ -75,5 +94,12 @@ class LlamaForCausalLM(nn.Module):
         tied_to = self.model.embed_tokens if config.tie_word_embeddings else None
         self.lm_head = LMHead(config.hidden_size, config.vocab_size, tied_to)
 
-    def forward(self, input_ids: Tensor, positions: Tensor, kv_cache: Tensor, metadata: AttentionMetadata) -> Tensor:
-        return self.model(input_ids, positions, kv_cache, metadata)
+    def forward(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        kv_cache: Tensor,
+        metadata: AttentionMetadata,
+        rows: Tensor | None = None,
+    ) -> Tensor:
+        return self.model(input_ids, positions, kv_cache, metadata, rows)
