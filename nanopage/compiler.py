@@ -2,7 +2,7 @@
 
 One layer's code serves all layers of its kind, because weights are inputs: compiling takes a minute whatever the depth.
 It is done by a process of the lowest priority while the engine works eagerly; a later start only maps the libraries
-(milliseconds, without importing torch.compile). Calling one costs microseconds: there are no guards to evaluate and
+(milliseconds, without importing the compiler). Calling one costs microseconds: there are no guards to evaluate and
 the kernels are called from C++. In turn nothing checks the shapes of inputs.
 """
 
@@ -81,6 +81,8 @@ class Graphs:
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
                 env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))},
             )  # fmt: skip
+        if hasattr(os, "SCHED_IDLE"):  # Linux: it runs when nobody else wants to, from its first import on
+            os.sched_setscheduler(self._process.pid, os.SCHED_IDLE, os.sched_param(0))
         atexit.register(self.stop)
         logger.info("compiling the decoder layer in the background; until that is done it runs eagerly")
 
@@ -239,7 +241,7 @@ def example(config: ModelConfig, dtype: torch.dtype, block_size: int, kind: str)
 
 def main(spec: dict[str, Any], directory: Path) -> None:
     """Make the graphs of `spec` that `directory` does not have."""
-    os.nice(19)
+    os.nice(19)  # where there is no SCHED_IDLE
     torch.set_num_threads(spec["threads"])
     torch._inductor.config.force_disable_caches = True  # ours is the cache
     _register_lowering()

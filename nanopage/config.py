@@ -48,7 +48,7 @@ class EngineConfig:
         scheduling_policy: "fcfs", or "priority": requests with a lower `priority` go first, and take the blocks of
             those with a higher one.
         enforce_eager: never run compiled decoder layers. By default they are used where there are any, which so far is
-            on a CPU in float32 and bfloat16, and made in the background on first use (see compiler.py).
+            on a CPU in float32 and bfloat16, and made in the background from the second request on (see compiler.py).
         seed: of the requests that bring no seed of their own.
 
     Raises:

@@ -60,7 +60,7 @@ class ModelRunner:
         model: from `loader.load_model`.
         kv_cache: the pool its K and V go to.
         device: of both.
-        graphs: of its decoder layers, if they are to be compiled; they are being made and not yet used.
+        graphs: of its decoder layers, if they are to be compiled.
     """
 
     def __init__(self, model: nn.Module, kv_cache: KVCache, device: torch.device, graphs: Graphs | None = None):
@@ -76,6 +76,11 @@ class ModelRunner:
         self.graphs = graphs
         self.compiled = False
         self.use_graphs()
+
+    def make_graphs(self) -> None:
+        """Begin to compile, in the background, if that has not been done."""
+        if self.graphs is not None and not self.compiled:
+            self.graphs.start()
 
     def use_graphs(self, wait: bool = False) -> None:
         """Put the compiled graphs, if they are there by now, in the decoder layers' place.

@@ -7,11 +7,25 @@ import pytest
 
 from nanopage import hub
 
+COMPILES = {"test_compiler", "test_default_model"}
+
 
 @pytest.fixture(scope="session")
 def default_model():
     """The directory of the real default model, SmolLM2-135M-Instruct (fetched on first use)."""
     return hub.default_model()
+
+
+@pytest.fixture(autouse=True)
+def _compile_nothing_by_accident(request, monkeypatch):
+    """An engine of a tiny model would start a process that compiles for a minute beside the tests."""
+    from nanopage import compiler
+
+    def refuse(self):
+        raise AssertionError("this test should say enforce_eager=True")
+
+    if request.module.__name__ not in COMPILES:
+        monkeypatch.setattr(compiler.Graphs, "start", refuse)
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from scipy import stats
 from transformers import RepetitionPenaltyLogitsProcessor
 
 from nanopage.request import SamplingParams, Sequence
-from nanopage.sampler import CANDIDATES, Sampler, constrain, gumbel_noise, sample, top_logprobs, truncate
+from nanopage.sampler import CANDIDATES, Sampler, argmax, constrain, gumbel_noise, sample, top_logprobs, truncate
 
 INF = float("inf")
 P_VALUE = 1e-4
@@ -98,6 +98,17 @@ def test_greedy_is_argmax():
     logits = random_logits(50, 200)
     tokens = sample(logits, [sequence(temperature=0, seed=row) for row in range(50)])
     assert tokens.tolist() == logits.numpy().argmax(axis=1).tolist()
+
+
+@pytest.mark.parametrize("vocab_size", [7, 16, 48, 300, 1024, 49152])
+@pytest.mark.parametrize("distinct", [3, 10**6], ids=["many equals", "no equals"])
+def test_argmax_is_the_first_of_the_largest(vocab_size, distinct):
+    logits = torch.randint(distinct, (5, vocab_size), generator=torch.Generator().manual_seed(0)).float()
+    logits[3] = -INF
+    logits[4, : vocab_size - 1] = -INF
+    expected = [row.index(max(row)) for row in logits.tolist()]
+    assert argmax(logits).tolist() == expected
+    assert argmax(logits[:1]).tolist() == expected[:1]
 
 
 def test_greedy_ignores_truncation():
