@@ -28,7 +28,7 @@ def main(
     prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="Answer this and leave.")] = None,
     system: Annotated[str | None, typer.Option(help="System message.")] = None,
     temperature: Annotated[float | None, typer.Option(help="0 is greedy [default: the model's own, else 0].")] = None,
-    top_p: Annotated[float | None, typer.Option(help="Nucleus sampling [default: the model's own, else 0.9].")] = None,
+    top_p: Annotated[float | None, typer.Option(help="Nucleus sampling [default: the model's own, else 1].")] = None,
     max_tokens: Annotated[int, typer.Option(help="Longest reply: small models do not always find an end.")] = 1024,
     seed: Annotated[int | None, typer.Option(help="Make replies reproducible.")] = None,
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",

@@ -28,7 +28,7 @@ from nanopage import hub, loader
 from nanopage.config import ModelConfig
 from nanopage.kernels.flash_decoding import Splits
 from nanopage.layers.attention import AttentionMetadata
-from nanopage.layers.linear import Linear
+from nanopage.layers.linear import pack
 
 logger = logging.getLogger("nanopage")
 
@@ -253,9 +253,7 @@ def main(spec: dict[str, Any], directory: Path) -> None:
             small = replace(config, num_layers=1, sliding_windows=(window,), vocab_size=64)
             model: Any = loader.build_model(small, dtype, torch.device("cpu"))
             layer = model.model.layers[0]
-            for module in layer.modules():
-                if isinstance(module, Linear):
-                    module.pack()
+            pack(layer)
             for kind in KINDS:
                 file = directory / _file(kind, window)
                 if not file.exists():

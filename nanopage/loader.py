@@ -78,9 +78,9 @@ def _prepare_heap(num_bytes: int) -> None:
     free.restype, free.argtypes = None, [ctypes.c_void_p]
     madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     piece, huge_page = 2**29, 2**21
-    pieces = [(malloc(size), size) for size in [piece] * (num_bytes // piece) + [num_bytes % piece + huge_page]]
-    for address, size in pieces:
-        begin, end = -(-(address or 0) // huge_page) * huge_page, ((address or 0) + size) // huge_page * huge_page
+    pieces = [(malloc(size) or 0, size) for size in [piece] * (num_bytes // piece) + [num_bytes % piece + huge_page]]
+    for address, size in pieces:  # address 0: there was no memory
+        begin, end = -(-address // huge_page) * huge_page, (address + size) // huge_page * huge_page
         if address and begin < end:
             madvise(begin, end - begin, madv_hugepage)
     for address, _ in pieces:

@@ -13,7 +13,7 @@ from nanopage.kernels.flash_decoding import split
 from nanopage.kernels.packed_linear import can_pack
 from nanopage.kv_cache import KVCache
 from nanopage.layers.attention import AttentionMetadata
-from nanopage.layers.linear import Linear
+from nanopage.layers.linear import pack
 from nanopage.request import SampledToken, Sequence, StepStats
 from nanopage.sampler import Sampler, at_least_float32, top_logprobs
 from nanopage.scheduler import Batch, ScheduledSequence
@@ -70,9 +70,7 @@ class ModelRunner:
         self.sampler = Sampler()
         dtype = kv_cache.tensor.dtype
         if device.type == "cpu" and can_pack(dtype):
-            for module in model.modules():
-                if isinstance(module, Linear):
-                    module.pack()
+            pack(model)
         self.graphs = graphs
         self.compiled = False
         self.use_graphs()

@@ -139,15 +139,15 @@ def group_chunks(
     for sequence, (num_queries, num_keys) in enumerate(zip(query_lens, seq_lens, strict=True)):
         chunks.append((num_keys, num_queries, row, sequence))
         row += num_queries
-    for chunk in sorted(chunks):
-        grown = [*groups[-1], chunk] if groups else [chunk]
+    for one in sorted(chunks):  # by keys: `one` has the most of its group
+        grown = [*groups[-1], one] if groups else [one]
         longest = max(num_queries for _, num_queries, _, _ in grown)
-        scores = len(grown) * num_heads * min(longest, TILE_QUERIES) * chunk[0]
+        scores = len(grown) * num_heads * min(longest, TILE_QUERIES) * one[0]
         area = sum(num_keys * num_queries for num_keys, num_queries, _, _ in grown)
-        if len(grown) > 1 and scores <= GROUP_SCORES and len(grown) * chunk[0] * longest <= 1.25 * area:
+        if len(grown) > 1 and scores <= GROUP_SCORES and len(grown) * one[0] * longest <= 1.25 * area:
             groups[-1] = grown
         else:
-            groups.append([chunk])
+            groups.append([one])
     return [_chunks(group, window, dtype) for group in groups]
 
 

@@ -7,6 +7,13 @@ from torch import Tensor, nn
 from nanopage.kernels import packed_linear
 
 
+def pack(module: nn.Module) -> None:
+    """Pack every Linear in a module, itself included."""
+    for part in module.modules():
+        if isinstance(part, Linear):
+            part.pack()
+
+
 class Linear(nn.Module):
     """A matrix product over one or more fused output parts.
 

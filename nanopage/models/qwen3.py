@@ -75,10 +75,10 @@ class Qwen3Model(nn.Module):
     ) -> Tensor:
         x = self.embed_tokens(input_ids)
         cos, sin = self.rotary(positions, x.dtype)
-        *caches, last_cache = kv_cache.unbind(0)
-        for layer, layer_cache in zip(self.layers, caches, strict=False):
-            x = layer(x, cos, sin, layer_cache, metadata)
-        return self.norm(self.layers[-1](x, cos, sin, last_cache, metadata, rows))
+        last = self.layers[-1]
+        for layer, layer_cache in zip(self.layers, kv_cache.unbind(0), strict=True):
+            x = layer(x, cos, sin, layer_cache, metadata, rows if layer is last else None)
+        return self.norm(x)
 
 
 class Qwen3ForCausalLM(nn.Module):
