@@ -27,7 +27,9 @@ import nanopage
 from nanopage import hub, loader
 from nanopage.config import ModelConfig
 from nanopage.kernels.flash_decoding import Splits
+from nanopage.kernels.packed_linear import TILE, matvec
 from nanopage.layers.attention import AttentionMetadata
+from nanopage.layers.embedding import LMHead
 from nanopage.layers.linear import pack
 
 logger = logging.getLogger("nanopage")
@@ -40,10 +42,11 @@ OPTIONS: dict[str, Any] = {
 }
 # One token; several sequences of one token each; anything; and anything in the last layer, where only some rows go on.
 KINDS = ("one", "decode", "mixed", "last")
+HEAD = "head.pt2"  # the language-model head of one row
 
 
 class Graphs:
-    """The compiled decoder layers of one model: made in the background, then put in the layers' place.
+    """The compiled decoder layers and head of one model: made in the background, then put in the modules' place.
 
     Args:
         path: of the model.
@@ -101,12 +104,14 @@ class Graphs:
             log = self.directory / "log"
             raise RuntimeError(f"compiling the decoder layer failed ({log}):\n{log.read_text()[-2000:]}")
 
-    def install(self, layers: nn.ModuleList) -> None:
-        """Call the graphs in the place of the layers' own code."""
+    def install(self, model: Any) -> None:
+        """Call the graphs in the place of the modules' own code."""
         loaded = {file: _load(self.directory / file) for file in _files(self.config)}
-        for layer, window in zip(layers, self.config.sliding_windows, strict=True):
+        for layer, window in zip(model.model.layers, self.config.sliding_windows, strict=True):
             graphs = {kind: loaded[_file(kind, window)] for kind in KINDS}
             layer.forward = _CompiledLayer(graphs, list(tensors_of(layer).values()))
+        if model.lm_head.tiles is not None:
+            model.lm_head.forward = _CompiledHead(loaded[HEAD], model.lm_head)
 
 
 class _CompiledLayer:
@@ -129,6 +134,16 @@ class _CompiledLayer:
             return self.graphs["last"]([*inputs, rows, *self.weights])[0]
         kind = "mixed" if metadata.splits is None else "one" if len(x) == 1 else "decode"
         return self.graphs[kind]([*inputs, *self.weights])[0]
+
+
+class _CompiledHead:
+    """The head's forward: of one row by its graph, of more by oneDNN."""
+
+    def __init__(self, graph: Any, head: LMHead):
+        self.graph, self.head = graph, head
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.graph([x, self.head.tiles])[0] if len(x) == 1 else type(self.head).forward(self.head, x)
 
 
 def tensors_of(layer: nn.Module) -> dict[str, Tensor]:
@@ -157,7 +172,7 @@ def _file(kind: str, window: int | None) -> str:
 
 
 def _files(config: ModelConfig) -> list[str]:
-    return [_file(kind, window) for window in dict.fromkeys(config.sliding_windows) for kind in KINDS]
+    return [HEAD, *(_file(kind, window) for window in dict.fromkeys(config.sliding_windows) for kind in KINDS)]
 
 
 def _key(config: ModelConfig, spec: dict[str, Any]) -> str:
@@ -194,22 +209,39 @@ class _Exported(nn.Module):
         return torch.func.functional_call(self.layer[0], tensors, (x, cos, sin, kv_cache, _unflatten(metadata), rows))
 
 
-@torch.no_grad()
 def compile_layer(layer: nn.Module, config: ModelConfig, dtype: torch.dtype, block_size: int, kind: str, file: Path):
     """Write the graph of `kind` of a decoder layer to `file`. Takes tens of seconds."""
-    from torch._inductor import aoti_compile_and_package
-
     inputs, dims = example(config, dtype, block_size, kind)
     weights = tensors_of(layer)
     # oneDNN's tensors are opaque; plain ones of their shape are traced in their place.
     stand_ins = [torch.empty(t.shape, dtype=t.dtype) if t.is_mkldnn else t for t in weights.values()]
-    program = torch.export.export(
-        _Exported(layer, list(weights)),
-        (*inputs, stand_ins),
-        dynamic_shapes=(*dims, [None] * len(stand_ins)),
-        strict=False,
-    )
-    aoti_compile_and_package(program, package_path=str(file), inductor_configs=OPTIONS)
+    _export(_Exported(layer, list(weights)), [*inputs, stand_ins], [*dims, [None] * len(stand_ins)], file)
+
+
+class _ExportedHead(nn.Module):
+    """The head of one row as a function of tensors: the vocabulary may have any size."""
+
+    def forward(self, x, tiles):
+        return matvec(x, tiles, None)
+
+
+def compile_head(config: ModelConfig, dtype: torch.dtype, file: Path):
+    """Write the head's graph to `file`."""
+    per_word = 4 // dtype.itemsize
+    word = torch.int32 if per_word == 2 else torch.float32
+    inputs = [torch.zeros(1, config.hidden_size, dtype=dtype)]
+    inputs.append(torch.zeros(500, config.hidden_size // per_word, TILE, dtype=word))
+    _export(_ExportedHead(), inputs, [None, {0: torch.export.Dim.DYNAMIC}], file)
+
+
+@torch.no_grad()
+def _export(module: nn.Module, inputs: list[Any], dims: list[Any], file: Path) -> None:
+    from torch._inductor import aoti_compile_and_package
+
+    with tempfile.TemporaryDirectory(dir=file.parent) as scratch:
+        program = torch.export.export(module, tuple(inputs), dynamic_shapes=tuple(dims), strict=False)
+        aoti_compile_and_package(program, package_path=f"{scratch}/{file.name}", inductor_configs=OPTIONS)
+        os.replace(f"{scratch}/{file.name}", file)  # it appears whole or not at all
 
 
 def example(config: ModelConfig, dtype: torch.dtype, block_size: int, kind: str) -> tuple[list[Any], list[Any]]:
@@ -248,6 +280,8 @@ def main(spec: dict[str, Any], directory: Path) -> None:
     dtype = getattr(torch, spec["dtype"])
     config = loader.read_config(Path(spec["path"]))
     with FileLock(directory / "lock"):
+        if not (directory / HEAD).exists():
+            compile_head(config, dtype, directory / HEAD)
         for window in dict.fromkeys(config.sliding_windows):
             # The smallest model with such a layer; its weights are never filled.
             small = replace(config, num_layers=1, sliding_windows=(window,), vocab_size=64)
@@ -257,9 +291,7 @@ def main(spec: dict[str, Any], directory: Path) -> None:
             for kind in KINDS:
                 file = directory / _file(kind, window)
                 if not file.exists():
-                    with tempfile.TemporaryDirectory(dir=directory) as scratch:
-                        compile_layer(layer, config, dtype, spec["block_size"], kind, Path(scratch) / file.name)
-                        os.replace(Path(scratch) / file.name, file)  # it appears whole or not at all
+                    compile_layer(layer, config, dtype, spec["block_size"], kind, file)
 
 
 def _register_lowering() -> None:

@@ -81,14 +81,14 @@ class ModelRunner:
             self.graphs.start()
 
     def use_graphs(self, wait: bool = False) -> None:
-        """Put the compiled graphs, if they are there by now, in the decoder layers' place.
+        """Put the compiled graphs, if they are there by now, in the modules' place.
 
         Raises: RuntimeError if told to wait for them and they can not be made.
         """
         if self.graphs is not None and wait:
             self.graphs.wait()
         if self.graphs is not None and not self.compiled and self.graphs.ready():
-            self.graphs.install(self.model.model.layers)
+            self.graphs.install(self.model)
             self.compiled = True
 
     @torch.inference_mode()

@@ -14,6 +14,7 @@ from helpers import Paged, assert_all_close, random_tokens, tiny_model
 from test_models import LENGTHS, PLANS
 
 from nanopage import EngineConfig, LLMEngine, SamplingParams, compiler, hub, loader
+from nanopage.layers.embedding import LMHead
 
 ROOT = Path(__file__).parent.parent
 # Layers that differ in their windows, biases, and sizes that oneDNN keeps in tiles (the MLP's are not).
@@ -72,6 +73,17 @@ def test_compiled_layers_equal_the_eager_ones_at_any_size(model, graphs):
             assert_all_close(compiled.run(plan), eager.run(plan))
 
 
+@pytest.mark.parametrize("num_rows", [1, 2])
+def test_the_head_of_a_single_row_serves_any_vocabulary(graphs, num_rows):
+    for vocab_size in (64, 320):
+        head = LMHead(graphs.config.hidden_size, vocab_size).requires_grad_(False)
+        head.weight.copy_(torch.randn(head.weight.shape, generator=torch.Generator().manual_seed(0)))
+        head.pack()
+        x = torch.randn(num_rows, head.in_features, generator=torch.Generator().manual_seed(1))
+        graph = compiler._CompiledHead(compiler._load(graphs.directory / compiler.HEAD), head)
+        torch.testing.assert_close(graph(x), head(x), rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("lengths", [[21], [17, 1, 8], [40, 40], [2]], ids=str)
 def test_the_last_layer_computes_only_the_rows_that_are_asked_for(model, graphs, lengths):
     sequences = random_tokens(lengths)
@@ -94,7 +106,7 @@ def test_a_prompt_in_chunks_of_which_most_sample_nothing(model, graphs):
 def test_there_is_a_graph_for_each_kind_of_step_and_window_not_for_each_layer(graphs):
     names = {file.name for file in graphs.directory.glob("*.pt2")}
     kinds = {"one", "decode", "mixed", "last"}
-    assert names == {f"{kind}.pt2" for kind in kinds} | {f"{kind}-window-7.pt2" for kind in kinds}
+    assert names == {"head.pt2"} | {f"{kind}.pt2" for kind in kinds} | {f"{kind}-window-7.pt2" for kind in kinds}
 
 
 SERVE = """
