@@ -178,7 +178,7 @@ def _files(config: ModelConfig) -> list[str]:
 def _key(config: ModelConfig, spec: dict[str, Any]) -> str:
     """Of everything the code depends on: our source, torch, this kind of CPU, and the sizes it is made for."""
     here = Path(__file__).parent
-    kernels = [here / "kernels" / name for name in ("flash_decoding.py", "ops.py", "packed_linear.py")]
+    kernels = [here / "kernels" / name for name in ("flash_decoding.py", "ops.py", "packed_linear.py", "pages.py")]
     sources = [*kernels, *sorted(here.glob("layers/*.py")), here / "models" / f"{config.family}.py", Path(__file__)]
     sizes = asdict(config) | {"num_layers": None, "vocab_size": None, "max_position_embeddings": None}
     sizes["sliding_windows"] = None  # in the name of the file
@@ -265,7 +265,7 @@ def example(config: ModelConfig, dtype: torch.dtype, block_size: int, kind: str)
         metadata_dims = [{0: many}, *[one_a_split] * 4, a_row_a_token, a_row_a_token]
     x = torch.zeros(num_tokens, config.hidden_size, dtype=dtype)
     cos, sin = torch.zeros(2, num_tokens, 1, config.head_dim // 2, dtype=dtype)
-    kv_cache = torch.zeros(2, 8, block_size, config.num_kv_heads, config.head_dim, dtype=dtype)
+    kv_cache = torch.zeros(2, 8, config.num_kv_heads, config.head_dim * block_size, dtype=dtype)
     rows, rows_dims = (torch.zeros(5, dtype=torch.int64), {0: any_size}) if kind == "last" else (None, None)
     dims = [{0: many}, {0: many}, {0: many}, {1: any_size}, metadata_dims, rows_dims]
     return [x, cos, sin, kv_cache, _flatten(metadata), rows], dims

@@ -13,10 +13,11 @@ CPU_SHARE, CPU_MOST = 0.25, 4 * GIB  # of the RAM available once the weights are
 
 
 class KVCache:
-    """One tensor [num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim]; [l, 0] is K and [l, 1] is V.
+    """One tensor [num_layers, 2, num_blocks, num_kv_heads, head_dim * block_size]; [l, 0] is K and [l, 1] is V. What
+    is in a block: kernels/pages.py.
 
     On a CPU its memory is only reserved: the system backs it with RAM as blocks are first cleared and used. The host
-    pool, [num_host_blocks, num_layers, 2, block_size, num_kv_heads, head_dim], is made by the first swap; beside a GPU
+    pool, [num_host_blocks, num_layers, 2, num_kv_heads, head_dim * block_size], is made by the first swap; beside a GPU
     it is pinned, and takes all its memory then.
     """
 
@@ -29,7 +30,7 @@ class KVCache:
         device: torch.device,
         num_host_blocks: int = 0,
     ):
-        shape = (config.num_layers, 2, num_blocks, block_size, config.num_kv_heads, config.head_dim)
+        shape = (config.num_layers, 2, num_blocks, config.num_kv_heads, config.head_dim * block_size)
         self.tensor = torch.empty(shape, dtype=dtype, device=device)
         self.num_blocks = num_blocks
         self.block_size = block_size

@@ -1,4 +1,4 @@
-"""kernels/reference.py and flash_decoding.py against attention spelled out, on K and V that were never paged."""
+"""Pages and what attends over them against attention spelled out, on K and V that were never paged."""
 
 import math
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import nanopage.kernels.ops  # noqa: F401 (makes the operators)
-from nanopage.kernels import flash_decoding, packed_linear, reference
+from nanopage.kernels import flash_decoding, packed_linear, pages, reference
 from nanopage.layers.embedding import Embedding, LMHead
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -28,12 +28,12 @@ def attention(q, k, v, window=None):
 
 
 class Pool:
-    """A cache of NaN in which sequences get random blocks, written by write_cache, the rest of the last one garbage."""
+    """A cache of NaN in which sequences get random blocks, written by pages.write, the rest of the last one garbage."""
 
     def __init__(self, kv_heads, head_dim, block_size, dtype, num_blocks=32, seed=0):
         self.generator = torch.Generator().manual_seed(seed)
-        self.dtype, self.block_size = dtype, block_size
-        self.cache = torch.full((2, num_blocks, block_size, kv_heads, head_dim), torch.nan, dtype=dtype)
+        self.dtype, self.block_size, self.kv_heads, self.head_dim = dtype, block_size, kv_heads, head_dim
+        self.cache = torch.full((2, num_blocks, kv_heads, head_dim * block_size), torch.nan, dtype=dtype)
         self.free = torch.randperm(num_blocks, generator=self.generator).tolist()
         self.sequences = []  # (table, k, v)
 
@@ -42,7 +42,7 @@ class Pool:
 
     def add(self, length, prefix_of=None, shared_blocks=0):
         """A sequence of `length` tokens, the first blocks of which may be those of an earlier sequence."""
-        k, v = self.random(2, length, *self.cache.shape[3:])
+        k, v = self.random(2, length, self.kv_heads, self.head_dim)
         table = []
         shared = shared_blocks * self.block_size
         if prefix_of is not None:
@@ -56,7 +56,7 @@ class Pool:
         positions = torch.arange(shared, length)
         slots = torch.tensor(table)[positions // self.block_size] * self.block_size + positions % self.block_size
         order = torch.randperm(len(slots), generator=self.generator)  # slots need not be in order
-        reference.write_cache(k[shared:][order], v[shared:][order], self.cache, slots[order])
+        pages.write(k[shared:][order], v[shared:][order], self.cache, slots[order])
         self.sequences.append((table, k, v))
         return len(self.sequences) - 1
 
@@ -70,7 +70,7 @@ class Pool:
 
     def check(self, group, query_lens, window=None):
         """Compare paged attention with plain attention for {sequence: queries}, in this order."""
-        q = self.random(sum(query_lens.values()), group * self.cache.shape[3], self.cache.shape[4])
+        q = self.random(sum(query_lens.values()), group * self.kv_heads, self.head_dim)
         out = reference.paged_attention(q, self.cache, *self.metadata(query_lens), window)
         expected = [
             attention(rows, *self.sequences[index][1:], window)
@@ -190,7 +190,7 @@ class TestTiles:
         block_tables, queries, lengths = pool.metadata(query_lens)
         out = torch.full_like(q, torch.nan)
         queries, lengths = tuple(queries.tolist()), tuple(lengths.tolist())
-        groups = reference.group_chunks(queries, lengths, q.shape[1], window, q.dtype)
+        groups = reference.group_chunks(queries, lengths, q.shape[1], 2 * 16, window, q.dtype, q.device)
         for chunks in groups:
             reference.attend(chunks, q, pool.cache, block_tables, out)
         return out, groups
@@ -211,7 +211,7 @@ class TestTiles:
     def test_what_goes_together_is_bounded_in_size_and_in_padding(self, monkeypatch):
         monkeypatch.setattr(reference, "GROUP_SCORES", 4 * 100 * 100 * 3)
         reference.group_chunks.cache_clear()
-        groups = reference.group_chunks((100,) * 7 + (10,), (100,) * 8, 4, None, torch.float64)
+        groups = reference.group_chunks((100,) * 7 + (10,), (100,) * 8, 4, 8, None, torch.float64, torch.device("cpu"))
         reference.group_chunks.cache_clear()
         assert sorted(len(chunks.rows) // 100 for chunks in groups if not isinstance(chunks.rows, slice)) == [3, 3]
         assert len(groups) == 4
@@ -234,7 +234,7 @@ class TestTiles:
         table, k, v = pool.sequences[index]
         k[..., 0] += 400  # exact scores stay apart by tens
         slots = torch.tensor(table)[torch.arange(100) // 16] * 16 + torch.arange(100) % 16
-        reference.write_cache(k, v, pool.cache, slots)
+        pages.write(k, v, pool.cache, slots)
         q = pool.random(100, 1, 64)
         q[..., 0] = 8.0
         out = reference.paged_attention(q, pool.cache, *pool.metadata({index: 100}))
@@ -243,35 +243,41 @@ class TestTiles:
 
 
 @pytest.mark.parametrize("block_size", [8, 16, 32])
-class TestWriteCache:
-    def test_writes_the_slots_it_is_given_and_no_others(self, block_size):
+class TestPages:
+    def test_write_fills_the_slots_it_is_given_and_no_others(self, block_size):
         generator = torch.Generator().manual_seed(0)
-        cache = torch.randn((2, 5, block_size, 3, 4), generator=generator)
+        cache = torch.randn((2, 5, 3, 4 * block_size), generator=generator)
         k, v = torch.randn((2, 11, 3, 4), generator=generator)
         slots = torch.randperm(5 * block_size, generator=generator)[:11]
         expected = cache.clone()
         for token, slot in enumerate(slots.tolist()):
-            expected[0, slot // block_size, slot % block_size] = k[token]
-            expected[1, slot // block_size, slot % block_size] = v[token]
-        reference.write_cache(k, v, cache, slots)
+            block, offset = divmod(slot, block_size)
+            expected[0, block].view(3, 4, block_size)[:, :, offset] = k[token]
+            expected[1, block].view(3, block_size, 4)[:, offset] = v[token]
+        pages.write(k, v, cache, slots)
         assert torch.equal(cache, expected)
 
-    def test_takes_slices_of_a_wider_tensor(self, block_size):
+    def test_write_takes_slices_of_a_wider_tensor_and_one_layer_of_the_cache_of_all(self, block_size):
         heads = torch.randn((6, 4 + 2 + 2, 4), generator=torch.Generator().manual_seed(0))
         _, k, v = heads.split([4, 2, 2], dim=1)
-        cache = torch.zeros(2, 3, block_size, 2, 4)
-        slots = torch.arange(6) + block_size
-        reference.write_cache(k, v, cache, slots)
-        assert torch.equal(cache[0, 1, :6], k)
-        assert torch.equal(cache[1, 1, :6], v)
+        cache = torch.zeros(3, 2, 3, 2, 4 * block_size)
+        pages.write(k, v, cache.unbind(0)[1], torch.arange(6) + block_size)
+        k_pages, v_pages = pages.views(cache[1], 4)
+        assert torch.equal(k_pages[1, :, :, :6].permute(2, 0, 1), k)
+        assert torch.equal(v_pages[1, :, :6].transpose(0, 1), v)
+        assert cache.count_nonzero() == 2 * k.numel()
 
-    def test_writes_one_layer_of_the_cache_of_all(self, block_size):
-        cache = torch.zeros(3, 2, 4, block_size, 2, 4)
-        k, v = torch.ones(1, 2, 4), 2 * torch.ones(1, 2, 4)
-        reference.write_cache(k, v, cache.unbind(0)[1], torch.tensor([block_size]))
-        assert (cache[1, 0, 1, 0] == 1).all()
-        assert (cache[1, 1, 1, 0] == 2).all()
-        assert cache.count_nonzero() == 16
+    def test_gather_gives_what_was_written_in_the_order_of_the_tables(self, block_size):
+        k, v = torch.randn((2, 3 * block_size, 2, 4), generator=torch.Generator().manual_seed(0))
+        cache = torch.zeros(2, 5, 2, 4 * block_size)
+        tables = torch.tensor([[4, 0, 2], [0, 4, 4]])
+        slots = (tables[0][:, None] * block_size + torch.arange(block_size)).flatten()
+        pages.write(k, v, cache, slots)
+        gathered_k, gathered_v = pages.gather(cache, tables, 4)
+        order = torch.arange(3 * block_size).view(3, -1)[[1, 0, 0]].flatten()
+        for row, tokens in enumerate((slice(None), order)):
+            assert torch.equal(gathered_k[row], k[tokens].permute(1, 2, 0))
+            assert torch.equal(gathered_v[row], v[tokens].transpose(0, 1))
 
 
 @pytest.mark.parametrize("window", [None, 4])
@@ -282,7 +288,8 @@ def test_the_operator_writes_and_then_attends(window):
     (table, k1, v1), (other_table, k2, v2) = pool.sequences
     slots = torch.tensor([table[1] * 8 + 3] + [other_table[p // 8] * 8 + p % 8 for p in range(15, 21)])
     expected = pool.cache.clone()
-    pool.cache.flatten(1, 2)[:, slots] = torch.nan  # not there before the operator writes it
+    nan = torch.full((7, 2, 16), torch.nan, dtype=pool.dtype)
+    pages.write(nan, nan, pool.cache, slots)  # not there before the operator writes it
     q = pool.random(7, 6, 16)
     out = torch.ops.nanopage.paged_attention(
         q,

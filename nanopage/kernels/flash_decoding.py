@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from nanopage.kernels.pages import views
+
 # Short: little of a sequence's last split is empty. Long: little is left to merge.
 SPLIT_TOKENS = 64
 # Of a row that sees nothing: exp(score - LOWEST) is 0 for its masked scores, and so is its weight in the merge.
@@ -55,27 +57,32 @@ def split(block_tables: Tensor, seq_lens: Tensor, block_size: int) -> Splits:
 
 
 def flash_decode(q: Tensor, kv_cache: Tensor, splits: Splits, window: int | None = None) -> Tensor:
-    """Attention of one query a sequence, q [B, heads, head_dim], over kv_cache [2, blocks, block_size, kv_heads,
-    head_dim]. Slots of the last block beyond the sequence's end must hold finite values. Returns [B, heads, head_dim].
+    """Attention of one query a sequence, q [B, heads, head_dim], over kv_cache [2, num_blocks, kv_heads, head_dim *
+    block_size]. Slots of the last block beyond a sequence's end must hold finite values. Returns [B, heads, head_dim].
     """
-    block_size, kv_heads, head_dim = kv_cache.shape[2:]
-    k, v = (cache[splits.blocks].permute(0, 3, 1, 2, 4).float() for cache in kv_cache.unbind(0))
+    head_dim = q.shape[2]
+    # K [S, blocks, kv_heads, head_dim, block_size] and V [S, blocks, kv_heads, block_size, head_dim]: in the order of
+    # memory, so that the processor fetches pages ahead.
+    k, v = (pages[splits.blocks].float() for pages in views(kv_cache, head_dim))
+    kv_heads, block_size = k.shape[2], k.shape[4]
     # A concatenation is a tensor of its own: otherwise every key would convert and scale its query again.
     q = torch.cat([half.float() * head_dim**-0.5 for half in q.chunk(2, dim=-1)], dim=-1)
     q = q.unflatten(1, (kv_heads, -1))  # [B, kv_heads, group, dim]
-    positions = splits.start[:, None] + torch.arange(splits.blocks.shape[1] * block_size)
+    positions = splits.start[:, None] + torch.arange(k.shape[1] * block_size)
     visible = positions < splits.end[:, None]  # [S, tokens]
     if window is not None:
         visible &= positions >= splits.end[:, None] - window
+    visible = visible.unflatten(1, (-1, 1, 1, block_size))
 
     # Unrolled over the heads that share a KV head: one loop then reads each K, or V, once for all of them.
-    scores = torch.stack([(query[splits.owner][:, :, None, None] * k).sum(-1) for query in q.unbind(2)], 2)
-    scores = torch.where(visible[:, None, None], scores.flatten(3), -torch.inf)  # [S, kv_heads, group, tokens]
-    largest = scores.amax(-1).clamp(min=LOWEST)
-    weights = (scores - largest[..., None]).exp()
-    total = weights.sum(-1)
-    weights = weights.unflatten(3, (-1, block_size, 1))
-    output = torch.stack([(weight * v).sum((2, 3)) for weight in weights.unbind(2)], 2)  # [S, kv_heads, group, dim]
+    queries = [query[splits.owner][:, None, :, :, None] for query in q.unbind(2)]
+    scores = torch.stack([(query * k).sum(3) for query in queries], 3)
+    scores = torch.where(visible, scores, -torch.inf)  # [S, blocks, kv_heads, group, block_size]
+    largest = scores.amax((1, 4)).clamp(min=LOWEST)
+    weights = (scores - largest[:, None, ..., None]).exp()
+    total = weights.sum((1, 4))
+    output = torch.stack([(weight[..., None] * v).sum(3) for weight in weights.unbind(3)], 3)
+    output = output.sum(1)  # [S, kv_heads, group, dim]
 
     largest = torch.where(splits.merged[..., None, None], largest[splits.of], LOWEST)  # [B, splits, kv_heads, group]
     scale = (largest - largest.amax(1, keepdim=True)).exp()

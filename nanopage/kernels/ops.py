@@ -8,7 +8,7 @@ the same functions directly.
 import torch
 from torch import Tensor
 
-from nanopage.kernels import packed_linear, reference
+from nanopage.kernels import packed_linear, pages, reference
 
 _library = torch.library.Library("nanopage", "DEF")
 
@@ -25,7 +25,7 @@ def paged_attention(
     window: int | None,
 ) -> Tensor:
     """Write k and v, then attend: see layers/attention.py. Returns [T, num_heads, head_dim], contiguous."""
-    reference.write_cache(k, v, kv_cache, slot_mapping)
+    pages.write(k, v, kv_cache, slot_mapping)
     return reference.paged_attention(q, kv_cache, block_tables, query_lens, seq_lens, window)
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nanopage.kernels import ops
+from nanopage.kernels import ops, pages
 from nanopage.kernels.flash_decoding import Splits, flash_decode
 
 
@@ -34,15 +34,14 @@ def paged_attention(
 
     Args:
         q: [T, num_heads, head_dim]; k, v: [T, num_kv_heads, head_dim], rotated.
-        kv_cache: one layer's [2, num_blocks, block_size, num_kv_heads, head_dim]; written in place.
+        kv_cache: one layer's [2, num_blocks, num_kv_heads, head_dim * block_size] (see kernels/pages.py); written
+            in place.
         window: attend only to the last `window` tokens, itself included.
 
     Returns: [T, num_heads * head_dim]
     """
     if metadata.splits is not None:
-        # Not reference.write_cache: a write through views of the cache would tie the graph to the pool's size.
-        block_size = kv_cache.shape[2]
-        kv_cache[:, metadata.slot_mapping // block_size, metadata.slot_mapping % block_size] = torch.stack((k, v))
+        pages.write(k, v, kv_cache, metadata.slot_mapping)
         return flash_decode(q, kv_cache, metadata.splits, window).to(q.dtype).flatten(1)
     attend = torch.ops.nanopage.paged_attention if torch.compiler.is_compiling() else ops.paged_attention
     out = attend(

@@ -1,0 +1,40 @@
+"""A page of the KV cache: how the K and V of a block's tokens lie in it, and how they are written and read plainly.
+
+One layer's cache is [2, num_blocks, kv_heads, head_dim * block_size]. A head's V is [block_size, head_dim], one token
+after the other; its K is [head_dim, block_size], transposed. So both products of attention run along memory, with a
+vector of tokens for the scores and of dimensions for the output (the layout of vLLM's first kernels).
+"""
+
+import torch
+from torch import Tensor
+
+
+def views(kv_cache: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
+    """K [num_blocks, kv_heads, head_dim, block_size] and V [num_blocks, kv_heads, block_size, head_dim]."""
+    k, v = kv_cache.unbind(0)
+    return k.unflatten(2, (head_dim, -1)), v.unflatten(2, (-1, head_dim))
+
+
+def write(k: Tensor, v: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
+    """k and v [T, kv_heads, head_dim] to slots [T]: block * block_size + offset."""
+    _, num_heads, head_dim = k.shape
+    block_size = kv_cache.shape[3] // head_dim
+    blocks, offsets = slot_mapping // block_size, slot_mapping % block_size
+    if not torch.compiler.is_compiling():
+        k_pages, v_pages = views(kv_cache, head_dim)
+        k_pages[blocks, :, :, offsets] = k
+        v_pages[blocks, :, offsets] = v
+        return
+    # Element by element: what a graph writes through a view it writes back as a copy of the whole cache.
+    dims, offsets = torch.arange(head_dim), offsets[:, None]
+    elements = torch.stack((dims * block_size + offsets, offsets * head_dim + dims))  # [2, T, head_dim]
+    which, heads = torch.arange(2)[:, None, None, None], torch.arange(num_heads)[:, None]
+    kv_cache[which, blocks[:, None, None], heads, elements[:, :, None]] = torch.stack((k, v))
+
+
+def gather(kv_cache: Tensor, block_tables: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
+    """The pages of block_tables [B, blocks] in order: K [B, kv_heads, head_dim, tokens], V [B, kv_heads, tokens,
+    head_dim]."""
+    ids = block_tables.flatten()
+    k, v = (x.index_select(0, ids).unflatten(0, block_tables.shape) for x in views(kv_cache, head_dim))
+    return k.permute(0, 2, 3, 1, 4).flatten(3), v.transpose(1, 2).flatten(2, 3)  # from [B, blocks, kv_heads, ...]
