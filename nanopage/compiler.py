@@ -26,8 +26,10 @@ from torch import Tensor, nn
 import nanopage
 from nanopage import hub, loader
 from nanopage.config import ModelConfig
+from nanopage.kernels import pages, reference
 from nanopage.kernels.flash_decoding import Splits
 from nanopage.kernels.packed_linear import TILE, matvec
+from nanopage.kernels.tile_attention import attend_tile
 from nanopage.layers.attention import AttentionMetadata
 from nanopage.layers.embedding import LMHead
 from nanopage.layers.linear import pack
@@ -40,8 +42,10 @@ OPTIONS: dict[str, Any] = {
     "assert_indirect_indexing": False,  # of pages, in the innermost loops
     "cpp.enable_floating_point_contract_flag": "fast",  # fused multiply-add
 }
-# One token; several sequences of one token each; anything; and anything in the last layer, where only some rows go on.
-KINDS = ("one", "decode", "mixed", "last")
+# A layer's graphs. Whole: of one token; of several sequences of one token each. In parts, if there are prompts: what
+# comes before attention with the write to the cache, attention of a tile, and what comes after it.
+KINDS = ("one", "decode", "before", "tile", "after")
+WITH_WINDOW = ("one", "decode", "tile")  # those that depend on the layer's window
 HEAD = "head.pt2"  # the language-model head of one row
 
 
@@ -109,7 +113,7 @@ class Graphs:
         loaded = {file: _load(self.directory / file) for file in _files(self.config)}
         for layer, window in zip(model.model.layers, self.config.sliding_windows, strict=True):
             graphs = {kind: loaded[_file(kind, window)] for kind in KINDS}
-            layer.forward = _CompiledLayer(graphs, list(tensors_of(layer).values()))
+            layer.forward = _CompiledLayer(graphs, list(tensors_of(layer).values()), window)
         if model.lm_head.tiles is not None:
             model.lm_head.forward = _CompiledHead(loaded[HEAD], model.lm_head)
 
@@ -117,8 +121,8 @@ class Graphs:
 class _CompiledLayer:
     """A decoder layer's forward, by its graphs."""
 
-    def __init__(self, graphs: dict[str, Any], weights: list[Tensor]):
-        self.graphs, self.weights = graphs, weights
+    def __init__(self, graphs: dict[str, Any], weights: list[Tensor], window: int | None):
+        self.graphs, self.weights, self.window = graphs, weights, window
 
     def __call__(
         self,
@@ -129,11 +133,22 @@ class _CompiledLayer:
         metadata: AttentionMetadata,
         rows: Tensor | None = None,
     ) -> Tensor:
-        inputs = [x, cos, sin, kv_cache, *_flatten(metadata)]
+        if metadata.splits is not None:
+            kind = "one" if len(x) == 1 else "decode"
+            inputs = [x, cos, sin, kv_cache, metadata.slot_mapping, *tensors_in(metadata.splits)]
+            return self.graphs[kind]([*inputs, *self.weights])[0]
+        q = self.graphs["before"]([x, cos, sin, kv_cache, metadata.slot_mapping, *self.weights])[0]
+        lengths = metadata.query_lens, metadata.seq_lens
+        attended = reference.paged_attention(q, kv_cache, metadata.block_tables, *lengths, self.window, self._tile)
         if rows is not None:
-            return self.graphs["last"]([*inputs, rows, *self.weights])[0]
-        kind = "mixed" if metadata.splits is None else "one" if len(x) == 1 else "decode"
-        return self.graphs[kind]([*inputs, *self.weights])[0]
+            x, attended = x[rows], attended[rows]
+        return self.graphs["after"]([x, attended, *self.weights])[0]
+
+    def _tile(self, chunks: reference.Chunks, q: Tensor, kv_cache: Tensor, block_tables: Tensor, out: Tensor) -> bool:
+        block_size = kv_cache.shape[3] // q.shape[2]
+        tables = block_tables[chunks.sequences, : -(-chunks.num_keys // block_size)]
+        (bound,) = self.graphs["tile"]([q, kv_cache, tables, chunks.rows, chunks.positions, out, *self.weights])
+        return q.dtype == torch.float32 or bound.item() <= reference.LARGEST_ROUNDED_SCORE**2
 
 
 class _CompiledHead:
@@ -151,35 +166,25 @@ def tensors_of(layer: nn.Module) -> dict[str, Tensor]:
     return dict(layer.named_parameters()) | dict(layer.named_buffers())
 
 
-def _flatten(metadata: AttentionMetadata) -> list[Tensor]:
-    splits = metadata.splits
-    if splits is None:
-        return [metadata.slot_mapping, metadata.block_tables, metadata.query_lens, metadata.seq_lens]
-    return [metadata.slot_mapping, splits.blocks, splits.owner, splits.start, splits.end, splits.of, splits.merged]
-
-
-def _unflatten(tensors: list[Tensor]) -> AttentionMetadata:
-    slot_mapping, *others = tensors
-    if len(others) == 3:
-        block_tables, query_lens, seq_lens = others
-        return AttentionMetadata(slot_mapping, block_tables, query_lens, seq_lens)
-    # With splits, attention looks at nothing else.
-    return AttentionMetadata(slot_mapping, slot_mapping, slot_mapping, slot_mapping, Splits(*others))
+def tensors_in(splits: Splits) -> list[Tensor]:
+    return [splits.blocks, splits.owner, splits.start, splits.end, splits.of, splits.merged]
 
 
 def _file(kind: str, window: int | None) -> str:
-    return f"{kind}.pt2" if window is None else f"{kind}-window-{window}.pt2"
+    return f"{kind}.pt2" if window is None or kind not in WITH_WINDOW else f"{kind}-window-{window}.pt2"
 
 
 def _files(config: ModelConfig) -> list[str]:
-    return [HEAD, *(_file(kind, window) for window in dict.fromkeys(config.sliding_windows) for kind in KINDS)]
+    windows = dict.fromkeys(config.sliding_windows)
+    return list(dict.fromkeys([HEAD, *(_file(kind, window) for window in windows for kind in KINDS)]))
 
 
 def _key(config: ModelConfig, spec: dict[str, Any]) -> str:
     """Of everything the code depends on: our source, torch, this kind of CPU, and the sizes it is made for."""
     here = Path(__file__).parent
-    kernels = [here / "kernels" / name for name in ("flash_decoding.py", "ops.py", "packed_linear.py", "pages.py")]
-    sources = [*kernels, *sorted(here.glob("layers/*.py")), here / "models" / f"{config.family}.py", Path(__file__)]
+    kernels = ("flash_decoding.py", "packed_linear.py", "pages.py", "tile_attention.py")
+    sources = [here / "kernels" / name for name in kernels]
+    sources += [*sorted(here.glob("layers/*.py")), here / "models" / f"{config.family}.py", Path(__file__)]
     sizes = asdict(config) | {"num_layers": None, "vocab_size": None, "max_position_embeddings": None}
     sizes["sliding_windows"] = None  # in the name of the file
     parts = [torch.__version__, sorted(torch.cpu.get_capabilities().items()), spec["dtype"], spec["block_size"]]
@@ -196,26 +201,49 @@ def _load(file: Path):
     return AOTIModelPackageLoader(str(file), "model", True, 1, -1).boxed_run
 
 
-class _Exported(nn.Module):
-    """A layer as a function of tensors."""
+class _Part(nn.Module):
+    """What a graph does of a layer's work."""
 
-    def __init__(self, layer: nn.Module, names: list[str]):
+    def __init__(self, layer: nn.Module, kind: str):
         super().__init__()
-        self.layer = [layer]  # in a list: its weights are not constants of this module
-        self.names = names
+        self.layer: Any = layer
+        self.kind = kind
 
-    def forward(self, x, cos, sin, kv_cache, metadata, rows, weights):
+    def forward(self, *inputs: Tensor) -> Tensor:
+        if self.kind == "after":
+            return self.layer.after(*inputs)
+        if self.kind == "tile":
+            q, kv_cache, block_tables, rows, positions, out = inputs
+            return attend_tile(q, kv_cache, block_tables, rows, positions, out, self.layer.self_attn.window)
+        x, cos, sin, kv_cache, slot_mapping, *splits = inputs
+        if self.kind == "before":
+            q, k, v = self.layer.before(x, cos, sin)
+            pages.write(k, v, kv_cache, slot_mapping)
+            return q.contiguous()  # as the graphs that take it believe it to be
+        # With splits, attention looks at nothing else.
+        metadata = AttentionMetadata(slot_mapping, slot_mapping, slot_mapping, slot_mapping, Splits(*splits))
+        return self.layer(x, cos, sin, kv_cache, metadata)
+
+
+class _Exported(nn.Module):
+    """A part of a layer as a function of tensors."""
+
+    def __init__(self, part: _Part):
+        super().__init__()
+        self.part = [part]  # in a list: its weights are not constants of this module
+        self.names = [f"layer.{name}" for name in tensors_of(part.layer)]
+
+    def forward(self, inputs: list[Tensor], weights: list[Tensor]) -> Tensor:
         tensors = dict(zip(self.names, weights, strict=True))
-        return torch.func.functional_call(self.layer[0], tensors, (x, cos, sin, kv_cache, _unflatten(metadata), rows))
+        return torch.func.functional_call(self.part[0], tensors, tuple(inputs))
 
 
-def compile_layer(layer: nn.Module, config: ModelConfig, dtype: torch.dtype, block_size: int, kind: str, file: Path):
-    """Write the graph of `kind` of a decoder layer to `file`. Takes tens of seconds."""
+def compile_layer(layer: Any, config: ModelConfig, dtype: torch.dtype, block_size: int, kind: str, file: Path):
+    """Write the graph of `kind` of a decoder layer to `file`. Takes up to tens of seconds."""
     inputs, dims = example(config, dtype, block_size, kind)
-    weights = tensors_of(layer)
     # oneDNN's tensors are opaque; plain ones of their shape are traced in their place.
-    stand_ins = [torch.empty(t.shape, dtype=t.dtype) if t.is_mkldnn else t for t in weights.values()]
-    _export(_Exported(layer, list(weights)), [*inputs, stand_ins], [*dims, [None] * len(stand_ins)], file)
+    stand_ins = [torch.empty(t.shape, dtype=t.dtype) if t.is_mkldnn else t for t in tensors_of(layer).values()]
+    _export(_Exported(_Part(layer, kind)), [inputs, stand_ins], [dims, [None] * len(stand_ins)], file)
 
 
 class _ExportedHead(nn.Module):
@@ -244,31 +272,33 @@ def _export(module: nn.Module, inputs: list[Any], dims: list[Any], file: Path) -
         os.replace(f"{scratch}/{file.name}", file)  # it appears whole or not at all
 
 
-def example(config: ModelConfig, dtype: torch.dtype, block_size: int, kind: str) -> tuple[list[Any], list[Any]]:
+def example(config: ModelConfig, dtype: torch.dtype, block_size: int, kind: str) -> tuple[list[Tensor], list[Any]]:
     """(inputs of a graph but the weights, their dynamic dimensions). Sizes are hints of what is worth a thread."""
     from torch.export import Dim
 
     from nanopage.kernels.flash_decoding import split
 
-    query_lens = torch.tensor({"one": [1], "decode": [1] * 16}.get(kind, [40, 30, 20]))
-    seq_lens = query_lens + 1000
-    tables = torch.zeros(len(query_lens), -(-int(seq_lens.max()) // block_size), dtype=torch.int64)
-    num_tokens = int(query_lens.sum())
-    slots = torch.zeros(num_tokens, dtype=torch.int64)
-    metadata = AttentionMetadata(slots, tables, query_lens, seq_lens)
+    num_tokens = {"one": 1, "decode": 16}.get(kind, 90)
     many, any_size = None if kind == "one" else Dim.DYNAMIC, Dim.DYNAMIC
-    if kind in ("mixed", "last"):
-        metadata_dims: list[Any] = [{0: many}, {0: any_size, 1: any_size}, {0: any_size}, {0: any_size}]
-    else:
-        metadata.splits = split(tables, seq_lens, block_size)
-        one_a_split, a_row_a_token = {0: any_size}, {0: many, 1: any_size}
-        metadata_dims = [{0: many}, *[one_a_split] * 4, a_row_a_token, a_row_a_token]
     x = torch.zeros(num_tokens, config.hidden_size, dtype=dtype)
     cos, sin = torch.zeros(2, num_tokens, 1, config.head_dim // 2, dtype=dtype)
+    q = torch.zeros(num_tokens, config.num_heads, config.head_dim, dtype=dtype)
     kv_cache = torch.zeros(2, 8, config.num_kv_heads, config.head_dim * block_size, dtype=dtype)
-    rows, rows_dims = (torch.zeros(5, dtype=torch.int64), {0: any_size}) if kind == "last" else (None, None)
-    dims = [{0: many}, {0: many}, {0: many}, {1: any_size}, metadata_dims, rows_dims]
-    return [x, cos, sin, kv_cache, _flatten(metadata), rows], dims
+    if kind == "after":
+        return [x, q], [{0: many}, {0: many}]
+    if kind == "tile":
+        tables, rows = torch.zeros(2, 20, dtype=torch.int64), torch.zeros(2, 45, dtype=torch.int64)
+        any_table = {0: any_size, 1: any_size}
+        inputs = [q, kv_cache, tables, rows, rows.int(), q.clone()]
+        return inputs, [{0: many}, {1: any_size}, any_table, any_table, any_table, {0: many}]
+    inputs = [x, cos, sin, kv_cache, torch.zeros(num_tokens, dtype=torch.int64)]
+    dims = [{0: many}, {0: many}, {0: many}, {1: any_size}, {0: many}]
+    if kind != "before":
+        seq_lens = torch.full((num_tokens,), 1000)
+        tables = torch.zeros(num_tokens, -(-1000 // block_size), dtype=torch.int64)
+        inputs += tensors_in(split(tables, seq_lens, block_size))
+        dims += [*[{0: any_size}] * 4, *[{0: many, 1: any_size}] * 2]
+    return inputs, dims
 
 
 def main(spec: dict[str, Any], directory: Path) -> None:

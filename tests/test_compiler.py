@@ -105,8 +105,8 @@ def test_a_prompt_in_chunks_of_which_most_sample_nothing(model, graphs):
 
 def test_there_is_a_graph_for_each_kind_of_step_and_window_not_for_each_layer(graphs):
     names = {file.name for file in graphs.directory.glob("*.pt2")}
-    kinds = {"one", "decode", "mixed", "last"}
-    assert names == {"head.pt2"} | {f"{kind}.pt2" for kind in kinds} | {f"{kind}-window-7.pt2" for kind in kinds}
+    kinds = {"head", "before", "after", "one", "decode", "tile", "one-window-7", "decode-window-7", "tile-window-7"}
+    assert names == {f"{kind}.pt2" for kind in kinds}
 
 
 SERVE = """

@@ -5,8 +5,9 @@ import math
 import pytest
 import torch
 
-import nanopage.kernels.ops  # noqa: F401 (makes the operators)
 from nanopage.kernels import flash_decoding, packed_linear, pages, reference
+from nanopage.kernels.tile_attention import attend_tile
+from nanopage.layers.attention import AttentionMetadata, paged_attention
 from nanopage.layers.embedding import Embedding, LMHead
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -184,7 +185,19 @@ def test_flash_decoding_over_many_splits(block_size, window):
 class TestTiles:
     """Chunks in tiles, as in bfloat16, but computed in float64: lengths around the edges of tiles and groups."""
 
-    LENGTHS = ((11, 7), (35, 35), (12, 2), (300, 300), (290, 130), (150, 150), (151, 16), (149, 149), (700, 129))
+    LENGTHS = (
+        (11, 7),
+        (35, 35),
+        (12, 2),
+        (300, 300),
+        (290, 130),
+        (150, 150),
+        (151, 16),
+        (149, 149),
+        (700, 129),
+        (90, 90),
+        (95, 95),
+    )
 
     def attend(self, pool, query_lens, q, window=None):
         block_tables, queries, lengths = pool.metadata(query_lens)
@@ -193,7 +206,23 @@ class TestTiles:
         groups = reference.group_chunks(queries, lengths, q.shape[1], 2 * 16, window, q.dtype, q.device)
         for chunks in groups:
             reference.attend(chunks, q, pool.cache, block_tables, out)
-        return out, groups
+        return out, groups, block_tables
+
+    def check_single_tiles(self, pool, q, block_tables, groups, window, expected):
+        """What is written to be compiled, on the groups it is for."""
+        single = [chunks for chunks in groups if len(chunks.tiles) == 1]
+        assert {len(chunks.rows) == 1 for chunks in single} == {True, False}
+        for chunks in single:
+            out = torch.full_like(q, torch.nan)
+            tables = block_tables[chunks.sequences, : -(-chunks.num_keys // pool.block_size)]
+            bound = attend_tile(q, pool.cache, tables, chunks.rows, chunks.positions, out, window)
+            done = chunks.rows.flatten()
+            torch.testing.assert_close(out[done], expected[done], rtol=1e-5, atol=1e-5)  # in float32 between products
+            assert out.isfinite().all(-1).all(-1).sum() == len(done.unique())
+            k = pages.gather(pool.cache, tables, pool.head_dim)[0]
+            heads = q[done].view(len(tables), -1, pool.kv_heads, q.shape[1] // pool.kv_heads, pool.head_dim)
+            scores = torch.einsum("cnkgd,ckdt->cnkgt", heads, k) / math.sqrt(pool.head_dim)
+            assert bound.item() >= scores.square().max().item()
 
     @pytest.mark.parametrize("window", [None, 1, 5, 100])
     @pytest.mark.parametrize("group", [1, 3])
@@ -201,10 +230,11 @@ class TestTiles:
         pool = Pool(2, 16, 8, torch.float64, num_blocks=300)
         query_lens = {pool.add(length): queries for length, queries in self.LENGTHS}
         q = pool.random(sum(query_lens.values()), 2 * group, 16)
-        out, groups = self.attend(pool, query_lens, q, window)
+        out, groups, block_tables = self.attend(pool, query_lens, q, window)
         rows = q.split(list(query_lens.values()))
         expected = [attention(r, *pool.sequences[i][1:], window) for i, r in zip(query_lens, rows, strict=True)]
         torch.testing.assert_close(out, torch.cat(expected), rtol=1e-12, atol=1e-12)
+        self.check_single_tiles(pool, q, block_tables, groups, window, out)
         assert 3 < len(groups) < len(query_lens)  # some go together
         assert max(len(chunks.tiles) for chunks in groups) == 3  # 300 queries
 
@@ -213,7 +243,7 @@ class TestTiles:
         reference.group_chunks.cache_clear()
         groups = reference.group_chunks((100,) * 7 + (10,), (100,) * 8, 4, 8, None, torch.float64, torch.device("cpu"))
         reference.group_chunks.cache_clear()
-        assert sorted(len(chunks.rows) // 100 for chunks in groups if not isinstance(chunks.rows, slice)) == [3, 3]
+        assert sorted(len(chunks.rows) for chunks in groups) == [1, 1, 3, 3]
         assert len(groups) == 4
 
     def test_bfloat16_goes_in_tiles(self):
@@ -281,7 +311,7 @@ class TestPages:
 
 
 @pytest.mark.parametrize("window", [None, 4])
-def test_the_operator_writes_and_then_attends(window):
+def test_what_a_step_writes_it_sees(window):
     pool = Pool(2, 16, 8, torch.float64)
     decode, chunk = pool.add(12), pool.add(21)
     block_tables, query_lens, seq_lens = pool.metadata({decode: 1, chunk: 6})
@@ -289,19 +319,11 @@ def test_the_operator_writes_and_then_attends(window):
     slots = torch.tensor([table[1] * 8 + 3] + [other_table[p // 8] * 8 + p % 8 for p in range(15, 21)])
     expected = pool.cache.clone()
     nan = torch.full((7, 2, 16), torch.nan, dtype=pool.dtype)
-    pages.write(nan, nan, pool.cache, slots)  # not there before the operator writes it
+    pages.write(nan, nan, pool.cache, slots)  # not there before
     q = pool.random(7, 6, 16)
-    out = torch.ops.nanopage.paged_attention(
-        q,
-        torch.cat([k1[-1:], k2[-6:]]),
-        torch.cat([v1[-1:], v2[-6:]]),
-        pool.cache,
-        slots,
-        block_tables,
-        query_lens,
-        seq_lens,
-        window,
-    )
+    k, v = torch.cat([k1[-1:], k2[-6:]]), torch.cat([v1[-1:], v2[-6:]])
+    metadata = AttentionMetadata(slots, block_tables, query_lens, seq_lens)
+    out = paged_attention(q, k, v, pool.cache, metadata, window)
     assert torch.equal(pool.cache.view(torch.uint8), expected.view(torch.uint8))
     torch.testing.assert_close(out, torch.cat([attention(q[:1], k1, v1, window), attention(q[1:], k2, v2, window)]))
 

@@ -1,3 +1,2 @@
-"""The computations PyTorch has no single operator for: `reference.py` has them in plain torch, for every device,
-`flash_decoding.py` and `packed_linear.py` as loops for compiled code on a CPU, and `ops.py` makes operators of the
-others."""
+"""The computations PyTorch has no single operator for: `reference.py` has attention in plain torch, for every device;
+`flash_decoding.py`, `tile_attention.py` and `packed_linear.py` are loops for compiled code on a CPU."""

@@ -70,3 +70,14 @@ def rows(tiles: Tensor, ids: Tensor) -> Tensor:
     """Rows `ids` [T] of the weight [out, in] whose `tiles_of` these are: [T, in]."""
     words = tiles[ids // TILE, :, ids % TILE]
     return words.view(torch.bfloat16) if words.dtype == torch.int32 else words
+
+
+# An operator of a library "nanopage": a single call in a graph that is being compiled, which can not look into oneDNN.
+_library = torch.library.Library("nanopage", "DEF")
+_library.define("packed_linear(Tensor x, Tensor packed_weight, Tensor? bias) -> Tensor")
+_library.impl("packed_linear", packed_linear, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("nanopage::packed_linear", lib=_library)
+def _(x, packed_weight, bias):
+    return x.new_empty(*x.shape[:-1], packed_weight.shape[0])

@@ -6,6 +6,7 @@ is not computed. A decode is a chunk of one query.
 """
 
 import math
+from collections.abc import Callable
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -30,19 +31,22 @@ def paged_attention(
     query_lens: Tensor,
     seq_lens: Tensor,
     window: int | None = None,
+    tile: Callable[..., bool] | None = None,
 ) -> Tensor:
     """Causal attention of q [T, heads, head_dim] over each sequence's pages.
 
     Slots between a sequence's end and the end of its last block are read and masked: they must hold finite values.
 
-    Args: as in `layers.attention.AttentionMetadata`.
+    Args: as in `layers.attention.AttentionMetadata`. `tile` takes the same as `attend`, is given what is a single tile,
+        and says whether it has done it.
     Returns: [T, heads, head_dim]
     """
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     key_size = kv_cache.shape[2] * q.shape[2]
     lengths = tuple(query_lens.tolist()), tuple(seq_lens.tolist())
     for chunks in group_chunks(*lengths, q.shape[1], key_size, window, q.dtype, q.device):
-        attend(chunks, q, kv_cache, block_tables, out)
+        if tile is None or len(chunks.tiles) > 1 or not tile(chunks, q, kv_cache, block_tables, out):
+            attend(chunks, q, kv_cache, block_tables, out)
     return out
 
 
@@ -50,14 +54,16 @@ class Chunks(NamedTuple):
     """Chunks of like sizes, padded to as many queries and keys as the largest has.
 
     sequences  which each is of
-    rows       of their queries in q: a slice, or int64 [chunks * queries]
+    rows       of their queries in q: int64 [chunks, queries]
+    positions  of their queries: int32 [chunks, queries]
     num_keys   of the longest sequence, from its first token
     tiles      (begin, end, first, last, mask) of up to TILE_QUERIES queries: they see all keys before `first`, none
                from `last` on, and those between by `mask`, 0 or -inf [chunks, 1, end - begin, last - first] or None
     """
 
     sequences: slice | list[int]
-    rows: slice | Tensor
+    rows: Tensor
+    positions: Tensor
     num_keys: int
     tiles: list[tuple[int, int, int, int, Tensor | None]]
 
@@ -112,10 +118,9 @@ def _chunks(
             hidden |= keys <= inside - window
         mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -torch.inf)[:, None].to(device)
         tiles.append((begin, end, first, last, mask if hidden.any() else None))
-    if len(group) == 1:
-        return Chunks(slice(sequences[0], sequences[0] + 1), slice(row[0], row[0] + num_queries[0]), num_keys[0], tiles)
-    rows = (offsets + torch.tensor(row)[:, None]).flatten().to(device)
-    return Chunks(sequences, rows, max(num_keys), tiles)
+    rows = offsets + torch.tensor(row)[:, None]
+    which = sequences if len(group) > 1 else slice(sequences[0], sequences[0] + 1)
+    return Chunks(which, rows.to(device), positions.int().to(device), max(num_keys), tiles)
 
 
 def _largest_score(q: Tensor, k: Tensor) -> float:
@@ -131,7 +136,9 @@ def attend(chunks: Chunks, q: Tensor, kv_cache: Tensor, block_tables: Tensor, ou
     k, v = gather(kv_cache, block_tables[chunks.sequences, : -(-chunks.num_keys // block_size)], head_dim)
     count = len(k)
     k, v = k.flatten(0, 1), v.flatten(0, 1)  # [chunks * kv_heads, head_dim, keys] and [.., keys, head_dim]
-    q = (q[chunks.rows] * head_dim**-0.5).view(count, -1, kv_heads, q.shape[1] // kv_heads, head_dim)
+    first_row = int(chunks.rows[0, 0])
+    rows = chunks.rows.flatten() if count > 1 else slice(first_row, first_row + chunks.rows.shape[1])
+    q = (q[rows] * head_dim**-0.5).view(count, -1, kv_heads, q.shape[1] // kv_heads, head_dim)
     # Only bfloat16's products are fast as they are; float16 could overflow, too.
     exact = torch.promote_types(q.dtype, torch.float32)
     if q.dtype == torch.float16:
@@ -147,4 +154,4 @@ def attend(chunks: Chunks, q: Tensor, kv_cache: Tensor, block_tables: Tensor, ou
             scores[..., first:] += mask
         weights = scores.softmax(dim=-1).to(v.dtype).view(count * kv_heads, -1, last)
         heads[:, :, :, begin:end] = (weights @ v[:, :last]).view(*q.shape[:3], end - begin, head_dim)
-    out[chunks.rows] = output.view(-1, *out.shape[1:]).to(out.dtype)
+    out[rows] = output.view(-1, *out.shape[1:]).to(out.dtype)

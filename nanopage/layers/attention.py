@@ -2,10 +2,9 @@
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from nanopage.kernels import ops, pages
+from nanopage.kernels import pages, reference
 from nanopage.kernels.flash_decoding import Splits, flash_decode
 
 
@@ -38,21 +37,9 @@ def paged_attention(
             in place.
         window: attend only to the last `window` tokens, itself included.
 
-    Returns: [T, num_heads * head_dim]
+    Returns: [T, num_heads, head_dim]
     """
+    pages.write(k, v, kv_cache, metadata.slot_mapping)
     if metadata.splits is not None:
-        pages.write(k, v, kv_cache, metadata.slot_mapping)
-        return flash_decode(q, kv_cache, metadata.splits, window).to(q.dtype).flatten(1)
-    attend = torch.ops.nanopage.paged_attention if torch.compiler.is_compiling() else ops.paged_attention
-    out = attend(
-        q,
-        k,
-        v,
-        kv_cache,
-        metadata.slot_mapping,
-        metadata.block_tables,
-        metadata.query_lens,
-        metadata.seq_lens,
-        window,
-    )
-    return out.flatten(1)
+        return flash_decode(q, kv_cache, metadata.splits, window).to(q.dtype)
+    return reference.paged_attention(q, kv_cache, metadata.block_tables, metadata.query_lens, metadata.seq_lens, window)

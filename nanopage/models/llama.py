@@ -27,11 +27,12 @@ class LlamaAttention(nn.Module):
         self.qkv_proj = Linear(config.hidden_size, parts, config.attention_bias)
         self.o_proj = Linear(q_size, config.hidden_size, config.attention_bias)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, metadata: AttentionMetadata) -> Tensor:
+    def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q [T, num_heads, head_dim], k and v [T, num_kv_heads, head_dim], rotated."""
         heads = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim))  # [T, q heads + k heads + v heads, head_dim]
         qk, v = heads.split([self.num_heads + self.num_kv_heads, self.num_kv_heads], dim=1)
         q, k = rotate(qk, cos, sin).split([self.num_heads, self.num_kv_heads], dim=1)
-        return self.o_proj(paged_attention(q, k, v, kv_cache, metadata, self.window))
+        return q, k, v
 
 
 class LlamaDecoderLayer(nn.Module):
@@ -51,9 +52,19 @@ class LlamaDecoderLayer(nn.Module):
         metadata: AttentionMetadata,
         rows: Tensor | None = None,
     ) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin, kv_cache, metadata)
+        q, k, v = self.before(x, cos, sin)
+        attended = paged_attention(q, k, v, kv_cache, metadata, self.self_attn.window)
         if rows is not None:
-            x = x[rows]
+            x, attended = x[rows], attended[rows]
+        return self.after(x, attended)
+
+    def before(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """What comes before attention: q, k and v."""
+        return self.self_attn.project(self.input_layernorm(x), cos, sin)
+
+    def after(self, x: Tensor, attended: Tensor) -> Tensor:
+        """What comes after it, row by row: attended [T, num_heads, head_dim]."""
+        x = x + self.self_attn.o_proj(attended.flatten(1))
         return x + self.mlp(self.post_attention_layernorm(x))
 
 

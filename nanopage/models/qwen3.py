@@ -27,11 +27,11 @@ class Qwen3Attention(nn.Module):
         self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
         self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, metadata: AttentionMetadata) -> Tensor:
+    def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q [T, num_heads, head_dim], k and v [T, num_kv_heads, head_dim], rotated."""
         heads = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim))  # [T, q heads + k heads + v heads, head_dim]
         q, k, v = heads.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1)
-        q, k = rotate(self.q_norm(q), cos, sin), rotate(self.k_norm(k), cos, sin)
-        return self.o_proj(paged_attention(q, k, v, kv_cache, metadata, self.window))
+        return rotate(self.q_norm(q), cos, sin), rotate(self.k_norm(k), cos, sin), v
 
 
 class Qwen3DecoderLayer(nn.Module):
@@ -51,9 +51,19 @@ class Qwen3DecoderLayer(nn.Module):
         metadata: AttentionMetadata,
         rows: Tensor | None = None,
     ) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin, kv_cache, metadata)
+        q, k, v = self.before(x, cos, sin)
+        attended = paged_attention(q, k, v, kv_cache, metadata, self.self_attn.window)
         if rows is not None:
-            x = x[rows]
+            x, attended = x[rows], attended[rows]
+        return self.after(x, attended)
+
+    def before(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """What comes before attention: q, k and v."""
+        return self.self_attn.project(self.input_layernorm(x), cos, sin)
+
+    def after(self, x: Tensor, attended: Tensor) -> Tensor:
+        """What comes after it, row by row: attended [T, num_heads, head_dim]."""
+        x = x + self.self_attn.o_proj(attended.flatten(1))
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
