@@ -22,7 +22,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
-import psutil
 import typer
 
 from benchmarks.peers import nanopage as nanopage_peer
@@ -248,7 +247,9 @@ def compare(
     num_iters: ItersOption = 3,
     num_iters_warmup: WarmupOption = 1,
     seed: SeedOption = 0,
-    threads: Annotated[int | None, typer.Option(min=1, help="Of every engine [default: physical cores].")] = None,
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="Of every engine [default: usable physical cores].")
+    ] = None,
     json_file: JsonOption = None,
 ) -> None:
     """Run the same requests on nanopage and its peers, each in its own process, in turn.
@@ -257,6 +258,7 @@ def compare(
     """
     from benchmarks import compare as comparison
     from nanopage import hub
+    from nanopage.threads import default_threads
 
     check_json(json_file)
     if dtype not in ("bfloat16", "float32"):
@@ -282,7 +284,7 @@ def compare(
         num_iters,
         num_iters_warmup,
         seed,
-        threads or psutil.cpu_count(logical=False) or 1,
+        threads or default_threads(),
         json_file,
     )
 

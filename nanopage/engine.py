@@ -26,6 +26,7 @@ from nanopage.request import (
     StepStats,
 )
 from nanopage.scheduler import Batch, Scheduler
+from nanopage.threads import limit_threads
 from nanopage.tokenizer import IncrementalDetokenizer, Tokenizer
 
 logger = logging.getLogger("nanopage")
@@ -81,6 +82,8 @@ class LLMEngine:
         self.dtype, why = resolve_dtype(config.dtype, self.model_config.dtype, self.device)
         if why:
             logger.info(why)
+        if self.device.type == "cpu":
+            limit_threads()
         self.tokenizer = Tokenizer(path)
         model = loader.load_model(path, self.model_config, self.dtype, self.device)
         longest = config.max_model_len or limit
