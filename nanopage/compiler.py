@@ -145,9 +145,7 @@ class _CompiledLayer:
         return self.graphs["after"]([x, attended, *self.weights])[0]
 
     def _tile(self, chunks: reference.Chunks, q: Tensor, kv_cache: Tensor, block_tables: Tensor, out: Tensor) -> bool:
-        block_size = kv_cache.shape[3] // q.shape[2]
-        tables = block_tables[chunks.sequences, : -(-chunks.num_keys // block_size)]
-        (bound,) = self.graphs["tile"]([q, kv_cache, tables, chunks.rows, chunks.positions, out, *self.weights])
+        (bound,) = self.graphs["tile"]([q, kv_cache, block_tables, chunks.rows, chunks.positions, out, *self.weights])
         return q.dtype == torch.float32 or bound.item() <= reference.LARGEST_ROUNDED_SCORE**2
 
 

@@ -13,8 +13,8 @@ logger = logging.getLogger("nanopage")
 def limit_threads() -> None:
     """Take threads from torch, for the whole process, that would only wait for each other; never add any.
 
-    torch starts with as many threads as the machine has cores. The two hyperthreads of a core share what attention
-    and products need, and beyond a container's quota all threads are stopped at once, at every barrier. Whoever sets
+    torch's own count keeps to the affinity but knows no quota: beyond it threads are stopped, and the others wait for
+    them at every barrier. The two hyperthreads of a core share what attention and products need. Whoever sets
     OMP_NUM_THREADS has decided otherwise.
     """
     before, useful = torch.get_num_threads(), default_threads()

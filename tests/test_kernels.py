@@ -205,8 +205,11 @@ class TestTiles:
         queries, lengths = tuple(queries.tolist()), tuple(lengths.tolist())
         groups = reference.group_chunks(queries, lengths, q.shape[1], 2 * 16, window, q.dtype, q.device)
         for chunks in groups:
-            reference.attend(chunks, q, pool.cache, block_tables, out)
+            reference.attend(chunks, q, pool.cache, self.tables_of(chunks, block_tables, pool), out)
         return out, groups, block_tables
+
+    def tables_of(self, chunks, block_tables, pool):
+        return block_tables[chunks.sequences, : -(-chunks.num_keys // pool.block_size)]
 
     def check_single_tiles(self, pool, q, block_tables, groups, window, expected):
         """What is written to be compiled, on the groups it is for."""
@@ -214,7 +217,7 @@ class TestTiles:
         assert {len(chunks.rows) == 1 for chunks in single} == {True, False}
         for chunks in single:
             out = torch.full_like(q, torch.nan)
-            tables = block_tables[chunks.sequences, : -(-chunks.num_keys // pool.block_size)]
+            tables = self.tables_of(chunks, block_tables, pool)
             bound = attend_tile(q, pool.cache, tables, chunks.rows, chunks.positions, out, window)
             done = chunks.rows.flatten()
             torch.testing.assert_close(out[done], expected[done], rtol=1e-5, atol=1e-5)  # in float32 between products

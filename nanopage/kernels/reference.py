@@ -43,10 +43,12 @@ def paged_attention(
     """
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     key_size = kv_cache.shape[2] * q.shape[2]
+    block_size = kv_cache.shape[3] // q.shape[2]
     lengths = tuple(query_lens.tolist()), tuple(seq_lens.tolist())
     for chunks in group_chunks(*lengths, q.shape[1], key_size, window, q.dtype, q.device):
-        if tile is None or len(chunks.tiles) > 1 or not tile(chunks, q, kv_cache, block_tables, out):
-            attend(chunks, q, kv_cache, block_tables, out)
+        tables = block_tables[chunks.sequences, : -(-chunks.num_keys // block_size)]
+        if tile is None or len(chunks.tiles) > 1 or not tile(chunks, q, kv_cache, tables, out):
+            attend(chunks, q, kv_cache, tables, out)
     return out
 
 
@@ -130,10 +132,10 @@ def _largest_score(q: Tensor, k: Tensor) -> float:
 
 
 def attend(chunks: Chunks, q: Tensor, kv_cache: Tensor, block_tables: Tensor, out: Tensor) -> None:
-    """Causal attention of the chunks' queries; fills their rows of `out` [T, heads, head_dim]."""
+    """Causal attention of the chunks' queries over block_tables [chunks, blocks]; fills their rows of `out` [T, heads,
+    head_dim]."""
     kv_heads, head_dim = kv_cache.shape[2], q.shape[2]
-    block_size = kv_cache.shape[3] // head_dim
-    k, v = gather(kv_cache, block_tables[chunks.sequences, : -(-chunks.num_keys // block_size)], head_dim)
+    k, v = gather(kv_cache, block_tables, head_dim)
     count = len(k)
     k, v = k.flatten(0, 1), v.flatten(0, 1)  # [chunks * kv_heads, head_dim, keys] and [.., keys, head_dim]
     first_row = int(chunks.rows[0, 0])

@@ -92,7 +92,7 @@ class Qwen2Model(nn.Module):
 
 class Qwen2ForCausalLM(nn.Module):
     """Token ids and positions [T], kv_cache [layers, 2, blocks, kv_heads, head_dim * block_size] -> [T, hidden_size],
-    or only of the tokens that `rows` names; the last layer's MLP, too, then leaves out the others.
+    or only of the tokens that `rows` names; the last layer, too, then leaves out the others after attention.
 
     `lm_head` makes logits of what comes out.
     """
