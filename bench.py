@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -40,6 +40,7 @@ DeviceOption = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
 EagerOption = Annotated[
     bool, typer.Option("--eager", help="Without compiled code: the first run on a machine waits a minute for it.")
 ]
+QuantizationOption = Annotated[str | None, typer.Option(help="int8: weights in a byte each [default: as they are].")]
 ItersOption = Annotated[int, typer.Option(min=1, help="Measured iterations; medians are reported.")]
 WarmupOption = Annotated[int, typer.Option(min=0, help="Iterations before that, not counted.")]
 SeedOption = Annotated[int, typer.Option(help="Of the lengths and the prompts.")]
@@ -57,6 +58,7 @@ def latency(
     dtype: DtypeOption = "auto",
     device: DeviceOption = "auto",
     eager: EagerOption = False,
+    quantization: QuantizationOption = None,
     num_iters: ItersOption = 5,
     num_iters_warmup: WarmupOption = 1,
     seed: SeedOption = 0,
@@ -65,7 +67,8 @@ def latency(
 ) -> None:
     """Time one batch from start to end: time to first token, decode speed, end-to-end time."""
     options = {"input_len": input_len, "output_len": output_len, "num_prompts": batch_size}
-    bench("latency", options, model, dtype, device, eager, num_iters, num_iters_warmup, seed, compare, json_file)
+    switches = {"dtype": dtype, "device": device, "enforce_eager": eager, "quantization": quantization}
+    bench("latency", options, model, switches, num_iters, num_iters_warmup, seed, compare, json_file)
 
 
 @app.command()
@@ -77,6 +80,7 @@ def throughput(
     dtype: DtypeOption = "auto",
     device: DeviceOption = "auto",
     eager: EagerOption = False,
+    quantization: QuantizationOption = None,
     num_iters: ItersOption = 3,
     num_iters_warmup: WarmupOption = 1,
     seed: SeedOption = 0,
@@ -85,7 +89,8 @@ def throughput(
 ) -> None:
     """Time many requests queued at once: requests/s, output and total tokens/s."""
     options = {"input_len": input_len, "output_len": output_len, "num_prompts": num_prompts}
-    bench("throughput", options, model, dtype, device, eager, num_iters, num_iters_warmup, seed, compare, json_file)
+    switches = {"dtype": dtype, "device": device, "enforce_eager": eager, "quantization": quantization}
+    bench("throughput", options, model, switches, num_iters, num_iters_warmup, seed, compare, json_file)
 
 
 @app.command()
@@ -120,7 +125,7 @@ def memory(
             return made
 
     plain = engine(enable_prefix_caching=False)
-    header = describe(plain, f"memory, seed {seed}", eager)
+    header = describe(plain, f"memory, seed {seed}")
     show_header(header)
     results["parallel sampling"] = measure_forks(plain, rng, num_iters)
     results["preemption"] = measure_preemption(engine, rng, num_iters)
@@ -244,6 +249,7 @@ def compare(
     mt_bench: Annotated[Path | None, typer.Option(help="mt_bench's question file (JSON lines), for W6.")] = None,
     dtype: Annotated[str, typer.Option(help="bfloat16 or float32; W5 is always float32.")] = "bfloat16",
     eager: EagerOption = False,
+    quantization: QuantizationOption = None,
     num_iters: ItersOption = 3,
     num_iters_warmup: WarmupOption = 1,
     seed: SeedOption = 0,
@@ -254,7 +260,8 @@ def compare(
 ) -> None:
     """Run the same requests on nanopage and its peers, each in its own process, in turn.
 
-    How a peer is installed is said by the first lines of its file in benchmarks/peers. --eager is nanopage's.
+    How a peer is installed is said by the first lines of its file in benchmarks/peers. --eager is nanopage's. With
+    --quantization int8 each engine runs its own kind of it; those that have none are left out.
     """
     from benchmarks import compare as comparison
     from nanopage import hub
@@ -263,6 +270,8 @@ def compare(
     check_json(json_file)
     if dtype not in ("bfloat16", "float32"):
         raise typer.BadParameter(f"{dtype!r} is not one of: bfloat16, float32", param_hint="--dtype")
+    if quantization not in (None, "int8"):
+        raise typer.BadParameter(f"{quantization!r} is not one of: int8", param_hint="--quantization")
     names = list(comparison.WORKLOADS) if workloads is None else list(dict.fromkeys(workloads.split(",")))
     for name in names:
         if name not in comparison.WORKLOADS:
@@ -281,6 +290,7 @@ def compare(
         mt_bench,
         dtype,
         eager,
+        quantization,
         num_iters,
         num_iters_warmup,
         seed,
@@ -293,16 +303,14 @@ def bench(
     command: str,
     workload: dict,
     model: str | None,
-    dtype: str,
-    device: str,
-    eager: bool,
+    switches: dict[str, Any],
     num_iters: int,
     num_iters_warmup: int,
     seed: int,
     compare: str | None,
     json_file: Path | None,
 ) -> None:
-    """Run a workload and print its table."""
+    """Run a workload on an engine made with `switches`, options of EngineConfig, and print its table."""
     if compare not in (None, "transformers"):
         raise typer.BadParameter(f"{compare!r} is not one of: transformers", param_hint="--compare")
     check_json(json_file)
@@ -318,13 +326,7 @@ def bench(
     with errors_by_name():
         path = hub.resolve(model)
         resolved = time.perf_counter()
-        llm = LLM(
-            str(path),
-            dtype=dtype,
-            device=device,
-            enforce_eager=eager,
-            max_num_seqs=max(256, workload["num_prompts"]),
-        )
+        llm = LLM(str(path), max_num_seqs=max(256, workload["num_prompts"]), **switches)
         llm.engine.runner.use_graphs(wait=True)
     loaded = time.perf_counter()
     longest = max(i + o for i, o in lengths)
@@ -345,7 +347,7 @@ def bench(
         f"{command}, {workload['num_prompts']} requests, input {workload['input_len']}, "
         f"output {workload['output_len']}, seed {seed}"
     )
-    header = describe(llm.engine, what, eager, compare)
+    header = describe(llm.engine, what, compare)
     show_header(header)
 
     runs: dict[str, list[Run]] = {name: [] for name in runners}
@@ -389,7 +391,7 @@ def random_prompt(rng: random.Random, engine, num_tokens: int) -> list[int]:
     return [rng.randrange(engine.model_config.vocab_size) for _ in range(num_tokens)]
 
 
-def describe(engine, what: str, eager: bool, compare: str | None = None) -> dict[str, str]:
+def describe(engine, what: str, compare: str | None = None) -> dict[str, str]:
     """What a reader must know to believe or repeat the figures."""
     import torch
 
@@ -398,12 +400,14 @@ def describe(engine, what: str, eager: bool, compare: str | None = None) -> dict
         import transformers
 
         versions += f", transformers {transformers.__version__}"
+    config = engine.config
+    weights = f", weights {config.quantization}" if config.quantization else ""
     hardware = torch.cuda.get_device_name() if engine.device.type == "cuda" else cpu_name()
     return {
         "bench": what,
-        "model": f"{engine.model_path.name}, {str(engine.dtype).removeprefix('torch.')}",
+        "model": f"{engine.model_path.name}, {str(engine.dtype).removeprefix('torch.')}{weights}",
         "device": f"{engine.device.type}: {hardware}, {torch.get_num_threads()} threads",
-        "switches": f"{'eager' if eager else 'compiled'}, block size {engine.config.block_size}",
+        "switches": f"{'eager' if config.enforce_eager else 'compiled'}, block size {config.block_size}",
         "versions": f"{versions}, Python {platform.python_version()}",
     }
 

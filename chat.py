@@ -35,6 +35,7 @@ def main(
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     max_model_len: Annotated[int | None, typer.Option(help="Most tokens of a conversation.")] = None,
     kv_cache_gib: Annotated[float | None, typer.Option(help="Size of the KV cache in GiB.")] = None,
+    quantization: Annotated[str | None, typer.Option(help="int8: weights in a byte each, on a CPU.")] = None,
     eager: Annotated[bool, typer.Option("--eager", help="Use no compiled code, and compile none.")] = False,
 ) -> None:  # fmt: skip
     """Talk to a model in the terminal. Without a terminal on stdin, or with -p, answer once and leave."""
@@ -62,6 +63,7 @@ def main(
                 max_model_len=max_model_len,
                 kv_cache_gib=kv_cache_gib,
                 enforce_eager=eager,
+                quantization=quantization,
                 seed=random.getrandbits(32) if seed is None else seed,
             )
         params = llm.get_default_sampling_params()

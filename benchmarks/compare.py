@@ -39,6 +39,7 @@ WORKLOADS = {
 # The engines that need an environment of their own, and the package that it must have.
 PACKAGES = {"vllm": "vllm", "openvino": "openvino_genai", "llamacpp": "llama_cpp"}
 ENGINES = ("nanopage", "transformers", "transformers_continuous", *PACKAGES)
+WITH_INT8 = ("nanopage", "openvino", "llamacpp")  # those that take --quantization
 ROOT = Path(__file__).parent.parent
 GIB = 2**30
 SETTLE = 0.3  # seconds between two runs: OpenMP threads spin for up to 200 ms after their last work
@@ -132,6 +133,7 @@ def compare(
     mt_bench: Path | None,
     dtype: str,
     eager: bool,
+    quantization: str | None,
     num_iters: int,
     num_iters_warmup: int,
     seed: int,
@@ -141,7 +143,7 @@ def compare(
     """Run everything, and print a table when a workload is done."""
     from nanopage import hub, loader
 
-    pythons = python_of_engines(engines, environments)
+    pythons = python_of_engines(engines, environments, quantization)
     with errors_by_name():
         path = hub.resolve(model).resolve()
         if path.suffix == ".gguf":
@@ -162,7 +164,7 @@ def compare(
                 f"{name}: {tokens} tokens are more than the model's {limit}", param_hint="--workloads"
             )
         longest = max(longest, tokens)
-    results = Results(header(path, dtype, seed, num_iters, num_iters_warmup, threads))
+    results = Results(header(path, dtype, quantization, seed, num_iters, num_iters_warmup, threads))
     show_header(results.header)
     for batch_dtype in dict.fromkeys((dtype, "float32")):  # one after the other, for the sake of memory
         names = [name for name in workloads if ("float32" if name == "W5" else dtype) == batch_dtype]
@@ -178,6 +180,7 @@ def compare(
             "--max-model-len",
             str(min(config.max_position_embeddings, max(4096, longest))),
         ]
+        arguments += ["--quantization", quantization] if quantization else []
         short = Work([rng.randrange(config.vocab_size) for _ in range(8)], 1)
         peers: dict[str, Peer] = {}
         try:
@@ -187,7 +190,7 @@ def compare(
             for name in names:
                 if name in ("W1", "W4"):
                     results.bandwidth_gb_s[name] = bandwidth = read_bandwidth(threads)
-                    step = bytes_of_a_step(path, config, batch_dtype, work[name][0][0])
+                    step = bytes_of_a_step(path, config, batch_dtype, quantization, work[name][0][0])
                     results.roofline_tok_s[name] = bandwidth * 1e9 / step
                 run_workload(name, work[name], num_iters_warmup, peers, results)
                 show_workload(name, batch_dtype, results, work[name][0])
@@ -310,12 +313,14 @@ def show_start(results: Results) -> None:
     console.print(table)
 
 
-def python_of_engines(engines: list[str] | None, environments: Path) -> dict[str, str]:
+def python_of_engines(engines: list[str] | None, environments: Path, quantization: str | None) -> dict[str, str]:
     """Engine -> its interpreter, for those named, or all that are installed. Raises BadParameter."""
     pythons = {}
-    for name in engines if engines is not None else ENGINES:
-        if name not in ENGINES:
-            raise typer.BadParameter(f"{name!r} is not one of: {', '.join(ENGINES)}", param_hint="--engines")
+    known = WITH_INT8 if quantization else ENGINES
+    for name in engines if engines is not None else known:
+        if name not in known:
+            which = f" that run with --quantization {quantization}" if quantization else ""
+            raise typer.BadParameter(f"{name!r} is not one of those{which}: {', '.join(known)}", param_hint="--engines")
         if name not in PACKAGES:
             pythons[name] = sys.executable
             continue
@@ -399,7 +404,7 @@ def kv_bytes(config: ModelConfig, dtype: str) -> int:
     return 2 * config.num_layers * config.num_kv_heads * config.head_dim * {"bfloat16": 2, "float32": 4}[dtype]
 
 
-def bytes_of_a_step(path: Path, config: ModelConfig, dtype: str, work: Work) -> float:
+def bytes_of_a_step(path: Path, config: ModelConfig, dtype: str, quantization: str | None, work: Work) -> float:
     """What one decode step of a request has to read: all weights once, less an embedding that is not also the head, and
     the KV of the tokens before it, on average over the output."""
     from safetensors import safe_open
@@ -411,13 +416,16 @@ def bytes_of_a_step(path: Path, config: ModelConfig, dtype: str, work: Work) -> 
             shapes = {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}  # noqa: SIM118
         parameters += sum(math.prod(shape) for name, shape in shapes.items() if name != skipped)
     context = len(work.prompt) + work.output_len / 2
-    return parameters * {"bfloat16": 2, "float32": 4}[dtype] + context * kv_bytes(config, dtype)
+    weight = 1 if quantization else {"bfloat16": 2, "float32": 4}[dtype]
+    return parameters * weight + context * kv_bytes(config, dtype)
 
 
-def header(path: Path, dtype: str, seed: int, num_iters: int, num_iters_warmup: int, threads: int) -> dict[str, str]:
+def header(
+    path: Path, dtype: str, quantization: str | None, seed: int, num_iters: int, num_iters_warmup: int, threads: int
+) -> dict[str, str]:
     return {
         "bench": f"compare, seed {seed}, {num_iters} iterations after {num_iters_warmup} to warm up",
-        "model": f"{path.name}, {dtype}",
+        "model": f"{path.name}, {dtype}" + (f", weights {quantization}" if quantization else ""),
         "device": f"cpu: {cpu_name()}, {threads} threads",
     }
 

@@ -10,12 +10,15 @@ import atexit
 import hashlib
 import json
 import logging
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +31,12 @@ from nanopage import hub, loader
 from nanopage.config import ModelConfig
 from nanopage.kernels import pages, reference
 from nanopage.kernels.flash_decoding import Splits
+from nanopage.kernels.int8_linear import product_of_few
 from nanopage.kernels.packed_linear import TILE, matvec
 from nanopage.kernels.tile_attention import attend_tile
 from nanopage.layers.attention import AttentionMetadata
 from nanopage.layers.embedding import LMHead
-from nanopage.layers.linear import pack
+from nanopage.layers.linear import Linear, pack, quantize
 
 logger = logging.getLogger("nanopage")
 
@@ -45,8 +49,10 @@ OPTIONS: dict[str, Any] = {
 # A layer's graphs. Whole: of one token; of several sequences of one token each. In parts, if there are prompts: what
 # comes before attention with the write to the cache, attention of a tile, and what comes after it.
 KINDS = ("one", "decode", "before", "tile", "after")
+MAX_PROCESSES = 4  # that compile at once
 WITH_WINDOW = ("one", "decode", "tile")  # those that depend on the layer's window
 HEAD = "head.pt2"  # the language-model head of one row
+HEAD_OF_FEW = "head-of-few.pt2"  # and of several, of int8 weights
 
 
 class Graphs:
@@ -57,11 +63,16 @@ class Graphs:
         config: the same model's.
         dtype: of weights, activations and KV: float32 or bfloat16 (see kernels/packed_linear.py).
         block_size: of the KV cache.
+        quantization: of the weights, as in EngineConfig.
     """
 
-    def __init__(self, path: Path, config: ModelConfig, dtype: torch.dtype, block_size: int):
+    def __init__(
+        self, path: Path, config: ModelConfig, dtype: torch.dtype, block_size: int, quantization: str | None = None
+    ):
         self.config = config
         self.spec = {"path": str(path.absolute()), "dtype": str(dtype).removeprefix("torch."), "block_size": block_size}
+        self.spec["quantization"] = quantization
+        self.files = _files(config, quantization)
         self.spec["threads"] = torch.get_num_threads()  # the code divides its loops by them
         self.directory = hub.cache_directory() / "compiled" / _key(config, self.spec)
         self._process: subprocess.Popen | None = None
@@ -69,7 +80,7 @@ class Graphs:
 
     def ready(self) -> bool:
         """Whether all graphs are there. If the process that makes them has failed, says so once."""
-        if all((self.directory / file).exists() for file in _files(self.config)):
+        if all((self.directory / file).exists() for file in self.files):
             return True
         if self._process is not None and self._process.poll() is not None and not self._failed:
             self._failed = True
@@ -110,12 +121,12 @@ class Graphs:
 
     def install(self, model: Any) -> None:
         """Call the graphs in the place of the modules' own code."""
-        loaded = {file: _load(self.directory / file) for file in _files(self.config)}
+        loaded = {file: _load(self.directory / file) for file in self.files}
         for layer, window in zip(model.model.layers, self.config.sliding_windows, strict=True):
             graphs = {kind: loaded[_file(kind, window)] for kind in KINDS}
             layer.forward = _CompiledLayer(graphs, list(tensors_of(layer).values()), window)
         if model.lm_head.tiles is not None:
-            model.lm_head.forward = _CompiledHead(loaded[HEAD], model.lm_head)
+            model.lm_head.forward = _CompiledHead(loaded[HEAD], loaded.get(HEAD_OF_FEW), model.lm_head)
 
 
 class _CompiledLayer:
@@ -150,13 +161,17 @@ class _CompiledLayer:
 
 
 class _CompiledHead:
-    """The head's forward: of one row by its graph, of more by oneDNN."""
+    """The head's forward: of one row by its graph, of more by another or, where there is none, by oneDNN."""
 
-    def __init__(self, graph: Any, head: LMHead):
-        self.graph, self.head = graph, head
+    def __init__(self, of_one: Any, of_few: Any, head: LMHead):
+        self.of_one, self.of_few, self.head = of_one, of_few, head
+        self.weights = [tensor for tensor in (head.tiles, head.scales) if tensor is not None]
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self.graph([x, self.head.tiles])[0] if len(x) == 1 else type(self.head).forward(self.head, x)
+        graph = self.of_one if len(x) == 1 else self.of_few
+        if graph is None:
+            return type(self.head).forward(self.head, x)
+        return graph([x, *self.weights])[0][:, : self.head.out_features]
 
 
 def tensors_of(layer: nn.Module) -> dict[str, Tensor]:
@@ -172,21 +187,23 @@ def _file(kind: str, window: int | None) -> str:
     return f"{kind}.pt2" if window is None or kind not in WITH_WINDOW else f"{kind}-window-{window}.pt2"
 
 
-def _files(config: ModelConfig) -> list[str]:
+def _files(config: ModelConfig, quantization: str | None) -> dict[str, tuple[str, int | None]]:
+    """File -> the kind of its graph and the window of the layers it is for."""
     windows = dict.fromkeys(config.sliding_windows)
-    return list(dict.fromkeys([HEAD, *(_file(kind, window) for window in windows for kind in KINDS)]))
+    files = {_file(kind, window): (kind, window) for kind in KINDS for window in windows}
+    return files | dict.fromkeys([HEAD] if quantization is None else [HEAD, HEAD_OF_FEW], ("head", None))
 
 
 def _key(config: ModelConfig, spec: dict[str, Any]) -> str:
     """Of everything the code depends on: our source, torch, this kind of CPU, and the sizes it is made for."""
     here = Path(__file__).parent
-    kernels = ("flash_decoding.py", "packed_linear.py", "pages.py", "tile_attention.py")
+    kernels = ("flash_decoding.py", "int8_linear.py", "packed_linear.py", "pages.py", "tile_attention.py")
     sources = [here / "kernels" / name for name in kernels]
     sources += [*sorted(here.glob("layers/*.py")), here / "models" / f"{config.family}.py", Path(__file__)]
     sizes = asdict(config) | {"num_layers": None, "vocab_size": None, "max_position_embeddings": None}
     sizes["sliding_windows"] = None  # in the name of the file
     parts = [torch.__version__, sorted(torch.cpu.get_capabilities().items()), spec["dtype"], spec["block_size"]]
-    parts += [spec["threads"], sorted((name, repr(value)) for name, value in sizes.items())]
+    parts += [spec["threads"], spec["quantization"], sorted((name, repr(value)) for name, value in sizes.items())]
     digest = hashlib.sha256(repr(parts).encode())
     for source in sources:
         digest.update(source.read_bytes())
@@ -206,6 +223,9 @@ class _Part(nn.Module):
         super().__init__()
         self.layer: Any = layer
         self.kind = kind
+        for part in layer.modules():
+            if isinstance(part, Linear):
+                part.few_rows = kind in ("one", "decode")
 
     def forward(self, *inputs: Tensor) -> Tensor:
         if self.kind == "after":
@@ -247,19 +267,25 @@ def compile_layer(layer: Any, config: ModelConfig, dtype: torch.dtype, block_siz
 
 
 class _ExportedHead(nn.Module):
-    """The head of one row as a function of tensors: the vocabulary may have any size."""
+    """The head as a function of tensors: the vocabulary may have any size."""
 
-    def forward(self, x, tiles):
-        return matvec(x, tiles, None)
+    def forward(self, x, tiles, scales=None):
+        return matvec(x, tiles, None) if scales is None else product_of_few(x, tiles, scales)
 
 
-def compile_head(config: ModelConfig, dtype: torch.dtype, file: Path):
-    """Write the head's graph to `file`."""
-    per_word = 4 // dtype.itemsize
-    word = torch.int32 if per_word == 2 else torch.float32
-    inputs = [torch.zeros(1, config.hidden_size, dtype=dtype)]
-    inputs.append(torch.zeros(500, config.hidden_size // per_word, TILE, dtype=word))
-    _export(_ExportedHead(), inputs, [None, {0: torch.export.Dim.DYNAMIC}], file, {})
+def compile_head(config: ModelConfig, dtype: torch.dtype, quantized: bool, file: Path):
+    """Write one of the head's graphs to `file`."""
+    any_size = {0: torch.export.Dim.DYNAMIC}
+    num_rows, many = (1, None) if file.name == HEAD else (16, any_size)
+    num_tiles = 500
+    if quantized:
+        weight = [torch.zeros(num_tiles, config.hidden_size, TILE, dtype=torch.int8), torch.zeros(num_tiles, TILE)]
+    else:
+        per_word = 4 // dtype.itemsize
+        word = torch.int32 if per_word == 2 else torch.float32
+        weight = [torch.zeros(num_tiles, config.hidden_size // per_word, TILE, dtype=word)]
+    inputs = [torch.zeros(num_rows, config.hidden_size, dtype=dtype), *weight]
+    _export(_ExportedHead(), inputs, [many, *[any_size] * len(weight)], file, {})
 
 
 @torch.no_grad()
@@ -302,26 +328,37 @@ def example(config: ModelConfig, dtype: torch.dtype, block_size: int, kind: str)
 
 
 def main(spec: dict[str, Any], directory: Path) -> None:
-    """Make the graphs of `spec` that `directory` does not have."""
+    """Make the graphs of `spec` that `directory` does not have, as many at a time as there are threads."""
     os.nice(19)  # where there is no SCHED_IDLE
-    torch.set_num_threads(spec["threads"])
     torch._inductor.config.force_disable_caches = True  # ours is the cache
     _register_lowering()
-    dtype = getattr(torch, spec["dtype"])
     config = loader.read_config(Path(spec["path"]))
     with FileLock(directory / "lock"):
-        if not (directory / HEAD).exists():
-            compile_head(config, dtype, directory / HEAD)
-        for window in dict.fromkeys(config.sliding_windows):
-            # The smallest model with such a layer; its weights are never filled.
-            small = replace(config, num_layers=1, sliding_windows=(window,), vocab_size=64)
-            model: Any = loader.build_model(small, dtype, torch.device("cpu"))
-            layer = model.model.layers[0]
-            pack(layer)
-            for kind in KINDS:
-                file = directory / _file(kind, window)
-                if not file.exists():
-                    compile_layer(layer, config, dtype, spec["block_size"], kind, file)
+        missing = [file for file in _files(config, spec["quantization"]) if not (directory / file).exists()]
+        # Forked, so that nothing is imported again; each takes some 700 MB meanwhile.
+        pool = ProcessPoolExecutor(min(spec["threads"], MAX_PROCESSES), multiprocessing.get_context("fork"))
+        with pool:
+            for _ in pool.map(partial(_make, spec, config, directory), missing):
+                pass  # an exception comes out here
+
+
+def _make(spec: dict[str, Any], config: ModelConfig, directory: Path, name: str) -> None:
+    """One graph, in a process of its own."""
+    torch.set_num_threads(spec["threads"])
+    dtype = getattr(torch, spec["dtype"])
+    kind, window = _files(config, spec["quantization"])[name]
+    if kind == "head":
+        compile_head(config, dtype, spec["quantization"] is not None, directory / name)
+        return
+    # The smallest model with such a layer; its weights are never filled.
+    small = replace(config, num_layers=1, sliding_windows=(window,), vocab_size=64)
+    model: Any = loader.build_model(small, dtype, torch.device("cpu"))
+    layer = model.model.layers[0]
+    if spec["quantization"]:
+        quantize(layer)
+    else:
+        pack(layer)
+    compile_layer(layer, config, dtype, spec["block_size"], kind, directory / name)
 
 
 def _register_lowering() -> None:

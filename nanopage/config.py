@@ -20,6 +20,7 @@ ARCHITECTURES = {
 }
 PREEMPTION_MODES = ("recompute", "swap")
 POLICIES = ("fcfs", "priority")
+QUANTIZATIONS = (None, "int8")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
@@ -49,6 +50,8 @@ class EngineConfig:
             those with a higher one.
         enforce_eager: never run compiled decoder layers. By default they are used where there are any, which so far is
             on a CPU in float32 and bfloat16, and made in the background from the second request on (see compiler.py).
+        quantization: "int8" keeps the weights of products, and of an embedding tied to the head, in a byte each (see
+            kernels/int8_linear.py); activations and KV stay in `dtype`. On a CPU. None: in `dtype`.
         seed: of the requests that bring no seed of their own.
 
     Raises:
@@ -70,6 +73,7 @@ class EngineConfig:
     swap_space: float | None = None
     scheduling_policy: str = "fcfs"
     enforce_eager: bool = False
+    quantization: str | None = None
     seed: int = 0
 
     def __post_init__(self):
@@ -83,6 +87,8 @@ class EngineConfig:
             raise ValueError(f"preemption_mode={self.preemption_mode!r} is not one of {', '.join(PREEMPTION_MODES)}")
         if self.scheduling_policy not in POLICIES:
             raise ValueError(f"scheduling_policy={self.scheduling_policy!r} is not one of {', '.join(POLICIES)}")
+        if self.quantization not in QUANTIZATIONS:
+            raise ValueError(f"quantization={self.quantization!r} is not one of int8")
         for name in (
             "max_num_seqs",
             "max_num_batched_tokens",

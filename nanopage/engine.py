@@ -79,6 +79,10 @@ class LLMEngine:
         limit = self.model_config.max_position_embeddings
         if config.max_model_len is not None and config.max_model_len > limit:
             raise ValueError(f"max_model_len={config.max_model_len} is more than the model's {limit} positions")
+        if config.quantization and self.device.type != "cpu":
+            raise ValueError(
+                f"quantization={config.quantization!r} works on a CPU only, and this engine is on {self.device}"
+            )
         self.dtype, why = resolve_dtype(config.dtype, self.model_config.dtype, self.device)
         if why:
             logger.info(why)
@@ -94,11 +98,11 @@ class LLMEngine:
         self.kv_cache = KVCache(self.model_config, num_blocks, config.block_size, self.dtype, self.device, host_blocks)
         graphs = None
         if not config.enforce_eager and self.device.type == "cpu" and can_pack(self.dtype):
-            graphs = Graphs(path, self.model_config, self.dtype, config.block_size)
+            graphs = Graphs(path, self.model_config, self.dtype, config.block_size, config.quantization)
         elif not config.enforce_eager:
             name = str(self.dtype).removeprefix("torch.")
             logger.info(f"{name} on {self.device.type} runs eagerly: there is no compiled code for it yet")
-        self.runner = ModelRunner(model, self.kv_cache, self.device, graphs)
+        self.runner = ModelRunner(model, self.kv_cache, self.device, graphs, config.quantization)
         block_manager = BlockManager(num_blocks, config.block_size, config.enable_prefix_caching, host_blocks)
         self.scheduler = Scheduler(
             block_manager, config.max_num_seqs, config.max_num_batched_tokens, config.preemption_mode
@@ -110,9 +114,11 @@ class LLMEngine:
         self._seeds = random.Random(config.seed)
         tokens = num_blocks * config.block_size
         gib = num_blocks * size / GIB
+        weights = f" with {config.quantization} weights" if config.quantization else ""
         logger.info(
-            f"{path.name} in {str(self.dtype).removeprefix('torch.')} on {self.device.type}; KV cache {gib:.2f} GiB = "
-            f"{tokens:,} tokens = {tokens / self.max_model_len:.1f} requests of {self.max_model_len:,} tokens"
+            f"{path.name} in {str(self.dtype).removeprefix('torch.')}{weights} on {self.device.type}; KV cache "
+            f"{gib:.2f} GiB = {tokens:,} tokens = {tokens / self.max_model_len:.1f} requests of "
+            f"{self.max_model_len:,} tokens"
         )
 
     def add_request(

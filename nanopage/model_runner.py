@@ -13,7 +13,7 @@ from nanopage.kernels.flash_decoding import split
 from nanopage.kernels.packed_linear import can_pack
 from nanopage.kv_cache import KVCache
 from nanopage.layers.attention import AttentionMetadata
-from nanopage.layers.linear import pack
+from nanopage.layers.linear import pack, quantize
 from nanopage.request import SampledToken, Sequence, StepStats
 from nanopage.sampler import Sampler, at_least_float32, top_logprobs
 from nanopage.scheduler import Batch, ScheduledSequence
@@ -61,15 +61,25 @@ class ModelRunner:
         kv_cache: the pool its K and V go to.
         device: of both.
         graphs: of its decoder layers, if they are to be compiled.
+        quantization: of its weights, as in EngineConfig.
     """
 
-    def __init__(self, model: nn.Module, kv_cache: KVCache, device: torch.device, graphs: Graphs | None = None):
+    def __init__(
+        self,
+        model: nn.Module,
+        kv_cache: KVCache,
+        device: torch.device,
+        graphs: Graphs | None = None,
+        quantization: str | None = None,
+    ):
         self.model: Any = model
         self.kv_cache = kv_cache
         self.device = device
         self.sampler = Sampler()
         dtype = kv_cache.tensor.dtype
-        if device.type == "cpu" and can_pack(dtype):
+        if quantization:
+            quantize(model)
+        elif device.type == "cpu" and can_pack(dtype):
             pack(model)
         self.graphs = graphs
         self.compiled = False

@@ -129,12 +129,12 @@ class Paged:
     Blocks are handed out at random, and everything in the cache that was never handed out is NaN.
     """
 
-    def __init__(self, directory, sequences, dtype=torch.float32, graphs=None, seed=0):
+    def __init__(self, directory, sequences, dtype=torch.float32, graphs=None, quantization=None, seed=0):
         config = loader.read_config(directory)
         model = loader.load_model(directory, config, dtype, CPU)
         num_blocks = 2 + sum(-(-len(tokens) // BLOCK_SIZE) for tokens in sequences)
         self.cache = KVCache(config, num_blocks, BLOCK_SIZE, dtype, CPU)
-        self.runner = ModelRunner(model, self.cache, CPU, graphs)
+        self.runner = ModelRunner(model, self.cache, CPU, graphs, quantization)
         self.free = random.Random(seed).sample(range(num_blocks), num_blocks)
         self.restart(sequences)
 

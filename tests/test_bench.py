@@ -69,6 +69,7 @@ def test_it_measures_side_by_side_with_transformers_and_writes_json(model, tmp_p
         (["throughput", "--json", "/no/such/folder/x.json"], "--json"),
         (["latency", "--model", "/no/such/model"], "/no/such/model"),
         (["latency", "--dtype", "int3"], "int3"),
+        (["latency", "--quantization", "int3"], "quantization='int3'"),
         (["latency", "--speed", "11"], "--speed"),
     ],
 )

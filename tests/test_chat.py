@@ -53,6 +53,7 @@ def test_a_pipe_is_answered_on_stdout_and_everything_else_goes_to_stderr(model):
         (["-p", "hi", "--temperature", "-1"], 1, "temperature"),
         (["-p", "hi", "--top-p", "2"], 1, "top_p"),
         (["-p", "hi", "--dtype", "int3"], 1, "int3"),
+        (["-p", "hi", "--quantization", "int3"], 1, "quantization='int3'"),
         (["-p", "hi", "--max-model-len", "99999"], 1, "max_model_len=99999"),
         (["-p", "hi", "--model", "/no/such/model"], 1, "/no/such/model"),
         (["-p", "word " * 20000], 1, "max_model_len"),

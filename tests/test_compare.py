@@ -102,6 +102,8 @@ read request; echo 'no more memory, says vLLM' >&2; exit 3"""
         (["--mt-bench", "/no/such/file"], "/no/such/file"),
         (["--mt-bench", __file__], "turns"),
         (["--dtype", "float16"], "float16"),
+        (["--quantization", "int3"], "int3"),
+        (["--quantization", "int8", "--engines", "nanopage,vllm"], "'vllm' is not one of those that run with"),
         (["--threads", "0"], "--threads"),
         (["--json", "/no/such/folder/x.json"], "--json"),
         (["--workloads", "W4"], "W4: 1628 tokens"),
@@ -138,7 +140,7 @@ def test_times_are_means_over_the_requests(monkeypatch):
 def test_llama_cpp_gets_the_same_weights(tmp_path, monkeypatch, dtype, tied):
     model = tiny_model(tmp_path / "model", dtype=dtype, tie_word_embeddings=tied)
     monkeypatch.setattr(sys, "prefix", str(tmp_path))
-    options = Options(model, dtype, threads=1, kv_tokens=64, kv_gib=1, max_model_len=64, eager=True)
+    options = Options(model, dtype, threads=1, kv_tokens=64, kv_gib=1, max_model_len=64, eager=True, quantization=None)
     llamacpp.prepare(options)
     written = dict(GGUFCheckpoint(llamacpp.gguf_file(options)).tensors())
     expected = tiny_hf_model(dtype=dtype, tie_word_embeddings=tied).state_dict()

@@ -36,7 +36,7 @@ def model(tmp_path_factory):
 
 def graphs_of(model, **options) -> compiler.Graphs:
     options = {"dtype": torch.float32, "block_size": 8} | options
-    return compiler.Graphs(model, loader.read_config(model), options["dtype"], options["block_size"])
+    return compiler.Graphs(model, loader.read_config(model), **options)
 
 
 @pytest.fixture(scope="module")
@@ -73,6 +73,25 @@ def test_compiled_layers_equal_the_eager_ones_at_any_size(model, graphs):
             assert_all_close(compiled.run(plan), eager.run(plan))
 
 
+def test_compiled_layers_of_int8_weights_equal_the_eager_ones(tmp_path, cache):
+    # Sizes that fill their tiles and some that do not, a tied head that does not.
+    model = tiny_model(tmp_path, hidden_size=96, num_attention_heads=6, mlp_bias=True, tie_word_embeddings=True)
+    graphs = graphs_of(model, quantization="int8")
+    graphs.wait()
+    names = {file.name for file in graphs.directory.glob("*.pt2")}
+    kinds = {"head", "head-of-few", "before", "after", "one", "decode", "tile"}
+    assert names == {f"{kind}.pt2" for kind in kinds}
+    eager = Paged(model, random_tokens(LENGTHS), quantization="int8")
+    compiled = Paged(model, random_tokens(LENGTHS), graphs=graphs, quantization="int8")
+    assert compiled.runner.compiled
+    for lengths in (LENGTHS, [3, 3], [17, 1], [1] * 9):
+        sequences = random_tokens(lengths, seed=len(lengths))
+        for plan in PLANS:
+            compiled.restart(sequences)
+            eager.restart(sequences)
+            assert_all_close(compiled.run(plan), eager.run(plan))
+
+
 @pytest.mark.parametrize("num_rows", [1, 2])
 def test_the_head_of_a_single_row_serves_any_vocabulary(graphs, num_rows):
     for vocab_size in (64, 320):
@@ -82,7 +101,7 @@ def test_the_head_of_a_single_row_serves_any_vocabulary(graphs, num_rows):
         if head.tiles is None:
             pytest.skip("this version of oneDNN lays out a matrix of this size differently")
         x = torch.randn(num_rows, head.in_features, generator=torch.Generator().manual_seed(1))
-        graph = compiler._CompiledHead(compiler._load(graphs.directory / compiler.HEAD), head)
+        graph = compiler._CompiledHead(compiler._load(graphs.directory / compiler.HEAD), None, head)
         torch.testing.assert_close(graph(x), head(x), rtol=1e-5, atol=1e-5)
 
 
@@ -137,12 +156,13 @@ def test_a_second_start_never_wakes_the_compiler(model, graphs):
 def test_what_the_code_depends_on_is_in_the_key(model, graphs, tmp_path):
     assert graphs_of(model).directory == graphs.directory
     others = [graphs_of(model, block_size=16), graphs_of(model, dtype=torch.bfloat16)]
+    others.append(graphs_of(model, quantization="int8"))
     others.append(graphs_of(tiny_model(tmp_path / "wider", **MODEL, hidden_size=128)))
     threads = torch.get_num_threads()
     torch.set_num_threads(threads + 1)
     others.append(graphs_of(model))
     torch.set_num_threads(threads)
-    assert len({graphs.directory, *(other.directory for other in others)}) == 5
+    assert len({graphs.directory, *(other.directory for other in others)}) == 6
     deeper = tiny_model(tmp_path / "deeper", **MODEL, num_hidden_layers=3)
     assert graphs_of(deeper).directory == graphs.directory  # one layer's code serves any number
 

@@ -17,6 +17,7 @@ from nanopage.config import (
     DTYPES,
     POLICIES,
     PREEMPTION_MODES,
+    QUANTIZATIONS,
     ROPE_TYPES,
     ModelConfig,
     RopeConfig,
@@ -56,12 +57,14 @@ PASS = cases(
         (["preemption_mode"], [None, *PREEMPTION_MODES]),
         (["swap_space"], [None, 0, 0.0, 1e-6, 4, 4000]),
         (["scheduling_policy"], POLICIES),
+        (["quantization"], QUANTIZATIONS),
     ]
 )
 OUT_OF_RANGE = cases(
     [
         (["dtype"], ["", "int8", "bf16", "Float32"]),
         (["device"], ["", "tpu", "CUDA", "cuda:0"]),
+        (["quantization"], ["", "int4", "awq", 8]),
         (COUNTS + OPTIONAL_COUNTS, [0, -1]),
         (SHARES, [0, 0.0, -1, -0.5, NAN, INF, -INF, HUGE]),
         (["gpu_memory_utilization"], [1.0001, 2]),
@@ -92,6 +95,7 @@ def test_the_tables_have_every_engine_option():
         "device",
         "preemption_mode",
         "scheduling_policy",
+        "quantization",
     }
 
 

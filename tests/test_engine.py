@@ -329,6 +329,24 @@ def test_a_dtype_the_machine_does_not_compute_in_is_replaced_with_one_line(model
     ]
 
 
+def test_int8_weights_where_there_is_no_code_for_them_are_refused(model, monkeypatch):
+    monkeypatch.setattr("nanopage.engine.resolve_device", lambda name: torch.device("cuda"))
+    with pytest.raises(ValueError, match="quantization='int8' works on a CPU only"):
+        make_engine(model, quantization="int8")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float64"])
+def test_int8_weights_serve_in_every_dtype_and_schedule(model, dtype):
+    options = {"dtype": dtype, "quantization": "int8", "enforce_eager": True}
+    prompts = {"a": ("the cat", GREEDY), "b": ([5] * 40, GREEDY), "c": ("the morning", GREEDY)}
+    together = run(make_engine(model, **options, max_num_batched_tokens=16), **prompts)
+    assert all(output.finished for output in together.values())
+    if dtype == "float64":
+        for name, prompt in prompts.items():
+            alone = run(make_engine(model, **options), **{name: prompt})[name]
+            assert together[name].outputs[0].token_ids == alone.outputs[0].token_ids
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is here")
 def test_cuda_without_cuda_is_refused(model):
     with pytest.raises(ValueError, match="device='cuda'"):

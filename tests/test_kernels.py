@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from nanopage.kernels import flash_decoding, packed_linear, pages, reference
+from nanopage.kernels import flash_decoding, int8_linear, packed_linear, pages, reference
 from nanopage.kernels.tile_attention import attend_tile
 from nanopage.layers.attention import AttentionMetadata, paged_attention
 from nanopage.layers.embedding import Embedding, LMHead
@@ -393,4 +393,57 @@ class TestPackedLinear:
         head.pack()
         ids = torch.tensor([3, 191, 64])
         assert torch.equal(embedding(ids), weight[ids])
+        assert list(embedding.parameters()) == list(head.parameters()) == []
+
+
+class TestInt8Linear:
+    """Quantized weights, on sizes that fill their tiles and others."""
+
+    SIZES = pytest.mark.parametrize(("out_features", "in_features"), [(64, 32), (300, 17), (33, 576)])
+
+    def weight(self, out_features, in_features, dtype=torch.float32):
+        weight = torch.randn(out_features, in_features, generator=torch.Generator().manual_seed(0))
+        weight *= torch.logspace(-3, 3, out_features)[:, None]  # each output has a scale of its own
+        weight[out_features // 2] = 0
+        return weight.to(dtype)
+
+    def dequantized(self, weight):
+        return int8_linear.rows(*int8_linear.quantize(weight), torch.arange(len(weight)), torch.float32)
+
+    @SIZES
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+    def test_rounds_to_the_nearest_of_255_steps(self, out_features, in_features, dtype):
+        weight = self.weight(out_features, in_features, dtype)
+        step = weight.float().abs().amax(1, keepdim=True) / 127
+        assert ((self.dequantized(weight) - weight.float()).abs() <= step * 0.5001).all()
+        assert not self.dequantized(weight)[out_features // 2].any()
+
+    def test_is_one_byte_a_weight_and_loses_no_integers(self):
+        weight = torch.randint(-127, 128, (128, 64), generator=torch.Generator().manual_seed(0)).float()
+        weight[:, 3] = -127
+        tiles, scales = int8_linear.quantize(weight)
+        assert (tiles.dtype, tiles.numel(), scales.numel()) == (torch.int8, weight.numel(), len(weight))
+        assert torch.equal(self.dequantized(weight), weight)
+
+    @SIZES
+    @pytest.mark.parametrize("num_rows", [1, 2, 4, 9])
+    @pytest.mark.parametrize("product", [int8_linear.product, int8_linear.product_of_few])
+    def test_products_are_those_of_the_rounded_weight(self, product, num_rows, out_features, in_features):
+        weight = self.weight(out_features, in_features)
+        x = torch.randn(num_rows, in_features, generator=torch.Generator().manual_seed(1))
+        rounded = self.dequantized(weight).double()
+        for dtype, rtol in ((torch.float32, 1e-6), (torch.bfloat16, 2**-7)):
+            out = product(x.to(dtype), *int8_linear.quantize(weight))[:, :out_features]
+            exact, size = x.to(dtype).double() @ rounded.T, x.double().abs() @ rounded.abs().T
+            assert out.dtype == dtype
+            assert ((out.double() - exact).abs() <= rtol * size).all()
+
+    def test_a_tied_embedding_reads_the_quantized_head(self):
+        weight = self.weight(192, 48, torch.bfloat16)
+        embedding = Embedding(192, 48)
+        embedding.weight = torch.nn.Parameter(weight.clone(), requires_grad=False)
+        head = LMHead(48, 192, tied_to=embedding)
+        head.quantize()
+        ids = torch.tensor([3, 191, 64])
+        assert torch.equal(embedding(ids), self.dequantized(weight)[ids].bfloat16())
         assert list(embedding.parameters()) == list(head.parameters()) == []

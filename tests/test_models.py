@@ -174,6 +174,24 @@ def test_the_reference_applies_the_option(name):
     assert last > 0.1 * without[-1].std()
 
 
+INT8 = ("llama", "llama, both biases, tied", "mistral, wide heads, tied", "qwen2", "qwen3")
+
+
+@pytest.mark.parametrize("name", INT8)
+def test_int8_weights_are_those_of_transformers_rounded_to_255_steps(tmp_path, name):
+    family, overrides = CASES[name]
+    hf_model = tiny_hf_model(family, **overrides)
+    hf_model.save_pretrained(tmp_path)
+    with torch.no_grad():
+        for module in hf_model.modules():
+            if isinstance(module, torch.nn.Linear):  # a tied embedding is the head's
+                step = module.weight.abs().amax(1, keepdim=True) / 127
+                module.weight.copy_((module.weight / step).round() * step)
+    sequences = random_tokens(LENGTHS)
+    paged = Paged(tmp_path, sequences, quantization="int8")
+    assert_all_close(paged.run(PLANS[0]), reference_logits(hf_model, sequences))
+
+
 @pytest.mark.parametrize("poisoned", ["shorter", "longer"])
 @pytest.mark.parametrize("decode", [True, False], ids=["decodes", "chunks"])
 def test_pages_of_another_sequence_in_the_batch_do_not_matter(tmp_path, poisoned, decode):

@@ -9,8 +9,10 @@ shipped. Models of the architecture LlamaForCausalLM without rope scaling; no vo
 token ids.
 """
 
+import ctypes
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.peers.protocol import Engine, Options, Output, Work, converted, serve, written_whole
@@ -96,12 +98,17 @@ def common_prefix(texts: list[list[int]]) -> int:
 
 
 def gguf_file(options: Options) -> Path:
-    return converted(options, f"{options.dtype}.gguf")
+    return converted(options, f"{options.quantization or options.dtype}.gguf")
 
 
 def prepare(options: Options) -> None:
     """Write the model's weights as a .gguf file; vectors in float32, as llama.cpp wants them."""
     if gguf_file(options).exists():
+        return
+    if options.quantization:
+        unquantized = replace(options, quantization=None)
+        prepare(unquantized)
+        quantize(gguf_file(unquantized), gguf_file(options))
         return
     import gguf
     import numpy as np
@@ -149,6 +156,17 @@ def prepare(options: Options) -> None:
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
         writer.close()
+
+
+def quantize(source: Path, target: Path) -> None:
+    """All matrices to Q8_0, llama.cpp's int8, by its own tool."""
+    import llama_cpp
+
+    params = llama_cpp.llama_model_quantize_default_params()
+    params.ftype = llama_cpp.LLAMA_FTYPE_MOSTLY_Q8_0
+    with written_whole(target) as file:
+        if llama_cpp.llama_model_quantize(str(source).encode(), str(file).encode(), ctypes.byref(params)):
+            raise RuntimeError(f"llama.cpp can not quantize {source}")
 
 
 def float32_tensors(path: Path):

@@ -27,6 +27,7 @@ def make(options: Options):
         dtype=options.dtype,
         device="cpu",
         enforce_eager=options.eager,
+        quantization=options.quantization,
         kv_cache_gib=options.kv_gib,
         max_model_len=options.max_model_len,
     )

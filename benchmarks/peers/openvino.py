@@ -30,9 +30,10 @@ def load(options: Options) -> tuple[dict[str, str], Engine]:
     properties = {
         "INFERENCE_PRECISION_HINT": precision,
         "KV_CACHE_PRECISION": precision,
-        "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0,  # off
         "INFERENCE_NUM_THREADS": options.threads,
     }
+    if options.quantization is None:
+        properties["DYNAMIC_QUANTIZATION_GROUP_SIZE"] = 0  # off: of activations, which is its default for int8 weights
     pipeline = openvino_genai.ContinuousBatchingPipeline(str(ir(options)), scheduler, "CPU", properties)
 
     def run(work: list[Work]) -> list[Output]:
@@ -57,7 +58,7 @@ def load(options: Options) -> tuple[dict[str, str], Engine]:
 
 
 def ir(options: Options) -> Path:
-    return converted(options, "ir-float32")
+    return converted(options, "ir-int8" if options.quantization else "ir-float32")
 
 
 def prepare(options: Options) -> None:
@@ -66,7 +67,8 @@ def prepare(options: Options) -> None:
         return
     with written_whole(ir(options)) as directory:
         command = [str(Path(sys.prefix) / "bin" / "optimum-cli"), "export", "openvino", "--model", str(options.model)]
-        command += ["--task", "text-generation-with-past", "--weight-format", "fp32", str(directory)]
+        command += ["--task", "text-generation-with-past", "--weight-format", options.quantization or "fp32"]
+        command.append(str(directory))
         subprocess.run(command, check=True)
 
 

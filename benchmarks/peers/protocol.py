@@ -34,6 +34,7 @@ class Options:
     kv_gib: int  # the same as a size, of the engines that take one
     max_model_len: int  # tokens of the longest request, prompt and output
     eager: bool  # nanopage only: nothing compiled
+    quantization: str | None  # of the weights: "int8", for the engines in compare.QUANTIZATIONS
 
 
 @dataclass
@@ -110,6 +111,7 @@ def serve(
     parser.add_argument("--kv-gib", type=int, required=True)
     parser.add_argument("--max-model-len", type=int, required=True)
     parser.add_argument("--eager", action="store_true")
+    parser.add_argument("--quantization", choices=["int8"])
     parser.add_argument("--prepare", action="store_true")
     arguments = vars(parser.parse_args())
     only_prepare = arguments.pop("prepare")

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nanopage.kernels import packed_linear
+from nanopage.kernels import int8_linear, packed_linear
 from nanopage.layers.linear import Linear
 
 
@@ -15,9 +15,14 @@ class Embedding(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(vocab_size, hidden_size))
         self.tiles: Tensor | None
+        self.scales: Tensor | None
         self.register_buffer("tiles", None, persistent=False)
+        self.register_buffer("scales", None, persistent=False)
+        self.dtype = torch.float32  # of what comes out of int8
 
     def forward(self, input_ids: Tensor) -> Tensor:
+        if self.tiles is not None and self.scales is not None:
+            return int8_linear.rows(self.tiles, self.scales, input_ids, self.dtype)
         if self.tiles is not None:
             return packed_linear.rows(self.tiles, input_ids)
         return F.embedding(input_ids, self.weight)
@@ -31,6 +36,14 @@ class LMHead(Linear):
         self.tied_to = [] if tied_to is None else [tied_to]  # in a list: not a part of this module
         if tied_to is not None:
             self.weight = tied_to.weight
+
+    def quantize(self) -> None:
+        """As in Linear, and a tied embedding with it."""
+        dtype = self.weight.dtype
+        super().quantize()
+        for embedding in self.tied_to:
+            embedding.tiles, embedding.scales, embedding.dtype = self.tiles, self.scales, dtype
+            del embedding.weight
 
     def pack(self) -> None:
         """As in Linear; a tied embedding then reads its rows out of the packed matrix, so there is one copy still."""

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nanopage.kernels import packed_linear
+from nanopage.kernels import int8_linear, packed_linear
 
 
 def pack(module: nn.Module) -> None:
@@ -12,6 +12,13 @@ def pack(module: nn.Module) -> None:
     for part in module.modules():
         if isinstance(part, Linear):
             part.pack()
+
+
+def quantize(module: nn.Module) -> None:
+    """Keep the weights of every Linear in a module, itself included, in int8 (see kernels/int8_linear.py)."""
+    for part in module.modules():
+        if isinstance(part, Linear):
+            part.quantize()
 
 
 class Linear(nn.Module):
@@ -32,10 +39,12 @@ class Linear(nn.Module):
         self.in_features, self.out_features = in_features, sum(self.parts.values())
         self.weight = nn.Parameter(torch.empty(self.out_features, in_features))
         self.bias = nn.Parameter(torch.empty(self.out_features)) if bias else None
+        self.few_rows = False  # said of int8 weights when a graph of decodes is compiled
         self.packed: Tensor | None
         self.tiles: Tensor | None
-        self.register_buffer("packed", None, persistent=False)
-        self.register_buffer("tiles", None, persistent=False)
+        self.scales: Tensor | None
+        for name in ("packed", "tiles", "scales"):
+            self.register_buffer(name, None, persistent=False)
 
     def pack(self) -> None:
         """Replace the weight by oneDNN's layout of it: products then stream it about twice as fast."""
@@ -43,7 +52,16 @@ class Linear(nn.Module):
         self.tiles = packed_linear.tiles_of(self.packed, self.weight.data)
         del self.weight
 
+    def quantize(self) -> None:
+        """Replace the weight by int8 tiles and scales."""
+        self.tiles, self.scales = int8_linear.quantize(self.weight.data)
+        del self.weight
+
     def forward(self, x: Tensor) -> Tensor:
+        if self.tiles is not None and self.scales is not None:
+            product = int8_linear.product_of_few if self.few_rows else int8_linear.product
+            y = product(x, self.tiles, self.scales)[:, : self.out_features]
+            return y if self.bias is None else y + self.bias
         if self.packed is None:
             return F.linear(x, self.weight, self.bias)
         if not torch.compiler.is_compiling():
