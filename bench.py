@@ -5,6 +5,7 @@
     python bench.py throughput --compare transformers --json result.json
     python bench.py memory                           blocks: what forks save, swap against recomputation, waste
     python bench.py compare                          the same work on vLLM, OpenVINO, llama.cpp, transformers, in turn
+    python bench.py kernels                          attention's Triton kernels on a GPU: time, share of its bandwidth
 
 Prompts are random token ids and never repeat, so the prefix cache can not help. Outputs have a fixed length (end of
 sequence is ignored). Loading, compiling and warm-up are timed apart. With --compare the two take turns, iteration by
@@ -297,6 +298,30 @@ def compare(
         threads or default_threads(),
         json_file,
     )
+
+
+@app.command()
+def kernels(
+    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
+    num_iters: Annotated[int, typer.Option(min=1, help="Measured launches; medians are reported.")] = 50,
+    json_file: JsonOption = None,
+) -> None:
+    """Time the Triton kernels of attention on a GPU, beside torch's reference, SDPA and FlexAttention."""
+    import torch
+    import triton
+
+    from benchmarks import kernels as benchmark
+
+    check_json(json_file)
+    if dtype not in ("bfloat16", "float16", "float32"):
+        raise typer.BadParameter(f"{dtype!r} is not one of: bfloat16, float16, float32", param_hint="--dtype")
+    versions = ", ".join(f"{name} {version}" for name, version in nanopage_peer.versions().items())
+    header = {
+        "bench": f"kernels, {dtype}, pages of {benchmark.BLOCK_SIZE}",
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else f"cpu: {cpu_name()}",
+        "versions": f"{versions}, triton {triton.__version__}, Python {platform.python_version()}",
+    }
+    benchmark.kernels(getattr(torch, dtype), num_iters, header, json_file)
 
 
 def bench(

@@ -36,7 +36,7 @@ class EngineConfig:
             KV cache holds if that is less.
         max_num_seqs: most sequences in one step.
         max_num_batched_tokens: most tokens in one step; longer prompts are prefilled in chunks.
-        block_size: tokens per KV cache block.
+        block_size: tokens per KV cache block; on a GPU a power of two.
         kv_cache_gib: size of the KV cache in GiB. None: see `gpu_memory_utilization`.
         gpu_memory_utilization: the share of the device's memory (of RAM, on a CPU) that weights and KV cache may
             take together. None: 0.9 on a GPU; on a CPU the KV cache gets a quarter of the available RAM, at most 4 GiB.

@@ -83,6 +83,8 @@ class LLMEngine:
             raise ValueError(
                 f"quantization={config.quantization!r} works on a CPU only, and this engine is on {self.device}"
             )
+        if self.device.type == "cuda" and config.block_size & (config.block_size - 1):
+            raise ValueError(f"block_size={config.block_size} must be a power of two on a GPU")
         self.dtype, why = resolve_dtype(config.dtype, self.model_config.dtype, self.device)
         if why:
             logger.info(why)

@@ -12,7 +12,7 @@ from nanopage.compiler import Graphs
 from nanopage.kernels.flash_decoding import split
 from nanopage.kernels.packed_linear import can_pack
 from nanopage.kv_cache import KVCache
-from nanopage.layers.attention import AttentionMetadata
+from nanopage.layers.attention import AttentionMetadata, uses_triton
 from nanopage.layers.linear import pack, quantize
 from nanopage.request import SampledToken, Sequence, StepStats
 from nanopage.sampler import Sampler, at_least_float32, top_logprobs
@@ -166,6 +166,12 @@ class ModelRunner:
         return torch.tensor(list(tokens), device=self.device), positions.to(self.device), self.kv_cache.tensor, metadata
 
     def _metadata(self, slots: Tensor, tables: Tensor, query_lens: Tensor, seq_lens: Tensor) -> AttentionMetadata:
+        if uses_triton(self.device):
+            from nanopage.kernels import paged_attention  # imports Triton
+
+            step = paged_attention.make_step(query_lens, seq_lens, self.kv_cache.tensor.shape[3], self.device)
+            tables = tables.to(self.device)
+            return AttentionMetadata(slots.to(self.device), tables, query_lens, seq_lens, step=step)
         splits = None
         if self.compiled and len(slots) == len(query_lens):
             splits = split(tables, seq_lens, self.kv_cache.block_size)

@@ -4,6 +4,10 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported: no 
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported: its kernels then run on the CPU, in numpy
 
 from nanopage import hub
 
@@ -31,8 +35,6 @@ def _compile_nothing_by_accident(request, monkeypatch):
 @pytest.fixture(scope="module")
 def one_thread():
     """Tiny models are no faster on two threads, and on a busy machine far slower."""
-    import torch
-
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -40,8 +42,6 @@ def one_thread():
 
 
 def pytest_collection_modifyitems(items):
-    import torch
-
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from helpers import tiny_model
 
 ROOT = Path(__file__).parent.parent
@@ -99,3 +100,26 @@ def test_memory_compares_forks_swaps_and_waste(model, tmp_path):
     assert swap[0]["blocks swapped out"] > 0 and swap[0]["tokens computed"] < recompute[0]["tokens computed"]
     assert 0 < result["waste"]["waste"] < 1
     assert "78%" in done.stdout
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is here")
+def test_kernels_says_what_it_can_not_measure():
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "bench.py"), "kernels"], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 1
+    assert "need a GPU, and torch sees none here: not measured" in " ".join(done.stdout.split())
+    bad = subprocess.run(
+        [sys.executable, str(ROOT / "bench.py"), "kernels", "--dtype", "int3"], capture_output=True, text=True
+    )
+    assert bad.returncode != 0 and "int3" in bad.stderr
+
+
+@pytest.mark.gpu
+def test_kernels_are_measured_on_a_gpu(tmp_path):
+    file = tmp_path / "result.json"
+    command = [sys.executable, str(ROOT / "bench.py"), "kernels", "--num-iters", "2", "--json", str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(file.read_text())
+    assert result["copy_gb_s"] > 0 and all(row["nanopage"] > 0 for row in result["rows"])

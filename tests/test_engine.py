@@ -335,6 +335,12 @@ def test_int8_weights_where_there_is_no_code_for_them_are_refused(model, monkeyp
         make_engine(model, quantization="int8")
 
 
+def test_pages_that_the_kernels_of_a_gpu_can_not_read_are_refused(model, monkeypatch):
+    monkeypatch.setattr("nanopage.engine.resolve_device", lambda name: torch.device("cuda"))
+    with pytest.raises(ValueError, match="block_size=12 must be a power of two on a GPU"):
+        make_engine(model, block_size=12)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float64"])
 def test_int8_weights_serve_in_every_dtype_and_schedule(model, dtype):
     options = {"dtype": dtype, "quantization": "int8", "enforce_eager": True}

@@ -7,6 +7,7 @@ beam from its tokens at every step. Rounding can not hide or fake a difference i
 
     NANOPAGE_FUZZ_WORLDS=2000 pytest tests/test_fuzz.py -s      more worlds, and what happened in them
     NANOPAGE_FUZZ_SEED=7 ...                                    other worlds
+    NANOPAGE_FUZZ_TRITON_WORLDS=50 ...                          more of those whose attention is Triton's
 """
 
 import os
@@ -21,9 +22,11 @@ from helpers import tiny_model
 from nanopage import BeamSearchParams, EngineConfig, LLMEngine, RequestOutput, SamplingParams
 from nanopage.beam_search import Beam, BeamSearch
 from nanopage.engine import _branch_seed
+from nanopage.kernels import paged_attention
 from nanopage.kv_cache import GIB, block_bytes
 
 WORLDS = int(os.environ.get("NANOPAGE_FUZZ_WORLDS", "200"))
+TRITON_WORLDS = int(os.environ.get("NANOPAGE_FUZZ_TRITON_WORLDS", "4"))
 SEED = int(os.environ.get("NANOPAGE_FUZZ_SEED", "0"))
 MAX_LEN = 64
 
@@ -129,9 +132,9 @@ def draw_search(rng: random.Random) -> BeamSearchParams:
     )
 
 
-def draw_world(rng: random.Random, oracle: LLMEngine) -> tuple[dict, list[Planned]]:
+def draw_world(rng: random.Random, oracle: LLMEngine, block_sizes=(1, 2, 3, 4, 8, 16)) -> tuple[dict, list[Planned]]:
     vocab_size = oracle.model_config.vocab_size
-    block_size = rng.choice([1, 2, 3, 4, 8, 16])
+    block_size = rng.choice(block_sizes)
     max_model_len = rng.randint(24, MAX_LEN)
     blocks_of_one = -(-max_model_len // block_size)
     options = {
@@ -347,6 +350,23 @@ def check_completions(oracle: LLMEngine, plan: Planned, max_model_len: int) -> N
             assert rounded(completion.logprobs) == rounded(expected.logprobs)
         if plan.output.prompt_logprobs is not None or not plan.aborted:
             assert rounded(plan.output.prompt_logprobs) == rounded(output.prompt_logprobs)
+
+
+@pytest.mark.parametrize("world", range(TRITON_WORLDS))
+def test_nor_do_the_triton_kernels(world, model, oracle, monkeypatch):
+    """The same with attention by Triton's kernels, in the interpreter: decodes in splits of a tile or two."""
+    rng = random.Random(f"triton-{SEED}-{world}")
+    options, plans = draw_world(rng, oracle, block_sizes=(1, 2, 4, 8, 16))
+    with monkeypatch.context() as patch:
+        patch.setattr("nanopage.model_runner.uses_triton", lambda device: True)
+        patch.setattr(paged_attention, "num_processors", lambda device: rng.choice([1, 8, 32]))
+        patch.setattr(paged_attention, "TILE_BYTES", 1)
+        patch.setattr(paged_attention, "SPLIT_TOKENS", 8)
+        engine = LLMEngine(EngineConfig(model=str(model), dtype="float64", device="cpu", **options))
+        run_world(engine, plans)
+    for plan in plans:
+        check = check_search if plan.searches else check_completions
+        check(oracle, plan, options["max_model_len"])
 
 
 @pytest.mark.parametrize("world", range(WORLDS))

@@ -1,11 +1,18 @@
 """Paged attention as the models see it: write this step's K and V to the cache, attend over each sequence's pages."""
 
-from dataclasses import dataclass
+from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
 from torch import Tensor
 
 from nanopage.kernels import pages, reference
 from nanopage.kernels.flash_decoding import Splits, flash_decode
+
+if TYPE_CHECKING:
+    from nanopage.kernels.paged_attention import Step
 
 
 @dataclass(slots=True)
@@ -16,7 +23,8 @@ class AttentionMetadata:
     block_tables  int64 [B, max_blocks]  physical block of each logical block, padded with the sequence's first
     query_lens    int64 [B], on the CPU  how many of the step's tokens are each sequence's
     seq_lens      int64 [B], on the CPU  tokens of each sequence including this step's
-    splits        if every sequence has a single token and the layer is compiled: what flash_decode reads
+    splits        on a CPU, if every sequence has a single token and the layer is compiled: what flash_decode reads
+    step          where Triton's kernels are used: what they read
     """
 
     slot_mapping: Tensor
@@ -24,6 +32,12 @@ class AttentionMetadata:
     query_lens: Tensor
     seq_lens: Tensor
     splits: Splits | None = None
+    step: Step | None = None
+
+
+def uses_triton(device: torch.device) -> bool:
+    """Whether attention on this device is that of Triton's kernels, and not plain torch."""
+    return device.type == "cuda"
 
 
 def paged_attention(
@@ -39,6 +53,12 @@ def paged_attention(
 
     Returns: [T, num_heads, head_dim]
     """
+    if metadata.step is not None:
+        # Not at the top: where there is no GPU, Triton's import would be half of the time to start.
+        from nanopage.kernels import cache_write, paged_attention
+
+        cache_write.write(k, v, kv_cache, metadata.slot_mapping)
+        return paged_attention.paged_attention(q, kv_cache, metadata.block_tables, metadata.step, window)
     pages.write(k, v, kv_cache, metadata.slot_mapping)
     if metadata.splits is not None:
         return flash_decode(q, kv_cache, metadata.splits, window).to(q.dtype)

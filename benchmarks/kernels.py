@@ -1,0 +1,144 @@
+"""The Triton kernels by themselves: time and bandwidth over batch, context and heads, beside what torch has.
+
+A decode must read the K and V of every token once: bytes / time is set against a copy's bandwidth, measured in the same
+run. SDPA and FlexAttention get K and V lying together, which a paged cache can not give them: a bound, not a rival.
+"""
+
+import json
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks.report import console, show_header, table_of
+
+GIB = 2**30
+HEADS = ((32, 8, 128), (9, 3, 64))  # query heads, KV heads, head_dim: Llama 3 8B's, SmolLM2 135M's
+DECODES = ((1, 512), (1, 4096), (1, 32768), (8, 4096), (32, 512), (32, 4096), (64, 4096), (128, 1024), (256, 512))
+PROMPTS = ((1, 512), (1, 4096), (8, 512), (8, 2048))
+BLOCK_SIZE = 16
+
+
+def kernels(dtype: torch.dtype, num_iters: int, header: dict[str, str], json_file: Path | None) -> None:
+    """Measure everything, print the tables, write the JSON."""
+    if not torch.cuda.is_available():
+        console.print(
+            "time and bandwidth of the Triton kernels need a GPU, and torch sees none here: not measured. What they "
+            "take of one's registers and shared memory can be said: python -m benchmarks.kernel_resources",
+            highlight=False,
+        )
+        raise SystemExit(1)
+    copy = copy_bandwidth()
+    show_header(header | {"copy": f"{copy:.0f} GB/s, read and written"})
+    work = [("decode", *heads, *shape) for heads in HEADS for shape in DECODES]
+    work += [("prefill", *heads, *shape) for heads in HEADS for shape in PROMPTS]
+    rows: list[dict[str, Any]] = []
+    columns = ["", "batch", "tokens", "heads", "nanopage (us)", "GB/s", "of a copy", "TFLOP/s"]
+    table = table_of("paged attention: medians", [*columns, "torch reference (us)", "SDPA (us)", "FlexAttention (us)"])
+    for case in work:
+        row = measure(*case, dtype, num_iters)
+        decode = row["kind"] == "decode"
+        row["of_copy"] = row["gb_s"] / copy
+        cells = [row["kind"], row["batch"], row["tokens"], row["heads"], f"{row['nanopage']:.1f}"]
+        cells += [f"{row['gb_s']:.0f}", f"{row['of_copy']:.0%}", "-"] if decode else ["-", "-", f"{row['tflop_s']:.0f}"]
+        cells += [f"{row[name]:.1f}" if row[name] else "-" for name in ("reference", "sdpa", "flex")]
+        table.add_row(*map(str, cells))
+        rows.append(row)
+        if json_file is not None:  # what follows may fail
+            json_file.write_text(json.dumps({"header": header, "copy_gb_s": copy, "rows": rows}, indent=2) + "\n")
+    console.print(table)
+
+
+def copy_bandwidth() -> float:
+    """GB/s, bytes read and bytes written."""
+    source = torch.empty(GIB, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    return 2 * GIB / (time_of(lambda: target.copy_(source), 20) / 1e6) / 1e9
+
+
+def time_of(function: Callable[[], Any], num_iters: int) -> float:
+    """Microseconds, the median; the GPU's cache is cleared before every call."""
+    flush = torch.empty(GIB // 4, dtype=torch.uint8, device="cuda")
+    for _ in range(3):
+        function()
+    times = []
+    for _ in range(num_iters):
+        flush.zero_()
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        function()
+        end.record()
+        end.synchronize()
+        times.append(1000 * begin.elapsed_time(end))
+    return statistics.median(times)
+
+
+def measure(
+    kind: str, heads: int, kv_heads: int, head_dim: int, batch: int, tokens: int, dtype: torch.dtype, num_iters: int
+) -> dict[str, Any]:
+    """One row: `batch` sequences with `tokens` of context, of which the last or all are queries."""
+    from nanopage.kernels import paged_attention, reference
+
+    queries = 1 if kind == "decode" else tokens
+    blocks = -(-tokens // BLOCK_SIZE)
+    kv_cache = torch.randn(2, batch * blocks, kv_heads, head_dim * BLOCK_SIZE, device="cuda", dtype=dtype)
+    tables = torch.randperm(batch * blocks, device="cuda").view(batch, blocks)
+    q = torch.randn(batch * queries, heads, head_dim, device="cuda", dtype=dtype)
+    query_lens, seq_lens = torch.full((batch,), queries), torch.full((batch,), tokens)
+    step = paged_attention.make_step(query_lens, seq_lens, kv_heads, q.device)
+    row: dict[str, Any] = {"kind": kind, "batch": batch, "tokens": tokens, "heads": f"{heads}/{kv_heads} x {head_dim}"}
+    # As the engine runs decodes: captured, so that no launch is waited for.
+    ours = captured(lambda: paged_attention.paged_attention(q, kv_cache, tables, step))
+    row["nanopage"] = time_of(ours, num_iters)
+    num_bytes = 2 * batch * tokens * kv_heads * head_dim * q.itemsize
+    row["gb_s"] = num_bytes / row["nanopage"] / 1e3
+    pairs = tokens if kind == "decode" else tokens * (tokens + 1) / 2
+    row["tflop_s"] = 4 * batch * heads * head_dim * pairs / row["nanopage"] / 1e6
+    row["reference"] = time_if_it_runs(
+        lambda: lambda: reference.paged_attention(q, kv_cache, tables, query_lens, seq_lens), max(3, num_iters // 10)
+    )
+    shapes = (heads, queries), (kv_heads, tokens), (kv_heads, tokens)
+    a, k, v = (torch.randn(batch, n, length, head_dim, device="cuda", dtype=dtype) for n, length in shapes)
+    causal = kind == "prefill"
+    row["sdpa"] = time_if_it_runs(
+        lambda: captured(lambda: F.scaled_dot_product_attention(a, k, v, is_causal=causal, enable_gqa=True)), num_iters
+    )
+    row["flex"] = time_if_it_runs(lambda: captured(flex(a, k, v, causal)), num_iters)
+    return row
+
+
+def time_if_it_runs(make: Callable[[], Callable[[], Any]], num_iters: int) -> float | None:
+    """Of the function that `make` returns; None, and why, where a peer does not take these shapes or this memory."""
+    try:
+        return time_of(make(), num_iters)
+    except Exception as error:  # compilers raise whatever they meet
+        console.print(f"left out: {str(error).splitlines()[0]}", style="dim", highlight=False)
+        return None
+
+
+def captured(function: Callable[[], Any]) -> Callable[[], None]:
+    """The same as a CUDA graph."""
+    for _ in range(3):
+        function()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        function()
+    return graph.replay
+
+
+def flex(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Callable[[], Tensor]:
+    """FlexAttention, compiled for these shapes."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    def before(b, h, query, key):
+        return query >= key
+
+    torch._dynamo.reset()  # beyond some shapes it would go on without compiling
+    mask = create_block_mask(before, None, None, q.shape[2], k.shape[2]) if causal else None
+    compiled = torch.compile(flex_attention, dynamic=False, fullgraph=True)
+    return lambda: compiled(q, k, v, block_mask=mask, enable_gqa=True)

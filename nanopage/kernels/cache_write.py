@@ -1,0 +1,68 @@
+"""Writes this step's K and V to their slots of the paged cache: one Triton program a token and KV head.
+
+    k [T, kv_heads, head_dim]  --- slot_mapping[t] = block * block_size + offset --->  page of (block, head):
+
+        K  [head_dim, block_size]      a column, one element every block_size
+        V  [block_size, head_dim]      a row
+
+A slot of -1 writes nothing: a CUDA graph of a fixed number of tokens pads with it. k and v may be views of a fused
+projection: only their last dimension must be contiguous. (vLLM's reshape_and_cache; the layout is in pages.py.)
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit
+def write_kernel(
+    k_ptr,
+    v_ptr,
+    cache_ptr,
+    slot_ptr,
+    k_token_stride,
+    k_head_stride,
+    v_token_stride,
+    v_head_stride,
+    cache_kv_stride,
+    cache_block_stride,
+    cache_head_stride,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    LANES: tl.constexpr,  # HEAD_DIM rounded up to a power of two
+):
+    token, head = tl.program_id(0), tl.program_id(1)
+    slot = tl.load(slot_ptr + token)
+    if slot < 0:
+        return
+    block, offset = slot // BLOCK_SIZE, slot % BLOCK_SIZE
+    dim = tl.arange(0, LANES)
+    inside = dim < HEAD_DIM
+    k = tl.load(k_ptr + token.to(tl.int64) * k_token_stride + head * k_head_stride + dim, mask=inside)
+    v = tl.load(v_ptr + token.to(tl.int64) * v_token_stride + head * v_head_stride + dim, mask=inside)
+    page = cache_ptr + block * cache_block_stride + head * cache_head_stride
+    tl.store(page + dim * BLOCK_SIZE + offset, k.to(cache_ptr.dtype.element_ty), mask=inside)
+    tl.store(page + cache_kv_stride + offset * HEAD_DIM + dim, v.to(cache_ptr.dtype.element_ty), mask=inside)
+
+
+@torch.library.triton_op("nanopage::write_pages", mutates_args={"kv_cache"})
+def write(k: Tensor, v: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
+    """k and v [T, kv_heads, head_dim] to slots [T] of one layer's cache: block * block_size + offset, -1 for none."""
+    arguments = k, v, kv_cache, slot_mapping, *k.stride()[:2], *v.stride()[:2], *kv_cache.stride()[:3]
+    launch(write_kernel, (k.shape[0], k.shape[1]), *arguments, **write_options(k, kv_cache))
+
+
+def write_options(k: Tensor, kv_cache: Tensor) -> dict[str, int]:
+    """What write_kernel is specialized on, and how many warps run a program."""
+    head_dim = k.shape[2]
+    lanes = triton.next_power_of_2(head_dim)
+    return {"HEAD_DIM": head_dim, "BLOCK_SIZE": kv_cache.shape[3] // head_dim, "LANES": lanes, "num_warps": 1}
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
+    """Run a kernel, so that torch.compile sees it; in Triton's interpreter there is nothing to see."""
+    kernel = torch.library.wrap_triton(kernel) if isinstance(kernel, triton.JITFunction) else kernel
+    kernel[grid](*arguments, **options)

@@ -1,0 +1,429 @@
+"""Paged attention on a GPU: two Triton kernels for decodes and prompts, and one that merges what decodes were split in.
+
+All query heads of a KV head share a tile of ROWS rows, so a page is read once for them; the context comes in tiles of
+TILE tokens, gathered through the block table, whatever the size of a page. Softmax is online: a running maximum, the
+sum of the exponentials and the weighted sum of V, rescaled when the maximum grows (FlashAttention, Dao et al. 2022).
+
+    decode   a program: one sequence, one KV head, one split of the context       merge    a program: a sequence, a head
+             q [heads of it, head_dim]                                                     all its splits, each weighed
+             ┌──────┬──────┬──────┬──────┬───                                              by 2^(log-sum-exp)
+             │ tile │ tile │ tile │ tile │ ...    context, by the block table
+             └──────┴──────┴──────┴──────┴───
+             └── split 0 ──┘└── split 1 ──┘       one query is too little work for a GPU: the splits are worked on
+                                                  at the same time (Flash-Decoding, Dao et al. 2023)
+    prefill  a program: one sequence, one KV head, ROWS // (heads of it) queries; tiles up to its last query's position
+
+The grids follow from batch sizes alone, so that a captured graph serves any lengths: programs without work leave.
+"""
+
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nanopage.kernels.cache_write import launch
+
+TILE_BYTES = 2**14  # of K, and as many of V
+STAGES = 5  # of a decode's pipeline: enough that the next tile is on its way while one is worked on
+SPLIT_TOKENS = 256  # a split of fewer costs more to merge than it gains
+MERGED = 16  # splits that `merge_kernel` reads at once
+
+# Integers and addresses that change from step to step: each kind of them (1, a multiple of 16) would be compiled anew.
+VARYING: dict[str, list[str]] = {
+    "do_not_specialize": ["num_splits", "table_stride"],
+    "do_not_specialize_on_alignment": ["table_ptr", "seq_len_ptr", "query_start_ptr"],
+}
+
+
+@triton.jit
+def attend(
+    q,  # [ROWS, LANES]
+    oldest,  # [ROWS] the first and the last position that each row sees
+    newest,
+    begin,  # of the tiles; a multiple of TILE
+    end,  # of what may be read
+    table_ptr,  # the sequence's row of the block table
+    k_ptr,  # of the KV head in block 0
+    v_ptr,
+    block_stride,
+    HEAD_DIM: tl.constexpr,
+    LANES: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    SCALE: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Online softmax over tiles: (weighted sum of V [ROWS, LANES], maximum [ROWS], sum of exponentials [ROWS])."""
+    RUN: tl.constexpr = min(TILE, BLOCK_SIZE)  # tokens of a tile that lie together
+    dim, lane = tl.arange(0, LANES), tl.arange(0, TILE)
+    inside = dim < HEAD_DIM
+    EXACT: tl.constexpr = tl.float64 if q.dtype == tl.float64 else tl.float32  # what is summed in
+    acc = tl.zeros((q.shape[0], LANES), EXACT)
+    highest = tl.full((q.shape[0],), float("-inf"), EXACT)
+    total = tl.zeros((q.shape[0],), EXACT)
+    for start in range(begin, end, TILE):
+        position = start + lane
+        written = position < end  # beyond it anything may stand, and 0 * NaN is NaN
+        block = tl.load(table_ptr + tl.minimum(position, end - 1) // BLOCK_SIZE).to(tl.int64) * block_stride
+        token = position % BLOCK_SIZE
+        # K [head_dim, block_size] and V [block_size, head_dim] of a page (see pages.py). The compiler can not know
+        # that the tokens of a page lie together, for it does not know the table.
+        column = tl.max_contiguous(tl.multiple_of(block + token, RUN), RUN)
+        k = tl.load(k_ptr + column[None, :] + dim[:, None] * BLOCK_SIZE, mask=inside[:, None], other=0.0).to(q.dtype)
+        v_at = (block + token * HEAD_DIM)[:, None] + dim[None, :]
+        v = tl.load(v_ptr + v_at, mask=written[:, None] & inside[None, :], other=0.0).to(q.dtype)
+        scores = tl.dot(q, k, input_precision=PRECISION, out_dtype=EXACT) * SCALE
+        if SOFTCAP > 0:
+            scores = SOFTCAP * (2 * tl.sigmoid(2 * scores / SOFTCAP) - 1)  # SOFTCAP * tanh(scores / SOFTCAP)
+        seen = (position[None, :] >= oldest[:, None]) & (position[None, :] <= newest[:, None])
+        scores = tl.where(seen, scores * 1.4426950408889634, float("-inf"))
+        higher = tl.maximum(highest, tl.max(scores, 1))
+        reference = tl.where(higher == float("-inf"), 0.0, higher)  # of a row that has seen nothing yet
+        weights = tl.exp2(scores - reference[:, None])
+        faded = tl.exp2(highest - reference)
+        total = total * faded + tl.sum(weights, 1)
+        acc = tl.dot(weights.to(q.dtype), v, acc * faded[:, None], input_precision=PRECISION, out_dtype=EXACT)
+        highest = higher
+    return acc, highest, total
+
+
+@triton.jit
+def split_of(seq_len, split, num_splits, WINDOW: tl.constexpr, TILE: tl.constexpr):
+    """(begin, end) of a split of what a decode sees, and how many splits are not empty."""
+    oldest = tl.maximum(seq_len - WINDOW, 0) if WINDOW else 0
+    first_tile = oldest // TILE
+    num_tiles = tl.cdiv(seq_len, TILE) - first_tile
+    share = tl.maximum(tl.cdiv(num_tiles, num_splits), 1)
+    begin = (first_tile + split * share) * TILE
+    return begin, tl.minimum(begin + share * TILE, seq_len), tl.cdiv(num_tiles, share)
+
+
+@triton.jit(**VARYING)
+def decode_kernel(
+    q_ptr,
+    cache_ptr,
+    table_ptr,
+    seq_len_ptr,
+    out_ptr,
+    partial_ptr,  # float32 or float64 [B, heads, splits, HEAD_DIM]: each split's output
+    lse_ptr,  # float32 [B, heads, splits]: its log-sum-exp, base 2
+    q_token_stride,
+    q_head_stride,
+    table_stride,
+    kv_stride,
+    block_stride,
+    head_stride,
+    num_splits,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    LANES: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SCALE: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    PRECISION: tl.constexpr,
+    SPLIT: tl.constexpr,
+):
+    sequence, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    seq_len = tl.load(seq_len_ptr + sequence)
+    begin, end, _ = split_of(seq_len, split, num_splits, WINDOW, TILE)
+    if SPLIT:  # noqa: SIM102 (known when this is compiled, unlike what is under it)
+        if begin >= end:
+            return
+    row, dim = tl.arange(0, ROWS), tl.arange(0, LANES)
+    head = kv_head * GROUP + row
+    inside = (row < GROUP)[:, None] & (dim < HEAD_DIM)[None, :]
+    q_at = sequence.to(tl.int64) * q_token_stride + head[:, None] * q_head_stride + dim[None, :]
+    q = tl.load(q_ptr + q_at, mask=inside, other=0.0)
+    k_ptr = cache_ptr + kv_head * head_stride
+    newest = tl.zeros((ROWS,), tl.int32) + seq_len - 1
+    oldest = tl.maximum(newest - WINDOW + 1, 0) if WINDOW else tl.zeros((ROWS,), tl.int32)
+    acc, highest, total = attend(
+        q, oldest, newest, begin, end, table_ptr + sequence.to(tl.int64) * table_stride, k_ptr, k_ptr + kv_stride,
+        block_stride, HEAD_DIM, LANES, BLOCK_SIZE, TILE, SCALE, SOFTCAP, PRECISION,
+    )  # fmt: skip
+    acc = acc / tl.where(total == 0, 1.0, total)[:, None]  # a row of padding has no context: zeros
+    at = sequence.to(tl.int64) * tl.num_programs(1) * GROUP + head
+    if SPLIT:
+        at = at * num_splits + split
+        tl.store(partial_ptr + at[:, None] * HEAD_DIM + dim[None, :], acc, mask=inside)
+        tl.store(lse_ptr + at, highest + tl.log2(total), mask=row < GROUP)
+    else:
+        tl.store(out_ptr + at[:, None] * HEAD_DIM + dim[None, :], acc.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["num_splits"], do_not_specialize_on_alignment=["seq_len_ptr"])
+def merge_kernel(
+    partial_ptr,
+    lse_ptr,
+    seq_len_ptr,
+    out_ptr,
+    num_splits,
+    HEAD_DIM: tl.constexpr,
+    LANES: tl.constexpr,
+    TILE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    MERGED: tl.constexpr,
+):
+    sequence, head = tl.program_id(0), tl.program_id(1)
+    seq_len = tl.load(seq_len_ptr + sequence)
+    _, _, active = split_of(seq_len, 0, num_splits, WINDOW, TILE)
+    dim, lane = tl.arange(0, LANES), tl.arange(0, MERGED)
+    row = sequence.to(tl.int64) * tl.num_programs(1) + head
+    EXACT: tl.constexpr = lse_ptr.dtype.element_ty
+    acc = tl.zeros((LANES,), EXACT)
+    highest, total = tl.full((), float("-inf"), EXACT), tl.zeros((), EXACT)
+    for start in range(0, active, MERGED):
+        split = start + lane
+        lse = tl.load(lse_ptr + row * num_splits + split, mask=split < active, other=float("-inf"))
+        higher = tl.maximum(highest, tl.max(lse, 0))
+        weights, faded = tl.exp2(lse - higher), tl.exp2(highest - higher)
+        at = (row * num_splits + split)[:, None] * HEAD_DIM + dim[None, :]
+        partial = tl.load(partial_ptr + at, mask=(split < active)[:, None] & (dim < HEAD_DIM)[None, :], other=0.0)
+        acc = acc * faded + tl.sum(partial * weights[:, None], 0)
+        total = total * faded + tl.sum(weights, 0)
+        highest = higher
+    acc = acc / tl.where(total == 0, 1.0, total)
+    tl.store(out_ptr + row * HEAD_DIM + dim, acc.to(out_ptr.dtype.element_ty), mask=dim < HEAD_DIM)
+
+
+@triton.jit(**VARYING)
+def prefill_kernel(
+    q_ptr,
+    cache_ptr,
+    table_ptr,
+    query_start_ptr,
+    seq_len_ptr,
+    out_ptr,
+    q_token_stride,
+    q_head_stride,
+    table_stride,
+    kv_stride,
+    block_stride,
+    head_stride,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    LANES: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SCALE: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    QUERIES: tl.constexpr = ROWS // GROUP
+    sequence, kv_head = tl.program_id(2), tl.program_id(1)
+    first_row = tl.load(query_start_ptr + sequence)
+    num_queries = tl.load(query_start_ptr + sequence + 1) - first_row
+    first_query = (tl.num_programs(0) - 1 - tl.program_id(0)) * QUERIES  # those with the longest contexts begin
+    if first_query >= num_queries:
+        return
+    seq_len = tl.load(seq_len_ptr + sequence)
+    context = seq_len - num_queries  # tokens before the first query
+    row, dim = tl.arange(0, ROWS), tl.arange(0, LANES)
+    query, head = first_query + row // GROUP, kv_head * GROUP + row % GROUP
+    inside = ((row < QUERIES * GROUP) & (query < num_queries))[:, None] & (dim < HEAD_DIM)[None, :]
+    token = (first_row + query).to(tl.int64)
+    q_at = token[:, None] * q_token_stride + head[:, None] * q_head_stride + dim[None, :]
+    q = tl.load(q_ptr + q_at, mask=inside, other=0.0)
+    newest = context + query
+    oldest = tl.maximum(newest - WINDOW + 1, 0) if WINDOW else tl.zeros((ROWS,), tl.int32)
+    begin = tl.maximum(context + first_query - WINDOW + 1, 0) // TILE * TILE if WINDOW else 0
+    end = tl.minimum(context + first_query + QUERIES, seq_len)
+    k_ptr = cache_ptr + kv_head * head_stride
+    acc, _, total = attend(
+        q, oldest, newest, begin, end, table_ptr + sequence.to(tl.int64) * table_stride, k_ptr, k_ptr + kv_stride,
+        block_stride, HEAD_DIM, LANES, BLOCK_SIZE, TILE, SCALE, SOFTCAP, PRECISION,
+    )  # fmt: skip
+    acc = acc / tl.where(total == 0, 1.0, total)[:, None]
+    out_at = (token * tl.num_programs(1) * GROUP + head)[:, None] * HEAD_DIM + dim[None, :]
+    tl.store(out_ptr + out_at, acc.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+class Step(NamedTuple):
+    """What the kernels need to know of a step of B sequences, those with one token first.
+
+    query_start    int32 [B + 1], on the device: the first of the step's tokens that is each sequence's
+    seq_lens       int32 [B], on the device: tokens of each including this step's; 0 for one that only pads
+    num_decodes    how many have one token
+    max_query_len  the most tokens that one has
+    num_splits     of every decode's context
+    """
+
+    query_start: Tensor
+    seq_lens: Tensor
+    num_decodes: int
+    max_query_len: int
+    num_splits: int
+
+
+def make_step(query_lens: Tensor, seq_lens: Tensor, num_kv_heads: int, device: torch.device) -> Step:
+    """The Step of sequences with `query_lens` [B] tokens of `seq_lens` [B], both on the CPU."""
+    query_start = torch.zeros(len(query_lens) + 1, dtype=torch.int32)
+    query_start[1:] = query_lens.cumsum(0)
+    num_decodes = int((query_lens == 1).sum())
+    num_splits = choose_splits(seq_lens[:num_decodes].tolist(), num_kv_heads, num_processors(device))
+    lens = seq_lens.int().to(device)
+    return Step(query_start.to(device), lens, num_decodes, int(query_lens.max()), num_splits)
+
+
+def choose_splits(seq_lens: list[int], num_kv_heads: int, num_processors: int) -> int:
+    """So many that the longest context's splits are no larger than what two programs a processor have to do on average;
+    of SPLIT_TOKENS at least."""
+    tokens = triton.cdiv(sum(seq_lens) * num_kv_heads, 2 * num_processors)
+    return max(1, triton.cdiv(max(seq_lens, default=0), max(tokens, SPLIT_TOKENS)))
+
+
+@lru_cache
+def num_processors(device: torch.device) -> int:
+    """Streaming multiprocessors; of a CPU, where the kernels run in Triton's interpreter, one."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+def paged_attention(
+    q: Tensor,
+    kv_cache: Tensor,
+    block_tables: Tensor,
+    step: Step,
+    window: int | None = None,
+    scale: float | None = None,
+    softcap: float = 0.0,
+) -> Tensor:
+    """Causal attention of q [T, heads, head_dim] over each sequence's pages: decodes by one kernel, prompts by another.
+
+    Args:
+        kv_cache: one layer's (see pages.py); block_size a power of two.
+        block_tables: int32 or int64 [B, blocks].
+        window: attend only to the last `window` tokens, itself included.
+        scale: of the scores; default head_dim ** -0.5.
+        softcap: scores become softcap * tanh(scores / softcap); 0 for none (Gemma 2).
+
+    Returns: [T, heads, head_dim]
+    """
+    scale = q.shape[2] ** -0.5 if scale is None else scale
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    options = window or 0, scale, softcap
+    if step.num_decodes:
+        decode(q, kv_cache, block_tables, step.seq_lens, out, step.num_decodes, step.num_splits, *options)
+    if step.num_decodes < len(block_tables):
+        tables, seq_lens = block_tables[step.num_decodes :], step.seq_lens[step.num_decodes :]
+        query_start = step.query_start[step.num_decodes :]
+        prefill(q, kv_cache, tables, query_start, seq_lens, out, step.max_query_len, *options)
+    return out
+
+
+@torch.library.triton_op("nanopage::decode", mutates_args={"out"})
+def decode(
+    q: Tensor,
+    kv_cache: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    out: Tensor,
+    num_decodes: int,
+    num_splits: int,
+    window: int,
+    scale: float,
+    softcap: float,
+) -> None:
+    """The first `num_decodes` rows of q and out, one a sequence. window 0: none."""
+    num_heads, head_dim = q.shape[1:]
+    split = num_splits > 1
+    options = decode_options(q, kv_cache, window, scale, softcap, split, has_tensor_cores(q.device))
+    partial, lse = out, out  # not touched
+    if split:
+        exact = torch.promote_types(q.dtype, torch.float32)
+        partial = q.new_empty(num_decodes, num_heads, num_splits, head_dim, dtype=exact)
+        lse = q.new_empty(num_decodes, num_heads, num_splits, dtype=exact)
+    launch(
+        decode_kernel, (num_decodes, kv_cache.shape[2], num_splits),
+        q, kv_cache, block_tables, seq_lens, out, partial, lse, q.stride(0), q.stride(1), block_tables.stride(0),
+        *kv_cache.stride()[:3], num_splits, **options,
+    )  # fmt: skip
+    if split:
+        merged = merge_options(options)
+        launch(merge_kernel, (num_decodes, num_heads), partial, lse, seq_lens, out, num_splits, **merged)
+
+
+@torch.library.triton_op("nanopage::prefill", mutates_args={"out"})
+def prefill(
+    q: Tensor,
+    kv_cache: Tensor,
+    block_tables: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    out: Tensor,
+    max_query_len: int,
+    window: int,
+    scale: float,
+    softcap: float,
+) -> None:
+    """Rows query_start[0] to query_start[-1] of q and out, any number a sequence. window 0: none."""
+    options = prefill_options(q, kv_cache, window, scale, softcap, has_tensor_cores(q.device))
+    grid = triton.cdiv(max_query_len, options["ROWS"] // options["GROUP"]), kv_cache.shape[2], len(block_tables)
+    launch(
+        prefill_kernel, grid,
+        q, kv_cache, block_tables, query_start, seq_lens, out, q.stride(0), q.stride(1), block_tables.stride(0),
+        *kv_cache.stride()[:3], **options,
+    )  # fmt: skip
+
+
+def decode_options(
+    q: Tensor, kv_cache: Tensor, window: int, scale: float, softcap: float, split: bool, fast: bool
+) -> dict[str, Any]:
+    """What decode_kernel is specialized on, and how many warps run a program. `fast` is has_tensor_cores."""
+    options, row_bytes = _options(q, kv_cache, window, scale, softcap, fast)
+    rows = max(16, triton.next_power_of_2(options["GROUP"]))
+    return options | {"SPLIT": split, "ROWS": rows, "num_warps": 8 if row_bytes > 512 else 4, "num_stages": STAGES}
+
+
+def merge_options(decode: dict[str, Any]) -> dict[str, Any]:
+    """The same of merge_kernel, which must split as decode_kernel with these options did."""
+    shared = {name: decode[name] for name in ("HEAD_DIM", "LANES", "TILE", "WINDOW")}
+    return shared | {"MERGED": MERGED, "num_warps": 4}
+
+
+def prefill_options(
+    q: Tensor, kv_cache: Tensor, window: int, scale: float, softcap: float, fast: bool
+) -> dict[str, Any]:
+    """The same of prefill_kernel: as many rows as leave room in the registers."""
+    options, row_bytes = _options(q, kv_cache, window, scale, softcap, fast)
+    num_bytes = 2**14 if fast and q.itemsize == 2 else 2**13
+    rows = max(min(max(num_bytes // row_bytes, 16), 128), triton.next_power_of_2(options["GROUP"]))
+    return options | {"ROWS": rows, "num_warps": 8}
+
+
+def _options(
+    q: Tensor, kv_cache: Tensor, window: int, scale: float, softcap: float, fast: bool
+) -> tuple[dict[str, Any], int]:
+    """What both are specialized on, and the bytes of a row. Raises ValueError for pages of no power of two."""
+    head_dim = q.shape[2]
+    block_size = kv_cache.shape[3] // head_dim
+    if block_size & (block_size - 1):
+        raise ValueError(f"block_size={block_size} is not a power of two, which attention on a GPU needs")
+    lanes = max(16, triton.next_power_of_2(head_dim))
+    row_bytes = lanes * (q.itemsize if fast else max(q.itemsize, 4))  # without tensor cores it is multiplied in float32
+    return {
+        "GROUP": q.shape[1] // kv_cache.shape[2],
+        "HEAD_DIM": head_dim,
+        "LANES": lanes,
+        "BLOCK_SIZE": block_size,
+        "TILE": min(max(TILE_BYTES // row_bytes, 16), 128),
+        "WINDOW": window,
+        "SCALE": scale,
+        "SOFTCAP": softcap,
+        # float32 in three products of TF32, off by 2^-22 or so
+        "PRECISION": "tf32x3" if fast and q.dtype == torch.float32 else "ieee",
+    }, row_bytes
+
+
+@lru_cache
+def has_tensor_cores(device: torch.device) -> bool:
+    """Of the kind that Triton uses, Ampere's and later. A CPU, where the interpreter runs, has all there is."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 0)
