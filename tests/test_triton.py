@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from test_kernels import Pool, attention
 
 from benchmarks import kernel_resources
-from nanopage.kernels import cache_write, pages
+from nanopage.kernels import cache_write, pages, reference
 from nanopage.kernels import paged_attention as kernels
 
 ROOT = Path(__file__).parent.parent
@@ -55,6 +55,9 @@ def check(pool, group, query_lens, window=None, softcap=0.0, num_splits=1, paddi
         q.to(DEVICE), pool.cache.to(DEVICE), tables.to(DEVICE), step, window, softcap=softcap
     ).cpu()
     assert out.dtype == q.dtype
+    if not padding and not softcap:
+        plain = reference.paged_attention(q, pool.cache, tables, counts, seq_lens, window)
+        assert (out - plain).abs().max() / plain.abs().max() < 2 * TOLERANCE[pool.dtype]
     rows = q.split([*query_lens.values(), *[1] * padding])
     for index, q_rows, out_rows in zip(query_lens, rows, out.split(list(map(len, rows))), strict=False):
         _, k, v = pool.sequences[index]
