@@ -36,7 +36,7 @@ from nanopage.kernels.packed_linear import TILE, matvec
 from nanopage.kernels.tile_attention import attend_tile
 from nanopage.layers.attention import AttentionMetadata
 from nanopage.layers.embedding import LMHead
-from nanopage.layers.linear import Linear, pack, quantize
+from nanopage.layers.linear import Linear, pack
 
 logger = logging.getLogger("nanopage")
 
@@ -354,10 +354,7 @@ def _make(spec: dict[str, Any], config: ModelConfig, directory: Path, name: str)
     small = replace(config, num_layers=1, sliding_windows=(window,), vocab_size=64)
     model: Any = loader.build_model(small, dtype, torch.device("cpu"))
     layer = model.model.layers[0]
-    if spec["quantization"]:
-        quantize(layer)
-    else:
-        pack(layer)
+    pack(layer, spec["quantization"])
     compile_layer(layer, config, dtype, spec["block_size"], kind, directory / name)
 
 

@@ -13,7 +13,7 @@ from nanopage.kernels.flash_decoding import split
 from nanopage.kernels.packed_linear import can_pack
 from nanopage.kv_cache import KVCache
 from nanopage.layers.attention import AttentionMetadata, uses_triton
-from nanopage.layers.linear import pack, quantize
+from nanopage.layers.linear import pack
 from nanopage.request import SampledToken, Sequence, StepStats
 from nanopage.sampler import Sampler, at_least_float32, top_logprobs
 from nanopage.scheduler import Batch, ScheduledSequence
@@ -77,10 +77,8 @@ class ModelRunner:
         self.device = device
         self.sampler = Sampler()
         dtype = kv_cache.tensor.dtype
-        if quantization:
-            quantize(model)
-        elif device.type == "cpu" and can_pack(dtype):
-            pack(model)
+        if quantization or (device.type == "cpu" and can_pack(dtype)):
+            pack(model, quantization)
         self.graphs = graphs
         self.compiled = False
         self.use_graphs()
@@ -166,16 +164,14 @@ class ModelRunner:
         return torch.tensor(list(tokens), device=self.device), positions.to(self.device), self.kv_cache.tensor, metadata
 
     def _metadata(self, slots: Tensor, tables: Tensor, query_lens: Tensor, seq_lens: Tensor) -> AttentionMetadata:
+        splits = step = None
         if uses_triton(self.device):
             from nanopage.kernels import paged_attention  # imports Triton
 
             step = paged_attention.make_step(query_lens, seq_lens, self.kv_cache.tensor.shape[3], self.device)
-            tables = tables.to(self.device)
-            return AttentionMetadata(slots.to(self.device), tables, query_lens, seq_lens, step=step)
-        splits = None
-        if self.compiled and len(slots) == len(query_lens):
+        elif self.compiled and len(slots) == len(query_lens):
             splits = split(tables, seq_lens, self.kv_cache.block_size)
-        return AttentionMetadata(slots.to(self.device), tables.to(self.device), query_lens, seq_lens, splits)
+        return AttentionMetadata(slots.to(self.device), tables.to(self.device), query_lens, seq_lens, splits, step)
 
     def _prompt_logprobs(self, scheduled: ScheduledSequence, hidden: Tensor) -> None:
         """Append to the group's `prompt_logprobs` what `hidden`, of the scheduled tokens, says of the next ones."""

@@ -80,7 +80,7 @@ def attend(
         if SOFTCAP > 0:
             scores = SOFTCAP * (2 * tl.sigmoid(2 * scores / SOFTCAP) - 1)  # SOFTCAP * tanh(scores / SOFTCAP)
         seen = (position[None, :] >= oldest[:, None]) & (position[None, :] <= newest[:, None])
-        scores = tl.where(seen, scores * 1.4426950408889634, float("-inf"))
+        scores = tl.where(seen, scores * 1.4426950408889634, float("-inf"))  # log2(e): exponentials are powers of two
         higher = tl.maximum(highest, tl.max(scores, 1))
         reference = tl.where(higher == float("-inf"), 0.0, higher)  # of a row that has seen nothing yet
         weights = tl.exp2(scores - reference[:, None])
@@ -110,7 +110,7 @@ def decode_kernel(
     seq_len_ptr,
     out_ptr,
     partial_ptr,  # float32 or float64 [B, heads, splits, HEAD_DIM]: each split's output
-    lse_ptr,  # float32 [B, heads, splits]: its log-sum-exp, base 2
+    lse_ptr,  # of the same type [B, heads, splits]: its log-sum-exp, base 2
     q_token_stride,
     q_head_stride,
     table_stride,

@@ -7,18 +7,14 @@ from torch import Tensor, nn
 from nanopage.kernels import int8_linear, packed_linear
 
 
-def pack(module: nn.Module) -> None:
-    """Pack every Linear in a module, itself included."""
+def pack(module: nn.Module, quantization: str | None = None) -> None:
+    """Pack every Linear in a module, itself included: as it is, or in int8 (see kernels/int8_linear.py)."""
     for part in module.modules():
         if isinstance(part, Linear):
-            part.pack()
-
-
-def quantize(module: nn.Module) -> None:
-    """Keep the weights of every Linear in a module, itself included, in int8 (see kernels/int8_linear.py)."""
-    for part in module.modules():
-        if isinstance(part, Linear):
-            part.quantize()
+            if quantization:
+                part.quantize()
+            else:
+                part.pack()
 
 
 class Linear(nn.Module):
