@@ -52,6 +52,8 @@ class EngineConfig:
             on a CPU in float32 and bfloat16, and made in the background from the second request on (see compiler.py).
         quantization: "int8" keeps the weights of products, and of an embedding tied to the head, in a byte each (see
             kernels/int8_linear.py); activations and KV stay in `dtype`. On a CPU. None: in `dtype`.
+        async_scheduling: launch a step before the tokens of the one before it are looked at, so that a GPU need not
+            wait for Python; outputs are the same, and come one call of `step` later. None: on a GPU.
         seed: of the requests that bring no seed of their own.
 
     Raises:
@@ -74,6 +76,7 @@ class EngineConfig:
     scheduling_policy: str = "fcfs"
     enforce_eager: bool = False
     quantization: str | None = None
+    async_scheduling: bool | None = None
     seed: int = 0
 
     def __post_init__(self):
@@ -128,6 +131,8 @@ class EngineConfig:
         for name in ("enable_prefix_caching", "enforce_eager"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be True or False, not {getattr(self, name)!r}")
+        if self.async_scheduling is not None and not isinstance(self.async_scheduling, bool):
+            raise TypeError(f"async_scheduling must be True, False or None, not {self.async_scheduling!r}")
         if not isinstance(self.seed, int) or isinstance(self.seed, bool):
             raise TypeError(f"seed must be an integer, not {self.seed!r}")
 

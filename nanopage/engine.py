@@ -25,6 +25,7 @@ from nanopage.request import (
     SequenceGroup,
     StepStats,
 )
+from nanopage.sampler import Samples
 from nanopage.scheduler import Batch, Scheduler
 from nanopage.threads import limit_threads
 from nanopage.tokenizer import IncrementalDetokenizer, Tokenizer
@@ -104,12 +105,16 @@ class LLMEngine:
         elif not config.enforce_eager:
             name = str(self.dtype).removeprefix("torch.")
             logger.info(f"{name} on {self.device.type} runs eagerly: there is no compiled code for it yet")
-        self.runner = ModelRunner(model, self.kv_cache, self.device, graphs, config.quantization)
+        self.runner = ModelRunner(model, self.kv_cache, self.device, graphs, config.quantization, config.max_num_seqs)
         block_manager = BlockManager(num_blocks, config.block_size, config.enable_prefix_caching, host_blocks)
         self.scheduler = Scheduler(
             block_manager, config.max_num_seqs, config.max_num_batched_tokens, config.preemption_mode
         )
         self.last_step = StepStats()
+        on_gpu = self.device.type == "cuda"
+        self.overlaps = on_gpu if config.async_scheduling is None else config.async_scheduling
+        self._launched: tuple[Batch, Samples] | None = None
+        self._interrupted = False
         self._requests: dict[str, Request] = {}
         self._seq_ids = itertools.count()
         self._num_submitted = 0
@@ -227,26 +232,49 @@ class LLMEngine:
 
     def step(self) -> list[RequestOutput]:
         """Run one batch. Returns an output for each request that got a token, finished or not; for a beam search, and
-        for `best_of` more than `n`, only when it has finished. `last_step` says what the step did."""
+        for `best_of` more than `n`, only when it has finished. `last_step` says what the step did.
+
+        With async scheduling the batch is launched before the tokens of the one before it are looked at, and the
+        outputs are that one's. A sequence that has ended by then runs once too often; that token is dropped.
+        """
         stats = StepStats()
+        # A call that was interrupted may have launched what nobody heard of: schedule anew, from tokens that are known.
+        outputs = self._complete(stats) if self._interrupted else []
+        self._interrupted = True
         started = time.perf_counter()
         batch = self.scheduler.schedule()
         stats.schedule_seconds = time.perf_counter() - started
-        sampled = self.runner.execute(batch, stats)
+        launched = batch, self.runner.launch(batch, stats)
+        outputs += self._complete(stats)
+        self.scheduler.advance(batch)
+        self._launched = launched
+        if not self.overlaps or any(seq.reads_its_tokens for s in batch.sequences for seq in s.samplers):
+            outputs += self._complete(stats)
+        self._interrupted = False
+        self._count(batch, stats)
+        return outputs
+
+    def _complete(self, stats: StepStats) -> list[RequestOutput]:
+        """Wait for the batch that was launched last, and take in its tokens."""
+        if self._launched is None:
+            return []
+        batch, samples = self._launched
         started = time.perf_counter()
-        self.scheduler.update(batch, sampled)
-        for scheduled in batch.sequences:
-            for seq in scheduled.samplers:
-                self._advance(seq)
+        sampled = samples.result()
+        arrived = time.perf_counter()
+        taken = self.scheduler.update(batch, sampled)
+        self._launched = None
+        for seq in taken:
+            self._advance(seq)
         outputs = []
-        for group in batch.groups:
-            request = self._requests.get(group.request_id)
-            if request is None:  # aborted while the step ran
-                continue
+        for request_id in dict.fromkeys(seq.request_id for seq in taken):
+            request = self._requests[request_id]
+            group = request.group
             if group.finished or not (group.beam_search or group.params.ranks):
                 outputs.append(self._output(request))
-        stats.output_seconds = time.perf_counter() - started
-        self._count(batch, len(sampled), stats)
+        stats.wait_seconds += arrived - started
+        stats.output_seconds += time.perf_counter() - arrived
+        stats.output_tokens += len(taken)
         return outputs
 
     def abort(self, request_id: str, index: int | None = None) -> RequestOutput | None:
@@ -278,8 +306,8 @@ class LLMEngine:
 
     def _advance(self, seq: Sequence) -> None:
         """Turn a sequence's new token into text, and end it if that completes a stop string."""
-        request = self._requests.get(seq.request_id)
-        if request is None or request.group.beam_search is not None or seq.finish_reason == "abort":
+        request = self._requests[seq.request_id]
+        if request.group.beam_search is not None:
             return
         completion = next(c for c in request.completions if c.seq is seq)
         if seq.logprobs:
@@ -357,7 +385,7 @@ class LLMEngine:
             for index, hypothesis in enumerate(hypotheses[: params.width])
         ]
 
-    def _count(self, batch: Batch, num_sampled: int, stats: StepStats) -> None:
+    def _count(self, batch: Batch, stats: StepStats) -> None:
         scheduler, manager = self.scheduler, self.scheduler.block_manager
         stats.waiting = sum(len(group.live) for group in scheduler.waiting)
         stats.running = sum(len(group.live) for group in scheduler.running)
@@ -365,7 +393,6 @@ class LLMEngine:
         stats.decode_tokens = sum(s.num_tokens for s in batch.sequences if s.start >= s.seq.num_prompt_tokens)
         stats.prefill_tokens = batch.num_tokens - stats.decode_tokens
         stats.cached_tokens = batch.num_cached_tokens
-        stats.output_tokens = num_sampled
         stats.cached_blocks = manager.num_cached_blocks
         stats.free_blocks = manager.num_free_blocks - stats.cached_blocks
         stats.used_blocks = manager.num_blocks - manager.num_free_blocks

@@ -14,8 +14,8 @@ from nanopage.kernels.packed_linear import can_pack
 from nanopage.kv_cache import KVCache
 from nanopage.layers.attention import AttentionMetadata, uses_triton
 from nanopage.layers.linear import pack
-from nanopage.request import SampledToken, Sequence, StepStats
-from nanopage.sampler import Sampler, at_least_float32, top_logprobs
+from nanopage.request import StepStats
+from nanopage.sampler import Sampler, Samples, at_least_float32, tables_of, to_device, top_logprobs
 from nanopage.scheduler import Batch, ScheduledSequence
 
 logger = logging.getLogger("nanopage")
@@ -62,6 +62,7 @@ class ModelRunner:
         device: of both.
         graphs: of its decoder layers, if they are to be compiled.
         quantization: of its weights, as in EngineConfig.
+        max_num_seqs: most sequences that are sampled in a step.
     """
 
     def __init__(
@@ -71,11 +72,13 @@ class ModelRunner:
         device: torch.device,
         graphs: Graphs | None = None,
         quantization: str | None = None,
+        max_num_seqs: int = 256,
     ):
         self.model: Any = model
         self.kv_cache = kv_cache
         self.device = device
         self.sampler = Sampler()
+        self.sampled = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)  # what the last step sampled
         dtype = kv_cache.tensor.dtype
         if quantization or (device.type == "cpu" and can_pack(dtype)):
             pack(model, quantization)
@@ -100,13 +103,26 @@ class ModelRunner:
             self.compiled = True
 
     @torch.inference_mode()
-    def execute(self, batch: Batch, stats: StepStats | None = None) -> list[SampledToken]:
-        """Move the batch's blocks and run it. Returns one token for each of its samplers, in order.
+    def launch(self, batch: Batch, stats: StepStats | None = None) -> Samples:
+        """Move the batch's blocks and run it. Returns one token for each of its samplers, in order; a GPU is not waited
+        for. The batch may read tokens that the one launched before it samples, by their placeholders.
 
         Prompt log-probabilities go straight to their groups, times to `stats`.
         """
         stats = stats or StepStats()
         started = time.perf_counter()
+        self._move_blocks(batch)
+        samplers = [sampler for scheduled in batch.sequences for sampler in scheduled.samplers]
+        logits = self._logits(batch) if batch.sequences else None
+        stats.model_seconds = time.perf_counter() - started
+        if logits is None:
+            return Samples(self.sampled[:0], self.sampled[:0], [])
+        samples = self.sampler(logits, samplers)
+        self.sampled[: len(samplers)] = samples.tokens
+        stats.sample_seconds = time.perf_counter() - started - stats.model_seconds
+        return samples
+
+    def _move_blocks(self, batch: Batch) -> None:
         self.kv_cache.swap_out(batch.swap_out)
         self.kv_cache.swap_in(batch.swap_in)
         self.kv_cache.copy(batch.copies)
@@ -115,22 +131,20 @@ class ModelRunner:
             b for s in batch.sequences for b in s.block_table[-(-s.start // size) : (s.start + s.num_tokens) // size]
         }
         self.kv_cache.clear([block for block in batch.new_blocks if block not in filled])
-        if not batch.sequences:
-            stats.model_seconds = time.perf_counter() - started
-            return []
+
+    def _logits(self, batch: Batch) -> Tensor | None:
+        """Run the batch. Returns the logits of its samplers, [samplers, vocab_size], or None if it has none."""
         last_rows: list[int] = []
         row_of: list[int] = []
-        samplers: list[Sequence] = []
         row = 0
         for scheduled in batch.sequences:
             row += scheduled.num_tokens
             if scheduled.samplers:
                 row_of += [len(last_rows)] * len(scheduled.samplers)
                 last_rows.append(row - 1)
-                samplers += scheduled.samplers
         scored = any(scheduled.group.params.prompt_logprobs is not None for scheduled in batch.sequences)
         # None is all rows; one at least, for oneDNN has no products without rows.
-        rows = None if scored or len(last_rows) == row else torch.tensor(last_rows or [0], device=self.device)
+        rows = None if scored or len(last_rows) == row else to_device(last_rows or [0], self.device)
         hidden = self.model(*self.prepare(batch), rows)
         if scored:
             parts = hidden.split([scheduled.num_tokens for scheduled in batch.sequences])
@@ -138,21 +152,17 @@ class ModelRunner:
                 if scheduled.group.params.prompt_logprobs is not None:
                     self._prompt_logprobs(scheduled, part)
             hidden = hidden[last_rows]
-        stats.model_seconds = time.perf_counter() - started
-        if not samplers:
-            return []
+        if not last_rows:
+            return None
         logits = self.model.lm_head(hidden)
-        if len(samplers) > len(last_rows):  # completions that are about to fork from one prompt
-            logits = logits[row_of]
-        sampled = self.sampler(logits, samplers)
-        stats.sample_seconds = time.perf_counter() - started - stats.model_seconds
-        return sampled
+        # Completions that are about to fork from one prompt share a row.
+        return logits[row_of] if len(row_of) > len(last_rows) else logits
 
     def prepare(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor, AttentionMetadata]:
         """(input_ids [T], positions [T], kv_cache, metadata) of a batch."""
         scheduled = batch.sequences
         query_lens = torch.tensor([s.num_tokens for s in scheduled])
-        tokens = chain.from_iterable(s.seq.token_ids[s.start : s.start + s.num_tokens] for s in scheduled)
+        tokens = list(chain.from_iterable(s.seq.token_ids[s.start : s.start + s.num_tokens] for s in scheduled))
         positions = torch.tensor(list(chain.from_iterable(range(s.start, s.start + s.num_tokens) for s in scheduled)))
         width = max(len(s.block_table) for s in scheduled)
         tables = torch.tensor([s.block_table + s.block_table[:1] * (width - len(s.block_table)) for s in scheduled])
@@ -161,7 +171,10 @@ class ModelRunner:
         slots = tables[sequence, positions // block_size] * block_size + positions % block_size
         seq_lens = torch.tensor([s.start + s.num_tokens for s in scheduled])
         metadata = self._metadata(slots, tables, query_lens, seq_lens)
-        return torch.tensor(list(tokens), device=self.device), positions.to(self.device), self.kv_cache.tensor, metadata
+        input_ids = to_device(tokens, self.device)
+        if any(s.seq.pending for s in scheduled):
+            input_ids = with_sampled(input_ids, self.sampled)
+        return input_ids, positions.to(self.device), self.kv_cache.tensor, metadata
 
     def _metadata(self, slots: Tensor, tables: Tensor, query_lens: Tensor, seq_lens: Tensor) -> AttentionMetadata:
         splits = step = None
@@ -182,4 +195,11 @@ class ModelRunner:
             stop = min(begin + PROMPT_LOGPROB_ROWS, end)
             logits = at_least_float32(self.model.lm_head(hidden[begin - start : stop - start]))
             targets = seq.token_ids[begin + 1 : stop + 1]
-            group.prompt_logprobs += top_logprobs(logits, targets, [group.params.prompt_logprobs or 0] * len(targets))
+            num = group.params.prompt_logprobs or 0
+            top = [tensor.cpu() for tensor in top_logprobs(logits, to_device(targets, self.device), num)]
+            group.prompt_logprobs += tables_of(targets, top, [num] * len(targets))
+
+
+def with_sampled(input_ids: Tensor, sampled: Tensor) -> Tensor:
+    """Put sampled tokens in the places of their placeholders (see Sequence): -row is sampled[row - 1]."""
+    return torch.where(input_ids < 0, sampled[(-1 - input_ids).clamp_(min=0)], input_ids)

@@ -269,6 +269,9 @@ class Sequence:
 
     `token_ids` is prompt + output. `num_computed_tokens` of them have their K and V in the cache; the rest are
     still to be run. A sequence whose every token is computed gets its next one sampled.
+
+    While a token is on its way from the device, `pending` is true and the last of `token_ids` is its placeholder:
+    `-row`, the row of the step's samples, counted from 1, in which it will be found (see Scheduler.advance).
     """
 
     def __init__(
@@ -302,6 +305,7 @@ class Sequence:
         self.dormant = False  # a beam that is not in use
         self.candidates: dict[int, float] = {}  # a beam's next tokens, until all beams have theirs
         self.num_computed_tokens = 0
+        self.pending = False
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
         self.logprobs: list[dict[int, tuple[float, int]]] = []
@@ -321,7 +325,8 @@ class Sequence:
 
     @property
     def output_token_ids(self) -> list[int]:
-        return self.token_ids[self.num_prompt_tokens :]
+        """Those that are known."""
+        return self.token_ids[self.num_prompt_tokens : len(self.token_ids) - self.pending]
 
     @property
     def finished(self) -> bool:
@@ -341,8 +346,25 @@ class Sequence:
         """The ids that must not be sampled before `min_tokens`."""
         return self.stop_token_ids | self.eos_token_ids
 
-    def append(self, sampled: SampledToken) -> None:
-        self.token_ids.append(sampled.token_id)
+    @property
+    def full(self) -> bool:
+        """Whether it has all the tokens it may have; the last one may be pending."""
+        return self.max_total_tokens is not None and self.num_tokens >= self.max_total_tokens
+
+    @property
+    def reads_its_tokens(self) -> bool:
+        """Whether what is sampled next depends on the tokens before it by more than the model: they must be known."""
+        return bool(self.num_candidates or self.bad_words_token_ids or self.params.penalizes)
+
+    def expect(self, row: int) -> None:
+        """A token is on its way, in this row (from 1) of the step's samples."""
+        self.token_ids.append(-row)
+        self.pending = True
+
+    def receive(self, sampled: SampledToken) -> None:
+        """The token that was on its way."""
+        self.token_ids[-1] = sampled.token_id
+        self.pending = False
         if sampled.logprobs is not None:
             self.cumulative_logprob += sampled.logprobs[sampled.token_id][0]
             if self.params.logprobs is not None:
@@ -356,9 +378,7 @@ class Sequence:
                 return "stop", None
             if last in self.stop_token_ids:
                 return "stop", last
-        if self.max_total_tokens is not None and self.num_tokens >= self.max_total_tokens:
-            return "length", None
-        return None
+        return ("length", None) if self.full else None
 
     def __repr__(self) -> str:
         return f"Sequence({self.request_id!r}, {self.num_computed_tokens}/{self.num_tokens} computed)"
@@ -452,7 +472,8 @@ class RequestOutput:
 @dataclass(slots=True)
 class StepStats:
     """What one engine step did: progress bars, benches and metrics read this. Counts are of this step alone, but for
-    queues and blocks, which are as the step left them."""
+    queues and blocks, which are as the step left them. With async scheduling the tokens put out, and the waiting for
+    them, are those of the batch before."""
 
     waiting: int = 0  # sequences in each queue
     running: int = 0
@@ -469,6 +490,7 @@ class StepStats:
     swapped_in: int = 0
     copied: int = 0
     schedule_seconds: float = 0.0
-    model_seconds: float = 0.0  # batch preparation, memory operations and the forward pass
+    model_seconds: float = 0.0  # batch preparation, memory operations and the forward pass (its launch, on a GPU)
     sample_seconds: float = 0.0
+    wait_seconds: float = 0.0  # for the device
     output_seconds: float = 0.0  # stop conditions and text

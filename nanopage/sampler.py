@@ -2,9 +2,10 @@
 
 What nobody in the batch asks for is not computed: an all-greedy batch is one argmax.
 
-Sampling is the Gumbel-max trick: the argmax of logits / temperature + Gumbel noise is a sample of the softmax
-(Maddison et al. 2014). The noise of a token is a pure function of (seed, position, token id), a counter-based generator
-(Salmon et al. 2011): a seeded request samples the same tokens whatever its neighbours, batch or preemptions are.
+Sampling is the Gumbel-max trick: the argmax of logits / temperature + Gumbel noise, which is that of
+logits + temperature * noise, is a sample of the softmax (Maddison et al. 2014). The noise of a token is a pure function
+of (seed, position, token id), a counter-based generator (Salmon et al. 2011): a seeded request samples the same tokens
+whatever its neighbours, batch or preemptions are.
 
 Top-k, top-p and min-p each say which logit is the smallest that may be sampled. Those are found among the top few
 hundred logits of a row, and the noise is computed for those alone; only if they do not reach the line, for more.
@@ -21,18 +22,63 @@ CANDIDATES = 256  # the first guess of how many of the top logits hold all that 
 
 
 class Sampler:
-    """Callable: (logits [B, vocab_size], the B sequences) -> B sampled tokens, with log-probabilities where asked."""
+    """Callable: (logits [B, vocab_size], the B sequences) -> B sampled tokens, with log-probabilities where asked.
 
-    def __call__(self, logits: Tensor, sequences: list[Sequence]) -> list[SampledToken]:
+    The sequences' last tokens may be pending: of those that read their tokens (see Sequence) they must not be.
+    """
+
+    def __call__(self, logits: Tensor, sequences: list[Sequence]) -> "Samples":
         raw = at_least_float32(logits)
-        logits = constrain(raw, sequences)
-        tokens = sample(logits, sequences).tolist()
-        wanted = {row: seq.num_logprobs for row, seq in enumerate(sequences) if seq.num_logprobs is not None}
-        if not wanted:
+        return Samples(sample(constrain(raw, sequences), sequences), raw, sequences)
+
+
+class Samples:
+    """Sampled tokens on their way to the host; nothing waits for them before `result`.
+
+    Args:
+        tokens: int64 [B], on the device.
+        logits: [B, vocab_size] as the model made them, in float32 or float64; read if someone asks for
+            log-probabilities.
+        sequences: whose tokens they are.
+    """
+
+    def __init__(self, tokens: Tensor, logits: Tensor, sequences: list[Sequence]):
+        self.tokens = tokens
+        self.wanted = {row: seq.num_logprobs for row, seq in enumerate(sequences) if seq.num_logprobs is not None}
+        coming = [tokens]
+        if self.wanted:
+            rows = list(self.wanted)
+            coming += top_logprobs(logits[rows], tokens[rows], max(self.wanted.values()))
+        self._coming = [to_host(tensor) for tensor in coming]
+        self._arrived = None
+        if tokens.is_cuda:
+            self._arrived = torch.cuda.Event()
+            self._arrived.record()
+
+    def result(self) -> list[SampledToken]:
+        """Waits for the device."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        tokens = self._coming[0].tolist()
+        if not self.wanted:
             return [SampledToken(token) for token in tokens]
-        tables = top_logprobs(raw[list(wanted)], [tokens[row] for row in wanted], list(wanted.values()))
-        logprobs = dict(zip(wanted, tables, strict=True))
+        tables = tables_of([tokens[row] for row in self.wanted], self._coming[1:], list(self.wanted.values()))
+        logprobs = dict(zip(self.wanted, tables, strict=True))
         return [SampledToken(token, logprobs.get(row)) for row, token in enumerate(tokens)]
+
+
+def to_host(tensor: Tensor) -> Tensor:
+    """The tensor's values on the CPU, once the device's work so far is done: this does not wait for it."""
+    if not tensor.is_cuda:
+        return tensor
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+
+
+def to_device(values: list, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """A tensor of Python numbers. A GPU's copy of it comes when its work so far is done, and is not waited for."""
+    if device.type != "cuda":
+        return torch.tensor(values, dtype=dtype)
+    return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
 
 
 def at_least_float32(logits: Tensor) -> Tensor:
@@ -92,32 +138,34 @@ def sample(logits: Tensor, sequences: list[Sequence]) -> Tensor:
     if all(seq.params.greedy for seq in sequences):
         return argmax(logits)
     tokens = torch.empty(len(sequences), dtype=torch.int64, device=logits.device)
-    if greedy := [row for row, seq in enumerate(sequences) if seq.params.greedy]:
-        tokens[greedy] = argmax(logits[greedy])
-    for truncates in (False, True):
-        rows = [
-            row
-            for row, seq in enumerate(sequences)
-            if not seq.params.greedy and seq.params.truncates == truncates
-        ]  # fmt: skip
-        if not rows:
-            continue
+    kinds: dict[str, list[int]] = {}
+    for row, seq in enumerate(sequences):
+        kinds.setdefault(
+            "greedy" if seq.params.greedy else "truncated" if seq.params.truncates else "plain", []
+        ).append(row)
+    for kind, rows in kinds.items():
         chosen = [sequences[row] for row in rows]
-        temperatures = logits.new_tensor([[seq.params.temperature] for seq in chosen])
-        scaled = (logits if len(rows) == len(sequences) else logits[rows]) / temperatures
-        if truncates:
-            values, ids = truncate(scaled, chosen)
-        else:
-            values, ids = scaled, torch.arange(logits.shape[-1], device=logits.device)
+        part = logits if len(rows) == len(sequences) else logits[rows]
+        if kind == "greedy":
+            tokens[rows] = argmax(part)
+            continue
+        temperatures = to_device([seq.params.temperature for seq in chosen], logits.device, logits.dtype)
+        seeds = to_device([seq.seed for seq in chosen], logits.device)
         # The sequence's length is the position of the token to be sampled.
-        noise = gumbel_noise(
-            torch.tensor([seq.seed for seq in chosen], device=logits.device),
-            torch.tensor([seq.num_tokens for seq in chosen], device=logits.device),
-            ids,
-        )
-        best = (values + noise).argmax(dim=-1, keepdim=True)
-        tokens[rows] = ids.expand_as(values).gather(1, best).squeeze(1)
+        positions = to_device([seq.num_tokens for seq in chosen], logits.device)
+        if kind == "plain":
+            tokens[rows] = gumbel_max(part, temperatures, seeds, positions)
+        else:
+            values, ids = truncate(part / temperatures[:, None], chosen)
+            best = (values + gumbel_noise(seeds, positions, ids)).argmax(dim=-1, keepdim=True)
+            tokens[rows] = ids.gather(1, best).squeeze(1)
     return tokens
+
+
+def gumbel_max(logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
+    """A sample of each row of [B, vocab_size] at its temperature, at 0 its argmax: int64 [B]. All arguments are [B]."""
+    ids = torch.arange(logits.shape[-1], device=logits.device)
+    return argmax(logits + temperatures[:, None] * gumbel_noise(seeds, positions, ids))
 
 
 def argmax(logits: Tensor) -> Tensor:
@@ -143,9 +191,9 @@ def truncate(scaled: Tensor, sequences: list[Sequence]) -> tuple[Tensor, Tensor]
     """
     vocab_size = scaled.shape[-1]
     top_ks = [seq.params.top_k if 0 < seq.params.top_k < vocab_size else vocab_size for seq in sequences]
-    top_k = torch.tensor(top_ks, device=scaled.device)[:, None]
-    top_p = scaled.new_tensor([[seq.params.top_p] for seq in sequences])
-    min_p = scaled.new_tensor([[seq.params.min_p] for seq in sequences])
+    top_k = to_device(top_ks, scaled.device)[:, None]
+    top_p = to_device([seq.params.top_p for seq in sequences], scaled.device, scaled.dtype)[:, None]
+    min_p = to_device([seq.params.min_p for seq in sequences], scaled.device, scaled.dtype)[:, None]
     size = min(CANDIDATES, vocab_size)
     while True:
         values, ids = scaled.topk(size, dim=-1)
@@ -202,18 +250,24 @@ def _mix32(x: Tensor) -> Tensor:
     return x ^ ((x >> 16) & 0xFFFF)
 
 
-def top_logprobs(logits: Tensor, tokens: list[int], wanted: list[int]) -> list[dict[int, tuple[float, int]]]:
-    """For each row of logits [R, vocab_size]: token id -> (log-probability, rank), the given token and then the top."""
+def top_logprobs(logits: Tensor, tokens: Tensor, num: int) -> list[Tensor]:
+    """Of each row of logits [R, vocab_size]: its token's log-probability and rank, [R] each, and the `num` highest
+    log-probabilities and their token ids, [R, num] each."""
     logprobs = logits.log_softmax(dim=-1)
-    chosen = logprobs.gather(1, torch.tensor(tokens, device=logits.device)[:, None])
-    ranks = (logprobs > chosen).sum(dim=-1).add_(1).tolist()
-    values, ids = logprobs.topk(min(max(wanted), logprobs.shape[-1]), dim=-1)
+    chosen = logprobs.gather(1, tokens[:, None])
+    ranks = (logprobs > chosen).sum(dim=-1).add_(1)
+    return [chosen.squeeze(1), ranks, *logprobs.topk(min(num, logprobs.shape[-1]), dim=-1)]
+
+
+def tables_of(tokens: list[int], top: list[Tensor], wanted: list[int]) -> list[dict[int, tuple[float, int]]]:
+    """For each row: token id -> (log-probability, rank), its token and then as many of the top ones as it wants.
+
+    Args: `top`: from `top_logprobs` of these tokens, on the CPU.
+    """
     tables = []
-    for row, (token, n) in enumerate(zip(tokens, wanted, strict=True)):
-        table = {token: (chosen[row].item(), ranks[row])}
-        for rank, (token_id, value) in enumerate(
-            zip(ids[row, :n].tolist(), values[row, :n].tolist(), strict=True), start=1
-        ):
-            table.setdefault(token_id, (value, rank))
+    for token, chosen, rank, values, ids, n in zip(tokens, *(tensor.tolist() for tensor in top), wanted, strict=True):
+        table = {token: (chosen, rank)}
+        for place, (token_id, value) in enumerate(zip(ids[:n], values[:n], strict=True), start=1):
+            table.setdefault(token_id, (value, place))
         tables.append(table)
     return tables

@@ -143,15 +143,18 @@ class Scheduler:
         batch.new_blocks = self.block_manager.take_new_blocks()
         return batch
 
-    def update(self, batch: Batch, sampled: list[SampledToken]) -> None:
-        """Take in one step's results: `sampled` has one token for each of the batch's samplers, in order."""
+    def advance(self, batch: Batch) -> None:
+        """The batch is on its way, and whatever the device does next comes after it: count its tokens as computed,
+        enter full blocks into the prefix cache, fork, and give each sampler a placeholder for its next token.
+
+        The tokens that the batch itself reads must be known by now: `update` of the batch before comes first.
+        """
         manager = self.block_manager
-        tokens = iter(sampled)
-        now = time.perf_counter()
+        row = 0
         for scheduled in batch.sequences:
             group, seq = scheduled.group, scheduled.seq
             computed = scheduled.start + scheduled.num_tokens
-            if not seq.finished:  # by an abort while the step ran
+            if not seq.finished:  # by what the batch before brought
                 seq.num_computed_tokens = computed
                 manager.register(seq.seq_id, seq.token_ids, computed, seq.cache_salt)
                 if not group.forked and computed == group.shared_len:
@@ -161,21 +164,36 @@ class Scheduler:
                             manager.fork(seq.seq_id, sibling.seq_id)
                             sibling.num_computed_tokens = computed
             for sampler in scheduled.samplers:
+                row += 1
+                if not sampler.finished and group.beam_search is None:
+                    sampler.expect(row)
+
+    def update(self, batch: Batch, sampled: list[SampledToken]) -> list[Sequence]:
+        """Take in one step's results: `sampled` has one token for each of the batch's samplers, in order. Returns the
+        sequences that took theirs; that of a sequence which has ended since the batch was scheduled is dropped."""
+        taken = []
+        tokens = iter(sampled)
+        now = time.perf_counter()
+        for scheduled in batch.sequences:
+            group = scheduled.group
+            for sampler in scheduled.samplers:
                 token = next(tokens)
                 if sampler.finished:
                     continue
+                taken.append(sampler)
                 if group.metrics.token_times[-1:] != [now]:
                     group.metrics.token_times.append(now)
                 if group.beam_search is not None:
                     assert token.logprobs is not None
                     sampler.candidates = {token_id: logprob for token_id, (logprob, _) in token.logprobs.items()}
                     continue
-                sampler.append(token)
+                sampler.receive(token)
                 if ending := sampler.stop_by_last_token():
                     self.finish(group, sampler, *ending)
         for group in batch.groups:
             if group.beam_search is not None and not group.finished and all(seq.candidates for seq in group.live):
                 self._advance_beams(group)
+        return taken
 
     def finish(
         self, group: SequenceGroup, seq: Sequence | None, finish_reason: str, stop_reason: int | str | None = None
@@ -183,6 +201,9 @@ class Scheduler:
         """End one sequence of a group, or all of them (None), and give back the blocks."""
         for ending in [seq] if seq is not None else [s for s in group.seqs if not s.finished]:
             ending.finish_reason, ending.stop_reason = finish_reason, stop_reason
+            if ending.pending:  # nobody waits for it any more
+                ending.token_ids.pop()
+                ending.pending = False
             if not group.forked and group.live and not ending.dormant:
                 # The leader's blocks are for its siblings, too: whoever is next leads. If it did not lead, it has none.
                 heir = group.live[0]
@@ -204,7 +225,7 @@ class Scheduler:
         work = []
         for seq in group.live if group.forked else group.live[:1]:
             end = seq.num_tokens if group.forked else group.shared_len
-            num_tokens = min(end - seq.num_computed_tokens, budget)
+            num_tokens = 0 if group.forked and seq.full else min(end - seq.num_computed_tokens, budget)
             if num_tokens > 0:  # a beam may have to wait for the others
                 work.append((seq, num_tokens))
                 budget -= num_tokens

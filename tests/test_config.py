@@ -53,6 +53,7 @@ PASS = cases(
         (SHARES, [None, 1e-6, 0.5, 1, 1.0]),
         (["kv_cache_gib"], [1.5, 4000]),
         (FLAGS, [True, False]),
+        (["async_scheduling"], [None, True, False]),
         (["seed"], [-1, 0, 2**64]),
         (["preemption_mode"], [None, *PREEMPTION_MODES]),
         (["swap_space"], [None, 0, 0.0, 1e-6, 4, 4000]),
@@ -80,6 +81,7 @@ WRONG_TYPE = cases(
         ([*COUNTS, "seed"], [None]),
         (SHARES, [True, False, "0.5", [0.5]]),
         (FLAGS, [0, 1, None, "True"]),
+        (["async_scheduling"], [0, 1, "True"]),
         (["seed"], [True, "1", 1.0, NAN]),
         (["swap_space"], [True, "4", [4]]),
     ]
@@ -89,7 +91,7 @@ WRONG_TYPE = cases(
 def test_the_tables_have_every_engine_option():
     options = {field.name for field in dataclasses.fields(EngineConfig)}
     assert {param.values[0] for param in PASS} == options
-    assert {param.values[0] for param in OUT_OF_RANGE} == options - {"model", "seed", *FLAGS}
+    assert {param.values[0] for param in OUT_OF_RANGE} == options - {"model", "seed", "async_scheduling", *FLAGS}
     assert {param.values[0] for param in WRONG_TYPE} == options - {
         "dtype",
         "device",

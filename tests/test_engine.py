@@ -166,21 +166,22 @@ def test_abort_returns_what_there_is_and_frees_the_blocks(model):
     assert idle(engine)
 
 
-def test_a_step_that_fails_can_be_run_again(model, monkeypatch):
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_step_that_fails_can_be_run_again(model, monkeypatch, overlap):
     expected = run(make_engine(model), a=("the cat", GREEDY), b=("a dog in the house", GREEDY))
-    engine = make_engine(model, max_num_batched_tokens=6)
+    engine = make_engine(model, max_num_batched_tokens=6, async_scheduling=overlap)
     engine.add_request("a", "the cat", GREEDY)
     engine.add_request("b", "a dog in the house", GREEDY)
-    execute, calls = engine.runner.execute, []
+    launch, calls = engine.runner.launch, []
 
     def failing(batch, stats):
         calls.append(batch)
-        tokens = execute(batch, stats)  # the cache is written, but nobody hears of it
+        samples = launch(batch, stats)  # the cache is written, but nobody hears of it
         if len(calls) % 3 == 0:
             raise RuntimeError("out of memory")
-        return tokens
+        return samples
 
-    monkeypatch.setattr(engine.runner, "execute", failing)
+    monkeypatch.setattr(engine.runner, "launch", failing)
     done = {}
     while engine.has_unfinished_requests():
         try:

@@ -75,6 +75,12 @@ class Planned:
     output: RequestOutput | None = None
     streamed: Counter[int] = field(default_factory=lambda: Counter())
     aborted: set[int] = field(default_factory=set)
+    answers: dict = field(default_factory=dict)  # what the oracle said; shared between a plan's copies
+
+    def again(self) -> "Planned":
+        """The same request, for another engine."""
+        same = {name: getattr(self, name) for name in ("request_id", "prompt", "params", "arrival", "abort_at")}
+        return Planned(**same, abort_index=self.abort_index, priority=self.priority, answers=self.answers)
 
     @property
     def searches(self) -> bool:
@@ -173,7 +179,9 @@ def draw_world(rng: random.Random, oracle: LLMEngine, block_sizes=(1, 2, 3, 4, 8
 
 def watch(engine: LLMEngine) -> None:
     """Check every copy and swap bit for bit, and count them."""
-    cache, manager = engine.kv_cache, engine.scheduler.block_manager
+    cache, manager, launch, update = (
+        engine.kv_cache, engine.scheduler.block_manager, engine.runner.launch, engine.scheduler.update
+    )  # fmt: skip
     copy, swap_out, swap_in, fork = cache.copy, cache.swap_out, cache.swap_in, manager.fork
     swapped: dict[int, torch.Tensor] = {}
 
@@ -197,12 +205,23 @@ def watch(engine: LLMEngine) -> None:
         happened["forks"] += 1
         fork(*ids)
 
+    def counted_launch(batch, stats):
+        happened["steps"] += 1
+        happened["tokens read before they were known"] += sum(s.seq.pending for s in batch.sequences)
+        return launch(batch, stats)
+
+    def counted_update(batch, sampled):
+        taken = update(batch, sampled)
+        happened["tokens dropped"] += len(sampled) - len(taken)
+        return taken
+
     cache.copy, cache.swap_out, cache.swap_in, manager.fork = (
         checked_copy,
         checked_swap_out,
         checked_swap_in,
         counted_fork,
     )
+    engine.runner.launch, engine.scheduler.update = counted_launch, counted_update
 
 
 def add(engine: LLMEngine, plan: Planned) -> None:
@@ -273,6 +292,13 @@ def run_alone(oracle: LLMEngine, prompt: dict, params: SamplingParams, max_model
 
 def completions_alone(oracle: LLMEngine, plan: Planned, max_model_len: int) -> list[RequestOutput]:
     """Each completion as a request of its own."""
+    count = plan.params.num_sequences
+    if count not in plan.answers:
+        plan.answers[count] = _completions_alone(oracle, plan, max_model_len)
+    return plan.answers[count]
+
+
+def _completions_alone(oracle: LLMEngine, plan: Planned, max_model_len: int) -> list[RequestOutput]:
     params = replace(plan.params, n=1, best_of=None)
     if plan.params.ranks and params.logprobs is None:
         params.logprobs = 0
@@ -286,6 +312,13 @@ def completions_alone(oracle: LLMEngine, plan: Planned, max_model_len: int) -> l
 
 def search_alone(oracle: LLMEngine, plan: Planned, max_model_len: int) -> BeamSearch:
     """Beam search in which every beam of every step is a prompt of its own."""
+    width = plan.params.width
+    if width not in plan.answers:
+        plan.answers[width] = _search_alone(oracle, plan, max_model_len)
+    return plan.answers[width]
+
+
+def _search_alone(oracle: LLMEngine, plan: Planned, max_model_len: int) -> BeamSearch:
     prompt, params = plan.prompt["prompt_token_ids"], plan.params
     search = BeamSearch(
         params.width,
@@ -373,12 +406,14 @@ def test_nor_do_the_triton_kernels(world, model, oracle, monkeypatch):
 def test_a_crowd_changes_no_answer(world, model, oracle):
     rng = random.Random(f"{SEED}-{world}")
     options, plans = draw_world(rng, oracle)
-    engine = LLMEngine(EngineConfig(model=str(model), dtype="float64", device="cpu", **options))
-    run_world(engine, plans)
-
-    for plan in plans:
-        check = check_search if plan.searches else check_completions
-        check(oracle, plan, options["max_model_len"])
+    for overlap in (True, False):
+        plans = [plan.again() for plan in plans]
+        options["async_scheduling"] = overlap
+        engine = LLMEngine(EngineConfig(model=str(model), dtype="float64", device="cpu", **options))
+        run_world(engine, plans)
+        for plan in plans:
+            check = check_search if plan.searches else check_completions
+            check(oracle, plan, options["max_model_len"])
 
     manager = engine.scheduler.block_manager
     completions = [completion for plan in plans for completion in plan.output.outputs]
@@ -406,5 +441,7 @@ def test_the_worlds_were_not_easy():
     assert happened["worlds"] == WORLDS
     for what in ("worlds that preempted", "worlds with prefix-cache hits", "worlds that evicted", "worlds with aborts"):
         assert happened[what] > WORLDS * 0.1, what
+    assert happened["tokens read before they were known"] > happened["tokens"] / 4
+    assert happened["tokens dropped"] > WORLDS / 10
     for what in ("worlds that swapped", "requests with several completions", "beam searches", "forks", "copies"):
         assert happened[what] > WORLDS * 0.02, what

@@ -235,7 +235,9 @@ def test_a_reused_block_shows_nothing_of_its_former_owner(tmp_path):
         scheduler.add(SequenceGroup([seqs[-1]]))
     while scheduler.has_unfinished():
         batch = scheduler.schedule()
-        scheduler.update(batch, runner.execute(batch))
+        samples = runner.launch(batch)
+        scheduler.advance(batch)
+        scheduler.update(batch, samples.result())
     for seq, logits in zip(seqs, reference_logits(hf_model, [seq.token_ids for seq in seqs]), strict=True):
         assert seq.num_output_tokens == 9
         assert seq.output_token_ids == logits[seq.num_prompt_tokens - 1 : -1].argmax(-1).tolist()

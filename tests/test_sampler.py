@@ -12,7 +12,17 @@ from scipy import stats
 from transformers import RepetitionPenaltyLogitsProcessor
 
 from nanopage.request import SamplingParams, Sequence
-from nanopage.sampler import CANDIDATES, Sampler, argmax, constrain, gumbel_noise, sample, top_logprobs, truncate
+from nanopage.sampler import (
+    CANDIDATES,
+    Sampler,
+    argmax,
+    constrain,
+    gumbel_noise,
+    sample,
+    tables_of,
+    top_logprobs,
+    truncate,
+)
 
 INF = float("inf")
 P_VALUE = 1e-4
@@ -36,6 +46,15 @@ def sequences(count: int, varying: str = "seed", start: int = 0, **params) -> li
         seq.token_ids = range(3 if varying == "seed" else number)
         made.append(seq)
     return made
+
+
+def run(logits, batch):
+    return Sampler()(logits, batch).result()
+
+
+def table_of(logits, token, wanted):
+    (table,) = tables_of([token], top_logprobs(logits, torch.tensor([token]), wanted), [wanted])
+    return table
 
 
 def random_logits(rows: int, vocab_size: int, seed: int = 0, dtype=torch.float32) -> torch.Tensor:
@@ -405,13 +424,13 @@ def test_a_seeded_sequence_samples_the_same_alone_and_in_a_crowd(params):
     for trial in range(20):
         target = sequence(output=generator.integers(0, 600, trial), seed=trial * 7, **params)
         own = random_logits(1, 600, seed=trial)
-        (alone,) = Sampler()(own, [target])
+        (alone,) = run(own, [target])
         crowd = [sequence(seed=int(generator.integers(99)), **neighbours[i % 9]) for i in generator.permutation(12)]
         logits = random_logits(12, 600, seed=1000 + trial)
         logits[0] = 0  # needs the whole vocabulary if it is truncated
         place = int(generator.integers(13))
         crowd.insert(place, target)
-        together = Sampler()(torch.cat([logits[:place], own, logits[place:]]), crowd)[place]
+        together = run(torch.cat([logits[:place], own, logits[place:]]), crowd)[place]
         assert together.token_id == alone.token_id
         if params.get("logprobs"):
             assert list(together.logprobs) == list(alone.logprobs)
@@ -423,9 +442,9 @@ def test_row_order_does_not_change_what_is_sampled():
     logits = random_logits(40, 500)
     kinds = [{}, {"temperature": 0}, {"top_k": 9}, {"presence_penalty": 1.0}, {"min_p": 0.1, "temperature": 2.0}]
     batch = [sequence(output=[row], seed=row, **kinds[row % 5]) for row in range(40)]
-    tokens = [sampled.token_id for sampled in Sampler()(logits, batch)]
+    tokens = [sampled.token_id for sampled in run(logits, batch)]
     order = np.random.default_rng(2).permutation(40)
-    shuffled = Sampler()(logits[order], [batch[row] for row in order])
+    shuffled = run(logits[order], [batch[row] for row in order])
     assert [sampled.token_id for sampled in shuffled] == [tokens[row] for row in order]
 
 
@@ -551,13 +570,13 @@ def test_a_preempted_sequence_is_penalized_as_before():
 def test_a_large_logit_bias_decides(temperature):
     logits = random_logits(40, 100)
     forced = [sequence(seed=i, temperature=temperature, logit_bias={17: 100, 3: -100}) for i in range(40)]
-    assert {sampled.token_id for sampled in Sampler()(logits, forced)} == {17}
+    assert {sampled.token_id for sampled in run(logits, forced)} == {17}
 
 
 def test_a_logit_bias_of_minus_100_forbids():
     logits = torch.zeros(300, 3)
     banned = [sequence(seed=i, logit_bias={1: -100}) for i in range(300)]
-    assert {sampled.token_id for sampled in Sampler()(logits, banned)} == {0, 2}
+    assert {sampled.token_id for sampled in run(logits, banned)} == {0, 2}
 
 
 @pytest.mark.parametrize("params", [{}, {"temperature": 0}, {"top_p": 0.9}, {"top_k": 50}, {"min_p": 0.01}], ids=str)
@@ -565,12 +584,12 @@ def test_only_allowed_token_ids_are_sampled(params):
     logits = random_logits(200, 3000)
     allowed = [5, 2999, 77]
     batch = [sequence(seed=i, allowed_token_ids=allowed, **params) for i in range(200)]
-    assert {sampled.token_id for sampled in Sampler()(logits, batch)} == set(allowed)
+    assert {sampled.token_id for sampled in run(logits, batch)} == set(allowed)
 
 
 def test_allowed_token_ids_keep_their_proportions():
     batch = [sequence(seed=i, allowed_token_ids=[2, 4, 8, 8], min_p=min_p) for min_p in (0, 1e-6) for i in range(5000)]
-    tokens = [sampled.token_id for sampled in Sampler()(torch.tensor(LOGITS).expand(len(batch), -1), batch)]
+    tokens = [sampled.token_id for sampled in run(torch.tensor(LOGITS).expand(len(batch), -1), batch)]
     expected = exact_distribution([x if i in (2, 4, 8) else -INF for i, x in enumerate(LOGITS)])
     assert_drawn_from(expected, torch.tensor(tokens[:5000]))
     assert_drawn_from(expected, torch.tensor(tokens[5000:]))
@@ -641,7 +660,7 @@ EVERYTHING = [
 def test_the_logits_given_are_never_modified(subset, dtype):
     logits = random_logits(len(subset), 60, dtype=dtype)
     before = logits.clone()
-    Sampler()(logits, [sequence(output=[1, 2], bad_words=[[4]], eos=[9], **params) for params in subset])
+    run(logits, [sequence(output=[1, 2], bad_words=[[4]], eos=[9], **params) for params in subset])
     assert torch.equal(logits, before)
 
 
@@ -650,7 +669,7 @@ def test_float64_is_not_rounded(params):
     logits = torch.zeros(1, 400, dtype=torch.float64)
     logits[0, 250] = 1e-12
     for constrained in ({}, {"logit_bias": {7: -1.0}}, {"presence_penalty": 0.5}):
-        (sampled,) = Sampler()(logits, [sequence(logprobs=1, **params, **constrained)])
+        (sampled,) = run(logits, [sequence(logprobs=1, **params, **constrained)])
         assert sampled.token_id == 250
         assert abs(sampled.logprobs[250][0] - stats_log_softmax(logits[0])[250]) < 1e-14
 
@@ -666,7 +685,7 @@ def stats_log_softmax(row: torch.Tensor) -> np.ndarray:
 @pytest.mark.parametrize("n", [0, 1, 5, 20])
 def test_logprobs_are_the_sampled_token_and_then_the_top(n):
     logits = random_logits(30, 100)
-    results = Sampler()(logits, [sequence(seed=row, temperature=3.0, logprobs=n) for row in range(30)])
+    results = run(logits, [sequence(seed=row, temperature=3.0, logprobs=n) for row in range(30)])
     outside = 0
     for row, sampled in enumerate(results):
         expected = stats_log_softmax(logits[row])
@@ -688,7 +707,7 @@ def test_logprobs_are_the_models_own():
         "top_p": 0.9, "min_p": 0.01, "logit_bias": {3: 7.0}, "min_tokens": 3, "stop_token_ids": [4], "logprobs": 20,
     }  # fmt: skip
     batch = [sequence(output=[5, 6, 6][: row % 3], seed=row, **changed) for row in range(6)]
-    for row, sampled in enumerate(Sampler()(logits, batch)):
+    for row, sampled in enumerate(run(logits, batch)):
         expected = stats_log_softmax(logits[row])
         for token, (logprob, _) in sampled.logprobs.items():
             assert logprob == pytest.approx(expected[token], abs=1e-5)
@@ -698,7 +717,7 @@ def test_logprobs_are_the_models_own():
 def test_only_those_who_ask_get_logprobs():
     logits = random_logits(5, 50)
     wanted = [None, 2, None, 0, 7]
-    results = Sampler()(logits, [sequence(seed=row, logprobs=n) for row, n in enumerate(wanted)])
+    results = run(logits, [sequence(seed=row, logprobs=n) for row, n in enumerate(wanted)])
     for n, sampled in zip(wanted, results, strict=True):
         if n is None:
             assert sampled.logprobs is None
@@ -709,24 +728,23 @@ def test_only_those_who_ask_get_logprobs():
 
 def test_asking_for_logprobs_does_not_change_the_sample():
     logits = random_logits(50, 80)
-    without = Sampler()(logits, [sequence(seed=row, temperature=2.0) for row in range(50)])
-    with_some = Sampler()(logits, [sequence(seed=row, temperature=2.0, logprobs=4) for row in range(50)])
+    without = run(logits, [sequence(seed=row, temperature=2.0) for row in range(50)])
+    with_some = run(logits, [sequence(seed=row, temperature=2.0, logprobs=4) for row in range(50)])
     assert [s.token_id for s in without] == [s.token_id for s in with_some]
 
 
 def test_more_logprobs_than_the_vocabulary_has_are_all_of_it():
-    (sampled,) = Sampler()(random_logits(1, 12), [sequence(logprobs=20)])
+    (sampled,) = run(random_logits(1, 12), [sequence(logprobs=20)])
     assert sorted(sampled.logprobs) == list(range(12))
 
 
 def test_the_rank_of_a_tied_token_counts_only_the_likelier():
     logits = torch.tensor([[3.0, 1.0, 1.0, 1.0, 0.0]])
     for token in (1, 2, 3):
-        ((table),) = top_logprobs(logits, [token], [0])
-        assert table[token][1] == 2
+        assert table_of(logits, token, 0)[token][1] == 2
 
 
 def test_logprobs_of_impossible_tokens_are_minus_infinity():
-    (table,) = top_logprobs(torch.tensor([[0.0, -INF, 0.0]]), [1], [3])
+    table = table_of(torch.tensor([[0.0, -INF, 0.0]]), 1, 3)
     assert table[1] == (-INF, 3)
     assert table[0][0] == pytest.approx(-math.log(2))

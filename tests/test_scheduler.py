@@ -84,7 +84,9 @@ class World:
         return batch
 
     def update(self, batch: Batch) -> None:
-        self.scheduler.update(batch, [SampledToken(self.model(w.seq.token_ids)) for w in batch.sequences if w.samplers])
+        sampled = [SampledToken(self.model(w.seq.token_ids)) for w in batch.sequences if w.samplers]
+        self.scheduler.advance(batch)
+        self.scheduler.update(batch, sampled)
         self.manager.check_invariants()
         self.check_queues()
 
@@ -666,7 +668,9 @@ def test_logprobs_of_sampled_tokens_are_kept_and_summed():
     world = World()
     seq = world.add([1, 2], max_tokens=2, logprobs=1)
     for token, logprob in ((7, -0.5), (8, -1.25)):
-        world.scheduler.update(world.schedule(), [SampledToken(token, {token: (logprob, 1), 3: (-2.0, 2)})])
+        batch = world.schedule()
+        world.scheduler.advance(batch)
+        world.scheduler.update(batch, [SampledToken(token, {token: (logprob, 1), 3: (-2.0, 2)})])
     assert seq.logprobs == [{7: (-0.5, 1), 3: (-2.0, 2)}, {8: (-1.25, 1), 3: (-2.0, 2)}]
     assert seq.cumulative_logprob == -1.75
 
@@ -760,3 +764,117 @@ def test_a_chunk_that_samples_nothing_has_no_token_time():
     assert seq.group.metrics.token_times == []
     world.step()
     assert len(seq.group.metrics.token_times) == 1
+
+
+# A step ahead: scheduled before the last step's tokens are known
+
+
+def ahead(world: World) -> Batch:
+    """Schedule a step and send it off, its tokens unknown."""
+    batch = world.scheduler.schedule()
+    world.scheduler.advance(batch)
+    world.manager.check_invariants()
+    return batch
+
+
+def tokens(*ids: int) -> list[SampledToken]:
+    return [SampledToken(token_id) for token_id in ids]
+
+
+def test_a_token_on_its_way_is_read_by_its_placeholder_and_put_in_its_place():
+    world = World()
+    a, b = world.add([1, 2, 3]), world.add([4, 5])
+    first = ahead(world)
+    assert (a.token_ids, b.token_ids) == ([1, 2, 3, -1], [4, 5, -2])  # rows of the samples, from 1
+    assert (a.output_token_ids, b.output_token_ids) == ([], [])
+    second = world.scheduler.schedule()
+    assert work(second) == [(0, 3, 1), (1, 2, 1)]
+    assert world.scheduler.update(first, tokens(8, 9)) == [a, b]
+    world.scheduler.advance(second)
+    assert (a.token_ids, b.token_ids) == ([1, 2, 3, 8, -1], [4, 5, 9, -2])
+    assert (a.output_token_ids, b.output_token_ids) == ([8], [9])
+
+
+def test_what_a_sequence_samples_after_its_end_is_dropped():
+    world = World()
+    a, b = world.add([1, 2, 3], eos=[7]), world.add([4, 5])
+    first = ahead(world)
+    second = world.scheduler.schedule()
+    world.scheduler.update(first, tokens(7, 9))
+    world.scheduler.advance(second)
+    assert a.token_ids == [1, 2, 3, 7]
+    assert world.scheduler.update(second, tokens(8, 10)) == [b]
+    assert (a.token_ids, a.finish_reason) == ([1, 2, 3, 7], "stop")
+    assert b.token_ids == [4, 5, 9, 10]
+    assert len(a.group.metrics.token_times) == 1
+    assert world.manager.block_tables.keys() == {b.seq_id}
+
+
+def test_the_last_token_allowed_is_waited_for_and_nothing_runs_beyond_it():
+    world = World(num_blocks=1)
+    seq = world.add([1, 2], max_tokens=2, ignore_eos=True)
+    first = ahead(world)
+    second = world.scheduler.schedule()
+    world.scheduler.update(first, tokens(5))
+    world.scheduler.advance(second)
+    assert world.scheduler.schedule() == Batch()
+    assert world.scheduler.has_unfinished()
+    world.scheduler.update(second, tokens(6))
+    assert (seq.output_token_ids, seq.finish_reason) == ([5, 6], "length")
+    assert not world.scheduler.has_unfinished()
+
+
+def test_an_abort_forgets_the_token_on_its_way():
+    world = World()
+    seq = world.add([1, 2])
+    batch = ahead(world)
+    world.finish(seq, "abort")
+    assert seq.token_ids == [1, 2]
+    assert world.scheduler.update(batch, tokens(5)) == []
+    assert seq.token_ids == [1, 2]
+
+
+def test_a_preempted_sequence_still_gets_its_token():
+    world = World(num_blocks=3, block_size=2)
+    world.add([1, 2, 3])
+    b = world.add([4])
+    first = ahead(world)  # a prompt of one token comes before longer ones
+    second = world.scheduler.schedule()
+    world.scheduler.update(first, tokens(9, 8))
+    world.scheduler.advance(second)
+    third = world.scheduler.schedule()  # both need another block, and there is none
+    assert third.preempted == [b.group]
+    assert b.pending
+    world.scheduler.update(second, tokens(10, 11))
+    world.scheduler.advance(third)
+    assert b.token_ids == [4, 9, 11]
+    assert not b.pending
+    assert world.waiting == [b]
+
+
+def test_placeholders_never_enter_the_prefix_cache():
+    world = World(block_size=2)
+    world.add([1, 2, 3])
+    first = ahead(world)
+    second = world.scheduler.schedule()  # fills the block of 3 and the unknown token
+    world.scheduler.update(first, tokens(8))
+    world.scheduler.advance(second)
+    assert [p.tokens for p in world.manager.lookup([1, 2, 3, 8, 5])] == [(1, 2), (3, 8)]
+    assert len(world.manager.lookup([1, 2, 3, -1, 5])) == 1
+
+
+def test_siblings_with_tokens_on_their_way_do_not_count_as_equal():
+    world = World()
+    seqs = [Sequence(i, "request", [1, 2], SamplingParams(n=2), seed=i) for i in range(2)]
+    group = SequenceGroup(seqs)
+    world.scheduler.add(group)
+    batch = ahead(world)
+    assert [seq.token_ids for seq in seqs] == [[1, 2, -1], [1, 2, -2]]
+    world.scheduler._preempt(world.scheduler.running.pop(), batch)
+    world.manager.check_invariants()
+    world.scheduler.preemption_mode = "recompute"
+    again = world.scheduler.schedule()
+    assert group.shared_len == 2
+    world.scheduler.update(batch, tokens(5, 6))
+    world.scheduler.advance(again)
+    assert [seq.token_ids for seq in seqs] == [[1, 2, 5], [1, 2, 6]]
