@@ -9,13 +9,23 @@ import torch
 from torch import Tensor, nn
 
 from nanopage.compiler import Graphs
+from nanopage.decode_graphs import DecodeGraphs
 from nanopage.kernels.flash_decoding import split
 from nanopage.kernels.packed_linear import can_pack
 from nanopage.kv_cache import KVCache
 from nanopage.layers.attention import AttentionMetadata, uses_triton
 from nanopage.layers.linear import pack
 from nanopage.request import StepStats
-from nanopage.sampler import Sampler, Samples, at_least_float32, tables_of, to_device, top_logprobs
+from nanopage.sampler import (
+    Sampler,
+    Samples,
+    at_least_float32,
+    is_constrained,
+    tables_of,
+    to_device,
+    top_logprobs,
+    with_sampled,
+)
 from nanopage.scheduler import Batch, ScheduledSequence
 
 logger = logging.getLogger("nanopage")
@@ -82,6 +92,7 @@ class ModelRunner:
         dtype = kv_cache.tensor.dtype
         if quantization or (device.type == "cpu" and can_pack(dtype)):
             pack(model, quantization)
+        self.decode_graphs: DecodeGraphs | None = None
         self.graphs = graphs
         self.compiled = False
         self.use_graphs()
@@ -113,12 +124,19 @@ class ModelRunner:
         started = time.perf_counter()
         self._move_blocks(batch)
         samplers = [sampler for scheduled in batch.sequences for sampler in scheduled.samplers]
-        logits = self._logits(batch) if batch.sequences else None
+        graphs = self.decode_graphs
+        if graphs is not None and samplers and graphs.fit(batch):
+            logits: Tensor | None = graphs.run(batch.sequences)
+        else:
+            graphs, logits = None, self._logits(batch) if batch.sequences else None
         stats.model_seconds = time.perf_counter() - started
         if logits is None:
             return Samples(self.sampled[:0], self.sampled[:0], [])
-        samples = self.sampler(logits, samplers)
-        self.sampled[: len(samplers)] = samples.tokens
+        if graphs is not None and not any(seq.params.truncates or is_constrained(seq) for seq in samplers):
+            samples = Samples(self.sampled[: len(samplers)], logits, samplers)
+        else:
+            samples = self.sampler(logits, samplers)
+            self.sampled[: len(samplers)] = samples.tokens
         stats.sample_seconds = time.perf_counter() - started - stats.model_seconds
         return samples
 
@@ -198,8 +216,3 @@ class ModelRunner:
             num = group.params.prompt_logprobs or 0
             top = [tensor.cpu() for tensor in top_logprobs(logits, to_device(targets, self.device), num)]
             group.prompt_logprobs += tables_of(targets, top, [num] * len(targets))
-
-
-def with_sampled(input_ids: Tensor, sampled: Tensor) -> Tensor:
-    """Put sampled tokens in the places of their placeholders (see Sequence): -row is sampled[row - 1]."""
-    return torch.where(input_ids < 0, sampled[(-1 - input_ids).clamp_(min=0)], input_ids)

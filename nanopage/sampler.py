@@ -70,7 +70,7 @@ class Samples:
 def to_host(tensor: Tensor) -> Tensor:
     """The tensor's values on the CPU, once the device's work so far is done: this does not wait for it."""
     if not tensor.is_cuda:
-        return tensor
+        return tensor.clone()
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
 
 
@@ -85,18 +85,30 @@ def at_least_float32(logits: Tensor) -> Tensor:
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
+def with_sampled(input_ids: Tensor, sampled: Tensor) -> Tensor:
+    """Put sampled tokens in the places of their placeholders (see Sequence): -row is sampled[row - 1]."""
+    return torch.where(input_ids < 0, sampled[(-1 - input_ids).clamp_(min=0)], input_ids)
+
+
+def is_constrained(seq: Sequence) -> bool:
+    """Whether anything changes the sequence's logits before temperature."""
+    params = seq.params
+    return (
+        params.allowed_token_ids is not None
+        or bool(seq.bad_words_token_ids or params.logit_bias or params.penalizes)
+        or seq.num_output_tokens < params.min_tokens
+    )
+
+
 def constrain(logits: Tensor, sequences: list[Sequence]) -> Tensor:
     """Apply everything that changes logits before temperature, in vLLM's order. Copies only if there is anything."""
     copied = False
     for row, seq in enumerate(sequences):
-        params = seq.params
-        too_short = seq.num_output_tokens < params.min_tokens
-        if params.allowed_token_ids is None and not (
-            seq.bad_words_token_ids or too_short or params.logit_bias or params.penalizes
-        ):
+        if not is_constrained(seq):
             continue
         if not copied:
             logits, copied = logits.clone(), True
+        params = seq.params
         values = logits[row]
         if params.allowed_token_ids is not None:
             kept = values[params.allowed_token_ids]
@@ -105,7 +117,7 @@ def constrain(logits: Tensor, sequences: list[Sequence]) -> Tensor:
         for *before, last in seq.bad_words_token_ids:
             if not before or seq.token_ids[max(seq.num_prompt_tokens, seq.num_tokens - len(before)) :] == before:
                 values[last] = -torch.inf
-        if too_short:
+        if seq.num_output_tokens < params.min_tokens:
             values[list(seq.ending_token_ids)] = -torch.inf
         if params.logit_bias:
             ids = torch.tensor(list(params.logit_bias), device=values.device)

@@ -21,6 +21,7 @@ from helpers import tiny_model
 
 from nanopage import BeamSearchParams, EngineConfig, LLMEngine, RequestOutput, SamplingParams
 from nanopage.beam_search import Beam, BeamSearch
+from nanopage.decode_graphs import DecodeGraphs
 from nanopage.engine import _branch_seed
 from nanopage.kernels import paged_attention
 from nanopage.kv_cache import GIB, block_bytes
@@ -224,6 +225,19 @@ def watch(engine: LLMEngine) -> None:
     engine.runner.launch, engine.scheduler.update = counted_launch, counted_update
 
 
+def use_static_buffers(engine: LLMEngine) -> None:
+    """Run decodes as on a GPU: on padded buffers, with what is captured there."""
+    runner = engine.runner
+    runner.decode_graphs = DecodeGraphs(runner.model, engine.kv_cache, runner.sampled, engine.max_model_len)
+    run = runner.decode_graphs.run
+
+    def counted_run(sequences):
+        happened["steps on static buffers"] += 1
+        return run(sequences)
+
+    runner.decode_graphs.run = counted_run
+
+
 def add(engine: LLMEngine, plan: Planned) -> None:
     """With fewer completions if so many could never run."""
     while True:
@@ -392,10 +406,13 @@ def test_nor_do_the_triton_kernels(world, model, oracle, monkeypatch):
     options, plans = draw_world(rng, oracle, block_sizes=(1, 2, 4, 8, 16))
     with monkeypatch.context() as patch:
         patch.setattr("nanopage.model_runner.uses_triton", lambda device: True)
+        patch.setattr("nanopage.decode_graphs.uses_triton", lambda device: True)
         patch.setattr(paged_attention, "num_processors", lambda device: rng.choice([1, 8, 32]))
         patch.setattr(paged_attention, "TILE_BYTES", 1)
         patch.setattr(paged_attention, "SPLIT_TOKENS", 8)
+        options["async_scheduling"] = world % 2 == 0
         engine = LLMEngine(EngineConfig(model=str(model), dtype="float64", device="cpu", **options))
+        use_static_buffers(engine)
         run_world(engine, plans)
     for plan in plans:
         check = check_search if plan.searches else check_completions
@@ -406,10 +423,12 @@ def test_nor_do_the_triton_kernels(world, model, oracle, monkeypatch):
 def test_a_crowd_changes_no_answer(world, model, oracle):
     rng = random.Random(f"{SEED}-{world}")
     options, plans = draw_world(rng, oracle)
-    for overlap in (True, False):
+    for overlap, static in ((True, True), (True, False), (False, True), (False, False)):
         plans = [plan.again() for plan in plans]
         options["async_scheduling"] = overlap
         engine = LLMEngine(EngineConfig(model=str(model), dtype="float64", device="cpu", **options))
+        if static:
+            use_static_buffers(engine)
         run_world(engine, plans)
         for plan in plans:
             check = check_search if plan.searches else check_completions
@@ -443,5 +462,6 @@ def test_the_worlds_were_not_easy():
         assert happened[what] > WORLDS * 0.1, what
     assert happened["tokens read before they were known"] > happened["tokens"] / 4
     assert happened["tokens dropped"] > WORLDS / 10
+    assert happened["steps on static buffers"] > happened["steps"] / 4
     for what in ("worlds that swapped", "requests with several completions", "beam searches", "forks", "copies"):
         assert happened[what] > WORLDS * 0.02, what

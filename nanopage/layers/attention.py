@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 class AttentionMetadata:
     """Where the step's T tokens of B sequences live. Sequences with a single token come first.
 
-    slot_mapping  int64 [T]              block * block_size + offset of each token
+    slot_mapping  int64 [T]              block * block_size + offset of each token; fewer than T on a CPU, or -1 on a
+                                         GPU, where the last tokens are padding
     block_tables  int64 [B, max_blocks]  physical block of each logical block, padded with the sequence's first
     query_lens    int64 [B], on the CPU  how many of the step's tokens are each sequence's
     seq_lens      int64 [B], on the CPU  tokens of each sequence including this step's
@@ -55,10 +56,16 @@ def paged_attention(
     """
     if metadata.step is not None:
         # Not at the top: where there is no GPU, Triton's import would be half of the time to start.
-        from nanopage.kernels import cache_write, paged_attention
+        from nanopage.kernels import cache_write
+        from nanopage.kernels.paged_attention import paged_attention as attend
 
         cache_write.write(k, v, kv_cache, metadata.slot_mapping)
-        return paged_attention.paged_attention(q, kv_cache, metadata.block_tables, metadata.step, window)
+        return attend(q, kv_cache, metadata.block_tables, metadata.step, window)
+    if len(q) > len(metadata.slot_mapping):  # the rest are padding
+        rows = slice(len(metadata.slot_mapping))
+        out = torch.zeros_like(q, memory_format=torch.contiguous_format)
+        out[rows] = paged_attention(q[rows], k[rows], v[rows], kv_cache, metadata, window)
+        return out
     pages.write(k, v, kv_cache, metadata.slot_mapping)
     if metadata.splits is not None:
         return flash_decode(q, kv_cache, metadata.splits, window).to(q.dtype)

@@ -1,0 +1,180 @@
+"""Steps of nothing but decodes, on static buffers padded to one of a few batch sizes: on CUDA one graph replay each.
+
+A decode step of a small model takes a GPU less time than its kernels take to be launched one by one. So the whole step,
+from input ids to sampled ids, is captured once for every batch size and replayed from then on (CUDA Graphs; vLLM and
+gpt-fast do the same). A step writes its inputs to the buffers that the graphs read:
+
+    input_ids, seq_lens, seeds   int64 [3, size]       ──▶ ┌─ one graph of `size` ──────────────────────┐
+    temperatures                 float [size]          ──▶ │ placeholders ◀── sampled, of the last step │
+    block_tables                 int32 [size, blocks]  ──▶ │ layers ─▶ head ─▶ logits ─▶ sampled        │ ──▶ the host
+                                                           └────────────────────────────────────────────┘
+
+Rows beyond the batch are padding, of length 0: they write no K and V and attend to nothing. Positions and slots follow
+from lengths and tables on the device.
+
+Attention's grid is captured with the rest, so the number of splits of the contexts can not follow a step's lengths.
+Each size is therefore captured with the splits that fill the GPU if all contexts are equal, and with GROWTH times as
+many and so on, for batches in which few sequences have most of the tokens, as far as the longest context can use them.
+
+On a CPU the same code runs on the same buffers, without capture; it is there for the tests.
+"""
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import track
+from torch import Tensor
+
+from nanopage.kv_cache import GIB, KVCache
+from nanopage.layers.attention import AttentionMetadata, uses_triton
+from nanopage.sampler import at_least_float32, gumbel_max, to_device, with_sampled
+from nanopage.scheduler import Batch, ScheduledSequence
+
+logger = logging.getLogger("nanopage")
+
+GROWTH = 4
+
+
+def batch_sizes(most: int) -> list[int]:
+    """1, 2, 4, 8, 16, then by 16 to 64 and by 32 to `most`."""
+    sizes = [1, 2, 4, 8, *range(16, 64, 16), *range(64, most + 1, 32)]
+    return [size for size in sizes if size < most] + [most]
+
+
+class DecodeGraphs:
+    """The static buffers of a model's decode steps, and on CUDA the graphs that work on them.
+
+    Args:
+        model: whose layers may be compiled.
+        kv_cache: the pool its K and V are in.
+        sampled: int64 [max_num_seqs], on the device: what the last step sampled, read for placeholders and written.
+        max_model_len: tokens of the longest context.
+        sample: `sampler.gumbel_max`, or that compiled.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        kv_cache: KVCache,
+        sampled: Tensor,
+        max_model_len: int,
+        sample: Callable[..., Tensor] = gumbel_max,
+    ):
+        self.model, self.kv_cache, self.sampled, self.sample = model, kv_cache, sampled, sample
+        self.device, self.max_model_len = sampled.device, max_model_len
+        self.sizes = batch_sizes(len(sampled))
+        most = self.sizes[-1]
+        dtype = kv_cache.tensor.dtype
+        exact = torch.promote_types(dtype, torch.float32)
+        self.ints = torch.zeros(3 * most, dtype=torch.int64, device=self.device)
+        self.temperatures = torch.zeros(most, dtype=exact, device=self.device)
+        blocks = -(-max_model_len // kv_cache.block_size)
+        self.block_tables = torch.zeros(most, blocks, dtype=torch.int32, device=self.device)
+        self.query_start = torch.arange(most + 1, dtype=torch.int32, device=self.device)
+        self.logits = torch.empty(most, model.lm_head.out_features, dtype=dtype, device=self.device)
+        self.graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}  # by size and number of splits
+
+    def fit(self, batch: Batch) -> bool:
+        """Whether a batch is of decodes alone, each sampled for itself, and not larger than the largest size."""
+        sequences = batch.sequences
+        return len(sequences) <= self.sizes[-1] and all(s.num_tokens == 1 and s.samplers == [s.seq] for s in sequences)
+
+    @torch.inference_mode()
+    def run(self, sequences: list[ScheduledSequence]) -> Tensor:
+        """Run a batch that fits. Returns its logits [B, vocab_size], valid until the next call, and leaves in `sampled`
+        a token for each sequence: at its temperature, without constraints and truncation."""
+        num_rows = len(sequences)
+        size = next(size for size in self.sizes if size >= num_rows)
+        padding = [0] * (size - num_rows)
+        seq_lens = [s.start + 1 for s in sequences]
+        ids, seeds = [s.seq.token_ids[-1] for s in sequences], [s.seq.seed for s in sequences]
+        temperatures = [0.0 if s.seq.params.greedy else s.seq.params.temperature for s in sequences]
+        ints = [*ids, *padding, *seq_lens, *padding, *seeds, *padding]
+        self.ints[: 3 * size] = to_device(ints, self.device, torch.int64)
+        self.temperatures[:size] = to_device([*temperatures, *padding], self.device, self.temperatures.dtype)
+        width = max(len(s.block_table) for s in sequences)
+        tables = [s.block_table + s.block_table[:1] * (width - len(s.block_table)) for s in sequences]
+        self.block_tables[:num_rows, :width] = to_device(tables, self.device, torch.int32)
+        num_splits = self._choose_splits(size, seq_lens)
+        if self.graphs:
+            self.graphs[size, num_splits].replay()
+        else:
+            self._step(size, num_splits, num_rows)
+        return self.logits[:num_rows]
+
+    def _step(self, size: int, num_splits: int, num_rows: int) -> None:
+        """What is captured. Of `num_rows` without Triton: plain torch can not skip padding."""
+        input_ids, seq_lens, seeds = self.ints[: 3 * size].view(3, size)
+        positions = (seq_lens - 1).clamp(min=0)
+        tables, block_size = self.block_tables[:size], self.kv_cache.block_size
+        blocks = tables.gather(1, (positions // block_size)[:, None]).squeeze(1)
+        slots = torch.where(seq_lens > 0, blocks * block_size + positions % block_size, -1)
+        if uses_triton(self.device):
+            from nanopage.kernels.paged_attention import Step  # imports Triton
+
+            step = Step(self.query_start[: size + 1], seq_lens.int(), size, 1, num_splits)
+            metadata = AttentionMetadata(slots, tables, self.query_start, self.query_start, step=step)
+        else:
+            ones = torch.ones(num_rows, dtype=torch.int64)
+            metadata = AttentionMetadata(slots[:num_rows], tables[:num_rows], ones, seq_lens[:num_rows])
+        hidden = self.model(with_sampled(input_ids, self.sampled), positions, self.kv_cache.tensor, metadata)
+        logits = self.model.lm_head(hidden)
+        self.logits[:size] = logits
+        # A sequence's length is the position of the token to be sampled.
+        self.sampled[:size] = self.sample(at_least_float32(logits), self.temperatures[:size], seeds, seq_lens)
+
+    def splits_of(self, size: int) -> list[int]:
+        """The numbers of splits that a size is captured with."""
+        if not uses_triton(self.device):
+            return [1]
+        from nanopage.kernels.paged_attention import choose_splits, num_processors
+
+        heads, processors = self.kv_cache.tensor.shape[3], num_processors(self.device)
+        splits = [choose_splits([self.max_model_len] * size, heads, processors)]
+        most = choose_splits([self.max_model_len], heads, processors)  # one sequence has nearly all the tokens
+        while splits[-1] < most:
+            splits.append(min(GROWTH * splits[-1], most))
+        return splits
+
+    def _choose_splits(self, size: int, seq_lens: list[int]) -> int:
+        """The smallest number there is whose programs are at most twice as long as these lengths ask for."""
+        captured = self.splits_of(size)
+        if len(captured) == 1:
+            return captured[0]
+        from nanopage.kernels.paged_attention import choose_splits, num_processors
+
+        wanted = choose_splits(seq_lens, self.kv_cache.tensor.shape[3], num_processors(self.device))
+        return next((splits for splits in captured if 2 * splits >= wanted), captured[-1])
+
+    @torch.inference_mode()
+    def capture(self) -> None:
+        """Capture every size, the largest first, so that the others find room in its memory.
+
+        Raises: MemoryError, naming the size at which the GPU's memory ran out and the options that help.
+        """
+        started, free = time.perf_counter(), torch.cuda.mem_get_info(self.device)[0]
+        pool = torch.cuda.graph_pool_handle()
+        cases = [(size, splits) for size in reversed(self.sizes) for splits in self.splits_of(size)]
+        console = Console(stderr=True)
+        for size, splits in track(cases, "Capturing CUDA graphs", console=console, transient=True):
+            try:
+                self._step(size, splits, 0)  # whatever is made at a first call can not be made while capturing
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph, pool=pool):
+                    self._step(size, splits, 0)
+            except torch.OutOfMemoryError:
+                raise MemoryError(
+                    f"the GPU's memory ran out while the graph of batch size {size} was captured: lower max_num_seqs "
+                    "or gpu_memory_utilization, or set enforce_eager"
+                ) from None
+            self.graphs[size, splits] = graph
+        torch.cuda.synchronize(self.device)
+        used = (free - torch.cuda.mem_get_info(self.device)[0]) / GIB
+        seconds = time.perf_counter() - started
+        logger.info(
+            f"captured {len(cases)} CUDA graphs of {len(self.sizes)} batch sizes in {seconds:.1f} s, {used:.2f} GiB"
+        )

@@ -1,0 +1,128 @@
+from itertools import pairwise
+
+import pytest
+import torch
+from helpers import tiny_model
+
+from nanopage import EngineConfig, LLMEngine, SamplingParams
+from nanopage.decode_graphs import DecodeGraphs, batch_sizes
+
+MIXED = [
+    SamplingParams(temperature=0, max_tokens=12, ignore_eos=True),
+    SamplingParams(temperature=1.5, seed=3, max_tokens=9, ignore_eos=True),
+    SamplingParams(temperature=0.8, top_p=0.9, seed=4, max_tokens=10, ignore_eos=True),
+    SamplingParams(temperature=0, repetition_penalty=1.3, max_tokens=8, ignore_eos=True),
+    SamplingParams(temperature=1.0, seed=5, logprobs=3, max_tokens=7, ignore_eos=True),
+    SamplingParams(temperature=0, min_tokens=5, logit_bias={7: 3.0}, max_tokens=11),
+]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return tiny_model(tmp_path_factory.mktemp("decode"))
+
+
+def make_engine(model, **options):
+    defaults = {"max_num_seqs": 7, "max_model_len": 64, "num_gpu_blocks_override": 40, "device": "cpu"}
+    return LLMEngine(EngineConfig(model=str(model), dtype="float64", enforce_eager=True, **defaults | options))
+
+
+def static(engine):
+    runner = engine.runner
+    runner.decode_graphs = DecodeGraphs(runner.model, engine.kv_cache, runner.sampled, engine.max_model_len)
+    return engine
+
+
+def outputs_of(engine, requests=MIXED):
+    for i, params in enumerate(requests):
+        engine.add_request(str(i), {"prompt_token_ids": [1 + i, 9, 20 + 3 * i, 30]}, params)
+    done = {}
+    while engine.has_unfinished_requests():
+        done |= {output.request_id: output.outputs[0] for output in engine.step() if output.finished}
+    return [
+        (done[str(i)].token_ids, done[str(i)].logprobs and len(done[str(i)].logprobs)) for i in range(len(requests))
+    ]
+
+
+@pytest.mark.parametrize(
+    ("most", "sizes"),
+    [(1, [1]), (3, [1, 2, 3]), (8, [1, 2, 4, 8]), (40, [1, 2, 4, 8, 16, 32, 40]), (64, [1, 2, 4, 8, 16, 32, 48, 64])],
+)
+def test_batch_sizes_end_with_the_most(most, sizes):
+    assert batch_sizes(most) == sizes
+
+
+def test_sizes_are_never_far_apart():
+    sizes = batch_sizes(512)
+    assert sizes == sorted(set(sizes))
+    assert all(b <= 2 * a and b - a <= 32 for a, b in pairwise(sizes))
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_static_buffers_change_no_token(model, overlap):
+    engine = static(make_engine(model, async_scheduling=overlap))
+    used = []
+    run = engine.runner.decode_graphs.run
+    engine.runner.decode_graphs.run = lambda sequences: used.append(len(sequences)) or run(sequences)
+    assert outputs_of(engine) == outputs_of(make_engine(model))
+    assert {6, 5, 1} <= set(used)  # padded to 7, 7 and not at all
+    assert outputs_of(engine) == outputs_of(make_engine(model)), "nothing of an earlier batch is left over"
+
+
+def test_padding_writes_nothing(model):
+    engine = static(make_engine(model, enable_prefix_caching=False))
+    cache = engine.kv_cache.tensor
+    for i in range(5):
+        engine.add_request(str(i), [1, 2, 3], SamplingParams(temperature=0, max_tokens=4, ignore_eos=True))
+    engine.step()
+    before = cache.clone()
+    engine.step()
+    used = {block for table in engine.scheduler.block_manager.block_tables.values() for block in table}
+    changed = {block for block in range(cache.shape[2]) if not torch.equal(cache[:, :, block], before[:, :, block])}
+    assert changed == used
+    assert len(used) == 5
+
+
+def test_what_does_not_fit_runs_directly(model):
+    engine = static(make_engine(model, max_num_batched_tokens=3))
+    graphs = engine.runner.decode_graphs
+    engine.add_request("a", [1, 2, 3, 4, 5], SamplingParams(n=3, seed=0, max_tokens=3, ignore_eos=True))
+    schedule, seen = engine.scheduler.schedule, []
+
+    def watched():
+        batch = schedule()
+        seen.append((batch.num_tokens, graphs.fit(batch)))
+        return batch
+
+    engine.scheduler.schedule = watched
+    while engine.has_unfinished_requests():
+        engine.step()
+    # Three tokens of the prompt; the other two, from which three completions fork; then all of them together.
+    assert seen == [(3, False), (2, False), (3, True), (3, True)]
+
+
+def test_the_splits_of_a_size_reach_from_equal_lengths_to_one_that_has_all_the_tokens(model, monkeypatch):
+    monkeypatch.setattr("nanopage.decode_graphs.uses_triton", lambda device: True)
+    monkeypatch.setattr("nanopage.kernels.paged_attention.num_processors", lambda device: 132)
+    graphs = static(make_engine(model, max_num_seqs=256)).runner.decode_graphs
+    graphs.max_model_len = 40_960  # 2 KV heads
+    assert graphs.splits_of(1) == [132]
+    assert graphs.splits_of(16) == [9, 36, 132]
+    assert graphs.splits_of(256) == [1, 4, 16, 64, 132]
+    assert graphs._choose_splits(256, [1000] * 256) == 1
+    assert graphs._choose_splits(256, [1000] * 200) == 1
+    assert graphs._choose_splits(256, [40_000] + [10] * 255) == 64
+    assert graphs._choose_splits(16, [5_000] * 16) == 9
+    graphs.max_model_len = 250
+    assert graphs.splits_of(256) == [1]
+
+
+@pytest.mark.gpu
+def test_replayed_graphs_give_the_tokens_of_direct_launches(model):
+    requests = [params for params in MIXED for _ in range(2)]
+    options = {"device": "cuda", "max_num_seqs": 12}
+    eager = LLMEngine(EngineConfig(model=str(model), dtype="float32", enforce_eager=True, max_model_len=64, **options))
+    graphs = LLMEngine(EngineConfig(model=str(model), dtype="float32", max_model_len=64, **options))
+    assert set(graphs.runner.decode_graphs.graphs) >= {(size, 1) for size in batch_sizes(12)}
+    assert outputs_of(graphs, requests) == outputs_of(eager, requests)
+    assert outputs_of(graphs, requests) == outputs_of(eager, requests)
