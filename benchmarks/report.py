@@ -35,7 +35,7 @@ def show_header(header: dict[str, str]) -> None:
 
 
 def table_of(title: str, columns: list[str]) -> Table:
-    table = Table(title=title, title_justify="left")
+    table = Table(title=escape(title), title_justify="left")
     for column in columns:
         table.add_column(column, justify="right" if column else "left")
     return table
