@@ -345,23 +345,31 @@ def bench(
     lengths = [(rng.randint(*input_range), rng.randint(*output_range)) for _ in range(workload["num_prompts"])]
 
     started = time.perf_counter()
-    from nanopage import LLM, hub
+    from benchmarks import utilization
+    from nanopage import LLM, EngineConfig, hub
+    from nanopage.model_runner import resolve_device
 
     imported = time.perf_counter()
     with errors_by_name():
         path = hub.resolve(model)
+        options = {"model": str(path), "max_num_seqs": max(256, workload["num_prompts"])} | switches
+        device = resolve_device(EngineConfig(**options).device)
+        # Of a GPU before the engine takes its memory, of a CPU as late as can be: its speed drifts.
+        bandwidth = utilization.bandwidth(device) if device.type == "cuda" else {}
         resolved = time.perf_counter()
-        llm = LLM(str(path), max_num_seqs=max(256, workload["num_prompts"]), **switches)
+        llm = LLM(**options)
         llm.engine.runner.use_graphs(wait=True)
     loaded = time.perf_counter()
     longest = max(i + o for i, o in lengths)
     if longest > llm.engine.max_model_len:
         raise typer.BadParameter(f"{longest} tokens are more than the model's {llm.engine.max_model_len}")
+    bandwidth = bandwidth or utilization.bandwidth(device)
+    recorder = utilization.StepRecorder(llm.engine, bandwidth)
     runners = {"nanopage": nanopage_peer.runner(llm)}
     if compare:
         if path.suffix == ".gguf":
             raise typer.BadParameter("transformers can not load this .gguf file here: give a directory")
-        runners["transformers"] = transformers_peer.runner(path, llm.engine.dtype, llm.engine.device)
+        runners["transformers"] = transformers_peer.runner(path, llm.engine.dtype, device)
     setup = {
         "import": round(imported - started, 3),
         "load and compile": round(loaded - resolved, 3),
@@ -376,6 +384,7 @@ def bench(
     show_header(header)
 
     runs: dict[str, list[Run]] = {name: [] for name in runners}
+    utilized: list[dict] = []  # of nanopage, for each iteration
     with console.status("") as status:
         for iteration in range(-num_iters_warmup, num_iters):
             work = [Work(random_prompt(rng, llm.engine, i), o) for i, o in lengths]
@@ -388,14 +397,22 @@ def bench(
                     setup.setdefault(f"warm-up {name}", round(result.seconds, 3))
                 else:
                     runs[name].append(result)
+            phases = recorder.take()
+            if iteration >= 0:
+                utilized.append(phases)
     hits = llm.engine.scheduler.block_manager.num_hit_tokens
     report(runs, setup, hits, command)
+    utilization.show(utilized, bandwidth)
     if json_file is not None:
         record = {
             "header": header,
             "setup_seconds": setup,
             "runs": {name: [asdict(run) for run in results] for name, results in runs.items()},
             "prefix_cache_hit_tokens": hits,
+            "bandwidth_gb_s": bandwidth,
+            "weight_bytes": recorder.weight_bytes,
+            "kv_bytes_of_a_token": recorder.kv_bytes,
+            "utilization": [{name: phase and asdict(phase) for name, phase in each.items()} for each in utilized],
         }
         json_file.write_text(json.dumps(record, indent=2) + "\n")
 
@@ -427,11 +444,22 @@ def describe(engine, what: str, compare: str | None = None) -> dict[str, str]:
         versions += f", transformers {transformers.__version__}"
     config = engine.config
     weights = f", weights {config.quantization}" if config.quantization else ""
-    hardware = torch.cuda.get_device_name() if engine.device.type == "cuda" else cpu_name()
+    hardware, gpu = cpu_name(), {}
+    if engine.device.type == "cuda":
+        import triton
+
+        from benchmarks.utilization import nvidia_smi
+
+        versions += f", triton {triton.__version__}"
+        properties = torch.cuda.get_device_properties(engine.device)
+        hardware = properties.name
+        if state := nvidia_smi(f"GPU-{properties.uuid}"):
+            gpu = {"nvidia-smi": state}
     return {
         "bench": what,
         "model": f"{engine.model_path.name}, {str(engine.dtype).removeprefix('torch.')}{weights}",
         "device": f"{engine.device.type}: {hardware}, {torch.get_num_threads()} threads",
+        **gpu,
         "switches": f"{'eager' if config.enforce_eager else 'compiled'}, block size {config.block_size}",
         "versions": f"{versions}, Python {platform.python_version()}",
     }

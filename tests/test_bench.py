@@ -11,6 +11,9 @@ import pytest
 import torch
 from helpers import tiny_model
 
+from benchmarks import utilization
+from nanopage.request import StepStats
+
 ROOT = Path(__file__).parent.parent
 
 
@@ -58,6 +61,103 @@ def test_it_measures_side_by_side_with_transformers_and_writes_json(model, tmp_p
     )
     (row,) = [line for line in done.stdout.splitlines() if " output tok/s" in line]
     assert f"{ratio:.2f}" in row
+    assert "median [lowest, highest] of 2" in done.stdout
+
+
+@pytest.mark.parametrize("quantization", [None, "int8"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_bytes_of_the_steps_are_those_of_the_model_and_the_lengths(tmp_path, quantization, tied):
+    # Sizes that oneDNN's layout and int8 tiles hold without padding.
+    model = tiny_model(tmp_path / "model", vocab_size=320, intermediate_size=128, tie_word_embeddings=tied)
+    file = tmp_path / "result.json"
+    options = ["--model", model, "--dtype", "float32", "--num-iters", 2, "--json", file]
+    options += ["--quantization", quantization] if quantization else []
+    done = bench("latency", "--input-len", 12, "--output-len", 5, "--batch-size", 2, *options)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(file.read_text())
+    # qkv, o, gate and up, down; twice, then the head. The embedding is not streamed, unless it is the head.
+    products = 2 * [(128, 64), (64, 64), (256, 64), (64, 128)] + [(320, 64)]
+    norms = 4 * 5 * 64
+    if quantization:
+        weights = sum(rows * columns + 4 * rows for rows, columns in products) + norms
+    else:
+        weights = sum(4 * rows * columns for rows, columns in products) + norms
+    kv = 2 * 2 * 2 * 16 * 4  # K and V, layers, heads, head_dim, float32
+    assert (result["weight_bytes"], result["kv_bytes_of_a_token"]) == (weights, kv)
+    assert len(result["utilization"]) == 2 and list(result["bandwidth_gb_s"]) == ["measured"]
+    for phases in result["utilization"]:
+        for name, steps, context in (("decode", 4, 2 * (13 + 14 + 15 + 16)), ("all", 5, 2 * (12 + 13 + 14 + 15 + 16))):
+            phase = phases[name]
+            assert (phase["steps"], phase["context_tokens"]) == (steps, context)
+            assert phase["bytes_read"] == steps * weights + context * kv
+            gb_s = phase["bytes_read"] / phase["seconds"] / 1e9
+            assert phase["mbu"] == {"measured": pytest.approx(gb_s / result["bandwidth_gb_s"]["measured"])}
+            assert phase["gpu_busy"] is None
+            assert all(phase["host_us"][name] > 0 for name in ("schedule", "model", "sample", "output"))
+            assert sum(phase["host_us"].values()) * steps <= 1e6 * phase["seconds"]
+    assert "MBU, measured" in done.stdout and "host us a step, decode steps: schedule " in done.stdout
+
+
+def test_requests_of_one_token_have_no_decode_steps(model, tmp_path):
+    file = tmp_path / "result.json"
+    options = ["--model", model, "--num-iters", 1, "--dtype", "float32", "--json", file]
+    done = bench("throughput", "--num-prompts", 2, "--input-len", 6, "--output-len", 1, *options)
+    assert done.returncode == 0, done.stderr
+    (phases,) = json.loads(file.read_text())["utilization"]
+    assert phases["decode"] is None and phases["all"]["context_tokens"] == 12
+
+
+class Event:
+    """A CUDA event, recorded at `ms`."""
+
+    def __init__(self, ms):
+        self.ms = ms
+
+    def elapsed_time(self, later):
+        return later.ms - self.ms
+
+
+def test_a_gpu_is_busy_within_the_spans_and_a_step_lasts_until_the_next_begins():
+    spans = [(StepStats(), (Event(begin), Event(end))) for begin, end in ((100, 102), (103, 107), (107, 110))]
+    steps = utilization.on_device(spans)
+    assert [step.seconds for step in steps] == pytest.approx([0.003, 0.004, 0.003])
+    assert [step.busy_seconds for step in steps] == pytest.approx([0.002, 0.004, 0.003])
+
+
+def test_the_data_sheet_of_an_a100_is_made_of_its_clock_and_bus():
+    assert utilization.data_sheet(1215000, 5120) == pytest.approx(1555, abs=1)  # GB/s, as NVIDIA says
+
+
+@pytest.mark.parametrize(
+    ("script", "says"),
+    [
+        (
+            "echo '570.1, 1980 MHz, 1980 MHz, 2619 MHz, 3201 MHz, 700.00 W'",
+            "driver 570.1, SM 1980 MHz of 1980 MHz, memory 2619 MHz of 3201 MHz, power limit 700.00 W",
+        ),
+        ('test "$1" = --id=GPU-1 && echo a, b, c, d, e, f', "driver a, SM b of c, memory d of e, power limit f"),
+        ("echo 'No devices were found'", None),
+        ("exit 9", None),
+        (None, None),
+    ],
+)
+def test_nvidia_smi_is_asked_and_left_out_where_it_can_not_say(tmp_path, monkeypatch, script, says):
+    if script is not None:
+        (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert utilization.nvidia_smi("GPU-1") == says
+
+
+@pytest.mark.gpu
+def test_a_gpu_says_how_busy_it_is(model, tmp_path):
+    file = tmp_path / "result.json"
+    done = bench("latency", "--model", model, "--device", "cuda", "--output-len", 8, "--num-iters", 1, "--json", file)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(file.read_text())
+    assert result["bandwidth_gb_s"]["measured"] > 0 and "triton" in result["header"]["versions"]
+    for phase in result["utilization"][0].values():
+        assert 0 < phase["gpu_busy"] <= 1 and 0 < phase["mbu"]["measured"] < 1
 
 
 @pytest.mark.parametrize(
