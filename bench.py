@@ -47,6 +47,9 @@ WarmupOption = Annotated[int, typer.Option(min=0, help="Iterations before that, 
 SeedOption = Annotated[int, typer.Option(help="Of the lengths and the prompts.")]
 JsonOption = Annotated[Path | None, typer.Option("--json", help="Write the results to this file, too.")]
 CompareOption = Annotated[str | None, typer.Option(help="'transformers': run generate() on the same work, in turn.")]
+ProfileOption = Annotated[
+    Path | None, typer.Option("--profile", help="Write a Chrome trace of one more iteration to this file.")
+]
 LengthOption = Annotated[str, typer.Option(help="Tokens: a number, or LOW-HIGH drawn uniformly.")]
 
 
@@ -65,11 +68,12 @@ def latency(
     seed: SeedOption = 0,
     compare: CompareOption = None,
     json_file: JsonOption = None,
+    profile_file: ProfileOption = None,
 ) -> None:
     """Time one batch from start to end: time to first token, decode speed, end-to-end time."""
     options = {"input_len": input_len, "output_len": output_len, "num_prompts": batch_size}
     switches = {"dtype": dtype, "device": device, "enforce_eager": eager, "quantization": quantization}
-    bench("latency", options, model, switches, num_iters, num_iters_warmup, seed, compare, json_file)
+    bench("latency", options, model, switches, num_iters, num_iters_warmup, seed, compare, json_file, profile_file)
 
 
 @app.command()
@@ -87,11 +91,12 @@ def throughput(
     seed: SeedOption = 0,
     compare: CompareOption = None,
     json_file: JsonOption = None,
+    profile_file: ProfileOption = None,
 ) -> None:
     """Time many requests queued at once: requests/s, output and total tokens/s."""
     options = {"input_len": input_len, "output_len": output_len, "num_prompts": num_prompts}
     switches = {"dtype": dtype, "device": device, "enforce_eager": eager, "quantization": quantization}
-    bench("throughput", options, model, switches, num_iters, num_iters_warmup, seed, compare, json_file)
+    bench("throughput", options, model, switches, num_iters, num_iters_warmup, seed, compare, json_file, profile_file)
 
 
 @app.command()
@@ -334,11 +339,13 @@ def bench(
     seed: int,
     compare: str | None,
     json_file: Path | None,
+    profile_file: Path | None,
 ) -> None:
     """Run a workload on an engine made with `switches`, options of EngineConfig, and print its table."""
     if compare not in (None, "transformers"):
         raise typer.BadParameter(f"{compare!r} is not one of: transformers", param_hint="--compare")
     check_json(json_file)
+    check_json(profile_file, "--profile")
     input_range = parse_range("--input-len", workload["input_len"])
     output_range = parse_range("--output-len", workload["output_len"])
     rng = random.Random(seed)
@@ -387,7 +394,7 @@ def bench(
     utilized: list[dict] = []  # of nanopage, for each iteration
     with console.status("") as status:
         for iteration in range(-num_iters_warmup, num_iters):
-            work = [Work(random_prompt(rng, llm.engine, i), o) for i, o in lengths]
+            work = work_of(rng, llm.engine, lengths)
             for name, run in runners.items():
                 label = "warm-up" if iteration < 0 else f"{iteration + 1}/{num_iters}"
                 status.update(f"{name} {label}")
@@ -415,6 +422,14 @@ def bench(
             "utilization": [{name: phase and asdict(phase) for name, phase in each.items()} for each in utilized],
         }
         json_file.write_text(json.dumps(record, indent=2) + "\n")
+    if profile_file is not None:
+        with errors_by_name():
+            utilization.write_trace(runners["nanopage"], work_of(rng, llm.engine, lengths), profile_file)
+
+
+def work_of(rng: random.Random, engine, lengths: list[tuple[int, int]]) -> list[Work]:
+    """Requests with new prompts."""
+    return [Work(random_prompt(rng, engine, i), o) for i, o in lengths]
 
 
 def parse_range(option: str, text: str) -> tuple[int, int]:

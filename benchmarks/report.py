@@ -24,9 +24,10 @@ def errors_by_name() -> Iterator[None]:
         raise typer.Exit(1) from None
 
 
-def check_json(file: Path | None) -> None:
+def check_json(file: Path | None, option: str = "--json") -> None:
+    """Refuse a file to be written, named by `option`, whose folder is not there."""
     if file is not None and not file.absolute().parent.is_dir():
-        raise typer.BadParameter(f"no such folder: {file.absolute().parent}", param_hint="--json")
+        raise typer.BadParameter(f"no such folder: {file.absolute().parent}", param_hint=option)
 
 
 def show_header(header: dict[str, str]) -> None:

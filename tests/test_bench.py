@@ -107,6 +107,16 @@ def test_requests_of_one_token_have_no_decode_steps(model, tmp_path):
     assert phases["decode"] is None and phases["all"]["context_tokens"] == 12
 
 
+def test_profile_writes_a_trace_of_one_more_iteration(model, tmp_path):
+    trace, file = tmp_path / "trace.json", tmp_path / "result.json"
+    options = ["--model", model, "--num-iters", 1, "--dtype", "float32", "--json", file, "--profile", trace]
+    done = bench("latency", "--input-len", 6, "--output-len", 3, *options)
+    assert done.returncode == 0, done.stderr
+    names = [event["name"] for event in json.loads(trace.read_text())["traceEvents"] if "name" in event]
+    assert names.count("aten::argmax") == 3  # greedy sampling, of three tokens
+    assert len(json.loads(file.read_text())["runs"]["nanopage"]) == 1
+
+
 class Event:
     """A CUDA event, recorded at `ms`."""
 
@@ -168,6 +178,7 @@ def test_a_gpu_says_how_busy_it_is(model, tmp_path):
         (["throughput", "--num-prompts", "0"], "--num-prompts"),
         (["throughput", "--compare", "llama"], "--compare"),
         (["throughput", "--json", "/no/such/folder/x.json"], "--json"),
+        (["throughput", "--profile", "/no/such/folder/x.json"], "--profile"),
         (["latency", "--model", "/no/such/model"], "/no/such/model"),
         (["latency", "--dtype", "int3"], "int3"),
         (["latency", "--quantization", "int3"], "quantization='int3'"),
