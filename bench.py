@@ -9,9 +9,11 @@
 
 Prompts are random token ids and never repeat, so the prefix cache can not help. Outputs have a fixed length (end of
 sequence is ignored). Loading, compiling and warm-up are timed apart. With --compare the two take turns, iteration by
-iteration, so that a machine whose speed drifts treats both alike.
+iteration, so that a machine whose speed drifts treats both alike. On a GPU there are three: transformers' `generate`,
+compiled for a static cache, and its continuous batching. A peer that fails is named and left out; the exit code is 1.
 """
 
+import contextlib
 import json
 import platform
 import random
@@ -26,9 +28,19 @@ import typer
 
 from benchmarks.peers import nanopage as nanopage_peer
 from benchmarks.peers import transformers as transformers_peer
+from benchmarks.peers import transformers_continuous
 from benchmarks.peers.nanopage import random_prompt
-from benchmarks.peers.protocol import Run, Work, measure
-from benchmarks.report import check_json, console, cpu_name, errors_by_name, show_header, spread, table_of
+from benchmarks.peers.protocol import Engine, Run, Work, measure
+from benchmarks.report import (
+    check_json,
+    console,
+    cpu_name,
+    errors_by_name,
+    left_out_if_it_fails,
+    show_header,
+    spread,
+    table_of,
+)
 
 app = typer.Typer(help=__doc__, no_args_is_help=True, rich_markup_mode=None, add_completion=False)
 
@@ -45,7 +57,7 @@ ItersOption = Annotated[int, typer.Option(min=1, help="Measured iterations; medi
 WarmupOption = Annotated[int, typer.Option(min=0, help="Iterations before that, not counted.")]
 SeedOption = Annotated[int, typer.Option(help="Of the lengths and the prompts.")]
 JsonOption = Annotated[Path | None, typer.Option("--json", help="Write the results to this file, too.")]
-CompareOption = Annotated[str | None, typer.Option(help="'transformers': run generate() on the same work, in turn.")]
+CompareOption = Annotated[str | None, typer.Option(help="'transformers': run it on the same work, in turn.")]
 ProfileOption = Annotated[
     Path | None, typer.Option("--profile", help="Write a Chrome trace of one more iteration to this file.")
 ]
@@ -258,8 +270,12 @@ def bench(
     imported = time.perf_counter()
     with errors_by_name():
         path = hub.resolve(model)
+        if compare and path.suffix == ".gguf":
+            raise typer.BadParameter("transformers can not load this .gguf file here: give a directory")
         options = {"model": str(path), "max_num_seqs": max(256, workload["num_prompts"])} | switches
         device = resolve_device(EngineConfig(**options).device)
+        if compare and device.type == "cuda":  # the peers need memory, too: blocks for all requests, and some room
+            options["num_gpu_blocks_override"] = sum(-(-(i + o) // 16) for i, o in lengths) * 5 // 4 + 16
         # Of a GPU before the engine takes its memory, of a CPU as late as can be: its speed drifts.
         bandwidth = utilization.bandwidth(device) if device.type == "cuda" else {}
         resolved = time.perf_counter()
@@ -272,37 +288,39 @@ def bench(
     bandwidth = bandwidth or utilization.bandwidth(device)
     recorder = utilization.StepRecorder(llm.engine, bandwidth)
     runners = {"nanopage": nanopage_peer.runner(llm)}
-    if compare:
-        if path.suffix == ".gguf":
-            raise typer.BadParameter("transformers can not load this .gguf file here: give a directory")
-        runners["transformers"] = transformers_peer.runner(path, llm.engine.dtype, device)
     setup = {
         "import": round(imported - started, 3),
         "load and compile": round(loaded - resolved, 3),
     }
-    if compare:
-        setup["load transformers"] = round(time.perf_counter() - loaded, 3)
     what = (
         f"{command}, {workload['num_prompts']} requests, input {workload['input_len']}, "
         f"output {workload['output_len']}, seed {seed}"
     )
     header = describe(llm.engine, what, compare)
     show_header(header)
+    failures: dict[str, str] = {}  # of peers
+    stop_peers = contextlib.ExitStack()
+    if compare:
+        loaded = time.perf_counter()
+        runners |= load_peers(path, llm.engine.dtype, device, lengths, stop_peers, failures)
+        setup["load transformers"] = round(time.perf_counter() - loaded, 3)
 
     runs: dict[str, list[Run]] = {name: [] for name in runners}
     utilized: list[dict] = []  # of nanopage, for each iteration
-    with console.status("") as status:
+    with stop_peers, console.status("") as status:
         for iteration in range(-num_iters_warmup, num_iters):
             work = work_of(rng, llm.engine, lengths)
-            for name, run in runners.items():
+            for name, run in list(runners.items()):
                 label = "warm-up" if iteration < 0 else f"{iteration + 1}/{num_iters}"
                 status.update(f"{name} {label}")
-                with errors_by_name():
+                with errors_by_name() if name == "nanopage" else left_out_if_it_fails(name, failures):
                     result = measure(run, work)
-                if iteration < 0:
-                    setup.setdefault(f"warm-up {name}", round(result.seconds, 3))
-                else:
-                    runs[name].append(result)
+                    if iteration < 0:
+                        setup.setdefault(f"warm-up {name}", round(result.seconds, 3))
+                    else:
+                        runs[name].append(result)
+                if name in failures:
+                    del runners[name], runs[name]
             phases = recorder.take()
             if iteration >= 0:
                 utilized.append(phases)
@@ -314,6 +332,7 @@ def bench(
             "header": header,
             "setup_seconds": setup,
             "runs": {name: [asdict(run) for run in results] for name, results in runs.items()},
+            "failures": failures,
             "prefix_cache_hit_tokens": hits,
             "bandwidth_gb_s": bandwidth,
             "weight_bytes": recorder.weight_bytes,
@@ -324,6 +343,34 @@ def bench(
     if profile_file is not None:
         with errors_by_name():
             utilization.write_trace(runners["nanopage"], work_of(rng, llm.engine, lengths), profile_file)
+    if failures:
+        raise typer.Exit(1)
+
+
+def load_peers(
+    path: Path,
+    dtype,
+    device,
+    lengths: list[tuple[int, int]],
+    stop_peers: contextlib.ExitStack,
+    failures: dict[str, str],
+) -> dict[str, Engine]:
+    """transformers' `generate`, and on a GPU its continuous batching as well; `failures` says why one is missing."""
+
+    def continuous() -> Engine:
+        tokens = sum(max(i + o, transformers_continuous.PAGE_SIZE) for i, o in lengths)
+        engine, stop = transformers_continuous.runner(path, dtype, device, tokens)
+        stop_peers.callback(stop)
+        return engine
+
+    peers = {"transformers": lambda: transformers_peer.runner(path, dtype, device)}
+    if device.type == "cuda":
+        peers["transformers continuous"] = continuous
+    engines = {}
+    for name, load in peers.items():
+        with left_out_if_it_fails(name, failures):
+            engines[name] = load()
+    return engines
 
 
 def work_of(rng: random.Random, engine, lengths: list[tuple[int, int]]) -> list[Work]:
@@ -378,7 +425,9 @@ def describe(engine, what: str, compare: str | None = None) -> dict[str, str]:
 def report(runs: dict[str, list[Run]], setup: dict[str, float], hits: int, command: str) -> None:
     """Medians, with the lowest and highest run."""
     title = f"{command}: median [lowest, highest] of {len(runs['nanopage'])}"
-    table = table_of(title, ["", *runs, *(["ratio, pair by pair"] if len(runs) > 1 else [])])
+    peers = [name for name in runs if name != "nanopage"]
+    ratio = "ratio, pair by pair" if len(peers) == 1 else "nanopage / {}, pair by pair"
+    table = table_of(title, ["", *runs, *(ratio.format(name) for name in peers)])
     metrics: dict[str, Callable[[Run], float | None]] = {
         "time (s)": lambda run: run.seconds,
         "time to first token (ms)": lambda run: run.ttft and run.ttft * 1000,
@@ -386,13 +435,13 @@ def report(runs: dict[str, list[Run]], setup: dict[str, float], hits: int, comma
         "output tok/s": lambda run: run.output_tokens / run.seconds,
         "total tok/s": lambda run: run.total_tokens / run.seconds,
     }
-    for name, metric in metrics.items():
+    for title, metric in metrics.items():
         values = {engine: [metric(run) for run in results] for engine, results in runs.items()}
         cells = [spread(column) for column in values.values()]
-        if len(runs) > 1:
-            pairs = zip(*values.values(), strict=True)
+        for name in peers:
+            pairs = zip(values["nanopage"], values[name], strict=True)
             cells.append(spread([ours / theirs if ours and theirs else None for ours, theirs in pairs]))
-        table.add_row(name, *cells)
+        table.add_row(title, *cells)
     console.print(table)
     console.print("  ".join(f"{name} {value:.1f} s" for name, value in setup.items()), style="dim", highlight=False)
     if hits:

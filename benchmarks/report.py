@@ -24,6 +24,18 @@ def errors_by_name() -> Iterator[None]:
         raise typer.Exit(1) from None
 
 
+@contextlib.contextmanager
+def left_out_if_it_fails(name: str, failures: dict[str, str]) -> Iterator[None]:
+    """A peer's error, of whatever kind its libraries raise, is said and kept under its name; the run goes on."""
+    try:
+        yield
+    except Exception as error:
+        failures[name] = f"{type(error).__name__}: {error}"
+        console.print(
+            f"[red]{name} failed[/red] and is left out from here on: {escape(failures[name])}", highlight=False
+        )
+
+
 def check_json(file: Path | None, option: str = "--json") -> None:
     """Refuse a file to be written, named by `option`, whose folder is not there."""
     if file is not None and not file.absolute().parent.is_dir():

@@ -5,13 +5,20 @@ import os
 import statistics
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 import torch
 from helpers import tiny_model
+from typer.testing import CliRunner
 
+import bench as program
 from benchmarks import utilization
+from benchmarks.peers import transformers as transformers_peer
+from benchmarks.peers import transformers_continuous
+from benchmarks.peers.protocol import Run, Work, measure
+from benchmarks.report import console
 from nanopage.request import StepStats
 
 ROOT = Path(__file__).parent.parent
@@ -62,6 +69,47 @@ def test_it_measures_side_by_side_with_transformers_and_writes_json(model, tmp_p
     (row,) = [line for line in done.stdout.splitlines() if " output tok/s" in line]
     assert f"{ratio:.2f}" in row
     assert "median [lowest, highest] of 2" in done.stdout
+
+
+@pytest.mark.parametrize("at_work", [False, True])
+def test_a_peer_that_fails_is_named_and_nanopage_goes_on(model, tmp_path, monkeypatch, at_work):
+    def fails(*_):
+        raise LookupError("this peer has no [such] thing")
+
+    monkeypatch.setattr(console, "width", 160)
+    monkeypatch.setattr(transformers_peer, "runner", lambda *_: fails if at_work else fails())
+    file = tmp_path / "result.json"
+    options = ["--model", str(model), "--num-iters", "2", "--compare", "transformers", "--json", str(file), "--eager"]
+    with console.capture() as printed:
+        done = CliRunner().invoke(program.app, ["latency", "--input-len", "6", "--output-len", "3", *options])
+    assert done.exit_code == 1, done.output
+    assert "transformers failed and is left out" in printed.get() and "no [such] thing" in printed.get()
+    result = json.loads(file.read_text())
+    assert result["failures"] == {"transformers": "LookupError: this peer has no [such] thing"}
+    assert list(result["runs"]) == ["nanopage"] and len(result["runs"]["nanopage"]) == 2
+
+
+def test_continuous_batching_runs_in_this_process_and_can_be_stopped(model):
+    before = set(threading.enumerate())
+    engine, stop = transformers_continuous.runner(model, torch.float32, torch.device("cpu"), 2 * 256)
+    try:
+        run = measure(engine, [Work([5, 6, 7], 4), Work([8, 9], 2)])  # raises unless each gets its tokens
+        assert run.output_tokens == 6 and set(threading.enumerate()) > before
+    finally:
+        stop()
+    assert set(threading.enumerate()) == before
+
+
+def test_ratios_are_pair_by_pair_for_each_peer(monkeypatch):
+    monkeypatch.setattr(console, "width", 160)
+
+    def runs(*seconds):
+        return [Run(each, 10, 20) for each in seconds]
+
+    with console.capture() as printed:
+        program.report({"nanopage": runs(1, 2, 4), "a": runs(3, 3, 3), "b": runs(1, 1, 16)}, {}, 0, "latency")
+    (row,) = [line for line in printed.get().splitlines() if "output tok/s" in line]
+    assert "1.50 [0.75, 3.00]" in row and "1.00 [0.50, 4.00]" in row
 
 
 @pytest.mark.parametrize("quantization", [None, "int8"])
@@ -157,6 +205,18 @@ def test_nvidia_smi_is_asked_and_left_out_where_it_can_not_say(tmp_path, monkeyp
         (tmp_path / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
     assert utilization.nvidia_smi("GPU-1") == says
+
+
+@pytest.mark.gpu
+def test_both_forms_of_transformers_take_turns_on_a_gpu(model, tmp_path):
+    file = tmp_path / "result.json"
+    lengths = ["--input-len", "4-12", "--output-len", "2-5", "--num-prompts", 4]
+    options = ["--device", "cuda", "--num-iters", 2, "--compare", "transformers", "--json", file]
+    done = bench("throughput", "--model", model, *lengths, *options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    runs = json.loads(file.read_text())["runs"]
+    assert list(runs) == ["nanopage", "transformers", "transformers continuous"]
+    assert len({run["output_tokens"] for column in runs.values() for run in column}) == 1
 
 
 @pytest.mark.gpu
