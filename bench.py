@@ -9,13 +9,14 @@
 
 Prompts are random token ids and never repeat, so the prefix cache can not help. Outputs have a fixed length (end of
 sequence is ignored). Loading, compiling and warm-up are timed apart. With --compare the two take turns, iteration by
-iteration, so that a machine whose speed drifts treats both alike.
+iteration, so that a machine whose speed drifts treats both alike. On a GPU there are three: transformers' `generate`,
+compiled for a static cache, and its continuous batching. A peer that fails is named and left out; the exit code is 1.
 """
 
+import contextlib
 import json
 import platform
 import random
-import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -27,9 +28,19 @@ import typer
 
 from benchmarks.peers import nanopage as nanopage_peer
 from benchmarks.peers import transformers as transformers_peer
-from benchmarks.peers.nanopage import greedy
-from benchmarks.peers.protocol import Run, Work, measure
-from benchmarks.report import check_json, console, cpu_name, errors_by_name, show_header, spread, table_of
+from benchmarks.peers import transformers_continuous
+from benchmarks.peers.nanopage import random_prompt
+from benchmarks.peers.protocol import Engine, Run, Work, measure
+from benchmarks.report import (
+    check_json,
+    console,
+    cpu_name,
+    errors_by_name,
+    left_out_if_it_fails,
+    show_header,
+    spread,
+    table_of,
+)
 
 app = typer.Typer(help=__doc__, no_args_is_help=True, rich_markup_mode=None, add_completion=False)
 
@@ -46,7 +57,10 @@ ItersOption = Annotated[int, typer.Option(min=1, help="Measured iterations; medi
 WarmupOption = Annotated[int, typer.Option(min=0, help="Iterations before that, not counted.")]
 SeedOption = Annotated[int, typer.Option(help="Of the lengths and the prompts.")]
 JsonOption = Annotated[Path | None, typer.Option("--json", help="Write the results to this file, too.")]
-CompareOption = Annotated[str | None, typer.Option(help="'transformers': run generate() on the same work, in turn.")]
+CompareOption = Annotated[str | None, typer.Option(help="'transformers': run it on the same work, in turn.")]
+ProfileOption = Annotated[
+    Path | None, typer.Option("--profile", help="Write a Chrome trace of one more iteration to this file.")
+]
 LengthOption = Annotated[str, typer.Option(help="Tokens: a number, or LOW-HIGH drawn uniformly.")]
 
 
@@ -65,11 +79,12 @@ def latency(
     seed: SeedOption = 0,
     compare: CompareOption = None,
     json_file: JsonOption = None,
+    profile_file: ProfileOption = None,
 ) -> None:
     """Time one batch from start to end: time to first token, decode speed, end-to-end time."""
     options = {"input_len": input_len, "output_len": output_len, "num_prompts": batch_size}
     switches = {"dtype": dtype, "device": device, "enforce_eager": eager, "quantization": quantization}
-    bench("latency", options, model, switches, num_iters, num_iters_warmup, seed, compare, json_file)
+    bench("latency", options, model, switches, num_iters, num_iters_warmup, seed, compare, json_file, profile_file)
 
 
 @app.command()
@@ -87,11 +102,12 @@ def throughput(
     seed: SeedOption = 0,
     compare: CompareOption = None,
     json_file: JsonOption = None,
+    profile_file: ProfileOption = None,
 ) -> None:
     """Time many requests queued at once: requests/s, output and total tokens/s."""
     options = {"input_len": input_len, "output_len": output_len, "num_prompts": num_prompts}
     switches = {"dtype": dtype, "device": device, "enforce_eager": eager, "quantization": quantization}
-    bench("throughput", options, model, switches, num_iters, num_iters_warmup, seed, compare, json_file)
+    bench("throughput", options, model, switches, num_iters, num_iters_warmup, seed, compare, json_file, profile_file)
 
 
 @app.command()
@@ -111,6 +127,8 @@ def memory(
 
     The first two have fixed workloads. Preemption runs in float32, so that its outputs can be compared exactly.
     """
+    from benchmarks import memory as benchmark
+
     check_json(json_file)
     lengths = parse_range("--input-len", input_len), parse_range("--output-len", output_len)
     rng = random.Random(seed)
@@ -128,113 +146,11 @@ def memory(
     plain = engine(enable_prefix_caching=False)
     header = describe(plain, f"memory, seed {seed}")
     show_header(header)
-    results["parallel sampling"] = measure_forks(plain, rng, num_iters)
-    results["preemption"] = measure_preemption(engine, rng, num_iters)
-    results["waste"] = measure_waste(engine(max_num_seqs=256), rng, num_prompts, *lengths)
+    results["parallel sampling"] = benchmark.measure_forks(plain, rng, num_iters)
+    results["preemption"] = benchmark.measure_preemption(engine, rng, num_iters)
+    results["waste"] = benchmark.measure_waste(engine(max_num_seqs=256), rng, num_prompts, *lengths)
     if json_file is not None:
         json_file.write_text(json.dumps({"header": header} | results, indent=2) + "\n")
-
-
-def measure_forks(engine, rng: random.Random, num_iters: int) -> dict:
-    """Eight completions of one prompt of 512 tokens, as one request and as eight. No prefix cache."""
-    from nanopage import SamplingParams
-
-    options = {"temperature": 1.0, "max_tokens": 64, "ignore_eos": True, "detokenize": False}
-    forms = {"1 request, n=8": [8], "8 requests": [1] * 8}
-    runs: dict[str, list[dict]] = {name: [] for name in forms}
-    for iteration in range(-1, num_iters):  # the first warms up
-        prompt = random_prompt(rng, engine, 512)
-        for name, counts in forms.items():
-            for i, n in enumerate(counts):
-                engine.add_request(str(i), prompt, SamplingParams(n=n, seed=i, **options))
-            steps, seconds, _ = drive(engine)
-            if iteration >= 0:
-                blocks = max(step.used_blocks for step in steps)
-                runs[name].append(
-                    {"blocks": blocks, "prefill_tokens": sum(step.prefill_tokens for step in steps), "seconds": seconds}
-                )
-    one, eight = runs.values()
-    table = table_of("8 completions of 64 tokens, prompt of 512", ["", *forms, "saved"])
-    for title, key, digits in (("blocks at most", "blocks", 0), ("prompt tokens computed", "prefill_tokens", 0),
-                               ("time (s)", "seconds", 2)):  # fmt: skip
-        a, b = (statistics.median(run[key] for run in column) for column in (one, eight))
-        table.add_row(title, f"{a:.{digits}f}", f"{b:.{digits}f}", f"{1 - a / b:.0%}")
-    console.print(table)
-    return runs
-
-
-def measure_preemption(engine_of: Callable, rng: random.Random, num_iters: int) -> dict:
-    """32 requests whose tokens are three times the pool, preempted by recomputation and by swapping."""
-    lengths = [(rng.randint(32, 256), rng.randint(32, 128)) for _ in range(32)]
-    pool = sum(-(-(i + o) // 16) for i, o in lengths) // 3
-    options = {"num_gpu_blocks_override": pool, "max_model_len": 256 + 128, "dtype": "float32"}
-    engines = {mode: engine_of(preemption_mode=mode, **options) for mode in ("recompute", "swap")}
-    runs: dict[str, list[dict]] = {mode: [] for mode in engines}
-    for _ in range(num_iters):
-        prompts = [random_prompt(rng, engines["swap"], i) for i, _ in lengths]
-        tokens = []
-        for mode, engine in engines.items():
-            for index, (prompt, (_, output)) in enumerate(zip(prompts, lengths, strict=True)):
-                engine.add_request(str(index), prompt, greedy(output))
-            steps, seconds, outputs = drive(engine)
-            tokens.append({key: output.outputs[0].token_ids for key, output in outputs.items()})
-            run = {"seconds": seconds, "preemptions": sum(step.preempted for step in steps)}
-            run["tokens computed"] = sum(step.prefill_tokens + step.decode_tokens for step in steps)
-            run["blocks swapped out"] = sum(step.swapped_out for step in steps)
-            runs[mode].append(run)
-        if tokens[0] != tokens[1] or len(tokens[0]) != len(lengths):
-            console.print("[red]error:[/red] recomputation and swapping gave different outputs")
-            raise typer.Exit(1)
-    title = f"{len(lengths)} requests, three times a pool of {pool} blocks: outputs equal, float32"
-    table = table_of(title, ["", *runs, "swap / recompute"])
-    for key in ("preemptions", "tokens computed", "blocks swapped out", "seconds"):
-        columns = [[run[key] for run in column] for column in runs.values()]
-        ratio = [b / a if a else None for a, b in zip(*columns, strict=True)]
-        table.add_row(key, *(spread(column) for column in columns), spread(ratio))
-    console.print(table)
-    return runs
-
-
-def measure_waste(engine, rng: random.Random, num_prompts: int, inputs: tuple, outputs: tuple) -> dict:
-    """Slots that are allocated and not filled, as a share of those allocated, over all steps of a trace."""
-    manager, scheduler = engine.scheduler.block_manager, engine.scheduler
-    size = manager.block_size
-    for i in range(num_prompts):
-        prompt = random_prompt(rng, engine, rng.randint(*inputs))
-        engine.add_request(str(i), prompt, greedy(rng.randint(*outputs)))
-    allocated = filled = 0
-
-    def sample():
-        nonlocal allocated, filled
-        tokens_in: dict[int, int] = {}  # of each block; a shared one counts once
-        for group in scheduler.running:
-            for seq in group.live:
-                for i, block in enumerate(manager.block_tables.get(seq.seq_id, ())):
-                    held = min(size, max(0, seq.num_computed_tokens - i * size))
-                    tokens_in[block] = max(tokens_in.get(block, 0), held)
-        allocated += len(tokens_in) * size
-        filled += sum(tokens_in.values())
-
-    steps, seconds, _ = drive(engine, sample)
-    waste = 1 - filled / allocated
-    title = f"{num_prompts} requests, input {inputs[0]}-{inputs[1]}, output {outputs[0]}-{outputs[1]}"
-    table = table_of(title, ["allocated slots never filled", "sequences at most", "steps", "time (s)"])
-    running = max(step.running for step in steps)
-    table.add_row(f"{waste:.2%}", str(running), str(len(steps)), f"{seconds:.1f}")
-    console.print(table)
-    return {"waste": waste, "sequences": running, "steps": len(steps), "seconds": seconds}
-
-
-def drive(engine, after_step: Callable[[], None] = lambda: None) -> tuple[list, float, dict]:
-    """Step until all requests are done. Returns (StepStats of each step, seconds, request id -> finished output)."""
-    steps: list = []
-    done: dict = {}
-    started = time.perf_counter()
-    while engine.has_unfinished_requests():
-        done |= {output.request_id: output for output in engine.step() if output.finished}
-        steps.append(engine.last_step)
-        after_step()
-    return steps, time.perf_counter() - started, done
 
 
 @app.command()
@@ -334,70 +250,132 @@ def bench(
     seed: int,
     compare: str | None,
     json_file: Path | None,
+    profile_file: Path | None,
 ) -> None:
     """Run a workload on an engine made with `switches`, options of EngineConfig, and print its table."""
     if compare not in (None, "transformers"):
         raise typer.BadParameter(f"{compare!r} is not one of: transformers", param_hint="--compare")
     check_json(json_file)
+    check_json(profile_file, "--profile")
     input_range = parse_range("--input-len", workload["input_len"])
     output_range = parse_range("--output-len", workload["output_len"])
     rng = random.Random(seed)
     lengths = [(rng.randint(*input_range), rng.randint(*output_range)) for _ in range(workload["num_prompts"])]
 
     started = time.perf_counter()
-    from nanopage import LLM, hub
+    from benchmarks import utilization
+    from nanopage import LLM, EngineConfig, hub
+    from nanopage.model_runner import resolve_device
 
     imported = time.perf_counter()
     with errors_by_name():
         path = hub.resolve(model)
+        if compare and path.suffix == ".gguf":
+            raise typer.BadParameter("transformers can not load this .gguf file here: give a directory")
+        options = {"model": str(path), "max_num_seqs": max(256, workload["num_prompts"])} | switches
+        device = resolve_device(EngineConfig(**options).device)
+        if compare and device.type == "cuda":  # the peers need memory, too: blocks for all requests, and some room
+            options["num_gpu_blocks_override"] = sum(-(-(i + o) // 16) for i, o in lengths) * 5 // 4 + 16
+        # Of a GPU before the engine takes its memory, of a CPU as late as can be: its speed drifts.
+        bandwidth = utilization.bandwidth(device) if device.type == "cuda" else {}
         resolved = time.perf_counter()
-        llm = LLM(str(path), max_num_seqs=max(256, workload["num_prompts"]), **switches)
+        llm = LLM(**options)
         llm.engine.runner.use_graphs(wait=True)
     loaded = time.perf_counter()
     longest = max(i + o for i, o in lengths)
     if longest > llm.engine.max_model_len:
         raise typer.BadParameter(f"{longest} tokens are more than the model's {llm.engine.max_model_len}")
+    bandwidth = bandwidth or utilization.bandwidth(device)
+    recorder = utilization.StepRecorder(llm.engine, bandwidth)
     runners = {"nanopage": nanopage_peer.runner(llm)}
-    if compare:
-        if path.suffix == ".gguf":
-            raise typer.BadParameter("transformers can not load this .gguf file here: give a directory")
-        runners["transformers"] = transformers_peer.runner(path, llm.engine.dtype, llm.engine.device)
     setup = {
         "import": round(imported - started, 3),
         "load and compile": round(loaded - resolved, 3),
     }
-    if compare:
-        setup["load transformers"] = round(time.perf_counter() - loaded, 3)
     what = (
         f"{command}, {workload['num_prompts']} requests, input {workload['input_len']}, "
         f"output {workload['output_len']}, seed {seed}"
     )
     header = describe(llm.engine, what, compare)
     show_header(header)
+    failures: dict[str, str] = {}  # of peers
+    stop_peers = contextlib.ExitStack()
+    if compare:
+        loaded = time.perf_counter()
+        runners |= load_peers(path, llm.engine.dtype, device, lengths, stop_peers, failures)
+        setup["load transformers"] = round(time.perf_counter() - loaded, 3)
 
     runs: dict[str, list[Run]] = {name: [] for name in runners}
-    with console.status("") as status:
+    utilized: list[dict] = []  # of nanopage, for each iteration
+    with stop_peers, console.status("") as status:
         for iteration in range(-num_iters_warmup, num_iters):
-            work = [Work(random_prompt(rng, llm.engine, i), o) for i, o in lengths]
-            for name, run in runners.items():
+            work = work_of(rng, llm.engine, lengths)
+            for name, run in list(runners.items()):
                 label = "warm-up" if iteration < 0 else f"{iteration + 1}/{num_iters}"
                 status.update(f"{name} {label}")
-                with errors_by_name():
+                with errors_by_name() if name == "nanopage" else left_out_if_it_fails(name, failures):
                     result = measure(run, work)
-                if iteration < 0:
-                    setup.setdefault(f"warm-up {name}", round(result.seconds, 3))
-                else:
-                    runs[name].append(result)
+                    if iteration < 0:
+                        setup.setdefault(f"warm-up {name}", round(result.seconds, 3))
+                    else:
+                        runs[name].append(result)
+                if name in failures:
+                    del runners[name], runs[name]
+            phases = recorder.take()
+            if iteration >= 0:
+                utilized.append(phases)
     hits = llm.engine.scheduler.block_manager.num_hit_tokens
     report(runs, setup, hits, command)
+    utilization.show(utilized, bandwidth)
     if json_file is not None:
         record = {
             "header": header,
             "setup_seconds": setup,
             "runs": {name: [asdict(run) for run in results] for name, results in runs.items()},
+            "failures": failures,
             "prefix_cache_hit_tokens": hits,
+            "bandwidth_gb_s": bandwidth,
+            "weight_bytes": recorder.weight_bytes,
+            "kv_bytes_of_a_token": recorder.kv_bytes,
+            "utilization": [{name: phase and asdict(phase) for name, phase in each.items()} for each in utilized],
         }
         json_file.write_text(json.dumps(record, indent=2) + "\n")
+    if profile_file is not None:
+        with errors_by_name():
+            utilization.write_trace(runners["nanopage"], work_of(rng, llm.engine, lengths), profile_file)
+    if failures:
+        raise typer.Exit(1)
+
+
+def load_peers(
+    path: Path,
+    dtype,
+    device,
+    lengths: list[tuple[int, int]],
+    stop_peers: contextlib.ExitStack,
+    failures: dict[str, str],
+) -> dict[str, Engine]:
+    """transformers' `generate`, and on a GPU its continuous batching as well; `failures` says why one is missing."""
+
+    def continuous() -> Engine:
+        tokens = sum(max(i + o, transformers_continuous.PAGE_SIZE) for i, o in lengths)
+        engine, stop = transformers_continuous.runner(path, dtype, device, tokens)
+        stop_peers.callback(stop)
+        return engine
+
+    peers = {"transformers": lambda: transformers_peer.runner(path, dtype, device)}
+    if device.type == "cuda":
+        peers["transformers continuous"] = continuous
+    engines = {}
+    for name, load in peers.items():
+        with left_out_if_it_fails(name, failures):
+            engines[name] = load()
+    return engines
+
+
+def work_of(rng: random.Random, engine, lengths: list[tuple[int, int]]) -> list[Work]:
+    """Requests with new prompts."""
+    return [Work(random_prompt(rng, engine, i), o) for i, o in lengths]
 
 
 def parse_range(option: str, text: str) -> tuple[int, int]:
@@ -412,10 +390,6 @@ def parse_range(option: str, text: str) -> tuple[int, int]:
     return bounds
 
 
-def random_prompt(rng: random.Random, engine, num_tokens: int) -> list[int]:
-    return [rng.randrange(engine.model_config.vocab_size) for _ in range(num_tokens)]
-
-
 def describe(engine, what: str, compare: str | None = None) -> dict[str, str]:
     """What a reader must know to believe or repeat the figures."""
     import torch
@@ -427,11 +401,22 @@ def describe(engine, what: str, compare: str | None = None) -> dict[str, str]:
         versions += f", transformers {transformers.__version__}"
     config = engine.config
     weights = f", weights {config.quantization}" if config.quantization else ""
-    hardware = torch.cuda.get_device_name() if engine.device.type == "cuda" else cpu_name()
+    hardware, gpu = cpu_name(), {}
+    if engine.device.type == "cuda":
+        import triton
+
+        from benchmarks.utilization import nvidia_smi
+
+        versions += f", triton {triton.__version__}"
+        properties = torch.cuda.get_device_properties(engine.device)
+        hardware = properties.name
+        if state := nvidia_smi(f"GPU-{properties.uuid}"):
+            gpu = {"nvidia-smi": state}
     return {
         "bench": what,
         "model": f"{engine.model_path.name}, {str(engine.dtype).removeprefix('torch.')}{weights}",
         "device": f"{engine.device.type}: {hardware}, {torch.get_num_threads()} threads",
+        **gpu,
         "switches": f"{'eager' if config.enforce_eager else 'compiled'}, block size {config.block_size}",
         "versions": f"{versions}, Python {platform.python_version()}",
     }
@@ -440,7 +425,9 @@ def describe(engine, what: str, compare: str | None = None) -> dict[str, str]:
 def report(runs: dict[str, list[Run]], setup: dict[str, float], hits: int, command: str) -> None:
     """Medians, with the lowest and highest run."""
     title = f"{command}: median [lowest, highest] of {len(runs['nanopage'])}"
-    table = table_of(title, ["", *runs, *(["ratio, pair by pair"] if len(runs) > 1 else [])])
+    peers = [name for name in runs if name != "nanopage"]
+    ratio = "ratio, pair by pair" if len(peers) == 1 else "nanopage / {}, pair by pair"
+    table = table_of(title, ["", *runs, *(ratio.format(name) for name in peers)])
     metrics: dict[str, Callable[[Run], float | None]] = {
         "time (s)": lambda run: run.seconds,
         "time to first token (ms)": lambda run: run.ttft and run.ttft * 1000,
@@ -448,13 +435,13 @@ def report(runs: dict[str, list[Run]], setup: dict[str, float], hits: int, comma
         "output tok/s": lambda run: run.output_tokens / run.seconds,
         "total tok/s": lambda run: run.total_tokens / run.seconds,
     }
-    for name, metric in metrics.items():
+    for title, metric in metrics.items():
         values = {engine: [metric(run) for run in results] for engine, results in runs.items()}
         cells = [spread(column) for column in values.values()]
-        if len(runs) > 1:
-            pairs = zip(*values.values(), strict=True)
+        for name in peers:
+            pairs = zip(values["nanopage"], values[name], strict=True)
             cells.append(spread([ours / theirs if ours and theirs else None for ours, theirs in pairs]))
-        table.add_row(name, *cells)
+        table.add_row(title, *cells)
     console.print(table)
     console.print("  ".join(f"{name} {value:.1f} s" for name, value in setup.items()), style="dim", highlight=False)
     if hits:

@@ -24,9 +24,22 @@ def errors_by_name() -> Iterator[None]:
         raise typer.Exit(1) from None
 
 
-def check_json(file: Path | None) -> None:
+@contextlib.contextmanager
+def left_out_if_it_fails(name: str, failures: dict[str, str]) -> Iterator[None]:
+    """A peer's error, of whatever kind its libraries raise, is said and kept under its name; the run goes on."""
+    try:
+        yield
+    except Exception as error:
+        failures[name] = f"{type(error).__name__}: {error}"
+        console.print(
+            f"[red]{name} failed[/red] and is left out from here on: {escape(failures[name])}", highlight=False
+        )
+
+
+def check_json(file: Path | None, option: str = "--json") -> None:
+    """Refuse a file to be written, named by `option`, whose folder is not there."""
     if file is not None and not file.absolute().parent.is_dir():
-        raise typer.BadParameter(f"no such folder: {file.absolute().parent}", param_hint="--json")
+        raise typer.BadParameter(f"no such folder: {file.absolute().parent}", param_hint=option)
 
 
 def show_header(header: dict[str, str]) -> None:
@@ -35,7 +48,7 @@ def show_header(header: dict[str, str]) -> None:
 
 
 def table_of(title: str, columns: list[str]) -> Table:
-    table = Table(title=title, title_justify="left")
+    table = Table(title=escape(title), title_justify="left")
     for column in columns:
         table.add_column(column, justify="right" if column else "left")
     return table

@@ -392,6 +392,7 @@ class LLMEngine:
         stats.swapped = sum(len(group.live) for group in scheduler.swapped)
         stats.decode_tokens = sum(s.num_tokens for s in batch.sequences if s.start >= s.seq.num_prompt_tokens)
         stats.prefill_tokens = batch.num_tokens - stats.decode_tokens
+        stats.context_tokens = sum(s.start + s.num_tokens for s in batch.sequences)
         stats.cached_tokens = batch.num_cached_tokens
         stats.cached_blocks = manager.num_cached_blocks
         stats.free_blocks = manager.num_free_blocks - stats.cached_blocks

@@ -480,6 +480,7 @@ class StepStats:
     swapped: int = 0
     prefill_tokens: int = 0
     decode_tokens: int = 0
+    context_tokens: int = 0  # whose K and V attention reads: of each sequence all up to the step's last, shared or not
     cached_tokens: int = 0  # found in the prefix cache instead of computed
     output_tokens: int = 0  # sampled; of a beam search, one for each live beam
     free_blocks: int = 0

@@ -5,11 +5,21 @@ import os
 import statistics
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 import torch
 from helpers import tiny_model
+from typer.testing import CliRunner
+
+import bench as program
+from benchmarks import utilization
+from benchmarks.peers import transformers as transformers_peer
+from benchmarks.peers import transformers_continuous
+from benchmarks.peers.protocol import Run, Work, measure
+from benchmarks.report import console
+from nanopage.request import StepStats
 
 ROOT = Path(__file__).parent.parent
 
@@ -58,6 +68,166 @@ def test_it_measures_side_by_side_with_transformers_and_writes_json(model, tmp_p
     )
     (row,) = [line for line in done.stdout.splitlines() if " output tok/s" in line]
     assert f"{ratio:.2f}" in row
+    assert "median [lowest, highest] of 2" in done.stdout
+
+
+@pytest.mark.parametrize("at_work", [False, True])
+def test_a_peer_that_fails_is_named_and_nanopage_goes_on(model, tmp_path, monkeypatch, at_work):
+    def fails(*_):
+        raise LookupError("this peer has no [such] thing")
+
+    monkeypatch.setattr(console, "width", 160)
+    monkeypatch.setattr(transformers_peer, "runner", lambda *_: fails if at_work else fails())
+    file = tmp_path / "result.json"
+    options = ["--model", str(model), "--num-iters", "2", "--compare", "transformers", "--json", str(file), "--eager"]
+    with console.capture() as printed:
+        done = CliRunner().invoke(program.app, ["latency", "--input-len", "6", "--output-len", "3", *options])
+    assert done.exit_code == 1, done.output
+    assert "transformers failed and is left out" in printed.get() and "no [such] thing" in printed.get()
+    result = json.loads(file.read_text())
+    assert result["failures"] == {"transformers": "LookupError: this peer has no [such] thing"}
+    assert list(result["runs"]) == ["nanopage"] and len(result["runs"]["nanopage"]) == 2
+
+
+def test_continuous_batching_runs_in_this_process_and_can_be_stopped(model):
+    before = set(threading.enumerate())
+    engine, stop = transformers_continuous.runner(model, torch.float32, torch.device("cpu"), 2 * 256)
+    try:
+        run = measure(engine, [Work([5, 6, 7], 4), Work([8, 9], 2)])  # raises unless each gets its tokens
+        assert run.output_tokens == 6 and set(threading.enumerate()) > before
+    finally:
+        stop()
+    assert set(threading.enumerate()) == before
+
+
+def test_ratios_are_pair_by_pair_for_each_peer(monkeypatch):
+    monkeypatch.setattr(console, "width", 160)
+
+    def runs(*seconds):
+        return [Run(each, 10, 20) for each in seconds]
+
+    with console.capture() as printed:
+        program.report({"nanopage": runs(1, 2, 4), "a": runs(3, 3, 3), "b": runs(1, 1, 16)}, {}, 0, "latency")
+    (row,) = [line for line in printed.get().splitlines() if "output tok/s" in line]
+    assert "1.50 [0.75, 3.00]" in row and "1.00 [0.50, 4.00]" in row
+
+
+@pytest.mark.parametrize("quantization", [None, "int8"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_bytes_of_the_steps_are_those_of_the_model_and_the_lengths(tmp_path, quantization, tied):
+    # Sizes that oneDNN's layout and int8 tiles hold without padding.
+    model = tiny_model(tmp_path / "model", vocab_size=320, intermediate_size=128, tie_word_embeddings=tied)
+    file = tmp_path / "result.json"
+    options = ["--model", model, "--dtype", "float32", "--num-iters", 2, "--json", file]
+    options += ["--quantization", quantization] if quantization else []
+    done = bench("latency", "--input-len", 12, "--output-len", 5, "--batch-size", 2, *options)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(file.read_text())
+    # qkv, o, gate and up, down; twice, then the head. The embedding is not streamed, unless it is the head.
+    products = 2 * [(128, 64), (64, 64), (256, 64), (64, 128)] + [(320, 64)]
+    norms = 4 * 5 * 64
+    if quantization:
+        weights = sum(rows * columns + 4 * rows for rows, columns in products) + norms
+    else:
+        weights = sum(4 * rows * columns for rows, columns in products) + norms
+    kv = 2 * 2 * 2 * 16 * 4  # K and V, layers, heads, head_dim, float32
+    assert (result["weight_bytes"], result["kv_bytes_of_a_token"]) == (weights, kv)
+    assert len(result["utilization"]) == 2 and list(result["bandwidth_gb_s"]) == ["measured"]
+    for phases in result["utilization"]:
+        for name, steps, context in (("decode", 4, 2 * (13 + 14 + 15 + 16)), ("all", 5, 2 * (12 + 13 + 14 + 15 + 16))):
+            phase = phases[name]
+            assert (phase["steps"], phase["context_tokens"]) == (steps, context)
+            assert phase["bytes_read"] == steps * weights + context * kv
+            gb_s = phase["bytes_read"] / phase["seconds"] / 1e9
+            assert phase["mbu"] == {"measured": pytest.approx(gb_s / result["bandwidth_gb_s"]["measured"])}
+            assert phase["gpu_busy"] is None
+            assert all(phase["host_us"][name] > 0 for name in ("schedule", "model", "sample", "output"))
+            assert sum(phase["host_us"].values()) * steps <= 1e6 * phase["seconds"]
+    assert "MBU, measured" in done.stdout and "host us a step, decode steps: schedule " in done.stdout
+
+
+def test_requests_of_one_token_have_no_decode_steps(model, tmp_path):
+    file = tmp_path / "result.json"
+    options = ["--model", model, "--num-iters", 1, "--dtype", "float32", "--json", file]
+    done = bench("throughput", "--num-prompts", 2, "--input-len", 6, "--output-len", 1, *options)
+    assert done.returncode == 0, done.stderr
+    (phases,) = json.loads(file.read_text())["utilization"]
+    assert phases["decode"] is None and phases["all"]["context_tokens"] == 12
+
+
+def test_profile_writes_a_trace_of_one_more_iteration(model, tmp_path):
+    trace, file = tmp_path / "trace.json", tmp_path / "result.json"
+    options = ["--model", model, "--num-iters", 1, "--dtype", "float32", "--json", file, "--profile", trace]
+    done = bench("latency", "--input-len", 6, "--output-len", 3, *options)
+    assert done.returncode == 0, done.stderr
+    names = [event["name"] for event in json.loads(trace.read_text())["traceEvents"] if "name" in event]
+    assert names.count("aten::argmax") == 3  # greedy sampling, of three tokens
+    assert len(json.loads(file.read_text())["runs"]["nanopage"]) == 1
+
+
+class Event:
+    """A CUDA event, recorded at `ms`."""
+
+    def __init__(self, ms):
+        self.ms = ms
+
+    def elapsed_time(self, later):
+        return later.ms - self.ms
+
+
+def test_a_gpu_is_busy_within_the_spans_and_a_step_lasts_until_the_next_begins():
+    spans = [(StepStats(), (Event(begin), Event(end))) for begin, end in ((100, 102), (103, 107), (107, 110))]
+    steps = utilization.on_device(spans)
+    assert [step.seconds for step in steps] == pytest.approx([0.003, 0.004, 0.003])
+    assert [step.busy_seconds for step in steps] == pytest.approx([0.002, 0.004, 0.003])
+
+
+def test_the_data_sheet_of_an_a100_is_made_of_its_clock_and_bus():
+    assert utilization.data_sheet(1215000, 5120) == pytest.approx(1555, abs=1)  # GB/s, as NVIDIA says
+
+
+@pytest.mark.parametrize(
+    ("script", "says"),
+    [
+        (
+            "echo '570.1, 1980 MHz, 1980 MHz, 2619 MHz, 3201 MHz, 700.00 W'",
+            "driver 570.1, SM 1980 MHz of 1980 MHz, memory 2619 MHz of 3201 MHz, power limit 700.00 W",
+        ),
+        ('test "$1" = --id=GPU-1 && echo a, b, c, d, e, f', "driver a, SM b of c, memory d of e, power limit f"),
+        ("echo 'No devices were found'", None),
+        ("exit 9", None),
+        (None, None),
+    ],
+)
+def test_nvidia_smi_is_asked_and_left_out_where_it_can_not_say(tmp_path, monkeypatch, script, says):
+    if script is not None:
+        (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert utilization.nvidia_smi("GPU-1") == says
+
+
+@pytest.mark.gpu
+def test_both_forms_of_transformers_take_turns_on_a_gpu(model, tmp_path):
+    file = tmp_path / "result.json"
+    lengths = ["--input-len", "4-12", "--output-len", "2-5", "--num-prompts", 4]
+    options = ["--device", "cuda", "--num-iters", 2, "--compare", "transformers", "--json", file]
+    done = bench("throughput", "--model", model, *lengths, *options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    runs = json.loads(file.read_text())["runs"]
+    assert list(runs) == ["nanopage", "transformers", "transformers continuous"]
+    assert len({run["output_tokens"] for column in runs.values() for run in column}) == 1
+
+
+@pytest.mark.gpu
+def test_a_gpu_says_how_busy_it_is(model, tmp_path):
+    file = tmp_path / "result.json"
+    done = bench("latency", "--model", model, "--device", "cuda", "--output-len", 8, "--num-iters", 1, "--json", file)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(file.read_text())
+    assert result["bandwidth_gb_s"]["measured"] > 0 and "triton" in result["header"]["versions"]
+    for phase in result["utilization"][0].values():
+        assert 0 < phase["gpu_busy"] <= 1 and 0 < phase["mbu"]["measured"] < 1
 
 
 @pytest.mark.parametrize(
@@ -68,6 +238,7 @@ def test_it_measures_side_by_side_with_transformers_and_writes_json(model, tmp_p
         (["throughput", "--num-prompts", "0"], "--num-prompts"),
         (["throughput", "--compare", "llama"], "--compare"),
         (["throughput", "--json", "/no/such/folder/x.json"], "--json"),
+        (["throughput", "--profile", "/no/such/folder/x.json"], "--profile"),
         (["latency", "--model", "/no/such/model"], "/no/such/model"),
         (["latency", "--dtype", "int3"], "int3"),
         (["latency", "--quantization", "int3"], "quantization='int3'"),

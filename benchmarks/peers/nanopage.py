@@ -1,5 +1,6 @@
 """nanopage itself, by the same protocol as the others. It runs in bench.py's own environment."""
 
+import random
 import subprocess
 from pathlib import Path
 
@@ -52,6 +53,10 @@ def greedy(num_tokens: int):
     from nanopage import SamplingParams
 
     return SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True, detokenize=False)
+
+
+def random_prompt(rng: random.Random, engine, num_tokens: int) -> list[int]:
+    return [rng.randrange(engine.model_config.vocab_size) for _ in range(num_tokens)]
 
 
 def versions() -> dict[str, str]:

@@ -1,5 +1,6 @@
 """transformers `generate`: one left-padded batch that runs to its longest output. nanopage depends on it, so that it is
-installed already; it runs in bench.py's own environment.
+installed already; it runs in bench.py's own environment. On a GPU its cache is the static one, whose decode steps
+`generate` compiles by itself.
 """
 
 import time
@@ -35,7 +36,10 @@ def runner(model: Path, dtype, device) -> Engine:
         def end(self):
             pass
 
-    @torch.inference_mode()
+    on_gpu = torch.device(device).type == "cuda"
+    options = {"cache_implementation": "static"} if on_gpu else {}
+
+    @torch.inference_mode(not on_gpu)  # generate() turns gradients off itself, and compiles for ordinary tensors
     def run(work: list[Work]) -> list[Output]:
         width, longest = max(len(w.prompt) for w in work), max(w.output_len for w in work)
         ids = torch.zeros(len(work), width, dtype=torch.int64)
@@ -52,6 +56,7 @@ def runner(model: Path, dtype, device) -> Engine:
             max_new_tokens=longest,
             pad_token_id=0,
             streamer=clock,
+            **options,
         )
         rows = out[:, width:].tolist()
         if clock:

@@ -2,24 +2,42 @@
 nanopage depends on transformers, so that it is installed already; it runs in bench.py's own environment.
 """
 
+from collections.abc import Callable
+from pathlib import Path
+
 from benchmarks.peers.protocol import Engine, Options, Output, Work, serve
+
+PAGE_SIZE = 256  # tokens: transformers' default, of an option that was renamed meanwhile
 
 
 def load(options: Options) -> tuple[dict[str, str], Engine]:
     import torch
     import transformers
-    from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 
     torch.set_num_threads(options.threads)
     dtype = getattr(torch, options.dtype)
-    hf = AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype).eval()
-    page_size = ContinuousBatchingConfig().page_size
+    engine, _ = runner(options.model, dtype, torch.device("cpu"), options.kv_tokens)
+    return {"transformers": transformers.__version__, "torch": torch.__version__}, engine
+
+
+def runner(model: Path, dtype, device, kv_tokens: int) -> tuple[Engine, Callable[[], None]]:
+    """The manager as an Engine, and what ends its thread: until then the process lives on.
+
+    Args:
+        kv_tokens: of all requests that run at once; of each at least PAGE_SIZE, for pages are not shared.
+    """
+    from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
+
+    hf = AutoModelForCausalLM.from_pretrained(model, dtype=dtype).to(device).eval()
     manager = hf.init_continuous_batching(
         GenerationConfig(do_sample=False, eos_token_id=-1, max_new_tokens=1),
         # Twice the pages: every request may leave one half empty.
-        ContinuousBatchingConfig(num_blocks=2 * options.kv_tokens // page_size, max_batch_tokens=2048),
+        ContinuousBatchingConfig(num_blocks=2 * kv_tokens // PAGE_SIZE, max_batch_tokens=2048),
     )
     manager.start()  # its thread sleeps while there is nothing to do
+
+    def stop() -> None:
+        manager.stop(timeout=10, hard_stop=True)
 
     def run(work: list[Work]) -> list[Output]:
         ids = [manager.add_request(w.prompt, max_new_tokens=w.output_len, record_timestamps=True) for w in work]
@@ -35,7 +53,7 @@ def load(options: Options) -> tuple[dict[str, str], Engine]:
         results = [done[request_id] for request_id in ids]
         return [Output(r.generated_tokens, r.timestamps[0], r.timestamps[-1]) for r in results]
 
-    return {"transformers": transformers.__version__, "torch": torch.__version__}, run
+    return run, stop
 
 
 if __name__ == "__main__":

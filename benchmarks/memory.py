@@ -1,0 +1,113 @@
+"""The memory manager's worth: parallel sampling, preemption by swap and by recomputation, slots never filled."""
+
+import random
+import statistics
+import time
+from collections.abc import Callable
+
+import typer
+
+from benchmarks.peers.nanopage import greedy, random_prompt
+from benchmarks.report import console, spread, table_of
+
+
+def measure_forks(engine, rng: random.Random, num_iters: int) -> dict:
+    """Eight completions of one prompt of 512 tokens, as one request and as eight. No prefix cache."""
+    from nanopage import SamplingParams
+
+    options = {"temperature": 1.0, "max_tokens": 64, "ignore_eos": True, "detokenize": False}
+    forms = {"1 request, n=8": [8], "8 requests": [1] * 8}
+    runs: dict[str, list[dict]] = {name: [] for name in forms}
+    for iteration in range(-1, num_iters):  # the first warms up
+        prompt = random_prompt(rng, engine, 512)
+        for name, counts in forms.items():
+            for i, n in enumerate(counts):
+                engine.add_request(str(i), prompt, SamplingParams(n=n, seed=i, **options))
+            steps, seconds, _ = drive(engine)
+            if iteration >= 0:
+                blocks = max(step.used_blocks for step in steps)
+                runs[name].append(
+                    {"blocks": blocks, "prefill_tokens": sum(step.prefill_tokens for step in steps), "seconds": seconds}
+                )
+    one, eight = runs.values()
+    table = table_of("8 completions of 64 tokens, prompt of 512", ["", *forms, "saved"])
+    for title, key, digits in (("blocks at most", "blocks", 0), ("prompt tokens computed", "prefill_tokens", 0),
+                               ("time (s)", "seconds", 2)):  # fmt: skip
+        a, b = (statistics.median(run[key] for run in column) for column in (one, eight))
+        table.add_row(title, f"{a:.{digits}f}", f"{b:.{digits}f}", f"{1 - a / b:.0%}")
+    console.print(table)
+    return runs
+
+
+def measure_preemption(engine_of: Callable, rng: random.Random, num_iters: int) -> dict:
+    """32 requests whose tokens are three times the pool, preempted by recomputation and by swapping."""
+    lengths = [(rng.randint(32, 256), rng.randint(32, 128)) for _ in range(32)]
+    pool = sum(-(-(i + o) // 16) for i, o in lengths) // 3
+    options = {"num_gpu_blocks_override": pool, "max_model_len": 256 + 128, "dtype": "float32"}
+    engines = {mode: engine_of(preemption_mode=mode, **options) for mode in ("recompute", "swap")}
+    runs: dict[str, list[dict]] = {mode: [] for mode in engines}
+    for _ in range(num_iters):
+        prompts = [random_prompt(rng, engines["swap"], i) for i, _ in lengths]
+        tokens = []
+        for mode, engine in engines.items():
+            for index, (prompt, (_, output)) in enumerate(zip(prompts, lengths, strict=True)):
+                engine.add_request(str(index), prompt, greedy(output))
+            steps, seconds, outputs = drive(engine)
+            tokens.append({key: output.outputs[0].token_ids for key, output in outputs.items()})
+            run = {"seconds": seconds, "preemptions": sum(step.preempted for step in steps)}
+            run["tokens computed"] = sum(step.prefill_tokens + step.decode_tokens for step in steps)
+            run["blocks swapped out"] = sum(step.swapped_out for step in steps)
+            runs[mode].append(run)
+        if tokens[0] != tokens[1] or len(tokens[0]) != len(lengths):
+            console.print("[red]error:[/red] recomputation and swapping gave different outputs")
+            raise typer.Exit(1)
+    title = f"{len(lengths)} requests, three times a pool of {pool} blocks: outputs equal, float32"
+    table = table_of(title, ["", *runs, "swap / recompute"])
+    for key in ("preemptions", "tokens computed", "blocks swapped out", "seconds"):
+        columns = [[run[key] for run in column] for column in runs.values()]
+        ratio = [b / a if a else None for a, b in zip(*columns, strict=True)]
+        table.add_row(key, *(spread(column) for column in columns), spread(ratio))
+    console.print(table)
+    return runs
+
+
+def measure_waste(engine, rng: random.Random, num_prompts: int, inputs: tuple, outputs: tuple) -> dict:
+    """Slots that are allocated and not filled, as a share of those allocated, over all steps of a trace."""
+    manager, scheduler = engine.scheduler.block_manager, engine.scheduler
+    size = manager.block_size
+    for i in range(num_prompts):
+        prompt = random_prompt(rng, engine, rng.randint(*inputs))
+        engine.add_request(str(i), prompt, greedy(rng.randint(*outputs)))
+    allocated = filled = 0
+
+    def sample():
+        nonlocal allocated, filled
+        tokens_in: dict[int, int] = {}  # of each block; a shared one counts once
+        for group in scheduler.running:
+            for seq in group.live:
+                for i, block in enumerate(manager.block_tables.get(seq.seq_id, ())):
+                    held = min(size, max(0, seq.num_computed_tokens - i * size))
+                    tokens_in[block] = max(tokens_in.get(block, 0), held)
+        allocated += len(tokens_in) * size
+        filled += sum(tokens_in.values())
+
+    steps, seconds, _ = drive(engine, sample)
+    waste = 1 - filled / allocated
+    title = f"{num_prompts} requests, input {inputs[0]}-{inputs[1]}, output {outputs[0]}-{outputs[1]}"
+    table = table_of(title, ["allocated slots never filled", "sequences at most", "steps", "time (s)"])
+    running = max(step.running for step in steps)
+    table.add_row(f"{waste:.2%}", str(running), str(len(steps)), f"{seconds:.1f}")
+    console.print(table)
+    return {"waste": waste, "sequences": running, "steps": len(steps), "seconds": seconds}
+
+
+def drive(engine, after_step: Callable[[], None] = lambda: None) -> tuple[list, float, dict]:
+    """Step until all requests are done. Returns (StepStats of each step, seconds, request id -> finished output)."""
+    steps: list = []
+    done: dict = {}
+    started = time.perf_counter()
+    while engine.has_unfinished_requests():
+        done |= {output.request_id: output for output in engine.step() if output.finished}
+        steps.append(engine.last_step)
+        after_step()
+    return steps, time.perf_counter() - started, done

@@ -1,0 +1,219 @@
+"""How well nanopage uses its device: MBU, the share of the time a GPU is busy, the host's time; a trace of it all.
+
+MBU, model bandwidth utilization (Databricks, "LLM Inference Performance Engineering", 2023; gpt-fast): the bytes that a
+step has to read, which are the weights once and the K and V of every sequence's context, over the time, over the
+memory's bandwidth. The engine is watched from outside: nothing in it knows of this.
+"""
+
+import contextlib
+import statistics
+import subprocess
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from benchmarks.peers.protocol import Engine, Work
+from benchmarks.report import console, spread, table_of
+from nanopage.kv_cache import block_bytes
+from nanopage.request import StepStats
+
+PHASES = {"decode": "decode steps", "all": "whole run"}
+Span = tuple[Any, Any]  # CUDA events: before and after a step's work on the device
+
+
+@dataclass
+class Step:
+    stats: StepStats
+    seconds: float
+    busy_seconds: float | None = None  # on a GPU
+
+
+@dataclass
+class Phase:
+    """Steps taken together. `mbu` has a share for each bandwidth that is known, `host_us` the microseconds of a step,
+    on average, by what the host did. On a CPU "model" and "sample" are the work itself."""
+
+    steps: int
+    seconds: float
+    context_tokens: int
+    bytes_read: int
+    mbu: dict[str, float]
+    gpu_busy: float | None
+    host_us: dict[str, float]
+
+
+class StepRecorder:
+    """Puts down every step that `engine` makes from now on.
+
+    Args:
+        engine: an LLMEngine.
+        bandwidth: what `bandwidth` returned.
+    """
+
+    def __init__(self, engine: Any, bandwidth: dict[str, float]):
+        self.bandwidth = bandwidth
+        self.weight_bytes = weight_bytes(engine.runner.model)
+        self.kv_bytes = block_bytes(engine.model_config, 1, engine.dtype)  # of a token
+        self._on_gpu = engine.device.type == "cuda"
+        self._steps: list[tuple[StepStats, float, Span | None]] = []  # what a step did, seconds of the call
+        self._watch(engine)
+
+    def _watch(self, engine: Any) -> None:
+        step, runner = engine.step, engine.runner
+        spans: list[Span] = []  # of the call that is under way
+
+        def timed_step():
+            started = time.perf_counter()
+            outputs = step()
+            seconds = time.perf_counter() - started
+            self._steps.append((engine.last_step, seconds, spans.pop() if spans else None))
+            return outputs
+
+        engine.step = timed_step
+        if not self._on_gpu:
+            return
+        name = "launch" if hasattr(runner, "launch") else "execute"
+        run = getattr(runner, name)
+
+        def run_between_events(*args, **kwargs):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            result = run(*args, **kwargs)
+            end.record()
+            spans.append((begin, end))
+            return result
+
+        setattr(runner, name, run_between_events)
+
+    def take(self) -> dict[str, Phase | None]:
+        """What the steps since the last call came to: "decode" of those without prompt tokens, None if there were
+        none, and "all"."""
+        taken, self._steps = self._steps, []
+        if self._on_gpu:
+            torch.cuda.synchronize()
+            steps = on_device([(stats, span) for stats, _, span in taken if span is not None])
+        else:
+            steps = [Step(stats, seconds) for stats, seconds, _ in taken]
+        decode = [step for step in steps if step.stats.decode_tokens and not step.stats.prefill_tokens]
+        return {"decode": self._phase(decode) if decode else None, "all": self._phase(steps)}
+
+    def _phase(self, steps: list[Step]) -> Phase:
+        seconds = sum(step.seconds for step in steps)
+        context_tokens = sum(step.stats.context_tokens for step in steps)
+        weights = self.weight_bytes * sum(step.stats.context_tokens > 0 for step in steps)
+        bytes_read = weights + self.kv_bytes * context_tokens
+        busy = [step.busy_seconds for step in steps if step.busy_seconds is not None]
+        host_us = {
+            name: 1e6 * statistics.mean(getattr(step.stats, f"{name}_seconds") for step in steps)
+            for name in ("schedule", "model", "sample", "output")
+        }
+        mbu = {name: bytes_read / seconds / 1e9 / gb_s for name, gb_s in self.bandwidth.items()}
+        return Phase(
+            len(steps), seconds, context_tokens, bytes_read, mbu, sum(busy) / seconds if busy else None, host_us
+        )
+
+
+def on_device(spans: list[tuple[StepStats, Span]]) -> list[Step]:
+    """Steps with the device's times instead of the host's, which may run ahead of it.
+
+    A step lasts until the next one begins there, the last until its own end. The device counts as busy from a span's
+    begin to its end: an upper bound, since waits between the kernels of one step are in it (--profile shows them).
+    """
+    steps = []
+    for (stats, (begin, end)), following in zip(spans, [*spans[1:], None], strict=True):
+        busy = begin.elapsed_time(end)
+        period = begin.elapsed_time(following[1][0]) if following else busy
+        steps.append(Step(stats, period / 1000, busy / 1000))
+    return steps
+
+
+def weight_bytes(model: Any) -> int:
+    """What a step reads of a model's weights: the decoder layers, the final norm and the head, in the form they have by
+    now. Of an embedding only the step's tokens' rows are read; one that is the head counts as the head."""
+    streamed = nn.ModuleList([*model.model.layers, model.model.norm, model.lm_head])
+    sizes = {}  # by address: a weight in oneDNN's layout has two tensors for the same memory
+    for tensor in chain(streamed.parameters(), streamed.buffers()):
+        if tensor.is_mkldnn:
+            sizes[torch.ops.mkldnn.data_ptr(tensor)] = torch.ops.mkldnn._nbytes(tensor)
+        else:
+            sizes[tensor.data_ptr()] = tensor.nbytes
+    return sum(sizes.values())
+
+
+def bandwidth(device: torch.device) -> dict[str, float]:
+    """GB/s, "measured" and, of a GPU whose clock and bus torch knows, by the "data sheet". Measured is a copy's on a
+    GPU, bytes read and bytes written, and on a CPU that of reading, with as many threads as torch has."""
+    if device.type == "cpu":
+        from benchmarks.compare import read_bandwidth
+
+        return {"measured": read_bandwidth(torch.get_num_threads())}
+    from benchmarks.kernels import copy_bandwidth
+
+    measured = {"measured": copy_bandwidth()}
+    torch.cuda.empty_cache()
+    properties = torch.cuda.get_device_properties(device)
+    sheet = data_sheet(getattr(properties, "memory_clock_rate", 0), getattr(properties, "memory_bus_width", 0))
+    return measured | ({"data sheet": sheet} if sheet else {})
+
+
+def data_sheet(clock_khz: int, bus_bits: int) -> float:
+    """GB/s of memory that moves data on both edges of its clock."""
+    return 2 * clock_khz * 1e3 * bus_bits / 8 / 1e9
+
+
+def nvidia_smi(gpu: str) -> str | None:
+    """Driver, clocks and power limit of the GPU with this id; None where nvidia-smi is not there or can not say."""
+    fields = "driver_version,clocks.sm,clocks.max.sm,clocks.mem,clocks.max.mem,power.limit"
+    command = ["nvidia-smi", f"--id={gpu}", f"--query-gpu={fields}", "--format=csv,noheader"]
+    with contextlib.suppress(OSError, subprocess.SubprocessError, ValueError):
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout
+        driver, sm, most_sm, memory, most_memory, power = answer.strip().split(", ")
+        return f"driver {driver}, SM {sm} of {most_sm}, memory {memory} of {most_memory}, power limit {power}"
+    return None
+
+
+def write_trace(run: Engine, work: list[Work], file: Path) -> None:
+    """Run the work once more under torch's profiler, of the CPU and of a GPU if there is one, and write what it saw as
+    a Chrome trace (chrome://tracing, ui.perfetto.dev)."""
+    with torch.profiler.profile() as profiler:
+        run(work)
+    profiler.export_chrome_trace(str(file))
+
+
+def show(iterations: list[dict[str, Phase | None]], bandwidth: dict[str, float]) -> None:
+    """Print a table and a line: medians, with the lowest and highest iteration."""
+    on_gpu = any(phase and phase.gpu_busy is not None for phases in iterations for phase in phases.values())
+    speeds = ", ".join(f"{name} {gb_s:.1f} GB/s" for name, gb_s in bandwidth.items())
+    columns = ["", "steps", "ms a step", "GB/s", *(f"MBU, {name} (%)" for name in bandwidth)]
+    table = table_of(f"memory read by nanopage's steps; bandwidth: {speeds}", columns + ["GPU busy (%)"] * on_gpu)
+    for key, title in PHASES.items():
+        phases = [phase for iteration in iterations if (phase := iteration[key])]
+        if not phases:  # one token for each request
+            continue
+        cells = [f"{statistics.median(phase.steps for phase in phases):.0f}"]
+        cells.append(spread([1000 * phase.seconds / phase.steps for phase in phases]))
+        cells.append(spread([phase.bytes_read / phase.seconds / 1e9 for phase in phases]))
+        cells += [spread([100 * phase.mbu[name] for phase in phases]) for name in bandwidth]
+        if on_gpu:
+            cells.append(spread([100 * phase.gpu_busy if phase.gpu_busy is not None else None for phase in phases]))
+        table.add_row(title, *cells)
+    console.print(table)
+    lines = {
+        title: host_line(phase for iteration in iterations if (phase := iteration[key]))
+        for key, title in PHASES.items()
+    }
+    text = "; ".join(f"{title}: {line}" for title, line in lines.items() if line)
+    console.print(f"host us a step, {text}", style="dim", highlight=False)
+
+
+def host_line(phases: Iterable[Phase]) -> str:
+    """ "schedule 12, model 340, sample 20, output 30": the medians."""
+    times = [phase.host_us for phase in phases]
+    names = times[0] if times else []
+    return ", ".join(f"{name} {statistics.median(each[name] for each in times):.0f}" for name in names)
