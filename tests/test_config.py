@@ -15,6 +15,7 @@ from nanopage.config import (
     ARCHITECTURES,
     DEVICES,
     DTYPES,
+    LOAD_FORMATS,
     POLICIES,
     PREEMPTION_MODES,
     QUANTIZATIONS,
@@ -58,6 +59,7 @@ PASS = cases(
         (["swap_space"], [None, 0, 0.0, 1e-6, 4, 4000]),
         (["scheduling_policy"], POLICIES),
         (["quantization"], QUANTIZATIONS),
+        (["load_format"], LOAD_FORMATS),
     ]
 )
 OUT_OF_RANGE = cases(
@@ -65,6 +67,7 @@ OUT_OF_RANGE = cases(
         (["dtype"], ["", "int8", "bf16", "Float32"]),
         (["device"], ["", "tpu", "CUDA", "cuda:0"]),
         (["quantization"], ["", "int4", "awq", 8]),
+        (["load_format"], ["", None, "Dummy", "safetensors", True]),
         (COUNTS + OPTIONAL_COUNTS, [0, -1]),
         (SHARES, [0, 0.0, -1, -0.5, NAN, INF, -INF, HUGE]),
         (["gpu_memory_utilization"], [1.0001, 2]),
@@ -96,6 +99,7 @@ def test_the_tables_have_every_engine_option():
         "preemption_mode",
         "scheduling_policy",
         "quantization",
+        "load_format",
     }
 
 

@@ -2,12 +2,13 @@
 
 import dataclasses
 import logging
+import shutil
 
 import pytest
 import torch
 from helpers import EOS, VOCAB_SIZE, tiny_model
 
-from nanopage import EngineConfig, LLMEngine, SamplingParams
+from nanopage import BeamSearchParams, EngineConfig, LLMEngine, SamplingParams
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 
@@ -351,6 +352,58 @@ def test_int8_weights_serve_in_every_dtype_and_schedule(model, dtype):
         for name, prompt in prompts.items():
             alone = run(make_engine(model, **options), **{name: prompt})[name]
             assert together[name].outputs[0].token_ids == alone.outputs[0].token_ids
+
+
+@pytest.fixture
+def config_only(model, tmp_path):
+    """A directory with config.json and nothing else."""
+    shutil.copy(model / "config.json", tmp_path)
+    return tmp_path
+
+
+def test_dummy_weights_serve_token_ids_without_a_tokenizer(config_only, caplog):
+    with caplog.at_level(logging.INFO, "nanopage"):
+        engine = make_engine(config_only, load_format="dummy")
+    assert engine.tokenizer is None
+    assert "with dummy weights" in caplog.text
+    params = dataclasses.replace(GREEDY, logprobs=2, prompt_logprobs=2)
+    beams = BeamSearchParams(width=2, max_tokens=5)
+    done = run(engine, a=([5, 6, 7], params), b=({"prompt_token_ids": [8, 9]}, GREEDY), c=([5, 6], beams))
+    completion = done["a"].outputs[0]
+    assert (len(completion.token_ids), completion.text, completion.delta) == (12, "", "")
+    tables = completion.logprobs + done["a"].prompt_logprobs[1:]
+    assert len(tables) == 14
+    assert all(entry.logprob < 0 and entry.decoded_token is None for table in tables for entry in table.values())
+    assert [beam.text for beam in done["c"].outputs] == ["", ""]
+    again = run(make_engine(config_only, load_format="dummy"), a=([5, 6, 7], GREEDY))["a"]
+    assert again.outputs[0].token_ids == completion.token_ids
+    assert idle(engine)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "message"),
+    [
+        ("the cat", GREEDY, "a prompt of text needs a tokenizer, and .* has no tokenizer.json: give prompt_token_ids"),
+        ({"prompt": "the cat"}, GREEDY, "has no tokenizer.json: give prompt_token_ids"),
+        ([5], SamplingParams(stop="a"), "stop needs a tokenizer, and .* has no tokenizer.json: give stop_token_ids"),
+        ([5], SamplingParams(bad_words=["a"]), "bad_words needs a tokenizer"),
+    ],
+)
+def test_text_without_a_tokenizer_is_refused_and_leaves_nothing(config_only, prompt, params, message):
+    engine = make_engine(config_only, load_format="dummy")
+    with pytest.raises(ValueError, match=message):
+        engine.add_request("a", prompt, params)
+    assert idle(engine)
+
+
+def test_dummy_weights_use_a_tokenizer_that_is_there_and_true_weights_need_one(model, config_only):
+    with pytest.raises(FileNotFoundError, match=r"has no tokenizer\.json"):
+        make_engine(config_only)
+    shutil.copy(model / "tokenizer.json", config_only)
+    output = run(make_engine(config_only, load_format="dummy", quantization="int8"), a=("the cat", GREEDY))["a"]
+    assert output.outputs[0].text
+    with pytest.raises(ValueError, match=r"has no \.safetensors weights"):
+        make_engine(config_only)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is here")
