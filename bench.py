@@ -42,6 +42,10 @@ EagerOption = Annotated[
     bool, typer.Option("--eager", help="Without compiled code: the first run on a machine waits a minute for it.")
 ]
 QuantizationOption = Annotated[str | None, typer.Option(help="int8: weights in a byte each [default: as they are].")]
+LoadFormatOption = Annotated[
+    str,
+    typer.Option(help="auto, or dummy: random weights; config.json is enough, as in benchmarks/configs/Qwen3-0.6B."),
+]
 ItersOption = Annotated[int, typer.Option(min=1, help="Measured iterations; medians are reported.")]
 WarmupOption = Annotated[int, typer.Option(min=0, help="Iterations before that, not counted.")]
 SeedOption = Annotated[int, typer.Option(help="Of the lengths and the prompts.")]
@@ -60,6 +64,7 @@ def latency(
     device: DeviceOption = "auto",
     eager: EagerOption = False,
     quantization: QuantizationOption = None,
+    load_format: LoadFormatOption = "auto",
     num_iters: ItersOption = 5,
     num_iters_warmup: WarmupOption = 1,
     seed: SeedOption = 0,
@@ -69,6 +74,7 @@ def latency(
     """Time one batch from start to end: time to first token, decode speed, end-to-end time."""
     options = {"input_len": input_len, "output_len": output_len, "num_prompts": batch_size}
     switches = {"dtype": dtype, "device": device, "enforce_eager": eager, "quantization": quantization}
+    switches["load_format"] = load_format
     bench("latency", options, model, switches, num_iters, num_iters_warmup, seed, compare, json_file)
 
 
@@ -82,6 +88,7 @@ def throughput(
     device: DeviceOption = "auto",
     eager: EagerOption = False,
     quantization: QuantizationOption = None,
+    load_format: LoadFormatOption = "auto",
     num_iters: ItersOption = 3,
     num_iters_warmup: WarmupOption = 1,
     seed: SeedOption = 0,
@@ -91,6 +98,7 @@ def throughput(
     """Time many requests queued at once: requests/s, output and total tokens/s."""
     options = {"input_len": input_len, "output_len": output_len, "num_prompts": num_prompts}
     switches = {"dtype": dtype, "device": device, "enforce_eager": eager, "quantization": quantization}
+    switches["load_format"] = load_format
     bench("throughput", options, model, switches, num_iters, num_iters_warmup, seed, compare, json_file)
 
 
@@ -103,6 +111,7 @@ def memory(
     dtype: DtypeOption = "auto",
     device: DeviceOption = "auto",
     eager: EagerOption = False,
+    load_format: LoadFormatOption = "auto",
     num_iters: ItersOption = 3,
     seed: SeedOption = 0,
     json_file: JsonOption = None,
@@ -120,8 +129,8 @@ def memory(
         from nanopage import EngineConfig, LLMEngine
 
         with errors_by_name():
-            config = EngineConfig(model=model, device=device, enforce_eager=eager, **{"dtype": dtype} | options)
-            made = LLMEngine(config)
+            switches = {"dtype": dtype, "device": device, "enforce_eager": eager, "load_format": load_format}
+            made = LLMEngine(EngineConfig(model=model, **switches | options))
             made.runner.use_graphs(wait=True)
             return made
 
@@ -361,7 +370,9 @@ def bench(
     if compare:
         if path.suffix == ".gguf":
             raise typer.BadParameter("transformers can not load this .gguf file here: give a directory")
-        runners["transformers"] = transformers_peer.runner(path, llm.engine.dtype, llm.engine.device)
+        runners["transformers"] = transformers_peer.runner(
+            path, llm.engine.dtype, llm.engine.device, llm.engine.config.load_format
+        )
     setup = {
         "import": round(imported - started, 3),
         "load and compile": round(loaded - resolved, 3),
@@ -427,6 +438,7 @@ def describe(engine, what: str, compare: str | None = None) -> dict[str, str]:
         versions += f", transformers {transformers.__version__}"
     config = engine.config
     weights = f", weights {config.quantization}" if config.quantization else ""
+    weights += ", dummy weights" if config.load_format == "dummy" else ""
     hardware = torch.cuda.get_device_name() if engine.device.type == "cuda" else cpu_name()
     return {
         "bench": what,

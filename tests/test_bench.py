@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -9,7 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import tiny_model
+from helpers import random_tokens, tiny_model
+
+from benchmarks.peers import nanopage as nanopage_peer
+from benchmarks.peers import transformers as transformers_peer
+from benchmarks.peers.protocol import Work
+from nanopage import LLM, loader
 
 ROOT = Path(__file__).parent.parent
 
@@ -60,6 +66,33 @@ def test_it_measures_side_by_side_with_transformers_and_writes_json(model, tmp_p
     assert f"{ratio:.2f}" in row
 
 
+@pytest.mark.parametrize(("command", "arguments"), [("latency", ["--compare", "transformers"]), ("memory", [])])
+def test_with_dummy_weights_a_config_is_enough(model, tmp_path, command, arguments):
+    shutil.copy(model / "config.json", tmp_path)
+    lengths = ["--input-len", "4-8", "--output-len", "2-4"]
+    options = ["--model", tmp_path, "--load-format", "dummy", "--num-iters", 1, "--json", tmp_path / "result.json"]
+    done = bench(command, *lengths, *options, *arguments)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "dummy weights" in done.stdout
+    assert json.loads((tmp_path / "result.json").read_text())["header"]["model"].endswith(", dummy weights")
+    assert ("transformers" in done.stdout) == (command == "latency")
+
+
+def test_dummy_weights_are_the_same_in_transformers(model, tmp_path):
+    shutil.copy(model / "config.json", tmp_path)
+    options = {"device": "cpu", "max_model_len": 64, "num_gpu_blocks_override": 16, "enforce_eager": True}
+    llm = LLM(str(tmp_path), load_format="dummy", dtype="float32", **options)
+    work = [Work(prompt, 8) for prompt in random_tokens([3, 17, 9])]
+    theirs = transformers_peer.runner(tmp_path, torch.float32, torch.device("cpu"), "dummy")
+    for one in work:
+        (ours,), (same,) = nanopage_peer.runner(llm)([one]), theirs([one])
+        assert ours.token_ids == same.token_ids
+    weights = dict(loader.dummy_tensors(llm.engine.model_config, torch.bfloat16, torch.device("cpu")))
+    hf = transformers_peer.dummy_model(tmp_path, torch.bfloat16, torch.device("cpu"))
+    assert weights.keys() == dict(hf.named_parameters()).keys()
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in hf.named_parameters())
+
+
 @pytest.mark.parametrize(
     ("arguments", "names"),
     [
@@ -71,6 +104,7 @@ def test_it_measures_side_by_side_with_transformers_and_writes_json(model, tmp_p
         (["latency", "--model", "/no/such/model"], "/no/such/model"),
         (["latency", "--dtype", "int3"], "int3"),
         (["latency", "--quantization", "int3"], "quantization='int3'"),
+        (["latency", "--load-format", "zeros"], "load_format='zeros'"),
         (["latency", "--speed", "11"], "--speed"),
     ],
 )
