@@ -14,7 +14,7 @@ from nanopage.compiler import Graphs
 from nanopage.config import EngineConfig
 from nanopage.kernels.packed_linear import can_pack
 from nanopage.kv_cache import GIB, KVCache, block_bytes, num_blocks_that_fit, num_host_blocks
-from nanopage.model_runner import ModelRunner, resolve_device, resolve_dtype
+from nanopage.model_runner import ModelRunner, resolve_device, resolve_dtype, set_cuda_precision
 from nanopage.request import (
     BeamSearchParams,
     CompletionOutput,
@@ -90,6 +90,8 @@ class LLMEngine:
             logger.info(why)
         if self.device.type == "cpu":
             limit_threads()
+        else:
+            set_cuda_precision()
         dummy = config.load_format == "dummy"
         has_tokenizer = path.suffix == ".gguf" or (path / "tokenizer.json").exists()
         self.tokenizer = None if dummy and not has_tokenizer else Tokenizer(path)

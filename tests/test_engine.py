@@ -9,6 +9,7 @@ import torch
 from helpers import EOS, VOCAB_SIZE, tiny_model
 
 from nanopage import BeamSearchParams, EngineConfig, LLMEngine, SamplingParams
+from nanopage.model_runner import resolve_dtype, set_cuda_precision
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 
@@ -326,8 +327,68 @@ def test_a_dtype_the_machine_does_not_compute_in_is_replaced_with_one_line(model
         engine = make_engine(half, dtype="auto", enforce_eager=True)
     assert engine.dtype == torch.float32
     assert [r.message for r in caplog.records if "natively" in r.message] == [
-        "this cpu does not compute in float16 natively: using float32"
+        "this CPU does not compute in float16 natively: using float32"
     ]
+
+
+@pytest.mark.parametrize(
+    ("capability", "checkpoint", "expected"),
+    [
+        ((9, 0), "bfloat16", "bfloat16"),
+        ((8, 0), "bfloat16", "bfloat16"),
+        ((7, 5), "bfloat16", "float16"),
+        ((7, 5), "float16", "float16"),
+        ((7, 5), "float32", "float32"),
+        ((8, 0), "float64", "float64"),
+    ],
+)
+def test_a_gpu_computes_in_bfloat16_from_capability_8_on_and_before_in_float16(
+    monkeypatch, capability, checkpoint, expected
+):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    dtype, why = resolve_dtype("auto", checkpoint, torch.device("cuda"))
+    assert dtype == getattr(torch, expected)
+    same = checkpoint == expected
+    assert why == (None if same else "this GPU does not compute in bfloat16 natively: using float16")
+
+
+@pytest.fixture
+def coarse():
+    """torch's settings at their least exact; afterwards its defaults."""
+    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    torch.set_float32_matmul_precision("medium")
+    cudnn.allow_tf32 = True
+    matmul.allow_bf16_reduced_precision_reduction = matmul.allow_fp16_reduced_precision_reduction = True
+    yield
+    torch.set_float32_matmul_precision("highest")
+    cudnn.allow_tf32 = True
+    matmul.allow_bf16_reduced_precision_reduction = matmul.allow_fp16_reduced_precision_reduction = True
+
+
+def test_products_on_a_gpu_are_exact_and_a_cpu_engine_touches_no_setting(coarse, model, monkeypatch, recwarn):
+    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+
+    def settings():
+        reductions = matmul.allow_bf16_reduced_precision_reduction, matmul.allow_fp16_reduced_precision_reduction
+        return torch.get_float32_matmul_precision(), matmul.allow_tf32, cudnn.allow_tf32, *reductions
+
+    make_engine(model)
+    assert settings() == ("medium", True, True, True, True)
+    monkeypatch.setattr("nanopage.engine.resolve_device", lambda name: torch.device("cuda"))
+    monkeypatch.setattr("nanopage.engine.Tokenizer", lambda path: pytest.fail("no GPU is needed so far"))
+    with pytest.raises(pytest.fail.Exception):
+        make_engine(model, dtype="float32")
+    assert settings() == ("highest", False, False, False, False)
+    assert matmul.fp32_precision == "ieee"  # what Inductor reads beside the old names
+    assert not [warning for warning in recwarn if "precision" in str(warning.message).lower()]
+
+
+@pytest.mark.gpu
+def test_a_product_of_float32_on_a_gpu_is_float32s(coarse):
+    x, w = torch.randn(2, 512, 512, dtype=torch.float64, device="cuda")
+    set_cuda_precision()
+    error = ((x.float() @ w.float()).double() - x @ w).abs().max().item()
+    assert error < 1e-3  # TF32's is some 0.03
 
 
 def test_int8_weights_where_there_is_no_code_for_them_are_refused(model, monkeypatch):
