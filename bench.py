@@ -53,6 +53,16 @@ EagerOption = Annotated[
     bool, typer.Option("--eager", help="Without compiled code: the first run on a machine waits a minute for it.")
 ]
 QuantizationOption = Annotated[str | None, typer.Option(help="int8: weights in a byte each [default: as they are].")]
+LoadFormatOption = Annotated[
+    str,
+    typer.Option(help="auto, or dummy: random weights; config.json is enough, as in benchmarks/configs/Qwen3-0.6B."),
+]
+OverlapOption = Annotated[
+    bool | None,
+    typer.Option(
+        "--overlap/--no-overlap", help="Launch a step before the last one's tokens are seen [default: on a GPU]."
+    ),
+]
 ItersOption = Annotated[int, typer.Option(min=1, help="Measured iterations; medians are reported.")]
 WarmupOption = Annotated[int, typer.Option(min=0, help="Iterations before that, not counted.")]
 SeedOption = Annotated[int, typer.Option(help="Of the lengths and the prompts.")]
@@ -74,6 +84,8 @@ def latency(
     device: DeviceOption = "auto",
     eager: EagerOption = False,
     quantization: QuantizationOption = None,
+    load_format: LoadFormatOption = "auto",
+    overlap: OverlapOption = None,
     num_iters: ItersOption = 5,
     num_iters_warmup: WarmupOption = 1,
     seed: SeedOption = 0,
@@ -84,6 +96,7 @@ def latency(
     """Time one batch from start to end: time to first token, decode speed, end-to-end time."""
     options = {"input_len": input_len, "output_len": output_len, "num_prompts": batch_size}
     switches = {"dtype": dtype, "device": device, "enforce_eager": eager, "quantization": quantization}
+    switches |= {"load_format": load_format, "async_scheduling": overlap}
     bench("latency", options, model, switches, num_iters, num_iters_warmup, seed, compare, json_file, profile_file)
 
 
@@ -97,6 +110,8 @@ def throughput(
     device: DeviceOption = "auto",
     eager: EagerOption = False,
     quantization: QuantizationOption = None,
+    load_format: LoadFormatOption = "auto",
+    overlap: OverlapOption = None,
     num_iters: ItersOption = 3,
     num_iters_warmup: WarmupOption = 1,
     seed: SeedOption = 0,
@@ -107,6 +122,7 @@ def throughput(
     """Time many requests queued at once: requests/s, output and total tokens/s."""
     options = {"input_len": input_len, "output_len": output_len, "num_prompts": num_prompts}
     switches = {"dtype": dtype, "device": device, "enforce_eager": eager, "quantization": quantization}
+    switches |= {"load_format": load_format, "async_scheduling": overlap}
     bench("throughput", options, model, switches, num_iters, num_iters_warmup, seed, compare, json_file, profile_file)
 
 
@@ -119,6 +135,7 @@ def memory(
     dtype: DtypeOption = "auto",
     device: DeviceOption = "auto",
     eager: EagerOption = False,
+    load_format: LoadFormatOption = "auto",
     num_iters: ItersOption = 3,
     seed: SeedOption = 0,
     json_file: JsonOption = None,
@@ -138,8 +155,8 @@ def memory(
         from nanopage import EngineConfig, LLMEngine
 
         with errors_by_name():
-            config = EngineConfig(model=model, device=device, enforce_eager=eager, **{"dtype": dtype} | options)
-            made = LLMEngine(config)
+            switches = {"dtype": dtype, "device": device, "enforce_eager": eager, "load_format": load_format}
+            made = LLMEngine(EngineConfig(model=model, **switches | options))
             made.runner.use_graphs(wait=True)
             return made
 
@@ -167,6 +184,7 @@ def compare(
     dtype: Annotated[str, typer.Option(help="bfloat16 or float32; W5 is always float32.")] = "bfloat16",
     eager: EagerOption = False,
     quantization: QuantizationOption = None,
+    overlap: OverlapOption = None,
     num_iters: ItersOption = 3,
     num_iters_warmup: WarmupOption = 1,
     seed: SeedOption = 0,
@@ -302,7 +320,7 @@ def bench(
     stop_peers = contextlib.ExitStack()
     if compare:
         loaded = time.perf_counter()
-        runners |= load_peers(path, llm.engine.dtype, device, lengths, stop_peers, failures)
+        runners |= load_peers(llm, lengths, stop_peers, failures)
         setup["load transformers"] = round(time.perf_counter() - loaded, 3)
 
     runs: dict[str, list[Run]] = {name: [] for name in runners}
@@ -348,23 +366,20 @@ def bench(
 
 
 def load_peers(
-    path: Path,
-    dtype,
-    device,
-    lengths: list[tuple[int, int]],
-    stop_peers: contextlib.ExitStack,
-    failures: dict[str, str],
+    llm, lengths: list[tuple[int, int]], stop_peers: contextlib.ExitStack, failures: dict[str, str]
 ) -> dict[str, Engine]:
     """transformers' `generate`, and on a GPU its continuous batching as well; `failures` says why one is missing."""
+    engine = llm.engine
+    options = engine.model_path, engine.dtype, engine.device, engine.config.load_format
 
     def continuous() -> Engine:
         tokens = sum(max(i + o, transformers_continuous.PAGE_SIZE) for i, o in lengths)
-        engine, stop = transformers_continuous.runner(path, dtype, device, tokens)
+        run, stop = transformers_continuous.runner(*options, kv_tokens=tokens)
         stop_peers.callback(stop)
-        return engine
+        return run
 
-    peers = {"transformers": lambda: transformers_peer.runner(path, dtype, device)}
-    if device.type == "cuda":
+    peers = {"transformers": lambda: transformers_peer.runner(*options)}
+    if engine.device.type == "cuda":
         peers["transformers continuous"] = continuous
     engines = {}
     for name, load in peers.items():
@@ -400,7 +415,9 @@ def describe(engine, what: str, compare: str | None = None) -> dict[str, str]:
 
         versions += f", transformers {transformers.__version__}"
     config = engine.config
+    overlap = "overlap" if engine.overlaps else "no overlap"
     weights = f", weights {config.quantization}" if config.quantization else ""
+    weights += ", dummy weights" if config.load_format == "dummy" else ""
     hardware, gpu = cpu_name(), {}
     if engine.device.type == "cuda":
         import triton
@@ -417,7 +434,7 @@ def describe(engine, what: str, compare: str | None = None) -> dict[str, str]:
         "model": f"{engine.model_path.name}, {str(engine.dtype).removeprefix('torch.')}{weights}",
         "device": f"{engine.device.type}: {hardware}, {torch.get_num_threads()} threads",
         **gpu,
-        "switches": f"{'eager' if config.enforce_eager else 'compiled'}, block size {config.block_size}",
+        "switches": f"{'eager' if config.enforce_eager else 'compiled'}, {overlap}, block size {config.block_size}",
         "versions": f"{versions}, Python {platform.python_version()}",
     }
 

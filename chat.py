@@ -37,6 +37,9 @@ def main(
     kv_cache_gib: Annotated[float | None, typer.Option(help="Size of the KV cache in GiB.")] = None,
     quantization: Annotated[str | None, typer.Option(help="int8: weights in a byte each, on a CPU.")] = None,
     eager: Annotated[bool, typer.Option("--eager", help="Use no compiled code, and compile none.")] = False,
+    overlap: Annotated[
+        bool | None, typer.Option(help="Launch a step before the last one's token is seen [default: on a GPU].")
+    ] = None,
 ) -> None:  # fmt: skip
     """Talk to a model in the terminal. Without a terminal on stdin, or with -p, answer once and leave."""
     one_shot = prompt is not None or not sys.stdin.isatty()
@@ -63,6 +66,7 @@ def main(
                 max_model_len=max_model_len,
                 kv_cache_gib=kv_cache_gib,
                 enforce_eager=eager,
+                async_scheduling=overlap,
                 quantization=quantization,
                 seed=random.getrandbits(32) if seed is None else seed,
             )

@@ -78,18 +78,17 @@ class StepRecorder:
         engine.step = timed_step
         if not self._on_gpu:
             return
-        name = "launch" if hasattr(runner, "launch") else "execute"
-        run = getattr(runner, name)
+        launch = runner.launch
 
-        def run_between_events(*args, **kwargs):
+        def launch_between_events(*args, **kwargs):
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             begin.record()
-            result = run(*args, **kwargs)
+            samples = launch(*args, **kwargs)
             end.record()
             spans.append((begin, end))
-            return result
+            return samples
 
-        setattr(runner, name, run_between_events)
+        runner.launch = launch_between_events
 
     def take(self) -> dict[str, Phase | None]:
         """What the steps since the last call came to: "decode" of those without prompt tokens, None if there were
@@ -111,7 +110,7 @@ class StepRecorder:
         busy = [step.busy_seconds for step in steps if step.busy_seconds is not None]
         host_us = {
             name: 1e6 * statistics.mean(getattr(step.stats, f"{name}_seconds") for step in steps)
-            for name in ("schedule", "model", "sample", "output")
+            for name in ("schedule", "model", "sample", "wait", "output")
         }
         mbu = {name: bytes_read / seconds / 1e9 / gb_s for name, gb_s in self.bandwidth.items()}
         return Phase(

@@ -21,6 +21,7 @@ ARCHITECTURES = {
 PREEMPTION_MODES = ("recompute", "swap")
 POLICIES = ("fcfs", "priority")
 QUANTIZATIONS = (None, "int8")
+LOAD_FORMATS = ("auto", "dummy")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
@@ -54,6 +55,8 @@ class EngineConfig:
             kernels/int8_linear.py); activations and KV stay in `dtype`. On a CPU. None: in `dtype`.
         async_scheduling: launch a step before the tokens of the one before it are looked at, so that a GPU need not
             wait for Python; outputs are the same, and come one call of `step` later. None: on a GPU.
+        load_format: "auto" reads the model's weights. "dummy" draws random ones, to measure speed: a directory with
+            config.json is enough then (see benchmarks/configs), and without tokenizer.json prompts are token ids.
         seed: of the requests that bring no seed of their own.
 
     Raises:
@@ -77,6 +80,7 @@ class EngineConfig:
     enforce_eager: bool = False
     quantization: str | None = None
     async_scheduling: bool | None = None
+    load_format: str = "auto"
     seed: int = 0
 
     def __post_init__(self):
@@ -92,6 +96,8 @@ class EngineConfig:
             raise ValueError(f"scheduling_policy={self.scheduling_policy!r} is not one of {', '.join(POLICIES)}")
         if self.quantization not in QUANTIZATIONS:
             raise ValueError(f"quantization={self.quantization!r} is not one of int8")
+        if self.load_format not in LOAD_FORMATS:
+            raise ValueError(f"load_format={self.load_format!r} is not one of {', '.join(LOAD_FORMATS)}")
         for name in (
             "max_num_seqs",
             "max_num_batched_tokens",

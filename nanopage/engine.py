@@ -14,7 +14,7 @@ from nanopage.compiler import Graphs
 from nanopage.config import EngineConfig
 from nanopage.kernels.packed_linear import can_pack
 from nanopage.kv_cache import GIB, KVCache, block_bytes, num_blocks_that_fit, num_host_blocks
-from nanopage.model_runner import ModelRunner, resolve_device, resolve_dtype
+from nanopage.model_runner import ModelRunner, resolve_device, resolve_dtype, set_cuda_precision
 from nanopage.request import (
     BeamSearchParams,
     CompletionOutput,
@@ -91,8 +91,12 @@ class LLMEngine:
             logger.info(why)
         if self.device.type == "cpu":
             limit_threads()
-        self.tokenizer = Tokenizer(path)
-        model = loader.load_model(path, self.model_config, self.dtype, self.device)
+        else:
+            set_cuda_precision()
+        dummy = config.load_format == "dummy"
+        has_tokenizer = path.suffix == ".gguf" or (path / "tokenizer.json").exists()
+        self.tokenizer = None if dummy and not has_tokenizer else Tokenizer(path)
+        model = loader.load_model(path, self.model_config, self.dtype, self.device, config.load_format)
         longest = config.max_model_len or limit
         num_blocks = num_blocks_that_fit(config, self.model_config, longest, self.dtype, self.device)
         self.max_model_len = self._fit_length(longest, num_blocks * config.block_size)
@@ -121,7 +125,8 @@ class LLMEngine:
         self._seeds = random.Random(config.seed)
         tokens = num_blocks * config.block_size
         gib = num_blocks * size / GIB
-        weights = f" with {config.quantization} weights" if config.quantization else ""
+        kinds = [kind for kind in ("dummy" if dummy else None, config.quantization) if kind]
+        weights = f" with {' '.join(kinds)} weights" if kinds else ""
         logger.info(
             f"{path.name} in {str(self.dtype).removeprefix('torch.')}{weights} on {self.device.type}; KV cache "
             f"{gib:.2f} GiB = {tokens:,} tokens = {tokens / self.max_model_len:.1f} requests of "
@@ -144,7 +149,8 @@ class LLMEngine:
 
         Raises:
             ValueError, TypeError: an id that is in use, an empty prompt, one that leaves no room for output, a token
-                id outside the vocabulary, more completions than could ever run, by name. Nothing is queued then.
+                id outside the vocabulary, more completions than could ever run, text without a tokenizer, by name.
+                Nothing is queued then.
         """
         self.submit(self.make_request(request_id, prompt, params, priority))
 
@@ -204,7 +210,7 @@ class LLMEngine:
                 num_candidates=beam_search.num_candidates if beam_search else 0,
             )
             detokenizer = None
-            if isinstance(params, SamplingParams) and params.detokenize:
+            if isinstance(params, SamplingParams) and params.detokenize and self.tokenizer is not None:
                 detokenizer = IncrementalDetokenizer(
                     self.tokenizer,
                     token_ids,
@@ -376,7 +382,7 @@ class LLMEngine:
         return [
             CompletionOutput(
                 index,
-                self.tokenizer.decode(hypothesis.token_ids, params.skip_special_tokens),
+                self._decode(hypothesis.token_ids, params.skip_special_tokens) or "",
                 hypothesis.token_ids,
                 hypothesis.cumulative_logprob,
                 finish_reason=hypothesis.finish_reason,
@@ -404,9 +410,18 @@ class LLMEngine:
 
     def _decoded(self, table: dict[int, tuple[float, int]]) -> dict[int, Logprob]:
         return {
-            token_id: Logprob(logprob, rank, self.tokenizer.decode([token_id], skip_special_tokens=False))
+            token_id: Logprob(logprob, rank, self._decode([token_id], skip_special_tokens=False))
             for token_id, (logprob, rank) in table.items()
         }
+
+    def _decode(self, token_ids: list[int], skip_special_tokens: bool) -> str | None:
+        return None if self.tokenizer is None else self.tokenizer.decode(token_ids, skip_special_tokens)
+
+    def require_tokenizer(self, what: str, instead: str) -> Tokenizer:
+        """The tokenizer. Raises ValueError, saying `what` needs it and what to give `instead`, if there is none."""
+        if self.tokenizer is None:
+            raise ValueError(f"{what} needs a tokenizer, and {self.model_path} has no tokenizer.json: give {instead}")
+        return self.tokenizer
 
     def _read_prompt(self, prompt: Prompt) -> tuple[str | None, list[int], str]:
         """(text or None, token ids, cache salt) of any form of prompt."""
@@ -428,7 +443,7 @@ class LLMEngine:
         if token_ids is None:
             if not isinstance(text, str):
                 raise TypeError(f"a prompt must be a string, token ids or a dict, not {text!r}")
-            token_ids = self.tokenizer.encode(text)
+            token_ids = self.require_tokenizer("a prompt of text", "prompt_token_ids").encode(text)
         elif not isinstance(token_ids, list):
             raise TypeError(f"a prompt must be a string, token ids or a dict, not {token_ids!r}")
         if not token_ids:
@@ -455,6 +470,8 @@ class LLMEngine:
         self._check_ids("stop_token_ids", params.stop_token_ids)
         self._check_ids("logit_bias", params.logit_bias or ())
         self._check_ids("allowed_token_ids", params.allowed_token_ids or ())
+        if params.stop:
+            self.require_tokenizer("stop", "stop_token_ids")
         bad_words = self._bad_words(params.bad_words or [])
         if params.allowed_token_ids is not None:
             never = {ids[0] for ids in bad_words if len(ids) == 1}
@@ -476,9 +493,10 @@ class LLMEngine:
         """Each word's token ids at the beginning of a text and after a space, as in vLLM."""
         sequences = []
         for word in words:
+            tokenizer = self.require_tokenizer("bad_words", "allowed_token_ids or logit_bias")
             word = word.lstrip() or word  # white space alone is a word, too
-            plain = self.tokenizer.encode(word, add_special_tokens=False)
-            spaced = self.tokenizer.encode(" " + word, add_special_tokens=False)
+            plain = tokenizer.encode(word, add_special_tokens=False)
+            spaced = tokenizer.encode(" " + word, add_special_tokens=False)
             if not plain:
                 raise ValueError(f"bad_words: {word!r} has no tokens")
             sequences.append(plain)

@@ -46,6 +46,7 @@ class LLM:
         self._inboxes: dict[str, deque[RequestOutput]] = defaultdict(deque)
 
     def get_tokenizer(self):
+        """None if the model has none, which only load_format="dummy" allows."""
         return self.engine.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
@@ -130,9 +131,10 @@ class LLM:
     def _chat_prompt(
         self, messages: list[dict], chat_template: str | None = None, add_generation_prompt: bool = True
     ) -> dict:
-        text = self.engine.tokenizer.apply_chat_template(messages, chat_template, add_generation_prompt)
+        tokenizer = self.engine.require_tokenizer("a conversation", "prompt_token_ids to generate()")
+        text = tokenizer.apply_chat_template(messages, chat_template, add_generation_prompt)
         # The template writes the special tokens itself; the request carries ids so that none is added twice.
-        return {"prompt_token_ids": self.engine.tokenizer.encode(text, add_special_tokens=False)}
+        return {"prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
 
     def _requests(
         self,

@@ -1,4 +1,4 @@
-"""Weights: safetensors (one file or shards) and GGUF into the modules of nanopage.models.
+"""Weights: safetensors (one file or shards), GGUF or random ones into the modules of nanopage.models.
 
 A model says what it wants: every parameter is one or more slots, named as checkpoints name them (`Linear.parts` fuses
 q, k and v into one matrix). Each tensor of the checkpoint is copied into its slot, converted and moved on the way, so
@@ -19,6 +19,8 @@ from nanopage.config import ModelConfig, read_json
 from nanopage.gguf_checkpoint import GGUFCheckpoint
 from nanopage.layers.linear import Linear
 
+DUMMY_STD = 0.02  # the usual initializer_range
+
 
 def read_config(path: Path) -> ModelConfig:
     """The ModelConfig of a Hugging Face directory or a .gguf file. Raises as ModelConfig.from_directory."""
@@ -27,23 +29,25 @@ def read_config(path: Path) -> ModelConfig:
     return ModelConfig.from_directory(path)
 
 
-def load_model(path: Path, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> nn.Module:
-    """Build the model of `config` and fill it from `path`.
+def load_model(
+    path: Path, config: ModelConfig, dtype: torch.dtype, device: torch.device, load_format: str = "auto"
+) -> nn.Module:
+    """Build the model of `config` and fill it from `path`, or with `dummy_tensors` (`load_format` as in EngineConfig).
 
     Raises:
         ValueError: missing, unexpected or mis-shaped tensors; a broken file; weights in a format that is not safe.
     """
     model = build_model(config, dtype, device)
-    fill(model, checkpoint_tensors(path), str(path))
+    dummy = load_format == "dummy"
+    fill(model, dummy_tensors(config, dtype, device) if dummy else checkpoint_tensors(path), str(path))
+    if dummy and device.type == "cuda":
+        torch.cuda.empty_cache()  # the KV cache is given what is free, and torch still holds what was drawn
     return model.eval().requires_grad_(False)
 
 
 def build_model(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> nn.Module:
     """The model with its parameters allocated, not yet filled."""
-    module = importlib.import_module(f"nanopage.models.{config.family}")
-    family = config.family.capitalize()
-    with torch.device("meta"):  # learn the shapes without allocating or initializing
-        model = getattr(module, f"{family}ForCausalLM")(config)
+    model = meta_model(config)
     if device.type == "cpu" and sys.platform == "linux":
         sizes = [parameter.numel() * dtype.itemsize for parameter in model.parameters()]
         _prepare_heap(sum(sizes) + max(sizes))  # while they are packed one of them exists twice
@@ -57,6 +61,13 @@ def build_model(config: ModelConfig, dtype: torch.dtype, device: torch.device) -
         for name, buffer in layer.named_buffers(recurse=False):
             layer.register_buffer(name, buffer.to(device), persistent=False)
     return model
+
+
+def meta_model(config: ModelConfig) -> nn.Module:
+    """The model on the meta device: names and shapes, nothing allocated."""
+    module = importlib.import_module(f"nanopage.models.{config.family}")
+    with torch.device("meta"):
+        return getattr(module, f"{config.family.capitalize()}ForCausalLM")(config)
 
 
 def _prepare_heap(num_bytes: int) -> None:
@@ -137,6 +148,21 @@ def fill(model: nn.Module, tensors: Iterator[tuple[str, Tensor]], source: str) -
         shown = "\n  ".join(problems[:50])
         more = f"\n  and {len(problems) - 50} more" if len(problems) > 50 else ""
         raise ValueError(f"the weights of {source} do not fit its configuration:\n  {shown}{more}")
+
+
+def dummy_tensors(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Iterator[tuple[str, Tensor]]:
+    """(name, tensor) of every tensor a checkpoint of `config` would have, in `dtype` on `device`, one at a time: random
+    matrices, norms of one, biases of zero. The same at every call, on the same kind of device."""
+    generator = torch.Generator(device).manual_seed(0)
+    for name, slot in slots(meta_model(config)).items():
+        tensor = torch.empty(slot.shape, dtype=dtype, device=device)
+        if name.endswith("norm.weight"):
+            tensor.fill_(1)
+        elif name.endswith(".bias"):
+            tensor.zero_()
+        else:
+            tensor.normal_(0, DUMMY_STD, generator=generator)
+        yield name, tensor
 
 
 def checkpoint_tensors(path: Path) -> Iterator[tuple[str, Tensor]]:

@@ -43,13 +43,14 @@ def resolve_device(name: str) -> torch.device:
 
 
 def resolve_dtype(name: str, checkpoint: str, device: torch.device) -> tuple[torch.dtype, str | None]:
-    """The dtype to compute in, and one line saying why it is not the checkpoint's, if "auto" had to choose another."""
+    """The dtype to compute in, and one line saying why it is not the checkpoint's, if "auto" had to choose another: on
+    a GPU older than compute capability 8.0 float16 for bfloat16, on a CPU float32 for either."""
     if name != "auto":
         return getattr(torch, name), None
     if checkpoint == "float64" or computes_natively(checkpoint, device):
         return getattr(torch, checkpoint), None
-    nearest = "float16" if device.type == "cuda" and checkpoint == "bfloat16" else "float32"
-    return getattr(torch, nearest), f"this {device.type} does not compute in {checkpoint} natively: using {nearest}"
+    here, nearest = ("GPU", "float16") if device.type == "cuda" else ("CPU", "float32")
+    return getattr(torch, nearest), f"this {here} does not compute in {checkpoint} natively: using {nearest}"
 
 
 def computes_natively(dtype: str, device: torch.device) -> bool:
@@ -61,6 +62,20 @@ def computes_natively(dtype: str, device: torch.device) -> bool:
     if dtype == "bfloat16":
         return any(capabilities.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16"))
     return any(capabilities.get(name) for name in ("avx512_fp16", "amx_fp16", "fp16_arith"))
+
+
+def set_cuda_precision() -> None:
+    """Have torch's products on a GPU be as exact as their dtype; settings of torch, for the whole process.
+
+    Those of float32 are in full float32 ("ieee"), not in TF32, which keeps 10 of its 23 bits. Those of bfloat16 and
+    float16 add up in float32: how many partial sums there are (split-K) is up to the kernel that cuBLAS chooses by the
+    batch's size, and if each were rounded to bfloat16 before they are added, the answer would depend on that choice.
+    """
+    # Not by the newer names (`fp32_precision`): Inductor reads the old ones, too, an error once the two are mixed.
+    torch.set_float32_matmul_precision("highest")  # allow_tf32 = False, whichever way it was set
+    torch.backends.cudnn.allow_tf32 = False
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
 
 
 class ModelRunner:

@@ -40,7 +40,8 @@ class SamplingParams:
         ignore_eos: go on after end-of-sequence tokens.
         include_stop_str_in_output: keep the stop string or stop token in the text.
         skip_special_tokens: leave special tokens out of the text.
-        detokenize: False leaves `text` empty and saves the work.
+        detokenize: False leaves `text` empty and saves the work. A model without a tokenizer (see `load_format` in
+            EngineConfig) has nothing to detokenize: its `text` is always empty.
         logprobs: also return the log-probabilities of the sampled token and of this many top tokens, up to 20.
             They are the model's own, before penalties, temperature and truncation.
         prompt_logprobs: the same for each prompt token but the first.

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -10,15 +11,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import tiny_model
+from helpers import random_tokens, tiny_model
 from typer.testing import CliRunner
 
 import bench as program
 from benchmarks import utilization
+from benchmarks.peers import nanopage as nanopage_peer
 from benchmarks.peers import transformers as transformers_peer
 from benchmarks.peers import transformers_continuous
 from benchmarks.peers.protocol import Run, Work, measure
 from benchmarks.report import console
+from nanopage import LLM, loader
 from nanopage.request import StepStats
 
 ROOT = Path(__file__).parent.parent
@@ -91,7 +94,7 @@ def test_a_peer_that_fails_is_named_and_nanopage_goes_on(model, tmp_path, monkey
 
 def test_continuous_batching_runs_in_this_process_and_can_be_stopped(model):
     before = set(threading.enumerate())
-    engine, stop = transformers_continuous.runner(model, torch.float32, torch.device("cpu"), 2 * 256)
+    engine, stop = transformers_continuous.runner(model, torch.float32, torch.device("cpu"), "auto", 2 * 256)
     try:
         run = measure(engine, [Work([5, 6, 7], 4), Work([8, 9], 2)])  # raises unless each gets its tokens
         assert run.output_tokens == 6 and set(threading.enumerate()) > before
@@ -230,6 +233,33 @@ def test_a_gpu_says_how_busy_it_is(model, tmp_path):
         assert 0 < phase["gpu_busy"] <= 1 and 0 < phase["mbu"]["measured"] < 1
 
 
+@pytest.mark.parametrize(("command", "arguments"), [("latency", ["--compare", "transformers"]), ("memory", [])])
+def test_with_dummy_weights_a_config_is_enough(model, tmp_path, command, arguments):
+    shutil.copy(model / "config.json", tmp_path)
+    lengths = ["--input-len", "4-8", "--output-len", "2-4"]
+    options = ["--model", tmp_path, "--load-format", "dummy", "--num-iters", 1, "--json", tmp_path / "result.json"]
+    done = bench(command, *lengths, *options, *arguments)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "dummy weights" in done.stdout
+    assert json.loads((tmp_path / "result.json").read_text())["header"]["model"].endswith(", dummy weights")
+    assert ("transformers" in done.stdout) == (command == "latency")
+
+
+def test_dummy_weights_are_the_same_in_transformers(model, tmp_path):
+    shutil.copy(model / "config.json", tmp_path)
+    options = {"device": "cpu", "max_model_len": 64, "num_gpu_blocks_override": 16, "enforce_eager": True}
+    llm = LLM(str(tmp_path), load_format="dummy", dtype="float32", **options)
+    work = [Work(prompt, 8) for prompt in random_tokens([3, 17, 9])]
+    theirs = transformers_peer.runner(tmp_path, torch.float32, torch.device("cpu"), "dummy")
+    for one in work:
+        (ours,), (same,) = nanopage_peer.runner(llm)([one]), theirs([one])
+        assert ours.token_ids == same.token_ids
+    weights = dict(loader.dummy_tensors(llm.engine.model_config, torch.bfloat16, torch.device("cpu")))
+    hf = transformers_peer.dummy_model(tmp_path, torch.bfloat16, torch.device("cpu"))
+    assert weights.keys() == dict(hf.named_parameters()).keys()
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in hf.named_parameters())
+
+
 @pytest.mark.parametrize(
     ("arguments", "names"),
     [
@@ -242,6 +272,7 @@ def test_a_gpu_says_how_busy_it_is(model, tmp_path):
         (["latency", "--model", "/no/such/model"], "/no/such/model"),
         (["latency", "--dtype", "int3"], "int3"),
         (["latency", "--quantization", "int3"], "quantization='int3'"),
+        (["latency", "--load-format", "zeros"], "load_format='zeros'"),
         (["latency", "--speed", "11"], "--speed"),
     ],
 )

@@ -1,5 +1,6 @@
 """compiler.py: graphs equal the layers they stand for, are made once, in the background, and leave nothing behind."""
 
+import json
 import logging
 import os
 import subprocess
@@ -45,6 +46,20 @@ def graphs(model, cache):
     made.start()
     made.wait()
     return made
+
+
+def test_the_compiling_process_reads_nothing_of_a_model_but_its_config(model, tmp_path):
+    (tmp_path / "config.json").write_bytes((model / "config.json").read_bytes())
+    graphs = graphs_of(tmp_path)
+    graphs.directory = tmp_path / "made"
+    graphs.directory.mkdir()
+    for file in graphs.files:  # so that nothing is left to compile
+        (graphs.directory / file).touch()
+    command = [sys.executable, "-m", "nanopage.compiler", json.dumps(graphs.spec), str(graphs.directory)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    (tmp_path / "config.json").unlink()
+    assert subprocess.run(command, cwd=ROOT, capture_output=True, timeout=300).returncode != 0
 
 
 def engine_of(model, **options) -> LLMEngine:

@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from nanopage import EngineConfig
+from nanopage import EngineConfig, loader
 from nanopage.config import (
     ARCHITECTURES,
     DEVICES,
     DTYPES,
+    LOAD_FORMATS,
     POLICIES,
     PREEMPTION_MODES,
     QUANTIZATIONS,
@@ -24,6 +25,13 @@ from nanopage.config import (
     read_json,
 )
 
+CONFIGS = Path(__file__).parent.parent / "benchmarks" / "configs"
+PUBLISHED_BILLIONS = {  # parameters; a matrix that is tied counts once
+    "Qwen3-0.6B": 0.596,
+    "Llama-3.2-1B": 1.236,
+    "Llama-3.1-8B": 8.030,
+    "Qwen3-14B": 14.768,
+}
 NAN, INF, HUGE = math.nan, math.inf, 10**400  # HUGE has no float
 
 
@@ -59,6 +67,7 @@ PASS = cases(
         (["swap_space"], [None, 0, 0.0, 1e-6, 4, 4000]),
         (["scheduling_policy"], POLICIES),
         (["quantization"], QUANTIZATIONS),
+        (["load_format"], LOAD_FORMATS),
     ]
 )
 OUT_OF_RANGE = cases(
@@ -66,6 +75,7 @@ OUT_OF_RANGE = cases(
         (["dtype"], ["", "int8", "bf16", "Float32"]),
         (["device"], ["", "tpu", "CUDA", "cuda:0"]),
         (["quantization"], ["", "int4", "awq", 8]),
+        (["load_format"], ["", None, "Dummy", "safetensors", True]),
         (COUNTS + OPTIONAL_COUNTS, [0, -1]),
         (SHARES, [0, 0.0, -1, -0.5, NAN, INF, -INF, HUGE]),
         (["gpu_memory_utilization"], [1.0001, 2]),
@@ -98,6 +108,7 @@ def test_the_tables_have_every_engine_option():
         "preemption_mode",
         "scheduling_policy",
         "quantization",
+        "load_format",
     }
 
 
@@ -565,6 +576,22 @@ def test_a_file_that_is_no_json_object_is_an_error_that_names_it(tmp_path, name,
     assert str(tmp_path / name) in str(error.value)
     with pytest.raises(ValueError):
         read_json(tmp_path / name)
+
+
+def test_every_config_for_dummy_weights_has_its_published_size_here():
+    assert {path.name for path in CONFIGS.iterdir()} == PUBLISHED_BILLIONS.keys()
+
+
+@pytest.mark.parametrize("name", PUBLISHED_BILLIONS)
+def test_a_config_for_dummy_weights_has_the_published_size(name):
+    config = ModelConfig.from_directory(CONFIGS / name)
+    parameters = sum(parameter.numel() for parameter in loader.meta_model(config).parameters())
+    assert parameters / 1e9 == pytest.approx(PUBLISHED_BILLIONS[name], rel=1e-3)
+    assert config.dtype == "bfloat16"
+    assert config.eos_token_ids == ({151645} if name.startswith("Qwen3") else {128001})
+    stretched = {"Llama-3.2-1B": 32, "Llama-3.1-8B": 8}
+    assert config.rope.rope_type == ("llama3" if name in stretched else "default")
+    assert config.rope.params.get("factor") == stretched.get(name)
 
 
 def test_a_config_that_names_code_runs_none(tmp_path, monkeypatch):

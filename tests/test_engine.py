@@ -2,12 +2,14 @@
 
 import dataclasses
 import logging
+import shutil
 
 import pytest
 import torch
 from helpers import EOS, VOCAB_SIZE, tiny_model
 
-from nanopage import EngineConfig, LLMEngine, SamplingParams
+from nanopage import BeamSearchParams, EngineConfig, LLMEngine, SamplingParams
+from nanopage.model_runner import resolve_dtype, set_cuda_precision
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 
@@ -326,8 +328,68 @@ def test_a_dtype_the_machine_does_not_compute_in_is_replaced_with_one_line(model
         engine = make_engine(half, dtype="auto", enforce_eager=True)
     assert engine.dtype == torch.float32
     assert [r.message for r in caplog.records if "natively" in r.message] == [
-        "this cpu does not compute in float16 natively: using float32"
+        "this CPU does not compute in float16 natively: using float32"
     ]
+
+
+@pytest.mark.parametrize(
+    ("capability", "checkpoint", "expected"),
+    [
+        ((9, 0), "bfloat16", "bfloat16"),
+        ((8, 0), "bfloat16", "bfloat16"),
+        ((7, 5), "bfloat16", "float16"),
+        ((7, 5), "float16", "float16"),
+        ((7, 5), "float32", "float32"),
+        ((8, 0), "float64", "float64"),
+    ],
+)
+def test_a_gpu_computes_in_bfloat16_from_capability_8_on_and_before_in_float16(
+    monkeypatch, capability, checkpoint, expected
+):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    dtype, why = resolve_dtype("auto", checkpoint, torch.device("cuda"))
+    assert dtype == getattr(torch, expected)
+    same = checkpoint == expected
+    assert why == (None if same else "this GPU does not compute in bfloat16 natively: using float16")
+
+
+@pytest.fixture
+def coarse():
+    """torch's settings at their least exact; afterwards its defaults."""
+    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    torch.set_float32_matmul_precision("medium")
+    cudnn.allow_tf32 = True
+    matmul.allow_bf16_reduced_precision_reduction = matmul.allow_fp16_reduced_precision_reduction = True
+    yield
+    torch.set_float32_matmul_precision("highest")
+    cudnn.allow_tf32 = True
+    matmul.allow_bf16_reduced_precision_reduction = matmul.allow_fp16_reduced_precision_reduction = True
+
+
+def test_products_on_a_gpu_are_exact_and_a_cpu_engine_touches_no_setting(coarse, model, monkeypatch, recwarn):
+    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+
+    def settings():
+        reductions = matmul.allow_bf16_reduced_precision_reduction, matmul.allow_fp16_reduced_precision_reduction
+        return torch.get_float32_matmul_precision(), matmul.allow_tf32, cudnn.allow_tf32, *reductions
+
+    make_engine(model)
+    assert settings() == ("medium", True, True, True, True)
+    monkeypatch.setattr("nanopage.engine.resolve_device", lambda name: torch.device("cuda"))
+    monkeypatch.setattr("nanopage.engine.Tokenizer", lambda path: pytest.fail("no GPU is needed so far"))
+    with pytest.raises(pytest.fail.Exception):
+        make_engine(model, dtype="float32")
+    assert settings() == ("highest", False, False, False, False)
+    assert matmul.fp32_precision == "ieee"  # what Inductor reads beside the old names
+    assert not [warning for warning in recwarn if "precision" in str(warning.message).lower()]
+
+
+@pytest.mark.gpu
+def test_a_product_of_float32_on_a_gpu_is_float32s(coarse):
+    x, w = torch.randn(2, 512, 512, dtype=torch.float64, device="cuda")
+    set_cuda_precision()
+    error = ((x.float() @ w.float()).double() - x @ w).abs().max().item()
+    assert error < 1e-3  # TF32's is some 0.03
 
 
 def test_int8_weights_where_there_is_no_code_for_them_are_refused(model, monkeypatch):
@@ -352,6 +414,58 @@ def test_int8_weights_serve_in_every_dtype_and_schedule(model, dtype):
         for name, prompt in prompts.items():
             alone = run(make_engine(model, **options), **{name: prompt})[name]
             assert together[name].outputs[0].token_ids == alone.outputs[0].token_ids
+
+
+@pytest.fixture
+def config_only(model, tmp_path):
+    """A directory with config.json and nothing else."""
+    shutil.copy(model / "config.json", tmp_path)
+    return tmp_path
+
+
+def test_dummy_weights_serve_token_ids_without_a_tokenizer(config_only, caplog):
+    with caplog.at_level(logging.INFO, "nanopage"):
+        engine = make_engine(config_only, load_format="dummy")
+    assert engine.tokenizer is None
+    assert "with dummy weights" in caplog.text
+    params = dataclasses.replace(GREEDY, logprobs=2, prompt_logprobs=2)
+    beams = BeamSearchParams(width=2, max_tokens=5)
+    done = run(engine, a=([5, 6, 7], params), b=({"prompt_token_ids": [8, 9]}, GREEDY), c=([5, 6], beams))
+    completion = done["a"].outputs[0]
+    assert (len(completion.token_ids), completion.text, completion.delta) == (12, "", "")
+    tables = completion.logprobs + done["a"].prompt_logprobs[1:]
+    assert len(tables) == 14
+    assert all(entry.logprob < 0 and entry.decoded_token is None for table in tables for entry in table.values())
+    assert [beam.text for beam in done["c"].outputs] == ["", ""]
+    again = run(make_engine(config_only, load_format="dummy"), a=([5, 6, 7], GREEDY))["a"]
+    assert again.outputs[0].token_ids == completion.token_ids
+    assert idle(engine)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "message"),
+    [
+        ("the cat", GREEDY, "a prompt of text needs a tokenizer, and .* has no tokenizer.json: give prompt_token_ids"),
+        ({"prompt": "the cat"}, GREEDY, "has no tokenizer.json: give prompt_token_ids"),
+        ([5], SamplingParams(stop="a"), "stop needs a tokenizer, and .* has no tokenizer.json: give stop_token_ids"),
+        ([5], SamplingParams(bad_words=["a"]), "bad_words needs a tokenizer"),
+    ],
+)
+def test_text_without_a_tokenizer_is_refused_and_leaves_nothing(config_only, prompt, params, message):
+    engine = make_engine(config_only, load_format="dummy")
+    with pytest.raises(ValueError, match=message):
+        engine.add_request("a", prompt, params)
+    assert idle(engine)
+
+
+def test_dummy_weights_use_a_tokenizer_that_is_there_and_true_weights_need_one(model, config_only):
+    with pytest.raises(FileNotFoundError, match=r"has no tokenizer\.json"):
+        make_engine(config_only)
+    shutil.copy(model / "tokenizer.json", config_only)
+    output = run(make_engine(config_only, load_format="dummy", quantization="int8"), a=("the cat", GREEDY))["a"]
+    assert output.outputs[0].text
+    with pytest.raises(ValueError, match=r"has no \.safetensors weights"):
+        make_engine(config_only)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is here")

@@ -378,6 +378,16 @@ def test_logits_equal_those_of_the_original(file, name):
     assert_equals_transformers(file, hf_model)
 
 
+def test_dummy_weights_leave_the_files_own_alone_and_keep_its_tokenizer(file):
+    write_gguf(file, model_for(SMOLLM), "llama", SMOLLM)
+    options = {"device": "cpu", "max_model_len": 64, "num_gpu_blocks_override": 8, "enforce_eager": True}
+    engine = LLM(str(file), load_format="dummy", **options).engine
+    assert engine.tokenizer.encode("the cat") == NanopageTokenizer(file).encode("the cat")
+    norm = engine.runner.model.model.norm.weight
+    assert torch.equal(norm, torch.ones_like(norm))
+    assert not torch.equal(dict(GGUFCheckpoint(file).tensors())["model.norm.weight"], torch.ones(len(norm)))
+
+
 @pytest.mark.parametrize("stored", STORED)
 @pytest.mark.parametrize(("family", "arch"), [("llama", "llama"), ("qwen2", "qwen2"), ("qwen3", "qwen3")])
 def test_stored_types_are_dequantized(file, family, arch, stored):

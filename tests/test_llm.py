@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 
 import pytest
 from helpers import tiny_model
@@ -137,6 +138,19 @@ def test_the_models_own_parameters_are_the_default(tmp_path):
     assert llm.engine.model_config.eos_token_ids == {2, 5}
     (given,) = llm.generate("the cat", SamplingParams(temperature=0, logit_bias={5: 100.0}))
     assert (given.outputs[0].token_ids, given.outputs[0].finish_reason) == ([5], "stop")
+
+
+def test_dummy_weights_without_a_tokenizer_take_token_ids_and_no_conversations(llm, tmp_path):
+    shutil.copy(llm.engine.model_path / "config.json", tmp_path)
+    options = {"device": "cpu", "max_model_len": 64, "num_gpu_blocks_override": 8, "enforce_eager": True}
+    dummy = LLM(str(tmp_path), load_format="dummy", **options)
+    assert dummy.get_tokenizer() is None
+    assert [len(t) for t in tokens(dummy.generate([[5, 6], [7]], GREEDY))] == [10, 10]
+    for ask in (dummy.chat, dummy.stream, dummy.count_tokens):
+        with pytest.raises(ValueError, match=r"a conversation needs a tokenizer, and .* has no tokenizer\.json"):
+            ask(CONVERSATION)
+    with pytest.raises(ValueError, match=r"prompts\[1\]: .* give prompt_token_ids"):
+        dummy.generate([[5], "the cat"], GREEDY)
 
 
 def test_logprobs_have_vllms_shape(llm):

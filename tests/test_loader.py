@@ -386,3 +386,36 @@ class TestIndex:
         with pytest.raises(ValueError) as caught:
             load(sharded_dir)
         assert name in str(caught.value)
+
+
+class TestDummyWeights:
+    @staticmethod
+    def load(directory, dtype=torch.float32):
+        return loader.load_model(directory, loader.read_config(directory), dtype, CPU, load_format="dummy")
+
+    @BY_FAMILY
+    def test_need_no_more_than_a_config_and_have_a_checkpoints_names_and_shapes(self, tmp_path, family, overrides):
+        weights = read_weights(tiny_model(tmp_path / "whole", family, **overrides))
+        (tmp_path / "config.json").write_bytes((tmp_path / "whole" / "config.json").read_bytes())
+        config = loader.read_config(tmp_path)
+        dummies = dict(loader.dummy_tensors(config, torch.float32, CPU))
+        assert {name: tensor.shape for name, tensor in dummies.items()} == {n: t.shape for n, t in weights.items()}
+        assert_holds(self.load(tmp_path), dummies)
+        for name, tensor in dummies.items():
+            if tensor.dim() == 2:
+                assert tensor.std().item() == pytest.approx(0.02, rel=0.1), name
+                assert abs(tensor.mean().item()) < 0.002, name
+            else:
+                assert torch.equal(tensor, torch.full_like(tensor, 0.0 if name.endswith("bias") else 1.0)), name
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+    def test_are_the_same_at_every_call_and_leave_torchs_seed_alone(self, model_dir, dtype):
+        config, state = loader.read_config(model_dir), torch.random.get_rng_state()
+        first, again = (dict(loader.dummy_tensors(config, dtype, CPU)) for _ in range(2))
+        assert all(tensor.dtype == dtype for tensor in first.values())
+        assert all(torch.equal(first[name], again[name]) for name in first)
+        assert not torch.equal(first[Q], first[Q.replace("layers.0", "layers.1")])
+        assert torch.equal(torch.random.get_rng_state(), state)
+
+    def test_are_drawn_although_there_are_others(self, model_dir):
+        assert not torch.equal(loader.slots(self.load(model_dir))[Q], read_weights(model_dir)[Q])

@@ -18,13 +18,13 @@ def load(options: Options) -> tuple[dict[str, str], Engine]:
     return {"transformers": transformers.__version__, "torch": torch.__version__}, engine
 
 
-def runner(model: Path, dtype, device) -> Engine:
-    """`generate` as an Engine: of each request the tokens asked for, though it runs to the longest."""
+def runner(model: Path, dtype, device, load_format: str = "auto") -> Engine:
+    """`generate` as an Engine: of each request the tokens asked for, though it runs to the longest. `load_format` as in
+    nanopage's EngineConfig."""
     import torch
-    from transformers import AutoModelForCausalLM
     from transformers.generation.streamers import BaseStreamer
 
-    hf = AutoModelForCausalLM.from_pretrained(model, dtype=dtype).to(device).eval()
+    hf = load_model(model, dtype, device, load_format)
 
     class Clock(BaseStreamer):  # generate() puts the prompt first, then every new token
         def __init__(self):
@@ -64,6 +64,33 @@ def runner(model: Path, dtype, device) -> Engine:
         return [Output(row[: w.output_len]) for row, w in zip(rows, work, strict=True)]
 
     return run
+
+
+def load_model(path: Path, dtype, device, load_format: str):
+    """transformers' model of a directory, with its weights or nanopage's dummy ones."""
+    from transformers import AutoModelForCausalLM
+
+    if load_format == "dummy":
+        return dummy_model(path, dtype, device).eval()
+    return AutoModelForCausalLM.from_pretrained(path, dtype=dtype).to(device).eval()
+
+
+def dummy_model(path: Path, dtype, device):
+    """The model of a config.json, with the very tensors that nanopage's load_format="dummy" draws."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from nanopage import loader
+
+    with torch.device(device):
+        hf = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path), dtype=dtype)
+    parameters = dict(hf.named_parameters())
+    with torch.no_grad():
+        for name, tensor in loader.dummy_tensors(loader.read_config(path), dtype, device):
+            parameters.pop(name).copy_(tensor)
+    if parameters:
+        raise RuntimeError(f"transformers has parameters that nanopage has not: {', '.join(parameters)}")
+    return hf
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks.peers.protocol import Engine, Options, Output, Work, serve
+from benchmarks.peers.transformers import load_model
 
 PAGE_SIZE = 256  # tokens: transformers' default, of an option that was renamed meanwhile
 
@@ -16,19 +17,20 @@ def load(options: Options) -> tuple[dict[str, str], Engine]:
 
     torch.set_num_threads(options.threads)
     dtype = getattr(torch, options.dtype)
-    engine, _ = runner(options.model, dtype, torch.device("cpu"), options.kv_tokens)
+    engine, _ = runner(options.model, dtype, torch.device("cpu"), "auto", options.kv_tokens)
     return {"transformers": transformers.__version__, "torch": torch.__version__}, engine
 
 
-def runner(model: Path, dtype, device, kv_tokens: int) -> tuple[Engine, Callable[[], None]]:
+def runner(model: Path, dtype, device, load_format: str, kv_tokens: int) -> tuple[Engine, Callable[[], None]]:
     """The manager as an Engine, and what ends its thread: until then the process lives on.
 
     Args:
+        load_format: as in nanopage's EngineConfig.
         kv_tokens: of all requests that run at once; of each at least PAGE_SIZE, for pages are not shared.
     """
-    from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
+    from transformers import ContinuousBatchingConfig, GenerationConfig
 
-    hf = AutoModelForCausalLM.from_pretrained(model, dtype=dtype).to(device).eval()
+    hf = load_model(model, dtype, device, load_format)
     manager = hf.init_continuous_batching(
         GenerationConfig(do_sample=False, eos_token_id=-1, max_new_tokens=1),
         # Twice the pages: every request may leave one half empty.
