@@ -283,7 +283,7 @@ def bench(
     started = time.perf_counter()
     from benchmarks import utilization
     from nanopage import LLM, EngineConfig, hub
-    from nanopage.model_runner import resolve_device
+    from nanopage.device import resolve_device
 
     imported = time.perf_counter()
     with errors_by_name():

@@ -29,9 +29,10 @@ from rich.console import Console
 from rich.progress import track
 from torch import Tensor
 
+from nanopage.device import to_device
 from nanopage.kv_cache import GIB, KVCache
 from nanopage.layers.attention import AttentionMetadata, uses_triton
-from nanopage.sampler import at_least_float32, gumbel_max, to_device, with_sampled
+from nanopage.sampler import at_least_float32, gumbel_max, with_sampled
 from nanopage.scheduler import Batch, ScheduledSequence
 
 logger = logging.getLogger("nanopage")
@@ -53,7 +54,7 @@ class DecodeGraphs:
         kv_cache: the pool its K and V are in.
         sampled: int64 [max_num_seqs], on the device: what the last step sampled, read for placeholders and written.
         max_model_len: tokens of the longest context.
-        sample: `sampler.gumbel_max`, or that compiled.
+        wrap: what the functions before and after the model are passed through, to be compiled.
     """
 
     def __init__(
@@ -62,9 +63,10 @@ class DecodeGraphs:
         kv_cache: KVCache,
         sampled: Tensor,
         max_model_len: int,
-        sample: Callable[..., Tensor] = gumbel_max,
+        wrap: Callable[[Callable], Callable] = lambda function: function,
     ):
-        self.model, self.kv_cache, self.sampled, self.sample = model, kv_cache, sampled, sample
+        self.model, self.kv_cache, self.sampled = model, kv_cache, sampled
+        self.before, self.after = wrap(inputs_of), wrap(sample)
         self.device, self.max_model_len = sampled.device, max_model_len
         self.sizes = batch_sizes(len(sampled))
         most = self.sizes[-1]
@@ -108,24 +110,20 @@ class DecodeGraphs:
 
     def _step(self, size: int, num_splits: int, num_rows: int) -> None:
         """What is captured. Of `num_rows` without Triton: plain torch can not skip padding."""
-        input_ids, seq_lens, seeds = self.ints[: 3 * size].view(3, size)
-        positions = (seq_lens - 1).clamp(min=0)
-        tables, block_size = self.block_tables[:size], self.kv_cache.block_size
-        blocks = tables.gather(1, (positions // block_size)[:, None]).squeeze(1)
-        slots = torch.where(seq_lens > 0, blocks * block_size + positions % block_size, -1)
+        ints, tables = self.ints[: 3 * size].view(3, size), self.block_tables[:size]
+        input_ids, positions, slots, seq_lens = self.before(ints, tables, self.sampled, self.kv_cache.block_size)
         if uses_triton(self.device):
             from nanopage.kernels.paged_attention import Step  # imports Triton
 
-            step = Step(self.query_start[: size + 1], seq_lens.int(), size, 1, num_splits)
+            step = Step(self.query_start[: size + 1], seq_lens, size, 1, num_splits)
             metadata = AttentionMetadata(slots, tables, self.query_start, self.query_start, step=step)
         else:
             ones = torch.ones(num_rows, dtype=torch.int64)
             metadata = AttentionMetadata(slots[:num_rows], tables[:num_rows], ones, seq_lens[:num_rows])
-        hidden = self.model(with_sampled(input_ids, self.sampled), positions, self.kv_cache.tensor, metadata)
+        hidden = self.model(input_ids, positions, self.kv_cache.tensor, metadata)
         logits = self.model.lm_head(hidden)
         self.logits[:size] = logits
-        # A sequence's length is the position of the token to be sampled.
-        self.sampled[:size] = self.sample(at_least_float32(logits), self.temperatures[:size], seeds, seq_lens)
+        self.sampled[:size] = self.after(logits, self.temperatures[:size], ints)
 
     def splits_of(self, size: int) -> list[int]:
         """The numbers of splits that a size is captured with."""
@@ -151,14 +149,14 @@ class DecodeGraphs:
         return next((splits for splits in captured if 2 * splits >= wanted), captured[-1])
 
     @torch.inference_mode()
-    def capture(self) -> None:
-        """Capture every size, the largest first, so that the others find room in its memory.
+    def capture(self, sizes: list[int] | None = None) -> None:
+        """Capture these sizes or all, the largest first, so that the others find room in its memory.
 
         Raises: MemoryError, naming the size at which the GPU's memory ran out and the options that help.
         """
         started, free = time.perf_counter(), torch.cuda.mem_get_info(self.device)[0]
         pool = torch.cuda.graph_pool_handle()
-        cases = [(size, splits) for size in reversed(self.sizes) for splits in self.splits_of(size)]
+        cases = [(size, splits) for size in reversed(sizes or self.sizes) for splits in self.splits_of(size)]
         console = Console(stderr=True)
         for size, splits in track(cases, "Capturing CUDA graphs", console=console, transient=True):
             try:
@@ -178,3 +176,19 @@ class DecodeGraphs:
         logger.info(
             f"captured {len(cases)} CUDA graphs of {len(self.sizes)} batch sizes in {seconds:.1f} s, {used:.2f} GiB"
         )
+
+
+def inputs_of(ints: Tensor, tables: Tensor, sampled: Tensor, block_size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(input_ids, positions, slot_mapping: int64 [size], seq_lens: int32 [size]) of a step's `ints` [3, size]."""
+    input_ids, seq_lens, _ = ints
+    positions = (seq_lens - 1).clamp(min=0)
+    blocks = tables.gather(1, (positions // block_size)[:, None]).squeeze(1)
+    slots = torch.where(seq_lens > 0, blocks * block_size + positions % block_size, -1)
+    return with_sampled(input_ids, sampled), positions, slots, seq_lens.int()
+
+
+def sample(logits: Tensor, temperatures: Tensor, ints: Tensor) -> Tensor:
+    """A token for each row: int64 [size]."""
+    _, seq_lens, seeds = ints
+    # A sequence's length is the position of the token to be sampled.
+    return gumbel_max(at_least_float32(logits), temperatures, seeds, seq_lens)

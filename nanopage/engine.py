@@ -7,14 +7,17 @@ import logging
 import random
 import time
 
-from nanopage import hub, loader
+import torch
+
+from nanopage import hub, jit, loader
 from nanopage.beam_search import BeamSearch, Hypothesis
 from nanopage.block_manager import BlockManager
 from nanopage.compiler import Graphs
 from nanopage.config import EngineConfig
+from nanopage.device import resolve_device, resolve_dtype, set_cuda_precision
 from nanopage.kernels.packed_linear import can_pack
 from nanopage.kv_cache import GIB, KVCache, block_bytes, num_blocks_that_fit, num_host_blocks
-from nanopage.model_runner import ModelRunner, resolve_device, resolve_dtype, set_cuda_precision
+from nanopage.model_runner import ModelRunner
 from nanopage.request import (
     BeamSearchParams,
     CompletionOutput,
@@ -98,18 +101,23 @@ class LLMEngine:
         self.tokenizer = None if dummy and not has_tokenizer else Tokenizer(path)
         model = loader.load_model(path, self.model_config, self.dtype, self.device, config.load_format)
         longest = config.max_model_len or limit
-        num_blocks = num_blocks_that_fit(config, self.model_config, longest, self.dtype, self.device)
+        if self.device.type == "cuda":
+            num_blocks = self._prepare_gpu(model, longest)
+        else:
+            num_blocks = num_blocks_that_fit(config, self.model_config, longest, self.dtype, self.device)
         self.max_model_len = self._fit_length(longest, num_blocks * config.block_size)
         size = block_bytes(self.model_config, config.block_size, self.dtype)
         host_blocks = num_host_blocks(config, num_blocks, size)
-        self.kv_cache = KVCache(self.model_config, num_blocks, config.block_size, self.dtype, self.device, host_blocks)
+        self.kv_cache = self._make_cache(num_blocks, host_blocks)
         graphs = None
         if not config.enforce_eager and self.device.type == "cpu" and can_pack(self.dtype):
             graphs = Graphs(path, self.model_config, self.dtype, config.block_size, config.quantization)
-        elif not config.enforce_eager:
+        elif not config.enforce_eager and self.device.type == "cpu":
             name = str(self.dtype).removeprefix("torch.")
             logger.info(f"{name} on {self.device.type} runs eagerly: there is no compiled code for it yet")
         self.runner = ModelRunner(model, self.kv_cache, self.device, graphs, config.quantization, config.max_num_seqs)
+        if self.device.type == "cuda" and not config.enforce_eager:
+            self.runner.capture_graphs(self.max_model_len)
         block_manager = BlockManager(num_blocks, config.block_size, config.enable_prefix_caching, host_blocks)
         self.scheduler = Scheduler(
             block_manager, config.max_num_seqs, config.max_num_batched_tokens, config.preemption_mode
@@ -504,6 +512,21 @@ class LLMEngine:
             if spaced[0] != plain[0] and len(spaced) == len(plain):
                 sequences.append(spaced)
         return sequences
+
+    def _prepare_gpu(self, model, longest: int) -> int:
+        """Compile the model, and find out how many blocks there is room for beside it and its largest step."""
+        config, model_config = self.config, self.model_config
+        if not config.enforce_eager:
+            jit.compile_model(model, model_config, self.dtype, self.device)
+        runner = ModelRunner(model, self._make_cache(1), self.device, max_num_seqs=config.max_num_seqs)
+        step_bytes = runner.profile(config.max_num_batched_tokens, longest, not config.enforce_eager)
+        del runner
+        torch.cuda.empty_cache()
+        return num_blocks_that_fit(config, model_config, longest, self.dtype, self.device, step_bytes)
+
+    def _make_cache(self, num_blocks: int, num_host_blocks: int = 0) -> KVCache:
+        block_size = self.config.block_size
+        return KVCache(self.model_config, num_blocks, block_size, self.dtype, self.device, num_host_blocks)
 
     def _fit_length(self, longest: int, pool: int) -> int:
         """The max_model_len to use with a pool of that many tokens, so that any accepted request fits it alone."""

@@ -1,12 +1,16 @@
 """KVCache: the paged tensor that holds every sequence's keys and values, and how large it may be."""
 
 import contextlib
+import logging
 from pathlib import Path
 
 import psutil
 import torch
 
 from nanopage.config import EngineConfig, ModelConfig
+from nanopage.device import to_device
+
+logger = logging.getLogger("nanopage")
 
 GIB = 2**30
 CPU_SHARE, CPU_MOST = 0.25, 4 * GIB  # of the RAM available once the weights are loaded
@@ -76,7 +80,7 @@ class KVCache:
         self.tensor.index_copy_(2, self._index([block for _, block in pairs]), coming.movedim(0, 2))
 
     def _index(self, blocks) -> torch.Tensor:
-        return torch.tensor(blocks, device=self.tensor.device)
+        return to_device(blocks, self.tensor.device)
 
     def _host_pool(self) -> torch.Tensor:
         if self.host is None:
@@ -99,13 +103,22 @@ def block_bytes(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int
 
 
 def num_blocks_that_fit(
-    engine: EngineConfig, model: ModelConfig, max_model_len: int, dtype: torch.dtype, device: torch.device
+    engine: EngineConfig,
+    model: ModelConfig,
+    max_model_len: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    step_bytes: int = 0,
 ) -> int:
     """How many blocks the options and the memory that is free now (with the weights loaded) give.
 
     Never more than `max_num_seqs` sequences of `max_model_len` can use.
 
-    Raises: MemoryError, saying what is there and which options help, if not even one block fits.
+    Args:
+        step_bytes: that steps will take of a GPU's memory beside weights and KV cache.
+
+    Raises: MemoryError, saying what is there and which options help, if not even one block fits; on a GPU also if the
+        `max_model_len` that was asked for does not.
     """
     if engine.num_gpu_blocks_override is not None:
         return engine.num_gpu_blocks_override
@@ -118,7 +131,7 @@ def num_blocks_that_fit(
             raise MemoryError(f"kv_cache_gib={engine.kv_cache_gib:g} is more than the {free / GIB:.2f} GiB there are")
     elif device.type == "cuda":
         total = torch.cuda.get_device_properties(device).total_memory
-        budget = (engine.gpu_memory_utilization or 0.9) * total - (total - free)
+        return min(blocks_of_gpu(engine, size, total, total - free, step_bytes), useful)
     elif engine.gpu_memory_utilization is not None:
         used = psutil.Process().memory_info().rss
         budget = min(engine.gpu_memory_utilization * _total_ram() - used, free)
@@ -131,6 +144,23 @@ def num_blocks_that_fit(
             "Raise kv_cache_gib or gpu_memory_utilization, or use a smaller model"
         )
     return min(int(budget // size), useful)
+
+
+def blocks_of_gpu(engine: EngineConfig, size: int, total: int, used: int, step_bytes: int) -> int:
+    """How many blocks of `size` bytes fit into the share of a GPU's `total` memory that `gpu_memory_utilization` gives,
+    less what is `used` already and what steps will take. Raises MemoryError as `num_blocks_that_fit`."""
+    share = engine.gpu_memory_utilization or 0.9
+    left = max(0, int(share * total) - used - step_bytes)
+    tokens, needed = left // size * engine.block_size, engine.max_model_len or engine.block_size
+    sizes = (
+        f"of the GPU's {total / GIB:.2f} GiB, gpu_memory_utilization={share:g} gives {share * total / GIB:.2f}; "
+        f"weights and what else is there take {used / GIB:.2f}, the largest step takes {step_bytes / GIB:.2f}; "
+        f"the {left / GIB:.2f} GiB left for the KV cache hold {tokens:,} tokens"
+    )
+    if tokens < needed:
+        raise MemoryError(f"{sizes}, not {needed:,}: raise gpu_memory_utilization, or lower max_num_batched_tokens")
+    logger.info(sizes)
+    return left // size
 
 
 def num_host_blocks(engine: EngineConfig, num_blocks: int, size: int) -> int:

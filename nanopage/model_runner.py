@@ -2,6 +2,7 @@
 
 import logging
 import time
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -10,19 +11,19 @@ from torch import Tensor, nn
 
 from nanopage.compiler import Graphs
 from nanopage.decode_graphs import DecodeGraphs
+from nanopage.device import to_device
 from nanopage.kernels.flash_decoding import split
 from nanopage.kernels.packed_linear import can_pack
 from nanopage.kv_cache import KVCache
 from nanopage.layers.attention import AttentionMetadata, uses_triton
 from nanopage.layers.linear import pack
-from nanopage.request import StepStats
+from nanopage.request import MAX_LOGPROBS, SamplingParams, Sequence, SequenceGroup, StepStats
 from nanopage.sampler import (
     Sampler,
     Samples,
     at_least_float32,
     is_constrained,
     tables_of,
-    to_device,
     top_logprobs,
     with_sampled,
 )
@@ -31,51 +32,6 @@ from nanopage.scheduler import Batch, ScheduledSequence
 logger = logging.getLogger("nanopage")
 
 PROMPT_LOGPROB_ROWS = 256  # prompt positions whose logits exist at once: [256, vocab_size]
-
-
-def resolve_device(name: str) -> torch.device:
-    """ "auto" is CUDA if there is one. Raises ValueError for "cuda" without one."""
-    if name == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device='cuda': torch sees no CUDA device here (torch.cuda.is_available() is False)")
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device(name)
-
-
-def resolve_dtype(name: str, checkpoint: str, device: torch.device) -> tuple[torch.dtype, str | None]:
-    """The dtype to compute in, and one line saying why it is not the checkpoint's, if "auto" had to choose another: on
-    a GPU older than compute capability 8.0 float16 for bfloat16, on a CPU float32 for either."""
-    if name != "auto":
-        return getattr(torch, name), None
-    if checkpoint == "float64" or computes_natively(checkpoint, device):
-        return getattr(torch, checkpoint), None
-    here, nearest = ("GPU", "float16") if device.type == "cuda" else ("CPU", "float32")
-    return getattr(torch, nearest), f"this {here} does not compute in {checkpoint} natively: using {nearest}"
-
-
-def computes_natively(dtype: str, device: torch.device) -> bool:
-    if dtype == "float32":
-        return True
-    if device.type == "cuda":
-        return dtype == "float16" or torch.cuda.get_device_capability(device) >= (8, 0)
-    capabilities = torch.cpu.get_capabilities()
-    if dtype == "bfloat16":
-        return any(capabilities.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16"))
-    return any(capabilities.get(name) for name in ("avx512_fp16", "amx_fp16", "fp16_arith"))
-
-
-def set_cuda_precision() -> None:
-    """Have torch's products on a GPU be as exact as their dtype; settings of torch, for the whole process.
-
-    Those of float32 are in full float32 ("ieee"), not in TF32, which keeps 10 of its 23 bits. Those of bfloat16 and
-    float16 add up in float32: how many partial sums there are (split-K) is up to the kernel that cuBLAS chooses by the
-    batch's size, and if each were rounded to bfloat16 before they are added, the answer would depend on that choice.
-    """
-    # Not by the newer names (`fp32_precision`): Inductor reads the old ones, too, an error once the two are mixed.
-    torch.set_float32_matmul_precision("highest")  # allow_tf32 = False, whichever way it was set
-    torch.backends.cudnn.allow_tf32 = False
-    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
-    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
 
 
 class ModelRunner:
@@ -127,6 +83,37 @@ class ModelRunner:
         if self.graphs is not None and not self.compiled and self.graphs.ready():
             self.graphs.install(self.model)
             self.compiled = True
+
+    def capture_graphs(self, max_model_len: int, sizes: list[int] | None = None) -> None:
+        """Capture decode steps as CUDA graphs, of these batch sizes or all.
+
+        Raises: MemoryError as DecodeGraphs.capture.
+        """
+        wrap = partial(torch.compile, fullgraph=True)
+        self.decode_graphs = DecodeGraphs(self.model, self.kv_cache, self.sampled, max_model_len, wrap)
+        self.decode_graphs.capture(sizes)
+
+    def profile(self, num_tokens: int, max_model_len: int, capture: bool) -> int:
+        """Bytes of the GPU's memory that steps take beside weights and KV cache.
+
+        Runs the largest step there can be, of `num_tokens` tokens, on a KV cache of one block; and if steps are to be
+        captured, captures that of the largest batch size.
+        """
+        batch = largest_batch(num_tokens, len(self.sampled), max_model_len, self.kv_cache.block_size)
+        self.kv_cache.clear([0])
+        torch.cuda.reset_peak_memory_stats(self.device)
+        before = torch.cuda.memory_allocated(self.device)
+        self.launch(batch).result()
+        most = torch.cuda.max_memory_allocated(self.device) - before
+        torch.cuda.empty_cache()
+        if capture:
+            free = torch.cuda.mem_get_info(self.device)[0]
+            self.capture_graphs(max_model_len, [len(self.sampled)])
+            torch.cuda.empty_cache()
+            most += free - torch.cuda.mem_get_info(self.device)[0]
+            self.decode_graphs = None
+            torch.cuda.empty_cache()
+        return most
 
     @torch.inference_mode()
     def launch(self, batch: Batch, stats: StepStats | None = None) -> Samples:
@@ -184,12 +171,12 @@ class ModelRunner:
             for scheduled, part in zip(batch.sequences, parts, strict=True):
                 if scheduled.group.params.prompt_logprobs is not None:
                     self._prompt_logprobs(scheduled, part)
-            hidden = hidden[last_rows]
+            hidden = hidden[to_device(last_rows, self.device, torch.int64)]
         if not last_rows:
             return None
         logits = self.model.lm_head(hidden)
         # Completions that are about to fork from one prompt share a row.
-        return logits[row_of] if len(row_of) > len(last_rows) else logits
+        return logits[to_device(row_of, self.device)] if len(row_of) > len(last_rows) else logits
 
     def prepare(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor, AttentionMetadata]:
         """(input_ids [T], positions [T], kv_cache, metadata) of a batch."""
@@ -207,7 +194,7 @@ class ModelRunner:
         input_ids = to_device(tokens, self.device)
         if any(s.seq.pending for s in scheduled):
             input_ids = with_sampled(input_ids, self.sampled)
-        return input_ids, positions.to(self.device), self.kv_cache.tensor, metadata
+        return input_ids, to_device(positions, self.device), self.kv_cache.tensor, metadata
 
     def _metadata(self, slots: Tensor, tables: Tensor, query_lens: Tensor, seq_lens: Tensor) -> AttentionMetadata:
         splits = step = None
@@ -217,7 +204,8 @@ class ModelRunner:
             step = paged_attention.make_step(query_lens, seq_lens, self.kv_cache.tensor.shape[3], self.device)
         elif self.compiled and len(slots) == len(query_lens):
             splits = split(tables, seq_lens, self.kv_cache.block_size)
-        return AttentionMetadata(slots.to(self.device), tables.to(self.device), query_lens, seq_lens, splits, step)
+        slots, tables = to_device(slots, self.device), to_device(tables, self.device)
+        return AttentionMetadata(slots, tables, query_lens, seq_lens, splits, step)
 
     def _prompt_logprobs(self, scheduled: ScheduledSequence, hidden: Tensor) -> None:
         """Append to the group's `prompt_logprobs` what `hidden`, of the scheduled tokens, says of the next ones."""
@@ -231,3 +219,17 @@ class ModelRunner:
             num = group.params.prompt_logprobs or 0
             top = [tensor.cpu() for tensor in top_logprobs(logits, to_device(targets, self.device), num)]
             group.prompt_logprobs += tables_of(targets, top, [num] * len(targets))
+
+
+def largest_batch(num_tokens: int, num_seqs: int, max_model_len: int, block_size: int) -> Batch:
+    """A step of `num_tokens` prompt tokens of `num_seqs` sequences, sampled in the way that takes the most memory. All
+    of it goes to block 0: for measuring only."""
+    params = SamplingParams(temperature=1.0, top_p=0.9, repetition_penalty=1.1, logprobs=MAX_LOGPROBS)
+    num_seqs = min(num_seqs, num_tokens)
+    batch = Batch()
+    for i in range(num_seqs):  # shorter ones first, as single tokens must be
+        length = min((num_tokens + i) // num_seqs, max_model_len)
+        seq = Sequence(i, str(i), [0] * length, params, seed=i)
+        table = [0] * -(-length // block_size)
+        batch.sequences.append(ScheduledSequence(SequenceGroup([seq]), seq, 0, length, table, [seq]))
+    return batch

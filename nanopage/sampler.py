@@ -16,6 +16,7 @@ import math
 import torch
 from torch import Tensor
 
+from nanopage.device import to_device, to_host
 from nanopage.request import SampledToken, Sequence
 
 CANDIDATES = 256  # the first guess of how many of the top logits hold all that truncation keeps
@@ -47,7 +48,7 @@ class Samples:
         self.wanted = {row: seq.num_logprobs for row, seq in enumerate(sequences) if seq.num_logprobs is not None}
         coming = [tokens]
         if self.wanted:
-            rows = list(self.wanted)
+            rows = to_device(list(self.wanted), logits.device)
             coming += top_logprobs(logits[rows], tokens[rows], max(self.wanted.values()))
         self._coming = [to_host(tensor) for tensor in coming]
         self._arrived = None
@@ -65,20 +66,6 @@ class Samples:
         tables = tables_of([tokens[row] for row in self.wanted], self._coming[1:], list(self.wanted.values()))
         logprobs = dict(zip(self.wanted, tables, strict=True))
         return [SampledToken(token, logprobs.get(row)) for row, token in enumerate(tokens)]
-
-
-def to_host(tensor: Tensor) -> Tensor:
-    """The tensor's values on the CPU, once the device's work so far is done: this does not wait for it."""
-    if not tensor.is_cuda:
-        return tensor.clone()
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
-
-
-def to_device(values: list, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """A tensor of Python numbers. A GPU's copy of it comes when its work so far is done, and is not waited for."""
-    if device.type != "cuda":
-        return torch.tensor(values, dtype=dtype)
-    return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
 
 
 def at_least_float32(logits: Tensor) -> Tensor:
@@ -111,20 +98,22 @@ def constrain(logits: Tensor, sequences: list[Sequence]) -> Tensor:
         params = seq.params
         values = logits[row]
         if params.allowed_token_ids is not None:
-            kept = values[params.allowed_token_ids]
+            allowed = to_device(params.allowed_token_ids, values.device)
+            kept = values[allowed]
             values.fill_(-torch.inf)
-            values[params.allowed_token_ids] = kept
+            values[allowed] = kept
         for *before, last in seq.bad_words_token_ids:
             if not before or seq.token_ids[max(seq.num_prompt_tokens, seq.num_tokens - len(before)) :] == before:
                 values[last] = -torch.inf
         if seq.num_output_tokens < params.min_tokens:
-            values[list(seq.ending_token_ids)] = -torch.inf
+            values[to_device(list(seq.ending_token_ids), values.device, torch.int64)] = -torch.inf
         if params.logit_bias:
-            ids = torch.tensor(list(params.logit_bias), device=values.device)
-            values[ids] += torch.tensor(list(params.logit_bias.values()), dtype=values.dtype, device=values.device)
+            ids = to_device(list(params.logit_bias), values.device)
+            values[ids] += to_device(list(params.logit_bias.values()), values.device, values.dtype)
     penalized = [row for row, seq in enumerate(sequences) if seq.params.penalizes]
     if penalized:
-        logits[penalized] = _penalize(logits[penalized], [sequences[row] for row in penalized])
+        rows = to_device(penalized, logits.device)
+        logits[rows] = _penalize(logits[rows], [sequences[row] for row in penalized])
     return logits
 
 
@@ -135,7 +124,7 @@ def _penalize(logits: Tensor, sequences: list[Sequence]) -> Tensor:
     seen = torch.zeros_like(logits, dtype=torch.bool)
     output_counts = torch.zeros_like(logits)
     for row, seq in enumerate(sequences):
-        tokens = torch.tensor(seq.token_ids, device=logits.device)
+        tokens = to_device(seq.token_ids, logits.device)
         seen[row, tokens] = True
         output = tokens[seq.num_prompt_tokens :]
         output_counts[row].index_add_(0, output, logits.new_ones(len(output)))
@@ -149,29 +138,32 @@ def sample(logits: Tensor, sequences: list[Sequence]) -> Tensor:
     """Token ids int64 [B]: greedy rows by argmax, the others by Gumbel-max over what truncation keeps."""
     if all(seq.params.greedy for seq in sequences):
         return argmax(logits)
-    tokens = torch.empty(len(sequences), dtype=torch.int64, device=logits.device)
     kinds: dict[str, list[int]] = {}
     for row, seq in enumerate(sequences):
-        kinds.setdefault(
-            "greedy" if seq.params.greedy else "truncated" if seq.params.truncates else "plain", []
-        ).append(row)
+        kind = "greedy" if seq.params.greedy else "truncated" if seq.params.truncates else "plain"
+        kinds.setdefault(kind, []).append(row)
+    if len(kinds) == 1:
+        return _sample(next(iter(kinds)), logits, sequences)
+    tokens = torch.empty(len(sequences), dtype=torch.int64, device=logits.device)
     for kind, rows in kinds.items():
-        chosen = [sequences[row] for row in rows]
-        part = logits if len(rows) == len(sequences) else logits[rows]
-        if kind == "greedy":
-            tokens[rows] = argmax(part)
-            continue
-        temperatures = to_device([seq.params.temperature for seq in chosen], logits.device, logits.dtype)
-        seeds = to_device([seq.seed for seq in chosen], logits.device)
-        # The sequence's length is the position of the token to be sampled.
-        positions = to_device([seq.num_tokens for seq in chosen], logits.device)
-        if kind == "plain":
-            tokens[rows] = gumbel_max(part, temperatures, seeds, positions)
-        else:
-            values, ids = truncate(part / temperatures[:, None], chosen)
-            best = (values + gumbel_noise(seeds, positions, ids)).argmax(dim=-1, keepdim=True)
-            tokens[rows] = ids.gather(1, best).squeeze(1)
+        index = to_device(rows, logits.device)
+        tokens[index] = _sample(kind, logits[index], [sequences[row] for row in rows])
     return tokens
+
+
+def _sample(kind: str, logits: Tensor, sequences: list[Sequence]) -> Tensor:
+    """`sample` of rows of one kind."""
+    if kind == "greedy":
+        return argmax(logits)
+    temperatures = to_device([seq.params.temperature for seq in sequences], logits.device, logits.dtype)
+    seeds = to_device([seq.seed for seq in sequences], logits.device)
+    # The sequence's length is the position of the token to be sampled.
+    positions = to_device([seq.num_tokens for seq in sequences], logits.device)
+    if kind == "plain":
+        return gumbel_max(logits, temperatures, seeds, positions)
+    values, ids = truncate(logits / temperatures[:, None], sequences)
+    best = (values + gumbel_noise(seeds, positions, ids)).argmax(dim=-1, keepdim=True)
+    return ids.gather(1, best).squeeze(1)
 
 
 def gumbel_max(logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
@@ -186,7 +178,7 @@ def argmax(logits: Tensor) -> Tensor:
     Of blocks first, then within one: torch's argmax is not vectorized on a CPU and takes ten times as long.
     """
     size = math.gcd(logits.shape[-1], 256)
-    if size < 16:
+    if size < 16 or logits.is_cuda:
         return logits.argmax(dim=-1)
     blocks = logits.unflatten(-1, (-1, size))
     best = blocks.amax(dim=-1).argmax(dim=-1, keepdim=True)  # [B, 1]

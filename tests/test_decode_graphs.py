@@ -1,3 +1,5 @@
+from contextlib import contextmanager
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -5,7 +7,9 @@ import torch
 from helpers import tiny_model
 
 from nanopage import EngineConfig, LLMEngine, SamplingParams
-from nanopage.decode_graphs import DecodeGraphs, batch_sizes
+from nanopage.decode_graphs import DecodeGraphs, batch_sizes, inputs_of, sample
+from nanopage.kv_cache import GIB
+from nanopage.model_runner import largest_batch
 
 MIXED = [
     SamplingParams(temperature=0, max_tokens=12, ignore_eos=True),
@@ -115,6 +119,119 @@ def test_the_splits_of_a_size_reach_from_equal_lengths_to_one_that_has_all_the_t
     assert graphs._choose_splits(16, [5_000] * 16) == 9
     graphs.max_model_len = 250
     assert graphs.splits_of(256) == [1]
+
+
+class FakeGraph:
+    """Stands in for torch.cuda.CUDAGraph: what it captures is the arguments of a step, which a replay runs again."""
+
+    def replay(self):
+        self.step(*self.arguments)
+        self.replays += 1
+
+
+@pytest.fixture
+def fake_cuda(monkeypatch):
+    """What capturing asks of torch.cuda, and how the model's attention is computed there, on a CPU."""
+    monkeypatch.setattr("nanopage.decode_graphs.uses_triton", lambda device: True)
+    monkeypatch.setattr("nanopage.model_runner.uses_triton", lambda device: True)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", FakeGraph)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "pool")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (6 * GIB, 8 * GIB))
+    for name in ("synchronize", "empty_cache", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, lambda device=None: None)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 100)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 350)
+    steps, step = [], DecodeGraphs._step
+
+    def recorded(self, *arguments):
+        steps.append(arguments)
+        step(self, *arguments)
+
+    @contextmanager
+    def capture(graph, pool):
+        assert pool == "pool"
+        before = len(steps)
+        yield
+        assert len(steps) == before + 1
+        assert steps[-1] == steps[-2], "a step is warmed up before it is captured"
+        graph.step, graph.arguments, graph.replays = step, steps[-1], 0
+
+    monkeypatch.setattr(DecodeGraphs, "_step", recorded)
+    monkeypatch.setattr(torch.cuda, "graph", capture)
+    return steps
+
+
+def test_every_size_is_captured_the_largest_first_and_replays_give_the_same_tokens(model, fake_cuda):
+    engine = make_engine(model, max_num_seqs=6)
+    expected = outputs_of(make_engine(model, max_num_seqs=6))
+    runner = engine.runner
+    graphs = DecodeGraphs(runner.model, engine.kv_cache, runner.sampled, engine.max_model_len)
+    graphs.capture()
+    captured = [(size, splits) for size in (6, 4, 2, 1) for splits in graphs.splits_of(size)]
+    assert list(graphs.graphs) == captured
+    for graph in graphs.graphs.values():
+        graph.step = partial(graph.step, graphs)
+    runner.decode_graphs = graphs
+    del fake_cuda[:]
+    assert outputs_of(engine) == expected
+    assert fake_cuda == [], "nothing is launched but replays"
+    assert {size for (size, _), graph in graphs.graphs.items() if graph.replays} == {6, 4, 2, 1}
+
+
+def test_memory_that_runs_out_while_capturing_is_an_error_that_says_what_helps(model, fake_cuda, monkeypatch):
+    @contextmanager
+    def full(graph, pool):
+        raise torch.OutOfMemoryError
+        yield
+
+    monkeypatch.setattr(torch.cuda, "graph", full)
+    runner = make_engine(model, max_num_seqs=6).runner
+    with pytest.raises(MemoryError, match=r"batch size 6 .*max_num_seqs or gpu_memory_utilization.*enforce_eager"):
+        DecodeGraphs(runner.model, runner.kv_cache, runner.sampled, 64).capture()
+
+
+def test_the_profile_is_of_the_largest_step_there_can_be(model, fake_cuda, monkeypatch):
+    runner = make_engine(model, max_num_seqs=6, num_gpu_blocks_override=4).runner
+    launch, batches = runner.launch, []
+    monkeypatch.setattr(runner, "launch", lambda batch: batches.append(batch) or launch(batch))
+    assert runner.profile(100, 64, capture=False) == 250
+    (batch,) = batches
+    assert batch.num_tokens == 100
+    assert [s.num_tokens for s in batch.sequences] == [16, 16, 17, 17, 17, 17]
+    assert all(s.samplers == [s.seq] for s in batch.sequences)
+    assert runner.decode_graphs is None
+
+
+@pytest.mark.parametrize("case", [(100, 6, 64), (3, 6, 64), (6, 6, 64), (100, 2, 8), (2048, 256, 40_000)])
+def test_the_largest_batch_has_no_more_than_it_may(case):
+    num_tokens, num_seqs, max_model_len = case
+    lengths = [s.num_tokens for s in largest_batch(num_tokens, num_seqs, max_model_len, 16).sequences]
+    assert sum(lengths) == min(num_tokens, num_seqs * max_model_len)
+    assert len(lengths) == min(num_seqs, num_tokens)
+    assert 1 <= min(lengths) <= max(lengths) <= max_model_len
+    assert lengths == sorted(lengths)
+
+
+def test_what_is_around_the_model_is_compiled_for_any_size_and_once_more_for_one():
+    graphs = []
+
+    def counting(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    before, after = (torch.compile(function, fullgraph=True, backend=counting) for function in (inputs_of, sample))
+    for size in (48, 32, 16, 8, 4, 2, 1):  # as capturing goes
+        generator = torch.Generator().manual_seed(size)
+        ints = torch.randint(-size, 30, (3, size), generator=generator)
+        ints[1] = torch.randint(0, 33, (size,), generator=generator)
+        tables = torch.randint(0, 9, (48, 4), generator=generator).int()[:size]
+        sampled = torch.randint(0, 300, (48,), generator=generator)
+        for ours, plain in zip(before(ints, tables, sampled, 8), inputs_of(ints, tables, sampled, 8), strict=True):
+            assert torch.equal(ours, plain)
+        logits = torch.randn(size, 300, generator=generator)
+        temperatures = torch.rand(size, generator=generator).round(decimals=1)
+        assert torch.equal(after(logits, temperatures, ints), sample(logits, temperatures, ints))
+    assert len(graphs) == 6  # one size, any size, size 1
 
 
 @pytest.mark.gpu

@@ -9,7 +9,7 @@ import torch
 from helpers import EOS, VOCAB_SIZE, tiny_model
 
 from nanopage import BeamSearchParams, EngineConfig, LLMEngine, SamplingParams
-from nanopage.model_runner import resolve_dtype, set_cuda_precision
+from nanopage.device import resolve_dtype, set_cuda_precision
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 
@@ -322,7 +322,7 @@ def test_the_pool_is_sized_and_printed(model, caplog):
 
 
 def test_a_dtype_the_machine_does_not_compute_in_is_replaced_with_one_line(model, caplog, monkeypatch):
-    monkeypatch.setattr("nanopage.model_runner.computes_natively", lambda dtype, device: dtype == "float32")
+    monkeypatch.setattr("nanopage.device.computes_natively", lambda dtype, device: dtype == "float32")
     half = tiny_model(model.parent / "half", dtype="float16")
     with caplog.at_level(logging.INFO, "nanopage"):
         engine = make_engine(half, dtype="auto", enforce_eager=True)

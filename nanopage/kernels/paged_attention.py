@@ -24,6 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nanopage.device import to_device
 from nanopage.kernels.cache_write import launch
 
 TILE_BYTES = 2**14  # of K, and as many of V
@@ -270,8 +271,8 @@ def make_step(query_lens: Tensor, seq_lens: Tensor, num_kv_heads: int, device: t
     query_start[1:] = query_lens.cumsum(0)
     num_decodes = int((query_lens == 1).sum())
     num_splits = choose_splits(seq_lens[:num_decodes].tolist(), num_kv_heads, num_processors(device))
-    lens = seq_lens.int().to(device)
-    return Step(query_start.to(device), lens, num_decodes, int(query_lens.max()), num_splits)
+    lens = to_device(seq_lens.int(), device)
+    return Step(to_device(query_start, device), lens, num_decodes, int(query_lens.max()), num_splits)
 
 
 def choose_splits(seq_lens: list[int], num_kv_heads: int, num_processors: int) -> int:

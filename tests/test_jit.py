@@ -1,0 +1,35 @@
+from functools import partial
+
+import pytest
+import torch
+from helpers import CPU, Paged, assert_all_close, random_tokens, reference_logits, tiny_hf_model
+
+from nanopage import jit, loader
+
+LENGTHS = [11, 5, 1, 23]
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_nothing_is_compiled_after_the_warm_up_and_logits_are_the_same(family, tmp_path, monkeypatch):
+    """By Dynamo and AOTAutograd; what Inductor would make of it is left out here."""
+    graphs = []
+
+    def counting(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counting))
+    hf_model = tiny_hf_model(family, num_hidden_layers=3)
+    hf_model.save_pretrained(tmp_path)
+    sequences = random_tokens(LENGTHS)
+    # float64: weights stay as they are, as on a GPU, and are not packed for a CPU.
+    paged = Paged(tmp_path, sequences, torch.float64)
+    jit.compile_model(paged.runner.model, loader.read_config(tmp_path), torch.float64, CPU)
+    assert len(graphs) == 8  # before, after, rotary and norm; of many tokens and of one
+    with torch.compiler.set_stance("fail_on_recompile"):
+        while any(paged.done(i) < length for i, length in enumerate(LENGTHS)):
+            left = {i: length - paged.done(i) for i, length in enumerate(LENGTHS) if paged.done(i) < length}
+            most = 1 if len(left) == 1 else 7
+            paged.step({i: min(n, most) for i, n in left.items()})
+    assert len(graphs) == 8
+    assert_all_close(paged.logits, reference_logits(hf_model.double(), sequences), 1e-5)
