@@ -79,6 +79,7 @@ class DecodeGraphs:
         self.query_start = torch.arange(most + 1, dtype=torch.int32, device=self.device)
         self.logits = torch.empty(most, model.lm_head.out_features, dtype=dtype, device=self.device)
         self.graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}  # by size and number of splits
+        self._loaded = 0, 0, 0  # size, number of splits, sequences
 
     def fit(self, batch: Batch) -> bool:
         """Whether a batch is of decodes alone, each sampled for itself, and not larger than the largest size."""
@@ -86,9 +87,8 @@ class DecodeGraphs:
         return len(sequences) <= self.sizes[-1] and all(s.num_tokens == 1 and s.samplers == [s.seq] for s in sequences)
 
     @torch.inference_mode()
-    def run(self, sequences: list[ScheduledSequence]) -> Tensor:
-        """Run a batch that fits. Returns its logits [B, vocab_size], valid until the next call, and leaves in `sampled`
-        a token for each sequence: at its temperature, without constraints and truncation."""
+    def load(self, sequences: list[ScheduledSequence]) -> None:
+        """Write the inputs of a batch that fits to the buffers."""
         num_rows = len(sequences)
         size = next(size for size in self.sizes if size >= num_rows)
         padding = [0] * (size - num_rows)
@@ -101,7 +101,13 @@ class DecodeGraphs:
         width = max(len(s.block_table) for s in sequences)
         tables = [s.block_table + s.block_table[:1] * (width - len(s.block_table)) for s in sequences]
         self.block_tables[:num_rows, :width] = to_device(tables, self.device, torch.int32)
-        num_splits = self._choose_splits(size, seq_lens)
+        self._loaded = size, self._choose_splits(size, seq_lens), num_rows
+
+    @torch.inference_mode()
+    def run(self) -> Tensor:
+        """Run what was loaded. Returns its logits [B, vocab_size], valid until the next call, and leaves in `sampled` a
+        token for each sequence: at its temperature, without constraints and truncation."""
+        size, num_splits, num_rows = self._loaded
         if self.graphs:
             self.graphs[size, num_splits].replay()
         else:

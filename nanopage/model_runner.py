@@ -58,7 +58,8 @@ class ModelRunner:
         self.model: Any = model
         self.kv_cache = kv_cache
         self.device = device
-        self.sampler = Sampler()
+        self.sampler = Sampler(defer=device.type == "cuda")
+        self._samples: Samples | None = None  # of the last step
         self.sampled = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)  # what the last step sampled
         dtype = kv_cache.tensor.dtype
         if quantization or (device.type == "cpu" and can_pack(dtype)):
@@ -128,19 +129,27 @@ class ModelRunner:
         samplers = [sampler for scheduled in batch.sequences for sampler in scheduled.samplers]
         graphs = self.decode_graphs
         if graphs is not None and samplers and graphs.fit(batch):
-            logits: Tensor | None = graphs.run(batch.sequences)
+            graphs.load(batch.sequences)
+            self._settle()
+            logits: Tensor | None = graphs.run()
         else:
+            self._settle()
             graphs, logits = None, self._logits(batch) if batch.sequences else None
         stats.model_seconds = time.perf_counter() - started
         if logits is None:
             return Samples(self.sampled[:0], self.sampled[:0], [])
         if graphs is not None and not any(seq.params.truncates or is_constrained(seq) for seq in samplers):
-            samples = Samples(self.sampled[: len(samplers)], logits, samplers)
+            self._samples = Samples(self.sampled[: len(samplers)], logits, samplers)
         else:
-            samples = self.sampler(logits, samplers)
-            self.sampled[: len(samplers)] = samples.tokens
+            self._samples = self.sampler(logits, samplers)
+            self.sampled[: len(samplers)] = self._samples.tokens
         stats.sample_seconds = time.perf_counter() - started - stats.model_seconds
-        return samples
+        return self._samples
+
+    def _settle(self) -> None:
+        """Make sure of the last step's tokens, which this one may read."""
+        if self._samples is not None and self._samples.settle():
+            self.sampled[: len(self._samples.tokens)] = self._samples.tokens
 
     def _move_blocks(self, batch: Batch) -> None:
         self.kv_cache.swap_out(batch.swap_out)

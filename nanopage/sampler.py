@@ -12,6 +12,9 @@ hundred logits of a row, and the noise is computed for those alone; only if they
 """
 
 import math
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,38 +29,73 @@ class Sampler:
     """Callable: (logits [B, vocab_size], the B sequences) -> B sampled tokens, with log-probabilities where asked.
 
     The sequences' last tokens may be pending: of those that read their tokens (see Sequence) they must not be.
+
+    Args:
+        defer: whether it is for `Samples.settle` to find out if the first candidates of truncation were enough, so that
+            here nothing waits for a GPU.
     """
+
+    def __init__(self, defer: bool = False):
+        self.defer = defer
 
     def __call__(self, logits: Tensor, sequences: list[Sequence]) -> "Samples":
         raw = at_least_float32(logits)
-        return Samples(sample(constrain(raw, sequences), sequences), raw, sequences)
+        doubts: list[Doubt] | None = [] if self.defer else None
+        return Samples(sample(constrain(raw, sequences), sequences, doubts), raw, sequences, doubts)
+
+
+class Doubt(NamedTuple):
+    """Rows that were sampled from their first candidates, and what samples them from as many as it takes."""
+
+    exact: Tensor  # bool, on its way to the host: whether those were enough
+    rows: Tensor | slice
+    again: Callable[[], Tensor]
 
 
 class Samples:
-    """Sampled tokens on their way to the host; nothing waits for them before `result`.
+    """Sampled tokens on their way to the host; nothing waits for them before `settle` or `result`.
 
     Args:
         tokens: int64 [B], on the device.
         logits: [B, vocab_size] as the model made them, in float32 or float64; read if someone asks for
             log-probabilities.
         sequences: whose tokens they are.
+        doubts: about some of them.
     """
 
-    def __init__(self, tokens: Tensor, logits: Tensor, sequences: list[Sequence]):
-        self.tokens = tokens
+    def __init__(self, tokens: Tensor, logits: Tensor, sequences: list[Sequence], doubts: "list[Doubt] | None" = None):
+        self.tokens, self.logits, self._doubts = tokens, logits, doubts or []
         self.wanted = {row: seq.num_logprobs for row, seq in enumerate(sequences) if seq.num_logprobs is not None}
-        coming = [tokens]
+        self._send()
+
+    def _send(self) -> None:
+        coming = [self.tokens]
         if self.wanted:
-            rows = to_device(list(self.wanted), logits.device)
-            coming += top_logprobs(logits[rows], tokens[rows], max(self.wanted.values()))
+            rows = to_device(list(self.wanted), self.tokens.device)
+            coming += top_logprobs(self.logits[rows], self.tokens[rows], max(self.wanted.values()))
         self._coming = [to_host(tensor) for tensor in coming]
         self._arrived = None
-        if tokens.is_cuda:
+        if self.tokens.is_cuda:
             self._arrived = torch.cuda.Event()
             self._arrived.record()
 
+    @torch.inference_mode()
+    def settle(self) -> bool:
+        """Sample again what was sampled from too few candidates, before anyone reads it. Waits for the device if there
+        is a doubt. Returns whether `tokens` has changed."""
+        doubts, self._doubts = self._doubts, []
+        if doubts and self._arrived is not None:
+            self._arrived.synchronize()
+        wrong = [doubt for doubt in doubts if not bool(doubt.exact)]
+        for doubt in wrong:
+            self.tokens[doubt.rows] = doubt.again()
+        if wrong:
+            self._send()
+        return bool(wrong)
+
     def result(self) -> list[SampledToken]:
         """Waits for the device."""
+        self.settle()
         if self._arrived is not None:
             self._arrived.synchronize()
         tokens = self._coming[0].tolist()
@@ -134,42 +172,58 @@ def _penalize(logits: Tensor, sequences: list[Sequence]) -> Tensor:
     return logits - column("presence_penalty") * (output_counts > 0)
 
 
-def sample(logits: Tensor, sequences: list[Sequence]) -> Tensor:
-    """Token ids int64 [B]: greedy rows by argmax, the others by Gumbel-max over what truncation keeps."""
+def sample(logits: Tensor, sequences: list[Sequence], doubts: list[Doubt] | None = None) -> Tensor:
+    """Token ids int64 [B]: greedy rows by argmax, the others by Gumbel-max over what truncation keeps.
+
+    Args:
+        doubts: takes those about rows that are truncated; without it, they are made sure of here.
+    """
     if all(seq.params.greedy for seq in sequences):
         return argmax(logits)
     kinds: dict[str, list[int]] = {}
     for row, seq in enumerate(sequences):
         kind = "greedy" if seq.params.greedy else "truncated" if seq.params.truncates else "plain"
         kinds.setdefault(kind, []).append(row)
-    if len(kinds) == 1:
-        return _sample(next(iter(kinds)), logits, sequences)
     tokens = torch.empty(len(sequences), dtype=torch.int64, device=logits.device)
-    for kind, rows in kinds.items():
-        index = to_device(rows, logits.device)
-        tokens[index] = _sample(kind, logits[index], [sequences[row] for row in rows])
+    for kind, chosen in kinds.items():
+        rows = slice(None) if len(kinds) == 1 else to_device(chosen, logits.device)
+        part, some = logits[rows], [sequences[row] for row in chosen]
+        if kind == "greedy":
+            tokens[rows] = argmax(part)
+            continue
+        temperatures = to_device([seq.params.temperature for seq in some], logits.device, logits.dtype)
+        seeds = to_device([seq.seed for seq in some], logits.device)
+        # The sequence's length is the position of the token to be sampled.
+        positions = to_device([seq.num_tokens for seq in some], logits.device)
+        if kind == "plain":
+            tokens[rows] = gumbel_max(part, temperatures, seeds, positions)
+            continue
+        scaled = part / temperatures[:, None]
+        if doubts is None:
+            tokens[rows] = sample_truncated(scaled, some, seeds, positions)
+            continue
+        values, ids, exact = truncate_among(CANDIDATES, scaled, some)
+        tokens[rows] = among(values, ids, seeds, positions)
+        again = partial(sample_truncated, scaled, some, seeds, positions)
+        doubts.append(Doubt(to_host(exact), rows, again))
     return tokens
-
-
-def _sample(kind: str, logits: Tensor, sequences: list[Sequence]) -> Tensor:
-    """`sample` of rows of one kind."""
-    if kind == "greedy":
-        return argmax(logits)
-    temperatures = to_device([seq.params.temperature for seq in sequences], logits.device, logits.dtype)
-    seeds = to_device([seq.seed for seq in sequences], logits.device)
-    # The sequence's length is the position of the token to be sampled.
-    positions = to_device([seq.num_tokens for seq in sequences], logits.device)
-    if kind == "plain":
-        return gumbel_max(logits, temperatures, seeds, positions)
-    values, ids = truncate(logits / temperatures[:, None], sequences)
-    best = (values + gumbel_noise(seeds, positions, ids)).argmax(dim=-1, keepdim=True)
-    return ids.gather(1, best).squeeze(1)
 
 
 def gumbel_max(logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
     """A sample of each row of [B, vocab_size] at its temperature, at 0 its argmax: int64 [B]. All arguments are [B]."""
     ids = torch.arange(logits.shape[-1], device=logits.device)
     return argmax(logits + temperatures[:, None] * gumbel_noise(seeds, positions, ids))
+
+
+def sample_truncated(scaled: Tensor, sequences: list[Sequence], seeds: Tensor, positions: Tensor) -> Tensor:
+    """A sample of each row of what `truncate` keeps: int64 [B]."""
+    return among(*truncate(scaled, sequences), seeds, positions)
+
+
+def among(values: Tensor, ids: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
+    """A sample of each row of candidates, values and ids [B, C]: int64 [B]."""
+    best = (values + gumbel_noise(seeds, positions, ids)).argmax(dim=-1, keepdim=True)
+    return ids.gather(1, best).squeeze(1)
 
 
 def argmax(logits: Tensor) -> Tensor:
@@ -193,37 +247,44 @@ def truncate(scaled: Tensor, sequences: list[Sequence]) -> tuple[Tensor, Tensor]
     their token ids. The order of application is vLLM's: min-p, then top-k, then top-p on what is left.
     Tokens tied with the last one kept are kept: the result does not depend on the order of equal logits.
     """
+    size = CANDIDATES
+    while True:
+        values, ids, exact = truncate_among(size, scaled, sequences)
+        if bool(exact):
+            return values, ids
+        size *= 8
+
+
+def truncate_among(size: int, scaled: Tensor, sequences: list[Sequence]) -> tuple[Tensor, Tensor, Tensor]:
+    """`truncate` with the `size` largest of each row as candidates; and whether they hold all that is kept: bool []."""
     vocab_size = scaled.shape[-1]
+    size = min(size, vocab_size)
     top_ks = [seq.params.top_k if 0 < seq.params.top_k < vocab_size else vocab_size for seq in sequences]
     top_k = to_device(top_ks, scaled.device)[:, None]
     top_p = to_device([seq.params.top_p for seq in sequences], scaled.device, scaled.dtype)[:, None]
     min_p = to_device([seq.params.min_p for seq in sequences], scaled.device, scaled.dtype)[:, None]
-    size = min(CANDIDATES, vocab_size)
-    while True:
-        values, ids = scaled.topk(size, dim=-1)
-        last = values[:, -1:]
-        floor = values[:, :1] + min_p.log()  # min_p of 0: -inf
-        # The k-th largest is a bound if it is among the candidates.
-        kth = values.gather(1, top_k.clamp(max=size) - 1)
-        floor = torch.where(top_k <= size, torch.maximum(floor, kth), floor)
-        kept = values >= floor
-        complete = (last < floor) | (last == -torch.inf) | (size == vocab_size)
-        # Mass relative to the likeliest. If the floor cuts within the candidates they hold it all, else the row does.
-        weights = torch.where(kept, (values - values[:, :1]).exp(), 0)
-        mass = weights.cumsum(dim=-1)
-        total = mass[:, -1:]
-        if not bool(complete.all()):
-            total = torch.where(complete, total, (scaled - values[:, :1]).exp().sum(dim=-1, keepdim=True))
-        # Keep a token if the mass before it has not reached top_p; the one that crosses is therefore kept.
-        crossing = ((mass - weights < top_p * total) & kept).sum(dim=-1, keepdim=True).clamp(min=1) - 1
-        edge = torch.where(top_p < 1, values.gather(1, crossing), -torch.inf)
-        floor = torch.maximum(floor, edge)
-        # A bound above the last candidate leaves nothing out that is not among the candidates. With a top_k beyond
-        # them, what top-p is a share of is not known yet.
-        exact = complete | ((last < floor) & (top_k >= vocab_size) & (min_p == 0))
-        if bool(exact.all()):
-            return values.masked_fill_(values < floor, -torch.inf), ids
-        size = min(8 * size, vocab_size)
+    values, ids = scaled.topk(size, dim=-1)
+    last = values[:, -1:]
+    floor = values[:, :1] + min_p.log()  # min_p of 0: -inf
+    # The k-th largest is a bound if it is among the candidates.
+    kth = values.gather(1, top_k.clamp(max=size) - 1)
+    floor = torch.where(top_k <= size, torch.maximum(floor, kth), floor)
+    kept = values >= floor
+    complete = (last < floor) | (last == -torch.inf) | (size == vocab_size)
+    # Mass relative to the likeliest. If the floor cuts within the candidates they hold it all, else the row does.
+    weights = torch.where(kept, (values - values[:, :1]).exp(), 0)
+    mass = weights.cumsum(dim=-1)
+    total = mass[:, -1:]
+    if scaled.is_cuda or not bool(complete.all()):  # to ask a GPU takes longer than to have it compute
+        total = torch.where(complete, total, (scaled - values[:, :1]).exp().sum(dim=-1, keepdim=True))
+    # Keep a token if the mass before it has not reached top_p; the one that crosses is therefore kept.
+    crossing = ((mass - weights < top_p * total) & kept).sum(dim=-1, keepdim=True).clamp(min=1) - 1
+    edge = torch.where(top_p < 1, values.gather(1, crossing), -torch.inf)
+    floor = torch.maximum(floor, edge)
+    # A bound above the last candidate leaves nothing out that is not among the candidates. With a top_k beyond
+    # them, what top-p is a share of is not known yet.
+    exact = complete | ((last < floor) & (top_k >= vocab_size) & (min_p == 0))
+    return values.masked_fill_(values < floor, -torch.inf), ids, exact.all()
 
 
 def gumbel_noise(seeds: Tensor, positions: Tensor, token_ids: Tensor) -> Tensor:

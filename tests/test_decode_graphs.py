@@ -66,8 +66,8 @@ def test_sizes_are_never_far_apart():
 def test_static_buffers_change_no_token(model, overlap):
     engine = static(make_engine(model, async_scheduling=overlap))
     used = []
-    run = engine.runner.decode_graphs.run
-    engine.runner.decode_graphs.run = lambda sequences: used.append(len(sequences)) or run(sequences)
+    load = engine.runner.decode_graphs.load
+    engine.runner.decode_graphs.load = lambda sequences: used.append(len(sequences)) or load(sequences)
     assert outputs_of(engine) == outputs_of(make_engine(model))
     assert {6, 5, 1} <= set(used)  # padded to 7, 7 and not at all
     assert outputs_of(engine) == outputs_of(make_engine(model)), "nothing of an earlier batch is left over"

@@ -726,6 +726,21 @@ def test_only_those_who_ask_get_logprobs():
             assert next(iter(sampled.logprobs)) == sampled.token_id
 
 
+@pytest.mark.parametrize("scale", [1.0, 0.01])  # peaked logits, and flat ones that need more candidates
+def test_what_is_settled_later_is_what_is_made_sure_of_at_once(scale):
+    logits = scale * random_logits(40, 3000)
+    kinds = [{"temperature": 0}, {"top_p": 0.9}, {"top_p": 0.9, "top_k": 50}, {"min_p": 0.1}, {"top_k": 99}, {}]
+    batch = [sequence(seed=row, logprobs=2, **kinds[row % 6]) for row in range(40)]
+    later = Sampler(defer=True)(logits, batch)
+    at_first = later.tokens.clone()
+    changed = later.settle()
+    assert changed == (scale < 1)
+    assert torch.equal(at_first, later.tokens) != changed
+    assert not later.settle()
+    assert later.result() == run(logits, batch) == Sampler(defer=True)(logits, batch).result()
+    assert later.tokens.tolist() == [one.token_id for one in later.result()]
+
+
 def test_asking_for_logprobs_does_not_change_the_sample():
     logits = random_logits(50, 80)
     without = run(logits, [sequence(seed=row, temperature=2.0) for row in range(50)])
