@@ -40,7 +40,8 @@ class EngineConfig:
         block_size: tokens per KV cache block; on a GPU a power of two.
         kv_cache_gib: size of the KV cache in GiB. None: see `gpu_memory_utilization`.
         gpu_memory_utilization: the share of the device's memory (of RAM, on a CPU) that weights and KV cache may
-            take together. None: 0.9 on a GPU; on a CPU the KV cache gets a quarter of the available RAM, at most 4 GiB.
+            take together, on a GPU with what steps take. None: 0.9 on a GPU; on a CPU the KV cache gets a quarter of
+            the available RAM, at most 4 GiB.
         num_gpu_blocks_override: size of the KV cache in blocks instead, on any device; for tests.
         enable_prefix_caching: share the KV of equal prefixes between requests.
         preemption_mode: what happens to a request's KV when another needs its blocks: "recompute" or "swap". None: see
@@ -49,8 +50,9 @@ class EngineConfig:
             most a quarter of the available RAM and 4 GiB. When it is full, or 0, requests are recomputed.
         scheduling_policy: "fcfs", or "priority": requests with a lower `priority` go first, and take the blocks of
             those with a higher one.
-        enforce_eager: never run compiled decoder layers. By default they are used where there are any, which so far is
-            on a CPU in float32 and bfloat16, and made in the background from the second request on (see compiler.py).
+        enforce_eager: compile and capture nothing. Otherwise, on a CPU in float32 and bfloat16, decoder layers are
+            compiled in the background from the second request on (see compiler.py); on a GPU they are at start, and
+            decode steps captured as CUDA graphs (see jit.py and decode_graphs.py).
         quantization: "int8" keeps the weights of products, and of an embedding tied to the head, in a byte each (see
             kernels/int8_linear.py); activations and KV stay in `dtype`. On a CPU. None: in `dtype`.
         async_scheduling: launch a step before the tokens of the one before it are looked at, so that a GPU need not

@@ -1,3 +1,4 @@
+import re
 from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
@@ -8,7 +9,7 @@ from helpers import tiny_model
 
 from nanopage import EngineConfig, LLMEngine, SamplingParams
 from nanopage.decode_graphs import DecodeGraphs, batch_sizes, inputs_of, sample
-from nanopage.kv_cache import GIB
+from nanopage.kv_cache import GIB, blocks_of_gpu
 from nanopage.model_runner import largest_batch
 
 MIXED = [
@@ -200,6 +201,26 @@ def test_the_profile_is_of_the_largest_step_there_can_be(model, fake_cuda, monke
     assert [s.num_tokens for s in batch.sequences] == [16, 16, 17, 17, 17, 17]
     assert all(s.samplers == [s.seq] for s in batch.sequences)
     assert runner.decode_graphs is None
+
+
+def test_the_kv_cache_gets_what_weights_and_the_largest_step_leave(caplog):
+    config = EngineConfig(block_size=16)
+    size = 2**20
+    with caplog.at_level("INFO", logger="nanopage"):
+        assert blocks_of_gpu(config, size, 80 * GIB, 20 * GIB, 4 * GIB) == 48 * 1024
+    assert "80.00 GiB, gpu_memory_utilization=0.9 gives 72.00; weights and what else is there take 20.00" in caplog.text
+    assert "the largest step takes 4.00; the 48.00 GiB left for the KV cache hold 786,432 tokens" in caplog.text
+    half = EngineConfig(gpu_memory_utilization=0.5, max_model_len=4096)
+    assert blocks_of_gpu(half, size, 80 * GIB, 20 * GIB, 4 * GIB) == 16 * 1024
+    message = (
+        "8.00 GiB, gpu_memory_utilization=0.5 gives 4.00; weights and what else is there take 3.00, the largest step "
+        "takes 0.90; the 0.10 GiB left for the KV cache hold 1,632 tokens, not 4,096: raise gpu_memory_utilization, or "
+        "lower max_num_batched_tokens"
+    )
+    with pytest.raises(MemoryError, match=re.escape(message)):
+        blocks_of_gpu(half, size, 8 * GIB, 3 * GIB, int(0.9 * GIB))
+    with pytest.raises(MemoryError, match="hold 0 tokens, not 16: raise"):
+        blocks_of_gpu(config, size, 8 * GIB, 9 * GIB, GIB)
 
 
 @pytest.mark.parametrize("case", [(100, 6, 64), (3, 6, 64), (6, 6, 64), (100, 2, 8), (2048, 256, 40_000)])
