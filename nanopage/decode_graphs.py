@@ -24,6 +24,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from rich.console import Console
 from rich.progress import track
@@ -38,10 +39,12 @@ from nanopage.scheduler import Batch, ScheduledSequence
 logger = logging.getLogger("nanopage")
 
 GROWTH = 4
+LARGEST_SIZE = 512  # a step of more sequences takes a GPU longer than its launches take the host
 
 
 def batch_sizes(most: int) -> list[int]:
-    """1, 2, 4, 8, 16, then by 16 to 64 and by 32 to `most`."""
+    """1, 2, 4, 8, 16, then by 16 to 64 and by 32 to `most`, or to LARGEST_SIZE."""
+    most = min(most, LARGEST_SIZE)
     sizes = [1, 2, 4, 8, *range(16, 64, 16), *range(64, most + 1, 32)]
     return [size for size in sizes if size < most] + [most]
 
@@ -98,9 +101,8 @@ class DecodeGraphs:
         ints = [*ids, *padding, *seq_lens, *padding, *seeds, *padding]
         self.ints[: 3 * size] = to_device(ints, self.device, torch.int64)
         self.temperatures[:size] = to_device([*temperatures, *padding], self.device, self.temperatures.dtype)
-        width = max(len(s.block_table) for s in sequences)
-        tables = [s.block_table + s.block_table[:1] * (width - len(s.block_table)) for s in sequences]
-        self.block_tables[:num_rows, :width] = to_device(tables, self.device, torch.int32)
+        tables = stack_tables(sequences)
+        self.block_tables[:num_rows, : tables.shape[1]] = to_device(tables.int(), self.device)
         self._loaded = size, self._choose_splits(size, seq_lens), num_rows
 
     @torch.inference_mode()
@@ -182,6 +184,15 @@ class DecodeGraphs:
         logger.info(
             f"captured {len(cases)} CUDA graphs of {len(self.sizes)} batch sizes in {seconds:.1f} s, {used:.2f} GiB"
         )
+
+
+def stack_tables(sequences: list[ScheduledSequence]) -> Tensor:
+    """Their block tables, each padded with its first block to the longest: int64 [B, blocks], on the CPU."""
+    width = max(len(s.block_table) for s in sequences)
+    # NumPy reads nested lists three times as fast as torch.
+    return torch.from_numpy(
+        np.array([s.block_table + s.block_table[:1] * (width - len(s.block_table)) for s in sequences])
+    )
 
 
 def inputs_of(ints: Tensor, tables: Tensor, sampled: Tensor, block_size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:

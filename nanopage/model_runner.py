@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from nanopage.compiler import Graphs
-from nanopage.decode_graphs import DecodeGraphs
+from nanopage.decode_graphs import DecodeGraphs, batch_sizes, stack_tables
 from nanopage.device import to_device
 from nanopage.kernels.flash_decoding import split
 from nanopage.kernels.packed_linear import can_pack
@@ -109,7 +109,7 @@ class ModelRunner:
         torch.cuda.empty_cache()
         if capture:
             free = torch.cuda.mem_get_info(self.device)[0]
-            self.capture_graphs(max_model_len, [len(self.sampled)])
+            self.capture_graphs(max_model_len, batch_sizes(len(self.sampled))[-1:])
             torch.cuda.empty_cache()
             most += free - torch.cuda.mem_get_info(self.device)[0]
             self.decode_graphs = None
@@ -193,8 +193,7 @@ class ModelRunner:
         query_lens = torch.tensor([s.num_tokens for s in scheduled])
         tokens = list(chain.from_iterable(s.seq.token_ids[s.start : s.start + s.num_tokens] for s in scheduled))
         positions = torch.tensor(list(chain.from_iterable(range(s.start, s.start + s.num_tokens) for s in scheduled)))
-        width = max(len(s.block_table) for s in scheduled)
-        tables = torch.tensor([s.block_table + s.block_table[:1] * (width - len(s.block_table)) for s in scheduled])
+        tables = stack_tables(scheduled)
         sequence = torch.repeat_interleave(torch.arange(len(scheduled)), query_lens)  # of each token
         block_size = self.kv_cache.block_size
         slots = tables[sequence, positions // block_size] * block_size + positions % block_size

@@ -58,6 +58,7 @@ def test_batch_sizes_end_with_the_most(most, sizes):
 
 
 def test_sizes_are_never_far_apart():
+    assert batch_sizes(10_000) == batch_sizes(512)
     sizes = batch_sizes(512)
     assert sizes == sorted(set(sizes))
     assert all(b <= 2 * a and b - a <= 32 for a, b in pairwise(sizes))
@@ -256,11 +257,26 @@ def test_what_is_around_the_model_is_compiled_for_any_size_and_once_more_for_one
 
 
 @pytest.mark.gpu
-def test_replayed_graphs_give_the_tokens_of_direct_launches(model):
+@pytest.mark.parametrize("overlap", [False, True])
+def test_replayed_graphs_give_the_tokens_of_direct_launches(model, overlap):
     requests = [params for params in MIXED for _ in range(2)]
-    options = {"device": "cuda", "max_num_seqs": 12}
-    eager = LLMEngine(EngineConfig(model=str(model), dtype="float32", enforce_eager=True, max_model_len=64, **options))
-    graphs = LLMEngine(EngineConfig(model=str(model), dtype="float32", max_model_len=64, **options))
-    assert set(graphs.runner.decode_graphs.graphs) >= {(size, 1) for size in batch_sizes(12)}
-    assert outputs_of(graphs, requests) == outputs_of(eager, requests)
-    assert outputs_of(graphs, requests) == outputs_of(eager, requests)
+
+    def engine(**options):
+        config = {"device": "cuda", "dtype": "float32", "max_num_seqs": 12, "max_model_len": 64, "kv_cache_gib": 0.1}
+        return LLMEngine(EngineConfig(model=str(model), async_scheduling=overlap, **config | options))
+
+    eager, graphs = engine(enforce_eager=True), engine()
+    assert {size for size, _ in graphs.runner.decode_graphs.graphs} == set(batch_sizes(12))
+    with torch.compiler.set_stance("fail_on_recompile"):
+        for _ in range(2):
+            assert outputs_of(graphs, requests) == outputs_of(eager, requests)
+
+
+@pytest.mark.gpu
+def test_the_kv_cache_and_the_graphs_stay_within_their_share_of_the_gpu(model):
+    free, total = torch.cuda.mem_get_info()
+    share = 1 - free / total + 0.2
+    engine = LLMEngine(EngineConfig(model=str(model), device="cuda", gpu_memory_utilization=share, max_num_seqs=10_000))
+    assert engine.kv_cache.tensor.nbytes > 0.1 * total
+    outputs_of(engine)
+    assert total - torch.cuda.mem_get_info()[0] <= share * total + 2**28
