@@ -355,7 +355,8 @@ class Sequence:
     @property
     def reads_its_tokens(self) -> bool:
         """Whether what is sampled next depends on the tokens before it by more than the model: they must be known."""
-        return bool(self.num_candidates or self.bad_words_token_ids or self.params.penalizes)
+        completes_words = any(len(word) > 1 for word in self.bad_words_token_ids)
+        return completes_words or bool(self.num_candidates) or self.params.penalizes
 
     def expect(self, row: int) -> None:
         """A token is on its way, in this row (from 1) of the step's samples."""

@@ -6,6 +6,7 @@ import math
 import pytest
 
 from nanopage import BeamSearchParams, SamplingParams
+from nanopage.request import Sequence
 
 NAN, INF, HUGE = math.nan, math.inf, 10**400  # HUGE has no float
 
@@ -223,3 +224,20 @@ def test_beam_search_params_are_checked(field):
                 BeamSearchParams(**{"width": 2} | {field: value})
     with pytest.raises(TypeError, match="beam_width"):
         BeamSearchParams(beam_width=2)
+
+
+@pytest.mark.parametrize(
+    ("options", "reads"),
+    [
+        ({}, False),
+        ({"bad_words_token_ids": [[5], [6]]}, False),
+        ({"bad_words_token_ids": [[5], [6, 7]]}, True),
+        ({"num_candidates": 4}, True),
+        ({"params": SamplingParams(repetition_penalty=1.1)}, True),
+        ({"params": SamplingParams(presence_penalty=-0.5)}, True),
+        ({"params": SamplingParams(frequency_penalty=0.5)}, True),
+        ({"params": SamplingParams(top_p=0.5, top_k=3, min_tokens=4, logit_bias={1: 2.0}, logprobs=2)}, False),
+    ],
+)
+def test_only_what_looks_at_earlier_tokens_has_to_know_them(options, reads):
+    assert Sequence(0, "a", [1, 2], options.pop("params", SamplingParams()), **options).reads_its_tokens == reads
