@@ -17,7 +17,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from nanopage.config import EngineConfig, read_json
-from nanopage.engine import LLMEngine, Prompt, Request
+from nanopage.engine import LLMEngine
+from nanopage.input_processor import Prompt, Request
 from nanopage.request import BeamSearchParams, RequestOutput, SamplingParams
 
 AnyParams = SamplingParams | BeamSearchParams
@@ -131,7 +132,7 @@ class LLM:
     def _chat_prompt(
         self, messages: list[dict], chat_template: str | None = None, add_generation_prompt: bool = True
     ) -> dict:
-        tokenizer = self.engine.require_tokenizer("a conversation", "prompt_token_ids to generate()")
+        tokenizer = self.engine.input_processor.require_tokenizer("a conversation", "prompt_token_ids to generate()")
         text = tokenizer.apply_chat_template(messages, chat_template, add_generation_prompt)
         # The template writes the special tokens itself; the request carries ids so that none is added twice.
         return {"prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}

@@ -22,7 +22,7 @@ from helpers import tiny_model
 from nanopage import BeamSearchParams, EngineConfig, LLMEngine, RequestOutput, SamplingParams
 from nanopage.beam_search import Beam, BeamSearch
 from nanopage.decode_graphs import DecodeGraphs
-from nanopage.engine import _branch_seed
+from nanopage.input_processor import branch_seed
 from nanopage.kernels import paged_attention
 from nanopage.kv_cache import GIB, block_bytes
 from nanopage.sampler import Sampler
@@ -326,7 +326,7 @@ def _completions_alone(oracle: LLMEngine, plan: Planned, max_model_len: int) -> 
     outputs = []
     for index in range(plan.params.num_sequences):
         if index:
-            params.seed = _branch_seed(plan.params.seed, index)
+            params.seed = branch_seed(plan.params.seed, index)
         outputs.append(run_alone(oracle, plan.prompt, params, max_model_len))
     return outputs
 

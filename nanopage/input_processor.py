@@ -1,0 +1,228 @@
+"""InputProcessor: what a user asks for as a Request that can be queued, or an error that names what is wrong."""
+
+import dataclasses
+import hashlib
+import itertools
+import random
+from pathlib import Path
+
+from nanopage.beam_search import BeamSearch
+from nanopage.config import EngineConfig, ModelConfig
+from nanopage.request import (
+    BeamSearchParams,
+    CompletionOutput,
+    Logprob,
+    SamplingParams,
+    Sequence,
+    SequenceGroup,
+)
+from nanopage.tokenizer import IncrementalDetokenizer, Tokenizer
+
+Prompt = str | list[int] | dict
+"""Text, token ids, or a dict with "prompt" or "prompt_token_ids", and optionally "cache_salt" (vLLM's forms)."""
+
+
+@dataclasses.dataclass(slots=True)
+class Completion:
+    """What the engine keeps of one completion beside its sequence, to make its outputs."""
+
+    seq: Sequence
+    detokenizer: IncrementalDetokenizer | None
+    logprobs: list[dict[int, Logprob]] = dataclasses.field(default_factory=list)
+    output: CompletionOutput | None = None  # once finished
+
+
+@dataclasses.dataclass(slots=True)
+class Request:
+    """What the engine keeps of a request beside its group, to make its outputs."""
+
+    group: SequenceGroup
+    params: SamplingParams | BeamSearchParams
+    prompt: str | None
+    prompt_token_ids: list[int]
+    completions: list[Completion]
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+
+
+class InputProcessor:
+    """Makes an engine's requests.
+
+    Args:
+        path: of the model, for messages.
+        tokenizer: None if the model has none: requests are then of token ids, and text is refused.
+        max_model_len: most tokens of a sequence.
+        num_blocks: of the KV cache.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        model_config: ModelConfig,
+        path: Path,
+        tokenizer: Tokenizer | None,
+        max_model_len: int,
+        num_blocks: int,
+    ):
+        self.config, self.model_config, self.path, self.tokenizer = config, model_config, path, tokenizer
+        self.max_model_len, self.num_blocks = max_model_len, num_blocks
+        self._seq_ids = itertools.count()
+        self._seeds = random.Random(config.seed)
+
+    def make_request(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams | BeamSearchParams | None = None,
+        priority: int = 0,
+    ) -> Request:
+        """The request, not queued yet. Raises as LLMEngine.add_request."""
+        if not isinstance(request_id, str) or not request_id:
+            raise TypeError(f"request_id must be a string, not {request_id!r}")
+        if not isinstance(priority, int) or isinstance(priority, bool):
+            raise TypeError(f"priority must be an integer, not {priority!r}")
+        if priority and self.config.scheduling_policy != "priority":
+            raise ValueError(f"priority={priority} needs scheduling_policy='priority'")
+        params = SamplingParams() if params is None else params
+        if not isinstance(params, SamplingParams | BeamSearchParams):
+            raise TypeError(f"sampling_params must be SamplingParams, not {params!r}")
+        params = dataclasses.replace(params)  # a copy, checked again: the caller's may have been changed, or will be
+        text, token_ids, cache_salt = self._read_prompt(prompt)
+        room = self.max_model_len - len(token_ids)
+        if room < 1:
+            raise ValueError(
+                f"the prompt has {len(token_ids)} tokens and leaves no room for output in "
+                f"max_model_len={self.max_model_len}"
+            )
+        beam_search = None
+        if isinstance(params, BeamSearchParams):
+            max_tokens = min(params.max_tokens, room)
+            beam_search = BeamSearch(
+                params.width, max_tokens, params.length_penalty, params.early_stopping, self.model_config.eos_token_ids
+            )
+            sampling = SamplingParams(temperature=0, max_tokens=max_tokens)
+            name, count = "width", params.width
+        else:
+            sampling = params
+            name, count = "n" if params.best_of is None else "best_of", params.num_sequences
+        self._check_size(name, count, len(token_ids), sampling.max_tokens)
+        bad_words = self._check_tokens(sampling)
+        seed = self._seeds.getrandbits(63) if sampling.seed is None else sampling.seed
+        completions = []
+        for index in range(count):
+            seq = Sequence(
+                next(self._seq_ids),
+                request_id,
+                token_ids,
+                sampling,
+                seed=seed if index == 0 else branch_seed(seed, index),
+                eos_token_ids=self.model_config.eos_token_ids,
+                max_total_tokens=self.max_model_len,
+                cache_salt=cache_salt,
+                bad_words_token_ids=bad_words,
+                num_candidates=beam_search.num_candidates if beam_search else 0,
+            )
+            detokenizer = None
+            if isinstance(params, SamplingParams) and params.detokenize and self.tokenizer is not None:
+                detokenizer = IncrementalDetokenizer(
+                    self.tokenizer,
+                    token_ids,
+                    list(params.stop or ()),
+                    params.skip_special_tokens,
+                    params.include_stop_str_in_output,
+                )
+            completions.append(Completion(seq, detokenizer))
+        group = SequenceGroup([completion.seq for completion in completions], priority, beam_search)
+        return Request(group, params, text, token_ids, completions)
+
+    def require_tokenizer(self, what: str, instead: str) -> Tokenizer:
+        """The tokenizer. Raises ValueError, saying `what` needs it and what to give `instead`, if there is none."""
+        if self.tokenizer is None:
+            raise ValueError(f"{what} needs a tokenizer, and {self.path} has no tokenizer.json: give {instead}")
+        return self.tokenizer
+
+    def _read_prompt(self, prompt: Prompt) -> tuple[str | None, list[int], str]:
+        """(text or None, token ids, cache salt) of any form of prompt."""
+        text, token_ids, salt = None, None, ""
+        if isinstance(prompt, dict):
+            if unknown := prompt.keys() - {"prompt", "prompt_token_ids", "cache_salt"}:
+                raise ValueError(
+                    f"the prompt has fields that are not supported: {', '.join(sorted(map(str, unknown)))}"
+                )
+            text, token_ids, salt = prompt.get("prompt"), prompt.get("prompt_token_ids"), prompt.get("cache_salt") or ""
+            if (text is None) == (token_ids is None):
+                raise ValueError("a prompt dict has either 'prompt' or 'prompt_token_ids'")
+            if not isinstance(salt, str):
+                raise TypeError(f"cache_salt must be a string, not {salt!r}")
+        elif isinstance(prompt, str):
+            text = prompt
+        else:
+            token_ids = prompt
+        if token_ids is None:
+            if not isinstance(text, str):
+                raise TypeError(f"a prompt must be a string, token ids or a dict, not {text!r}")
+            token_ids = self.require_tokenizer("a prompt of text", "prompt_token_ids").encode(text)
+        elif not isinstance(token_ids, list):
+            raise TypeError(f"a prompt must be a string, token ids or a dict, not {token_ids!r}")
+        if not token_ids:
+            raise ValueError("the prompt is empty")
+        self._check_ids("prompt_token_ids", token_ids)
+        return text, list(token_ids), salt
+
+    def _check_size(self, name: str, count: int, num_prompt_tokens: int, max_tokens: int | None) -> None:
+        """Refuse a request whose `count` completions could never run together."""
+        if count > self.config.max_num_seqs:
+            raise ValueError(f"{name}={count} is more than max_num_seqs={self.config.max_num_seqs}")
+        longest = min(num_prompt_tokens + (max_tokens or self.max_model_len), self.max_model_len)
+        shared = num_prompt_tokens // self.config.block_size if count > 1 else 0
+        blocks = shared + count * (-(-longest // self.config.block_size) - shared)
+        if blocks > self.num_blocks:
+            raise ValueError(
+                f"{name}={count} completions of {longest} tokens need {blocks} blocks, the KV cache has "
+                f"{self.num_blocks}: lower {name} or max_tokens, or raise kv_cache_gib"
+            )
+
+    def _check_tokens(self, params: SamplingParams) -> list[list[int]]:
+        """Check the token ids in `params`. Returns the ids of its bad_words."""
+        self._check_ids("stop_token_ids", params.stop_token_ids)
+        self._check_ids("logit_bias", params.logit_bias or ())
+        self._check_ids("allowed_token_ids", params.allowed_token_ids or ())
+        if params.stop:
+            self.require_tokenizer("stop", "stop_token_ids")
+        bad_words = self._bad_words(params.bad_words or [])
+        if params.allowed_token_ids is not None:
+            never = {ids[0] for ids in bad_words if len(ids) == 1}
+            ends = self.model_config.eos_token_ids | set(params.stop_token_ids or ())
+            never |= ends if params.min_tokens else set()
+            if never.issuperset(params.allowed_token_ids):
+                raise ValueError("allowed_token_ids: bad_words and min_tokens forbid every one of them")
+        return bad_words
+
+    def _check_ids(self, name: str, token_ids) -> None:
+        vocab_size = self.model_config.vocab_size
+        for token_id in token_ids:
+            if not isinstance(token_id, int) or isinstance(token_id, bool):
+                raise TypeError(f"{name} must be integers, not {token_id!r}")
+            if not 0 <= token_id < vocab_size:
+                raise ValueError(f"{name}: {token_id} is not in the vocabulary of {vocab_size} tokens")
+
+    def _bad_words(self, words: list[str]) -> list[list[int]]:
+        """Each word's token ids at the beginning of a text and after a space, as in vLLM."""
+        sequences = []
+        for word in words:
+            tokenizer = self.require_tokenizer("bad_words", "allowed_token_ids or logit_bias")
+            word = word.lstrip() or word  # white space alone is a word, too
+            plain = tokenizer.encode(word, add_special_tokens=False)
+            spaced = tokenizer.encode(" " + word, add_special_tokens=False)
+            if not plain:
+                raise ValueError(f"bad_words: {word!r} has no tokens")
+            sequences.append(plain)
+            # "▁word" is its own token; where the space is a token apart, banning the plain form is enough.
+            if spaced[0] != plain[0] and len(spaced) == len(plain):
+                sequences.append(spaced)
+        return sequences
+
+
+def branch_seed(seed: int, index: int) -> int:
+    """The seed of completion `index` of a request: 63 bits that have nothing to do with its siblings'."""
+    digest = hashlib.sha256(f"{seed}/{index}".encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1
