@@ -19,8 +19,6 @@ many and so on, for batches in which few sequences have most of the tokens, as f
 On a CPU the same code runs on the same buffers, without capture; it is there for the tests.
 """
 
-import logging
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -31,12 +29,10 @@ from rich.progress import track
 from torch import Tensor
 
 from nanopage.device import to_device
-from nanopage.kv_cache import GIB, KVCache
+from nanopage.kv_cache import KVCache
 from nanopage.layers.attention import AttentionMetadata, uses_triton
 from nanopage.sampler import at_least_float32, gumbel_max, with_sampled
 from nanopage.scheduler import Batch, ScheduledSequence
-
-logger = logging.getLogger("nanopage")
 
 GROWTH = 4
 LARGEST_SIZE = 512  # a step of more sequences takes a GPU longer than its launches take the host
@@ -82,6 +78,7 @@ class DecodeGraphs:
         self.query_start = torch.arange(most + 1, dtype=torch.int32, device=self.device)
         self.logits = torch.empty(most, model.lm_head.out_features, dtype=dtype, device=self.device)
         self.graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}  # by size and number of splits
+        self._pool: Any = None  # of the memory that they share
         self._loaded = 0, 0, 0  # size, number of splits, sequences
 
     def fit(self, batch: Batch) -> bool:
@@ -157,33 +154,29 @@ class DecodeGraphs:
         return next((splits for splits in captured if 2 * splits >= wanted), captured[-1])
 
     @torch.inference_mode()
-    def capture(self, sizes: list[int] | None = None) -> None:
-        """Capture these sizes or all, the largest first, so that the others find room in its memory.
+    def capture(self, sizes: list[int]) -> None:
+        """Capture these sizes, the largest first, so that the others find room in its memory.
 
         Raises: MemoryError, naming the size at which the GPU's memory ran out and the options that help.
         """
-        started, free = time.perf_counter(), torch.cuda.mem_get_info(self.device)[0]
-        pool = torch.cuda.graph_pool_handle()
-        cases = [(size, splits) for size in reversed(sizes or self.sizes) for splits in self.splits_of(size)]
+        self._pool = self._pool or torch.cuda.graph_pool_handle()
+        cases = [(size, splits) for size in reversed(sizes) for splits in self.splits_of(size)]
         console = Console(stderr=True)
         for size, splits in track(cases, "Capturing CUDA graphs", console=console, transient=True):
             try:
                 self._step(size, splits, 0)  # whatever is made at a first call can not be made while capturing
                 graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph, pool=pool):
+                with torch.cuda.graph(graph, pool=self._pool):
                     self._step(size, splits, 0)
-            except torch.OutOfMemoryError:
+            except RuntimeError as error:
+                if "out of memory" not in str(error):
+                    raise
                 raise MemoryError(
                     f"the GPU's memory ran out while the graph of batch size {size} was captured: lower max_num_seqs "
                     "or gpu_memory_utilization, or set enforce_eager"
                 ) from None
             self.graphs[size, splits] = graph
         torch.cuda.synchronize(self.device)
-        used = (free - torch.cuda.mem_get_info(self.device)[0]) / GIB
-        seconds = time.perf_counter() - started
-        logger.info(
-            f"captured {len(cases)} CUDA graphs of {len(self.sizes)} batch sizes in {seconds:.1f} s, {used:.2f} GiB"
-        )
 
 
 def stack_tables(sequences: list[ScheduledSequence]) -> Tensor:

@@ -101,7 +101,8 @@ class LLMEngine:
         on_gpu = self.device.type == "cuda"
         self.overlaps = on_gpu if config.async_scheduling is None else config.async_scheduling
         self._launched: tuple[Batch, Samples] | None = None
-        self._interrupted = False
+        self._scheduled: Batch | None = None  # by a call of step that has not come to launching it
+        self._outputs: list[RequestOutput] = []  # that the next call of step returns
         self._requests: dict[str, Request] = {}
         self._num_submitted = 0
         tokens = num_blocks * config.block_size
@@ -169,26 +170,28 @@ class LLMEngine:
         outputs are that one's. A sequence that has ended by then runs once too often; that token is dropped.
         """
         stats = StepStats()
-        # A call that was interrupted may have launched what nobody heard of: schedule anew, from tokens that are known.
-        outputs = self._complete(stats) if self._interrupted else []
-        self._interrupted = True
+        unclear: list[int] = []
+        if self._scheduled is not None:  # the last call failed
+            self._complete(stats)
+            unclear = self.scheduler.recover(self._scheduled)
         started = time.perf_counter()
-        batch = self.scheduler.schedule()
+        self._scheduled = batch = self.scheduler.schedule()
+        batch.new_blocks += unclear
         stats.schedule_seconds = time.perf_counter() - started
         launched = batch, self.runner.launch(batch, stats)
-        outputs += self._complete(stats)
+        self._complete(stats)
         self.scheduler.advance(batch)
-        self._launched = launched
+        self._launched, self._scheduled = launched, None
         if not self.overlaps or any(seq.reads_its_tokens for s in batch.sequences for seq in s.samplers):
-            outputs += self._complete(stats)
-        self._interrupted = False
+            self._complete(stats)
         self._count(batch, stats)
+        outputs, self._outputs = self._outputs, []
         return outputs
 
-    def _complete(self, stats: StepStats) -> list[RequestOutput]:
-        """Wait for the batch that was launched last, and take in its tokens."""
+    def _complete(self, stats: StepStats) -> None:
+        """Wait for the batch that was launched last, take in its tokens, and make outputs of them."""
         if self._launched is None:
-            return []
+            return
         batch, samples = self._launched
         started = time.perf_counter()
         sampled = samples.result()
@@ -197,16 +200,14 @@ class LLMEngine:
         self._launched = None
         for seq in taken:
             self._advance(seq)
-        outputs = []
         for request_id in dict.fromkeys(seq.request_id for seq in taken):
             request = self._requests[request_id]
             group = request.group
             if group.finished or not (group.beam_search or group.params.ranks):
-                outputs.append(self._output(request))
+                self._outputs.append(self._output(request))
         stats.wait_seconds += arrived - started
         stats.output_seconds += time.perf_counter() - arrived
         stats.output_tokens += len(taken)
-        return outputs
 
     def abort(self, request_id: str, index: int | None = None) -> RequestOutput | None:
         """End a request now, or only its completion `index`, and free the blocks.

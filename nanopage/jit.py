@@ -11,7 +11,9 @@ On a CPU layers are compiled ahead of time instead (compiler.py).
 import logging
 import time
 from functools import partial
+from types import FunctionType
 from typing import Any
+from uuid import uuid4
 
 import torch
 from torch import Tensor
@@ -35,10 +37,17 @@ def compile_model(model: Any, config: ModelConfig, dtype: torch.dtype, device: t
     for module, name in parts:
         key = type(module), name
         if key not in compiled:  # weights are inputs of the graph: one serves all modules of a kind
-            compiled[key] = torch.compile(getattr(type(module), name), fullgraph=True)
+            compiled[key] = compile_afresh(getattr(type(module), name))
         setattr(module, name, partial(compiled[key], module))
     warm_up(model, config, dtype, device)
     logger.info(f"compiled the decoder layer in {time.perf_counter() - started:.1f} s")
+
+
+def compile_afresh(function: Any) -> Any:
+    """torch.compile for this engine alone. torch keeps eight graphs of a function at most, and a size that is not the
+    one it has seen before (by the function's name and place) becomes dynamic: engines must not share them."""
+    code = function.__code__.replace(co_name=f"{function.__name__}_{uuid4().hex}")
+    return torch.compile(FunctionType(code, function.__globals__, closure=function.__closure__), fullgraph=True)
 
 
 @torch.inference_mode()

@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -13,6 +14,7 @@ from nanopage.device import to_device
 logger = logging.getLogger("nanopage")
 
 GIB = 2**30
+SWAP_BYTES = 2**26
 CPU_SHARE, CPU_MOST = 0.25, 4 * GIB  # of the RAM available once the weights are loaded
 
 
@@ -56,28 +58,33 @@ class KVCache:
 
     def swap_out(self, pairs: list[tuple[int, int]]) -> None:
         """Copy blocks to the host pool: (block, host block)."""
-        if not pairs:
-            return
-        host = self._host_pool()
-        leaving = self.tensor.index_select(2, self._index([block for block, _ in pairs])).movedim(2, 0).contiguous()
-        with self._copying():
-            for row, (_, host_block) in enumerate(pairs):
-                host[host_block].copy_(leaving[row], non_blocking=True)
-        if self._stream is not None:
-            leaving.record_stream(self._stream)
+        for some in self._batched(pairs):
+            host = self._host_pool()
+            blocks = self._index([block for block, _ in some])
+            leaving = self.tensor.index_select(2, blocks).movedim(2, 0).contiguous()
+            with self._copying():
+                for row, (_, host_block) in enumerate(some):
+                    host[host_block].copy_(leaving[row], non_blocking=True)
+            if self._stream is not None:
+                leaving.record_stream(self._stream)
 
     def swap_in(self, pairs: list[tuple[int, int]]) -> None:
         """Copy blocks back from the host pool: (host block, block)."""
-        if not pairs:
-            return
-        host = self._host_pool()
-        coming = torch.empty((len(pairs), *host.shape[1:]), dtype=host.dtype, device=self.tensor.device)
-        with self._copying():
-            for row, (host_block, _) in enumerate(pairs):
-                coming[row].copy_(host[host_block], non_blocking=True)
-        if self._stream is not None:
-            torch.cuda.current_stream(self.tensor.device).wait_stream(self._stream)
-        self.tensor.index_copy_(2, self._index([block for _, block in pairs]), coming.movedim(0, 2))
+        for some in self._batched(pairs):
+            host = self._host_pool()
+            coming = torch.empty((len(some), *host.shape[1:]), dtype=host.dtype, device=self.tensor.device)
+            with self._copying():
+                for row, (host_block, _) in enumerate(some):
+                    coming[row].copy_(host[host_block], non_blocking=True)
+            if self._stream is not None:
+                torch.cuda.current_stream(self.tensor.device).wait_stream(self._stream)
+            self.tensor.index_copy_(2, self._index([block for _, block in some]), coming.movedim(0, 2))
+
+    def _batched(self, pairs: list[tuple[int, int]]) -> Iterator[list[tuple[int, int]]]:
+        """So many at a time as take SWAP_BYTES of the device's memory on their way."""
+        count = max(1, SWAP_BYTES * self.num_blocks // self.tensor.nbytes)
+        for begin in range(0, len(pairs), count):
+            yield pairs[begin : begin + count]
 
     def _index(self, blocks) -> torch.Tensor:
         return to_device(blocks, self.tensor.device)

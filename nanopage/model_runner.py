@@ -2,7 +2,6 @@
 
 import logging
 import time
-from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -10,11 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from nanopage.compiler import Graphs
-from nanopage.decode_graphs import DecodeGraphs, batch_sizes, stack_tables
+from nanopage.decode_graphs import DecodeGraphs, stack_tables
 from nanopage.device import to_device
+from nanopage.jit import compile_afresh
 from nanopage.kernels.flash_decoding import split
 from nanopage.kernels.packed_linear import can_pack
-from nanopage.kv_cache import KVCache
+from nanopage.kv_cache import GIB, KVCache
 from nanopage.layers.attention import AttentionMetadata, uses_triton
 from nanopage.layers.linear import pack
 from nanopage.request import MAX_LOGPROBS, SamplingParams, Sequence, SequenceGroup, StepStats
@@ -85,20 +85,23 @@ class ModelRunner:
             self.graphs.install(self.model)
             self.compiled = True
 
-    def capture_graphs(self, max_model_len: int, sizes: list[int] | None = None) -> None:
-        """Capture decode steps as CUDA graphs, of these batch sizes or all.
+    def capture_graphs(self, max_model_len: int) -> None:
+        """Capture decode steps as CUDA graphs. Raises MemoryError as DecodeGraphs.capture."""
+        started, free = time.perf_counter(), torch.cuda.mem_get_info(self.device)[0]
+        self.decode_graphs = self._make_decode_graphs(max_model_len)
+        self.decode_graphs.capture(self.decode_graphs.sizes)
+        used = (free - torch.cuda.mem_get_info(self.device)[0]) / GIB
+        count, seconds = len(self.decode_graphs.graphs), time.perf_counter() - started
+        logger.info(f"captured {count} CUDA graphs of decode steps in {seconds:.1f} s, {used:.2f} GiB")
 
-        Raises: MemoryError as DecodeGraphs.capture.
-        """
-        wrap = partial(torch.compile, fullgraph=True)
-        self.decode_graphs = DecodeGraphs(self.model, self.kv_cache, self.sampled, max_model_len, wrap)
-        self.decode_graphs.capture(sizes)
+    def _make_decode_graphs(self, max_model_len: int) -> DecodeGraphs:
+        return DecodeGraphs(self.model, self.kv_cache, self.sampled, max_model_len, compile_afresh)
 
     def profile(self, num_tokens: int, max_model_len: int, capture: bool) -> int:
-        """Bytes of the GPU's memory that steps take beside weights and KV cache.
+        """Bytes of the GPU's memory that steps take beside weights and KV cache, in a runner whose cache is one block.
 
-        Runs the largest step there can be, of `num_tokens` tokens, on a KV cache of one block; and if steps are to be
-        captured, captures that of the largest batch size.
+        Runs the largest step there can be, of `num_tokens` tokens; and if steps are to be captured, captures the
+        largest, whose memory the others will share, and the smallest, for what a graph takes beside that.
         """
         batch = largest_batch(num_tokens, len(self.sampled), max_model_len, self.kv_cache.block_size)
         self.kv_cache.clear([0])
@@ -107,14 +110,19 @@ class ModelRunner:
         self.launch(batch).result()
         most = torch.cuda.max_memory_allocated(self.device) - before
         torch.cuda.empty_cache()
-        if capture:
-            free = torch.cuda.mem_get_info(self.device)[0]
-            self.capture_graphs(max_model_len, batch_sizes(len(self.sampled))[-1:])
+        if not capture:
+            return most
+        free = [torch.cuda.mem_get_info(self.device)[0]]
+        graphs = self._make_decode_graphs(max_model_len)
+        for sizes in (graphs.sizes[-1:], graphs.sizes[:1]):
+            graphs.capture(sizes)
             torch.cuda.empty_cache()
-            most += free - torch.cuda.mem_get_info(self.device)[0]
-            self.decode_graphs = None
-            torch.cuda.empty_cache()
-        return most
+            free.append(torch.cuda.mem_get_info(self.device)[0])
+        each = max(0, free[1] - free[2]) // len(graphs.splits_of(graphs.sizes[0]))
+        others = sum(len(graphs.splits_of(size)) for size in graphs.sizes[:-1])
+        del graphs
+        torch.cuda.empty_cache()
+        return most + free[0] - free[1] + each * others
 
     @torch.inference_mode()
     def launch(self, batch: Batch, stats: StepStats | None = None) -> Samples:
@@ -155,6 +163,8 @@ class ModelRunner:
         self.kv_cache.swap_out(batch.swap_out)
         self.kv_cache.swap_in(batch.swap_in)
         self.kv_cache.copy(batch.copies)
+        if uses_triton(self.device):
+            return  # its kernels look at nothing beyond a sequence's end
         size = self.kv_cache.block_size  # what the step fills with its own K and V need not be cleared
         filled = {
             b for s in batch.sequences for b in s.block_table[-(-s.start // size) : (s.start + s.num_tokens) // size]
@@ -210,6 +220,7 @@ class ModelRunner:
             from nanopage.kernels import paged_attention  # imports Triton
 
             step = paged_attention.make_step(query_lens, seq_lens, self.kv_cache.tensor.shape[3], self.device)
+            tables = tables.int()  # as those of the graphs are, so that kernels are compiled for one type only
         elif self.compiled and len(slots) == len(query_lens):
             splits = split(tables, seq_lens, self.kv_cache.block_size)
         slots, tables = to_device(slots, self.device), to_device(tables, self.device)

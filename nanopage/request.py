@@ -363,6 +363,12 @@ class Sequence:
         self.token_ids.append(-row)
         self.pending = True
 
+    def forget(self) -> None:
+        """Nobody waits any more for a token that is on its way."""
+        if self.pending:
+            self.token_ids.pop()
+            self.pending = False
+
     def receive(self, sampled: SampledToken) -> None:
         """The token that was on its way."""
         self.token_ids[-1] = sampled.token_id

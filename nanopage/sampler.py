@@ -41,7 +41,7 @@ class Sampler:
     def __call__(self, logits: Tensor, sequences: list[Sequence]) -> "Samples":
         raw = at_least_float32(logits)
         doubts: list[Doubt] | None = [] if self.defer else None
-        return Samples(sample(constrain(raw, sequences), sequences, doubts), raw, sequences, doubts)
+        return Samples(sample(constrain(raw, sequences), sequences, doubts), logits, sequences, doubts)
 
 
 class Doubt(NamedTuple):
@@ -57,14 +57,13 @@ class Samples:
 
     Args:
         tokens: int64 [B], on the device.
-        logits: [B, vocab_size] as the model made them, in float32 or float64; read if someone asks for
-            log-probabilities.
+        logits: [B, vocab_size] as the model made them; read if someone asks for log-probabilities.
         sequences: whose tokens they are.
         doubts: about some of them.
     """
 
     def __init__(self, tokens: Tensor, logits: Tensor, sequences: list[Sequence], doubts: "list[Doubt] | None" = None):
-        self.tokens, self.logits, self._doubts = tokens, logits, doubts or []
+        self.tokens, self._logits, self._doubts = tokens, logits, doubts or []
         self.wanted = {row: seq.num_logprobs for row, seq in enumerate(sequences) if seq.num_logprobs is not None}
         self._send()
 
@@ -72,7 +71,8 @@ class Samples:
         coming = [self.tokens]
         if self.wanted:
             rows = to_device(list(self.wanted), self.tokens.device)
-            coming += top_logprobs(self.logits[rows], self.tokens[rows], max(self.wanted.values()))
+            logits = at_least_float32(self._logits[rows])
+            coming += top_logprobs(logits, self.tokens[rows], max(self.wanted.values()))
         self._coming = [to_host(tensor) for tensor in coming]
         self._arrived = None
         if self.tokens.is_cuda:
@@ -229,10 +229,11 @@ def among(values: Tensor, ids: Tensor, seeds: Tensor, positions: Tensor) -> Tens
 def argmax(logits: Tensor) -> Tensor:
     """The largest of each row of [B, vocab_size], the first of equals: int64 [B].
 
-    Of blocks first, then within one: torch's argmax is not vectorized on a CPU and takes ten times as long.
+    Of blocks first, then within one: torch's argmax is not vectorized on a CPU and takes ten times as long, and
+    Inductor's gives a whole row to one of a GPU's programs.
     """
-    size = math.gcd(logits.shape[-1], 256)
-    if size < 16 or logits.is_cuda:
+    size = 1 if logits.is_cuda and not torch.compiler.is_compiling() else math.gcd(logits.shape[-1], 256)
+    if size < 16:
         return logits.argmax(dim=-1)
     blocks = logits.unflatten(-1, (-1, size))
     best = blocks.amax(dim=-1).argmax(dim=-1, keepdim=True)  # [B, 1]

@@ -195,15 +195,35 @@ class Scheduler:
                 self._advance_beams(group)
         return taken
 
+    def recover(self, batch: Batch) -> list[int]:
+        """Go on after a step that failed between `schedule` and `advance`; `update` of the one before has been.
+
+        Its tokens will be scheduled again; returns the blocks that are then to be cleared. But if it was to copy or
+        swap blocks, nobody knows what they hold: every group begins again from its tokens that are known, and from what
+        the prefix cache has of them. So it does if tokens were lost on their way.
+        """
+        groups = [*self.waiting, *self.running, *self.swapped]
+        seqs = [seq for group in groups for seq in group.live]
+        if not (batch.swap_out or batch.swap_in or batch.copies or any(seq.pending for seq in seqs)):
+            return batch.new_blocks
+        for seq in seqs:
+            seq.forget()
+            self.block_manager.free(seq.seq_id)
+            seq.num_computed_tokens = 0
+        for group in groups:
+            group.status = Status.WAITING
+        self.waiting, self.running, self.swapped = sorted(groups, key=_place), [], []
+        self.block_manager.take_copies()
+        self.block_manager.take_new_blocks()
+        return []
+
     def finish(
         self, group: SequenceGroup, seq: Sequence | None, finish_reason: str, stop_reason: int | str | None = None
     ) -> None:
         """End one sequence of a group, or all of them (None), and give back the blocks."""
         for ending in [seq] if seq is not None else [s for s in group.seqs if not s.finished]:
             ending.finish_reason, ending.stop_reason = finish_reason, stop_reason
-            if ending.pending:  # nobody waits for it any more
-                ending.token_ids.pop()
-                ending.pending = False
+            ending.forget()
             if not group.forked and group.live and not ending.dormant:
                 # The leader's blocks are for its siblings, too: whoever is next leads. If it did not lead, it has none.
                 heir = group.live[0]

@@ -29,7 +29,8 @@ def model(tmp_path_factory):
 
 def make_engine(model, **options):
     defaults = {"max_num_seqs": 7, "max_model_len": 64, "num_gpu_blocks_override": 40, "device": "cpu"}
-    return LLMEngine(EngineConfig(model=str(model), dtype="float64", enforce_eager=True, **defaults | options))
+    defaults |= {"dtype": "float64", "enforce_eager": True}
+    return LLMEngine(EngineConfig(model=str(model), **defaults | options))
 
 
 def static(engine):
@@ -73,6 +74,18 @@ def test_static_buffers_change_no_token(model, overlap):
     assert outputs_of(engine) == outputs_of(make_engine(model))
     assert {6, 5, 1} <= set(used)  # padded to 7, 7 and not at all
     assert outputs_of(engine) == outputs_of(make_engine(model)), "nothing of an earlier batch is left over"
+
+
+def test_log_probabilities_are_float32_on_both_ways(model):
+    engines = make_engine(model, dtype="bfloat16"), static(make_engine(model, dtype="bfloat16"))
+    tables = []
+    for engine in engines:
+        engine.add_request("a", [1, 2, 3], SamplingParams(temperature=0, max_tokens=5, ignore_eos=True, logprobs=2))
+        while engine.has_unfinished_requests():
+            (output,) = engine.step()
+        tables.append([p.logprob for table in output.outputs[0].logprobs for p in table.values()])
+    assert tables[0] == tables[1]
+    assert tables[0] != torch.tensor(tables[0]).bfloat16().tolist()
 
 
 def test_padding_writes_nothing(model):
@@ -168,7 +181,7 @@ def test_every_size_is_captured_the_largest_first_and_replays_give_the_same_toke
     expected = outputs_of(make_engine(model, max_num_seqs=6))
     runner = engine.runner
     graphs = DecodeGraphs(runner.model, engine.kv_cache, runner.sampled, engine.max_model_len)
-    graphs.capture()
+    graphs.capture(graphs.sizes)
     captured = [(size, splits) for size in (6, 4, 2, 1) for splits in graphs.splits_of(size)]
     assert list(graphs.graphs) == captured
     for graph in graphs.graphs.values():
@@ -183,13 +196,13 @@ def test_every_size_is_captured_the_largest_first_and_replays_give_the_same_toke
 def test_memory_that_runs_out_while_capturing_is_an_error_that_says_what_helps(model, fake_cuda, monkeypatch):
     @contextmanager
     def full(graph, pool):
-        raise torch.OutOfMemoryError
+        raise torch.OutOfMemoryError("CUDA out of memory")
         yield
 
     monkeypatch.setattr(torch.cuda, "graph", full)
     runner = make_engine(model, max_num_seqs=6).runner
     with pytest.raises(MemoryError, match=r"batch size 6 .*max_num_seqs or gpu_memory_utilization.*enforce_eager"):
-        DecodeGraphs(runner.model, runner.kv_cache, runner.sampled, 64).capture()
+        DecodeGraphs(runner.model, runner.kv_cache, runner.sampled, 64).capture([6])
 
 
 def test_the_profile_is_of_the_largest_step_there_can_be(model, fake_cuda, monkeypatch):
@@ -197,6 +210,13 @@ def test_the_profile_is_of_the_largest_step_there_can_be(model, fake_cuda, monke
     launch, batches = runner.launch, []
     monkeypatch.setattr(runner, "launch", lambda batch: batches.append(batch) or launch(batch))
     assert runner.profile(100, 64, capture=False) == 250
+    # Before; with the graph of size 6; with that of size 1, too. The others are 1, 2 and 4, with their splits.
+    free = iter([9000, 7000, 6900])
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (next(free), 10_000))
+    monkeypatch.setattr("nanopage.model_runner.compile_afresh", lambda function: function)
+    monkeypatch.setattr(DecodeGraphs, "splits_of", lambda self, size: [1] if size == 1 else [1, 2])
+    assert runner.profile(100, 64, capture=True) == 250 + 2000 + 5 * 100
+    del batches[1:]
     (batch,) = batches
     assert batch.num_tokens == 100
     assert [s.num_tokens for s in batch.sequences] == [16, 16, 17, 17, 17, 17]

@@ -5,6 +5,7 @@ import torch
 from helpers import CPU, Paged, assert_all_close, random_tokens, reference_logits, tiny_hf_model
 
 from nanopage import jit, loader
+from nanopage.decode_graphs import sample
 
 LENGTHS = [11, 5, 1, 23]
 
@@ -33,3 +34,24 @@ def test_nothing_is_compiled_after_the_warm_up_and_logits_are_the_same(family, t
             paged.step({i: min(n, most) for i, n in left.items()})
     assert len(graphs) == 8
     assert_all_close(paged.logits, reference_logits(hf_model.double(), sequences), 1e-5)
+
+
+def test_engines_of_any_number_and_size_do_not_share_what_is_compiled(tmp_path, monkeypatch):
+    graphs = []
+
+    def counting(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counting))
+    for number in range(6):  # torch keeps eight graphs of a function, two of which are an engine's
+        directory = tmp_path / str(number)
+        tiny_hf_model(hidden_size=32 + 16 * number, intermediate_size=32).save_pretrained(directory)
+        config = loader.read_config(directory)
+        model = loader.load_model(directory, config, torch.float64, CPU)
+        jit.compile_model(model, config, torch.float64, CPU)
+        after = jit.compile_afresh(sample)
+        for size in (3, 2, 1):
+            logits, ints = torch.randn(size, 128 * (1 + number)), torch.zeros(3, size, dtype=torch.int64)
+            assert torch.equal(after(logits, torch.zeros(size), ints), logits.argmax(dim=-1))
+    assert len(graphs) == 6 * (8 + 3)
