@@ -28,7 +28,7 @@ from nanopage.kernels import paged_attention
 from nanopage.kv_cache import GIB, block_bytes
 from nanopage.sampler import Sampler
 
-WORLDS = int(os.environ.get("NANOPAGE_FUZZ_WORLDS", "200"))
+WORLDS = int(os.environ.get("NANOPAGE_FUZZ_WORLDS", "100"))
 TRITON_WORLDS = int(os.environ.get("NANOPAGE_FUZZ_TRITON_WORLDS", "4"))
 SEED = int(os.environ.get("NANOPAGE_FUZZ_SEED", "0"))
 MAX_LEN = 64
