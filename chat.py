@@ -24,7 +24,7 @@ stderr = Console(stderr=True)
 
 @app.command()
 def main(
-    words: Annotated[list[str] | None, typer.Argument(metavar="[PROMPT]...", help="Answer this and leave.")] = None,
+    words: Annotated[list[str] | None, typer.Argument(metavar="PROMPT", help="Answer this and leave.")] = None,
     model: Annotated[str | None, typer.Option(help="Directory, .gguf file or hub id [default: SmolLM2-135M].")] = None,
     prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="Answer this and leave.")] = None,
     system: Annotated[str | None, typer.Option(help="System message.")] = None,

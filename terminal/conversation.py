@@ -1,6 +1,7 @@
 """The conversation: messages, replies, and what begins with a slash."""
 
 import bisect
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
@@ -61,7 +62,7 @@ class Conversation:
             except BrokenPipeError:
                 raise
             except (ValueError, TypeError, OSError, RuntimeError, MemoryError) as error:  # the conversation goes on
-                stderr.print(f"[red]{escape(str(error))}[/red]", highlight=False)
+                say(str(error), "red")
         return 0
 
     def take(self, text: str) -> None:
@@ -112,7 +113,7 @@ class Conversation:
             )
         self.known = reply.token_ids
         if used >= WARN_AT * limit:
-            stderr.print(f"[yellow]{used / limit:.0%} of the context is used: {RULE}.[/yellow]", highlight=False)
+            say(f"{used / limit:.0%} of the context is used: {RULE}.", "yellow")
 
     def _prompt(self, messages: list[dict], first: int) -> str | list[dict]:
         if self.raw:
@@ -205,8 +206,11 @@ class Conversation:
 
     def load(self, argument: str | None) -> None:
         file = _file("/load", argument)
-        model = self.session.load(file)
-        self.known = []
+        loaded = dataclasses.replace(self.session)
+        model = loaded.load(file)
+        if self.raw and loaded.system:
+            raise ValueError(f"{file} has a system message, and --raw has no chat template to send it by")
+        self.session, self.known = loaded, []
         other = f" They were with {model}, not {self.session.model}." if model != self.session.model else ""
         say(f"{len(self.session.messages) // 2} turn(s) from {file}.{other}")
 
@@ -252,8 +256,8 @@ COMMANDS: dict[str, tuple[str, str, Callable[[Conversation, str | None], None]]]
 }
 
 
-def say(text: str) -> None:
-    stderr.print(f"[dim]{escape(text)}[/dim]", highlight=False)
+def say(text: str, style: str = "dim") -> None:
+    stderr.print(escape(text), style=style, highlight=False, soft_wrap=not stderr.is_terminal)
 
 
 def _file(command: str, argument: str | None) -> Path:

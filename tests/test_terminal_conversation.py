@@ -230,10 +230,15 @@ def test_ctrl_c_keeps_what_came_and_frees_its_blocks(chat, monkeypatch, capsys, 
     assert chat.replies[-1].num_output_tokens == 6
 
 
-def test_raw_goes_on_with_one_text(chat, llm):
+def test_raw_goes_on_with_one_text(chat, llm, tmp_path):
     raw = Conversation(llm, Session(GREEDY, model="tiny"), raw=True, plain=True)
     raw.take("the cat")
     raw.take(" and then")
     assert chat.sent == ["the cat", "the cat" + raw.replies[0].text + " and then"]
     with pytest.raises(ValueError, match="--raw has no chat template"):
         raw.take("/system Be brief.")
+    chat.session.system = "Be brief."
+    chat.take(f"/save {tmp_path}/s.json")
+    with pytest.raises(ValueError, match=r"s\.json has a system message"):
+        raw.take(f"/load {tmp_path}/s.json")
+    assert len(raw.session.messages) == 4
