@@ -1,8 +1,11 @@
-"""chat.py: one-shot through pipes, and a conversation in a real pseudo-terminal."""
+"""chat.py: one answer through pipes, and conversations in a real pseudo-terminal."""
 
+import json
 import os
 import re
+import shutil
 import signal
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -11,8 +14,13 @@ import pexpect
 import pytest
 from helpers import tiny_model
 
+from nanopage import LLM, SamplingParams
+
 ROOT = Path(__file__).parent.parent
 ENV = os.environ | {"PYTHONPATH": str(ROOT), "NO_COLOR": "1", "TERM": "dumb", "COLUMNS": "120"}
+READY = re.escape("\x1b[?2004h")  # prompt_toolkit waits for input, pastes in brackets
+FRAME = "\x1b[?2026h"  # what only rendered Markdown begins with
+FOOTER = r"(?s)(\d+) tokens in \((\d+) cached\), (\d+) out, TTFT .*?context"
 
 
 @pytest.fixture(scope="module")
@@ -57,6 +65,8 @@ def test_a_pipe_is_answered_on_stdout_and_everything_else_goes_to_stderr(model):
         (["-p", "hi", "--max-model-len", "99999"], 1, "max_model_len=99999"),
         (["-p", "hi", "--model", "/no/such/model"], 1, "/no/such/model"),
         (["-p", "word " * 20000], 1, "max_model_len"),
+        (["-p", "hi", "you"], 2, "-p and another one: you"),
+        (["-p", "hi", "--raw", "--system", "Be brief."], 2, "--system"),
     ],
 )
 def test_what_can_not_work_is_named_on_stderr_with_an_exit_code(model, arguments, code, names):
@@ -119,3 +129,187 @@ def test_a_conversation_streams_stops_on_ctrl_c_goes_on_and_ends_on_ctrl_d(model
     child.close()
     assert child.exitstatus == 0
     assert not re.search("Traceback", child.before or "")
+
+
+def test_transcripts_of_single_answers(model):
+    llm = LLM(str(model), device="cpu", enforce_eager=True)
+    params = SamplingParams(temperature=0, max_tokens=12)
+    options = ["--temperature", "0", "--max-tokens", "12"]
+    system, user = {"role": "system", "content": "Be brief."}, {"role": "user", "content": "where is\n\nthe cat?"}
+    (expected,) = llm.chat([user], params, use_tqdm=False)
+    tokens_in = len(expected.prompt_token_ids)
+    footer = (
+        "nanopage: model0 in float32 on cpu; KV cache N GiB = N tokens = N requests of N tokens\n"
+        f"{tokens_in} tokens in (0 cached), 12 out, TTFT N s, prefill N tok/s, decode N tok/s, length\n"
+    )
+    done = chat(model, *options, "where", "is", stdin="the cat?\n")
+    assert (done.returncode, done.stdout) == (0, expected.outputs[0].text.replace("\r", "\n") + "\n")
+    shown = re.sub(r"(?<=[ (])[\d,.]+(?= (GiB|tokens =|requests|tokens\n|s,|tok/s))", "N", done.stderr)
+    assert shown.endswith(footer)
+
+    (expected,) = llm.chat([system, user], params, use_tqdm=False)
+    done = chat(model, *options, "--json", "--system", "Be brief.", "-p", "where is", stdin="the cat?")
+    reply = json.loads(done.stdout)
+    assert done.stdout.count("\n") == 1
+    rates = [reply.pop(name) for name in ("time_to_first_token", "prefill_rate", "decode_rate")]
+    assert all(rate > 0 for rate in rates)
+    assert reply == {
+        "model": model.name,
+        "text": expected.outputs[0].text,
+        "finish_reason": "length",
+        "num_prompt_tokens": len(expected.prompt_token_ids),
+        "num_cached_tokens": 0,
+        "num_output_tokens": 12,
+    }
+    assert "tokens in" not in done.stderr  # the object has it
+
+
+def test_a_base_model_needs_raw_and_says_so(model, tmp_path):
+    shutil.copytree(model, tmp_path / "base")
+    config = json.loads((tmp_path / "base" / "tokenizer_config.json").read_text())
+    del config["chat_template"]
+    (tmp_path / "base" / "tokenizer_config.json").write_text(json.dumps(config))
+    done = chat(tmp_path / "base", "-p", "the cat")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "base has no chat template: it is a base model. --raw" in done.stderr
+    done = chat(tmp_path / "base", "-p", "the cat", "--raw", "--temperature", "0", "--max-tokens", "12")
+    llm = LLM(str(tmp_path / "base"), device="cpu", enforce_eager=True)
+    (expected,) = llm.generate("the cat", SamplingParams(temperature=0, max_tokens=12), use_tqdm=False)
+    assert (done.returncode, done.stdout) == (0, expected.outputs[0].text + "\n")
+
+
+class Terminal:
+    """chat.py in a pseudo-terminal of 140 columns."""
+
+    def __init__(self, model, state, *arguments, **env):
+        colors = {"TERM": "xterm-256color", "NO_COLOR": "", "PROMPT_TOOLKIT_NO_CPR": "1", "XDG_STATE_HOME": str(state)}
+        self.child = pexpect.spawn(
+            sys.executable,
+            [str(ROOT / "chat.py"), "--model", str(model), "--eager", "--temperature", "0", *arguments],
+            env={name: value for name, value in ENV.items() if name != "COLUMNS"} | colors | env,
+            encoding="utf-8",
+            timeout=60,
+            dimensions=(24, 140),
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+        )
+        self.shown = ""  # since the last prompt
+
+    def ask(self, text: str, *expected: str, enter: str = "\r") -> re.Match | None:
+        """At the prompt, type `text`; wait for what is expected, in this order. Returns the last match."""
+        self.child.expect(READY)
+        self.child.send(text + enter)
+        self.shown, match = "", None
+        for pattern in expected:
+            self.child.expect(pattern)
+            self.shown += self.child.before + self.child.after
+            match = self.child.match
+        return match
+
+    def exit_code(self) -> int:
+        self.child.expect(pexpect.EOF)
+        self.shown = self.child.before
+        self.child.close()
+        return self.child.exitstatus
+
+
+def test_a_session_with_every_command(model, tmp_path):
+    terminal = Terminal(model, tmp_path, "--max-tokens", "20")
+    cached = []
+    for i in range(3):
+        match = terminal.ask(f"turn {i}", FOOTER)
+        assert FRAME in terminal.shown
+        assert not re.search("[\x00-\x07\x0e-\x1a\x1c-\x1f\x80-\x9f]", terminal.shown)  # a tiny model writes all bytes
+        cached.append(int(match[2]))
+    assert cached[0] == 0 < cached[1] < cached[2]
+
+    terminal.ask("/hel\t", "p", enter="")  # is completed
+    terminal.child.send("\r")
+    terminal.child.expect(r"/regen +another reply")
+    terminal.ask("/set tempe\t", "rature", enter="")
+    terminal.child.send("0.5\r")
+    terminal.child.expect(r"temperature = 0\.5")
+    terminal.ask("/set temperature 500", r"temperature must be in \[0, 100\], got 500")
+    terminal.ask("/set temperature 0", "temperature = 0")
+    terminal.ask("/system Be brief.", "system message set")
+    terminal.ask("/show", "Be brief", "repetition_penalty")
+    terminal.ask("/hepl", r"no command /hepl: did you mean /help\?")
+    terminal.ask("/regen", "the reply will be the same", FOOTER)
+    terminal.ask("/undo", "2 left")
+    terminal.ask("//slash", FOOTER)
+    terminal.ask("/stats", r"replies +5")
+    terminal.ask(f"/save {tmp_path}/s.json", "saved to")
+    terminal.ask("/clear", "is empty")
+    match = terminal.ask("anew", FOOTER)
+    assert int(match[1]) < 60
+    terminal.ask(f"/load {tmp_path}/s.json", r"3 turn\(s\)")
+    terminal.ask(f"/load {model}/config.json", "is not a session")
+    match = terminal.ask("and on", FOOTER)
+    assert int(match[1]) > 100
+    terminal.ask("/exit")
+    assert terminal.exit_code() == 0
+    saved = json.loads((tmp_path / "s.json").read_text())
+    assert [message["content"] for message in saved["messages"][::2]] == ["turn 0", "turn 1", "/slash"]
+    assert saved["system"] == "Be brief."
+    for file in (tmp_path / "s.json", tmp_path / "nanopage" / "history"):
+        assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["nanopage", "s.json"]
+
+    (tmp_path / "nanopage" / "history").chmod(0o644)
+    again = Terminal(model, tmp_path, "--max-tokens", "5")
+    again.ask("\x1b[A", "/exit", enter="")  # the last line of the session before
+    again.child.send("\x03")
+    again.child.expect("Ctrl-D leaves, and so does another Ctrl-C")
+    again.ask("\x03", enter="")
+    assert again.exit_code() == 130
+    assert stat.S_IMODE((tmp_path / "nanopage" / "history").stat().st_mode) == 0o600
+
+
+def test_a_paste_a_block_a_stopped_reply_and_a_resize(model, tmp_path):
+    terminal = Terminal(model, tmp_path, "--max-tokens", "15000")
+    terminal.child.setwinsize(24, 60)
+    terminal.ask("talk", *[re.escape(FRAME)] * 3)
+    terminal.child.setwinsize(12, 40)
+    terminal.child.expect(re.escape(FRAME))
+    terminal.child.setwinsize(40, 120)
+    terminal.child.expect(re.escape(FRAME))
+    terminal.child.send("typed ahead")
+    terminal.child.sendintr()
+    terminal.child.expect("stopped by Ctrl-C")
+    assert "typed ahead" not in terminal.child.before
+    terminal.ask("\x15/set max_tokens 5", "max_tokens = 5")  # what was typed ahead waits at the prompt, until Ctrl-U
+    lines = [f"line {i} of a paste" for i in range(200)]
+    match = terminal.ask("\x1b[200~" + "\r".join(lines) + "\x1b[201~", FOOTER)
+    assert int(match[1]) > 200 * 5
+    assert int(match[2]) > 0
+    terminal.ask('"""\rfirst\r/second\r"""', FOOTER)
+    terminal.ask("", enter="")
+    os.write(terminal.child.child_fd, b"caf\xe9\r")  # not UTF-8
+    terminal.child.expect(FOOTER)
+    terminal.ask("/stats", r"replies +4", r"KV blocks +0 in use")
+    terminal.ask(f"/save {tmp_path}/s.json", "saved to")
+    terminal.ask("\x04", enter="")
+    assert terminal.exit_code() == 0
+    messages = json.loads((tmp_path / "s.json").read_text())["messages"]
+    assert [m["content"] for m in messages[::2]] == ["talk", "\n".join(lines), "first\n/second", "caf\ufffd"]
+    assert messages[1]["content"]  # what came before Ctrl-C
+
+
+@pytest.mark.parametrize(("arguments", "env"), [(["--plain"], {}), ([], {"NO_COLOR": "1"})])
+def test_plain_text_where_it_is_asked_for(model, tmp_path, arguments, env):
+    terminal = Terminal(model, tmp_path, "--max-tokens", "8", "the", "cat", *arguments, **env)
+    assert terminal.exit_code() == 0
+    assert "8 out" in terminal.shown
+    assert FRAME not in terminal.shown
+    assert not re.search("[\x00-\x07\x0e-\x1a\x1c-\x1f\x80-\x9f]", terminal.shown)
+
+
+def test_a_single_answer_at_a_terminal_is_rendered_and_ctrl_c_is_130(model, tmp_path):
+    terminal = Terminal(model, tmp_path, "--max-tokens", "15000", "talk")
+    terminal.child.expect(re.escape(FRAME))
+    terminal.child.sendintr()
+    assert terminal.exit_code() == 130
+    assert "stopped by Ctrl-C" in terminal.shown
+    assert not (tmp_path / "nanopage").exists()  # no conversation, no history
+    terminal = Terminal(model, tmp_path, "--json")
+    assert terminal.exit_code() == 2
+    assert "--json is for one answer" in terminal.shown

@@ -1,0 +1,163 @@
+"""A conversation as data: its turns, its system message, its sampling settings; and the file it is kept in."""
+
+import ast
+import contextlib
+import dataclasses
+import difflib
+import json
+import os
+import tempfile
+from pathlib import Path
+
+from nanopage.config import read_json
+from nanopage.request import SamplingParams
+
+FORMAT, VERSION = "nanopage chat session", 1
+# A conversation has one reply, shown as text: these could not do anything in it.
+NOT_SETTINGS = ("n", "best_of", "detokenize", "logprobs", "prompt_logprobs")
+SETTINGS = tuple(f.name for f in dataclasses.fields(SamplingParams) if f.name not in NOT_SETTINGS)
+
+
+@dataclasses.dataclass
+class Session:
+    """`messages` are the user's and the assistant's in turn; `first` is the first of them that is still sent."""
+
+    params: SamplingParams
+    system: str | None = None
+    messages: list[dict] = dataclasses.field(default_factory=list)
+    first: int = 0
+    model: str = ""  # its name, to be kept with the session
+
+    def prompt(self, messages: list[dict], first: int) -> list[dict]:
+        """The conversation to send: the system message, and these messages from `first` on."""
+        return ([{"role": "system", "content": self.system}] if self.system else []) + messages[first:]
+
+    def set(self, name: str, text: str) -> None:
+        """Change one setting. Raises ValueError, TypeError with the engine's own words; nothing has changed then."""
+        self.params = dataclasses.replace(self.params, **{_check_setting(name): parse_value(name, text)})
+
+    def settings(self) -> dict:
+        return {name: getattr(self.params, name) for name in SETTINGS}
+
+    def save(self, file: Path) -> None:
+        """Write a file that only the user can read, whole or not at all. Raises ValueError, OSError.
+
+        What is at `file` already is replaced if it is a session, and refused if it is anything else.
+        """
+        file = file.expanduser().resolve()
+        if not file.parent.is_dir():
+            raise FileNotFoundError(f"no directory {file.parent}")
+        if file.exists():
+            try:
+                foreign = not file.is_file() or read_json(file).get("format") != FORMAT
+            except ValueError:
+                foreign = True
+            if foreign:
+                raise ValueError(f"{file} exists and is not a session: not overwritten")
+        data = {
+            "format": FORMAT,
+            "version": VERSION,
+            "model": self.model,
+            "system": self.system,
+            "messages": self.messages,
+            "settings": self.settings(),
+        }
+        write_atomically(file, json.dumps(data, indent=2, ensure_ascii=False) + "\n")
+
+    def load(self, file: Path) -> str:
+        """Become what `file` holds. Returns the model it was held with. Raises ValueError, OSError naming the file and
+        what is wrong with it; nothing has changed then."""
+        file = file.expanduser()
+        if not file.is_file():
+            raise FileNotFoundError(f"no file {file}")
+        data = read_json(file)
+        if data.get("format") != FORMAT:
+            raise ValueError(f"{file} is not a session of chat.py")
+        version = data.get("version")
+        if not isinstance(version, int) or isinstance(version, bool) or version < 1:
+            raise ValueError(f"{file}: version must be a positive integer, got {version!r}")
+        if version > VERSION:
+            raise ValueError(
+                f"{file} was saved by a newer nanopage: it has version {version}, this one reads up to {VERSION}"
+            )
+        try:
+            model, system, messages, params = _read(data)
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"{file} is damaged: {error}") from None
+        self.system, self.messages, self.params, self.first = system, messages, params, 0
+        return model
+
+
+def _read(data: dict) -> tuple[str, str | None, list[dict], SamplingParams]:
+    fields = {"format", "version", "model", "system", "messages", "settings"}
+    if missing := fields - data.keys():
+        raise ValueError(f"{', '.join(sorted(missing))} missing")
+    if unknown := data.keys() - fields:
+        raise ValueError(f"fields that are not known: {', '.join(sorted(unknown))}")
+    model, system, messages, settings = (data[name] for name in ("model", "system", "messages", "settings"))
+    if not isinstance(model, str):
+        raise TypeError(f"model must be a string, not {model!r}")
+    if not (system is None or isinstance(system, str)):
+        raise TypeError(f"system must be a string or null, not {system!r}")
+    if not isinstance(messages, list) or len(messages) % 2:
+        raise ValueError("messages must be a list of pairs, a user's and an assistant's")
+    for i, message in enumerate(messages):
+        role = ("user", "assistant")[i % 2]
+        if not isinstance(message, dict) or message.keys() != {"role", "content"} or message["role"] != role:
+            raise ValueError(f"messages[{i}] must be {{'role': '{role}', 'content': ...}}, got {message!r}")
+        if not isinstance(message["content"], str):
+            raise TypeError(f"messages[{i}]['content'] must be a string, not {message['content']!r}")
+    if not isinstance(settings, dict):
+        raise TypeError(f"settings must be an object, not {settings!r}")
+    params = SamplingParams(**{_check_setting(name): _by_token_id(name, value) for name, value in settings.items()})
+    return model, system, messages, params
+
+
+def parse_value(name: str, text: str):
+    """A setting's value as it is typed: JSON, or Python's None, True, False and lists, or else a string."""
+    text = text.strip()
+    for parse in (json.loads, ast.literal_eval):
+        with contextlib.suppress(ValueError, SyntaxError, RecursionError, MemoryError):
+            return _by_token_id(name, parse({"none": "None", "true": "True", "false": "False"}.get(text.lower(), text)))
+    return text
+
+
+def _by_token_id(name: str, value):
+    """JSON has no integers for keys."""
+    if name == "logit_bias" and isinstance(value, dict):
+        return {int(key) if str(key).lstrip("-").isdecimal() else key: bias for key, bias in value.items()}
+    return value
+
+
+def _check_setting(name: str) -> str:
+    if name in NOT_SETTINGS:
+        raise ValueError(f"{name} can not be set here: a conversation has one reply, shown as text")
+    if name not in SETTINGS:
+        raise ValueError(f"there is no setting {name!r}{nearest(name, SETTINGS)}; settings: {', '.join(SETTINGS)}")
+    return name
+
+
+def nearest(name: str, names) -> str:
+    """How to say which of `names` was perhaps meant."""
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    return f": did you mean {close[0]}?" if close else ""
+
+
+def write_atomically(file: Path, text: str) -> None:
+    """The file appears whole or not at all, readable by the user alone."""
+    descriptor, scratch = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}-")  # which makes it 0600
+    try:
+        with open(descriptor, "w", encoding="utf-8") as out:
+            out.write(text)
+            out.flush()
+            os.fsync(out.fileno())
+        os.replace(scratch, file)
+    except BaseException:
+        os.unlink(scratch)
+        raise
+
+
+def state_directory() -> Path:
+    """`$XDG_STATE_HOME/nanopage`, by default `~/.local/state/nanopage`."""
+    base = os.environ.get("XDG_STATE_HOME")
+    return (Path(base) if base else Path.home() / ".local" / "state") / "nanopage"
