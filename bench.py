@@ -7,10 +7,11 @@
     python bench.py compare                          the same work on vLLM, OpenVINO, llama.cpp, transformers, in turn
     python bench.py kernels                          attention's Triton kernels on a GPU: time, share of its bandwidth
 
-Prompts are random token ids and never repeat, so the prefix cache can not help. Outputs have a fixed length (end of
-sequence is ignored). Loading, compiling and warm-up are timed apart. With --compare the two take turns, iteration by
-iteration, so that a machine whose speed drifts treats both alike. On a GPU there are three: transformers' `generate`,
-compiled for a static cache, and its continuous batching. A peer that fails is named and left out; the exit code is 1.
+Prompts are random token ids and never repeat, so the prefix cache can not help, unless --prefix-len or a file
+(--dataset-name sharegpt or custom) makes prompts alike. Outputs have a fixed length (end of sequence is ignored).
+Loading, compiling and warm-up are timed apart. With --compare the two take turns, iteration by iteration, so that a
+machine whose speed drifts treats both alike. On a GPU there are three: transformers' `generate`, compiled for a static
+cache, and its continuous batching. A peer that fails is named and left out; the exit code is 1.
 """
 
 import contextlib
@@ -26,15 +27,17 @@ from typing import Annotated, Any
 
 import typer
 
+from benchmarks.datasets import Dataset, dataset, parse_range
 from benchmarks.peers import nanopage as nanopage_peer
 from benchmarks.peers import transformers as transformers_peer
 from benchmarks.peers import transformers_continuous
-from benchmarks.peers.nanopage import random_prompt
-from benchmarks.peers.protocol import Engine, Run, Work, measure
+from benchmarks.peers.protocol import Engine, Run, measure
+from benchmarks.progress import progress
 from benchmarks.report import (
     check_json,
     console,
     cpu_name,
+    describe,
     errors_by_name,
     left_out_if_it_fails,
     show_header,
@@ -72,6 +75,23 @@ ProfileOption = Annotated[
     Path | None, typer.Option("--profile", help="Write a Chrome trace of one more iteration to this file.")
 ]
 LengthOption = Annotated[str, typer.Option(help="Tokens: a number, or LOW-HIGH drawn uniformly.")]
+DatasetOption = Annotated[
+    str,
+    typer.Option(help="random: token ids; custom: a prompt a line, or *.jsonl; sharegpt: conversations as JSON."),
+]
+DatasetPathOption = Annotated[Path | None, typer.Option(help="The file of custom or sharegpt.")]
+NumPromptsOption = Annotated[
+    int | None, typer.Option(min=1, help="Requests [default: 32; of a file or a trace, all that it has].")
+]
+InputLenOption = Annotated[
+    str | None, typer.Option(help="Tokens of a random prompt: a number or LOW-HIGH [default: 32-256].")
+]
+OutputLenOption = Annotated[
+    str | None, typer.Option(help="Tokens: a number or LOW-HIGH [default: what the file says, else 32-128].")
+]
+PrefixLenOption = Annotated[
+    int, typer.Option(min=0, help="Tokens common to all random prompts, before those of --input-len.")
+]
 
 
 @app.command()
@@ -93,19 +113,26 @@ def latency(
     json_file: JsonOption = None,
     profile_file: ProfileOption = None,
 ) -> None:
-    """Time one batch from start to end: time to first token, decode speed, end-to-end time."""
-    options = {"input_len": input_len, "output_len": output_len, "num_prompts": batch_size}
+    """Time one batch from start to end: time to first token, decode speed, end-to-end time.
+
+    \b
+    python bench.py latency --input-len 512 --output-len 64 --json latency.json
+    """
+    data = dataset("random", None, batch_size, input_len, output_len, 0)
     switches = {"dtype": dtype, "device": device, "enforce_eager": eager, "quantization": quantization}
     switches |= {"load_format": load_format, "async_scheduling": overlap}
-    bench("latency", options, model, switches, num_iters, num_iters_warmup, seed, compare, json_file, profile_file)
+    bench("latency", data, model, switches, num_iters, num_iters_warmup, seed, compare, json_file, profile_file)
 
 
 @app.command()
 def throughput(
     model: ModelOption = None,
-    num_prompts: Annotated[int, typer.Option(min=1, help="Requests, all queued at once.")] = 32,
-    input_len: LengthOption = "32-256",
-    output_len: LengthOption = "32-128",
+    num_prompts: NumPromptsOption = None,
+    dataset_name: DatasetOption = "random",
+    dataset_path: DatasetPathOption = None,
+    input_len: InputLenOption = None,
+    output_len: OutputLenOption = None,
+    prefix_len: PrefixLenOption = 0,
     dtype: DtypeOption = "auto",
     device: DeviceOption = "auto",
     eager: EagerOption = False,
@@ -119,11 +146,15 @@ def throughput(
     json_file: JsonOption = None,
     profile_file: ProfileOption = None,
 ) -> None:
-    """Time many requests queued at once: requests/s, output and total tokens/s."""
-    options = {"input_len": input_len, "output_len": output_len, "num_prompts": num_prompts}
+    """Time many requests queued at once: requests/s, output and total tokens/s.
+
+    \b
+    python bench.py throughput --num-prompts 64 --prefix-len 256 --compare transformers
+    """
+    data = dataset(dataset_name, dataset_path, num_prompts, input_len, output_len, prefix_len)
     switches = {"dtype": dtype, "device": device, "enforce_eager": eager, "quantization": quantization}
     switches |= {"load_format": load_format, "async_scheduling": overlap}
-    bench("throughput", options, model, switches, num_iters, num_iters_warmup, seed, compare, json_file, profile_file)
+    bench("throughput", data, model, switches, num_iters, num_iters_warmup, seed, compare, json_file, profile_file)
 
 
 @app.command()
@@ -143,6 +174,9 @@ def memory(
     """Measure the memory manager: parallel sampling, preemption by swap and by recomputation, unfilled slots.
 
     The first two have fixed workloads. Preemption runs in float32, so that its outputs can be compared exactly.
+
+    \b
+    python bench.py memory --num-prompts 200
     """
     from benchmarks import memory as benchmark
 
@@ -197,6 +231,9 @@ def compare(
 
     How a peer is installed is said by the first lines of its file in benchmarks/peers. --eager is nanopage's. With
     --quantization int8 each engine runs its own kind of it; those that have none are left out.
+
+    \b
+    python bench.py compare --workloads W1,W2 --engines nanopage,transformers
     """
     from benchmarks import compare as comparison
     from nanopage import hub
@@ -240,7 +277,11 @@ def kernels(
     num_iters: Annotated[int, typer.Option(min=1, help="Measured launches; medians are reported.")] = 50,
     json_file: JsonOption = None,
 ) -> None:
-    """Time the Triton kernels of attention on a GPU, beside torch's reference, SDPA and FlexAttention."""
+    """Time the Triton kernels of attention on a GPU, beside torch's reference, SDPA and FlexAttention.
+
+    \b
+    python bench.py kernels --dtype bfloat16 --json kernels.json
+    """
     import torch
     import triton
 
@@ -260,7 +301,7 @@ def kernels(
 
 def bench(
     command: str,
-    workload: dict,
+    data: Dataset,
     model: str | None,
     switches: dict[str, Any],
     num_iters: int,
@@ -275,10 +316,7 @@ def bench(
         raise typer.BadParameter(f"{compare!r} is not one of: transformers", param_hint="--compare")
     check_json(json_file)
     check_json(profile_file, "--profile")
-    input_range = parse_range("--input-len", workload["input_len"])
-    output_range = parse_range("--output-len", workload["output_len"])
     rng = random.Random(seed)
-    lengths = [(rng.randint(*input_range), rng.randint(*output_range)) for _ in range(workload["num_prompts"])]
 
     started = time.perf_counter()
     from benchmarks import utilization
@@ -290,7 +328,9 @@ def bench(
         path = hub.resolve(model)
         if compare and path.suffix == ".gguf":
             raise typer.BadParameter("transformers can not load this .gguf file here: give a directory")
-        options = {"model": str(path), "max_num_seqs": max(256, workload["num_prompts"])} | switches
+        requests = data.requests(rng, path)
+        lengths = requests.lengths
+        options = {"model": str(path), "max_num_seqs": max(256, len(lengths))} | switches
         device = resolve_device(EngineConfig(**options).device)
         if compare and device.type == "cuda":  # the peers need memory, too: blocks for all requests, and some room
             options["num_gpu_blocks_override"] = sum(-(-(i + o) // 16) for i, o in lengths) * 5 // 4 + 16
@@ -310,11 +350,7 @@ def bench(
         "import": round(imported - started, 3),
         "load and compile": round(loaded - resolved, 3),
     }
-    what = (
-        f"{command}, {workload['num_prompts']} requests, input {workload['input_len']}, "
-        f"output {workload['output_len']}, seed {seed}"
-    )
-    header = describe(llm.engine, what, compare)
+    header = describe(llm.engine, f"{command}, {data.what}, seed {seed}", compare)
     show_header(header)
     failures: dict[str, str] = {}  # of peers
     stop_peers = contextlib.ExitStack()
@@ -325,14 +361,15 @@ def bench(
 
     runs: dict[str, list[Run]] = {name: [] for name in runners}
     utilized: list[dict] = []  # of nanopage, for each iteration
-    with stop_peers, console.status("") as status:
+    with stop_peers:
         for iteration in range(-num_iters_warmup, num_iters):
-            work = work_of(rng, llm.engine, lengths)
+            work = requests.work(rng, llm.engine)
+            llm.engine.reset_prefix_cache()  # the prompts of a file come again
             for name, run in list(runners.items()):
-                label = "warm-up" if iteration < 0 else f"{iteration + 1}/{num_iters}"
-                status.update(f"{name} {label}")
+                label = f"{name} {'warm-up' if iteration < 0 else f'{iteration + 1}/{num_iters}'}"
                 with errors_by_name() if name == "nanopage" else left_out_if_it_fails(name, failures):
-                    result = measure(run, work)
+                    with progress(llm.engine, label, len(work)):
+                        result = measure(run, work)
                     if iteration < 0:
                         setup.setdefault(f"warm-up {name}", round(result.seconds, 3))
                     else:
@@ -360,7 +397,7 @@ def bench(
         json_file.write_text(json.dumps(record, indent=2) + "\n")
     if profile_file is not None:
         with errors_by_name():
-            utilization.write_trace(runners["nanopage"], work_of(rng, llm.engine, lengths), profile_file)
+            utilization.write_trace(runners["nanopage"], requests.work(rng, llm.engine), profile_file)
     if failures:
         raise typer.Exit(1)
 
@@ -388,57 +425,6 @@ def load_peers(
     return engines
 
 
-def work_of(rng: random.Random, engine, lengths: list[tuple[int, int]]) -> list[Work]:
-    """Requests with new prompts."""
-    return [Work(random_prompt(rng, engine, i), o) for i, o in lengths]
-
-
-def parse_range(option: str, text: str) -> tuple[int, int]:
-    """ "128" -> (128, 128), "32-256" -> (32, 256)."""
-    low, _, high = text.partition("-")
-    try:
-        bounds = int(low), int(high or low)
-    except ValueError:
-        raise typer.BadParameter(f"{text!r} is not a number or LOW-HIGH", param_hint=option) from None
-    if not 1 <= bounds[0] <= bounds[1]:
-        raise typer.BadParameter(f"{text!r}: needs 1 <= LOW <= HIGH", param_hint=option)
-    return bounds
-
-
-def describe(engine, what: str, compare: str | None = None) -> dict[str, str]:
-    """What a reader must know to believe or repeat the figures."""
-    import torch
-
-    versions = ", ".join(f"{name} {version}" for name, version in nanopage_peer.versions().items())
-    if compare:
-        import transformers
-
-        versions += f", transformers {transformers.__version__}"
-    config = engine.config
-    overlap = "overlap" if engine.overlaps else "no overlap"
-    weights = f", weights {config.quantization}" if config.quantization else ""
-    weights += ", dummy weights" if config.load_format == "dummy" else ""
-    hardware, gpu = cpu_name(), {}
-    if engine.device.type == "cuda":
-        import triton
-
-        from benchmarks.utilization import nvidia_smi
-
-        versions += f", triton {triton.__version__}"
-        properties = torch.cuda.get_device_properties(engine.device)
-        hardware = properties.name
-        if state := nvidia_smi(f"GPU-{properties.uuid}"):
-            gpu = {"nvidia-smi": state}
-    return {
-        "bench": what,
-        "model": f"{engine.model_path.name}, {str(engine.dtype).removeprefix('torch.')}{weights}",
-        "device": f"{engine.device.type}: {hardware}, {torch.get_num_threads()} threads",
-        **gpu,
-        "switches": f"{'eager' if config.enforce_eager else 'compiled'}, {overlap}, block size {config.block_size}",
-        "versions": f"{versions}, Python {platform.python_version()}",
-    }
-
-
 def report(runs: dict[str, list[Run]], setup: dict[str, float], hits: int, command: str) -> None:
     """Medians, with the lowest and highest run."""
     title = f"{command}: median [lowest, highest] of {len(runs['nanopage'])}"
@@ -462,7 +448,7 @@ def report(runs: dict[str, list[Run]], setup: dict[str, float], hits: int, comma
     console.print(table)
     console.print("  ".join(f"{name} {value:.1f} s" for name, value in setup.items()), style="dim", highlight=False)
     if hits:
-        console.print(f"The prefix cache served {hits} tokens: not all prompts were new.", style="yellow")
+        console.print(f"The prefix cache served {hits} of the prompts' tokens, warm-up included.", style="yellow")
 
 
 if __name__ == "__main__":
