@@ -61,7 +61,8 @@ def paged_attention(
 
         cache_write.write(k, v, kv_cache, metadata.slot_mapping)
         return attend(q, kv_cache, metadata.block_tables, metadata.step, window)
-    if len(q) > len(metadata.slot_mapping):  # the rest are padding
+    # Compiled code, which has splits, pads nothing: comparing two of its sizes would make them constants.
+    if metadata.splits is None and len(q) > len(metadata.slot_mapping):  # the rest are padding
         rows = slice(len(metadata.slot_mapping))
         out = torch.zeros_like(q, memory_format=torch.contiguous_format)
         out[rows] = paged_attention(q[rows], k[rows], v[rows], kv_cache, metadata, window)
