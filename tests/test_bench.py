@@ -16,7 +16,7 @@ from helpers import random_tokens, tiny_model
 from typer.testing import CliRunner
 
 import bench as program
-from benchmarks import progress, utilization
+from benchmarks import offline, progress, utilization
 from benchmarks.peers import nanopage as nanopage_peer
 from benchmarks.peers import transformers as transformers_peer
 from benchmarks.peers import transformers_continuous
@@ -111,7 +111,7 @@ def test_ratios_are_pair_by_pair_for_each_peer(monkeypatch):
         return [Run(each, 10, 20) for each in seconds]
 
     with console.capture() as printed:
-        program.report({"nanopage": runs(1, 2, 4), "a": runs(3, 3, 3), "b": runs(1, 1, 16)}, {}, 0, "latency")
+        offline.report({"nanopage": runs(1, 2, 4), "a": runs(3, 3, 3), "b": runs(1, 1, 16)}, {}, 0, "latency")
     (row,) = [line for line in printed.get().splitlines() if "output tok/s" in line]
     assert "1.50 [0.75, 3.00]" in row and "1.00 [0.50, 4.00]" in row
 
