@@ -3,6 +3,7 @@
     python bench.py latency                          one request at a time: time to first token, decode tok/s
     python bench.py throughput                       many requests at once: output tok/s
     python bench.py throughput --compare transformers --json result.json
+    python bench.py serve --request-rate 1,2,4       requests that arrive over time: TTFT, TPOT, ITL, goodput
     python bench.py memory                           blocks: what forks save, swap against recomputation, waste
     python bench.py compare                          the same work on vLLM, OpenVINO, llama.cpp, transformers, in turn
     python bench.py kernels                          attention's Triton kernels on a GPU: time, share of its bandwidth
@@ -15,19 +16,21 @@ cache, and its continuous batching. A peer that fails is named and left out; the
 """
 
 import json
+import math
 import platform
 import random
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from benchmarks import offline
-from benchmarks.datasets import dataset, parse_range
+from benchmarks.datasets import Dataset, Requests, dataset, parse_range, read_trace
 from benchmarks.peers import nanopage as nanopage_peer
 from benchmarks.report import (
     check_json,
+    check_plot,
     console,
     cpu_name,
     describe,
@@ -63,6 +66,9 @@ JsonOption = Annotated[Path | None, typer.Option("--json", help="Write the resul
 CompareOption = Annotated[str | None, typer.Option(help="'transformers': run it on the same work, in turn.")]
 ProfileOption = Annotated[
     Path | None, typer.Option("--profile", help="Write a Chrome trace of one more iteration to this file.")
+]
+PlotOption = Annotated[
+    Path | None, typer.Option("--plot", help="Draw a picture into this file: .png, .svg, .pdf (needs matplotlib).")
 ]
 LengthOption = Annotated[str, typer.Option(help="Tokens: a number, or LOW-HIGH drawn uniformly.")]
 DatasetOption = Annotated[
@@ -135,6 +141,7 @@ def throughput(
     compare: CompareOption = None,
     json_file: JsonOption = None,
     profile_file: ProfileOption = None,
+    plot_file: PlotOption = None,
 ) -> None:
     """Time many requests queued at once: requests/s, output and total tokens/s.
 
@@ -144,8 +151,105 @@ def throughput(
     data = dataset(dataset_name, dataset_path, num_prompts, input_len, output_len, prefix_len)
     switches = {"dtype": dtype, "device": device, "enforce_eager": eager, "quantization": quantization}
     switches |= {"load_format": load_format, "async_scheduling": overlap}
-    offline.bench(
-        "throughput", data, model, switches, num_iters, num_iters_warmup, seed, compare, json_file, profile_file
+    files = json_file, profile_file, plot_file
+    offline.bench("throughput", data, model, switches, num_iters, num_iters_warmup, seed, compare, *files)
+
+
+@app.command()
+def serve(
+    model: ModelOption = None,
+    num_prompts: NumPromptsOption = None,
+    dataset_name: DatasetOption = "random",
+    dataset_path: DatasetPathOption = None,
+    input_len: InputLenOption = None,
+    output_len: OutputLenOption = None,
+    prefix_len: PrefixLenOption = 0,
+    request_rate: Annotated[
+        str | None, typer.Option(help="Requests a second; several in turn: 1,2,4 [default: inf, all at once].")
+    ] = None,
+    burstiness: Annotated[
+        float | None,
+        typer.Option(help="Shape of the gamma-distributed gaps: 1 is Poisson, less comes in bursts [default: 1]."),
+    ] = None,
+    max_concurrency: Annotated[
+        int | None, typer.Option(min=1, help="Most requests in the engine; the others wait, and their time counts.")
+    ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(help="Arrivals and lengths: JSON lines of timestamp (s), input_length, output_length."),
+    ] = None,
+    goodput: Annotated[
+        list[str] | None, typer.Option(metavar="KEY:MS...", help="Limits of ttft, tpot, e2el, as in ttft:200 tpot:50.")
+    ] = None,
+    more_goodput: Annotated[list[str] | None, typer.Argument(hidden=True, metavar="KEY:MS")] = None,  # as vLLM has it
+    percentile_metrics: Annotated[str, typer.Option(help="The metrics in the table.")] = "ttft,tpot,itl,e2el",
+    metric_percentiles: Annotated[str, typer.Option(help="Their percentiles, as in 50,90,99.")] = "99",
+    dtype: DtypeOption = "auto",
+    device: DeviceOption = "auto",
+    eager: EagerOption = False,
+    quantization: QuantizationOption = None,
+    load_format: LoadFormatOption = "auto",
+    overlap: OverlapOption = None,
+    num_warmups: Annotated[int, typer.Option(min=0, help="Requests before that, all at once, not counted.")] = 8,
+    seed: Annotated[int, typer.Option(help="Of the lengths, the prompts and the arrivals.")] = 0,
+    json_file: JsonOption = None,
+    save_detailed: Annotated[
+        bool, typer.Option("--save-detailed", help="With --json: every request's times, every step's queues.")
+    ] = False,
+    plot_file: PlotOption = None,
+) -> None:
+    """Serve requests that arrive in real time: TTFT, TPOT, ITL and end-to-end latency, throughput, goodput.
+
+    A request's clock starts when it is scheduled to arrive, so that all its waiting counts.
+
+    \b
+    python bench.py serve --request-rate 1,2,4 --num-prompts 60 --goodput ttft:500 tpot:50 --plot serve.png
+    """
+    from benchmarks import serve as serving
+
+    check_json(json_file)
+    check_plot(plot_file)
+    if save_detailed and json_file is None:
+        raise typer.BadParameter("needs --json", param_hint="--save-detailed")
+    if more_goodput and not goodput:
+        raise typer.BadParameter(f"unexpected: {' '.join(more_goodput)}")
+    limits = serving.parse_goodput([*(goodput or []), *(more_goodput or [])])
+    shown, percentiles = serving.parse_metrics(percentile_metrics), serving.parse_percentiles(metric_percentiles)
+    source: Dataset | Requests
+    if trace is not None:
+        given: dict[str, Any] = {"--dataset-name": dataset_name != "random", "--dataset-path": dataset_path}
+        given |= {"--input-len": input_len, "--output-len": output_len, "--prefix-len": prefix_len}
+        given |= {"--request-rate": request_rate, "--burstiness": burstiness is not None}
+        for option in (option for option, value in given.items() if value):
+            raise typer.BadParameter("--trace has arrivals and lengths of its own", param_hint=option)
+        rates, source = [], read_trace(trace, num_prompts)
+        what = f"{len(source.lengths)} requests of {trace.name}"
+    else:
+        rates = serving.parse_rates(request_rate or "inf")
+        if burstiness is not None and not (burstiness > 0 and min(rates) < math.inf):
+            raise typer.BadParameter("needs to be above 0, and a --request-rate below inf", param_hint="--burstiness")
+        source = dataset(dataset_name, dataset_path, num_prompts, input_len, output_len, prefix_len)
+        what = f"{source.what}, request rate {', '.join(f'{rate:g}' for rate in rates)}"
+        what += f", burstiness {burstiness or 1:g}" if min(rates) < math.inf else ""
+    what += f", at most {max_concurrency} at once" if max_concurrency else ""
+    switches = {"dtype": dtype, "device": device, "enforce_eager": eager, "quantization": quantization}
+    switches |= {"load_format": load_format, "async_scheduling": overlap}
+    serving.serve(
+        model,
+        switches,
+        source,
+        what,
+        rates,
+        burstiness or 1.0,
+        max_concurrency,
+        limits,
+        shown,
+        percentiles,
+        num_warmups,
+        seed,
+        json_file,
+        save_detailed,
+        plot_file,
     )
 
 

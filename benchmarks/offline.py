@@ -19,6 +19,7 @@ from benchmarks.peers.protocol import Engine, Run, measure
 from benchmarks.progress import progress
 from benchmarks.report import (
     check_json,
+    check_plot,
     console,
     describe,
     errors_by_name,
@@ -40,12 +41,14 @@ def bench(
     compare: str | None,
     json_file: Path | None,
     profile_file: Path | None,
+    plot_file: Path | None = None,
 ) -> None:
     """Run a workload on an engine made with `switches`, options of EngineConfig, and print its table."""
     if compare not in (None, "transformers"):
         raise typer.BadParameter(f"{compare!r} is not one of: transformers", param_hint="--compare")
     check_json(json_file)
     check_json(profile_file, "--profile")
+    check_plot(plot_file)
     rng = random.Random(seed)
 
     started = time.perf_counter()
@@ -91,6 +94,7 @@ def bench(
 
     runs: dict[str, list[Run]] = {name: [] for name in runners}
     utilized: list[dict] = []  # of nanopage, for each iteration
+    steps: list[utilization.Step] = []  # of nanopage
     with stop_peers:
         for iteration in range(-num_iters_warmup, num_iters):
             work = requests.work(rng, llm.engine)
@@ -109,6 +113,7 @@ def bench(
             phases = recorder.take()
             if iteration >= 0:
                 utilized.append(phases)
+                steps += recorder.taken
     hits = llm.engine.scheduler.block_manager.num_hit_tokens
     report(runs, setup, hits, command)
     utilization.show(utilized, bandwidth)
@@ -125,6 +130,10 @@ def bench(
             "utilization": [{name: phase and asdict(phase) for name, phase in each.items()} for each in utilized],
         }
         json_file.write_text(json.dumps(record, indent=2) + "\n")
+    if plot_file is not None:
+        from benchmarks import plots
+
+        plots.throughput(steps, header, plot_file)
     if profile_file is not None:
         with errors_by_name():
             utilization.write_trace(runners["nanopage"], requests.work(rng, llm.engine), profile_file)

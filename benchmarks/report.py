@@ -45,6 +45,22 @@ def check_json(file: Path | None, option: str = "--json") -> None:
         raise typer.BadParameter(f"no such folder: {file.absolute().parent}", param_hint=option)
 
 
+def check_plot(file: Path | None) -> None:
+    """Refuse a picture that could not be written."""
+    if file is None:
+        return
+    check_json(file, "--plot")
+    try:
+        from matplotlib.backend_bases import FigureCanvasBase
+    except ImportError:
+        message = "needs matplotlib: pip install -e '.[plot]'"
+        raise typer.BadParameter(message, param_hint="--plot") from None
+    formats = FigureCanvasBase.get_supported_filetypes()
+    if file.suffix.lower().removeprefix(".") not in formats:
+        known = ", ".join(f".{name}" for name in sorted(formats))
+        raise typer.BadParameter(f"{file.name!r} does not end in one of: {known}", param_hint="--plot")
+
+
 def show_header(header: dict[str, str]) -> None:
     for name, value in header.items():
         console.print(f"[dim]{name:>14}[/dim]  {escape(value)}", highlight=False, soft_wrap=True)
