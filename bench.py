@@ -3,43 +3,39 @@
     python bench.py latency                          one request at a time: time to first token, decode tok/s
     python bench.py throughput                       many requests at once: output tok/s
     python bench.py throughput --compare transformers --json result.json
+    python bench.py serve --request-rate 1,2,4       requests that arrive over time: TTFT, TPOT, ITL, goodput
     python bench.py memory                           blocks: what forks save, swap against recomputation, waste
     python bench.py compare                          the same work on vLLM, OpenVINO, llama.cpp, transformers, in turn
     python bench.py kernels                          attention's Triton kernels on a GPU: time, share of its bandwidth
 
-Prompts are random token ids and never repeat, so the prefix cache can not help. Outputs have a fixed length (end of
-sequence is ignored). Loading, compiling and warm-up are timed apart. With --compare the two take turns, iteration by
-iteration, so that a machine whose speed drifts treats both alike. On a GPU there are three: transformers' `generate`,
-compiled for a static cache, and its continuous batching. A peer that fails is named and left out; the exit code is 1.
+Prompts are random token ids and never repeat, so the prefix cache can not help, unless --prefix-len or a file
+(--dataset-name sharegpt or custom) makes prompts alike. Outputs have a fixed length (end of sequence is ignored).
+Loading, compiling and warm-up are timed apart. With --compare the two take turns, iteration by iteration, so that a
+machine whose speed drifts treats both alike. On a GPU there are three: transformers' `generate`, compiled for a static
+cache, and its continuous batching. A peer that fails is named and left out; the exit code is 1.
 """
 
-import contextlib
 import json
+import math
 import platform
 import random
 import sys
-import time
-from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from benchmarks import offline
+from benchmarks.datasets import Dataset, Requests, dataset, parse_range, read_trace
 from benchmarks.peers import nanopage as nanopage_peer
-from benchmarks.peers import transformers as transformers_peer
-from benchmarks.peers import transformers_continuous
-from benchmarks.peers.nanopage import random_prompt
-from benchmarks.peers.protocol import Engine, Run, Work, measure
 from benchmarks.report import (
     check_json,
+    check_plot,
     console,
     cpu_name,
+    describe,
     errors_by_name,
-    left_out_if_it_fails,
     show_header,
-    spread,
-    table_of,
 )
 
 app = typer.Typer(help=__doc__, no_args_is_help=True, rich_markup_mode=None, add_completion=False)
@@ -71,7 +67,27 @@ CompareOption = Annotated[str | None, typer.Option(help="'transformers': run it 
 ProfileOption = Annotated[
     Path | None, typer.Option("--profile", help="Write a Chrome trace of one more iteration to this file.")
 ]
+PlotOption = Annotated[
+    Path | None, typer.Option("--plot", help="Draw a picture into this file: .png, .svg, .pdf (needs matplotlib).")
+]
 LengthOption = Annotated[str, typer.Option(help="Tokens: a number, or LOW-HIGH drawn uniformly.")]
+DatasetOption = Annotated[
+    str,
+    typer.Option(help="random: token ids; custom: a prompt a line, or *.jsonl; sharegpt: conversations as JSON."),
+]
+DatasetPathOption = Annotated[Path | None, typer.Option(help="The file of custom or sharegpt.")]
+NumPromptsOption = Annotated[
+    int | None, typer.Option(min=1, help="Requests [default: 32; of a file or a trace, all that it has].")
+]
+InputLenOption = Annotated[
+    str | None, typer.Option(help="Tokens of a random prompt: a number or LOW-HIGH [default: 32-256].")
+]
+OutputLenOption = Annotated[
+    str | None, typer.Option(help="Tokens: a number or LOW-HIGH [default: what the file says, else 32-128].")
+]
+PrefixLenOption = Annotated[
+    int, typer.Option(min=0, help="Tokens common to all random prompts, before those of --input-len.")
+]
 
 
 @app.command()
@@ -93,19 +109,26 @@ def latency(
     json_file: JsonOption = None,
     profile_file: ProfileOption = None,
 ) -> None:
-    """Time one batch from start to end: time to first token, decode speed, end-to-end time."""
-    options = {"input_len": input_len, "output_len": output_len, "num_prompts": batch_size}
+    """Time one batch from start to end: time to first token, decode speed, end-to-end time.
+
+    \b
+    python bench.py latency --input-len 512 --output-len 64 --json latency.json
+    """
+    data = dataset("random", None, batch_size, input_len, output_len, 0)
     switches = {"dtype": dtype, "device": device, "enforce_eager": eager, "quantization": quantization}
     switches |= {"load_format": load_format, "async_scheduling": overlap}
-    bench("latency", options, model, switches, num_iters, num_iters_warmup, seed, compare, json_file, profile_file)
+    offline.bench("latency", data, model, switches, num_iters, num_iters_warmup, seed, compare, json_file, profile_file)
 
 
 @app.command()
 def throughput(
     model: ModelOption = None,
-    num_prompts: Annotated[int, typer.Option(min=1, help="Requests, all queued at once.")] = 32,
-    input_len: LengthOption = "32-256",
-    output_len: LengthOption = "32-128",
+    num_prompts: NumPromptsOption = None,
+    dataset_name: DatasetOption = "random",
+    dataset_path: DatasetPathOption = None,
+    input_len: InputLenOption = None,
+    output_len: OutputLenOption = None,
+    prefix_len: PrefixLenOption = 0,
     dtype: DtypeOption = "auto",
     device: DeviceOption = "auto",
     eager: EagerOption = False,
@@ -118,12 +141,116 @@ def throughput(
     compare: CompareOption = None,
     json_file: JsonOption = None,
     profile_file: ProfileOption = None,
+    plot_file: PlotOption = None,
 ) -> None:
-    """Time many requests queued at once: requests/s, output and total tokens/s."""
-    options = {"input_len": input_len, "output_len": output_len, "num_prompts": num_prompts}
+    """Time many requests queued at once: requests/s, output and total tokens/s.
+
+    \b
+    python bench.py throughput --num-prompts 64 --prefix-len 256 --compare transformers
+    """
+    data = dataset(dataset_name, dataset_path, num_prompts, input_len, output_len, prefix_len)
     switches = {"dtype": dtype, "device": device, "enforce_eager": eager, "quantization": quantization}
     switches |= {"load_format": load_format, "async_scheduling": overlap}
-    bench("throughput", options, model, switches, num_iters, num_iters_warmup, seed, compare, json_file, profile_file)
+    files = json_file, profile_file, plot_file
+    offline.bench("throughput", data, model, switches, num_iters, num_iters_warmup, seed, compare, *files)
+
+
+@app.command()
+def serve(
+    model: ModelOption = None,
+    num_prompts: NumPromptsOption = None,
+    dataset_name: DatasetOption = "random",
+    dataset_path: DatasetPathOption = None,
+    input_len: InputLenOption = None,
+    output_len: OutputLenOption = None,
+    prefix_len: PrefixLenOption = 0,
+    request_rate: Annotated[
+        str | None, typer.Option(help="Requests a second; several in turn: 1,2,4 [default: inf, all at once].")
+    ] = None,
+    burstiness: Annotated[
+        float | None,
+        typer.Option(help="Shape of the gamma-distributed gaps: 1 is Poisson, less comes in bursts [default: 1]."),
+    ] = None,
+    max_concurrency: Annotated[
+        int | None, typer.Option(min=1, help="Most requests in the engine; the others wait, and their time counts.")
+    ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(help="Arrivals and lengths: JSON lines of timestamp (s), input_length, output_length."),
+    ] = None,
+    goodput: Annotated[
+        list[str] | None, typer.Option(metavar="KEY:MS...", help="Limits of ttft, tpot, e2el, as in ttft:200 tpot:50.")
+    ] = None,
+    more_goodput: Annotated[list[str] | None, typer.Argument(hidden=True, metavar="KEY:MS")] = None,  # as vLLM has it
+    percentile_metrics: Annotated[str, typer.Option(help="The metrics in the table.")] = "ttft,tpot,itl,e2el",
+    metric_percentiles: Annotated[str, typer.Option(help="Their percentiles, as in 50,90,99.")] = "99",
+    dtype: DtypeOption = "auto",
+    device: DeviceOption = "auto",
+    eager: EagerOption = False,
+    quantization: QuantizationOption = None,
+    load_format: LoadFormatOption = "auto",
+    overlap: OverlapOption = None,
+    num_warmups: Annotated[int, typer.Option(min=0, help="Requests before that, all at once, not counted.")] = 8,
+    seed: Annotated[int, typer.Option(help="Of the lengths, the prompts and the arrivals.")] = 0,
+    json_file: JsonOption = None,
+    save_detailed: Annotated[
+        bool, typer.Option("--save-detailed", help="With --json: every request's times, every step's queues.")
+    ] = False,
+    plot_file: PlotOption = None,
+) -> None:
+    """Serve requests that arrive in real time: TTFT, TPOT, ITL and end-to-end latency, throughput, goodput.
+
+    A request's clock starts when it is scheduled to arrive, so that all its waiting counts.
+
+    \b
+    python bench.py serve --request-rate 1,2,4 --num-prompts 60 --goodput ttft:500 tpot:50 --plot serve.png
+    """
+    from benchmarks import serve as serving
+
+    check_json(json_file)
+    check_plot(plot_file)
+    if save_detailed and json_file is None:
+        raise typer.BadParameter("needs --json", param_hint="--save-detailed")
+    if more_goodput and not goodput:
+        raise typer.BadParameter(f"unexpected: {' '.join(more_goodput)}")
+    limits = serving.parse_goodput([*(goodput or []), *(more_goodput or [])])
+    shown, percentiles = serving.parse_metrics(percentile_metrics), serving.parse_percentiles(metric_percentiles)
+    source: Dataset | Requests
+    if trace is not None:
+        given: dict[str, Any] = {"--dataset-name": dataset_name != "random", "--dataset-path": dataset_path}
+        given |= {"--input-len": input_len, "--output-len": output_len, "--prefix-len": prefix_len}
+        given |= {"--request-rate": request_rate, "--burstiness": burstiness is not None}
+        for option in (option for option, value in given.items() if value):
+            raise typer.BadParameter("--trace has arrivals and lengths of its own", param_hint=option)
+        rates, source = [], read_trace(trace, num_prompts)
+        what = f"{len(source.lengths)} requests of {trace.name}"
+    else:
+        rates = serving.parse_rates(request_rate or "inf")
+        if burstiness is not None and not (burstiness > 0 and min(rates) < math.inf):
+            raise typer.BadParameter("needs to be above 0, and a --request-rate below inf", param_hint="--burstiness")
+        source = dataset(dataset_name, dataset_path, num_prompts, input_len, output_len, prefix_len)
+        what = f"{source.what}, request rate {', '.join(f'{rate:g}' for rate in rates)}"
+        what += f", burstiness {burstiness or 1:g}" if min(rates) < math.inf else ""
+    what += f", at most {max_concurrency} at once" if max_concurrency else ""
+    switches = {"dtype": dtype, "device": device, "enforce_eager": eager, "quantization": quantization}
+    switches |= {"load_format": load_format, "async_scheduling": overlap}
+    serving.serve(
+        model,
+        switches,
+        source,
+        what,
+        rates,
+        burstiness or 1.0,
+        max_concurrency,
+        limits,
+        shown,
+        percentiles,
+        num_warmups,
+        seed,
+        json_file,
+        save_detailed,
+        plot_file,
+    )
 
 
 @app.command()
@@ -143,6 +270,9 @@ def memory(
     """Measure the memory manager: parallel sampling, preemption by swap and by recomputation, unfilled slots.
 
     The first two have fixed workloads. Preemption runs in float32, so that its outputs can be compared exactly.
+
+    \b
+    python bench.py memory --num-prompts 200
     """
     from benchmarks import memory as benchmark
 
@@ -197,6 +327,9 @@ def compare(
 
     How a peer is installed is said by the first lines of its file in benchmarks/peers. --eager is nanopage's. With
     --quantization int8 each engine runs its own kind of it; those that have none are left out.
+
+    \b
+    python bench.py compare --workloads W1,W2 --engines nanopage,transformers
     """
     from benchmarks import compare as comparison
     from nanopage import hub
@@ -240,7 +373,11 @@ def kernels(
     num_iters: Annotated[int, typer.Option(min=1, help="Measured launches; medians are reported.")] = 50,
     json_file: JsonOption = None,
 ) -> None:
-    """Time the Triton kernels of attention on a GPU, beside torch's reference, SDPA and FlexAttention."""
+    """Time the Triton kernels of attention on a GPU, beside torch's reference, SDPA and FlexAttention.
+
+    \b
+    python bench.py kernels --dtype bfloat16 --json kernels.json
+    """
     import torch
     import triton
 
@@ -256,213 +393,6 @@ def kernels(
         "versions": f"{versions}, triton {triton.__version__}, Python {platform.python_version()}",
     }
     benchmark.kernels(getattr(torch, dtype), num_iters, header, json_file)
-
-
-def bench(
-    command: str,
-    workload: dict,
-    model: str | None,
-    switches: dict[str, Any],
-    num_iters: int,
-    num_iters_warmup: int,
-    seed: int,
-    compare: str | None,
-    json_file: Path | None,
-    profile_file: Path | None,
-) -> None:
-    """Run a workload on an engine made with `switches`, options of EngineConfig, and print its table."""
-    if compare not in (None, "transformers"):
-        raise typer.BadParameter(f"{compare!r} is not one of: transformers", param_hint="--compare")
-    check_json(json_file)
-    check_json(profile_file, "--profile")
-    input_range = parse_range("--input-len", workload["input_len"])
-    output_range = parse_range("--output-len", workload["output_len"])
-    rng = random.Random(seed)
-    lengths = [(rng.randint(*input_range), rng.randint(*output_range)) for _ in range(workload["num_prompts"])]
-
-    started = time.perf_counter()
-    from benchmarks import utilization
-    from nanopage import LLM, EngineConfig, hub
-    from nanopage.device import resolve_device
-
-    imported = time.perf_counter()
-    with errors_by_name():
-        path = hub.resolve(model)
-        if compare and path.suffix == ".gguf":
-            raise typer.BadParameter("transformers can not load this .gguf file here: give a directory")
-        options = {"model": str(path), "max_num_seqs": max(256, workload["num_prompts"])} | switches
-        device = resolve_device(EngineConfig(**options).device)
-        if compare and device.type == "cuda":  # the peers need memory, too: blocks for all requests, and some room
-            options["num_gpu_blocks_override"] = sum(-(-(i + o) // 16) for i, o in lengths) * 5 // 4 + 16
-        # Of a GPU before the engine takes its memory, of a CPU as late as can be: its speed drifts.
-        bandwidth = utilization.bandwidth(device) if device.type == "cuda" else {}
-        resolved = time.perf_counter()
-        llm = LLM(**options)
-        llm.engine.runner.use_graphs(wait=True)
-    loaded = time.perf_counter()
-    longest = max(i + o for i, o in lengths)
-    if longest > llm.engine.max_model_len:
-        raise typer.BadParameter(f"{longest} tokens are more than the model's {llm.engine.max_model_len}")
-    bandwidth = bandwidth or utilization.bandwidth(device)
-    recorder = utilization.StepRecorder(llm.engine, bandwidth)
-    runners = {"nanopage": nanopage_peer.runner(llm)}
-    setup = {
-        "import": round(imported - started, 3),
-        "load and compile": round(loaded - resolved, 3),
-    }
-    what = (
-        f"{command}, {workload['num_prompts']} requests, input {workload['input_len']}, "
-        f"output {workload['output_len']}, seed {seed}"
-    )
-    header = describe(llm.engine, what, compare)
-    show_header(header)
-    failures: dict[str, str] = {}  # of peers
-    stop_peers = contextlib.ExitStack()
-    if compare:
-        loaded = time.perf_counter()
-        runners |= load_peers(llm, lengths, stop_peers, failures)
-        setup["load transformers"] = round(time.perf_counter() - loaded, 3)
-
-    runs: dict[str, list[Run]] = {name: [] for name in runners}
-    utilized: list[dict] = []  # of nanopage, for each iteration
-    with stop_peers, console.status("") as status:
-        for iteration in range(-num_iters_warmup, num_iters):
-            work = work_of(rng, llm.engine, lengths)
-            for name, run in list(runners.items()):
-                label = "warm-up" if iteration < 0 else f"{iteration + 1}/{num_iters}"
-                status.update(f"{name} {label}")
-                with errors_by_name() if name == "nanopage" else left_out_if_it_fails(name, failures):
-                    result = measure(run, work)
-                    if iteration < 0:
-                        setup.setdefault(f"warm-up {name}", round(result.seconds, 3))
-                    else:
-                        runs[name].append(result)
-                if name in failures:
-                    del runners[name], runs[name]
-            phases = recorder.take()
-            if iteration >= 0:
-                utilized.append(phases)
-    hits = llm.engine.scheduler.block_manager.num_hit_tokens
-    report(runs, setup, hits, command)
-    utilization.show(utilized, bandwidth)
-    if json_file is not None:
-        record = {
-            "header": header,
-            "setup_seconds": setup,
-            "runs": {name: [asdict(run) for run in results] for name, results in runs.items()},
-            "failures": failures,
-            "prefix_cache_hit_tokens": hits,
-            "bandwidth_gb_s": bandwidth,
-            "weight_bytes": recorder.weight_bytes,
-            "kv_bytes_of_a_token": recorder.kv_bytes,
-            "utilization": [{name: phase and asdict(phase) for name, phase in each.items()} for each in utilized],
-        }
-        json_file.write_text(json.dumps(record, indent=2) + "\n")
-    if profile_file is not None:
-        with errors_by_name():
-            utilization.write_trace(runners["nanopage"], work_of(rng, llm.engine, lengths), profile_file)
-    if failures:
-        raise typer.Exit(1)
-
-
-def load_peers(
-    llm, lengths: list[tuple[int, int]], stop_peers: contextlib.ExitStack, failures: dict[str, str]
-) -> dict[str, Engine]:
-    """transformers' `generate`, and on a GPU its continuous batching as well; `failures` says why one is missing."""
-    engine = llm.engine
-    options = engine.model_path, engine.dtype, engine.device, engine.config.load_format
-
-    def continuous() -> Engine:
-        tokens = sum(max(i + o, transformers_continuous.PAGE_SIZE) for i, o in lengths)
-        run, stop = transformers_continuous.runner(*options, kv_tokens=tokens)
-        stop_peers.callback(stop)
-        return run
-
-    peers = {"transformers": lambda: transformers_peer.runner(*options)}
-    if engine.device.type == "cuda":
-        peers["transformers continuous"] = continuous
-    engines = {}
-    for name, load in peers.items():
-        with left_out_if_it_fails(name, failures):
-            engines[name] = load()
-    return engines
-
-
-def work_of(rng: random.Random, engine, lengths: list[tuple[int, int]]) -> list[Work]:
-    """Requests with new prompts."""
-    return [Work(random_prompt(rng, engine, i), o) for i, o in lengths]
-
-
-def parse_range(option: str, text: str) -> tuple[int, int]:
-    """ "128" -> (128, 128), "32-256" -> (32, 256)."""
-    low, _, high = text.partition("-")
-    try:
-        bounds = int(low), int(high or low)
-    except ValueError:
-        raise typer.BadParameter(f"{text!r} is not a number or LOW-HIGH", param_hint=option) from None
-    if not 1 <= bounds[0] <= bounds[1]:
-        raise typer.BadParameter(f"{text!r}: needs 1 <= LOW <= HIGH", param_hint=option)
-    return bounds
-
-
-def describe(engine, what: str, compare: str | None = None) -> dict[str, str]:
-    """What a reader must know to believe or repeat the figures."""
-    import torch
-
-    versions = ", ".join(f"{name} {version}" for name, version in nanopage_peer.versions().items())
-    if compare:
-        import transformers
-
-        versions += f", transformers {transformers.__version__}"
-    config = engine.config
-    overlap = "overlap" if engine.overlaps else "no overlap"
-    weights = f", weights {config.quantization}" if config.quantization else ""
-    weights += ", dummy weights" if config.load_format == "dummy" else ""
-    hardware, gpu = cpu_name(), {}
-    if engine.device.type == "cuda":
-        import triton
-
-        from benchmarks.utilization import nvidia_smi
-
-        versions += f", triton {triton.__version__}"
-        properties = torch.cuda.get_device_properties(engine.device)
-        hardware = properties.name
-        if state := nvidia_smi(f"GPU-{properties.uuid}"):
-            gpu = {"nvidia-smi": state}
-    return {
-        "bench": what,
-        "model": f"{engine.model_path.name}, {str(engine.dtype).removeprefix('torch.')}{weights}",
-        "device": f"{engine.device.type}: {hardware}, {torch.get_num_threads()} threads",
-        **gpu,
-        "switches": f"{'eager' if config.enforce_eager else 'compiled'}, {overlap}, block size {config.block_size}",
-        "versions": f"{versions}, Python {platform.python_version()}",
-    }
-
-
-def report(runs: dict[str, list[Run]], setup: dict[str, float], hits: int, command: str) -> None:
-    """Medians, with the lowest and highest run."""
-    title = f"{command}: median [lowest, highest] of {len(runs['nanopage'])}"
-    peers = [name for name in runs if name != "nanopage"]
-    ratio = "ratio, pair by pair" if len(peers) == 1 else "nanopage / {}, pair by pair"
-    table = table_of(title, ["", *runs, *(ratio.format(name) for name in peers)])
-    metrics: dict[str, Callable[[Run], float | None]] = {
-        "time (s)": lambda run: run.seconds,
-        "time to first token (ms)": lambda run: run.ttft and run.ttft * 1000,
-        "decode tok/s of a request": lambda run: run.decode_tok_s,
-        "output tok/s": lambda run: run.output_tokens / run.seconds,
-        "total tok/s": lambda run: run.total_tokens / run.seconds,
-    }
-    for title, metric in metrics.items():
-        values = {engine: [metric(run) for run in results] for engine, results in runs.items()}
-        cells = [spread(column) for column in values.values()]
-        for name in peers:
-            pairs = zip(values["nanopage"], values[name], strict=True)
-            cells.append(spread([ours / theirs if ours and theirs else None for ours, theirs in pairs]))
-        table.add_row(title, *cells)
-    console.print(table)
-    console.print("  ".join(f"{name} {value:.1f} s" for name, value in setup.items()), style="dim", highlight=False)
-    if hits:
-        console.print(f"The prefix cache served {hits} tokens: not all prompts were new.", style="yellow")
 
 
 if __name__ == "__main__":

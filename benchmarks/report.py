@@ -5,11 +5,14 @@ import platform
 import statistics
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+
+from benchmarks.peers import nanopage as nanopage_peer
 
 console = Console()
 
@@ -42,6 +45,22 @@ def check_json(file: Path | None, option: str = "--json") -> None:
         raise typer.BadParameter(f"no such folder: {file.absolute().parent}", param_hint=option)
 
 
+def check_plot(file: Path | None) -> None:
+    """Refuse a picture that could not be written."""
+    if file is None:
+        return
+    check_json(file, "--plot")
+    try:
+        from matplotlib.backend_bases import FigureCanvasBase
+    except ImportError:
+        message = "needs matplotlib: pip install -e '.[plot]'"
+        raise typer.BadParameter(message, param_hint="--plot") from None
+    formats = FigureCanvasBase.get_supported_filetypes()
+    if file.suffix.lower().removeprefix(".") not in formats:
+        known = ", ".join(f".{name}" for name in sorted(formats))
+        raise typer.BadParameter(f"{file.name!r} does not end in one of: {known}", param_hint="--plot")
+
+
 def show_header(header: dict[str, str]) -> None:
     for name, value in header.items():
         console.print(f"[dim]{name:>14}[/dim]  {escape(value)}", highlight=False, soft_wrap=True)
@@ -60,6 +79,40 @@ def spread(values: Sequence[float | None]) -> str:
     if len(known) < len(values):
         return "-"
     return f"{statistics.median(known):.2f} [{min(known):.2f}, {max(known):.2f}]"
+
+
+def describe(engine: Any, what: str, compare: str | None = None) -> dict[str, str]:
+    """What a reader must know to believe or repeat the figures."""
+    import torch
+
+    versions = ", ".join(f"{name} {version}" for name, version in nanopage_peer.versions().items())
+    if compare:
+        import transformers
+
+        versions += f", transformers {transformers.__version__}"
+    config = engine.config
+    overlap = "overlap" if engine.overlaps else "no overlap"
+    weights = f", weights {config.quantization}" if config.quantization else ""
+    weights += ", dummy weights" if config.load_format == "dummy" else ""
+    hardware, gpu = cpu_name(), {}
+    if engine.device.type == "cuda":
+        import triton
+
+        from benchmarks.utilization import nvidia_smi
+
+        versions += f", triton {triton.__version__}"
+        properties = torch.cuda.get_device_properties(engine.device)
+        hardware = properties.name
+        if state := nvidia_smi(f"GPU-{properties.uuid}"):
+            gpu = {"nvidia-smi": state}
+    return {
+        "bench": what,
+        "model": f"{engine.model_path.name}, {str(engine.dtype).removeprefix('torch.')}{weights}",
+        "device": f"{engine.device.type}: {hardware}, {torch.get_num_threads()} threads",
+        **gpu,
+        "switches": f"{'eager' if config.enforce_eager else 'compiled'}, {overlap}, block size {config.block_size}",
+        "versions": f"{versions}, Python {platform.python_version()}",
+    }
 
 
 def cpu_name() -> str:

@@ -33,6 +33,10 @@ class Step:
     seconds: float
     busy_seconds: float | None = None  # on a GPU
 
+    @property
+    def only_decodes(self) -> bool:
+        return self.stats.decode_tokens > 0 and not self.stats.prefill_tokens
+
 
 @dataclass
 class Phase:
@@ -61,6 +65,7 @@ class StepRecorder:
         self.weight_bytes = weight_bytes(engine.runner.model)
         self.kv_bytes = block_bytes(engine.model_config, 1, engine.dtype)  # of a token
         self._on_gpu = engine.device.type == "cuda"
+        self.taken: list[Step] = []  # by the last call of take()
         self._steps: list[tuple[StepStats, float, Span | None]] = []  # what a step did, seconds of the call
         self._watch(engine)
 
@@ -99,7 +104,8 @@ class StepRecorder:
             steps = on_device([(stats, span) for stats, _, span in taken if span is not None])
         else:
             steps = [Step(stats, seconds) for stats, seconds, _ in taken]
-        decode = [step for step in steps if step.stats.decode_tokens and not step.stats.prefill_tokens]
+        self.taken = steps
+        decode = [step for step in steps if step.only_decodes]
         return {"decode": self._phase(decode) if decode else None, "all": self._phase(steps)}
 
     def _phase(self, steps: list[Step]) -> Phase:

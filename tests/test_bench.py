@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import statistics
 import subprocess
@@ -15,7 +16,7 @@ from helpers import random_tokens, tiny_model
 from typer.testing import CliRunner
 
 import bench as program
-from benchmarks import utilization
+from benchmarks import offline, progress, utilization
 from benchmarks.peers import nanopage as nanopage_peer
 from benchmarks.peers import transformers as transformers_peer
 from benchmarks.peers import transformers_continuous
@@ -110,7 +111,7 @@ def test_ratios_are_pair_by_pair_for_each_peer(monkeypatch):
         return [Run(each, 10, 20) for each in seconds]
 
     with console.capture() as printed:
-        program.report({"nanopage": runs(1, 2, 4), "a": runs(3, 3, 3), "b": runs(1, 1, 16)}, {}, 0, "latency")
+        offline.report({"nanopage": runs(1, 2, 4), "a": runs(3, 3, 3), "b": runs(1, 1, 16)}, {}, 0, "latency")
     (row,) = [line for line in printed.get().splitlines() if "output tok/s" in line]
     assert "1.50 [0.75, 3.00]" in row and "1.00 [0.50, 4.00]" in row
 
@@ -166,6 +167,52 @@ def test_profile_writes_a_trace_of_one_more_iteration(model, tmp_path):
     names = [event["name"] for event in json.loads(trace.read_text())["traceEvents"] if "name" in event]
     assert names.count("aten::argmax") == 3  # greedy sampling, of three tokens
     assert len(json.loads(file.read_text())["runs"]["nanopage"]) == 1
+
+
+def test_throughput_of_a_file_of_prompts_with_the_cache_emptied_between_iterations(model, tmp_path):
+    prompts, file = tmp_path / "prompts.jsonl", tmp_path / "result.json"
+    ids = list(range(3, 40))  # two full blocks of 16 tokens
+    prompts.write_text("".join(json.dumps({"prompt_token_ids": [*ids, i], "output_len": 30}) + "\n" for i in range(2)))
+    options = ["--model", model, "--dtype", "float32", "--num-iters", 2, "--num-iters-warmup", 0, "--json", file]
+    done = bench("throughput", "--dataset-name", "custom", "--dataset-path", prompts, *options)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(file.read_text())
+    assert [run["total_tokens"] for run in result["runs"]["nanopage"]] == [2 * (38 + 30)] * 2
+    assert result["prefix_cache_hit_tokens"] == 2 * 32  # the second request of each iteration
+    assert "all requests of prompts.jsonl (custom)" in result["header"]["bench"]
+    assert " running, " not in done.stderr  # no progress where there is no terminal
+
+
+def test_a_prefix_is_found_in_the_cache(model, tmp_path):
+    file = tmp_path / "result.json"
+    options = ["--model", model, "--dtype", "float32", "--num-iters", 1, "--num-iters-warmup", 0, "--json", file]
+    lengths = ["--num-prompts", 300, "--prefix-len", 64, "--input-len", 8, "--output-len", 1]  # 2048 tokens a step
+    done = bench("throughput", *lengths, *options)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(file.read_text())["prefix_cache_hit_tokens"] >= 64
+    assert "The prefix cache served" in done.stdout
+
+
+def test_progress_is_shown_on_a_terminal_and_the_engine_is_left_as_it_was(monkeypatch, capsys):
+    class Engine:
+        last_step = StepStats(
+            running=3, waiting=1, swapped=1, used_blocks=7, cached_tokens=30, prefill_tokens=10, preempted=2
+        )
+
+        def step(self):
+            return [type("Output", (), {"finished": True})]
+
+    monkeypatch.setattr(progress, "INTERVAL", 0)
+    monkeypatch.setenv("COLUMNS", "160")
+    monkeypatch.setenv("TERM", "xterm")
+    engine, line = Engine(), "1/2 3 running, 2 waiting, 2 preempted, 7 blocks, 75% prefix hits, 0 tok/s"
+    for forced in ("", "1"):
+        monkeypatch.setenv("FORCE_COLOR", forced)
+        with progress.progress(engine, "one", 2):
+            assert len(engine.step()) == 1
+        err = re.sub(r"\x1b\[[0-9;?]*\w", "", capsys.readouterr().err)
+        assert err == "" if not forced else line in err
+    assert engine.step.__func__ is Engine.step
 
 
 class Event:

@@ -1,0 +1,264 @@
+"""What requests ask for: random prompts, a file of prompts, ShareGPT conversations, a trace with arrival times.
+
+Files are read, and refused by name and line, before a model is loaded; names and rules are those of `vllm bench`.
+"""
+
+import itertools
+import json
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import typer
+
+from benchmarks.peers.nanopage import random_prompt
+from benchmarks.peers.protocol import Work
+
+NAMES = ("random", "sharegpt", "custom")
+NUM_PROMPTS, INPUT_LEN, OUTPUT_LEN = 32, "32-256", "32-128"  # where neither an option nor a file says otherwise
+OUTPUT_FIELDS = ("output_len", "output_tokens", "max_tokens")
+
+
+@dataclass
+class Entry:
+    """A request as a file has it. `output` is a number of tokens, or a text that has as many."""
+
+    where: str  # file and line, for messages
+    prompt: str | list[int]
+    output: str | int | None
+
+
+@dataclass
+class Requests:
+    """Requests whose lengths are known: tokens in and out of each."""
+
+    lengths: list[tuple[int, int]]
+    prompts: list[list[int]] | None = None  # None: random
+    prefix_len: int = 0  # common to all random prompts; part of their lengths
+    arrivals: list[float] | None = None  # of a trace: seconds after the first
+
+    def work(self, rng: random.Random, engine: Any) -> list[Work]:
+        """The requests; random prompts are new in every call, and their prefix is, too."""
+        if self.prompts is not None:
+            return [Work(prompt, o) for prompt, (_, o) in zip(self.prompts, self.lengths, strict=True)]
+        prefix = random_prompt(rng, engine, self.prefix_len)
+        return [Work(prefix + random_prompt(rng, engine, i - self.prefix_len), o) for i, o in self.lengths]
+
+
+@dataclass
+class Dataset:
+    """Where requests come from, checked as far as that goes without the model."""
+
+    what: str  # for the header
+    num_prompts: int | None  # None: all that the file has
+    input_range: tuple[int, int] = (0, 0)
+    output_range: tuple[int, int] = (0, 0)
+    prefix_len: int = 0
+    entries: list[Entry] | None = None
+    sharegpt: bool = False
+    override_output: bool = False  # --output-len was given: it goes before what the file says
+
+    def requests(self, rng: random.Random, model_path: Path) -> Requests:
+        """Draw the lengths, or find them with the model's tokenizer. Raises what the tokenizer does."""
+        if self.entries is None:
+            assert self.num_prompts is not None
+            lengths = [
+                (rng.randint(*self.input_range), rng.randint(*self.output_range)) for _ in range(self.num_prompts)
+            ]
+            return Requests([(self.prefix_len + i, o) for i, o in lengths], prefix_len=self.prefix_len)
+        if self.sharegpt:
+            rng.shuffle(self.entries)
+        usable = list(itertools.islice(self._encoded(self.entries, rng, model_path), self.num_prompts))
+        if len(usable) < (self.num_prompts or 1):
+            count = f"{len(usable)} prompts that can be used" if usable else "no prompt that can be used"
+            refuse(f"the file has {count}", "--num-prompts" if usable else "--dataset-path")
+        return Requests([(len(p), o) for p, o in usable], [p for p, _ in usable])
+
+    def _encoded(self, entries: list[Entry], rng: random.Random, model_path: Path) -> Iterator[tuple[list[int], int]]:
+        from nanopage import loader
+        from nanopage.tokenizer import Tokenizer
+
+        vocab_size = loader.read_config(model_path).vocab_size
+        has_text = any(isinstance(entry.prompt, str) for entry in entries)
+        encode = Tokenizer(model_path).encode if has_text else None
+        for entry in entries:
+            prompt = encode(entry.prompt) if encode and isinstance(entry.prompt, str) else entry.prompt
+            assert isinstance(prompt, list)
+            if not prompt:
+                refuse(f"{entry.where}: the prompt has no tokens")
+            if (largest := max(prompt)) >= vocab_size:
+                refuse(f"{entry.where}: token id {largest} is not in the vocabulary of {vocab_size} tokens")
+            if self.override_output or entry.output is None:
+                output = rng.randint(*self.output_range)
+            elif isinstance(entry.output, str):
+                output = len(encode(entry.output)) if encode else 0
+            else:
+                output = entry.output
+            short = len(prompt) < 4 or (output < 4 and not self.override_output)
+            if self.sharegpt and (short or len(prompt) > 1024 or len(prompt) + output > 2048):
+                continue
+            yield prompt, output
+
+
+def dataset(
+    name: str,
+    path: Path | None,
+    num_prompts: int | None,
+    input_len: str | None,
+    output_len: str | None,
+    prefix_len: int,
+) -> Dataset:
+    """Check the options of the data, and read its file. Raises typer.BadParameter.
+
+    random    prompts of --prefix-len common tokens and --input-len own ones
+    custom    one prompt a line; in a file *.jsonl an object a line, with prompt (text) or prompt_token_ids, and
+              optionally output_len (or output_tokens, max_tokens); other fields are not read
+    sharegpt  JSON: [{"conversations": [{"value": text}, ...]}, ...]. The first turn is the prompt, and the output has
+              the tokens of the second, or --output-len. In random order; left out as in vLLM are conversations of
+              fewer than two turns, prompts and outputs of fewer than 4 tokens (outputs not if --output-len is given),
+              prompts of more than 1024 tokens, and more than 2048 in all
+    """
+    if name not in NAMES:
+        refuse(f"{name!r} is not one of: {', '.join(NAMES)}", "--dataset-name")
+    output_range = parse_range("--output-len", OUTPUT_LEN if output_len is None else output_len)
+    if name == "random":
+        if path is not None:
+            refuse("needs --dataset-name sharegpt or custom")
+        count = num_prompts or NUM_PROMPTS
+        input_range = parse_range("--input-len", INPUT_LEN if input_len is None else input_len)
+        prefix = f"{prefix_len} common tokens and " if prefix_len else ""
+        what = f"{count} requests, input {prefix}{input_len or INPUT_LEN}, output {output_len or OUTPUT_LEN}"
+        return Dataset(what, count, input_range, output_range, prefix_len)
+    if path is None:
+        refuse(f"--dataset-name {name} needs a file")
+    if input_len is not None or prefix_len:
+        option = "--prefix-len" if input_len is None else "--input-len"
+        refuse(f"is for random prompts, not for --dataset-name {name}", option)
+    entries = read_sharegpt(path) if name == "sharegpt" else read_prompts(path)
+    if not entries:
+        refuse(f"{path} has no {'conversations of two turns' if name == 'sharegpt' else 'prompts'}")
+    if len(entries) < (num_prompts or 0):
+        refuse(f"{path} has only {len(entries)}", "--num-prompts")
+    what = f"{num_prompts or 'all'} requests of {path.name} ({name}), output {output_len or 'as the file says'}"
+    given = output_len is not None
+    return Dataset(what, num_prompts, (0, 0), output_range, 0, entries, name == "sharegpt", given)
+
+
+def read_sharegpt(path: Path) -> list[Entry]:
+    """Conversations of at least two turns."""
+    try:
+        conversations = json.loads(read_text(path))
+    except json.JSONDecodeError as error:
+        refuse(f"{path}, line {error.lineno}: not JSON: {error.msg}")
+    if not isinstance(conversations, list):
+        refuse(f"{path}: not a list of conversations")
+    entries = []
+    for i, conversation in enumerate(conversations):
+        where = f"{path}, conversation {i}"
+        if not isinstance(conversation, dict):
+            refuse(f"{where}: not an object")
+        turns = conversation.get("conversations", [])
+        if not isinstance(turns, list):
+            refuse(f'{where}: "conversations" is not a list')
+        values = [turn.get("value") if isinstance(turn, dict) else None for turn in turns[:2]]
+        if not all(isinstance(value, str) for value in values):
+            refuse(f'{where}: a turn without a text "value"')
+        if len(values) == 2 and values[0]:
+            entries.append(Entry(where, values[0], values[1]))
+    return entries
+
+
+def read_prompts(path: Path) -> list[Entry]:
+    if path.suffix != ".jsonl":
+        lines = enumerate(read_text(path).split("\n"), 1)
+        return [Entry(f"{path}, line {number}", line, None) for number, line in lines if line.strip()]
+    entries = []
+    for where, fields in read_json_lines(path, "--dataset-path"):
+        forms = [name for name in ("prompt", "prompt_token_ids") if name in fields]
+        if len(forms) != 1:
+            refuse(f'{where}: needs "prompt" or "prompt_token_ids", one of them')
+        prompt = fields[forms[0]]
+        if forms == ["prompt"] and not (isinstance(prompt, str) and prompt):
+            refuse(f'{where}: "prompt" must be a text, not {prompt!r}')
+        if forms != ["prompt"] and not (isinstance(prompt, list) and prompt and all(map(is_token_id, prompt))):
+            refuse(f'{where}: "prompt_token_ids" must be a list of token ids')
+        outputs = [name for name in OUTPUT_FIELDS if name in fields]
+        if len(outputs) > 1:
+            refuse(f"{where}: {' and '.join(outputs)} mean the same: give one")
+        output = positive(where, fields, outputs[0], "--dataset-path") if outputs else None
+        entries.append(Entry(where, prompt, output))
+    return entries
+
+
+def read_trace(path: Path, num_prompts: int | None) -> Requests:
+    """Random prompts of a trace: JSON lines with timestamp (seconds, not falling), input_length and output_length, the
+    names of Mooncake's traces; other fields are not read. The first `num_prompts` of them, by default all."""
+    lengths: list[tuple[int, int]] = []
+    arrivals: list[float] = []
+    for where, fields in read_json_lines(path, "--trace"):
+        time = fields.get("timestamp")
+        if not isinstance(time, int | float) or isinstance(time, bool) or not 0 <= time < float("inf"):
+            refuse(f'{where}: "timestamp" must be a number of seconds, not {time!r}', "--trace")
+        if arrivals and time < arrivals[-1]:
+            refuse(f'{where}: "timestamp" {time} is before the line above, {arrivals[-1]}', "--trace")
+        arrivals.append(float(time))
+        in_out = [positive(where, fields, name, "--trace") for name in ("input_length", "output_length")]
+        lengths.append((in_out[0], in_out[1]))
+    if not lengths:
+        refuse(f"{path} has no requests", "--trace")
+    if len(lengths) < (num_prompts or 0):
+        refuse(f"{path} has only {len(lengths)}", "--num-prompts")
+    return Requests(lengths[:num_prompts], arrivals=[time - arrivals[0] for time in arrivals[:num_prompts]])
+
+
+def read_json_lines(path: Path, option: str) -> Iterator[tuple[str, dict]]:
+    """(file and line, object) of every line that is not empty."""
+    for number, line in enumerate(read_text(path, option).split("\n"), 1):
+        where = f"{path}, line {number}"
+        if not line.strip():
+            continue
+        try:
+            fields = json.loads(line)
+        except json.JSONDecodeError as error:
+            refuse(f"{where}: not JSON: {error.msg}", option)
+        if not isinstance(fields, dict):
+            refuse(f"{where}: not an object", option)
+        yield where, fields
+
+
+def read_text(path: Path, option: str = "--dataset-path") -> str:
+    try:
+        return path.expanduser().read_text("utf-8")
+    except OSError as error:
+        refuse(f"{path}: {error.strerror}", option)
+    except UnicodeDecodeError:
+        refuse(f"{path}: not a text in UTF-8", option)
+
+
+def positive(where: str, fields: dict, name: str, option: str) -> int:
+    value = fields.get(name)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        refuse(f'{where}: "{name}" must be a positive integer, not {value!r}', option)
+    return value
+
+
+def is_token_id(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def parse_range(option: str, text: str) -> tuple[int, int]:
+    """ "128" -> (128, 128), "32-256" -> (32, 256)."""
+    low, _, high = text.partition("-")
+    try:
+        bounds = int(low), int(high or low)
+    except ValueError:
+        refuse(f"{text!r} is not a number or LOW-HIGH", option)
+    if not 1 <= bounds[0] <= bounds[1]:
+        refuse(f"{text!r}: needs 1 <= LOW <= HIGH", option)
+    return bounds
+
+
+def refuse(message: str, option: str = "--dataset-path") -> NoReturn:
+    raise typer.BadParameter(message, param_hint=option) from None

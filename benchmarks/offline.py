@@ -1,0 +1,190 @@
+"""Latency and throughput of requests that are all there from the start, alone or in turn with transformers."""
+
+import contextlib
+import json
+import random
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from benchmarks.datasets import Dataset
+from benchmarks.peers import nanopage as nanopage_peer
+from benchmarks.peers import transformers as transformers_peer
+from benchmarks.peers import transformers_continuous
+from benchmarks.peers.protocol import Engine, Run, measure
+from benchmarks.progress import progress
+from benchmarks.report import (
+    check_json,
+    check_plot,
+    console,
+    describe,
+    errors_by_name,
+    left_out_if_it_fails,
+    show_header,
+    spread,
+    table_of,
+)
+
+
+def bench(
+    command: str,
+    data: Dataset,
+    model: str | None,
+    switches: dict[str, Any],
+    num_iters: int,
+    num_iters_warmup: int,
+    seed: int,
+    compare: str | None,
+    json_file: Path | None,
+    profile_file: Path | None,
+    plot_file: Path | None = None,
+) -> None:
+    """Run a workload on an engine made with `switches`, options of EngineConfig, and print its table."""
+    if compare not in (None, "transformers"):
+        raise typer.BadParameter(f"{compare!r} is not one of: transformers", param_hint="--compare")
+    check_json(json_file)
+    check_json(profile_file, "--profile")
+    check_plot(plot_file)
+    rng = random.Random(seed)
+
+    started = time.perf_counter()
+    from benchmarks import utilization
+    from nanopage import LLM, EngineConfig, hub
+    from nanopage.device import resolve_device
+
+    imported = time.perf_counter()
+    with errors_by_name():
+        path = hub.resolve(model)
+        if compare and path.suffix == ".gguf":
+            raise typer.BadParameter("transformers can not load this .gguf file here: give a directory")
+        requests = data.requests(rng, path)
+        lengths = requests.lengths
+        options = {"model": str(path), "max_num_seqs": max(256, len(lengths))} | switches
+        device = resolve_device(EngineConfig(**options).device)
+        if compare and device.type == "cuda":  # the peers need memory, too: blocks for all requests, and some room
+            options["num_gpu_blocks_override"] = sum(-(-(i + o) // 16) for i, o in lengths) * 5 // 4 + 16
+        # Of a GPU before the engine takes its memory, of a CPU as late as can be: its speed drifts.
+        bandwidth = utilization.bandwidth(device) if device.type == "cuda" else {}
+        resolved = time.perf_counter()
+        llm = LLM(**options)
+        llm.engine.runner.use_graphs(wait=True)
+    loaded = time.perf_counter()
+    longest = max(i + o for i, o in lengths)
+    if longest > llm.engine.max_model_len:
+        raise typer.BadParameter(f"{longest} tokens are more than the model's {llm.engine.max_model_len}")
+    bandwidth = bandwidth or utilization.bandwidth(device)
+    recorder = utilization.StepRecorder(llm.engine, bandwidth)
+    runners = {"nanopage": nanopage_peer.runner(llm)}
+    setup = {
+        "import": round(imported - started, 3),
+        "load and compile": round(loaded - resolved, 3),
+    }
+    header = describe(llm.engine, f"{command}, {data.what}, seed {seed}", compare)
+    show_header(header)
+    failures: dict[str, str] = {}  # of peers
+    stop_peers = contextlib.ExitStack()
+    if compare:
+        loaded = time.perf_counter()
+        runners |= load_peers(llm, lengths, stop_peers, failures)
+        setup["load transformers"] = round(time.perf_counter() - loaded, 3)
+
+    runs: dict[str, list[Run]] = {name: [] for name in runners}
+    utilized: list[dict] = []  # of nanopage, for each iteration
+    steps: list[utilization.Step] = []  # of nanopage
+    with stop_peers:
+        for iteration in range(-num_iters_warmup, num_iters):
+            work = requests.work(rng, llm.engine)
+            llm.engine.reset_prefix_cache()  # the prompts of a file come again
+            for name, run in list(runners.items()):
+                label = f"{name} {'warm-up' if iteration < 0 else f'{iteration + 1}/{num_iters}'}"
+                with errors_by_name() if name == "nanopage" else left_out_if_it_fails(name, failures):
+                    with progress(llm.engine, label, len(work)):
+                        result = measure(run, work)
+                    if iteration < 0:
+                        setup.setdefault(f"warm-up {name}", round(result.seconds, 3))
+                    else:
+                        runs[name].append(result)
+                if name in failures:
+                    del runners[name], runs[name]
+            phases = recorder.take()
+            if iteration >= 0:
+                utilized.append(phases)
+                steps += recorder.taken
+    hits = llm.engine.scheduler.block_manager.num_hit_tokens
+    report(runs, setup, hits, command)
+    utilization.show(utilized, bandwidth)
+    if json_file is not None:
+        record = {
+            "header": header,
+            "setup_seconds": setup,
+            "runs": {name: [asdict(run) for run in results] for name, results in runs.items()},
+            "failures": failures,
+            "prefix_cache_hit_tokens": hits,
+            "bandwidth_gb_s": bandwidth,
+            "weight_bytes": recorder.weight_bytes,
+            "kv_bytes_of_a_token": recorder.kv_bytes,
+            "utilization": [{name: phase and asdict(phase) for name, phase in each.items()} for each in utilized],
+        }
+        json_file.write_text(json.dumps(record, indent=2) + "\n")
+    if plot_file is not None:
+        from benchmarks import plots
+
+        plots.throughput(steps, header, plot_file)
+    if profile_file is not None:
+        with errors_by_name():
+            utilization.write_trace(runners["nanopage"], requests.work(rng, llm.engine), profile_file)
+    if failures:
+        raise typer.Exit(1)
+
+
+def load_peers(
+    llm, lengths: list[tuple[int, int]], stop_peers: contextlib.ExitStack, failures: dict[str, str]
+) -> dict[str, Engine]:
+    """transformers' `generate`, and on a GPU its continuous batching as well; `failures` says why one is missing."""
+    engine = llm.engine
+    options = engine.model_path, engine.dtype, engine.device, engine.config.load_format
+
+    def continuous() -> Engine:
+        tokens = sum(max(i + o, transformers_continuous.PAGE_SIZE) for i, o in lengths)
+        run, stop = transformers_continuous.runner(*options, kv_tokens=tokens)
+        stop_peers.callback(stop)
+        return run
+
+    peers = {"transformers": lambda: transformers_peer.runner(*options)}
+    if engine.device.type == "cuda":
+        peers["transformers continuous"] = continuous
+    engines = {}
+    for name, load in peers.items():
+        with left_out_if_it_fails(name, failures):
+            engines[name] = load()
+    return engines
+
+
+def report(runs: dict[str, list[Run]], setup: dict[str, float], hits: int, command: str) -> None:
+    """Medians, with the lowest and highest run."""
+    title = f"{command}: median [lowest, highest] of {len(runs['nanopage'])}"
+    peers = [name for name in runs if name != "nanopage"]
+    ratio = "ratio, pair by pair" if len(peers) == 1 else "nanopage / {}, pair by pair"
+    table = table_of(title, ["", *runs, *(ratio.format(name) for name in peers)])
+    metrics: dict[str, Callable[[Run], float | None]] = {
+        "time (s)": lambda run: run.seconds,
+        "time to first token (ms)": lambda run: run.ttft and run.ttft * 1000,
+        "decode tok/s of a request": lambda run: run.decode_tok_s,
+        "output tok/s": lambda run: run.output_tokens / run.seconds,
+        "total tok/s": lambda run: run.total_tokens / run.seconds,
+    }
+    for title, metric in metrics.items():
+        values = {engine: [metric(run) for run in results] for engine, results in runs.items()}
+        cells = [spread(column) for column in values.values()]
+        for name in peers:
+            pairs = zip(values["nanopage"], values[name], strict=True)
+            cells.append(spread([ours / theirs if ours and theirs else None for ours, theirs in pairs]))
+        table.add_row(title, *cells)
+    console.print(table)
+    console.print("  ".join(f"{name} {value:.1f} s" for name, value in setup.items()), style="dim", highlight=False)
+    if hits:
+        console.print(f"The prefix cache served {hits} of the prompts' tokens, warm-up included.", style="yellow")

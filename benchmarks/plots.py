@@ -1,0 +1,88 @@
+"""The pictures of bench.py --plot."""
+
+import math
+import statistics
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from benchmarks.serve import METRICS, Sample
+from benchmarks.utilization import Step
+
+
+def serve(
+    results: list[dict[str, Any]],
+    timelines: list[list[Sample]],
+    percentiles: list[float],
+    header: dict[str, str],
+    file: Path,
+) -> None:
+    """Latency against rate, throughput against rate, and each rate's queues over time."""
+    figure = Figure(figsize=(12, 3.8 + 1.9 * len(results)), layout="constrained")
+    grid = figure.add_gridspec(1 + len(results), 2, height_ratios=[2.0] + [1.0] * len(results))
+    latency, throughput = (figure.add_subplot(grid[0, column]) for column in range(2))
+    labels = [result["request_rate"] for result in results]
+    numbers = all(isinstance(label, float) for label in labels)
+    xs = labels if numbers else list(range(len(labels)))
+    for color, (name, (short, _)) in enumerate(METRICS.items()):
+        styles = ["-", "--", ":", "-."]
+        for i, statistic in enumerate(["median", *(f"p{p:g}" for p in percentiles)]):
+            ys = [result[f"{statistic}_{name}_ms"] for result in results]
+            style: dict[str, Any] = {"color": f"C{color}", "linestyle": styles[i % len(styles)], "marker": "o"}
+            latency.plot(xs, [math.nan if y is None else y for y in ys], label=f"{short} {statistic}", **style)
+    latency.set(title="latency", ylabel="ms", yscale="log")
+    throughput.plot(xs, [r["output_throughput"] for r in results], "o-", label="output tok/s")
+    throughput.set(title="throughput", ylabel="output tok/s", ylim=0)
+    requests = throughput.twinx()
+    requests.plot(xs, [r["request_throughput"] for r in results], "s--", color="C1", label="requests/s")
+    if results[0]["request_goodput"] is not None:
+        requests.plot(xs, [r["request_goodput"] for r in results], "^:", color="C2", label="goodput, requests/s")
+    if numbers:
+        requests.plot(xs, xs, color="gray", linewidth=0.8, label="offered, requests/s")
+    requests.set(ylabel="requests/s", ylim=0)
+    lines = throughput.get_lines() + requests.get_lines()
+    throughput.legend(
+        lines, [str(each.get_label()) for each in lines], fontsize="x-small", ncols=4, loc="lower center",
+        bbox_to_anchor=(0.5, 1.1),
+    )  # fmt: skip
+    latency.legend(fontsize="x-small", ncols=4, loc="lower center", bbox_to_anchor=(0.5, 1.1))
+    for axes in (latency, throughput):
+        axes.set_xticks(xs, [f"{label:g}" if isinstance(label, float) else label for label in labels])
+        axes.set_xlabel("request rate (requests/s)")
+    for row, (label, samples) in enumerate(zip(labels, timelines, strict=True), 1):
+        timeline(figure.add_subplot(grid[row, :]), label, samples)
+    save(figure, header, file)
+
+
+def timeline(axes: Axes, label: float | str, samples: list[Sample]) -> None:
+    times = [sample.time for sample in samples]
+    axes.step(times, [sample.running for sample in samples], where="post", label="running")
+    axes.step(times, [sample.waiting for sample in samples], where="post", label="waiting")
+    title = f"{label:g} requests/s" if isinstance(label, float) else str(label)
+    axes.set(title=title, xlabel="s", ylabel="requests", xlim=0, ylim=0)
+    axes.legend(fontsize="small", loc="upper right")
+
+
+def throughput(steps: list[Step], header: dict[str, str], file: Path) -> None:
+    """Output tokens a second of the decode steps against their batch: the median, and lowest to highest."""
+    speeds: dict[int, list[float]] = defaultdict(list)
+    for step in steps:
+        if step.only_decodes:
+            speeds[step.stats.decode_tokens].append(step.stats.decode_tokens / step.seconds)
+    batches = sorted(speeds)
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.add_subplot()
+    axes.plot(batches, [statistics.median(speeds[batch]) for batch in batches], "o-", label="median step")
+    lowest, highest = ([bound(speeds[batch]) for batch in batches] for bound in (min, max))
+    axes.fill_between(batches, lowest, highest, alpha=0.2, label="lowest to highest")
+    axes.set(title="decode steps", xlabel="batch: sequences in the step", ylabel="output tok/s", ylim=0)
+    axes.legend()
+    save(figure, header, file)
+
+
+def save(figure: Figure, header: dict[str, str], file: Path) -> None:
+    figure.suptitle("\n".join(header[name] for name in ("bench", "model", "device")), fontsize="small")
+    figure.savefig(file, dpi=110)
