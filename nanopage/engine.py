@@ -217,24 +217,31 @@ class LLMEngine:
             place before all have ended.
         """
         request = self._requests.get(request_id)
-        if request is None:
+        if request is not None and index is not None:
+            if request.group.beam_search is not None or request.group.params.ranks:
+                raise ValueError(f"index={index}: completions that compete can only be aborted all together")
+            if not 0 <= index < len(request.completions) or request.completions[index].seq.finished:
+                return None
+        # What a call of step that failed had no chance to return.
+        outputs = [output for output in self._outputs if output.request_id == request_id]
+        self._outputs = [output for output in self._outputs if output.request_id != request_id]
+        if request is not None:
+            seq = None if index is None else request.completions[index].seq
+            self.scheduler.finish(request.group, seq, "abort")
+            outputs.append(self._output(request))
+        if not outputs:
             return None
-        if index is None:
-            self.scheduler.finish(request.group, None, "abort")
-            return self._output(request)
-        if request.group.beam_search is not None or request.group.params.ranks:
-            raise ValueError(f"index={index}: completions that compete can only be aborted all together")
-        if not 0 <= index < len(request.completions) or request.completions[index].seq.finished:
-            return None
-        self.scheduler.finish(request.group, request.completions[index].seq, "abort")
-        return self._output(request)
+        *earlier, output = outputs
+        for i, completion in enumerate(output.outputs):
+            completion.delta = "".join(before.outputs[i].delta for before in earlier) + completion.delta
+        return output
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes, for instance after the weights were changed. Running requests go on."""
         self.scheduler.block_manager.reset_prefix_cache()
 
     def has_unfinished_requests(self) -> bool:
-        return self.scheduler.has_unfinished()
+        return self.scheduler.has_unfinished() or bool(self._outputs)
 
     def _advance(self, seq: Sequence) -> None:
         """Turn a sequence's new token into text, and end it if that completes a stop string."""

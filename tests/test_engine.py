@@ -484,3 +484,36 @@ def test_the_engine_answers_on_a_gpu_as_on_a_cpu(model, dtype):
         assert gpu[name].finished
         if dtype == "float32":
             assert gpu[name].outputs[0].token_ids == cpu[name].outputs[0].token_ids
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_outputs_that_a_failing_step_could_not_return_come_with_the_next_or_with_an_abort(model, monkeypatch, overlap):
+    engine = make_engine(model, async_scheduling=overlap)
+    expected = run(make_engine(model), a=("the cat", GREEDY), b=("the dog", GREEDY))
+    for request_id, prompt in (("a", "the cat"), ("b", "the dog")):
+        engine.add_request(request_id, prompt, GREEDY)
+    count, failing, deltas, last = engine._count, True, {"a": "", "b": ""}, {}
+
+    def fails_every_other_time(*arguments):
+        nonlocal failing
+        failing = not failing
+        if failing:
+            raise KeyboardInterrupt
+        count(*arguments)
+
+    monkeypatch.setattr(engine, "_count", fails_every_other_time)
+    while engine.has_unfinished_requests():
+        outputs = []
+        try:
+            outputs = engine.step()
+        except KeyboardInterrupt:
+            if len(deltas["b"]) > 3:
+                outputs = [output for output in [engine.abort("b")] if output]
+        for output in outputs:
+            deltas[output.request_id] += output.outputs[0].delta
+            last[output.request_id] = output.outputs[0]
+    assert deltas["a"] == last["a"].text == expected["a"].outputs[0].text
+    assert deltas["b"] == last["b"].text
+    assert expected["b"].outputs[0].text.startswith(deltas["b"])
+    assert last["b"].finish_reason == "abort"
+    assert idle(engine)
