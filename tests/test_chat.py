@@ -139,7 +139,7 @@ def test_transcripts_of_single_answers(model):
     (expected,) = llm.chat([user], params, use_tqdm=False)
     tokens_in = len(expected.prompt_token_ids)
     footer = (
-        "nanopage: model0 in float32 on cpu; KV cache N GiB = N tokens = N requests of N tokens\n"
+        f"nanopage: {model.name} in float32 on cpu; KV cache N GiB = N tokens = N requests of N tokens\n"
         f"{tokens_in} tokens in (0 cached), 12 out, TTFT N s, prefill N tok/s, decode N tok/s, length\n"
     )
     done = chat(model, *options, "where", "is", stdin="the cat?\n")

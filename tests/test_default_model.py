@@ -111,7 +111,7 @@ def test_bfloat16_stays_close_to_transformers(default_model, eager):
 def test_beam_search_finds_the_sequences_and_scores_of_transformers(default_model):
     width, count = 4, 24
     llm = load(default_model, eager=False, dtype="float32")
-    prompts = token_ids(llm)
+    prompts = token_ids(llm)[::2]  # transformers takes two seconds for each
     outputs = llm.beam_search(prompts, BeamSearchParams(width=width, max_tokens=count), use_tqdm=False)
     model = AutoModelForCausalLM.from_pretrained(default_model, dtype=torch.float32).eval()
     options = {"num_beams": width, "num_return_sequences": width, "do_sample": False, "max_new_tokens": count}

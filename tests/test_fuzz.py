@@ -29,7 +29,7 @@ from nanopage.kv_cache import GIB, block_bytes
 from nanopage.sampler import Sampler
 
 WORLDS = int(os.environ.get("NANOPAGE_FUZZ_WORLDS", "100"))
-TRITON_WORLDS = int(os.environ.get("NANOPAGE_FUZZ_TRITON_WORLDS", "4"))
+TRITON_WORLDS = int(os.environ.get("NANOPAGE_FUZZ_TRITON_WORLDS", "2"))
 SEED = int(os.environ.get("NANOPAGE_FUZZ_SEED", "0"))
 MAX_LEN = 64
 
