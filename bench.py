@@ -314,7 +314,6 @@ def compare(
     dtype: Annotated[str, typer.Option(help="bfloat16 or float32; W5 is always float32.")] = "bfloat16",
     eager: EagerOption = False,
     quantization: QuantizationOption = None,
-    overlap: OverlapOption = None,
     num_iters: ItersOption = 3,
     num_iters_warmup: WarmupOption = 1,
     seed: SeedOption = 0,
