@@ -17,7 +17,6 @@ cache, and its continuous batching. A peer that fails is named and left out; the
 
 import json
 import math
-import platform
 import random
 import sys
 from pathlib import Path
@@ -27,7 +26,6 @@ import typer
 
 from benchmarks import offline
 from benchmarks.datasets import Dataset, Requests, dataset, parse_range, read_trace
-from benchmarks.peers import nanopage as nanopage_peer
 from benchmarks.report import (
     check_json,
     check_plot,
@@ -36,6 +34,7 @@ from benchmarks.report import (
     describe,
     errors_by_name,
     show_header,
+    versions,
 )
 
 app = typer.Typer(help=__doc__, no_args_is_help=True, rich_markup_mode=None, add_completion=False)
@@ -90,6 +89,20 @@ PrefixLenOption = Annotated[
 ]
 
 
+def engine_options(
+    dtype: str, device: str, eager: bool, quantization: str | None, load_format: str, overlap: bool | None
+) -> dict[str, Any]:
+    """What the options that several commands share are called in EngineConfig."""
+    return {
+        "dtype": dtype,
+        "device": device,
+        "enforce_eager": eager,
+        "quantization": quantization,
+        "load_format": load_format,
+        "async_scheduling": overlap,
+    }
+
+
 @app.command()
 def latency(
     model: ModelOption = None,
@@ -115,8 +128,7 @@ def latency(
     python bench.py latency --input-len 512 --output-len 64 --json latency.json
     """
     data = dataset("random", None, batch_size, input_len, output_len, 0)
-    switches = {"dtype": dtype, "device": device, "enforce_eager": eager, "quantization": quantization}
-    switches |= {"load_format": load_format, "async_scheduling": overlap}
+    switches = engine_options(dtype, device, eager, quantization, load_format, overlap)
     offline.bench("latency", data, model, switches, num_iters, num_iters_warmup, seed, compare, json_file, profile_file)
 
 
@@ -149,8 +161,7 @@ def throughput(
     python bench.py throughput --num-prompts 64 --prefix-len 256 --compare transformers
     """
     data = dataset(dataset_name, dataset_path, num_prompts, input_len, output_len, prefix_len)
-    switches = {"dtype": dtype, "device": device, "enforce_eager": eager, "quantization": quantization}
-    switches |= {"load_format": load_format, "async_scheduling": overlap}
+    switches = engine_options(dtype, device, eager, quantization, load_format, overlap)
     files = json_file, profile_file, plot_file
     offline.bench("throughput", data, model, switches, num_iters, num_iters_warmup, seed, compare, *files)
 
@@ -232,8 +243,7 @@ def serve(
         what = f"{source.what}, request rate {', '.join(f'{rate:g}' for rate in rates)}"
         what += f", burstiness {burstiness or 1:g}" if min(rates) < math.inf else ""
     what += f", at most {max_concurrency} at once" if max_concurrency else ""
-    switches = {"dtype": dtype, "device": device, "enforce_eager": eager, "quantization": quantization}
-    switches |= {"load_format": load_format, "async_scheduling": overlap}
+    switches = engine_options(dtype, device, eager, quantization, load_format, overlap)
     serving.serve(
         model,
         switches,
@@ -285,7 +295,7 @@ def memory(
         from nanopage import EngineConfig, LLMEngine
 
         with errors_by_name():
-            switches = {"dtype": dtype, "device": device, "enforce_eager": eager, "load_format": load_format}
+            switches = engine_options(dtype, device, eager, None, load_format, None)
             made = LLMEngine(EngineConfig(model=model, **switches | options))
             made.runner.use_graphs(wait=True)
             return made
@@ -378,18 +388,16 @@ def kernels(
     python bench.py kernels --dtype bfloat16 --json kernels.json
     """
     import torch
-    import triton
 
     from benchmarks import kernels as benchmark
 
     check_json(json_file)
     if dtype not in ("bfloat16", "float16", "float32"):
         raise typer.BadParameter(f"{dtype!r} is not one of: bfloat16, float16, float32", param_hint="--dtype")
-    versions = ", ".join(f"{name} {version}" for name, version in nanopage_peer.versions().items())
     header = {
         "bench": f"kernels, {dtype}, pages of {benchmark.BLOCK_SIZE}",
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else f"cpu: {cpu_name()}",
-        "versions": f"{versions}, triton {triton.__version__}, Python {platform.python_version()}",
+        "versions": versions("triton"),
     }
     benchmark.kernels(getattr(torch, dtype), num_iters, header, json_file)
 

@@ -1,6 +1,7 @@
 """What the commands of bench.py print with, and the refusals that they share."""
 
 import contextlib
+import importlib
 import platform
 import statistics
 from collections.abc import Iterator, Sequence
@@ -85,22 +86,16 @@ def describe(engine: Any, what: str, compare: str | None = None) -> dict[str, st
     """What a reader must know to believe or repeat the figures."""
     import torch
 
-    versions = ", ".join(f"{name} {version}" for name, version in nanopage_peer.versions().items())
-    if compare:
-        import transformers
-
-        versions += f", transformers {transformers.__version__}"
+    libraries = ["transformers"] if compare else []
     config = engine.config
     overlap = "overlap" if engine.overlaps else "no overlap"
     weights = f", weights {config.quantization}" if config.quantization else ""
     weights += ", dummy weights" if config.load_format == "dummy" else ""
     hardware, gpu = cpu_name(), {}
     if engine.device.type == "cuda":
-        import triton
-
         from benchmarks.utilization import nvidia_smi
 
-        versions += f", triton {triton.__version__}"
+        libraries.append("triton")
         properties = torch.cuda.get_device_properties(engine.device)
         hardware = properties.name
         if state := nvidia_smi(f"GPU-{properties.uuid}"):
@@ -111,8 +106,15 @@ def describe(engine: Any, what: str, compare: str | None = None) -> dict[str, st
         "device": f"{engine.device.type}: {hardware}, {torch.get_num_threads()} threads",
         **gpu,
         "switches": f"{'eager' if config.enforce_eager else 'compiled'}, {overlap}, block size {config.block_size}",
-        "versions": f"{versions}, Python {platform.python_version()}",
+        "versions": versions(*libraries),
     }
+
+
+def versions(*libraries: str) -> str:
+    """Of nanopage, with its commit, of torch, these libraries and Python."""
+    known = nanopage_peer.versions() | {name: importlib.import_module(name).__version__ for name in libraries}
+    known["Python"] = platform.python_version()
+    return ", ".join(f"{name} {version}" for name, version in known.items())
 
 
 def cpu_name() -> str:

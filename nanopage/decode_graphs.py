@@ -78,6 +78,7 @@ class DecodeGraphs:
         self.query_start = torch.arange(most + 1, dtype=torch.int32, device=self.device)
         self.logits = torch.empty(most, model.lm_head.out_features, dtype=dtype, device=self.device)
         self.graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}  # by size and number of splits
+        self._splits: dict[int, list[int]] = {}  # splits_of each size that has been run
         self._pool: Any = None  # of the memory that they share
         self._loaded = 0, 0, 0  # size, number of splits, sequences
 
@@ -145,7 +146,9 @@ class DecodeGraphs:
 
     def _choose_splits(self, size: int, seq_lens: list[int]) -> int:
         """The smallest number there is whose programs are at most twice as long as these lengths ask for."""
-        captured = self.splits_of(size)
+        if size not in self._splits:
+            self._splits[size] = self.splits_of(size)
+        captured = self._splits[size]
         if len(captured) == 1:
             return captured[0]
         from nanopage.kernels.paged_attention import choose_splits, num_processors

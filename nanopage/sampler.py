@@ -63,16 +63,17 @@ class Samples:
     """
 
     def __init__(self, tokens: Tensor, logits: Tensor, sequences: list[Sequence], doubts: "list[Doubt] | None" = None):
-        self.tokens, self._logits, self._doubts = tokens, logits, doubts or []
+        self.tokens, self._doubts = tokens, doubts or []
         self.wanted = {row: seq.num_logprobs for row, seq in enumerate(sequences) if seq.num_logprobs is not None}
-        self._send()
+        self._send(logits)
+        self._logits = logits if doubts else None  # they are large: kept only if they may be needed again
 
-    def _send(self) -> None:
+    def _send(self, logits: Tensor) -> None:
         coming = [self.tokens]
         if self.wanted:
             rows = to_device(list(self.wanted), self.tokens.device)
-            logits = at_least_float32(self._logits[rows])
-            coming += top_logprobs(logits, self.tokens[rows], max(self.wanted.values()))
+            top = top_logprobs(at_least_float32(logits[rows]), self.tokens[rows], max(self.wanted.values()))
+            coming += top
         self._coming = [to_host(tensor) for tensor in coming]
         self._arrived = None
         if self.tokens.is_cuda:
@@ -90,7 +91,9 @@ class Samples:
         for doubt in wrong:
             self.tokens[doubt.rows] = doubt.again()
         if wrong:
-            self._send()
+            assert self._logits is not None
+            self._send(self._logits)
+        self._logits = None
         return bool(wrong)
 
     def result(self) -> list[SampledToken]:

@@ -208,10 +208,8 @@ class Scheduler:
             return batch.new_blocks
         for seq in seqs:
             seq.forget()
-            self.block_manager.free(seq.seq_id)
-            seq.num_computed_tokens = 0
         for group in groups:
-            group.status = Status.WAITING
+            self._begin_again(group)
         self.waiting, self.running, self.swapped = sorted(groups, key=_place), [], []
         self.block_manager.take_copies()
         self.block_manager.take_new_blocks()
@@ -404,14 +402,18 @@ class Scheduler:
             group.status = Status.SWAPPED
             insort(self.swapped, group, key=_place)
         else:
-            for seq in live:
-                self.block_manager.free(seq.seq_id)
-                seq.num_computed_tokens = 0
-            group.status = Status.WAITING
+            self._begin_again(group)
             insort(self.waiting, group, key=_place)
         group.metrics.num_preemptions += 1
         self.num_preemptions += 1
         batch.preempted.append(group)
+
+    def _begin_again(self, group: SequenceGroup) -> None:
+        """Give up the group's blocks, for all its tokens to be computed again."""
+        for seq in group.live:
+            self.block_manager.free(seq.seq_id)
+            seq.num_computed_tokens = 0
+        group.status = Status.WAITING
 
     # Beam search
 
