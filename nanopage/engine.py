@@ -3,6 +3,7 @@
 import dataclasses
 import logging
 import time
+from collections.abc import Callable
 
 import torch
 
@@ -98,6 +99,7 @@ class LLMEngine:
             block_manager, config.max_num_seqs, config.max_num_batched_tokens, config.preemption_mode
         )
         self.last_step = StepStats()
+        self.listeners: list[Callable[[StepStats], None]] = []
         on_gpu = self.device.type == "cuda"
         self.overlaps = on_gpu if config.async_scheduling is None else config.async_scheduling
         self._launched: tuple[Batch, Samples] | None = None
@@ -168,6 +170,9 @@ class LLMEngine:
 
         With async scheduling the batch is launched before the tokens of the one before it are looked at, and the
         outputs are that one's. A sequence that has ended by then runs once too often; that token is dropped.
+
+        At its end a step calls each of `listeners` with its StepStats. A listener may raise: the step is complete by
+        then, and the next call of `step` or `abort` returns the outputs.
         """
         stats = StepStats()
         unclear: list[int] = []
@@ -185,6 +190,8 @@ class LLMEngine:
         if not self.overlaps or any(seq.reads_its_tokens for s in batch.sequences for seq in s.samplers):
             self._complete(stats)
         self._count(batch, stats)
+        for listener in self.listeners:
+            listener(stats)
         outputs, self._outputs = self._outputs, []
         return outputs
 

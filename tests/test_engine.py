@@ -517,3 +517,29 @@ def test_outputs_that_a_failing_step_could_not_return_come_with_the_next_or_with
     assert expected["b"].outputs[0].text.startswith(deltas["b"])
     assert last["b"].finish_reason == "abort"
     assert idle(engine)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_listeners_see_every_step_and_lose_nothing_by_raising(model, overlap):
+    engine = make_engine(model, async_scheduling=overlap)
+    expected = run(engine, a=("the cat", GREEDY))["a"].outputs[0]
+    seen = []
+
+    def listen(stats):
+        seen.append(stats.prefill_tokens + stats.decode_tokens)
+        if len(seen) % 3 == 0:
+            raise KeyError("stop here")
+
+    engine.listeners.append(listen)
+    engine.add_request("a", "the cat", GREEDY)
+    text, calls = "", 0
+    while engine.has_unfinished_requests():
+        calls += 1
+        try:
+            outputs = engine.step()
+        except KeyError:
+            continue
+        text += "".join(output.outputs[0].delta for output in outputs)
+    assert (text, outputs[-1].outputs[0].token_ids) == (expected.text, expected.token_ids)
+    assert len(seen) == calls and sum(seen) >= len(expected.token_ids)
+    assert idle(engine)
