@@ -25,14 +25,23 @@ def resolve_dtype(name: str, checkpoint: str, device: torch.device) -> tuple[tor
 
 
 def computes_natively(dtype: str, device: torch.device) -> bool:
+    """Whether the device multiplies matrices of this dtype in hardware.
+
+    On a CPU, ATEN_CPU_CAPABILITY and ONEDNN_MAX_CPU_ISA count as well: they keep torch and oneDNN from using
+    instructions that the processor has, so that one machine can stand in for an older one.
+    """
     if dtype == "float32":
         return True
     if device.type == "cuda":
         return dtype == "float16" or torch.cuda.get_device_capability(device) >= (8, 0)
-    capabilities = torch.cpu.get_capabilities()
+    if not torch.backends.mkldnn.is_available():
+        return False
+    hardware = torch.cpu.get_capabilities()
     if dtype == "bfloat16":
-        return any(capabilities.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16"))
-    return any(capabilities.get(name) for name in ("avx512_fp16", "amx_fp16", "fp16_arith"))
+        allowed = torch.ops.mkldnn._is_mkldnn_bf16_supported()  # follows both variables, and so does the next one
+        return allowed and any(hardware.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16"))
+    allowed = torch.ops.mkldnn._is_mkldnn_fp16_supported()
+    return allowed and any(hardware.get(name) for name in ("avx512_fp16", "amx_fp16", "fp16_arith"))
 
 
 def set_cuda_precision() -> None:
