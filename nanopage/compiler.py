@@ -7,15 +7,18 @@ the kernels are called from C++. In turn nothing checks the shapes of inputs.
 """
 
 import atexit
+import contextlib
 import hashlib
 import json
 import logging
 import multiprocessing
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, replace
 from functools import partial
@@ -37,6 +40,7 @@ from nanopage.kernels.tile_attention import attend_tile
 from nanopage.layers.attention import AttentionMetadata
 from nanopage.layers.embedding import LMHead
 from nanopage.layers.linear import Linear, pack
+from nanopage.private_files import check_private, make_private
 
 logger = logging.getLogger("nanopage")
 
@@ -51,12 +55,15 @@ OPTIONS: dict[str, Any] = {
 KINDS = ("one", "decode", "before", "tile", "after")
 MAX_PROCESSES = 4  # that compile at once
 WITH_WINDOW = ("one", "decode", "tile")  # those that depend on the layer's window
+SCRATCH = "scratch-"  # begins the names of directories to compile in
 HEAD = "head.pt2"  # the language-model head of one row
 HEAD_OF_FEW = "head-of-few.pt2"  # and of several, of int8 weights
 
 
 class Graphs:
     """The compiled decoder layers and head of one model: made in the background, then put in the modules' place.
+
+    Whatever goes wrong with them is said once, and the engine goes on without: compiled code is an optimization.
 
     Args:
         path: of the model.
@@ -76,33 +83,52 @@ class Graphs:
         self.spec["threads"] = torch.get_num_threads()  # the code divides its loops by them
         self.directory = hub.cache_directory() / "compiled" / _key(config, self.spec)
         self._process: subprocess.Popen | None = None
-        self._failed = False
+        self._log: Path | None = None  # what that process prints
+        self._given_up = False
+        self._damaged: set[str] = set()  # names of graphs
 
     def ready(self) -> bool:
         """Whether all graphs are there. If the process that makes them has failed, says so once."""
-        if all((self.directory / file).exists() for file in self.files):
+        if self._given_up:
+            return False
+        if all(find_file(self.directory, name) for name in self.files):
             return True
-        if self._process is not None and self._process.poll() is not None and not self._failed:
-            self._failed = True
-            logger.warning(f"compiling failed, going on without (see {self.directory / 'log'})")
+        if self._process is not None and self._process.poll() is not None:
+            self._give_up(f"compiling the decoder layer failed (see {self._log})")
         return False
 
     def start(self) -> None:
         """Have the graphs made by another process, which ends with this one."""
-        if self._process is not None or self.ready():
+        if self._process is not None or self._given_up or self.ready():
             return
-        self.directory.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-m", "nanopage.compiler", json.dumps(self.spec), str(self.directory)]
-        paths = [str(Path(nanopage.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
-        with open(self.directory / "log", "w") as log:
-            self._process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
-                env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))},
-            )  # fmt: skip
+        try:
+            self._process = self._spawn()
+        except OSError as error:
+            self._give_up(f"the decoder layer cannot be compiled: {error}")
+            return
         if hasattr(os, "SCHED_IDLE"):  # Linux: it runs when nobody else wants to, from its first import on
-            os.sched_setscheduler(self._process.pid, os.SCHED_IDLE, os.sched_param(0))
+            with contextlib.suppress(OSError):  # some containers forbid it; the process is nice, too
+                os.sched_setscheduler(self._process.pid, os.SCHED_IDLE, os.sched_param(0))
         atexit.register(self.stop)
         logger.info("compiling the decoder layer in the background; until that is done it runs eagerly")
+
+    def _spawn(self) -> subprocess.Popen:
+        make_private(self.directory)
+        descriptor, log = tempfile.mkstemp(dir=self.directory, prefix="log-")
+        self._log = Path(log)
+        # -P and the working directory: what lies in the user's current directory must not be imported.
+        command = [sys.executable, "-P", "-m", "nanopage.compiler", json.dumps(self.spec), str(self.directory)]
+        inherited = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+        paths = [str(Path(nanopage.__file__).parents[1]), *filter(os.path.isabs, inherited)]
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "PYTHONSAFEPATH": "1"}
+        try:
+            # The process reads from a pipe that this one holds open: it ends with this one, however that ends.
+            return subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=descriptor, stderr=descriptor, start_new_session=True,
+                cwd=self.directory, env=environment,
+            )  # fmt: skip
+        finally:
+            os.close(descriptor)
 
     def stop(self) -> None:
         """End the process that `start` began, if it is still at work."""
@@ -116,17 +142,63 @@ class Graphs:
         if self._process is not None:
             self._process.wait()
         if not self.ready():
-            log = self.directory / "log"
-            raise RuntimeError(f"compiling the decoder layer failed ({log}):\n{log.read_text()[-2000:]}")
+            log = self._log.read_text(errors="replace")[-2000:] if self._log is not None else ""
+            raise RuntimeError(f"compiling the decoder layer failed ({self._log or self.directory}):\n{log}")
 
-    def install(self, model: Any) -> None:
-        """Call the graphs in the place of the modules' own code."""
-        loaded = {file: _load(self.directory / file) for file in self.files}
+    def install(self, model: Any) -> bool:
+        """Call the graphs in the place of the modules' own code. Returns whether that was possible."""
+        try:
+            check_private(self.directory)
+            loaded = {name: _load(find_file(self.directory, name)) for name in self.files}
+        except DamagedFile as damaged:
+            self._set_aside(damaged.file)
+            return False
+        except Exception as error:  # torch raises what its C++ code threw, as several types
+            where = f"{self.directory} (unpacked in {tempfile.gettempdir()})"
+            self._give_up(f"the compiled code in {where} cannot be loaded: {error}")
+            return False
         for layer, window in zip(model.model.layers, self.config.sliding_windows, strict=True):
             graphs = {kind: loaded[_file(kind, window)] for kind in KINDS}
             layer.forward = _CompiledLayer(graphs, list(tensors_of(layer).values()), window)
         if model.lm_head.tiles is not None:
             model.lm_head.forward = _CompiledHead(loaded[HEAD], loaded.get(HEAD_OF_FEW), model.lm_head)
+        if self._log is not None:
+            self._log.unlink(missing_ok=True)
+        return True
+
+    def _set_aside(self, file: Path) -> None:
+        """Have a damaged file made again, but not twice."""
+        name = file.name.split(".")[0]
+        again = name in self._damaged
+        self._damaged.add(name)
+        self._process = None
+        try:
+            file.rename(file.with_suffix(".damaged"))
+        except OSError as error:
+            self._give_up(f"the compiled code in {file} is damaged, and cannot be set aside: {error}")
+            return
+        if again:
+            self._give_up(f"the compiled code in {file} is damaged again")
+        else:
+            logger.warning(f"the compiled code in {file} is damaged: it is set aside, and will be made again")
+
+    def _give_up(self, why: str) -> None:
+        self._given_up = True
+        logger.warning(f"{why}; running eagerly")
+
+
+class DamagedFile(Exception):
+    """A compiled graph whose contents are not those that were written."""
+
+    def __init__(self, file: Path):
+        super().__init__(f"{file} is damaged")
+        self.file = file
+
+
+def find_file(directory: Path, name: str) -> Path | None:
+    """The file that holds the graph `name`. The digest of its contents is part of its name."""
+    stem = name.removesuffix(".pt2")
+    return next((file for file in sorted(directory.glob(f"{stem}.*.pt2")) if file.name.count(".") == 2), None)
 
 
 class _CompiledLayer:
@@ -202,7 +274,8 @@ def _key(config: ModelConfig, spec: dict[str, Any]) -> str:
     sources += [*sorted(here.glob("layers/*.py")), here / "models" / f"{config.family}.py", Path(__file__)]
     sizes = asdict(config) | {"num_layers": None, "vocab_size": None, "max_position_embeddings": None}
     sizes["sliding_windows"] = None  # in the name of the file
-    parts = [torch.__version__, sorted(torch.cpu.get_capabilities().items()), spec["dtype"], spec["block_size"]]
+    processor = sorted(torch.cpu.get_capabilities().items()), torch.backends.cpu.get_cpu_capability()
+    parts = [torch.__version__, *processor, spec["dtype"], spec["block_size"]]
     parts += [spec["threads"], spec["quantization"], sorted((name, repr(value)) for name, value in sizes.items())]
     digest = hashlib.sha256(repr(parts).encode())
     for source in sources:
@@ -210,10 +283,20 @@ def _key(config: ModelConfig, spec: dict[str, Any]) -> str:
     return digest.hexdigest()[:24]
 
 
-def _load(file: Path):
+def _load(file: Path | None) -> Any:
+    """Raises: DamagedFile; FileNotFoundError if there is no file any more; and what torch raises."""
     from torch._C._aoti import AOTIModelPackageLoader
 
+    if file is None:
+        raise FileNotFoundError("a file has just been removed")
+    # torch does not notice a changed byte, and would run what it makes of it.
+    if _digest(file) != file.name.split(".")[1]:
+        raise DamagedFile(file)
     return AOTIModelPackageLoader(str(file), "model", True, 1, -1).boxed_run
+
+
+def _digest(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()[:16]
 
 
 class _Part(nn.Module):
@@ -292,10 +375,11 @@ def compile_head(config: ModelConfig, dtype: torch.dtype, quantized: bool, file:
 def _export(module: nn.Module, inputs: list[Any], dims: list[Any], file: Path, options: dict[str, Any]) -> None:
     from torch._inductor import aoti_compile_and_package
 
-    with tempfile.TemporaryDirectory(dir=file.parent) as scratch:
+    with tempfile.TemporaryDirectory(dir=file.parent, prefix=SCRATCH) as scratch:
         program = torch.export.export(module, tuple(inputs), dynamic_shapes=tuple(dims), strict=False)
-        aoti_compile_and_package(program, package_path=f"{scratch}/{file.name}", inductor_configs=OPTIONS | options)
-        os.replace(f"{scratch}/{file.name}", file)  # it appears whole or not at all
+        made = Path(scratch, file.name)
+        aoti_compile_and_package(program, package_path=str(made), inductor_configs=OPTIONS | options)
+        os.replace(made, file.with_name(f"{file.stem}.{_digest(made)}.pt2"))  # it appears whole or not at all
 
 
 def example(config: ModelConfig, dtype: torch.dtype, block_size: int, kind: str) -> tuple[list[Tensor], list[Any]]:
@@ -329,17 +413,29 @@ def example(config: ModelConfig, dtype: torch.dtype, block_size: int, kind: str)
 
 def main(spec: dict[str, Any], directory: Path) -> None:
     """Make the graphs of `spec` that `directory` does not have, as many at a time as there are threads."""
+    os.umask(0o077)
+    threading.Thread(target=_end_with_the_parent, daemon=True).start()
     os.nice(19)  # where there is no SCHED_IDLE
     torch._inductor.config.force_disable_caches = True  # ours is the cache
     _register_lowering()
     config = loader.read_config(Path(spec["path"]))
     with FileLock(directory / "lock"):
-        missing = [file for file in _files(config, spec["quantization"]) if not (directory / file).exists()]
+        for stale in directory.glob(f"{SCRATCH}*"):  # of a process that was killed
+            shutil.rmtree(stale, ignore_errors=True)
+        missing = [name for name in _files(config, spec["quantization"]) if find_file(directory, name) is None]
         # Forked, so that nothing is imported again; each takes some 700 MB meanwhile.
         pool = ProcessPoolExecutor(min(spec["threads"], MAX_PROCESSES), multiprocessing.get_context("fork"))
         with pool:
             for _ in pool.map(partial(_make, spec, config, directory), missing):
                 pass  # an exception comes out here
+
+
+def _end_with_the_parent() -> None:
+    """The parent holds the other end of our standard input, and never writes."""
+    os.read(0, 1)
+    if os.getpgrp() == os.getpid():  # the parent has given us a group of our own: the C++ compilers end, too
+        os.killpg(0, signal.SIGKILL)
+    os._exit(1)
 
 
 def _make(spec: dict[str, Any], config: ModelConfig, directory: Path, name: str) -> None:

@@ -82,8 +82,7 @@ class ModelRunner:
         if self.graphs is not None and wait:
             self.graphs.wait()
         if self.graphs is not None and not self.compiled and self.graphs.ready():
-            self.graphs.install(self.model)
-            self.compiled = True
+            self.compiled = self.graphs.install(self.model)
 
     def capture_graphs(self, max_model_len: int) -> None:
         """Capture decode steps as CUDA graphs. Raises MemoryError as DecodeGraphs.capture."""

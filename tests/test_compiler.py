@@ -1,8 +1,9 @@
 """compiler.py: graphs equal the layers they stand for, are made once, in the background, and leave nothing behind."""
 
-import json
 import logging
 import os
+import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -40,6 +41,10 @@ def graphs_of(model, **options) -> compiler.Graphs:
     return compiler.Graphs(model, loader.read_config(model), **options)
 
 
+def kinds_in(directory: Path) -> set[str]:
+    return {file.name.split(".")[0] for file in directory.glob("*.pt2")}
+
+
 @pytest.fixture(scope="module")
 def graphs(model, cache):
     made = graphs_of(model)
@@ -54,12 +59,12 @@ def test_the_compiling_process_reads_nothing_of_a_model_but_its_config(model, tm
     graphs.directory = tmp_path / "made"
     graphs.directory.mkdir()
     for file in graphs.files:  # so that nothing is left to compile
-        (graphs.directory / file).touch()
-    command = [sys.executable, "-m", "nanopage.compiler", json.dumps(graphs.spec), str(graphs.directory)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
+        (graphs.directory / file.replace(".pt2", ".0123456789abcdef.pt2")).touch()
+    graphs._spawn().wait(300)
+    assert graphs._log.read_text() == ""
     (tmp_path / "config.json").unlink()
-    assert subprocess.run(command, cwd=ROOT, capture_output=True, timeout=300).returncode != 0
+    assert graphs._spawn().wait(300) != 0
+    assert "config.json" in graphs._log.read_text()
 
 
 def engine_of(model, **options) -> LLMEngine:
@@ -93,9 +98,7 @@ def test_compiled_layers_of_int8_weights_equal_the_eager_ones(tmp_path, cache):
     model = tiny_model(tmp_path, hidden_size=96, num_attention_heads=6, mlp_bias=True, tie_word_embeddings=True)
     graphs = graphs_of(model, quantization="int8")
     graphs.wait()
-    names = {file.name for file in graphs.directory.glob("*.pt2")}
-    kinds = {"head", "head-of-few", "before", "after", "one", "decode", "tile"}
-    assert names == {f"{kind}.pt2" for kind in kinds}
+    assert kinds_in(graphs.directory) == {"head", "head-of-few", "before", "after", "one", "decode", "tile"}
     eager = Paged(model, random_tokens(LENGTHS), quantization="int8")
     compiled = Paged(model, random_tokens(LENGTHS), graphs=graphs, quantization="int8")
     assert compiled.runner.compiled
@@ -116,7 +119,7 @@ def test_the_head_of_a_single_row_serves_any_vocabulary(graphs, num_rows):
         if head.tiles is None:
             pytest.skip("this version of oneDNN lays out a matrix of this size differently")
         x = torch.randn(num_rows, head.in_features, generator=torch.Generator().manual_seed(1))
-        graph = compiler._CompiledHead(compiler._load(graphs.directory / compiler.HEAD), None, head)
+        graph = compiler._CompiledHead(compiler._load(compiler.find_file(graphs.directory, compiler.HEAD)), None, head)
         torch.testing.assert_close(graph(x), head(x), rtol=1e-5, atol=1e-5)
 
 
@@ -140,9 +143,8 @@ def test_a_prompt_in_chunks_of_which_most_sample_nothing(model, graphs):
 
 
 def test_there_is_a_graph_for_each_kind_of_step_and_window_not_for_each_layer(graphs):
-    names = {file.name for file in graphs.directory.glob("*.pt2")}
     kinds = {"head", "before", "after", "one", "decode", "tile", "one-window-7", "decode-window-7", "tile-window-7"}
-    assert names == {f"{kind}.pt2" for kind in kinds}
+    assert kinds_in(graphs.directory) == kinds
 
 
 SERVE = """
@@ -222,7 +224,173 @@ def test_without_a_cpp_compiler_it_says_so_once_and_stays_eager(model, tmp_path,
         first, second = run(engine), run(engine)
     assert not engine.runner.compiled
     assert first == second == run(engine_of(model, enforce_eager=True))
-    assert caplog.text.count("compiling failed") <= 1
+    assert caplog.text.count("compiling the decoder layer failed") <= 1
+
+
+def copied(graphs, directory) -> compiler.Graphs:
+    """The same graphs in a directory of their own, to be spoilt."""
+    shutil.copytree(graphs.directory, directory)
+    directory.chmod(0o700)
+    copy = graphs_of_same(graphs)
+    copy.directory = directory
+    return copy
+
+
+def graphs_of_same(graphs) -> compiler.Graphs:
+    return compiler.Graphs(Path(graphs.spec["path"]), graphs.config, torch.float32, graphs.spec["block_size"])
+
+
+SPOIL = {
+    "empty": lambda file: file.write_bytes(b""),
+    "garbage": lambda file: file.write_bytes(bytes(range(256)) * 40),
+    "truncated": lambda file: file.write_bytes(file.read_bytes()[:-1000]),
+    "one bit": lambda file: file.write_bytes(file.read_bytes()[:-5000] + b"!" + file.read_bytes()[-4999:]),
+    "another graph": lambda file: file.write_bytes(next(file.parent.glob("after.*")).read_bytes()),
+}
+
+
+@pytest.mark.parametrize("spoil", SPOIL.values(), ids=SPOIL.keys())
+def test_a_damaged_file_is_named_set_aside_and_made_again(model, graphs, tmp_path, monkeypatch, caplog, spoil):
+    spoilt = copied(graphs, tmp_path / "copy")
+    file = compiler.find_file(spoilt.directory, "one.pt2")
+    whole = file.read_bytes()
+    spoil(file)
+    made = []
+
+    def make_again(self):
+        made.append(compiler.find_file(self.directory, "one.pt2"))
+        file.write_bytes(whole)
+        return subprocess.Popen(["true"])
+
+    monkeypatch.setattr(compiler.Graphs, "_spawn", make_again)
+    monkeypatch.setattr("nanopage.engine.Graphs", lambda *_: spoilt)
+    with caplog.at_level(logging.WARNING, "nanopage"):
+        engine = engine_of(model)
+    assert not engine.runner.compiled
+    assert [r.message for r in caplog.records if str(file) in r.message and "damaged" in r.message]
+    assert len(caplog.records) == 1
+    assert file.with_suffix(".damaged").exists()
+    assert run(engine) == run(engine_of(model, enforce_eager=True))
+    assert made == [None]
+    assert run(engine) == run(engine_of(model, enforce_eager=True))
+    assert engine.runner.compiled
+
+
+def test_a_file_that_is_damaged_again_is_left_alone(model, graphs, tmp_path, monkeypatch, caplog):
+    spoilt = copied(graphs, tmp_path / "copy")
+    file = compiler.find_file(spoilt.directory, "one.pt2")
+    monkeypatch.setattr(compiler.Graphs, "_spawn", lambda self: (file.touch(), subprocess.Popen(["true"]))[1])
+    monkeypatch.setattr("nanopage.engine.Graphs", lambda *_: spoilt)
+    file.write_bytes(b"")
+    engine = engine_of(model)
+    for _ in range(4):
+        assert run(engine)
+    assert not engine.runner.compiled
+    assert caplog.text.count("is damaged again") == 1
+
+
+def test_code_that_cannot_be_unpacked_leaves_the_engine_eager(model, graphs, tmp_path, monkeypatch, caplog):
+    expected = run(engine_of(model, enforce_eager=True))
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "file"))  # read by torch's C++ code
+    engine = engine_of(model)
+    assert run(engine) == run(engine) == expected
+    assert not engine.runner.compiled
+    assert caplog.text.count("cannot be loaded") == 1 and str(graphs.directory) in caplog.text
+
+
+def test_code_that_others_can_write_is_not_loaded(model, graphs, tmp_path, monkeypatch, caplog):
+    for name in ("directory", "file"):
+        shared = copied(graphs, tmp_path / name)
+        (shared.directory if name == "directory" else compiler.find_file(shared.directory, "one.pt2")).chmod(0o777)
+        monkeypatch.setattr("nanopage.engine.Graphs", lambda *_, shared=shared: shared)
+        caplog.clear()
+        assert not engine_of(model).runner.compiled
+        assert "other users may write to it" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "obstacle", ["no directory", "a file is in the way", "no process", "no memory", "writable by others"]
+)
+def test_where_nothing_can_be_compiled_requests_are_answered_eagerly(model, tmp_path, monkeypatch, caplog, obstacle):
+    home = tmp_path / "cache"
+    if obstacle == "no directory":
+        home = Path("/dev/null/cache")
+    elif obstacle == "a file is in the way":
+        home.mkdir()
+        (home / "nanopage").touch()
+    elif obstacle == "writable by others":
+        shared = home / "nanopage" / "compiled"
+        shared.mkdir(parents=True)
+        monkeypatch.setattr(compiler, "_key", lambda *_: "key")
+        (shared / "key").mkdir()
+        (shared / "key").chmod(0o777)
+    else:
+        error = BlockingIOError(11, "no process") if obstacle == "no process" else OSError(12, "no memory")
+
+        def refuse(*args, **options):
+            raise error
+
+        monkeypatch.setattr(compiler.subprocess, "Popen", refuse)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(home))
+    expected = run(engine_of(model, enforce_eager=True))
+    engine = engine_of(model)
+    assert run(engine) == run(engine) == expected
+    assert caplog.text.count("the decoder layer cannot be compiled") == 1
+    assert not engine.runner.compiled
+
+
+def test_a_priority_that_is_refused_does_not_matter(model, tmp_path, monkeypatch):
+    def refuse(*_):
+        raise PermissionError(1, "not permitted")
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(compiler.os, "sched_setscheduler", refuse, raising=False)
+    monkeypatch.setattr(
+        compiler.Graphs, "_spawn", lambda self: subprocess.Popen(["sleep", "60"], start_new_session=True)
+    )
+    engine = engine_of(model)
+    assert run(engine)
+    process = engine.runner.graphs._process
+    assert process.poll() is None
+    engine.runner.graphs.stop()
+    assert process.poll() is not None
+
+
+def test_nothing_is_imported_from_the_current_directory(model, tmp_path, monkeypatch):
+    for name in ("nanopage", "torch", "filelock", "hashlib"):
+        (tmp_path / f"{name}.py").write_text("open('was_run', 'w').close(); raise SystemExit('imported')")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(["", ".", str(ROOT)]))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    graphs = graphs_of(model)
+    graphs.directory.mkdir(parents=True, mode=0o700)
+    for file in graphs.files:
+        (graphs.directory / file.replace(".pt2", ".0123456789abcdef.pt2")).touch()
+    assert graphs._spawn().wait(120) == 0, graphs._log.read_text()
+    assert not list(tmp_path.rglob("was_run"))
+
+
+WORK = """
+import sys, time
+from nanopage import LLM, SamplingParams
+llm = LLM(sys.argv[1], device="cpu", dtype="float32", max_model_len=128, num_gpu_blocks_override=32, block_size=8)
+llm.generate([[5], [6]], SamplingParams(max_tokens=2), use_tqdm=False)
+print(llm.engine.runner.graphs._process.pid, flush=True)
+time.sleep(120)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=lambda number: number.name)
+def test_what_is_still_compiling_ends_when_its_parent_is_killed(model, tmp_path, number):
+    env = os.environ | {"PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(tmp_path)}
+    with subprocess.Popen([sys.executable, "-c", WORK, str(model)], env=env, stdout=subprocess.PIPE) as parent:
+        compiling = psutil.Process(int(parent.stdout.readline()))
+        family = [compiling, *compiling.children(recursive=True)]
+        parent.send_signal(number)
+        parent.wait(60)
+    psutil.wait_procs(family, timeout=60)
+    assert not [process for process in family if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
 
 
 def test_what_is_still_compiling_ends_with_the_engines_process(model, tmp_path):
