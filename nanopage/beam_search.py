@@ -26,6 +26,20 @@ class Beam:
     candidates: dict[int, float]
 
 
+@dataclass(slots=True)
+class BeamStep:
+    """What one step of a search decides.
+
+    live        the next live beams: (index into the beams, token id, cumulative log-probability)
+    hypotheses  those to keep, best first
+    finished    whether the search is over; `live` is meaningless then
+    """
+
+    live: list[tuple[int, int, float]]
+    hypotheses: list[Hypothesis]
+    finished: bool
+
+
 class BeamSearch:
     """The state of one request's search beside its live beams.
 
@@ -56,11 +70,8 @@ class BeamSearch:
         self.hypotheses: list[Hypothesis] = []  # best first, at most `width`
         self.finished = False
 
-    def advance(self, beams: list[Beam]) -> list[tuple[int, int, float]]:
-        """One step. Returns the next live beams: (index into `beams`, token id, cumulative log-probability).
-
-        Sets `finished` when the search is over; what it returns then means nothing.
-        """
+    def choose(self, beams: list[Beam]) -> BeamStep:
+        """Decide one step. Changes nothing until `accept`."""
         continuations = [
             (beam.cumulative_logprob + logprob, index, token_id)
             for index, beam in enumerate(beams)
@@ -70,7 +81,7 @@ class BeamSearch:
         del continuations[self.num_candidates :]
         length = len(beams[0].token_ids) + 1
         full = len(self.hypotheses) == self.width
-        live = []
+        live, hypotheses = [], list(self.hypotheses)
         for place, (cumulative, index, token_id) in enumerate(continuations):
             if token_id not in self.eos_token_ids and length < self.max_tokens:
                 live.append((index, token_id, cumulative))
@@ -78,19 +89,24 @@ class BeamSearch:
                 reason = "stop" if token_id in self.eos_token_ids else "length"
                 token_ids = [*beams[index].token_ids, token_id]
                 score = cumulative / length**self.length_penalty
-                self.hypotheses.append(Hypothesis(token_ids, cumulative, score, reason))
+                hypotheses.append(Hypothesis(token_ids, cumulative, score, reason))
         del live[self.width :]
-        self.hypotheses.sort(key=_score, reverse=True)
-        del self.hypotheses[self.width :]
-        self.finished = not live or (len(self.hypotheses) == self.width and not self._could_improve(live[0][2], length))
-        return live
+        hypotheses.sort(key=_score, reverse=True)
+        del hypotheses[self.width :]
+        complete = len(hypotheses) == self.width
+        finished = not live or (complete and not self._could_improve(live[0][2], length, _score(hypotheses[-1])))
+        return BeamStep(live, hypotheses, finished)
 
-    def _could_improve(self, best_live: float, length: int) -> bool:
+    def accept(self, step: BeamStep) -> None:
+        """Make a step's decision the state of the search."""
+        self.hypotheses, self.finished = step.hypotheses, step.finished
+
+    def _could_improve(self, best_live: float, length: int, worst_kept: float) -> bool:
         if self.early_stopping is True:
             return False
         if self.early_stopping == "never" and self.length_penalty > 0:
             length = self.max_tokens
-        return best_live / length**self.length_penalty > _score(self.hypotheses[-1])
+        return best_live / length**self.length_penalty > worst_kept
 
 
 def _score(hypothesis: Hypothesis) -> float:

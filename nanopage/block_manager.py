@@ -69,24 +69,30 @@ class BlockManager:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
-        self.block_tables: dict[int, list[int]] = {}  # seq_id -> physical blocks
-        self.ref_counts: list[int] = [0] * num_blocks
-        self.host_tables: dict[int, list[int]] = {}  # of the swapped sequences
-        self.host_ref_counts: list[int] = [0] * num_host_blocks
+        self.num_host_blocks = num_host_blocks
         # Ever; a request that comes back after a preemption asks again.
         self.num_query_tokens = 0
         self.num_hit_tokens = 0
         self.num_evictions = 0
+        self.reset()
+
+    def reset(self) -> None:
+        """Take back all blocks, on the host as well, and forget all prefixes, whatever state the books are in."""
+        self.block_tables: dict[int, list[int]] = {}  # seq_id -> physical blocks
+        self.ref_counts: list[int] = [0] * self.num_blocks
+        self.host_tables: dict[int, list[int]] = {}  # of the swapped sequences
+        self.host_ref_counts: list[int] = [0] * self.num_host_blocks
         self.new_blocks: list[int] = []  # handed out since the last take_new_blocks()
         self.copies: list[tuple[int, int]] = []  # since the last take_copies()
 
-        self._free: list[int] = list(range(num_blocks - 1, -1, -1))  # a stack: the last freed is the likeliest in cache
+        # A stack: the block that was freed last is the likeliest to be in the processor's cache.
+        self._free: list[int] = list(range(self.num_blocks - 1, -1, -1))
         self._cached: OrderedDict[int, Prefix] = OrderedDict()  # in no table, least recently used first
         self._by_hash: dict[bytes, Prefix] = {}
         self._by_block: dict[int, Prefix] = {}
         # seq_id -> the registered prefixes of its leading full blocks; None if they are not to be registered any more
         self._chains: dict[int, list[Prefix] | None] = {}
-        self._host_free: list[int] = list(range(num_host_blocks - 1, -1, -1))
+        self._host_free: list[int] = list(range(self.num_host_blocks - 1, -1, -1))
 
     @property
     def num_free_blocks(self) -> int:

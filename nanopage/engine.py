@@ -1,9 +1,10 @@
 """LLMEngine: requests in, outputs out, one step at a time."""
 
+import contextlib
 import dataclasses
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -23,7 +24,7 @@ from nanopage.request import (
     Logprob,
     RequestOutput,
     SamplingParams,
-    Sequence,
+    SequenceGroup,
     StepStats,
 )
 from nanopage.sampler import Samples
@@ -102,10 +103,12 @@ class LLMEngine:
         self.listeners: list[Callable[[StepStats], None]] = []
         on_gpu = self.device.type == "cuda"
         self.overlaps = on_gpu if config.async_scheduling is None else config.async_scheduling
-        self._launched: tuple[Batch, Samples] | None = None
-        self._scheduled: Batch | None = None  # by a call of step that has not come to launching it
-        self._outputs: list[RequestOutput] = []  # that the next call of step returns
+        self._launched: tuple[Batch, Samples] | None = None  # the last batch, until its tokens are taken in
+        self._scheduled: Batch | None = None  # the batch that is being launched
         self._requests: dict[str, Request] = {}
+        self._news: dict[str, None] = {}  # ids of requests that have something to report
+        self._outputs: list[RequestOutput] = []  # made, and not returned yet
+        self._in_call = False  # true between calls, too, if an exception ended the last one
         self._num_submitted = 0
         tokens = num_blocks * config.block_size
         gib = num_blocks * size / GIB
@@ -159,10 +162,11 @@ class LLMEngine:
         if not self._requests:  # between requests, not within one: the graphs round otherwise
             self.runner.use_graphs()
         self._num_submitted += 1
-        if self._num_submitted == 2:  # a single question is answered before compiling can pay
+        if self._num_submitted >= 2:  # a single question is answered before compiling can pay
             self.runner.make_graphs()
-        self._requests[group.request_id] = request
-        self.scheduler.add(group)
+        with self._call():
+            self._requests[group.request_id] = request
+            self.scheduler.add(group)
 
     def step(self) -> list[RequestOutput]:
         """Run one batch. Returns an output for each request that got a token, finished or not; for a beam search, and
@@ -171,50 +175,25 @@ class LLMEngine:
         With async scheduling the batch is launched before the tokens of the one before it are looked at, and the
         outputs are that one's. A sequence that has ended by then runs once too often; that token is dropped.
 
+        If the batch fails, its requests run again, one at a time. Those that fail alone end with
+        `RequestOutput.error`; the others get the tokens that they would have got. A KeyboardInterrupt can come at any
+        point: the next call goes on with every request.
+
         At its end a step calls each of `listeners` with its StepStats. A listener may raise: the step is complete by
         then, and the next call of `step` or `abort` returns the outputs.
         """
         stats = StepStats()
-        unclear: list[int] = []
-        if self._scheduled is not None:  # the last call failed
-            self._complete(stats)
-            unclear = self.scheduler.recover(self._scheduled)
-        started = time.perf_counter()
-        self._scheduled = batch = self.scheduler.schedule()
-        batch.new_blocks += unclear
-        stats.schedule_seconds = time.perf_counter() - started
-        launched = batch, self.runner.launch(batch, stats)
-        self._complete(stats)
-        self.scheduler.advance(batch)
-        self._launched, self._scheduled = launched, None
-        if not self.overlaps or any(seq.reads_its_tokens for s in batch.sequences for seq in s.samplers):
-            self._complete(stats)
-        self._count(batch, stats)
+        with self._call():
+            suspect = next(iter(self.scheduler.suspects), None)
+            try:
+                self._run_batch(stats)
+                self._report()
+            except Exception as error:
+                self._isolate(error, suspect)
         for listener in self.listeners:
             listener(stats)
         outputs, self._outputs = self._outputs, []
         return outputs
-
-    def _complete(self, stats: StepStats) -> None:
-        """Wait for the batch that was launched last, take in its tokens, and make outputs of them."""
-        if self._launched is None:
-            return
-        batch, samples = self._launched
-        started = time.perf_counter()
-        sampled = samples.result()
-        arrived = time.perf_counter()
-        taken = self.scheduler.update(batch, sampled)
-        self._launched = None
-        for seq in taken:
-            self._advance(seq)
-        for request_id in dict.fromkeys(seq.request_id for seq in taken):
-            request = self._requests[request_id]
-            group = request.group
-            if group.finished or not (group.beam_search or group.params.ranks):
-                self._outputs.append(self._output(request))
-        stats.wait_seconds += arrived - started
-        stats.output_seconds += time.perf_counter() - arrived
-        stats.output_tokens += len(taken)
 
     def abort(self, request_id: str, index: int | None = None) -> RequestOutput | None:
         """End a request now, or only its completion `index`, and free the blocks.
@@ -223,24 +202,26 @@ class LLMEngine:
         Raises: ValueError for the `index` of a beam search or of `best_of` more than `n`, whose completions have no
             place before all have ended.
         """
+        self._recover()
         request = self._requests.get(request_id)
         if request is not None and index is not None:
             if request.group.beam_search is not None or request.group.params.ranks:
                 raise ValueError(f"index={index}: completions that compete can only be aborted all together")
             if not 0 <= index < len(request.completions) or request.completions[index].seq.finished:
                 return None
-        # What a call of step that failed had no chance to return.
+        with self._call():
+            if request is not None:
+                seq = None if index is None else request.completions[index].seq
+                self.scheduler.finish(request.group, seq, "abort")
+                self._news[request_id] = None
+                self._report()
         outputs = [output for output in self._outputs if output.request_id == request_id]
-        self._outputs = [output for output in self._outputs if output.request_id != request_id]
-        if request is not None:
-            seq = None if index is None else request.completions[index].seq
-            self.scheduler.finish(request.group, seq, "abort")
-            outputs.append(self._output(request))
         if not outputs:
             return None
-        *earlier, output = outputs
+        *earlier, output = outputs  # earlier ones are of steps that could not return them
         for i, completion in enumerate(output.outputs):
             completion.delta = "".join(before.outputs[i].delta for before in earlier) + completion.delta
+        self._outputs = [output for output in self._outputs if output.request_id != request_id]
         return output
 
     def reset_prefix_cache(self) -> None:
@@ -248,28 +229,156 @@ class LLMEngine:
         self.scheduler.block_manager.reset_prefix_cache()
 
     def has_unfinished_requests(self) -> bool:
-        return self.scheduler.has_unfinished() or bool(self._outputs)
+        return bool(self._requests or self._outputs)
 
-    def _advance(self, seq: Sequence) -> None:
-        """Turn a sequence's new token into text, and end it if that completes a stop string."""
-        request = self._requests[seq.request_id]
-        if request.group.beam_search is not None:
+    # One step
+
+    def _run_batch(self, stats: StepStats) -> None:
+        started = time.perf_counter()
+        batch = self._scheduled = self.scheduler.schedule()
+        stats.schedule_seconds = time.perf_counter() - started
+        launched = batch, self.runner.launch(batch, stats)
+        self._complete(stats)
+        self.scheduler.advance(batch)
+        self._launched, self._scheduled = launched, None
+        alone = bool(self.scheduler.suspects)
+        if alone or not self.overlaps or any(seq.reads_its_tokens for s in batch.sequences for seq in s.samplers):
+            self._complete(stats)
+        self._count(batch, stats)
+
+    def _complete(self, stats: StepStats) -> None:
+        """Wait for the batch that was launched last, take in its tokens, and make text of them."""
+        if self._launched is None:
             return
-        completion = next(c for c in request.completions if c.seq is seq)
+        batch, samples = self._launched
+        started = time.perf_counter()
+        sampled = samples.result()
+        arrived = time.perf_counter()
+        taken = self.scheduler.update(batch, sampled)
+        self._launched = None
+        for group in batch.groups:
+            if group.request_id in self._requests:
+                self._news[group.request_id] = None
+                self._read_tokens(self._requests[group.request_id])
+        stats.wait_seconds += arrived - started
+        stats.output_seconds += time.perf_counter() - arrived
+        stats.output_tokens += len(taken)
+
+    # Failures
+
+    @contextlib.contextmanager
+    def _call(self) -> Iterator[None]:
+        """What changes the engine's state happens in here. After an exception the next call recovers first."""
+        self._recover()
+        self._in_call = True
+        yield
+        self._in_call = False
+
+    def _recover(self) -> None:
+        """If an exception has ended the last call, begin every request again from the tokens that it has."""
+        if not self._in_call:
+            return
+        self._launched = self._scheduled = None
+        self.scheduler.restart([request.group for request in self._requests.values()])
+        self._remember(self._outputs)
+        for request in list(self._requests.values()):
+            try:
+                self._read_tokens(request)
+                if request.group.finished or any(c.num_read > c.num_reported for c in request.completions):
+                    self._news[request.group.request_id] = None
+                    self._output(request)
+            except Exception as error:
+                self._fail(request.group, f"making its text failed: {type(error).__name__}: {error}")
+        self._in_call = False
+
+    def _isolate(self, error: Exception, suspect: SequenceGroup | None) -> None:
+        """A batch has failed. Have each of its requests run alone. If it was of a suspect alone, end that request."""
+        message = f"{type(error).__name__}: {error}"
+        batches = [batch for batch in (self._scheduled, self._launched and self._launched[0]) if batch]
+        groups = list({id(s.group): s.group for batch in batches for s in batch.sequences}.values())
+        groups = groups or [request.group for request in self._requests.values()]
+        self._recover()
+        self._in_call = True
+        if suspect is not None:
+            self._fail(suspect, message)
+            return
+        self.scheduler.suspects = [group for group in groups if not group.finished]
+        self._count(Batch(), StepStats())
+        count = len(self.scheduler.suspects)
+        logger.warning(f"a step failed: {message}; running its {count} requests one at a time", exc_info=error)
+
+    def _fail(self, group: SequenceGroup, message: str) -> None:
+        """End a request because of an error."""
+        logger.warning(f"request {group.request_id} ended by an error: {message}")
+        self.scheduler.fail(group, message)
+        self._news[group.request_id] = None
+
+    # Outputs
+
+    def _read_tokens(self, request: Request) -> None:
+        """Make text of a request's new tokens, and end the sequences whose stop strings it completes."""
+        if request.group.beam_search is not None or request.group.error is not None:
+            return
+        for completion in request.completions:
+            if completion.reading and completion.detokenizer is not None:
+                completion.detokenizer.restart()
+                completion.num_read = 0
+            completion.reading = True
+            while completion.num_read < completion.seq.num_known_output_tokens:
+                self._read_token(request, completion)
+                completion.num_read += 1
+            completion.reading = False
+
+    def _read_token(self, request: Request, completion: Completion) -> None:
+        seq, params, detokenizer = completion.seq, completion.seq.params, completion.detokenizer
+        number = completion.num_read + 1
+        last = seq.finished and number == seq.num_known_output_tokens
         if seq.logprobs:
-            completion.logprobs.append(self._decoded(seq.logprobs[-1]))
-        params, detokenizer = seq.params, completion.detokenizer
-        if detokenizer is not None:
-            ended_by_token = seq.finish_reason == "stop"
-            if not ended_by_token or params.include_stop_str_in_output:
-                searching = seq.num_output_tokens >= params.min_tokens and not ended_by_token
-                stop = detokenizer.add(seq.token_ids[-1:], searching)
-                if stop is not None and seq.finished:  # it also was the last token allowed
-                    seq.finish_reason, seq.stop_reason = "stop", stop
-                elif stop is not None:
-                    self.scheduler.finish(request.group, seq, "stop", stop)
+            del completion.logprobs[number - 1 :]
+            completion.logprobs.append(self._decoded(seq.logprobs[number - 1]))
+        ended_by_token = last and seq.finish_reason == "stop" and not isinstance(seq.stop_reason, str)
+        if detokenizer is None or (ended_by_token and not params.include_stop_str_in_output):
+            return
+        token_id = seq.token_ids[seq.num_prompt_tokens + number - 1]
+        stop = detokenizer.add(token_id, number >= params.min_tokens and not ended_by_token)
+        if stop is not None and seq.finished:  # it was the last token allowed, too
+            seq.finish_reason, seq.stop_reason = "stop", stop
+        elif stop is not None:
+            self.scheduler.finish(request.group, seq, "stop", stop)
+
+    def _report(self) -> None:
+        """Make outputs of what is new."""
+        outputs = []
+        for request_id in self._news:
+            if (request := self._requests.get(request_id)) is None:
+                continue
+            group = request.group
+            if group.finished or not (group.beam_search or group.params.ranks):
+                try:
+                    outputs.append(self._output(request))
+                except Exception:
+                    if group.error is None:
+                        raise
+                    outputs.append(self._request_output(request, []))
+        self._outputs += outputs
+        self._remember(outputs)
+        self._news.clear()
+
+    def _remember(self, outputs: list[RequestOutput]) -> None:
+        """Note what these outputs have reported."""
+        for output in outputs:
+            request = self._requests.get(output.request_id)
+            if request is None:
+                continue
+            if request.group.beam_search is None and not request.group.params.ranks:
+                for completion, made in zip(request.completions, output.outputs, strict=False):
+                    completion.num_reported, completion.num_chars = len(made.token_ids), len(made.text)
+                    completion.output = made if made.finish_reason else None
+            if output.finished:
+                del self._requests[output.request_id]
 
     def _output(self, request: Request) -> RequestOutput:
+        """What a request has produced. Changes nothing but detokenizers that have come to their end."""
         group = request.group
         if group.beam_search is not None:
             outputs = self._beams(request)
@@ -280,8 +389,10 @@ class LLMEngine:
             outputs = [self._completion(index, completion) for index, completion in enumerate(completions)]
         if group.params.prompt_logprobs is not None and request.prompt_logprobs is None and group.metrics.token_times:
             request.prompt_logprobs = [None, *map(self._decoded, group.prompt_logprobs)]
-        if group.finished:
-            del self._requests[group.request_id]
+        return self._request_output(request, outputs)
+
+    def _request_output(self, request: Request, outputs: list[CompletionOutput]) -> RequestOutput:
+        group = request.group
         return RequestOutput(
             group.request_id,
             request.prompt,
@@ -291,6 +402,7 @@ class LLMEngine:
             group.metrics,
             group.num_cached_tokens,
             request.prompt_logprobs,
+            group.error,
         )
 
     def _completion(self, index: int, completion: Completion) -> CompletionOutput:
@@ -299,26 +411,25 @@ class LLMEngine:
             return dataclasses.replace(completion.output, delta="")
         output = CompletionOutput(index, "", seq.output_token_ids, None, None, seq.finish_reason, seq.stop_reason)
         if detokenizer is not None:
-            if seq.finished:
+            if seq.finished and seq.finish_reason != "error":
                 detokenizer.finish()
-            output.delta = detokenizer.take(seq.finished)
-            output.text = detokenizer.taken
+            output.text = detokenizer.text if seq.finished else detokenizer.certain_text()
+            output.delta = output.text[completion.num_chars :]
         if seq.num_logprobs is not None:
             output.cumulative_logprob = seq.cumulative_logprob
         if seq.params.logprobs is not None:
             output.logprobs = list(completion.logprobs)
-        if seq.finished:
-            completion.output = output
         return output
 
     def _beams(self, request: Request) -> list[CompletionOutput]:
-        """The hypotheses of a beam search, best first, and after them the live beams if it was aborted."""
+        """The hypotheses of a beam search, best first, and after them the live beams if it did not come to its end."""
         search, params = request.group.beam_search, request.params
         assert search is not None and isinstance(params, BeamSearchParams)
         hypotheses = list(search.hypotheses)
         if not search.finished:
             beams = [seq for seq in request.group.seqs if not seq.dormant]
-            hypotheses += [Hypothesis(b.output_token_ids, b.cumulative_logprob, None, "abort") for b in beams]
+            reason = "abort" if request.group.error is None else "error"
+            hypotheses += [Hypothesis(b.output_token_ids, b.cumulative_logprob, None, reason) for b in beams]
         return [
             CompletionOutput(
                 index,

@@ -4,6 +4,7 @@ import dataclasses
 import hashlib
 import itertools
 import random
+import re
 from pathlib import Path
 
 from nanopage.beam_search import BeamSearch
@@ -16,6 +17,7 @@ from nanopage.request import (
     Sequence,
     SequenceGroup,
 )
+from nanopage.stop_strings import build_trie
 from nanopage.tokenizer import IncrementalDetokenizer, Tokenizer
 
 Prompt = str | list[int] | dict
@@ -24,12 +26,20 @@ Prompt = str | list[int] | dict
 
 @dataclasses.dataclass(slots=True)
 class Completion:
-    """What the engine keeps of one completion beside its sequence, to make its outputs."""
+    """What the engine keeps of one completion beside its sequence, to make its outputs.
+
+    `num_read` output tokens have been made into text and `logprobs`; `num_reported` of them, and `num_chars` characters
+    of the text, are in outputs. `reading` is true while a token is read: if it is found so, that was interrupted.
+    """
 
     seq: Sequence
     detokenizer: IncrementalDetokenizer | None
     logprobs: list[dict[int, Logprob]] = dataclasses.field(default_factory=list)
-    output: CompletionOutput | None = None  # once finished
+    num_read: int = 0
+    reading: bool = False
+    num_reported: int = 0
+    num_chars: int = 0
+    output: CompletionOutput | None = None  # the last one
 
 
 @dataclasses.dataclass(slots=True)
@@ -107,6 +117,7 @@ class InputProcessor:
         self._check_size(name, count, len(token_ids), sampling.max_tokens)
         bad_words = self._check_tokens(sampling)
         seed = self._seeds.getrandbits(63) if sampling.seed is None else sampling.seed
+        stop_strings = build_trie(list(sampling.stop)) if sampling.stop else None
         completions = []
         for index in range(count):
             seq = Sequence(
@@ -126,7 +137,7 @@ class InputProcessor:
                 detokenizer = IncrementalDetokenizer(
                     self.tokenizer,
                     token_ids,
-                    list(params.stop or ()),
+                    stop_strings,
                     params.skip_special_tokens,
                     params.include_stop_str_in_output,
                 )
@@ -139,6 +150,25 @@ class InputProcessor:
         if self.tokenizer is None:
             raise ValueError(f"{what} needs a tokenizer, and {self.path} has no tokenizer.json: give {instead}")
         return self.tokenizer
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """The tokens of a prompt.
+
+        Raises: ValueError if the model has no tokenizer, if the text holds a lone surrogate, which cannot be encoded,
+            or if it is so long that its tokens, were they all as long as the longest there is, would be too many.
+        """
+        tokenizer = self.require_tokenizer("a prompt of text", "prompt_token_ids")
+        if len(text) > self.max_model_len and len(text) > self.max_model_len * tokenizer.max_chars_per_token:
+            raise ValueError(
+                f"the prompt has {len(text):,} characters, more than max_model_len={self.max_model_len:,} tokens of "
+                f"at most {tokenizer.max_chars_per_token} characters each"
+            )
+        if (surrogate := re.search("[\ud800-\udfff]", text)) is not None:
+            raise ValueError(
+                f"the prompt is not valid Unicode: it has a lone surrogate, U+{ord(surrogate[0]):04X}, at character "
+                f"{surrogate.start()}"
+            )
+        return tokenizer.encode(text, add_special_tokens)
 
     def _read_prompt(self, prompt: Prompt) -> tuple[str | None, list[int], str]:
         """(text or None, token ids, cache salt) of any form of prompt."""
@@ -160,7 +190,7 @@ class InputProcessor:
         if token_ids is None:
             if not isinstance(text, str):
                 raise TypeError(f"a prompt must be a string, token ids or a dict, not {text!r}")
-            token_ids = self.require_tokenizer("a prompt of text", "prompt_token_ids").encode(text)
+            token_ids = self.encode(text)
         elif not isinstance(token_ids, list):
             raise TypeError(f"a prompt must be a string, token ids or a dict, not {token_ids!r}")
         if not token_ids:

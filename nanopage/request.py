@@ -7,9 +7,11 @@ import time
 from dataclasses import dataclass, field
 from enum import Enum
 
-from nanopage.beam_search import BeamSearch
+from nanopage.beam_search import BeamSearch, BeamStep
 
+MAX_STOP_CHARS = 16_384  # of all stop strings of a request: their trie takes some 250 bytes a character
 MAX_LOGPROBS = 20  # vLLM's default `max_logprobs`: bounds the top-k a request can make the sampler compute
+NO_TOKEN = -1  # sampled from logits whose largest is NaN or infinite
 
 
 @dataclass(kw_only=True)
@@ -35,7 +37,8 @@ class SamplingParams:
         seed: makes the request reproducible whatever runs beside it; None draws from the engine's seed.
         max_tokens: most output tokens; None means up to the model's length.
         min_tokens: no end-of-sequence, stop token or stop string before this many output tokens.
-        stop: strings that end the output; not part of it unless `include_stop_str_in_output`.
+        stop: strings that end the output; not part of it unless `include_stop_str_in_output`. The first to end in the
+            text counts, of those that end together the longest. At most 16,384 characters in all.
         stop_token_ids: tokens that end the output.
         ignore_eos: go on after end-of-sequence tokens.
         include_stop_str_in_output: keep the stop string or stop token in the text.
@@ -91,6 +94,11 @@ class SamplingParams:
         for name in ("stop", "bad_words"):
             if any(not text for text in getattr(self, name)):
                 raise ValueError(f"{name} must not contain an empty string")
+        if (num_chars := sum(map(len, self.stop))) > MAX_STOP_CHARS:
+            raise ValueError(
+                f"stop has {len(self.stop):,} strings with {num_chars:,} characters in all: at most {MAX_STOP_CHARS:,} "
+                "characters are allowed"
+            )
         if self.logit_bias is not None:
             if not isinstance(self.logit_bias, dict):
                 raise TypeError(f"logit_bias must be a dict of token id -> bias, not {self.logit_bias!r}")
@@ -225,7 +233,8 @@ class Logprob:
 class SampledToken:
     """What the runner returns for one sequence that reached its last token.
 
-    `logprobs` maps token id -> (logprob, rank) for the sampled token first and then the top ones; None if not asked.
+    `token_id` is NO_TOKEN if the logits were not finite. `logprobs` maps token id -> (logprob, rank) for the sampled
+    token first and then the top ones; None if not asked.
     """
 
     token_id: int
@@ -306,11 +315,14 @@ class Sequence:
         self.dormant = False  # a beam that is not in use
         self.candidates: dict[int, float] = {}  # a beam's next tokens, until all beams have theirs
         self.num_computed_tokens = 0
-        self.pending = False
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
         self.logprobs: list[dict[int, tuple[float, int]]] = []
         self.cumulative_logprob = 0.0
+
+    @property
+    def pending(self) -> bool:
+        return self.token_ids[-1] < 0
 
     @property
     def num_tokens(self) -> int:
@@ -319,6 +331,11 @@ class Sequence:
     @property
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def num_known_output_tokens(self) -> int:
+        """Those that are not pending."""
+        return len(self.token_ids) - self.num_prompt_tokens - self.pending
 
     @property
     def prompt_token_ids(self) -> list[int]:
@@ -361,22 +378,27 @@ class Sequence:
     def expect(self, row: int) -> None:
         """A token is on its way, in this row (from 1) of the step's samples."""
         self.token_ids.append(-row)
-        self.pending = True
 
     def forget(self) -> None:
         """Nobody waits any more for a token that is on its way."""
         if self.pending:
             self.token_ids.pop()
-            self.pending = False
+
+    def restart(self) -> None:
+        """Its K and V are gone, and so are results that were on their way."""
+        self.forget()
+        self.candidates = {}
+        self.num_computed_tokens = 0
 
     def receive(self, sampled: SampledToken) -> None:
         """The token that was on its way."""
-        self.token_ids[-1] = sampled.token_id
-        self.pending = False
+        total = self.cumulative_logprob
         if sampled.logprobs is not None:
-            self.cumulative_logprob += sampled.logprobs[sampled.token_id][0]
+            total += sampled.logprobs[sampled.token_id][0]
             if self.params.logprobs is not None:
+                del self.logprobs[self.num_output_tokens - 1 :]  # of a call that was interrupted before the next line
                 self.logprobs.append(sampled.logprobs)
+        self.token_ids[-1], self.cumulative_logprob = sampled.token_id, total
 
     def stop_by_last_token(self) -> tuple[str, int | None] | None:
         """(finish_reason, stop_reason) if the last token ends the sequence; a stop wins over a length (as in vLLM)."""
@@ -416,6 +438,10 @@ class SequenceGroup:
         self.forked = len(seqs) == 1
         self.shared_len = seqs[0].num_prompt_tokens
         self.num_cached_tokens = 0  # of the prompt, found in the prefix cache when first scheduled
+        # What a beam search has decided and the sequences do not show yet: a step, and of each beam that goes on its
+        # (sequence, tokens, cumulative log-probability).
+        self.next_beams: tuple[BeamStep, list[tuple[Sequence, list[int], float]]] | None = None
+        self.error: str | None = None  # why the request could not be completed
         self.prompt_logprobs: list[dict[int, tuple[float, int]]] = []
         self.metrics = RequestMetrics(time.perf_counter())
 
@@ -444,9 +470,10 @@ class SequenceGroup:
 class CompletionOutput:
     """One completion so far. `text` and `token_ids` are cumulative; `delta` is the text added since the last output.
 
-    `finish_reason` is None while running, else "stop", "length" or "abort"; `stop_reason` is the stop string or
-    stop token id that ended it (None for end-of-sequence). `cumulative_logprob` and `logprobs` are None unless asked
-    (the former is there if completions compete); `score` is what a beam search ranks by.
+    `finish_reason` is None while running, else "stop", "length", "abort" or "error" (RequestOutput.error says which);
+    `stop_reason` is the stop string or stop token id that ended it (None for end-of-sequence). `cumulative_logprob` and
+    `logprobs` are None unless asked (the former is there if completions compete); `score` is what a beam search ranks
+    by.
     """
 
     index: int
@@ -464,7 +491,8 @@ class CompletionOutput:
 class RequestOutput:
     """What a request has produced so far. Field names are those of vLLM's `RequestOutput`.
 
-    `prompt_logprobs[0]` is None: the first token has nothing before it.
+    `prompt_logprobs[0]` is None: the first token has nothing before it. `error` says why a request could not be
+    completed; the completions that had not ended by then have the finish_reason "error".
     """
 
     request_id: str
@@ -475,6 +503,7 @@ class RequestOutput:
     metrics: RequestMetrics
     num_cached_tokens: int = 0
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    error: str | None = None
 
 
 @dataclass(slots=True)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from nanopage.device import to_device, to_host
-from nanopage.request import SampledToken, Sequence
+from nanopage.request import NO_TOKEN, SampledToken, Sequence
 
 CANDIDATES = 256  # the first guess of how many of the top logits hold all that truncation keeps
 
@@ -114,8 +114,11 @@ def at_least_float32(logits: Tensor) -> Tensor:
 
 
 def with_sampled(input_ids: Tensor, sampled: Tensor) -> Tensor:
-    """Put sampled tokens in the places of their placeholders (see Sequence): -row is sampled[row - 1]."""
-    return torch.where(input_ids < 0, sampled[(-1 - input_ids).clamp_(min=0)], input_ids)
+    """Put sampled tokens in the places of their placeholders (see Sequence): -row is sampled[row - 1].
+
+    NO_TOKEN becomes any token: its sequence is about to end.
+    """
+    return torch.where(input_ids < 0, sampled[(-1 - input_ids).clamp_(min=0)].clamp_(min=0), input_ids)
 
 
 def is_constrained(seq: Sequence) -> bool:
@@ -176,7 +179,8 @@ def _penalize(logits: Tensor, sequences: list[Sequence]) -> Tensor:
 
 
 def sample(logits: Tensor, sequences: list[Sequence], doubts: list[Doubt] | None = None) -> Tensor:
-    """Token ids int64 [B]: greedy rows by argmax, the others by Gumbel-max over what truncation keeps.
+    """Token ids int64 [B]: greedy rows by argmax, the others by Gumbel-max over what truncation keeps; NO_TOKEN for a
+    row whose largest logit is not finite.
 
     Args:
         doubts: takes those about rows that are truncated; without it, they are made sure of here.
@@ -213,7 +217,10 @@ def sample(logits: Tensor, sequences: list[Sequence], doubts: list[Doubt] | None
 
 
 def gumbel_max(logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
-    """A sample of each row of [B, vocab_size] at its temperature, at 0 its argmax: int64 [B]. All arguments are [B]."""
+    """A sample of each row of [B, vocab_size] at its temperature, at 0 its argmax: int64 [B]; NO_TOKEN as `argmax`.
+
+    Args: temperatures, seeds, positions: [B].
+    """
     ids = torch.arange(logits.shape[-1], device=logits.device)
     return argmax(logits + temperatures[:, None] * gumbel_noise(seeds, positions, ids))
 
@@ -224,24 +231,29 @@ def sample_truncated(scaled: Tensor, sequences: list[Sequence], seeds: Tensor, p
 
 
 def among(values: Tensor, ids: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
-    """A sample of each row of candidates, values and ids [B, C]: int64 [B]."""
+    """A sample of each row of candidates, values and ids [B, C], the largest first: int64 [B]."""
     best = (values + gumbel_noise(seeds, positions, ids)).argmax(dim=-1, keepdim=True)
-    return ids.gather(1, best).squeeze(1)
+    return torch.where(values[:, 0].isfinite(), ids.gather(1, best).squeeze(1), NO_TOKEN)
 
 
 def argmax(logits: Tensor) -> Tensor:
-    """The largest of each row of [B, vocab_size], the first of equals: int64 [B].
+    """The largest of each row of [B, vocab_size], the first of equals: int64 [B]. NO_TOKEN where it is not finite: the
+    row holds NaN, infinity, or nothing else than -infinity.
 
     Of blocks first, then within one: torch's argmax is not vectorized on a CPU and takes ten times as long, and
     Inductor's gives a whole row to one of a GPU's programs.
     """
     size = 1 if logits.is_cuda and not torch.compiler.is_compiling() else math.gcd(logits.shape[-1], 256)
     if size < 16:
-        return logits.argmax(dim=-1)
-    blocks = logits.unflatten(-1, (-1, size))
-    best = blocks.amax(dim=-1).argmax(dim=-1, keepdim=True)  # [B, 1]
-    within = blocks.take_along_dim(best[..., None], dim=1).argmax(dim=-1)
-    return (best * size + within).squeeze(1)
+        best = logits.argmax(dim=-1, keepdim=True)
+        largest = logits.gather(1, best)
+    else:
+        blocks = logits.unflatten(-1, (-1, size))
+        largest = blocks.amax(dim=-1)
+        block = largest.argmax(dim=-1, keepdim=True)  # [B, 1]
+        within = blocks.take_along_dim(block[..., None], dim=1).argmax(dim=-1)
+        best, largest = block * size + within, largest.gather(1, block)
+    return torch.where(largest.isfinite(), best, NO_TOKEN).squeeze(1)
 
 
 def truncate(scaled: Tensor, sequences: list[Sequence]) -> tuple[Tensor, Tensor]:
@@ -321,9 +333,9 @@ def _mix32(x: Tensor) -> Tensor:
 
 def top_logprobs(logits: Tensor, tokens: Tensor, num: int) -> list[Tensor]:
     """Of each row of logits [R, vocab_size]: its token's log-probability and rank, [R] each, and the `num` highest
-    log-probabilities and their token ids, [R, num] each."""
+    log-probabilities and their token ids, [R, num] each. For NO_TOKEN, what comes out is meaningless."""
     logprobs = logits.log_softmax(dim=-1)
-    chosen = logprobs.gather(1, tokens[:, None])
+    chosen = logprobs.gather(1, tokens[:, None].clamp(min=0))
     ranks = (logprobs > chosen).sum(dim=-1).add_(1)
     return [chosen.squeeze(1), ranks, *logprobs.topk(min(num, logprobs.shape[-1]), dim=-1)]
 

@@ -24,6 +24,9 @@ Progress is certain: no group can outgrow the pool (the engine refuses those), s
 preempting the others; within one priority nobody is admitted before an older one. Output does not depend on any of
 this; that is tested.
 
+After an exception, whatever the cause and wherever it struck, `restart` puts everything in order again. Groups that
+may have caused it run one at a time then (`suspects`), so that the next failure has one group to blame.
+
 Pure Python: no torch here.
 """
 
@@ -35,7 +38,12 @@ from dataclasses import dataclass, field
 
 from nanopage.beam_search import Beam
 from nanopage.block_manager import BlockManager, Prefix
-from nanopage.request import SampledToken, Sequence, SequenceGroup, Status
+from nanopage.request import NO_TOKEN, SampledToken, Sequence, SequenceGroup, Status
+
+NOT_FINITE = (
+    "the logits of its next token are not finite: weights that are NaN or infinite, an overflow in float16, or "
+    "constraints that forbid every token"
+)
 
 
 @dataclass(slots=True)
@@ -102,6 +110,7 @@ class Scheduler:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.preemption_mode = preemption_mode
         self.watermark = block_manager.num_blocks // 100
+        self.suspects: list[SequenceGroup] = []  # to be run one at a time, each until it gets a token
         self.waiting: list[SequenceGroup] = []
         self.running: list[SequenceGroup] = []
         self.swapped: list[SequenceGroup] = []
@@ -119,6 +128,17 @@ class Scheduler:
     def schedule(self) -> Batch:
         """Choose the next step's work and give it blocks. Computes nothing."""
         batch = Batch()
+        if self.suspects:
+            self._schedule_alone(self.suspects[0], batch)
+        else:
+            self._schedule_together(batch)
+        # Decodes first, longest first (attention pads neighbours to one length), then chunks in their order.
+        batch.sequences.sort(key=lambda s: (1, 0) if s.num_tokens > 1 else (0, -s.start))
+        batch.copies = self.block_manager.take_copies()
+        batch.new_blocks = self.block_manager.take_new_blocks()
+        return batch
+
+    def _schedule_together(self, batch: Batch) -> None:
         self._make_way(batch)
         budget = self.max_num_batched_tokens
         num_preempted = len(batch.preempted)
@@ -137,11 +157,17 @@ class Scheduler:
                 index += 1
         if len(batch.preempted) == num_preempted:
             self._admit(batch, budget)
-        # Decodes first, longest first (attention pads neighbours to one length), then chunks in their order.
-        batch.sequences.sort(key=lambda s: (1, 0) if s.num_tokens > 1 else (0, -s.start))
-        batch.copies = self.block_manager.take_copies()
-        batch.new_blocks = self.block_manager.take_new_blocks()
-        return batch
+
+    def _schedule_alone(self, group: SequenceGroup, batch: Batch) -> None:
+        """Run one group; the others give up their blocks."""
+        if group.status is Status.WAITING:
+            for other in self.running:
+                self._begin_again(other)
+            self.waiting = sorted([*self.waiting, *self.running], key=_place)
+            self.waiting.remove(group)
+            self.running, group.status = [group], Status.RUNNING
+            self._start(group, self._cached_prefix(group), batch)
+        self._schedule(batch, group, self._work(group, self.max_num_batched_tokens))
 
     def advance(self, batch: Batch) -> None:
         """The batch is on its way, and whatever the device does next comes after it: count its tokens as computed,
@@ -170,7 +196,8 @@ class Scheduler:
 
     def update(self, batch: Batch, sampled: list[SampledToken]) -> list[Sequence]:
         """Take in one step's results: `sampled` has one token for each of the batch's samplers, in order. Returns the
-        sequences that took theirs; that of a sequence which has ended since the batch was scheduled is dropped."""
+        sequences that took theirs; the token of a sequence that has ended since the batch was scheduled is dropped. A
+        group for which no token could be sampled ends with an error."""
         taken = []
         tokens = iter(sampled)
         now = time.perf_counter()
@@ -179,6 +206,9 @@ class Scheduler:
             for sampler in scheduled.samplers:
                 token = next(tokens)
                 if sampler.finished:
+                    continue
+                if token.token_id == NO_TOKEN:
+                    self.fail(group, NOT_FINITE)
                     continue
                 taken.append(sampler)
                 if group.metrics.token_times[-1:] != [now]:
@@ -193,27 +223,42 @@ class Scheduler:
         for group in batch.groups:
             if group.beam_search is not None and not group.finished and all(seq.candidates for seq in group.live):
                 self._advance_beams(group)
+            if group in self.suspects:
+                self.suspects.remove(group)
         return taken
 
-    def recover(self, batch: Batch) -> list[int]:
-        """Go on after a step that failed between `schedule` and `advance`; `update` of the one before has been.
-
-        Its tokens will be scheduled again; returns the blocks that are then to be cleared. But if it was to copy or
-        swap blocks, nobody knows what they hold: every group begins again from its tokens that are known, and from what
-        the prefix cache has of them. So it does if tokens were lost on their way.
-        """
-        groups = [*self.waiting, *self.running, *self.swapped]
-        seqs = [seq for group in groups for seq in group.live]
-        if not (batch.swap_out or batch.swap_in or batch.copies or any(seq.pending for seq in seqs)):
-            return batch.new_blocks
-        for seq in seqs:
-            seq.forget()
+    def restart(self, groups: list[SequenceGroup]) -> None:
+        """Begin these groups, which are all there are, again from the tokens that are known. All blocks are taken back
+        and all prefixes forgotten. For use after an exception, in whatever state it left the queues and the books."""
+        self.block_manager.reset()
+        self.running, self.swapped = [], []
         for group in groups:
-            self._begin_again(group)
-        self.waiting, self.running, self.swapped = sorted(groups, key=_place), [], []
-        self.block_manager.take_copies()
-        self.block_manager.take_new_blocks()
-        return []
+            if group.order < 0:  # it was about to be added
+                group.order = self._num_added
+                self._num_added += 1
+            if group.next_beams is not None:
+                self._take_beams(group)
+            for seq in group.seqs:
+                seq.restart()
+                if not seq.finished and (ending := self._ending(group, seq)):
+                    seq.finish_reason, seq.stop_reason = ending
+            group.status = Status.WAITING
+        self.waiting = sorted(groups, key=_place)
+        for group in groups:
+            self._end_if_finished(group)
+
+    def _ending(self, group: SequenceGroup, seq: Sequence) -> tuple[str, int | None] | None:
+        """(finish_reason, stop_reason) if the tokens that are known end a sequence."""
+        if group.error is not None:
+            return "error", None
+        if group.beam_search is not None:
+            return ("stop", None) if group.beam_search.finished else None
+        return seq.stop_by_last_token() if seq.num_output_tokens else None
+
+    def fail(self, group: SequenceGroup, error: str) -> None:
+        """End a group because of an error."""
+        group.error = error
+        self.finish(group, None, "error")
 
     def finish(
         self, group: SequenceGroup, seq: Sequence | None, finish_reason: str, stop_reason: int | str | None = None
@@ -228,10 +273,16 @@ class Scheduler:
                 if self.block_manager.rename(ending.seq_id, heir.seq_id):
                     heir.num_computed_tokens = ending.num_computed_tokens
             self.block_manager.free(ending.seq_id)
-        if not group.num_unfinished:
-            self._queue(group).remove(group)
-            group.status = Status.FINISHED
-            group.metrics.finished_time = time.perf_counter()
+        self._end_if_finished(group)
+
+    def _end_if_finished(self, group: SequenceGroup) -> None:
+        if group.finished or group.num_unfinished:
+            return
+        self._queue(group).remove(group)
+        if group in self.suspects:
+            self.suspects.remove(group)
+        group.status = Status.FINISHED
+        group.metrics.finished_time = time.perf_counter()
 
     def _queue(self, group: SequenceGroup) -> list[SequenceGroup]:
         return {Status.WAITING: self.waiting, Status.RUNNING: self.running, Status.SWAPPED: self.swapped}[group.status]
@@ -418,36 +469,44 @@ class Scheduler:
     # Beam search
 
     def _advance_beams(self, group: SequenceGroup) -> None:
-        """All beams have their candidates: let the best go on, by fork and free."""
-        manager, search = self.block_manager, group.beam_search
+        """All beams have their candidates: the best go on, by fork and free."""
+        manager, search, parents = self.block_manager, group.beam_search, group.live
         assert search is not None
-        parents = group.live
         beams = [Beam(seq.output_token_ids, seq.cumulative_logprob, seq.candidates) for seq in parents]
-        successors = search.advance(beams)
-        if search.finished:
-            self.finish(group, None, "stop")
-            return
-        survivors = {index for index, _, _ in successors}
-        spare = [seq for seq in group.seqs if seq.dormant]
-        for index, seq in enumerate(parents):
-            seq.candidates = {}
-            if index not in survivors:
-                manager.free(seq.seq_id)
-                seq.dormant = True
-                spare.append(seq)
-        tokens_of = [list(seq.token_ids) for seq in parents]
-        for index, token_id, cumulative_logprob in successors:
-            parent = parents[index]
+        step = search.choose(beams)
+        survivors = set() if step.finished else {index for index, _, _ in step.live}
+        ending = [seq for index, seq in enumerate(parents) if index not in survivors]
+        spare = [seq for seq in group.seqs if seq.dormant] + ending
+        forks, live = [], []
+        for index, token_id, cumulative_logprob in [] if step.finished else step.live:
+            seq = parent = parents[index]
             if index in survivors:  # its first successor takes its place
                 survivors.remove(index)
-                seq = parent
             else:
                 seq = spare.pop()
-                manager.fork(parent.seq_id, seq.seq_id)
-                seq.dormant = False
-                seq.num_computed_tokens = parent.num_computed_tokens
-            seq.token_ids = [*tokens_of[index], token_id]
-            seq.cumulative_logprob = cumulative_logprob
+                forks.append((parent, seq))
+            live.append((seq, [*parent.token_ids, token_id], cumulative_logprob))
+        group.next_beams = step, live
+        for seq in ending:
+            manager.free(seq.seq_id)
+        for parent, seq in forks:
+            manager.fork(parent.seq_id, seq.seq_id)
+            seq.num_computed_tokens = parent.num_computed_tokens
+        self._take_beams(group)
+        if search.finished:
+            self.finish(group, None, "stop")
+
+    def _take_beams(self, group: SequenceGroup) -> None:
+        """Make `next_beams` the state of the group. Called again, if an exception came in between, it goes on."""
+        assert group.beam_search is not None and group.next_beams is not None
+        step, live = group.next_beams
+        group.beam_search.accept(step)
+        for seq in group.seqs:
+            seq.candidates = {}
+            seq.dormant = not step.finished and all(seq is not other for other, _, _ in live)
+        for seq, token_ids, cumulative_logprob in live:
+            seq.token_ids, seq.cumulative_logprob = token_ids, cumulative_logprob
+        group.next_beams = None
 
 
 def _place(group: SequenceGroup) -> tuple[int, int]:

@@ -1,5 +1,6 @@
 """Text to token ids and back: a thin layer over `tokenizers`, the chat template, and an incremental detokenizer."""
 
+from functools import cached_property
 from pathlib import Path
 
 from tokenizers import Tokenizer as BackendTokenizer
@@ -7,6 +8,7 @@ from tokenizers import Tokenizer as BackendTokenizer
 from nanopage.chat_template import render
 from nanopage.config import read_json
 from nanopage.gguf_checkpoint import GGUFCheckpoint
+from nanopage.stop_strings import Node, StopStringSearch
 
 REPLACEMENT = "\ufffd"  # what bytes that are no character decode to
 
@@ -37,10 +39,17 @@ class Tokenizer:
             if name in ("bos_token", "eos_token", "unk_token", "pad_token") and value is not None
         }
         self.chat_template = _chat_template(path, config)
+        added = self.backend.get_added_tokens_decoder()
+        self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
 
     @property
     def vocab_size(self) -> int:
         return self.backend.get_vocab_size(with_added_tokens=True)
+
+    @cached_property
+    def max_chars_per_token(self) -> int:
+        """Characters of the longest token."""
+        return max(map(len, self.backend.get_vocab(with_added_tokens=True)))
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
@@ -94,14 +103,13 @@ def _chat_template(path: Path, config: dict) -> str | None:
 class IncrementalDetokenizer:
     """Turns one sequence's tokens into text as they come, and finds its stop strings.
 
-    `text` only ever grows by whole characters: the bytes of an unfinished UTF-8 character are held back, and so is
-    any tail that may turn out to be the beginning of a stop string. The concatenation of what `take()` returns is the
-    final text.
+    `text` grows by whole characters: the bytes of an unfinished UTF-8 character are held back. What `certain_text`
+    returns also leaves out any end of the text that may turn out to begin a stop string, so it only ever grows.
 
     Args:
         tokenizer: the model's.
         prompt_token_ids: gives the first tokens their context (a leading space, for SentencePiece).
-        stop: strings that end the sequence.
+        stop_strings: the strings that end the sequence, from `build_trie`; None if there are none.
         skip_special_tokens, include_stop_str: as in SamplingParams.
     """
 
@@ -111,53 +119,68 @@ class IncrementalDetokenizer:
         self,
         tokenizer: Tokenizer,
         prompt_token_ids: list[int],
-        stop: list[str],
+        stop_strings: Node | None = None,
         skip_special_tokens: bool = True,
         include_stop_str: bool = False,
     ):
         self.tokenizer = tokenizer
-        self.stop = stop
+        self.prompt_token_ids = prompt_token_ids
+        self.stop_strings = stop_strings
         self.skip_special_tokens = skip_special_tokens
         self.include_stop_str = include_stop_str
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget all tokens added so far."""
         self.text = ""
-        self._taken = 0  # characters of `text` that take() has returned
+        self._search = None if self.stop_strings is None else StopStringSearch(self.stop_strings)
         # A token's text depends on its neighbours, so new tokens are decoded behind a few known ones. `_done` is how
         # much of the window's text is known; a slide of the window leaves the tokens from `_next` on.
-        self._window = self._context(prompt_token_ids)
+        self._window = self._context(self.prompt_token_ids)
         self._next = len(self._window)
         self._prompt_text = self._decode()
         self._done = len(self._prompt_text.rstrip(REPLACEMENT))
         self._unfinished = False  # whether tokens were added that are not all in `text`
 
-    def add(self, token_ids: list[int], search_stop: bool = True) -> str | None:
-        """Take in new tokens. Returns the stop string that ended the text, if one did."""
-        searched = len(self.text)
-        for token_id in token_ids:
-            self._window.append(token_id)
-            text = self._decode()
-            whole = text.rstrip(REPLACEMENT)
-            self._unfinished = text != whole
-            if not self._unfinished:
-                self._pass_prompt(text)
-            new = whole[self._done :]
-            self.text += new
-            self._done += len(new)
-            if new and not self._unfinished:  # a window that shows nothing gives the next token no context
-                rest = self._window[self._next :]
-                # The end of a character that the prompt began is no text of its own.
-                if not self.tokenizer.decode(rest, self.skip_special_tokens).startswith(REPLACEMENT):
-                    self._window = rest
-                self._next, self._prompt_text = len(self._window), ""
-                self._done = len(self._decode())
-        return self._find_stop(searched) if self.stop and search_stop else None
+    def add(self, token_id: int, search_stop: bool = True) -> str | None:
+        """Add the next token. Returns the stop string that ended the text, if one did."""
+        if self.skip_special_tokens and token_id in self.tokenizer.special_ids:
+            return None  # it has no text, and must not make the window grow
+        self._window.append(token_id)
+        text = self._decode()
+        whole = text.rstrip(REPLACEMENT)
+        self._unfinished = text != whole
+        if not self._unfinished:
+            self._pass_prompt(text)
+        new = whole[self._done :]
+        self.text += new
+        self._done += len(new)
+        if new and not self._unfinished:  # a window that shows nothing gives the next token no context
+            rest = self._window[self._next :]
+            # The end of a character that the prompt began is no text of its own.
+            if not self.tokenizer.decode(rest, self.skip_special_tokens).startswith(REPLACEMENT):
+                self._window = rest
+            self._next, self._prompt_text = len(self._window), ""
+            self._done = len(self._decode())
+        found = None if self._search is None else self._search.feed(new, search_stop)
+        if found is None:
+            return None
+        begin, stop = found
+        self.text = self.text[: begin + len(stop) if self.include_stop_str else begin]
+        self._search, self._unfinished = None, False
+        return stop
 
     def finish(self) -> None:
         """No more tokens: an unfinished character becomes the replacement character, as in `Tokenizer.decode`."""
         if self._unfinished:
             text = self._decode()
             self._pass_prompt(text)
-            self.text += text[self._done :]
-            self._unfinished = False
+            self.text, self._unfinished = self.text + text[self._done :], False
+        self._search = None
+
+    def certain_text(self) -> str:
+        """The text, without an end that may belong to a stop string."""
+        return self.text if self._search is None else self.text[: self._search.begun]
 
     def _context(self, prompt_token_ids: list[int]) -> list[int]:
         """The end of the prompt, from the beginning of a character on. It may end within one."""
@@ -175,40 +198,5 @@ class IncrementalDetokenizer:
         if text.startswith(self._prompt_text):
             self._done = max(self._done, len(self._prompt_text))
 
-    def take(self, finished: bool) -> str:
-        """The text that is certain and has not been taken yet."""
-        end = len(self.text) if finished else len(self.text) - self._possible_stop()
-        new, self._taken = self.text[self._taken : end], max(self._taken, end)
-        return new
-
-    @property
-    def taken(self) -> str:
-        """All that take() has returned, in one piece."""
-        return self.text[: self._taken]
-
     def _decode(self) -> str:
         return self.tokenizer.decode(self._window, self.skip_special_tokens)
-
-    def _find_stop(self, searched: int) -> str | None:
-        """Cut the text at the earliest stop string that ends after the first `searched` characters."""
-        found: tuple[int, str] | None = None
-        for stop in self.stop:
-            at = self.text.find(stop, max(0, searched - len(stop) + 1))
-            if at >= 0 and (found is None or at < found[0]):
-                found = at, stop
-        if found is None:
-            return None
-        at, stop = found
-        self.text = self.text[: at + len(stop) if self.include_stop_str else at]
-        self._unfinished = False
-        return stop
-
-    def _possible_stop(self) -> int:
-        """Length of the longest end of the text that is the beginning of a stop string."""
-        longest = 0
-        for stop in self.stop:
-            for length in range(min(len(stop) - 1, len(self.text)), longest, -1):
-                if self.text.endswith(stop[:length]):
-                    longest = length
-                    break
-        return longest

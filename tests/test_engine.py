@@ -10,6 +10,7 @@ from helpers import EOS, VOCAB_SIZE, tiny_model
 
 from nanopage import BeamSearchParams, EngineConfig, LLMEngine, SamplingParams
 from nanopage.device import resolve_dtype, set_cuda_precision
+from nanopage.sampler import Samples
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 
@@ -179,20 +180,107 @@ def test_a_step_that_fails_can_be_run_again(model, monkeypatch, overlap):
     def failing(batch, stats):
         calls.append(batch)
         samples = launch(batch, stats)  # the cache is written, but nobody hears of it
-        if len(calls) % 3 == 0:
+        if len(calls) % 3 == 0 and not engine.scheduler.suspects:
             raise RuntimeError("out of memory")
         return samples
 
     monkeypatch.setattr(engine.runner, "launch", failing)
     done = {}
     while engine.has_unfinished_requests():
-        try:
-            done |= {output.request_id: output for output in engine.step() if output.finished}
-        except RuntimeError:
-            engine.scheduler.block_manager.check_invariants()
+        done |= {output.request_id: output for output in engine.step() if output.finished}
+        engine.scheduler.block_manager.check_invariants()
     assert len(calls) > 12
     for name in ("a", "b"):
         assert done[name].outputs[0].token_ids == expected[name].outputs[0].token_ids
+        assert done[name].error is None
+    assert idle(engine)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("where", ["schedule", "launch", "result", "update", "text", "output"])
+def test_a_request_that_makes_every_step_fail_ends_with_an_error_and_the_others_go_on(
+    model, monkeypatch, caplog, overlap, where
+):
+    prompts = {"a": "the cat", "bad": "a dog in the house", "c": "then they were", "d": "the man and the"}
+    expected = run(make_engine(model), **{name: (prompt, GREEDY) for name, prompt in prompts.items()})
+    engine = make_engine(model, max_num_batched_tokens=12, async_scheduling=overlap)
+
+    def fail_for_bad(function, is_bad):
+        def failing(*args, **kwargs):
+            result = function(*args, **kwargs)
+            if is_bad(*args, result):
+                raise ValueError("what this request does")
+            return result
+
+        return failing
+
+    def in_batch(batch):
+        return any(s.group.request_id == "bad" for s in batch.sequences)
+
+    scheduler = engine.scheduler
+    if where == "schedule":
+        monkeypatch.setattr(scheduler, "_work", fail_for_bad(scheduler._work, lambda group, *_: group is bad.group))
+    elif where == "launch":
+        monkeypatch.setattr(engine.runner, "launch", fail_for_bad(engine.runner.launch, lambda b, *_: in_batch(b)))
+    elif where == "result":
+        launched = []
+        monkeypatch.setattr(
+            engine.runner, "launch", fail_for_bad(engine.runner.launch, lambda b, *_: launched.append((b, _[-1])))
+        )
+        result = Samples.result
+        monkeypatch.setattr(
+            Samples, "result", fail_for_bad(result, lambda me, _: any(s is me and in_batch(b) for b, s in launched))
+        )
+    elif where == "update":
+        monkeypatch.setattr(scheduler, "update", fail_for_bad(scheduler.update, lambda batch, *_: in_batch(batch)))
+    elif where == "text":
+        monkeypatch.setattr(engine, "_read_token", fail_for_bad(engine._read_token, lambda r, *_: r is bad))
+    elif where == "output":
+        monkeypatch.setattr(engine, "_output", fail_for_bad(engine._output, lambda r, *_: r is bad))
+    requests = {name: engine.make_request(name, prompt, GREEDY) for name, prompt in prompts.items()}
+    bad = requests["bad"]
+    for request in requests.values():
+        engine.submit(request)
+    done = finish(engine)
+    assert "what this request does" in done["bad"].error
+    assert {c.finish_reason for c in done["bad"].outputs} <= {"error"}
+    assert "request bad ended by an error" in caplog.text or where == "output"
+    for name in ("a", "c", "d"):
+        assert done[name].error is None
+        assert done[name].outputs[0].token_ids == expected[name].outputs[0].token_ids
+        assert done[name].outputs[0].text == expected[name].outputs[0].text
+    assert idle(engine)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize(
+    "params",
+    [GREEDY, SamplingParams(seed=1, logprobs=2), SamplingParams(seed=1, top_p=0.9, n=2), BeamSearchParams(width=2)],
+    ids=["greedy", "sampled", "truncated", "beams"],
+)
+def test_logits_that_are_not_finite_end_their_request_with_an_error(model, monkeypatch, value, overlap, params):
+    engine = make_engine(model, async_scheduling=overlap)
+    expected = run(engine, b=("a dog in the house", GREEDY))["b"]
+    read_by_b = {*expected.prompt_token_ids, *expected.outputs[0].token_ids}
+    poisoned = next(token_id for token_id in range(100, VOCAB_SIZE) if token_id not in read_by_b)
+    engine.runner.model.model.embed_tokens.weight[poisoned] = value
+    done = run(engine, a=([5, poisoned, 7], params), b=("a dog in the house", GREEDY))
+    a, b = done["a"], done["b"]
+    assert "not finite" in a.error
+    assert {completion.finish_reason for completion in a.outputs} == {"error"}
+    assert all(completion.token_ids == [] and completion.text == "" for completion in a.outputs)
+    assert (b.error, b.outputs[0].token_ids) == (None, expected.outputs[0].token_ids)
+    assert idle(engine)
+
+
+def test_constraints_that_forbid_every_token_end_the_request_with_an_error(model):
+    engine = make_engine(model)
+    (z,) = engine.tokenizer.encode("z")
+    assert engine.tokenizer.encode("zz") == [z, z]
+    output = run(engine, a=("the", SamplingParams(allowed_token_ids=[z], bad_words=["zz"], max_tokens=9)))["a"]
+    assert "constraints that forbid every token" in output.error
+    assert (output.outputs[0].text, output.outputs[0].finish_reason) == ("z", "error")
     assert idle(engine)
 
 

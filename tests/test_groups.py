@@ -217,8 +217,11 @@ def test_a_beam_search_can_be_aborted_whole_only(model):
 
 def test_the_search_ends_with_what_it_has_if_nothing_can_follow():
     search = BeamSearch(2, 5, 1.0, False, frozenset([0]))
-    assert search.advance([Beam([], 0.0, {0: -0.1})]) == []
-    assert search.finished and [h.token_ids for h in search.hypotheses] == [[0]]
+    step = search.choose([Beam([], 0.0, {0: -0.1})])
+    assert step.live == [] and step.finished and [h.token_ids for h in step.hypotheses] == [[0]]
+    assert search.hypotheses == []
+    search.accept(step)
+    assert search.finished and search.hypotheses == step.hypotheses
 
 
 def test_beam_search_takes_the_forms_of_generate_and_names_what_it_can_not_use(model):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from scipy import stats
 from transformers import RepetitionPenaltyLogitsProcessor
 
-from nanopage.request import SamplingParams, Sequence
+from nanopage.request import NO_TOKEN, SamplingParams, Sequence
 from nanopage.sampler import (
     CANDIDATES,
     Sampler,
@@ -123,11 +123,34 @@ def test_greedy_is_argmax():
 @pytest.mark.parametrize("distinct", [3, 10**6], ids=["many equals", "no equals"])
 def test_argmax_is_the_first_of_the_largest(vocab_size, distinct):
     logits = torch.randint(distinct, (5, vocab_size), generator=torch.Generator().manual_seed(0)).float()
-    logits[3] = -INF
     logits[4, : vocab_size - 1] = -INF
     expected = [row.index(max(row)) for row in logits.tolist()]
     assert argmax(logits).tolist() == expected
     assert argmax(logits[:1]).tolist() == expected[:1]
+
+
+@pytest.mark.parametrize("vocab_size", [7, 300, 49152])
+@pytest.mark.parametrize(
+    "params",
+    [{"temperature": 0}, {}, {"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.1}, {"top_p": 0.5, "top_k": 20, "min_p": 0.1}],
+    ids=str,
+)
+def test_a_row_whose_largest_logit_is_not_finite_gives_no_token(vocab_size, params):
+    good = random_logits(1, vocab_size)[0]
+    rows = [good.clone() for _ in range(6)]
+    rows[0][vocab_size - 1] = math.nan
+    rows[1][:] = math.nan
+    rows[2][0] = INF
+    rows[3][:] = -INF
+    rows[4][1:] = -INF  # only token 0 is possible
+    batch = [sequence(seed=row, **params) for row in range(6)]
+    tokens = sample(torch.stack(rows), batch).tolist()
+    assert tokens[:5] == [NO_TOKEN, NO_TOKEN, NO_TOKEN, NO_TOKEN, 0]
+    assert tokens[5] == sample(good[None], batch[5:]).item()
+    sampled = Sampler(defer=True)(torch.stack(rows), [sequence(seed=5, logprobs=2, **params) for _ in range(6)])
+    result = sampled.result()
+    assert [token.token_id for token in result] == tokens
+    assert result[5].logprobs[tokens[5]][0] > -INF
 
 
 def test_greedy_ignores_truncation():

@@ -1,5 +1,6 @@
 """Text to ids and back, and the incremental detokenizer against an oracle that decodes everything after every token."""
 
+import itertools
 import json
 
 import pytest
@@ -10,6 +11,7 @@ from tokenizers import AddedToken, decoders, models, normalizers, processors
 from transformers import AutoTokenizer
 
 from nanopage.hub import default_model
+from nanopage.stop_strings import build_trie
 from nanopage.tokenizer import IncrementalDetokenizer, Tokenizer
 
 REPLACEMENT = "\ufffd"
@@ -73,26 +75,23 @@ class Stream:
     """A detokenizer driven as the engine drives it, one token at a time."""
 
     def __init__(self, tokenizer, prompt=(), stop=(), **options):
-        self.detokenizer = IncrementalDetokenizer(tokenizer, list(prompt), list(stop), **options)
+        trie = build_trie(list(stop)) if stop else None
+        self.detokenizer = IncrementalDetokenizer(tokenizer, list(prompt), trie, **options)
         self.shown = []  # all that has been shown, after each token
 
     def run(self, token_ids, search_from=0) -> str | None:
         """Returns the stop string that ended it, if one did; the stops are searched from that token on."""
-        shown = ""
         for i, token_id in enumerate(token_ids):
-            stop = self.detokenizer.add([token_id], search_stop=i >= search_from)
+            stop = self.detokenizer.add(token_id, search_stop=i >= search_from)
             if stop is not None:
                 break
-            shown += self.detokenizer.take(finished=False)
-            assert shown == self.detokenizer.taken
-            self.shown.append(shown)
+            self.shown.append(self.detokenizer.certain_text())
         else:
             stop = None
         self.detokenizer.finish()
-        shown += self.detokenizer.take(finished=True)
-        self.shown.append(shown)
-        assert shown == self.detokenizer.taken == self.detokenizer.text
-        assert self.detokenizer.take(finished=True) == ""
+        self.shown.append(self.detokenizer.text)
+        assert self.detokenizer.certain_text() == self.detokenizer.text
+        assert all(later.startswith(earlier) for earlier, later in itertools.pairwise(self.shown))
         assert all(self.text.startswith(text) for text in self.shown)
         return stop
 
@@ -105,16 +104,15 @@ class Stream:
         return self.shown[:-1]
 
 
-def earliest_stop(text: str, stops: list[str], searched: int = 0) -> tuple[int, str] | None:
-    """(where, which) of the stop strings that end beyond the first `searched` characters; of two at one place the
-    first listed."""
-    places = [
-        (at, order, stop)
-        for order, stop in enumerate(stops)
-        for at in range(len(text))
-        if text.startswith(stop, at) and at + len(stop) > searched
-    ]
-    return min(places)[::2] if places else None
+def first_stop(text: str, stops: list[str], searched: int = 0) -> tuple[int, str] | None:
+    """(where, which) of the stop string that ends first beyond the first `searched` characters; of those that end
+    together the longest."""
+    for end in range(searched + 1, len(text) + 1):
+        ending = [stop for stop in stops if text.endswith(stop, 0, end)]
+        if ending:
+            longest = max(ending, key=len)
+            return end - len(longest), longest
+    return None
 
 
 def text_by_oracle(tokenizer, token_ids, stops, include=False, search_from=0, skip=True) -> tuple[str, str | None]:
@@ -124,7 +122,7 @@ def text_by_oracle(tokenizer, token_ids, stops, include=False, search_from=0, sk
         text = tokenizer.decode(token_ids[:count], skip)
         if count <= search_from:
             searched = len(text.rstrip(REPLACEMENT))
-        elif found := earliest_stop(text, stops, searched):
+        elif found := first_stop(text, stops, searched):
             at, stop = found
             return text[: at + len(stop) if include else at], stop
     return tokenizer.decode(token_ids, skip), None
@@ -250,21 +248,6 @@ def test_text_comes_out_as_soon_as_its_characters_are_whole(byte_level, byte_ids
     for count, shown in enumerate(stream.unfinished, start=1):
         assert shown == text.encode()[:count].decode(errors="ignore").rstrip(REPLACEMENT)
     assert stream.text == text
-
-
-def test_several_tokens_at_once_are_as_one_by_one(byte_level, byte_ids):
-    @fuzz
-    @given(random_ids(byte_ids), st.integers(1, 7))
-    def check(ids, size):
-        detokenizer = IncrementalDetokenizer(byte_level, byte_level.encode("Hi"), [])
-        shown = ""
-        for start in range(0, len(ids), size):
-            detokenizer.add(ids[start : start + size])
-            shown += detokenizer.take(finished=False)
-        detokenizer.finish()
-        assert shown + detokenizer.take(finished=True) == byte_level.decode(ids)
-
-    check()
 
 
 # A prompt that ends within a character
