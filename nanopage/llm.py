@@ -7,10 +7,12 @@ for output in llm.generate(["Once upon a time"], SamplingParams(max_tokens=50)):
     print(output.outputs[0].text)
 """
 
+import contextlib
 import dataclasses
 import itertools
-from collections import defaultdict, deque
-from collections.abc import Iterator, Sequence
+import threading
+from collections import deque
+from collections.abc import Generator, Iterator, Sequence
 from typing import cast
 
 from rich.console import Console
@@ -24,8 +26,29 @@ from nanopage.request import BeamSearchParams, RequestOutput, SamplingParams
 AnyParams = SamplingParams | BeamSearchParams
 
 
+class GenerationInterrupted(KeyboardInterrupt):
+    """Ctrl-C during `generate`, `chat` or `beam_search`.
+
+    `outputs` has an entry for each prompt, in order: its RequestOutput, with what it had produced (`finish_reason` is
+    "abort" where it had not ended), or None if it had produced nothing.
+    """
+
+    def __init__(self, outputs: list[RequestOutput | None]):
+        super().__init__()
+        self.outputs = outputs
+
+
+class GenerationError(RuntimeError):
+    """An error that is not that of a single request ended `generate`, `chat` or `beam_search`. `outputs` as in
+    GenerationInterrupted."""
+
+    def __init__(self, message: str, outputs: list[RequestOutput | None]):
+        super().__init__(message)
+        self.outputs = outputs
+
+
 class LLM:
-    """A model ready to generate.
+    """A model ready to generate. Several threads may use it at once; their requests are batched together.
 
     Args:
         model: a Hugging Face directory, a .gguf file, a hub id, or None for SmolLM2-135M-Instruct.
@@ -43,8 +66,9 @@ class LLM:
         self.engine = LLMEngine(EngineConfig(model=model, **options))
         self._ids = itertools.count()
         self._num_output_tokens = 0
-        # Outputs of requests that another caller on this object waits for (a half-read stream() during a generate()).
-        self._inboxes: dict[str, deque[RequestOutput]] = defaultdict(deque)
+        self._lock = threading.RLock()  # of the engine and the inboxes
+        # request_id -> where its outputs go. Each reader (a call of generate, a stream) has an inbox for its requests.
+        self._inboxes: dict[str, deque[RequestOutput]] = {}
 
     def get_tokenizer(self):
         """None if the model has none, which only load_format="dummy" allows."""
@@ -72,9 +96,12 @@ class LLM:
             use_tqdm: show a progress bar on stderr.
             priority: one for each prompt, lower goes first, with scheduling_policy="priority".
 
-        Returns: one finished RequestOutput for each prompt, in order.
+        Returns: one finished RequestOutput for each prompt, in order. The `error` of one that could not be completed
+            says why.
 
-        Raises: ValueError, TypeError for any prompt or parameter that is not usable; nothing has run then.
+        Raises:
+            ValueError, TypeError: a prompt or parameter that is not usable; nothing has run then.
+            GenerationInterrupted, GenerationError: with the outputs so far.
         """
         return self._run(self._requests(_list_of_prompts(prompts), sampling_params, priority), use_tqdm)
 
@@ -135,7 +162,7 @@ class LLM:
         tokenizer = self.engine.input_processor.require_tokenizer("a conversation", "prompt_token_ids to generate()")
         text = tokenizer.apply_chat_template(messages, chat_template, add_generation_prompt)
         # The template writes the special tokens itself; the request carries ids so that none is added twice.
-        return {"prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
+        return {"prompt_token_ids": self.engine.input_processor.encode(text, add_special_tokens=False)}
 
     def _requests(
         self,
@@ -158,7 +185,7 @@ class LLM:
             raise TypeError(f"priority must be a list, one integer for each prompt, not {priority!r}")
         if len(priority) != len(prompts):
             raise ValueError(f"{len(priority)} values of priority for {len(prompts)} prompts")
-        requests = []
+        requests: list[Request] = []
         for i, (prompt, params, place) in enumerate(zip(prompts, sampling_params, priority, strict=True)):
             try:
                 requests.append(self.engine.make_request(str(next(self._ids)), prompt, params, place))
@@ -167,48 +194,83 @@ class LLM:
         return requests
 
     def _run(self, requests: list[Request], show_progress: bool) -> list[RequestOutput]:
-        finished: dict[str, RequestOutput] = {}
-        with Progress(
-            TextColumn("Generating"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[speed]}"),
-            TimeElapsedColumn(),
-            console=Console(stderr=True),
-            disable=not show_progress,
-        ) as progress:
-            task = progress.add_task("", total=len(requests), speed="")
-            before = self._num_output_tokens
-            for output in self._outputs(requests):
-                if output.finished:
-                    finished[output.request_id] = output
-                num_tokens = self._num_output_tokens - before
-                elapsed = progress.tasks[task].elapsed
-                speed = f"{num_tokens / elapsed:.0f} output tok/s" if elapsed else ""
-                progress.update(task, completed=len(finished), speed=speed)
-        return [finished[request.group.request_id] for request in requests]
-
-    def _outputs(self, requests: list[Request]) -> Iterator[RequestOutput]:
-        """Submit requests and yield their outputs as they come; abort what is unfinished if the reader leaves."""
-        unfinished = {request.group.request_id for request in requests}
+        latest: dict[str, RequestOutput] = {}
         try:
-            for request in requests:
-                self.engine.submit(request)
+            with (
+                Progress(
+                    TextColumn("Generating"),
+                    BarColumn(),
+                    MofNCompleteColumn(),
+                    TextColumn("{task.fields[speed]}"),
+                    TimeElapsedColumn(),
+                    console=Console(stderr=True),
+                    disable=not show_progress,
+                ) as progress,
+                contextlib.closing(self._outputs(requests)) as outputs,
+            ):
+                task = progress.add_task("", total=len(requests), speed="")
+                before, num_finished = self._num_output_tokens, 0
+                for output in outputs:
+                    latest[output.request_id] = output
+                    num_finished += output.finished
+                    num_tokens = self._num_output_tokens - before
+                    elapsed = progress.tasks[task].elapsed
+                    speed = f"{num_tokens / elapsed:.0f} output tok/s" if elapsed else ""
+                    progress.update(task, completed=num_finished, speed=speed)
+        except KeyboardInterrupt:
+            raise GenerationInterrupted(_so_far(requests, latest)) from None
+        except Exception as error:
+            raise GenerationError(str(error), _so_far(requests, latest)) from error
+        return [latest[request.group.request_id] for request in requests]
+
+    def _outputs(self, requests: list[Request]) -> Generator[RequestOutput]:
+        """Submit requests and yield their outputs as they come. If the reader leaves, abort what is unfinished."""
+        unfinished = {request.group.request_id for request in requests}
+        inbox: deque[RequestOutput] = deque()
+        try:
+            with self._lock:
+                for request in requests:
+                    self._inboxes[request.group.request_id] = inbox
+                    self.engine.submit(request)
             while unfinished:
-                for request_id in sorted(unfinished & self._inboxes.keys(), key=int):
-                    for output in self._inboxes.pop(request_id):
-                        if output.finished:
-                            unfinished.discard(request_id)
-                        yield output
-                if unfinished:
-                    outputs = self.engine.step()
-                    self._num_output_tokens += self.engine.last_step.output_tokens
-                    for output in outputs:
-                        self._inboxes[output.request_id].append(output)
+                with self._lock:
+                    if not inbox:
+                        self._step()
+                while inbox:
+                    output = inbox.popleft()
+                    if output.finished:
+                        unfinished.discard(output.request_id)
+                        del self._inboxes[output.request_id]
+                    yield output
         finally:
-            for request_id in unfinished:
-                self.engine.abort(request_id)
-                self._inboxes.pop(request_id, None)
+            with self._lock:
+                for request_id in unfinished:
+                    self.engine.abort(request_id)
+                    self._inboxes.pop(request_id, None)
+
+    def _step(self) -> None:
+        outputs = self.engine.step()
+        self._num_output_tokens += self.engine.last_step.output_tokens
+        for output in outputs:
+            if (inbox := self._inboxes.get(output.request_id)) is not None:
+                inbox.append(output)
+            else:  # its reader was interrupted before it could abort the request
+                self.engine.abort(output.request_id)
+
+
+def _so_far(requests: list[Request], latest: dict[str, RequestOutput]) -> list[RequestOutput | None]:
+    """What each request has produced, the unfinished ones marked as aborted."""
+    outputs: list[RequestOutput | None] = []
+    for request in requests:
+        output = latest.get(request.group.request_id)
+        if output is not None and not output.finished:
+            completions = [
+                dataclasses.replace(completion, finish_reason=completion.finish_reason or "abort")
+                for completion in output.outputs
+            ]
+            output = dataclasses.replace(output, outputs=completions, finished=True)
+        outputs.append(output)
+    return outputs
 
 
 def _list_of_prompts(prompts: Prompt | list[Prompt]) -> list[Prompt]:

@@ -3,13 +3,22 @@
 import dataclasses
 import json
 import shutil
+import threading
 
 import pytest
 from helpers import tiny_model
 
 from nanopage import LLM, SamplingParams
+from nanopage.llm import GenerationError
+from nanopage.tokenizer import Tokenizer
 
 GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
+
+
+def conversation(text):
+    return [{"role": "user", "content": text}]
+
+
 CONVERSATION = [{"role": "user", "content": "where is the cat?"}]
 
 
@@ -83,9 +92,64 @@ def test_an_interrupted_generate_leaves_nothing_behind(llm, monkeypatch):
             raise KeyboardInterrupt
         return step()
 
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+    short = dataclasses.replace(GREEDY, max_tokens=2)
+    expected = tokens(llm.generate(["the cat", "the dog"], [short, GREEDY]))
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt) as raised:
         patch.setattr(llm.engine, "step", interrupted)
-        llm.generate(["the cat", "the dog"], GREEDY)
+        llm.generate(["the cat", "the dog"], [short, GREEDY])
+    cat, dog = raised.value.outputs
+    assert (cat.outputs[0].token_ids, cat.outputs[0].finish_reason) == (expected[0], "length")
+    assert (dog.outputs[0].token_ids, dog.outputs[0].finish_reason) == (expected[1][:3], "abort")
+
+
+def test_an_error_between_steps_keeps_what_was_finished(llm):
+    def fail(stats):
+        if not stats.running:
+            raise OSError("disk full")
+
+    expected = tokens(llm.generate(["the cat", "the dog"], GREEDY))
+    llm.engine.listeners.append(fail)
+    try:
+        with pytest.raises(GenerationError, match="disk full") as raised:
+            llm.generate(["the cat", "the dog"], [dataclasses.replace(GREEDY, max_tokens=2), GREEDY])
+    finally:
+        llm.engine.listeners.remove(fail)
+    cat, dog = raised.value.outputs
+    assert (cat.outputs[0].token_ids, dog.outputs[0].token_ids) == (expected[0][:2], expected[1][:9])
+    assert isinstance(raised.value.__cause__, OSError)
+
+
+def test_threads_that_share_an_llm_get_their_own_outputs(llm):
+    prompts = [f"{animal} {number}" for animal in ("cat", "dog", "man", "house") for number in range(6)]
+    expected = dict(zip(prompts, tokens(llm.generate(prompts, GREEDY)), strict=True))
+    got, errors = {}, []
+
+    def work(mine):
+        try:
+            for output in llm.generate(mine[:3], GREEDY, use_tqdm=False):
+                got[output.prompt] = output.outputs[0].token_ids
+            for prompt in mine[3:]:
+                for output in llm.stream(prompt, GREEDY):
+                    got[prompt] = output.outputs[0].token_ids
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(prompts[i::4],)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+    assert got == expected
+
+
+def test_text_that_cannot_be_a_prompt_is_refused_before_it_is_tokenized(llm, monkeypatch):
+    with pytest.raises(ValueError, match=r"lone surrogate, U\+D83D, at character 4"):
+        llm.generate("the \ud83d cat", GREEDY)
+    monkeypatch.setattr(Tokenizer, "encode", lambda *_: pytest.fail("it was tokenized"))
+    for ask in (lambda: llm.generate("the cat " * 10**6, GREEDY), lambda: llm.chat(conversation("a" * 10**7))):
+        with pytest.raises(ValueError, match=r"the prompt has [0-9,]+ characters, more than max_model_len=128 tokens"):
+            ask()
 
 
 def test_a_stream_gives_every_token_and_its_deltas_are_the_text(llm):
