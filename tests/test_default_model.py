@@ -1,4 +1,7 @@
-"""The real default model against transformers: greedy text in float32, log-probabilities in bfloat16."""
+"""The real default model against transformers: greedy text in float32, log-probabilities in bfloat16.
+
+NANOPAGE_LONG_TESTS=1 pytest tests/test_default_model.py -s      all prompts, and compiled code in both dtypes
+"""
 
 import os
 
@@ -7,39 +10,43 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from nanopage import LLM, BeamSearchParams, SamplingParams
+from nanopage.device import computes_natively
 
+LONG = os.environ.get("NANOPAGE_LONG_TESTS", "0") != "0"
+# transformers continues a prompt at 25 tokens a second, and compiling takes 40 s a dtype.
+NUM_PROMPTS, NUM_TOKENS = (20, 64) if LONG else (6, 32)
+COMPILED = "bfloat16" if computes_natively("bfloat16", torch.device("cpu")) else "float32"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 PROMPTS = [
     "What is the capital of France?",
+    "def fibonacci(n):\n    ",
+    "List three uses of a paperclip.",
+    "日本の首都はどこですか？",
+    "Summarize: The quick brown fox jumps over the lazy dog. It then runs into the forest and sleeps.",
+    '{"name": "Ada", "born": 1815, "known_for":',
     "Explain photosynthesis to a child.",
     "Write a haiku about the sea.",
-    "def fibonacci(n):\n    ",
     "Translate to Spanish: Good morning, how are you?",
-    "List three uses of a paperclip.",
     "Why is the sky blue?",
     "Once upon a time, in a land far away,",
     "What is 17 * 23? Think step by step.",
-    "Summarize: The quick brown fox jumps over the lazy dog. It then runs into the forest and sleeps.",
     "Give me a recipe for pancakes.",
     "SELECT name FROM users WHERE",
     "Who wrote 'Pride and Prejudice', and when?",
     "Schreibe einen Satz über den Winter.",
-    "日本の首都はどこですか？",
     "Is a tomato a fruit or a vegetable? 🍅",
     "The three laws of robotics are:\n1.",
     "Compare cats and dogs as pets in two sentences.",
-    '{"name": "Ada", "born": 1815, "known_for":',
     "Please write a polite e-mail declining an invitation to a wedding on 12 June 2021 at 14:30.",
 ]
-CHAT_UP_TO = 10  # the first ten go through the chat template, the others are continued as they stand
 
 
 def token_ids(llm) -> list[list[int]]:
     tokenizer = llm.get_tokenizer()
     ids = []
-    for i, prompt in enumerate(PROMPTS):
-        if i < CHAT_UP_TO:
+    for i, prompt in enumerate(PROMPTS[:NUM_PROMPTS]):
+        if i % 2 == 0:  # half of them go through the chat template, the others are continued as they stand
             text = tokenizer.apply_chat_template([{"role": "user", "content": prompt}])
             ids.append(tokenizer.encode(text, add_special_tokens=False))
         else:
@@ -65,30 +72,39 @@ def load(path, eager, **options) -> LLM:
     return llm
 
 
+def compiled_in(dtype):
+    """Compiled code of the dtype that this machine uses by default, and with NANOPAGE_LONG_TESTS of the other, too."""
+    reason = "compiles for 40 s; runs with NANOPAGE_LONG_TESTS=1"
+    return pytest.param(False, id="compiled", marks=pytest.mark.skipif(dtype != COMPILED and not LONG, reason=reason))
+
+
 @pytest.fixture(scope="module")
 def generated(default_model) -> list[list[int]]:
     """What transformers' generate makes of the prompts in float32."""
     prompts = token_ids(load(default_model, eager=True, dtype="float32"))
-    return generate_with_transformers(default_model, torch.float32, prompts, 64)
+    return generate_with_transformers(default_model, torch.float32, prompts, NUM_TOKENS)
 
 
-@pytest.mark.parametrize("eager", [True, False], ids=["eager", "compiled"])
-def test_twenty_prompts_are_continued_token_for_token_as_by_generate(default_model, generated, eager):
+@pytest.mark.parametrize("eager", [pytest.param(True, id="eager"), compiled_in("float32")])
+def test_prompts_are_continued_token_for_token_as_by_generate(default_model, generated, eager):
     llm = load(default_model, eager, dtype="float32")
     prompts = token_ids(llm)
-    outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=64), use_tqdm=False)
+    outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=NUM_TOKENS), use_tqdm=False)
     ours = [output.outputs[0].token_ids for output in outputs]
     differing = [i for i, (a, b) in enumerate(zip(ours, generated, strict=True)) if a != b]
-    print(f"\n{len(PROMPTS) - len(differing)} of {len(PROMPTS)} equal, {sum(map(len, ours))} tokens")
+    print(f"\n{len(prompts) - len(differing)} of {len(prompts)} equal, {sum(map(len, ours))} tokens")
     assert differing == []
 
 
-@pytest.mark.parametrize("eager", [True, False], ids=["eager", "compiled"])
+@pytest.mark.skipif(COMPILED != "bfloat16" and not LONG, reason="takes minutes where bfloat16 is emulated")
+@pytest.mark.parametrize("eager", [pytest.param(True, id="eager"), compiled_in("bfloat16")])
 def test_bfloat16_stays_close_to_transformers(default_model, eager):
     """vLLM's check_logprobs_close: where two greedy texts part, each token is among the other's five likeliest."""
+    if not eager and COMPILED != "bfloat16":
+        pytest.skip("there is no compiled code for a dtype that this machine emulates")
     llm = load(default_model, eager, dtype="bfloat16")
     prompts = token_ids(llm)
-    params = SamplingParams(temperature=0, max_tokens=64, logprobs=5)
+    params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, logprobs=5)
     outputs = llm.generate(prompts, params, use_tqdm=False)
     model = AutoModelForCausalLM.from_pretrained(default_model, dtype=torch.bfloat16).eval()
     agreed, total, worst = 0, 0, 0.0
@@ -110,7 +126,7 @@ def test_bfloat16_stays_close_to_transformers(default_model, eager):
 
 def test_beam_search_finds_the_sequences_and_scores_of_transformers(default_model):
     width, count = 4, 24
-    llm = load(default_model, eager=False, dtype="float32")
+    llm = load(default_model, eager=True, dtype="float32")
     prompts = token_ids(llm)[::2]  # transformers takes two seconds for each
     outputs = llm.beam_search(prompts, BeamSearchParams(width=width, max_tokens=count), use_tqdm=False)
     model = AutoModelForCausalLM.from_pretrained(default_model, dtype=torch.float32).eval()
