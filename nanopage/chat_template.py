@@ -9,6 +9,7 @@ a wall: templates of sworn enemies belong in a process with limits of its own.
 import functools
 import json
 import re
+import reprlib
 from datetime import datetime
 
 from jinja2 import TemplateError, nodes
@@ -29,8 +30,14 @@ WIDE_BRACES = re.compile(r"\{[^{}]*:[^{}]*(\d{5}|\{)")
 def render(source: str, messages: list[dict], add_generation_prompt: bool, special_tokens: dict[str, str]) -> str:
     """The conversation as the model was trained to see it.
 
-    Raises: ValueError for messages of the wrong form, and for a template that fails or does what the sandbox forbids.
+    Raises:
+        TypeError: an argument of the wrong type.
+        ValueError: messages of the wrong form, or a template that fails or does what the sandbox forbids.
     """
+    if not isinstance(source, str):
+        raise TypeError(f"chat_template must be a string of Jinja source, not {_shorten(source)}")
+    if not isinstance(add_generation_prompt, bool):
+        raise TypeError(f"add_generation_prompt must be True or False, not {_shorten(add_generation_prompt)}")
     check_messages(messages)
     try:
         size = sum(len(message["content"]) for message in messages)
@@ -52,12 +59,28 @@ def check_messages(messages: list[dict]) -> None:
         raise ValueError("messages must be a list of at least one {'role': ..., 'content': ...}")
     for i, message in enumerate(messages):
         if not isinstance(message, dict):
-            raise TypeError(f"messages[{i}] must be a dict, not {message!r}")
+            raise TypeError(f"messages[{i}] must be a dict, not {_shorten(message)}")
         for name in ("role", "content"):
-            if not isinstance(message.get(name), str):
-                raise TypeError(f"messages[{i}][{name!r}] must be a string, not {message.get(name)!r}")
+            _check_text(message.get(name), f"messages[{i}][{name!r}]")
         if unknown := message.keys() - {"role", "content"}:
-            raise ValueError(f"messages[{i}] has fields that are not supported: {', '.join(sorted(map(str, unknown)))}")
+            names = ", ".join(sorted(map(_shorten, unknown)))
+            raise ValueError(f"messages[{i}] has fields that are not supported: {names:.200}")
+
+
+def _check_text(text, name: str) -> None:
+    if not isinstance(text, str):
+        raise TypeError(f"{name} must be a string, not {_shorten(text)}")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{name} has a lone surrogate at character {error.start}, which cannot be encoded") from None
+
+
+def _shorten(value) -> str:
+    try:
+        return reprlib.repr(value)
+    except ValueError:  # an integer of more digits than Python prints
+        return type(value).__name__
 
 
 class GenerationTag(Extension):

@@ -274,6 +274,27 @@ def test_the_template_is_the_models_own(tmp_path, tokenizer, jinja, config, text
     assert model_directory(tmp_path, tokenizer, jinja, **config).apply_chat_template([USER]) == text
 
 
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"chat_template": 5},
+        {"chat_template": {"default": "x"}},
+        {"chat_template": ["x"]},
+        {"chat_template": [{"name": "default"}]},
+        {"chat_template": [{"name": "default", "template": None}]},
+    ],
+)
+def test_a_chat_template_of_the_wrong_form_is_an_error_that_names_the_file(tmp_path, tokenizer, config):
+    with pytest.raises(ValueError, match=r"chat_template in .*tokenizer_config.json must be a string or a list"):
+        model_directory(tmp_path, tokenizer, **config)
+
+
+def test_a_chat_template_that_is_not_utf_8_is_an_error_that_names_the_file(tmp_path, tokenizer):
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff{{ messages }}")
+    with pytest.raises(ValueError, match=r"chat_template.jinja is not UTF-8"):
+        model_directory(tmp_path, tokenizer)
+
+
 @pytest.mark.parametrize("config", [{}, {"chat_template": None}, {"chat_template": [{"name": "rag", "template": "x"}]}])
 def test_without_a_template_the_error_says_it_is_a_base_model(tmp_path, tokenizer, config):
     base = model_directory(tmp_path, tokenizer, **config)
@@ -290,19 +311,33 @@ def test_without_a_template_the_error_says_it_is_a_base_model(tmp_path, tokenize
         (USER, ValueError, "messages must be a list"),
         (None, ValueError, "messages must be a list"),
         (["Hello"], TypeError, "messages[0] must be a dict, not 'Hello'"),
+        ([["Hello" * 10**6]], TypeError, "messages[0] must be a dict, not ['HelloHelloHe...lloHelloHello']"),
+        ([10**5000], TypeError, "messages[0] must be a dict, not int"),
         ([USER, None], TypeError, "messages[1] must be a dict"),
         ([{"content": "x"}], TypeError, "messages[0]['role'] must be a string, not None"),
         ([USER, {"role": "assistant"}], TypeError, "messages[1]['content'] must be a string, not None"),
         ([USER, USER, {"role": 5, "content": "x"}], TypeError, "messages[2]['role'] must be a string, not 5"),
         ([{"role": "user", "content": [{"type": "text"}]}], TypeError, "messages[0]['content'] must be a string"),
         ([USER, {**USER, "tool_calls": [], "name": "x"}], ValueError, "messages[1] has fields"),
-        ([USER, {**USER, "tool_calls": [], "name": "x"}], ValueError, "name, tool_calls"),
+        ([USER, {**USER, "tool_calls": [], "name": "x"}], ValueError, "'name', 'tool_calls'"),
+        ([{**USER, **{"x" * 10**6 + str(i): 1 for i in range(9)}}], ValueError, "messages[0] has fields"),
+        ([{"role": "user", "content": [{"text": "x" * 10**6}] * 99}], TypeError, "messages[0]['content'] must be"),
+        ([USER, {"role": "a\udfff", "content": ""}], ValueError, "messages[1]['role'] has a lone surrogate at"),
+        ([{"role": "user", "content": "é\ud83dx"}], ValueError, "['content'] has a lone surrogate at character 1"),
     ],
 )
 def test_malformed_messages_are_named_by_index_and_field(tokenizer, messages, error, named):
     with pytest.raises(error) as raised:
         tokenizer.apply_chat_template(messages)
     assert named in str(raised.value)
+    assert len(str(raised.value)) < 400
+
+
+def test_arguments_of_the_wrong_type_are_named(tokenizer):
+    with pytest.raises(TypeError, match="chat_template must be a string of Jinja source, not 5"):
+        tokenizer.apply_chat_template([USER], 5)
+    with pytest.raises(TypeError, match="add_generation_prompt must be True or False, not 'no'"):
+        tokenizer.apply_chat_template([USER], add_generation_prompt="no")
 
 
 BROKEN = {
