@@ -4,7 +4,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer as BackendTokenizer
 
-from nanopage.chat_template import render
+from nanopage.chat_template import TemplateRenderer
 from nanopage.config import read_json
 from nanopage.gguf_checkpoint import GGUFCheckpoint
 
@@ -38,6 +38,7 @@ class Tokenizer:
             if name in ("bos_token", "eos_token", "unk_token", "pad_token") and value is not None
         }
         self.chat_template = _chat_template(path, config)
+        self._renderer = TemplateRenderer()
 
     @property
     def vocab_size(self) -> int:
@@ -61,13 +62,14 @@ class Tokenizer:
 
         Raises:
             TypeError: an argument of the wrong type.
-            ValueError: no template, messages of the wrong form, or a template that fails or does what the sandbox
-                forbids.
+            ValueError: no template, messages of the wrong form, or a template that fails, does what the sandbox forbids
+                or exceeds a limit (see chat_template.py).
+            RuntimeError: the process that renders templates cannot be started.
         """
         source = chat_template if chat_template is not None else self.chat_template
         if source is None:
             raise ValueError("the model has no chat template: it is a base model; use generate(), or give a template")
-        return render(source, messages, add_generation_prompt, self.special_tokens)
+        return self._renderer.render(source, messages, add_generation_prompt, self.special_tokens)
 
 
 def _read_tokenizer(path: Path) -> BackendTokenizer:
