@@ -1,49 +1,121 @@
-"""Chat templates: Jinja from a model's directory, written by anybody, run in a sandbox.
+"""Chat templates: Jinja from a model's directory, written by anybody.
 
-Templates see what transformers shows them (its settings, variables, filters and functions), so they render alike. On
-top of Jinja's sandbox (no underscore attributes, nothing mutable) there is a budget on loops, calls, sizes and output,
-so that a careless or hostile template is stopped where it would hang the engine or fill its memory. It is a fence, not
-a wall: templates of sworn enemies belong in a process with limits of its own.
+Many of Jinja's filters can fill the memory or run for hours, so a separate process renders templates, with limits on
+memory, time and output. `template_process.py` is that process, and says what templates see.
 """
 
-import functools
+import importlib.util
 import json
-import re
-from datetime import datetime
+import reprlib
+import signal
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, cast
 
-from jinja2 import TemplateError, nodes
-from jinja2.exceptions import SecurityError
-from jinja2.ext import Extension, loopcontrols
-from jinja2.runtime import LoopContext
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-from jinja2.visitor import NodeTransformer
+# Limits of one rendering
+MAX_MEMORY = 256 << 20  # bytes beyond those of the idle process; enforced only on Linux
+MAX_CPU_SECONDS = 2.0  # not enforced on Windows
+MAX_SECONDS = 30.0  # until the answer comes; enforced everywhere
+MAX_CHARACTERS = 8_000_000  # of output
 
-MAX_STEPS = 100_000  # loop iterations and calls in one rendering
-MAX_SIZE = 1_000_000  # characters or items of anything an operator or a call makes, beyond those of the messages
-MAX_BITS = 1_000  # of a product of integers
-# In a format: a width or precision of 10,000 and more, or one to be filled in.
-WIDE_PERCENT = re.compile(r"%(\([^)]*\))?[-+ #0-9.]*(\d{5}|\*)")
-WIDE_BRACES = re.compile(r"\{[^{}]*:[^{}]*(\d{5}|\{)")
+PROGRAM = Path(__file__).with_name("template_process.py").absolute()
 
 
-def render(source: str, messages: list[dict], add_generation_prompt: bool, special_tokens: dict[str, str]) -> str:
-    """The conversation as the model was trained to see it.
+class TemplateRenderer:
+    """Renders chat templates in a separate process.
 
-    Raises: ValueError for messages of the wrong form, and for a template that fails or does what the sandbox forbids.
+    The first rendering starts the process, and the next ones reuse it. A template that exceeds a limit ends it, and the
+    next rendering starts another. The process ends with this object, and with the program, even if that is killed.
+    Threads may share a renderer, which renders one conversation at a time.
     """
-    check_messages(messages)
-    try:
-        size = sum(len(message["content"]) for message in messages)
-        template = TemplateSandbox(MAX_SIZE + 4 * size).from_string(source)
-        return template.render(
-            messages=messages,
-            tools=None,
-            documents=None,
-            add_generation_prompt=add_generation_prompt,
+
+    def __init__(self):
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._end_process: weakref.finalize | None = None
+
+    def render(
+        self, source: str, messages: list[dict], add_generation_prompt: bool, special_tokens: dict[str, str]
+    ) -> str:
+        """The conversation as the model was trained to see it.
+
+        Args:
+            source: the template.
+            messages: dicts with "role" and "content", both strings.
+            add_generation_prompt: end with the opening of the assistant's reply.
+            special_tokens: their texts by their names in the template, such as "bos_token".
+
+        Raises:
+            TypeError: an argument of the wrong type.
+            ValueError: messages of the wrong form, or a template that fails, does what the sandbox forbids or exceeds
+                a limit.
+            RuntimeError: the process cannot be started.
+        """
+        if not isinstance(source, str):
+            raise TypeError(f"chat_template must be a string of Jinja source, not {_shorten(source)}")
+        if not isinstance(add_generation_prompt, bool):
+            raise TypeError(f"add_generation_prompt must be True or False, not {_shorten(add_generation_prompt)}")
+        check_messages(messages)
+        variables = {
+            "messages": messages,
+            "tools": None,
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
             **special_tokens,
-        )
-    except Exception as error:  # a template can raise anything Python can
-        raise ValueError(f"the chat template failed: {str(error) or type(error).__name__}") from error
+        }
+        request = json.dumps({"source": source, "variables": variables}, ensure_ascii=False)
+        with self._lock:
+            answer = self._ask(request.encode(errors="surrogatepass") + b"\n")
+        if "error" in answer:
+            raise ValueError(f"the chat template failed: {answer['error']}")
+        return answer["text"]
+
+    def _ask(self, request: bytes) -> dict:
+        process = self._process
+        # After os.fork(), the copy of this program starts a process of its own: poll() reports an end there, too.
+        if process is None or process.poll() is not None:
+            process = self._start()
+        start = time.monotonic()
+        timer = threading.Timer(MAX_SECONDS, process.kill)
+        timer.start()
+        try:
+            line = _exchange(process, request)
+        except BaseException:  # such as Ctrl-C: the next rendering must not read this one's answer
+            self._stop()
+            raise
+        finally:
+            timer.cancel()
+        if not line.endswith(b"\n"):
+            self._stop()
+            return {"error": _why_it_ended(process.returncode, time.monotonic() - start)}
+        answer = json.loads(line)
+        if answer["grown"]:
+            self._stop()
+        return answer
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        self._stop()
+        limits = {"memory": MAX_MEMORY, "seconds": MAX_CPU_SECONDS, "characters": MAX_CHARACTERS}
+        # -I and -S: run no code from the current directory, PYTHONPATH or site-packages.
+        # A new session: Ctrl-C in a terminal must not end the process.
+        command = [sys.executable, "-I", "-S", str(PROGRAM), json.dumps(limits)]
+        command += [_location("jinja2"), _location("markupsafe")]
+        try:
+            process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
+        except OSError as error:
+            raise RuntimeError(f"cannot start the process that renders chat templates: {error}") from error
+        self._process, self._end_process = process, weakref.finalize(self, _end, process)
+        return process
+
+    def _stop(self) -> None:
+        if self._end_process is not None:
+            self._end_process()
+        self._process = self._end_process = None
 
 
 def check_messages(messages: list[dict]) -> None:
@@ -52,138 +124,55 @@ def check_messages(messages: list[dict]) -> None:
         raise ValueError("messages must be a list of at least one {'role': ..., 'content': ...}")
     for i, message in enumerate(messages):
         if not isinstance(message, dict):
-            raise TypeError(f"messages[{i}] must be a dict, not {message!r}")
+            raise TypeError(f"messages[{i}] must be a dict, not {_shorten(message)}")
         for name in ("role", "content"):
-            if not isinstance(message.get(name), str):
-                raise TypeError(f"messages[{i}][{name!r}] must be a string, not {message.get(name)!r}")
+            _check_text(message.get(name), f"messages[{i}][{name!r}]")
         if unknown := message.keys() - {"role", "content"}:
-            raise ValueError(f"messages[{i}] has fields that are not supported: {', '.join(sorted(map(str, unknown)))}")
+            names = ", ".join(sorted(map(_shorten, unknown)))
+            raise ValueError(f"messages[{i}] has fields that are not supported: {names:.200}")
 
 
-class GenerationTag(Extension):
-    """{% generation %}...{% endgeneration %} marks the assistant's words for training; here it is just its contents."""
-
-    tags = {"generation"}  # noqa: RUF012 (Jinja's interface)
-
-    def parse(self, parser):
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-class CountedNodes(NodeTransformer):
-    """Sends what loops run over, and what `~` joins, through the sandbox's own filters."""
-
-    def visit_For(self, node: nodes.For) -> nodes.For:
-        self.generic_visit(node)
-        node.iter = nodes.Filter(node.iter, "counted", [], [], None, None, lineno=node.lineno)
-        return node
-
-    def visit_Concat(self, node: nodes.Concat) -> nodes.Filter:
-        self.generic_visit(node)
-        joined = nodes.List(node.nodes, lineno=node.lineno)
-        return nodes.Filter(joined, "joined", [], [], None, None, lineno=node.lineno)
+def _check_text(text, name: str) -> None:
+    if not isinstance(text, str):
+        raise TypeError(f"{name} must be a string, not {_shorten(text)}")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{name} has a lone surrogate at character {error.start}, which cannot be encoded") from None
 
 
-class TemplateSandbox(ImmutableSandboxedEnvironment):
-    """The environment of one rendering, in which nothing may grow beyond `max_size`."""
-
-    intercepted_binops = frozenset({"+", "*", "**", "%"})
-
-    def __init__(self, max_size: int = MAX_SIZE):
-        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, GenerationTag])
-        self.filters |= {"tojson": _tojson, "counted": self.counted, "joined": self.joined, "format": self.format}
-        self.filters = {name: self._checked(function) for name, function in self.filters.items()}
-        del self.globals["lipsum"]
-        self.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
-        self._steps, self._max_size = 0, max_size
-
-    def _parse(self, source, name, filename):
-        return CountedNodes().visit(super()._parse(source, name, filename))
-
-    def _step(self) -> None:
-        self._steps += 1
-        if self._steps > MAX_STEPS:
-            raise SecurityError(f"more than {MAX_STEPS:,} steps")
-
-    def _check_size(self, size: int) -> None:
-        if size > self._max_size:
-            raise SecurityError(f"something grows beyond {self._max_size:,}")
-
-    def _check_arguments(self, *arguments) -> None:
-        for argument in arguments:
-            if isinstance(argument, int):
-                self._check_size(argument)
-
-    def _checked(self, function):
-        @functools.wraps(function)
-        def checked(*args, **kwargs):
-            self._step()
-            self._check_arguments(*args, *kwargs.values())
-            return function(*args, **kwargs)
-
-        return checked
-
-    def concat(self, texts) -> str:
-        """The output of the template, of a macro or of a set block."""
-        parts, size = [], 0
-        for text in texts:
-            size += len(text)
-            self._check_size(size)
-            parts.append(text)
-        return "".join(parts)
-
-    def counted(self, items):
-        for item in items:
-            self._step()
-            yield item
-
-    def joined(self, values) -> str:
-        texts = [str(value) for value in values]
-        self._check_size(sum(map(len, texts)))
-        return "".join(texts)
-
-    def format(self, text, *args, **kwargs) -> str:
-        return self.call_binop(None, "%", str(text), kwargs or args)
-
-    def call(self, context, function, *args, **kwargs):
-        self._step()
-        if isinstance(function, LoopContext):  # a recursive loop
-            args = (self.counted(args[0]), *args[1:])
-        self._check_arguments(*args, *kwargs.values())
-        method = getattr(function, "__wrapped__", function)  # Jinja wraps str.format
-        if isinstance(getattr(method, "__self__", None), str) and method.__name__ in ("format", "format_map"):
-            _check_format(WIDE_BRACES, method.__self__.replace("{{", "").replace("}}", ""))
-        return super().call(context, function, *args, **kwargs)
-
-    def call_binop(self, context, operator, left, right):
-        if operator == "**":
-            raise SecurityError("** is not allowed")
-        if operator == "%" and isinstance(left, str):
-            _check_format(WIDE_PERCENT, left.replace("%%", ""))
-        if operator == "*":
-            for sequence, times in ((left, right), (right, left)):
-                if hasattr(sequence, "__len__") and isinstance(times, int):
-                    self._check_size(len(sequence) * times)
-            if isinstance(left, int) and isinstance(right, int) and left.bit_length() + right.bit_length() > MAX_BITS:
-                raise SecurityError("a number grows too large")
-        if operator == "+" and hasattr(left, "__len__") and hasattr(right, "__len__"):
-            self._check_size(len(left) + len(right))
-        return super().call_binop(context, operator, left, right)
+def _shorten(value) -> str:
+    try:
+        return reprlib.repr(value)
+    except ValueError:  # an integer of more digits than Python prints
+        return type(value).__name__
 
 
-def _check_format(wide: re.Pattern, text: str) -> None:
-    if wide.search(text):
-        raise SecurityError("a format is too wide")
+def _exchange(process: subprocess.Popen[bytes], request: bytes) -> bytes:
+    """The answer to a request: one line, incomplete if the process ends."""
+    stdin, stdout = cast(IO[bytes], process.stdin), cast(IO[bytes], process.stdout)
+    with suppress(BrokenPipeError):
+        stdin.write(request)
+        stdin.flush()
+    return stdout.readline(6 * MAX_CHARACTERS + 10_000)  # JSON writes a character as at most six bytes
 
 
-def _tojson(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
-    # Jinja's own tojson escapes HTML, which would change what the model reads.
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+def _end(process: subprocess.Popen[bytes]) -> None:
+    with suppress(BrokenPipeError), process:  # closes the pipes and waits
+        process.kill()
 
 
-def _raise_exception(message: str):
-    raise TemplateError(message)
+def _why_it_ended(status: int, seconds: float) -> str:
+    if -status == getattr(signal, "SIGPROF", None):
+        return f"it took more than {MAX_CPU_SECONDS:g} s of CPU time"
+    if seconds >= MAX_SECONDS:
+        return f"it took more than {MAX_SECONDS:g} s"
+    return f"its process ended with status {status}"  # a negative status is that of a signal
 
 
-def _strftime_now(form: str) -> str:
-    return datetime.now().strftime(form)
+def _location(package: str) -> str:
+    """The directory that contains a package."""
+    spec = importlib.util.find_spec(package)
+    if spec is None or spec.origin is None:
+        raise RuntimeError(f"chat templates need {package}, which is not installed")
+    return str(Path(spec.origin).absolute().parents[1])

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer as BackendTokenizer
 
-from nanopage.chat_template import render
+from nanopage.chat_template import TemplateRenderer
 from nanopage.config import read_json
 from nanopage.gguf_checkpoint import GGUFCheckpoint
 from nanopage.stop_strings import Node, StopStringSearch
@@ -20,7 +20,8 @@ class Tokenizer:
         path: a directory with tokenizer.json (and tokenizer_config.json, chat_template.jinja), or a .gguf file.
 
     Raises:
-        FileNotFoundError: no tokenizer.json.  ValueError: one that can not be read.
+        FileNotFoundError: no tokenizer.json.
+        ValueError: a tokenizer, configuration or chat template that cannot be read.
     """
 
     def __init__(self, path: Path):
@@ -41,6 +42,7 @@ class Tokenizer:
         self.chat_template = _chat_template(path, config)
         added = self.backend.get_added_tokens_decoder()
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self._renderer = TemplateRenderer()
 
     @property
     def vocab_size(self) -> int:
@@ -68,13 +70,15 @@ class Tokenizer:
             add_generation_prompt: end with the opening of the assistant's reply.
 
         Raises:
-            ValueError: no template, messages of the wrong form, or a template that fails or tries to do what the
-                sandbox forbids.
+            TypeError: an argument of the wrong type.
+            ValueError: no template, messages of the wrong form, or a template that fails, does what the sandbox forbids
+                or exceeds a limit (see chat_template.py).
+            RuntimeError: the process that renders templates cannot be started.
         """
         source = chat_template if chat_template is not None else self.chat_template
         if source is None:
             raise ValueError("the model has no chat template: it is a base model; use generate(), or give a template")
-        return render(source, messages, add_generation_prompt, self.special_tokens)
+        return self._renderer.render(source, messages, add_generation_prompt, self.special_tokens)
 
 
 def _read_tokenizer(path: Path) -> BackendTokenizer:
@@ -93,11 +97,21 @@ def _read_tokenizer(path: Path) -> BackendTokenizer:
 def _chat_template(path: Path, config: dict) -> str | None:
     file = path / "chat_template.jinja"
     if path.is_dir() and file.exists():
-        return file.read_text(encoding="utf-8")
+        try:
+            return file.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{file} is not UTF-8: {error}") from None
     template = config.get("chat_template")
-    if isinstance(template, list):  # named templates; "default" is for chat
-        template = next((entry["template"] for entry in template if entry.get("name") == "default"), None)
-    return template
+    if template is None or isinstance(template, str):
+        return template
+    if isinstance(template, list) and all(_is_named_template(entry) for entry in template):
+        return {entry["name"]: entry["template"] for entry in template}.get("default")
+    file = path / "tokenizer_config.json" if path.is_dir() else path
+    raise ValueError(f'the chat_template in {file} must be a string or a list of {{"name": ..., "template": ...}}')
+
+
+def _is_named_template(entry) -> bool:
+    return isinstance(entry, dict) and all(isinstance(entry.get(key), str) for key in ("name", "template"))
 
 
 class IncrementalDetokenizer:
