@@ -26,15 +26,14 @@ import typer
 
 from benchmarks import offline
 from benchmarks.datasets import Dataset, Requests, dataset, parse_range, read_trace
+from benchmarks.machine import cpu_name, versions
 from benchmarks.report import (
     check_json,
     check_plot,
     console,
-    cpu_name,
     describe,
     errors_by_name,
     show_header,
-    versions,
 )
 
 app = typer.Typer(help=__doc__, no_args_is_help=True, rich_markup_mode=None, add_completion=False)

@@ -7,7 +7,6 @@ every engine that has one may use, helps within an iteration and never across tw
 import ast
 import json
 import math
-import mmap
 import os
 import random
 import signal
@@ -24,8 +23,9 @@ import psutil
 import typer
 from rich.markup import escape
 
+from benchmarks.machine import cpu_name, read_bandwidth
 from benchmarks.peers.protocol import Run, Work
-from benchmarks.report import console, cpu_name, errors_by_name, show_header, spread, table_of
+from benchmarks.report import console, errors_by_name, show_header, spread, table_of
 from nanopage.config import ModelConfig
 
 WORKLOADS = {
@@ -377,26 +377,6 @@ def make_work(
             text = tokenizer.apply_chat_template(messages, None, True)
         work.append(Work(tokenizer.encode(text, add_special_tokens=False), 64))
     return work
-
-
-def read_bandwidth(threads: int) -> float:
-    """GB/s at which all threads together read a buffer of 1 GiB, far more than caches hold: the best of 7 readings.
-
-    The buffer is in pages of 2 MiB if the system has them: in small ones the figure depends on where they lie.
-    """
-    import torch
-
-    torch.set_num_threads(threads)
-    memory = mmap.mmap(-1, GIB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    buffer = torch.frombuffer(memory, dtype=torch.float32).fill_(1)  # until it is written it is a single page
-    best = math.inf
-    for _ in range(7):
-        started = time.perf_counter()
-        buffer.amax()  # of torch's reductions the one that waits for nothing but memory
-        best = min(best, time.perf_counter() - started)
-    return GIB / best / 1e9
 
 
 def kv_bytes(config: ModelConfig, dtype: str) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from benchmarks.serve import METRICS, Sample
+from benchmarks.metrics import METRICS, Sample
 from benchmarks.utilization import Step
 
 

@@ -1,8 +1,6 @@
 """What the commands of bench.py print with, and the refusals that they share."""
 
 import contextlib
-import importlib
-import platform
 import statistics
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -13,7 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from benchmarks.peers import nanopage as nanopage_peer
+from benchmarks.machine import cpu_name, nvidia_smi, versions
 
 console = Console()
 
@@ -93,8 +91,6 @@ def describe(engine: Any, what: str, compare: str | None = None) -> dict[str, st
     weights += ", dummy weights" if config.load_format == "dummy" else ""
     hardware, gpu = cpu_name(), {}
     if engine.device.type == "cuda":
-        from benchmarks.utilization import nvidia_smi
-
         libraries.append("triton")
         properties = torch.cuda.get_device_properties(engine.device)
         hardware = properties.name
@@ -108,18 +104,3 @@ def describe(engine: Any, what: str, compare: str | None = None) -> dict[str, st
         "switches": f"{'eager' if config.enforce_eager else 'compiled'}, {overlap}, block size {config.block_size}",
         "versions": versions(*libraries),
     }
-
-
-def versions(*libraries: str) -> str:
-    """Of nanopage, with its commit, of torch, these libraries and Python."""
-    known = nanopage_peer.versions() | {name: importlib.import_module(name).__version__ for name in libraries}
-    known["Python"] = platform.python_version()
-    return ", ".join(f"{name} {version}" for name, version in known.items())
-
-
-def cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()

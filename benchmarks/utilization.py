@@ -5,9 +5,7 @@ step has to read, which are the weights once and the K and V of every sequence's
 memory's bandwidth. The engine is watched from outside: nothing in it knows of this.
 """
 
-import contextlib
 import statistics
-import subprocess
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -18,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from benchmarks import machine
 from benchmarks.peers.protocol import Engine, Work
 from benchmarks.report import console, spread, table_of
 from nanopage.kv_cache import block_bytes
@@ -155,32 +154,16 @@ def bandwidth(device: torch.device) -> dict[str, float]:
     """GB/s, "measured" and, of a GPU whose clock and bus torch knows, by the "data sheet". Measured is a copy's on a
     GPU, bytes read and bytes written, and on a CPU that of reading, with as many threads as torch has."""
     if device.type == "cpu":
-        from benchmarks.compare import read_bandwidth
-
-        return {"measured": read_bandwidth(torch.get_num_threads())}
+        return {"measured": machine.read_bandwidth(torch.get_num_threads())}
     from benchmarks.kernels import copy_bandwidth
 
     measured = {"measured": copy_bandwidth()}
     torch.cuda.empty_cache()
     properties = torch.cuda.get_device_properties(device)
-    sheet = data_sheet(getattr(properties, "memory_clock_rate", 0), getattr(properties, "memory_bus_width", 0))
+    sheet = machine.data_sheet_bandwidth(
+        getattr(properties, "memory_clock_rate", 0), getattr(properties, "memory_bus_width", 0)
+    )
     return measured | ({"data sheet": sheet} if sheet else {})
-
-
-def data_sheet(clock_khz: int, bus_bits: int) -> float:
-    """GB/s of memory that moves data on both edges of its clock."""
-    return 2 * clock_khz * 1e3 * bus_bits / 8 / 1e9
-
-
-def nvidia_smi(gpu: str) -> str | None:
-    """Driver, clocks and power limit of the GPU with this id; None where nvidia-smi is not there or can not say."""
-    fields = "driver_version,clocks.sm,clocks.max.sm,clocks.mem,clocks.max.mem,power.limit"
-    command = ["nvidia-smi", f"--id={gpu}", f"--query-gpu={fields}", "--format=csv,noheader"]
-    with contextlib.suppress(OSError, subprocess.SubprocessError, ValueError):
-        answer = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout
-        driver, sm, most_sm, memory, most_memory, power = answer.strip().split(", ")
-        return f"driver {driver}, SM {sm} of {most_sm}, memory {memory} of {most_memory}, power limit {power}"
-    return None
 
 
 def write_trace(run: Engine, work: list[Work], file: Path) -> None:

@@ -1,5 +1,7 @@
 """bench.py: its subcommands on a tiny model, its JSON, its refusals."""
 
+import ast
+import graphlib
 import json
 import os
 import re
@@ -16,7 +18,7 @@ from helpers import random_tokens, tiny_model
 from typer.testing import CliRunner
 
 import bench as program
-from benchmarks import offline, progress, utilization
+from benchmarks import machine, offline, progress, utilization
 from benchmarks.peers import nanopage as nanopage_peer
 from benchmarks.peers import transformers as transformers_peer
 from benchmarks.peers import transformers_continuous
@@ -73,6 +75,26 @@ def test_it_measures_side_by_side_with_transformers_and_writes_json(model, tmp_p
     (row,) = [line for line in done.stdout.splitlines() if " output tok/s" in line]
     assert f"{ratio:.2f}" in row
     assert "median [lowest, highest] of 2" in done.stdout
+
+
+def imported_modules(file: Path) -> set[str]:
+    """The modules of benchmarks/ that `file` imports, at its top or in a function."""
+    names = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+    return {
+        name for name in names if (ROOT / f"{name.replace('.', '/')}.py").exists() and name.startswith("benchmarks.")
+    }
+
+
+def test_the_modules_of_benchmarks_do_not_import_each_other_in_a_circle():
+    files = (ROOT / "benchmarks").rglob("*.py")
+    graph = {".".join(file.relative_to(ROOT).with_suffix("").parts): imported_modules(file) for file in files}
+    assert "benchmarks.report" in graph["benchmarks.serve"]
+    graphlib.TopologicalSorter(graph).prepare()  # raises CycleError
 
 
 @pytest.mark.parametrize("at_work", [False, True])
@@ -233,7 +255,7 @@ def test_a_gpu_is_busy_within_the_spans_and_a_step_lasts_until_the_next_begins()
 
 
 def test_the_data_sheet_of_an_a100_is_made_of_its_clock_and_bus():
-    assert utilization.data_sheet(1215000, 5120) == pytest.approx(1555, abs=1)  # GB/s, as NVIDIA says
+    assert machine.data_sheet_bandwidth(1215000, 5120) == pytest.approx(1555, abs=1)  # GB/s, as NVIDIA says
 
 
 @pytest.mark.parametrize(
@@ -254,7 +276,7 @@ def test_nvidia_smi_is_asked_and_left_out_where_it_can_not_say(tmp_path, monkeyp
         (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{script}\n")
         (tmp_path / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert utilization.nvidia_smi("GPU-1") == says
+    assert machine.nvidia_smi("GPU-1") == says
 
 
 @pytest.mark.gpu

@@ -14,7 +14,7 @@ from helpers import tiny_model
 from typer.testing import CliRunner
 
 import bench as program
-from benchmarks import plots, serve
+from benchmarks import metrics, plots, serve
 from benchmarks.peers.protocol import Work
 from benchmarks.report import console
 from benchmarks.utilization import Step
@@ -77,7 +77,7 @@ def test_metrics_are_those_of_a_schedule_worked_out_by_hand():
     assert [r.token_times for r in run.requests] == [[1, 2], [2, 3, 4], [3], [7]]
     queues = [(s.time, s.waiting, s.running) for s in run.samples]
     assert queues == [(1, 2, 1), (2, 0, 2), (3, 0, 1), (4, 0, 0), (7, 0, 0)]
-    result = serve.summary(run, [50, 99, 99.9], {"ttft": 1500, "e2el": 2500})
+    result = metrics.summary(run, [50, 99, 99.9], {"ttft": 1500, "e2el": 2500})
     expected = {
         "duration": 7,
         "completed": 4,
@@ -115,7 +115,7 @@ def test_metrics_are_those_of_a_schedule_worked_out_by_hand():
 def test_goodput_counts_requests_that_keep_every_limit(limits, good):
     """A single token has no TPOT and keeps every limit of it, as in vLLM."""
     _, run = driven()
-    assert serve.summary(run, [], limits)["request_goodput"] == pytest.approx(good / 7)
+    assert metrics.summary(run, [], limits)["request_goodput"] == pytest.approx(good / 7)
 
 
 def test_waiting_for_max_concurrency_counts_from_the_scheduled_arrival():
@@ -124,7 +124,7 @@ def test_waiting_for_max_concurrency_counts_from_the_scheduled_arrival():
     assert [r.ttft for r in run.requests] == [1, 2.5, 5.5, 1]
     assert [s.waiting for s in run.samples] == [2, 2, 1, 1, 1, 0, 0]  # outside the engine
     assert max(engine.concurrent) == run.max_in_engine == 1
-    result = serve.summary(run, [], {})
+    result = metrics.summary(run, [], {})
     assert result["mean_requests_in_system"] == pytest.approx(result["throughput_times_mean_e2el"])
     assert result["request_goodput"] is None
 
@@ -137,14 +137,14 @@ def test_max_concurrency_is_never_exceeded(limit):
     engine, run = driven(work, arrivals, limit)
     assert max(engine.concurrent) == run.max_in_engine <= limit
     assert all(r.error is None and r.ttft > 0 for r in run.requests)
-    result = serve.summary(run, [], {})
+    result = metrics.summary(run, [], {})
     assert result["mean_requests_in_system"] == pytest.approx(result["throughput_times_mean_e2el"], rel=0.1)
 
 
 def test_failed_requests_are_counted_said_and_left_out_of_the_rest():
     work = [Work([1], 2), Work([1] * 11, 2), Work([1], 9), Work([1] * 11, 2)]
     _, run = driven(work, [0.0, 0.0, 1.0, 20.0])
-    result = serve.summary(run, [99], {"ttft": 1e9})
+    result = metrics.summary(run, [99], {"ttft": 1e9})
     assert (result["completed"], result["failed"], result["total_output_tokens"]) == (1, 3, 2)
     assert result["errors"] == [
         "request 1: too long",
@@ -152,15 +152,15 @@ def test_failed_requests_are_counted_said_and_left_out_of_the_rest():
         "request 3: too long",
     ]
     with console.capture() as printed:
-        serve.show({"request_rate": "inf"} | result, None, list(serve.METRICS), [99])
+        metrics.show({"request_rate": "inf"} | result, None, list(metrics.METRICS), [99])
     assert "failed: request 2: 5 of 9 tokens" in printed.get()
 
 
 def test_the_table_is_that_of_vllm():
     _, run = driven(max_concurrency=3)
-    result = {"request_rate": 0.5} | serve.summary(run, [99], {"ttft": 1500})
+    result = {"request_rate": 0.5} | metrics.summary(run, [99], {"ttft": 1500})
     with console.capture() as printed:
-        serve.show(result, 3, ["ttft", "e2el"], [99])
+        metrics.show(result, 3, ["ttft", "e2el"], [99])
     assert (
         printed.get()
         == """\
