@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import random_tokens, tiny_model
+from helpers import random_tokens, run_bench, tiny_model
 from typer.testing import CliRunner
 
 import bench as program
@@ -35,14 +35,42 @@ def model(tmp_path_factory):
     return tiny_model(tmp_path_factory.mktemp("model"))
 
 
-def bench(*arguments, **env) -> subprocess.CompletedProcess:
+@pytest.fixture(autouse=True)
+def fast_and_wide(monkeypatch):
+    """Do not measure the memory's bandwidth, which takes a second each time, and do not wrap lines."""
+    monkeypatch.setattr(machine, "read_bandwidth", lambda threads: 25.0)
+    monkeypatch.setattr(console, "width", 160)
+
+
+def in_a_process(*arguments, timeout=120, **env) -> subprocess.CompletedProcess:
+    """Run bench.py as a user does."""
     return subprocess.run(
-        [sys.executable, str(ROOT / "bench.py"), *map(str, arguments), "--eager"],  # compiling takes long
-        env=os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "160"} | env,
+        [sys.executable, str(ROOT / "bench.py"), *map(str, arguments)],
+        env=os.environ | {"COLUMNS": "160"} | env,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=timeout,
     )
+
+
+SMALL = ["--input-len", "4-8", "--output-len", "2-4"]
+
+
+@pytest.mark.parametrize(
+    ("command", "arguments"),
+    [
+        ("latency", [*SMALL, "--num-iters", 1]),
+        ("throughput", [*SMALL, "--num-iters", 1, "--num-prompts", 3]),
+        ("serve", [*SMALL, "--num-prompts", 3]),
+        ("memory", [*SMALL, "--num-iters", 1, "--num-prompts", 3, "--load-format", "dummy"]),
+    ],
+)
+def test_the_program_measures_and_writes_json(model, tmp_path, command, arguments):
+    file = tmp_path / "result.json"
+    done = in_a_process(command, *arguments, "--model", model, "--eager", "--json", file)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert command in json.loads(file.read_text())["header"]["bench"]
+    assert " running, " not in done.stderr  # no progress where there is no terminal
 
 
 @pytest.mark.parametrize(
@@ -55,8 +83,8 @@ def bench(*arguments, **env) -> subprocess.CompletedProcess:
 def test_it_measures_side_by_side_with_transformers_and_writes_json(model, tmp_path, command, requests, lengths):
     file = tmp_path / "result.json"
     options = ["--model", model, "--num-iters", 2, "--compare", "transformers", "--dtype", "float32", "--json", file]
-    done = bench(command, *lengths, *options)
-    assert done.returncode == 0, done.stderr
+    done = run_bench(command, *lengths, *options, "--eager")
+    assert done.exit_code == 0, done.output
     result = json.loads(file.read_text())
     assert f"{requests} requests" in result["header"]["bench"]
     assert result["prefix_cache_hit_tokens"] == 0
@@ -72,9 +100,9 @@ def test_it_measures_side_by_side_with_transformers_and_writes_json(model, tmp_p
         a["output_tokens"] / a["seconds"] / (b["output_tokens"] / b["seconds"])
         for a, b in zip(ours, theirs, strict=True)
     )
-    (row,) = [line for line in done.stdout.splitlines() if " output tok/s" in line]
+    (row,) = [line for line in done.output.splitlines() if " output tok/s" in line]
     assert f"{ratio:.2f}" in row
-    assert "median [lowest, highest] of 2" in done.stdout
+    assert "median [lowest, highest] of 2" in done.output
 
 
 def imported_modules(file: Path) -> set[str]:
@@ -146,8 +174,8 @@ def test_the_bytes_of_the_steps_are_those_of_the_model_and_the_lengths(tmp_path,
     file = tmp_path / "result.json"
     options = ["--model", model, "--dtype", "float32", "--num-iters", 2, "--json", file]
     options += ["--quantization", quantization] if quantization else []
-    done = bench("latency", "--input-len", 12, "--output-len", 5, "--batch-size", 2, *options)
-    assert done.returncode == 0, done.stderr
+    done = run_bench("latency", "--input-len", 12, "--output-len", 5, "--batch-size", 2, *options, "--eager")
+    assert done.exit_code == 0, done.output
     result = json.loads(file.read_text())
     # qkv, o, gate and up, down; twice, then the head. The embedding is not streamed, unless it is the head.
     products = 2 * [(128, 64), (64, 64), (256, 64), (64, 128)] + [(320, 64)]
@@ -169,14 +197,14 @@ def test_the_bytes_of_the_steps_are_those_of_the_model_and_the_lengths(tmp_path,
             assert phase["gpu_busy"] is None
             assert all(phase["host_us"][name] > 0 for name in ("schedule", "model", "sample", "output"))
             assert sum(phase["host_us"].values()) * steps <= 1e6 * phase["seconds"]
-    assert "MBU, measured" in done.stdout and "host us a step, decode steps: schedule " in done.stdout
+    assert "MBU, measured" in done.output and "host us a step, decode steps: schedule " in done.output
 
 
 def test_requests_of_one_token_have_no_decode_steps(model, tmp_path):
     file = tmp_path / "result.json"
     options = ["--model", model, "--num-iters", 1, "--dtype", "float32", "--json", file]
-    done = bench("throughput", "--num-prompts", 2, "--input-len", 6, "--output-len", 1, *options)
-    assert done.returncode == 0, done.stderr
+    done = run_bench("throughput", "--num-prompts", 2, "--input-len", 6, "--output-len", 1, *options, "--eager")
+    assert done.exit_code == 0, done.output
     (phases,) = json.loads(file.read_text())["utilization"]
     assert phases["decode"] is None and phases["all"]["context_tokens"] == 12
 
@@ -184,8 +212,8 @@ def test_requests_of_one_token_have_no_decode_steps(model, tmp_path):
 def test_profile_writes_a_trace_of_one_more_iteration(model, tmp_path):
     trace, file = tmp_path / "trace.json", tmp_path / "result.json"
     options = ["--model", model, "--num-iters", 1, "--dtype", "float32", "--json", file, "--profile", trace]
-    done = bench("latency", "--input-len", 6, "--output-len", 3, *options)
-    assert done.returncode == 0, done.stderr
+    done = run_bench("latency", "--input-len", 6, "--output-len", 3, *options, "--eager")
+    assert done.exit_code == 0, done.output
     names = [event["name"] for event in json.loads(trace.read_text())["traceEvents"] if "name" in event]
     assert names.count("aten::argmax") == 3  # greedy sampling, of three tokens
     assert len(json.loads(file.read_text())["runs"]["nanopage"]) == 1
@@ -196,23 +224,22 @@ def test_throughput_of_a_file_of_prompts_with_the_cache_emptied_between_iteratio
     ids = list(range(3, 40))  # two full blocks of 16 tokens
     prompts.write_text("".join(json.dumps({"prompt_token_ids": [*ids, i], "output_len": 30}) + "\n" for i in range(2)))
     options = ["--model", model, "--dtype", "float32", "--num-iters", 2, "--num-iters-warmup", 0, "--json", file]
-    done = bench("throughput", "--dataset-name", "custom", "--dataset-path", prompts, *options)
-    assert done.returncode == 0, done.stderr
+    done = run_bench("throughput", "--dataset-name", "custom", "--dataset-path", prompts, *options, "--eager")
+    assert done.exit_code == 0, done.output
     result = json.loads(file.read_text())
     assert [run["total_tokens"] for run in result["runs"]["nanopage"]] == [2 * (38 + 30)] * 2
     assert result["prefix_cache_hit_tokens"] == 2 * 32  # the second request of each iteration
     assert "all requests of prompts.jsonl (custom)" in result["header"]["bench"]
-    assert " running, " not in done.stderr  # no progress where there is no terminal
 
 
 def test_a_prefix_is_found_in_the_cache(model, tmp_path):
     file = tmp_path / "result.json"
     options = ["--model", model, "--dtype", "float32", "--num-iters", 1, "--num-iters-warmup", 0, "--json", file]
     lengths = ["--num-prompts", 300, "--prefix-len", 64, "--input-len", 8, "--output-len", 1]  # 2048 tokens a step
-    done = bench("throughput", *lengths, *options)
-    assert done.returncode == 0, done.stderr
+    done = run_bench("throughput", *lengths, *options, "--eager")
+    assert done.exit_code == 0, done.output
     assert json.loads(file.read_text())["prefix_cache_hit_tokens"] >= 64
-    assert "The prefix cache served" in done.stdout
+    assert "The prefix cache served" in done.output
 
 
 def test_progress_is_shown_on_a_terminal_and_the_engine_is_left_as_it_was(monkeypatch, capsys):
@@ -284,8 +311,8 @@ def test_both_forms_of_transformers_take_turns_on_a_gpu(model, tmp_path):
     file = tmp_path / "result.json"
     lengths = ["--input-len", "4-12", "--output-len", "2-5", "--num-prompts", 4]
     options = ["--device", "cuda", "--num-iters", 2, "--compare", "transformers", "--json", file]
-    done = bench("throughput", "--model", model, *lengths, *options)
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = run_bench("throughput", "--model", model, *lengths, *options, "--eager")
+    assert done.exit_code == 0, done.output
     runs = json.loads(file.read_text())["runs"]
     assert list(runs) == ["nanopage", "transformers", "transformers continuous"]
     assert len({run["output_tokens"] for column in runs.values() for run in column}) == 1
@@ -294,24 +321,23 @@ def test_both_forms_of_transformers_take_turns_on_a_gpu(model, tmp_path):
 @pytest.mark.gpu
 def test_a_gpu_says_how_busy_it_is(model, tmp_path):
     file = tmp_path / "result.json"
-    done = bench("latency", "--model", model, "--device", "cuda", "--output-len", 8, "--num-iters", 1, "--json", file)
-    assert done.returncode == 0, done.stderr
+    done = run_bench(
+        "latency", "--model", model, "--device", "cuda", "--output-len", 8, "--num-iters", 1, "--json", file, "--eager"
+    )
+    assert done.exit_code == 0, done.output
     result = json.loads(file.read_text())
     assert result["bandwidth_gb_s"]["measured"] > 0 and "triton" in result["header"]["versions"]
     for phase in result["utilization"][0].values():
         assert 0 < phase["gpu_busy"] <= 1 and 0 < phase["mbu"]["measured"] < 1
 
 
-@pytest.mark.parametrize(("command", "arguments"), [("latency", ["--compare", "transformers"]), ("memory", [])])
-def test_with_dummy_weights_a_config_is_enough(model, tmp_path, command, arguments):
+def test_with_dummy_weights_a_config_is_enough(model, tmp_path):
     shutil.copy(model / "config.json", tmp_path)
-    lengths = ["--input-len", "4-8", "--output-len", "2-4"]
     options = ["--model", tmp_path, "--load-format", "dummy", "--num-iters", 1, "--json", tmp_path / "result.json"]
-    done = bench(command, *lengths, *options, *arguments)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "dummy weights" in done.stdout
+    done = run_bench("latency", *SMALL, *options, "--compare", "transformers", "--eager")
+    assert done.exit_code == 0, done.output
+    assert "dummy weights" in done.output and "transformers" in done.output
     assert json.loads((tmp_path / "result.json").read_text())["header"]["model"].endswith(", dummy weights")
-    assert ("transformers" in done.stdout) == (command == "latency")
 
 
 def test_dummy_weights_are_the_same_in_transformers(model, tmp_path):
@@ -346,22 +372,22 @@ def test_dummy_weights_are_the_same_in_transformers(model, tmp_path):
     ],
 )
 def test_a_bad_option_is_named_and_the_exit_code_says_so(arguments, names):
-    done = bench(*arguments, NO_COLOR="1")
-    assert done.returncode != 0
-    assert names in done.stdout + done.stderr
+    done = run_bench(*arguments, "--eager")
+    assert done.exit_code != 0
+    assert names in done.output
 
 
 def test_prompts_that_do_not_fit_are_refused(model):
-    done = bench("latency", "--model", model, "--input-len", "2000")
-    assert done.returncode != 0
-    assert "2128 tokens" in done.stderr
+    done = run_bench("latency", "--model", model, "--input-len", "2000", "--eager")
+    assert done.exit_code != 0
+    assert "2128 tokens" in done.output
 
 
 def test_memory_compares_forks_swaps_and_waste(model, tmp_path):
     file = tmp_path / "result.json"
     lengths = ["--input-len", "4-40", "--output-len", "2-20", "--num-prompts", "12"]
-    done = bench("memory", "--model", model, *lengths, "--num-iters", 1, "--json", file)
-    assert done.returncode == 0, done.stderr
+    done = run_bench("memory", "--model", model, *lengths, "--num-iters", 1, "--json", file, "--eager")
+    assert done.exit_code == 0, done.output
     result = json.loads(file.read_text())
     one, eight = result["parallel sampling"].values()
     assert one[0]["prefill_tokens"] == 512 and eight[0]["prefill_tokens"] == 8 * 512
@@ -370,27 +396,22 @@ def test_memory_compares_forks_swaps_and_waste(model, tmp_path):
     assert recompute[0]["preemptions"] > 0 and recompute[0]["blocks swapped out"] == 0
     assert swap[0]["blocks swapped out"] > 0 and swap[0]["tokens computed"] < recompute[0]["tokens computed"]
     assert 0 < result["waste"]["waste"] < 1
-    assert "78%" in done.stdout
+    assert "78%" in done.output
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is here")
 def test_kernels_says_what_it_can_not_measure():
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "bench.py"), "kernels"], capture_output=True, text=True, timeout=120
-    )
+    done = in_a_process("kernels")
     assert done.returncode == 1
     assert "need a GPU, and torch sees none here: not measured" in " ".join(done.stdout.split())
-    bad = subprocess.run(
-        [sys.executable, str(ROOT / "bench.py"), "kernels", "--dtype", "int3"], capture_output=True, text=True
-    )
-    assert bad.returncode != 0 and "int3" in bad.stderr
+    bad = run_bench("kernels", "--dtype", "int3")
+    assert bad.exit_code == 2 and "int3" in bad.output
 
 
 @pytest.mark.gpu
 def test_kernels_are_measured_on_a_gpu(tmp_path):
     file = tmp_path / "result.json"
-    command = [sys.executable, str(ROOT / "bench.py"), "kernels", "--num-iters", "2", "--json", str(file)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    done = in_a_process("kernels", "--num-iters", 2, "--json", file, timeout=600)
     assert done.returncode == 0, done.stderr
     result = json.loads(file.read_text())
     assert result["copy_gb_s"] > 0 and all(row["nanopage"] > 0 for row in result["rows"])

@@ -6,11 +6,13 @@ import sys
 
 import pytest
 import torch
-from helpers import tiny_hf_model, tiny_model
-from test_bench import ROOT, bench
+from helpers import run_bench, tiny_hf_model, tiny_model
+from test_bench import ROOT, in_a_process
 
+from benchmarks import compare
 from benchmarks.peers import llamacpp
 from benchmarks.peers.protocol import Options, Output, Work, measure
+from benchmarks.report import console
 from nanopage.gguf_checkpoint import GGUFCheckpoint
 
 ENGINE = """
@@ -26,6 +28,12 @@ def load(options):
 
 serve(load)
 """
+ENGINE_THAT_DIES = ENGINE.replace(
+    "    def run(work):",
+    """    def run(work):
+        if len(work[0].prompt) == 128:
+            sys.exit("no more memory, says the [fake] engine")""",
+).replace("import os", "import os, sys")
 
 
 @pytest.fixture(scope="module")
@@ -33,61 +41,81 @@ def model(tmp_path_factory):
     return tiny_model(tmp_path_factory.mktemp("model"))
 
 
-def fake_vllm(directory, script):
-    """An environment where vLLM seems to be installed and its Python is this shell script."""
-    (directory / "vllm" / "lib" / "python3" / "site-packages" / "vllm").mkdir(parents=True)
-    python = directory / "vllm" / "bin" / "python"
+@pytest.fixture(autouse=True)
+def fast_and_wide(monkeypatch):
+    """Do not measure the memory's bandwidth, do not wait between two runs, and do not wrap lines."""
+    monkeypatch.setattr(compare, "read_bandwidth", lambda threads: 25.0)
+    monkeypatch.setattr(compare, "SETTLE", 0)
+    monkeypatch.setattr(console, "width", 160)
+
+
+def fake_engine(environments, name, script):
+    """An environment where a peer seems to be installed; its Python runs `script` whatever it is asked to run."""
+    (environments / name / "lib" / "python3" / "site-packages" / compare.PACKAGES[name]).mkdir(parents=True)
+    python = environments / name / "bin" / "python"
     python.parent.mkdir()
-    python.write_text(f'#!/bin/sh\ncase "$*" in *--prepare*) exit 0;; esac\n{script}')
+    (environments / f"{name}.py").write_text(f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{script}")
+    python.write_text(f'#!/bin/sh\nshift 2\nexec {sys.executable} -S {environments / name}.py "$@"\n')
     python.chmod(0o755)
-    return directory
 
 
-def test_it_compares_in_both_precisions_and_writes_json(model, tmp_path):
+def test_the_program_compares_nanopage_with_transformers_and_writes_json(model, tmp_path):
     file = tmp_path / "result.json"
-    options = ["--workloads", "W1,W5", "--engines", "nanopage,transformers", "--threads", 1, "--json", file]
-    done = bench("compare", "--model", model, *options, "--num-iters", 2, "--num-iters-warmup", 0)
+    options = ["--workloads", "W1", "--engines", "nanopage,transformers", "--threads", 1, "--json", file, "--eager"]
+    done = in_a_process("compare", "--model", model, *options, "--num-iters", 1, "--num-iters-warmup", 0)
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads(file.read_text())
     assert result["failures"] == {}
-    assert list(result["start"]) == ["bfloat16", "float32"]
-    for figures in result["start"].values():
-        assert all(engine["start_to_first_token"] > 0 and engine["peak_rss"] > 2**26 for engine in figures.values())
-    assert list(result["runs"]) == ["W1", "W5"] and list(result["roofline_tok_s"]) == ["W1"]
-    for runs in result["runs"].values():
-        assert list(runs) == ["nanopage", "transformers"]
-        assert len(runs["nanopage"]) == len(runs["transformers"]) == 2
-        tokens = {(run["output_tokens"], run["total_tokens"]) for column in runs.values() for run in column}
-        assert len(tokens) == 1  # the lengths are those of the seed, in every iteration and engine
-    ours = result["runs"]["W1"]["nanopage"][0]
-    assert (ours["output_tokens"], ours["total_tokens"]) == (128, 256)
+    for figures in result["start"]["bfloat16"].values():
+        assert figures["start_to_first_token"] > 0 and figures["peak_rss"] > 2**26
+    assert list(result["roofline_tok_s"]) == ["W1"] and result["bandwidth_gb_s"]["W1"] > 0
+    ours, theirs = (result["runs"]["W1"][engine][0] for engine in ("nanopage", "transformers"))
+    assert ours["output_tokens"] == theirs["output_tokens"] == 128 and ours["total_tokens"] == 256
     assert 0 < ours["ttft"] < ours["seconds"] and ours["decode_tok_s"] > 0
     assert "nanopage / this" in done.stdout and "torch " in result["header"]["transformers"]
+
+
+def test_it_compares_in_both_precisions(model, tmp_path):
+    file = tmp_path / "result.json"
+    for name in ("vllm", "openvino"):
+        fake_engine(tmp_path, name, ENGINE)
+    options = ["--workloads", "W1,W5", "--engines", "vllm,openvino", "--environments", tmp_path, "--json", file]
+    done = run_bench("compare", "--model", model, *options, "--num-iters", 2, "--num-iters-warmup", 0)
+    assert done.exit_code == 0, done.output
+    result = json.loads(file.read_text())
+    assert list(result["start"]) == ["bfloat16", "float32"]
+    assert list(result["runs"]) == ["W1", "W5"] and list(result["roofline_tok_s"]) == ["W1"]
+    for runs in result["runs"].values():
+        assert list(runs) == ["vllm", "openvino"]
+        assert len(runs["vllm"]) == len(runs["openvino"]) == 2
+        tokens = {(run["output_tokens"], run["total_tokens"]) for column in runs.values() for run in column}
+        assert len(tokens) == 1  # the lengths are those of the seed, in every iteration and engine
 
 
 def test_questions_go_through_the_chat_template(model, tmp_path):
     questions, file = tmp_path / "questions.jsonl", tmp_path / "result.json"
     questions.write_text("".join(json.dumps({"turns": [text, "more"]}) + "\n" for text in ("Who?", "What then?")))
-    options = ["--workloads", "W6", "--mt-bench", questions, "--engines", "nanopage", "--json", file]
-    done = bench("compare", "--model", model, *options, "--num-iters", 1, "--num-iters-warmup", 0)
-    assert done.returncode == 0, done.stdout + done.stderr
-    (run,) = json.loads(file.read_text())["runs"]["W6"]["nanopage"]
+    fake_engine(tmp_path, "vllm", ENGINE)
+    options = ["--workloads", "W6", "--mt-bench", questions, "--engines", "vllm", "--environments", tmp_path]
+    options += ["--num-iters", 1, "--num-iters-warmup", 0, "--json", file]
+    done = run_bench("compare", "--model", model, *options)
+    assert done.exit_code == 0, done.output
+    (run,) = json.loads(file.read_text())["runs"]["W6"]["vllm"]
     assert run["output_tokens"] == 2 * 64
     assert run["total_tokens"] > 2 * (64 + len("<|im_start|>"))
 
 
 def test_an_engine_that_dies_is_named_and_the_others_go_on(model, tmp_path):
-    answers = """echo '{"versions": {"vllm": "0"}}'
-read request; echo '{"seconds": 1, "output_tokens": 1, "total_tokens": 9}'
-read request; echo 'no more memory, says vLLM' >&2; exit 3"""
     file = tmp_path / "result.json"
-    options = ["--workloads", "W1", "--engines", "vllm,nanopage", "--json", file, "--num-iters", 1]
-    done = bench("compare", "--model", model, *options, "--environments", fake_vllm(tmp_path, answers))
-    assert done.returncode == 1, done.stdout + done.stderr
-    assert "vllm: exit code 3" in done.stdout and "no more memory, says vLLM" in done.stdout
+    fake_engine(tmp_path, "vllm", ENGINE_THAT_DIES)
+    fake_engine(tmp_path, "openvino", ENGINE)
+    options = ["--workloads", "W1", "--engines", "vllm,openvino", "--environments", tmp_path, "--json", file]
+    done = run_bench("compare", "--model", model, *options, "--num-iters", 1)
+    assert done.exit_code == 1, done.output
+    assert "vllm: exit code 1" in done.output and "no more memory, says the [fake] engine" in done.output
     result = json.loads(file.read_text())
     assert list(result["failures"]) == ["vllm"]
-    assert list(result["runs"]["W1"]) == ["nanopage"] and len(result["runs"]["W1"]["nanopage"]) == 1
+    assert list(result["runs"]["W1"]) == ["openvino"] and len(result["runs"]["W1"]["openvino"]) == 1
 
 
 @pytest.mark.parametrize(
@@ -110,9 +138,9 @@ read request; echo 'no more memory, says vLLM' >&2; exit 3"""
     ],
 )
 def test_a_bad_option_is_named_before_any_work(model, tmp_path, arguments, names):
-    done = bench("compare", "--model", model, "--environments", tmp_path, *arguments, NO_COLOR="1")
-    assert done.returncode != 0
-    assert names in done.stdout + done.stderr
+    done = run_bench("compare", "--model", model, "--environments", tmp_path, *arguments)
+    assert done.exit_code == 2
+    assert names in done.output
 
 
 def test_the_protocol_keeps_stdout_for_itself(tmp_path):
