@@ -12,7 +12,9 @@ Prompts are random token ids and never repeat, so the prefix cache can not help,
 (--dataset-name sharegpt or custom) makes prompts alike. Outputs have a fixed length (end of sequence is ignored).
 Loading, compiling and warm-up are timed apart. With --compare the two take turns, iteration by iteration, so that a
 machine whose speed drifts treats both alike. On a GPU there are three: transformers' `generate`, compiled for a static
-cache, and its continuous batching. A peer that fails is named and left out; the exit code is 1.
+cache, and its continuous batching. A peer that fails is named and left out.
+
+Exit codes: 0 measured, 1 something failed, 2 wrong usage. Options and files are checked before a model is loaded.
 """
 
 import json
@@ -25,6 +27,18 @@ from typing import Annotated, Any
 import typer
 
 from benchmarks import offline
+from benchmarks.checks import (
+    MAX_ITERATIONS,
+    MAX_REQUESTS,
+    MAX_SEED,
+    MAX_TOKENS,
+    check_choice,
+    check_engine,
+    check_folder,
+    check_lengths,
+    find_model,
+    refuse,
+)
 from benchmarks.datasets import Dataset, Requests, dataset, parse_range, read_trace
 from benchmarks.machine import cpu_name, versions
 from benchmarks.report import (
@@ -57,9 +71,9 @@ OverlapOption = Annotated[
         "--overlap/--no-overlap", help="Launch a step before the last one's tokens are seen [default: on a GPU]."
     ),
 ]
-ItersOption = Annotated[int, typer.Option(min=1, help="Measured iterations; medians are reported.")]
-WarmupOption = Annotated[int, typer.Option(min=0, help="Iterations before that, not counted.")]
-SeedOption = Annotated[int, typer.Option(help="Of the lengths and the prompts.")]
+ItersOption = Annotated[int, typer.Option(min=1, max=MAX_ITERATIONS, help="Measured iterations; medians are reported.")]
+WarmupOption = Annotated[int, typer.Option(min=0, max=MAX_ITERATIONS, help="Iterations before that, not counted.")]
+SeedOption = Annotated[int, typer.Option(min=0, max=MAX_SEED, help="Of the lengths and the prompts.")]
 JsonOption = Annotated[Path | None, typer.Option("--json", help="Write the results to this file, too.")]
 CompareOption = Annotated[str | None, typer.Option(help="'transformers': run it on the same work, in turn.")]
 ProfileOption = Annotated[
@@ -75,7 +89,8 @@ DatasetOption = Annotated[
 ]
 DatasetPathOption = Annotated[Path | None, typer.Option(help="The file of custom or sharegpt.")]
 NumPromptsOption = Annotated[
-    int | None, typer.Option(min=1, help="Requests [default: 32; of a file or a trace, all that it has].")
+    int | None,
+    typer.Option(min=1, max=MAX_REQUESTS, help="Requests [default: 32; of a file or a trace, all that it has]."),
 ]
 InputLenOption = Annotated[
     str | None, typer.Option(help="Tokens of a random prompt: a number or LOW-HIGH [default: 32-256].")
@@ -84,7 +99,7 @@ OutputLenOption = Annotated[
     str | None, typer.Option(help="Tokens: a number or LOW-HIGH [default: what the file says, else 32-128].")
 ]
 PrefixLenOption = Annotated[
-    int, typer.Option(min=0, help="Tokens common to all random prompts, before those of --input-len.")
+    int, typer.Option(min=0, max=MAX_TOKENS, help="Tokens common to all random prompts, before those of --input-len.")
 ]
 
 
@@ -107,7 +122,7 @@ def latency(
     model: ModelOption = None,
     input_len: LengthOption = "128",
     output_len: LengthOption = "128",
-    batch_size: Annotated[int, typer.Option(min=1, help="Requests that run together.")] = 1,
+    batch_size: Annotated[int, typer.Option(min=1, max=MAX_REQUESTS, help="Requests that run together.")] = 1,
     dtype: DtypeOption = "auto",
     device: DeviceOption = "auto",
     eager: EagerOption = False,
@@ -182,7 +197,10 @@ def serve(
         typer.Option(help="Shape of the gamma-distributed gaps: 1 is Poisson, less comes in bursts [default: 1]."),
     ] = None,
     max_concurrency: Annotated[
-        int | None, typer.Option(min=1, help="Most requests in the engine; the others wait, and their time counts.")
+        int | None,
+        typer.Option(
+            min=1, max=MAX_REQUESTS, help="Most requests in the engine; the others wait, and their time counts."
+        ),
     ] = None,
     trace: Annotated[
         Path | None,
@@ -200,8 +218,10 @@ def serve(
     quantization: QuantizationOption = None,
     load_format: LoadFormatOption = "auto",
     overlap: OverlapOption = None,
-    num_warmups: Annotated[int, typer.Option(min=0, help="Requests before that, all at once, not counted.")] = 8,
-    seed: Annotated[int, typer.Option(help="Of the lengths, the prompts and the arrivals.")] = 0,
+    num_warmups: Annotated[
+        int, typer.Option(min=0, max=MAX_REQUESTS, help="Requests before that, all at once, not counted.")
+    ] = 8,
+    seed: Annotated[int, typer.Option(min=0, max=MAX_SEED, help="Of the lengths, the prompts and the arrivals.")] = 0,
     json_file: JsonOption = None,
     save_detailed: Annotated[
         bool, typer.Option("--save-detailed", help="With --json: every request's times, every step's queues.")
@@ -220,9 +240,9 @@ def serve(
     check_json(json_file)
     check_plot(plot_file)
     if save_detailed and json_file is None:
-        raise typer.BadParameter("needs --json", param_hint="--save-detailed")
+        refuse("needs --json", "--save-detailed")
     if more_goodput and not goodput:
-        raise typer.BadParameter(f"unexpected: {' '.join(more_goodput)}")
+        refuse(f"{' '.join(more_goodput)}: limits come after --goodput", "KEY:MS")
     limits = serving.parse_goodput([*(goodput or []), *(more_goodput or [])])
     shown, percentiles = serving.parse_metrics(percentile_metrics), serving.parse_percentiles(metric_percentiles)
     source: Dataset | Requests
@@ -231,18 +251,19 @@ def serve(
         given |= {"--input-len": input_len, "--output-len": output_len, "--prefix-len": prefix_len}
         given |= {"--request-rate": request_rate, "--burstiness": burstiness is not None}
         for option in (option for option, value in given.items() if value):
-            raise typer.BadParameter("--trace has arrivals and lengths of its own", param_hint=option)
+            refuse("--trace has arrivals and lengths of its own", option)
         rates, source = [], read_trace(trace, num_prompts)
         what = f"{len(source.lengths)} requests of {trace.name}"
     else:
-        rates = serving.parse_rates(request_rate or "inf")
-        if burstiness is not None and not (burstiness > 0 and min(rates) < math.inf):
-            raise typer.BadParameter("needs to be above 0, and a --request-rate below inf", param_hint="--burstiness")
         source = dataset(dataset_name, dataset_path, num_prompts, input_len, output_len, prefix_len)
+        rates = serving.parse_rates(request_rate or "inf", source.count)
+        if burstiness is not None:
+            serving.check_burstiness(burstiness, rates)
         what = f"{source.what}, request rate {', '.join(f'{rate:g}' for rate in rates)}"
         what += f", burstiness {burstiness or 1:g}" if min(rates) < math.inf else ""
     what += f", at most {max_concurrency} at once" if max_concurrency else ""
     switches = engine_options(dtype, device, eager, quantization, load_format, overlap)
+    check_engine(switches)
     serving.serve(
         model,
         switches,
@@ -267,7 +288,7 @@ def memory(
     model: ModelOption = None,
     input_len: LengthOption = "32-512",
     output_len: LengthOption = "32-256",
-    num_prompts: Annotated[int, typer.Option(min=1, help="Requests of the waste trace.")] = 500,
+    num_prompts: Annotated[int, typer.Option(min=1, max=MAX_REQUESTS, help="Requests of the waste trace.")] = 500,
     dtype: DtypeOption = "auto",
     device: DeviceOption = "auto",
     eager: EagerOption = False,
@@ -286,7 +307,12 @@ def memory(
     from benchmarks import memory as benchmark
 
     check_json(json_file)
-    lengths = parse_range("--input-len", input_len), parse_range("--output-len", output_len)
+    inputs, outputs = parse_range("--input-len", input_len), parse_range("--output-len", output_len)
+    switches = engine_options(dtype, device, eager, None, load_format, None)
+    check_engine(switches)
+    path, config = find_model(model)
+    check_lengths([(inputs[1], outputs[1])] * num_prompts, config, ["--input-len", "--output-len"])
+    check_lengths([benchmark.FORK_LENGTHS], config, "--model")
     rng = random.Random(seed)
     results: dict = {}
 
@@ -294,17 +320,17 @@ def memory(
         from nanopage import EngineConfig, LLMEngine
 
         with errors_by_name():
-            switches = engine_options(dtype, device, eager, None, load_format, None)
-            made = LLMEngine(EngineConfig(model=model, **switches | options))
+            made = LLMEngine(EngineConfig(model=str(path), **switches | options))
             made.runner.use_graphs(wait=True)
             return made
 
     plain = engine(enable_prefix_caching=False)
     header = describe(plain, f"memory, seed {seed}")
     show_header(header)
-    results["parallel sampling"] = benchmark.measure_forks(plain, rng, num_iters)
-    results["preemption"] = benchmark.measure_preemption(engine, rng, num_iters)
-    results["waste"] = benchmark.measure_waste(engine(max_num_seqs=256), rng, num_prompts, *lengths)
+    with errors_by_name():
+        results["parallel sampling"] = benchmark.measure_forks(plain, rng, num_iters)
+        results["preemption"] = benchmark.measure_preemption(engine, rng, num_iters)
+        results["waste"] = benchmark.measure_waste(engine(max_num_seqs=256), rng, num_prompts, inputs, outputs)
     if json_file is not None:
         json_file.write_text(json.dumps({"header": header} | results, indent=2) + "\n")
 
@@ -344,25 +370,25 @@ def compare(
     from nanopage.threads import default_threads
 
     check_json(json_file)
-    if dtype not in ("bfloat16", "float32"):
-        raise typer.BadParameter(f"{dtype!r} is not one of: bfloat16, float32", param_hint="--dtype")
-    if quantization not in (None, "int8"):
-        raise typer.BadParameter(f"{quantization!r} is not one of: int8", param_hint="--quantization")
+    check_choice(dtype, ["bfloat16", "float32"], "--dtype")
+    check_choice(quantization, ["int8"], "--quantization")
     names = list(comparison.WORKLOADS) if workloads is None else list(dict.fromkeys(workloads.split(",")))
     for name in names:
-        if name not in comparison.WORKLOADS:
-            known = ", ".join(comparison.WORKLOADS)
-            raise typer.BadParameter(f"{name!r} is not one of: {known}", param_hint="--workloads")
+        check_choice(name, list(comparison.WORKLOADS), "--workloads")
+    if (usable := comparison.usable_threads()) < (threads or 1):
+        refuse(f"{threads} threads are more than the {usable} that this process may use", "--threads")
+    if "W6" not in names and mt_bench is not None:
+        refuse("is for W6, which --workloads leaves out", "--mt-bench")
     if "W6" in names and mt_bench is None:
         if workloads is not None:
-            raise typer.BadParameter("W6 needs mt_bench's question file", param_hint="--mt-bench")
+            refuse("W6 needs mt_bench's question file", "--mt-bench")
         names.remove("W6")
         console.print("W6 is left out: it needs --mt-bench", style="dim", highlight=False)
     comparison.compare(
         model,
         names,
         None if engines is None else list(dict.fromkeys(engines.split(","))),
-        environments or hub.cache_directory() / "peers",
+        check_folder(environments, "--environments") if environments else hub.cache_directory() / "peers",
         mt_bench,
         dtype,
         eager,
@@ -378,7 +404,9 @@ def compare(
 @app.command()
 def kernels(
     dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
-    num_iters: Annotated[int, typer.Option(min=1, help="Measured launches; medians are reported.")] = 50,
+    num_iters: Annotated[
+        int, typer.Option(min=1, max=MAX_ITERATIONS, help="Measured launches; medians are reported.")
+    ] = 50,
     json_file: JsonOption = None,
 ) -> None:
     """Time the Triton kernels of attention on a GPU, beside torch's reference, SDPA and FlexAttention.
@@ -391,8 +419,7 @@ def kernels(
     from benchmarks import kernels as benchmark
 
     check_json(json_file)
-    if dtype not in ("bfloat16", "float16", "float32"):
-        raise typer.BadParameter(f"{dtype!r} is not one of: bfloat16, float16, float32", param_hint="--dtype")
+    check_choice(dtype, ["bfloat16", "float16", "float32"], "--dtype")
     header = {
         "bench": f"kernels, {dtype}, pages of {benchmark.BLOCK_SIZE}",
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else f"cpu: {cpu_name()}",

@@ -21,11 +21,12 @@ from pathlib import Path
 
 import psutil
 import typer
-from rich.markup import escape
 
+from benchmarks.checks import find_model, refuse, shown
+from benchmarks.datasets import check_text, read_json_lines
 from benchmarks.machine import cpu_name, read_bandwidth
 from benchmarks.peers.protocol import Run, Work
-from benchmarks.report import console, errors_by_name, show_header, spread, table_of
+from benchmarks.report import console, errors_by_name, plain, show_header, spread, table_of
 from nanopage.config import ModelConfig
 
 WORKLOADS = {
@@ -141,14 +142,11 @@ def compare(
     json_file: Path | None,
 ) -> None:
     """Run everything, and print a table when a workload is done."""
-    from nanopage import hub, loader
-
     pythons = python_of_engines(engines, environments, quantization)
-    with errors_by_name():
-        path = hub.resolve(model).resolve()
-        if path.suffix == ".gguf":
-            raise ValueError("compare needs a Hugging Face directory, not a .gguf file: most peers read no other")
-        config = loader.read_config(path)
+    path, config = find_model(model)
+    path = path.resolve()
+    if path.suffix == ".gguf":
+        refuse("compare needs a Hugging Face directory: most peers cannot read a .gguf file", "--model")
     questions = read_questions(mt_bench) if mt_bench else []
     rng = random.Random(seed)
     work = {
@@ -160,9 +158,7 @@ def compare(
         tokens = max(len(w.prompt) + w.output_len for batch in iterations for w in batch)
         if tokens > config.max_position_embeddings:
             limit = config.max_position_embeddings
-            raise typer.BadParameter(
-                f"{name}: {tokens} tokens are more than the model's {limit}", param_hint="--workloads"
-            )
+            refuse(f"{name}: {tokens} tokens are more than the model's {limit}", "--workloads")
         longest = max(longest, tokens)
     results = Results(header(path, dtype, quantization, seed, num_iters, num_iters_warmup, threads))
     show_header(results.header)
@@ -201,7 +197,7 @@ def compare(
     if json_file is not None:
         json_file.write_text(json.dumps(asdict(results), indent=2) + "\n")
     for name, message in results.failures.items():
-        console.print(f"[red]error:[/red] {name}: {escape(message)}", highlight=False)
+        console.print(f"[red]error:[/red] {name}: {plain(message)}", highlight=False)
     if results.failures:
         raise typer.Exit(1)
 
@@ -319,32 +315,39 @@ def python_of_engines(engines: list[str] | None, environments: Path, quantizatio
     known = WITH_INT8 if quantization else ENGINES
     for name in engines if engines is not None else known:
         if name not in known:
-            which = f" that run with --quantization {quantization}" if quantization else ""
-            raise typer.BadParameter(f"{name!r} is not one of those{which}: {', '.join(known)}", param_hint="--engines")
+            which = f"one of those that run with --quantization {quantization}" if quantization else "one of"
+            refuse(f"{shown(name)} is not {which}: {', '.join(known)}", "--engines")
         if name not in PACKAGES:
             pythons[name] = sys.executable
             continue
-        home = environments.expanduser().absolute() / name
+        home = environments / name
         if any(home.glob(f"lib/python*/site-packages/{PACKAGES[name]}")):
             pythons[name] = str(home / "bin" / "python")
         elif engines is not None:
             how = ast.get_docstring(ast.parse((ROOT / "benchmarks" / "peers" / f"{name}.py").read_text()))
-            console.print(f"[red]error:[/red] --engines: {name} is not installed in {home}\n\n{how}", highlight=False)
-            raise typer.Exit(2)
+            refuse(f"{name} is not installed in {home}\n\n{how}", "--engines")
         else:
-            console.print(f"{name} is left out: it is not installed in {home}", style="dim", highlight=False)
+            text = f"{name} is left out: it is not installed in {home}"
+            console.print(plain(text), style="dim", highlight=False, soft_wrap=True)
     return pythons
+
+
+def usable_threads() -> int:
+    """How many logical processors this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def read_questions(file: Path) -> list[str]:
     """The first turns of an mt_bench question file: JSON lines with {"turns": [...]}."""
-    try:
-        questions = [json.loads(line)["turns"][0] for line in file.read_text().splitlines() if line.strip()]
-    except (OSError, ValueError, LookupError, TypeError) as error:
-        message = f"{file} is no file of JSON lines with 'turns': {error!r}"
-        raise typer.BadParameter(message, param_hint="--mt-bench") from None
-    if not questions or not all(isinstance(question, str) for question in questions):
-        raise typer.BadParameter(f"{file} has no questions", param_hint="--mt-bench")
+    questions = []
+    for where, fields in read_json_lines(file, "--mt-bench"):
+        turns = fields.get("turns")
+        if not (isinstance(turns, list) and turns and isinstance(turns[0], str) and turns[0]):
+            refuse(f'{where}: "turns" must be a list that begins with a text', "--mt-bench")
+        check_text(turns[0], where, "--mt-bench")
+        questions.append(turns[0])
+    if not questions:
+        refuse(f"{file} has no questions", "--mt-bench")
     return questions[:80]
 
 

@@ -10,16 +10,19 @@ import typer
 from benchmarks.peers.nanopage import greedy, random_prompt
 from benchmarks.report import console, spread, table_of
 
+FORK_LENGTHS = 512, 64  # tokens of the prompt and of each completion
+
 
 def measure_forks(engine, rng: random.Random, num_iters: int) -> dict:
-    """Eight completions of one prompt of 512 tokens, as one request and as eight. No prefix cache."""
+    """Eight completions of one prompt, as one request and as eight. No prefix cache."""
     from nanopage import SamplingParams
 
-    options = {"temperature": 1.0, "max_tokens": 64, "ignore_eos": True, "detokenize": False}
+    prompt_len, output_len = FORK_LENGTHS
+    options = {"temperature": 1.0, "max_tokens": output_len, "ignore_eos": True, "detokenize": False}
     forms = {"1 request, n=8": [8], "8 requests": [1] * 8}
     runs: dict[str, list[dict]] = {name: [] for name in forms}
     for iteration in range(-1, num_iters):  # the first warms up
-        prompt = random_prompt(rng, engine, 512)
+        prompt = random_prompt(rng, engine, prompt_len)
         for name, counts in forms.items():
             for i, n in enumerate(counts):
                 engine.add_request(str(i), prompt, SamplingParams(n=n, seed=i, **options))
@@ -30,7 +33,7 @@ def measure_forks(engine, rng: random.Random, num_iters: int) -> dict:
                     {"blocks": blocks, "prefill_tokens": sum(step.prefill_tokens for step in steps), "seconds": seconds}
                 )
     one, eight = runs.values()
-    table = table_of("8 completions of 64 tokens, prompt of 512", ["", *forms, "saved"])
+    table = table_of(f"8 completions of {output_len} tokens, prompt of {prompt_len}", ["", *forms, "saved"])
     for title, key, digits in (("blocks at most", "blocks", 0), ("prompt tokens computed", "prefill_tokens", 0),
                                ("time (s)", "seconds", 2)):  # fmt: skip
         a, b = (statistics.median(run[key] for run in column) for column in (one, eight))

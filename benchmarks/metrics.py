@@ -16,10 +16,9 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
-from rich.markup import escape
 
 from benchmarks.progress import hit_rate
-from benchmarks.report import console
+from benchmarks.report import console, plain
 
 METRICS = {
     "ttft": ("TTFT", "Time to First Token"),
@@ -120,7 +119,7 @@ def summary(run: Run, percentiles: list[float], goodput: dict[str, float]) -> di
         for title, statistic in (("mean", np.mean), ("median", np.median), ("std", np.std)):
             result[f"{title}_{name}_ms"] = float(statistic(ms)) if times else None
         for p in percentiles:
-            result[f"p{p:g}_{name}_ms"] = float(np.percentile(ms, p)) if times else None
+            result[f"{percentile_name(p)}_{name}_ms"] = float(np.percentile(ms, p)) if times else None
     return result
 
 
@@ -158,7 +157,9 @@ def show(result: dict[str, Any], max_concurrency: int | None, shown: list[str], 
     for name in shown:
         short, title = METRICS[name]
         lines.append(title.center(WIDTH, "-"))
-        words = {"mean": "Mean", "median": "Median"} | {f"p{p:g}": f"P{p:g}" for p in percentiles}
+        words = {"mean": "Mean", "median": "Median"} | {
+            percentile_name(p): percentile_name(p).upper() for p in percentiles
+        }
         lines += [line((f"{word} {short} (ms)", result[f"{key}_{name}_ms"])) for key, word in words.items()]
     expected = result["throughput_times_mean_e2el"]
     lines.append("Engine".center(WIDTH, "-"))
@@ -171,7 +172,12 @@ def show(result: dict[str, Any], max_concurrency: int | None, shown: list[str], 
     lines.append("=" * WIDTH)
     console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
     for error in result["errors"][:10]:
-        console.print(f"[red]failed:[/red] {escape(error)}", highlight=False)
+        console.print(f"[red]failed:[/red] {plain(error)}", highlight=False)
+
+
+def percentile_name(percentile: float) -> str:
+    """99.0 -> "p99", 99.99999999 -> "p99.99999999": different percentiles have different names."""
+    return f"p{percentile!r}".removesuffix(".0")
 
 
 def line(row: tuple[str, Any]) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 
 import typer
 
+from benchmarks.checks import check_cache, check_choice, check_engine, check_lengths, find_model, refuse
 from benchmarks.datasets import Dataset
 from benchmarks.peers import nanopage as nanopage_peer
 from benchmarks.peers import transformers as transformers_peer
@@ -44,8 +45,8 @@ def bench(
     plot_file: Path | None = None,
 ) -> None:
     """Run a workload on an engine made with `switches`, options of EngineConfig, and print its table."""
-    if compare not in (None, "transformers"):
-        raise typer.BadParameter(f"{compare!r} is not one of: transformers", param_hint="--compare")
+    check_choice(compare, ["transformers"], "--compare")
+    check_engine(switches)
     check_json(json_file)
     check_json(profile_file, "--profile")
     check_plot(plot_file)
@@ -53,16 +54,17 @@ def bench(
 
     started = time.perf_counter()
     from benchmarks import utilization
-    from nanopage import LLM, EngineConfig, hub
+    from nanopage import LLM, EngineConfig
     from nanopage.device import resolve_device
 
     imported = time.perf_counter()
+    path, config = find_model(model)
+    if compare and path.suffix == ".gguf":
+        refuse("transformers cannot load a .gguf file here: give --model a directory", "--compare")
     with errors_by_name():
-        path = hub.resolve(model)
-        if compare and path.suffix == ".gguf":
-            raise typer.BadParameter("transformers can not load this .gguf file here: give a directory")
         requests = data.requests(rng, path)
         lengths = requests.lengths
+        check_lengths(lengths, config, requests.options)
         options = {"model": str(path), "max_num_seqs": max(256, len(lengths))} | switches
         device = resolve_device(EngineConfig(**options).device)
         if compare and device.type == "cuda":  # the peers need memory, too: blocks for all requests, and some room
@@ -72,10 +74,8 @@ def bench(
         resolved = time.perf_counter()
         llm = LLM(**options)
         llm.engine.runner.use_graphs(wait=True)
+        check_cache(lengths, llm.engine)
     loaded = time.perf_counter()
-    longest = max(i + o for i, o in lengths)
-    if longest > llm.engine.max_model_len:
-        raise typer.BadParameter(f"{longest} tokens are more than the model's {llm.engine.max_model_len}")
     bandwidth = bandwidth or utilization.bandwidth(device)
     recorder = utilization.StepRecorder(llm.engine, bandwidth)
     runners = {"nanopage": nanopage_peer.runner(llm)}

@@ -9,7 +9,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from benchmarks.metrics import METRICS, Sample
+from benchmarks.metrics import METRICS, Sample, percentile_name
 from benchmarks.utilization import Step
 
 
@@ -29,7 +29,7 @@ def serve(
     xs = labels if numbers else list(range(len(labels)))
     for color, (name, (short, _)) in enumerate(METRICS.items()):
         styles = ["-", "--", ":", "-."]
-        for i, statistic in enumerate(["median", *(f"p{p:g}" for p in percentiles)]):
+        for i, statistic in enumerate(["median", *map(percentile_name, percentiles)]):
             ys = [result[f"{statistic}_{name}_ms"] for result in results]
             style: dict[str, Any] = {"color": f"C{color}", "linestyle": styles[i % len(styles)], "marker": "o"}
             latency.plot(xs, [math.nan if y is None else y for y in ys], label=f"{short} {statistic}", **style)

@@ -1,6 +1,7 @@
 """What the commands of bench.py print with, and the refusals that they share."""
 
 import contextlib
+import re
 import statistics
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -16,13 +17,23 @@ from benchmarks.machine import cpu_name, nvidia_smi, versions
 console = Console()
 
 
+def escape_controls(text: str) -> str:
+    """Replace control characters other than newlines and tabs by their code: a terminal would obey them."""
+    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda match: f"\\x{ord(match[0]):02x}", text)
+
+
+def plain(text: str) -> str:
+    """Text from outside, for `console.print`: neither control characters nor rich's markup."""
+    return escape(escape_controls(text))
+
+
 @contextlib.contextmanager
 def errors_by_name() -> Iterator[None]:
     """What the engine refuses ends the program with its message."""
     try:
         yield
     except (ValueError, TypeError, OSError, RuntimeError, MemoryError) as error:
-        console.print(f"[red]error:[/red] {escape(str(error))}", highlight=False)
+        console.print(f"[red]error:[/red] {plain(str(error))}", highlight=False)
         raise typer.Exit(1) from None
 
 
@@ -34,7 +45,7 @@ def left_out_if_it_fails(name: str, failures: dict[str, str]) -> Iterator[None]:
     except Exception as error:
         failures[name] = f"{type(error).__name__}: {error}"
         console.print(
-            f"[red]{name} failed[/red] and is left out from here on: {escape(failures[name])}", highlight=False
+            f"[red]{name} failed[/red] and is left out from here on: {plain(failures[name])}", highlight=False
         )
 
 
@@ -62,11 +73,11 @@ def check_plot(file: Path | None) -> None:
 
 def show_header(header: dict[str, str]) -> None:
     for name, value in header.items():
-        console.print(f"[dim]{name:>14}[/dim]  {escape(value)}", highlight=False, soft_wrap=True)
+        console.print(f"[dim]{name:>14}[/dim]  {plain(value)}", highlight=False, soft_wrap=True)
 
 
 def table_of(title: str, columns: list[str]) -> Table:
-    table = Table(title=escape(title), title_justify="left")
+    table = Table(title=plain(title), title_justify="left")
     for column in columns:
         table.add_column(column, justify="right" if column else "left")
     return table

@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 import typer
 
-from benchmarks.datasets import Dataset, Requests, refuse
+from benchmarks.checks import MAX_SECONDS, check_cache, check_choice, check_lengths, find_model, refuse, shown
+from benchmarks.datasets import Dataset, Requests
 from benchmarks.metrics import METRICS, Run, Sample, Served, details, show, summary
 from benchmarks.peers.nanopage import greedy
 from benchmarks.peers.protocol import Work
@@ -25,6 +26,7 @@ from benchmarks.progress import progress
 from benchmarks.report import console, describe, errors_by_name, show_header
 
 GOODPUT_METRICS = ("ttft", "tpot", "e2el")
+MIN_BURSTINESS = 0.01  # far below it the gaps are less than any float above 0
 
 
 def serve(
@@ -55,25 +57,24 @@ def serve(
         num_warmups: requests, all at once, before the first rate.
     """
     started = time.perf_counter()
-    from nanopage import EngineConfig, LLMEngine, hub
+    from nanopage import EngineConfig, LLMEngine
 
     rng = random.Random(seed)
     imported = time.perf_counter()
+    path, config = find_model(model)
     with errors_by_name():
-        path = hub.resolve(model)
         requests = source if isinstance(source, Requests) else source.requests(rng, path)
+        check_lengths(requests.lengths, config, requests.options)
         resolved = time.perf_counter()
         engine = LLMEngine(EngineConfig(model=str(path), **switches))
         engine.runner.use_graphs(wait=True)
+        check_cache(requests.lengths, engine)
     loaded = time.perf_counter()
-    longest = max(i + o for i, o in requests.lengths)
-    if longest > engine.max_model_len:
-        raise typer.BadParameter(f"{longest} tokens are more than the model's {engine.max_model_len}")
     setup = {"import": round(imported - started, 3), "load and compile": round(loaded - resolved, 3)}
     header = describe(engine, f"serve, {what}, seed {seed}")
     show_header(header)
     with errors_by_name():
-        work = requests.work(rng, engine)[:num_warmups]
+        work = warm_up_work(requests, rng, engine, num_warmups)
         setup["warm-up"] = round(drive(engine, work, [0.0] * len(work)).duration, 3)
     console.print("  ".join(f"{name} {value:.1f} s" for name, value in setup.items()), style="dim", highlight=False)
 
@@ -105,6 +106,14 @@ def serve(
         plots.serve(results, [run.samples for run in runs], percentiles, header, plot_file)
     if any(result["failed"] for result in results):
         raise typer.Exit(1)
+
+
+def warm_up_work(requests: Requests, rng: random.Random, engine: Any, count: int) -> list[Work]:
+    """So many requests, more than once around if there are fewer."""
+    work: list[Work] = []
+    while len(work) < count:
+        work += requests.work(rng, engine)
+    return work[:count]
 
 
 def drive(
@@ -180,17 +189,27 @@ def arrival_times(count: int, rate: float, burstiness: float, seed: int) -> list
         gaps = np.ones(count)
     else:
         gaps = np.random.default_rng(seed).gamma(burstiness, 1 / burstiness, count)
+        gaps = np.maximum(gaps, np.finfo(float).tiny)  # a small shape rounds some of them to 0, perhaps all
     times = np.cumsum(gaps)
     return (times * (count / rate / times[-1])).tolist()
 
 
-def parse_rates(text: str) -> list[float]:
-    """ "1,2.5,inf" -> [1.0, 2.5, inf]."""
+def parse_rates(text: str, count: int) -> list[float]:
+    """ "1,2.5,inf" -> [1.0, 2.5, inf], of `count` requests."""
     rates = parse_numbers(text, "--request-rate")
     for rate in rates:
         if not rate > 0:
             refuse(f"{rate:g} is not a positive number of requests a second, or inf", "--request-rate")
+        if count / rate > MAX_SECONDS:
+            refuse(f"{count} requests at {rate:g} a second take {count / rate:.3g} s, over a week", "--request-rate")
     return rates
+
+
+def check_burstiness(burstiness: float, rates: list[float]) -> None:
+    if not burstiness >= MIN_BURSTINESS:
+        refuse(f"{burstiness:g} is not {MIN_BURSTINESS:g} or more", "--burstiness")
+    if min(rates) == math.inf:
+        refuse("needs a --request-rate below inf", "--burstiness")
 
 
 def parse_percentiles(text: str) -> list[float]:
@@ -198,21 +217,21 @@ def parse_percentiles(text: str) -> list[float]:
     for percentile in percentiles:
         if not 0 <= percentile <= 100:
             refuse(f"{percentile:g} is not from 0 to 100", "--metric-percentiles")
-    return list(dict.fromkeys(percentiles))
+    return list(dict.fromkeys(abs(percentile) for percentile in percentiles))  # abs: -0 is 0
 
 
 def parse_numbers(text: str, option: str) -> list[float]:
     try:
         return [float(part) for part in text.split(",")]
     except ValueError:
-        refuse(f"{text!r} is not a number, or several with commas between", option)
+        refuse(f"{shown(text)} is not a number, or several with commas between", option)
 
 
 def parse_metrics(text: str) -> list[str]:
-    for name in (names := text.split(",")):
-        if name not in METRICS:
-            refuse(f"{name!r} is not one of: {', '.join(METRICS)}", "--percentile-metrics")
-    return list(dict.fromkeys(names))
+    names = list(dict.fromkeys(text.split(",")))
+    for name in names:
+        check_choice(name, list(METRICS), "--percentile-metrics")
+    return names
 
 
 def parse_goodput(pairs: list[str]) -> dict[str, float]:
@@ -220,10 +239,14 @@ def parse_goodput(pairs: list[str]) -> dict[str, float]:
     limits: dict[str, float] = {}
     for pair in pairs:
         name, _, value = pair.partition(":")
-        if name not in GOODPUT_METRICS or name in limits:
-            again = " given once" if name in limits else ""
-            refuse(f"{pair!r}: needs one of {', '.join(GOODPUT_METRICS)}{again}, as in ttft:200", "--goodput")
-        (limits[name],) = parse_numbers(value, "--goodput") if "," not in value else (-1,)
-        if not limits[name] >= 0:
-            refuse(f"{pair!r}: needs a number of milliseconds, as in ttft:200", "--goodput")
+        if name not in GOODPUT_METRICS:
+            refuse(f"{shown(name)} is not one of: {', '.join(GOODPUT_METRICS)}", "--goodput")
+        if name in limits:
+            refuse(f"{name} is given twice", "--goodput")
+        try:
+            limits[name] = float(value)
+        except ValueError:
+            refuse(f"{shown(pair)}: write KEY:MS, such as {name}:200", "--goodput")
+        if not 0 <= limits[name] < math.inf:
+            refuse(f"{shown(pair)}: needs a number of milliseconds, such as {name}:200", "--goodput")
     return limits

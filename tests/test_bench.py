@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import typer
 from helpers import random_tokens, run_bench, tiny_model
 from typer.testing import CliRunner
 
@@ -24,7 +25,7 @@ from benchmarks.peers import transformers as transformers_peer
 from benchmarks.peers import transformers_continuous
 from benchmarks.peers.protocol import Run, Work, measure
 from benchmarks.report import console
-from nanopage import LLM, loader
+from nanopage import LLM, engine, loader
 from nanopage.request import StepStats
 
 ROOT = Path(__file__).parent.parent
@@ -355,32 +356,99 @@ def test_dummy_weights_are_the_same_in_transformers(model, tmp_path):
     assert all(torch.equal(tensor, weights[name]) for name, tensor in hf.named_parameters())
 
 
+COMMANDS = typer.main.get_command(program.app).commands
+OPTIONS = [
+    (command, option.opts[0])
+    for command, parsed in COMMANDS.items()
+    for option in parsed.params
+    if option.name != "help" and option.opts[0].startswith("--") and not option.is_flag
+]
+
+
+@pytest.mark.parametrize(("command", "option"), OPTIONS)
+def test_no_value_of_an_option_ends_in_a_traceback_or_endless_work(tmp_path, monkeypatch, command, option):
+    """All options are checked before the model, which is not there. kernels has none, and ends for want of a GPU."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    model = [] if "--model" in (option, command) or command == "kernels" else ["--model", "/no/such/model"]
+    for value in ("", "0", "-1", "1e-300", "nan", "x", "5-2", "-", "~x", str(10**30), "9" * 5000, ".", "a\x1b[31m"):
+        done = run_bench(command, *model, f"{option}={value}")
+        assert done.exit_code == (1 if command == "kernels" and "need a GPU" in done.output else 2), done.output
+        assert option in done.output or "--model" in done.output or done.exit_code == 1
+        assert "Traceback" not in done.output
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize(
     ("arguments", "names"),
     [
         (["latency", "--input-len", "x"], "--input-len"),
+        (["latency", "--input-len", "5-"], "--input-len: '5-' is not a number"),
+        (["latency", "--input-len", "5-2"], "--input-len: '5-2': needs 1 <= LOW <= HIGH"),
+        (["latency", "--input-len", 10**30], "--input-len"),
         (["latency", "--output-len", "9-3"], "--output-len"),
+        (["latency", "--batch-size", 10**30], "--batch-size"),
+        (["latency", "--num-iters", 10**30], "--num-iters"),
+        (["latency", "--num-iters-warmup", -1], "--num-iters-warmup"),
+        (["latency", "--seed", -1], "--seed"),
+        (["latency", "--seed", 10**30], "--seed"),
         (["throughput", "--num-prompts", "0"], "--num-prompts"),
+        (["throughput", "--num-prompts", 10**30], "--num-prompts"),
+        (["throughput", "--prefix-len", 10**30], "--prefix-len"),
         (["throughput", "--compare", "llama"], "--compare"),
         (["throughput", "--json", "/no/such/folder/x.json"], "--json"),
         (["throughput", "--profile", "/no/such/folder/x.json"], "--profile"),
-        (["latency", "--model", "/no/such/model"], "/no/such/model"),
-        (["latency", "--dtype", "int3"], "int3"),
-        (["latency", "--quantization", "int3"], "quantization='int3'"),
-        (["latency", "--load-format", "zeros"], "load_format='zeros'"),
+        (["latency", "--model", "/no/such/model"], "--model: no model at '/no/such/model'"),
+        (["latency", "--dtype", "int3"], "--dtype: dtype='int3' is not one of"),
+        (["serve", "--dtype", "int3"], "--dtype"),
+        (["memory", "--dtype", "int3"], "--dtype"),
+        (["latency", "--device", "tpu"], "--device: device='tpu' is not one of"),
+        (["latency", "--quantization", "int3"], "--quantization: quantization='int3'"),
+        (["latency", "--load-format", "zeros"], "--load-format: load_format='zeros'"),
         (["latency", "--speed", "11"], "--speed"),
+        (["memory", "--num-prompts", 10**30], "--num-prompts"),
+        (["memory", "--seed", -1], "--seed"),
+        (["kernels", "--num-iters", 10**30], "--num-iters"),
     ],
 )
 def test_a_bad_option_is_named_and_the_exit_code_says_so(arguments, names):
-    done = run_bench(*arguments, "--eager")
-    assert done.exit_code != 0
+    done = run_bench(*arguments)
+    assert done.exit_code == 2
     assert names in done.output
 
 
-def test_prompts_that_do_not_fit_are_refused(model):
-    done = run_bench("latency", "--model", model, "--input-len", "2000", "--eager")
-    assert done.exit_code != 0
-    assert "2128 tokens" in done.output
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["latency", "--input-len", 2000], "--input-len' / '--output-len': 2128 tokens are more than the model's 1024"),
+        (["throughput", "--prefix-len", 1000], "'--prefix-len': 1"),
+        (["serve", "--input-len", 1000, "--output-len", 100], "1100 tokens are more than the model's 1024"),
+        (["throughput", "--num-prompts", 1_000_000, "--input-len", 800], "800,000,000 tokens in all: at most"),
+        (["memory", "--input-len", 1000], "--input-len' / '--output-len': 1256 tokens"),
+        (["memory", "--num-prompts", 1_000_000], "512,000,000 tokens in all"),
+    ],
+)
+def test_requests_that_do_not_fit_are_refused_before_the_model_is_loaded(model, monkeypatch, arguments, says):
+    monkeypatch.setattr(loader, "load_model", lambda *_: pytest.fail("the model is loaded"))
+    done = run_bench(*arguments, "--model", model, "--eager")
+    assert done.exit_code == 2
+    assert says in " ".join(done.output.split())
+
+
+def test_requests_that_do_not_fit_in_the_cache_are_an_error(model, monkeypatch):
+    monkeypatch.setattr(engine, "num_blocks_that_fit", lambda *_: 4)
+    for command in ("latency", "serve"):
+        done = run_bench(command, "--model", model, "--input-len", 60, "--output-len", 5, "--eager")
+        assert done.exit_code == 1
+        assert "65 tokens of a request are more than the KV cache holds, 64" in done.output
+
+
+def test_a_broken_model_is_an_error_without_control_characters(tmp_path):
+    (tmp_path / "config.json").write_text('{"architectures": ["\\u001b[2J\\u009b[31m[red]Llama\\n"]}')
+    done = run_bench("latency", "--model", tmp_path)
+    assert done.exit_code == 1
+    assert "\x1b" not in done.output and "\x9b" not in done.output
+    assert r"\x1b[2J\x9b[31m[red]Llama" in done.output
 
 
 def test_memory_compares_forks_swaps_and_waste(model, tmp_path):

@@ -15,6 +15,7 @@ from benchmarks.peers.protocol import Options, Output, Work, measure
 from benchmarks.report import console
 from nanopage.gguf_checkpoint import GGUFCheckpoint
 
+SCHEMA = ROOT / "benchmarks" / "serve.schema.json"
 ENGINE = """
 import os
 from benchmarks.peers.protocol import Output, serve
@@ -128,11 +129,19 @@ def test_an_engine_that_dies_is_named_and_the_others_go_on(model, tmp_path):
         (["--engines", "llamacpp"], "pip install llama-cpp-python gguf"),
         (["--workloads", "W6"], "--mt-bench"),
         (["--mt-bench", "/no/such/file"], "/no/such/file"),
-        (["--mt-bench", __file__], "turns"),
+        (["--mt-bench", __file__], "line 1: not JSON"),
+        (["--mt-bench", SCHEMA, "--workloads", "W1"], "is for W6"),
+        (["--environments", "/no/such/folder"], "--environments: no such folder"),
+        (["--environments", "~nobody-of-this-name"], "--environments"),
         (["--dtype", "float16"], "float16"),
         (["--quantization", "int3"], "int3"),
         (["--quantization", "int8", "--engines", "nanopage,vllm"], "'vllm' is not one of those that run with"),
         (["--threads", "0"], "--threads"),
+        (["--threads", 10**30], "--threads"),
+        (["--seed", -1], "--seed"),
+        (["--num-iters", 10**30], "--num-iters"),
+        (["--model", "/no/such/model"], "--model"),
+        (["--model", "model.gguf"], "--model"),
         (["--json", "/no/such/folder/x.json"], "--json"),
         (["--workloads", "W4"], "W4: 1628 tokens"),
     ],
@@ -141,6 +150,15 @@ def test_a_bad_option_is_named_before_any_work(model, tmp_path, arguments, names
     done = run_bench("compare", "--model", model, "--environments", tmp_path, *arguments)
     assert done.exit_code == 2
     assert names in done.output
+
+
+@pytest.mark.parametrize("line", ["{}", '{"turns": []}', '{"turns": [3]}', '{"turns": "text"}', "[1]", "[" * 99_999])
+def test_questions_are_refused_by_file_and_line(model, tmp_path, line):
+    file = tmp_path / "questions.jsonl"
+    file.write_text('{"turns": ["Who?"]}\n' + line)
+    done = run_bench("compare", "--model", model, "--mt-bench", file)
+    assert done.exit_code == 2
+    assert f"--mt-bench: {file}, line 2: " in done.output
 
 
 def test_the_protocol_keeps_stdout_for_itself(tmp_path):

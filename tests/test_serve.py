@@ -3,6 +3,7 @@ bench.py serve on a tiny model; its JSON against serve.schema.json; its refusals
 
 import json
 import math
+import random
 import re
 import sys
 from pathlib import Path
@@ -10,11 +11,10 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from helpers import tiny_model
-from typer.testing import CliRunner
+from helpers import run_bench, tiny_model
 
-import bench as program
 from benchmarks import metrics, plots, serve
+from benchmarks.datasets import Requests
 from benchmarks.peers.protocol import Work
 from benchmarks.report import console
 from benchmarks.utilization import Step
@@ -22,6 +22,8 @@ from nanopage import LLMEngine
 from nanopage.request import RequestMetrics, StepStats
 
 SCHEMA = json.loads((Path(serve.__file__).parent / "serve.schema.json").read_text())
+
+RUN_PATTERNS = SCHEMA["properties"]["runs"]["items"]["patternProperties"]
 
 
 class FakeEngine:
@@ -219,6 +221,12 @@ def test_other_rates_stretch_the_same_arrivals_and_inf_is_all_at_once():
     assert serve.arrival_times(4, 2.0, math.inf, 0) == pytest.approx([0.5, 1, 1.5, 2])
 
 
+def test_gaps_too_small_for_a_float_are_no_gaps(monkeypatch):
+    """One gap of a very small shape is often 0, and the last arrival with it."""
+    monkeypatch.setattr(np.random, "default_rng", lambda seed: SimpleNamespace(gamma=lambda *_: np.zeros(2)))
+    assert serve.arrival_times(2, 4.0, 0.01, 0) == pytest.approx([0.25, 0.5])
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     return tiny_model(tmp_path_factory.mktemp("model"))
@@ -228,10 +236,9 @@ def run_serve(model, tmp_path, *arguments):
     """The exit code, what was printed, and the JSON."""
     file = tmp_path / "result.json"
     options = ["--model", str(model), "--dtype", "float32", "--eager", "--json", str(file)]
-    with console.capture() as printed:
-        done = CliRunner().invoke(program.app, ["serve", *options, *map(str, arguments)])
+    done = run_bench("serve", *options, *arguments)
     result = json.loads(file.read_text()) if file.exists() else None
-    return done.exit_code, printed.get() + done.output, result
+    return done.exit_code, done.output, result
 
 
 def check(value, schema, path="$"):
@@ -362,17 +369,28 @@ def test_the_exit_code_says_that_a_request_failed(model, tmp_path, monkeypatch):
     [
         (["--request-rate", "1,0"], "--request-rate.*0 is not a positive"),
         (["--request-rate", "nan"], "--request-rate.*nan"),
+        (["--request-rate", "-1"], "--request-rate.*-1 is not a positive"),
         (["--request-rate", "1,,2"], "--request-rate.*not a number"),
+        (["--request-rate", "1,1e-300"], "--request-rate.*32 requests at 1e-300 a second take 3.2e[+]301 s"),
+        (["--request-rate", "1e-320"], "--request-rate.*take inf s"),
         (["--burstiness", "1"], "--burstiness.*--request-rate below inf"),
-        (["--burstiness", "0", "--request-rate", "1"], "--burstiness"),
+        (["--burstiness", "0", "--request-rate", "1"], "--burstiness.*0 is not 0.01 or more"),
+        (["--burstiness", "1e-300", "--request-rate", "1"], "--burstiness.*1e-300 is not 0.01 or more"),
+        (["--burstiness", "nan", "--request-rate", "1"], "--burstiness.*nan"),
         (["--max-concurrency", "0"], "--max-concurrency"),
-        (["--goodput", "itl:3"], "--goodput.*'itl:3'.*ttft, tpot, e2el"),
+        (["--goodput", "itl:3"], "--goodput.*'itl' is not one of: ttft, tpot, e2el"),
+        (["--goodput", "ttft"], "--goodput.*write KEY:MS, such as ttft:200"),
+        (["--goodput", "ttft:"], "--goodput.*write KEY:MS, such as ttft:200"),
+        (["--goodput", "ttft:soon"], "--goodput.*write KEY:MS, such as ttft:200"),
+        (["--goodput", "ttft:1,2"], "--goodput.*write KEY:MS, such as ttft:200"),
         (["--goodput", "ttft:-1"], "--goodput.*milliseconds"),
-        (["--goodput", "ttft:1", "ttft:2"], "--goodput.*given once"),
-        (["--goodput", "ttft:1,2"], "--goodput.*milliseconds"),
-        (["tpot:50"], "unexpected: tpot:50"),
+        (["--goodput", "ttft:nan"], "--goodput.*milliseconds"),
+        (["--goodput", "ttft:inf"], "--goodput.*milliseconds"),
+        (["--goodput", "ttft:1", "ttft:2"], "--goodput.*ttft is given twice"),
+        (["tpot:50"], "tpot:50: limits come after --goodput"),
         (["--percentile-metrics", "ttft,speed"], "--percentile-metrics.*'speed'"),
         (["--metric-percentiles", "101"], "--metric-percentiles.*101"),
+        (["--metric-percentiles", "nan"], "--metric-percentiles.*nan"),
         (["--save-detailed"], "--save-detailed.*needs --json"),
         (["--trace", "no.jsonl"], "--trace.*No such file"),
         (["--trace", "no.jsonl", "--request-rate", "1"], "--request-rate.*arrivals and lengths of its own"),
@@ -385,9 +403,24 @@ def test_the_exit_code_says_that_a_request_failed(model, tmp_path, monkeypatch):
     ],
 )
 def test_a_bad_option_is_named_before_a_model_is_loaded(arguments, names):
-    done = CliRunner().invoke(program.app, ["serve", "--model", "/no/such/model", *arguments], env={"COLUMNS": "200"})
+    done = run_bench("serve", "--model", "/no/such/model", *arguments)
     assert done.exit_code == 2
     assert re.search(names, " ".join(done.output.split())), done.output
+
+
+def test_percentiles_have_names_that_tell_them_apart():
+    assert [metrics.percentile_name(p) for p in (50.0, 99.9, 0.0)] == ["p50", "p99.9", "p0"]
+    names = [metrics.percentile_name(p) for p in serve.parse_percentiles("1e-05,-0,0,99.9999999,99.99999999,100")]
+    assert len(set(names)) == 5
+    assert all(re.search(next(iter(RUN_PATTERNS)), f"{name}_ttft_ms") for name in names)
+
+
+def test_every_warm_up_request_that_was_asked_for_is_made():
+    requests = Requests([(3, 1), (5, 2)], [])
+    work = serve.warm_up_work(
+        requests, random.Random(0), SimpleNamespace(model_config=SimpleNamespace(vocab_size=9)), 5
+    )
+    assert [len(w.prompt) for w in work] == [3, 5, 3, 5, 3]
 
 
 def test_requests_that_do_not_fit_are_refused(model, tmp_path):
@@ -398,7 +431,7 @@ def test_requests_that_do_not_fit_are_refused(model, tmp_path):
 def test_a_missing_plotting_library_is_named_with_its_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setitem(sys.modules, "matplotlib.backend_bases", None)
-    done = CliRunner().invoke(program.app, ["serve", "--plot", "x.png"], env={"COLUMNS": "200"})
+    done = run_bench("serve", "--plot", "x.png")
     assert done.exit_code == 2 and "needs matplotlib: pip install -e '.[plot]'" in done.output
 
 
