@@ -14,10 +14,12 @@ Loading, compiling and warm-up are timed apart. With --compare the two take turn
 machine whose speed drifts treats both alike. On a GPU there are three: transformers' `generate`, compiled for a static
 cache, and its continuous batching. A peer that fails is named and left out.
 
-Exit codes: 0 measured, 1 something failed, 2 wrong usage. Options and files are checked before a model is loaded.
+Options and files are checked before a model is loaded. Ctrl-C ends a run early: what was measured is printed and, with
+--json, written with "complete": false. A file that cannot be written is kept elsewhere.
+
+Exit codes: 0 measured, 1 something failed, 2 wrong usage, 130 stopped by SIGINT, 143 by SIGTERM, 129 by SIGHUP.
 """
 
-import json
 import math
 import random
 import sys
@@ -41,14 +43,8 @@ from benchmarks.checks import (
 )
 from benchmarks.datasets import Dataset, Requests, dataset, parse_range, read_trace
 from benchmarks.machine import cpu_name, versions
-from benchmarks.report import (
-    check_json,
-    check_plot,
-    console,
-    describe,
-    errors_by_name,
-    show_header,
-)
+from benchmarks.outputs import Stopped, check_outputs, check_plot, exit_unless, recorded, stop_on_signals
+from benchmarks.report import console, describe, errors_by_name, show_header
 
 app = typer.Typer(help=__doc__, no_args_is_help=True, rich_markup_mode=None, add_completion=False)
 
@@ -141,6 +137,7 @@ def latency(
     \b
     python bench.py latency --input-len 512 --output-len 64 --json latency.json
     """
+    check_outputs({"--json": json_file, "--profile": profile_file})
     data = dataset("random", None, batch_size, input_len, output_len, 0)
     switches = engine_options(dtype, device, eager, quantization, load_format, overlap)
     offline.bench("latency", data, model, switches, num_iters, num_iters_warmup, seed, compare, json_file, profile_file)
@@ -174,6 +171,9 @@ def throughput(
     \b
     python bench.py throughput --num-prompts 64 --prefix-len 256 --compare transformers
     """
+    outputs = {"--json": json_file, "--profile": profile_file, "--plot": plot_file}
+    check_outputs(outputs, {"--dataset-path": dataset_path})
+    check_plot(plot_file)
     data = dataset(dataset_name, dataset_path, num_prompts, input_len, output_len, prefix_len)
     switches = engine_options(dtype, device, eager, quantization, load_format, overlap)
     files = json_file, profile_file, plot_file
@@ -237,7 +237,7 @@ def serve(
     """
     from benchmarks import serve as serving
 
-    check_json(json_file)
+    check_outputs({"--json": json_file, "--plot": plot_file}, {"--dataset-path": dataset_path, "--trace": trace})
     check_plot(plot_file)
     if save_detailed and json_file is None:
         refuse("needs --json", "--save-detailed")
@@ -306,7 +306,7 @@ def memory(
     """
     from benchmarks import memory as benchmark
 
-    check_json(json_file)
+    check_outputs({"--json": json_file})
     inputs, outputs = parse_range("--input-len", input_len), parse_range("--output-len", output_len)
     switches = engine_options(dtype, device, eager, None, load_format, None)
     check_engine(switches)
@@ -314,7 +314,6 @@ def memory(
     check_lengths([(inputs[1], outputs[1])] * num_prompts, config, ["--input-len", "--output-len"])
     check_lengths([benchmark.FORK_LENGTHS], config, "--model")
     rng = random.Random(seed)
-    results: dict = {}
 
     def engine(**options):
         from nanopage import EngineConfig, LLMEngine
@@ -327,12 +326,12 @@ def memory(
     plain = engine(enable_prefix_caching=False)
     header = describe(plain, f"memory, seed {seed}")
     show_header(header)
-    with errors_by_name():
-        results["parallel sampling"] = benchmark.measure_forks(plain, rng, num_iters)
-        results["preemption"] = benchmark.measure_preemption(engine, rng, num_iters)
-        results["waste"] = benchmark.measure_waste(engine(max_num_seqs=256), rng, num_prompts, inputs, outputs)
-    if json_file is not None:
-        json_file.write_text(json.dumps({"header": header} | results, indent=2) + "\n")
+    results: dict[str, Any] = {"header": header}
+    with recorded(json_file, lambda: results) as record, errors_by_name():
+        benchmark.measure_forks(plain, rng, num_iters, results)
+        benchmark.measure_preemption(engine, rng, num_iters, results)
+        benchmark.measure_waste(engine(max_num_seqs=256), rng, num_prompts, inputs, outputs, results)
+    exit_unless(record.written)
 
 
 @app.command()
@@ -369,7 +368,7 @@ def compare(
     from nanopage import hub
     from nanopage.threads import default_threads
 
-    check_json(json_file)
+    check_outputs({"--json": json_file}, {"--mt-bench": mt_bench})
     check_choice(dtype, ["bfloat16", "float32"], "--dtype")
     check_choice(quantization, ["int8"], "--quantization")
     names = list(comparison.WORKLOADS) if workloads is None else list(dict.fromkeys(workloads.split(",")))
@@ -418,7 +417,7 @@ def kernels(
 
     from benchmarks import kernels as benchmark
 
-    check_json(json_file)
+    check_outputs({"--json": json_file})
     check_choice(dtype, ["bfloat16", "float16", "float32"], "--dtype")
     header = {
         "bench": f"kernels, {dtype}, pages of {benchmark.BLOCK_SIZE}",
@@ -428,5 +427,14 @@ def kernels(
     benchmark.kernels(getattr(torch, dtype), num_iters, header, json_file)
 
 
+def main() -> None:
+    stop_on_signals()
+    try:
+        app()
+    except Stopped as stopped:
+        print(f"stopped by {stopped.signal}", file=sys.stderr)
+        raise
+
+
 if __name__ == "__main__":
-    sys.exit(app())
+    main()

@@ -5,6 +5,7 @@ every engine that has one may use, helps within an iteration and never across tw
 """
 
 import ast
+import contextlib
 import json
 import math
 import os
@@ -18,13 +19,14 @@ import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import IO, cast
 
 import psutil
-import typer
 
 from benchmarks.checks import find_model, refuse, shown
 from benchmarks.datasets import check_text, read_json_lines
 from benchmarks.machine import cpu_name, read_bandwidth
+from benchmarks.outputs import exit_unless, recorded
 from benchmarks.peers.protocol import Run, Work
 from benchmarks.report import console, errors_by_name, plain, show_header, spread, table_of
 from nanopage.config import ModelConfig
@@ -54,35 +56,35 @@ class Peer:
     """An engine in its own process (see peers/protocol.py)."""
 
     def __init__(self, command: list[str], threads: int):
-        self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed with the process)
+        self.log = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 (closed with the process)
         self.started = time.perf_counter()
         self.process = subprocess.Popen(
             command,
-            cwd=ROOT,
+            cwd=ROOT,  # python -m imports from here first, and not from the folder that bench.py was started in
             env=os.environ | {"OMP_NUM_THREADS": str(threads)},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self.log,
             text=True,
-            start_new_session=True,  # so that what it spawns can be ended with it
+            start_new_session=True,  # so that Ctrl-C does not reach it, and what it starts can be ended with it
         )
+        self.requests = cast(IO[str], self.process.stdin)
+        self.answers = cast(IO[str], self.process.stdout)
 
     def ask(self, work: list[Work]) -> Run:
         """Run a batch. Raises PeerError."""
         request = {"prompts": [w.prompt for w in work], "output_lens": [w.output_len for w in work]}
-        assert self.process.stdin is not None
         try:
-            self.process.stdin.write(json.dumps(request) + "\n")
-            self.process.stdin.flush()
+            self.requests.write(json.dumps(request) + "\n")
+            self.requests.flush()
         except BrokenPipeError:
             raise self.error() from None
         return Run(**self.answer())
 
     def answer(self) -> dict:
         """The next line that the engine says. Raises PeerError."""
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        if not line:
+        line = self.answers.readline()
+        if not line.endswith("\n"):
             raise self.error()
         return json.loads(line)
 
@@ -94,22 +96,40 @@ class Peer:
     def cpu_seconds(self) -> float:
         """CPU time of the process and of its children until now."""
         total = 0.0
-        try:
-            process = psutil.Process(self.process.pid)
-            for each in (process, *process.children(recursive=True)):
+        for each in self.processes():
+            with contextlib.suppress(psutil.NoSuchProcess):
                 times = each.cpu_times()
                 total += times.user + times.system
-        except psutil.NoSuchProcess:
-            pass
         return total
 
-    def close(self) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.close()
+    def processes(self) -> list[psutil.Process]:
+        """The process and its descendants, those in sessions of their own, too. Empty when it has ended."""
+        if self.process.poll() is not None:  # its id may be another process's by now
+            return []
         try:
+            process = psutil.Process(self.process.pid)
+            return [process, *process.children(recursive=True)]
+        except psutil.NoSuchProcess:
+            return []
+
+    def close(self) -> None:
+        """Let the engine end by itself, and kill what has not ended then."""
+        with contextlib.suppress(BrokenPipeError):  # it has ended
+            self.requests.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(10)
-        except subprocess.TimeoutExpired:
+        self.kill()
+
+    def kill(self) -> None:
+        """End the process and all that it has started. Does nothing the second time."""
+        if self.log.closed:
+            return
+        for each in self.processes():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                each.kill()
+        with contextlib.suppress(ProcessLookupError):  # what outlived its parent
             os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
         self.log.close()
 
 
@@ -124,6 +144,19 @@ class Results:
     runs: dict[str, dict[str, list[Run]]] = field(default_factory=dict)
     idle_cpu_share: dict[str, float] = field(default_factory=dict)  # CPU seconds of those not at work, a second
     failures: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass
+class Setup:
+    """What all engines get."""
+
+    path: Path  # of the model
+    config: ModelConfig
+    pythons: dict[str, str]  # engine -> its interpreter
+    quantization: str | None
+    eager: bool
+    threads: int
+    warmup: int  # iterations
 
 
 def compare(
@@ -153,76 +186,59 @@ def compare(
         name: [make_work(name, seed, rng, config, path, questions, i) for i in range(num_iters_warmup + num_iters)]
         for name in workloads
     }
-    longest = 0
     for name, iterations in work.items():
-        tokens = max(len(w.prompt) + w.output_len for batch in iterations for w in batch)
-        if tokens > config.max_position_embeddings:
-            limit = config.max_position_embeddings
+        tokens, limit = longest(iterations), config.max_position_embeddings
+        if tokens > limit:
             refuse(f"{name}: {tokens} tokens are more than the model's {limit}", "--workloads")
-        longest = max(longest, tokens)
+    setup = Setup(path, config, pythons, quantization, eager, threads, num_iters_warmup)
     results = Results(header(path, dtype, quantization, seed, num_iters, num_iters_warmup, threads))
     show_header(results.header)
-    for batch_dtype in dict.fromkeys((dtype, "float32")):  # one after the other, for the sake of memory
-        names = [name for name in workloads if ("float32" if name == "W5" else dtype) == batch_dtype]
-        if not names:
-            continue
-        tokens = max(sum(len(w.prompt) + w.output_len for w in batch) for name in names for batch in work[name])
-        tokens = 1024 * math.ceil(1.25 * tokens / 1024)  # some room: blocks are not all full
-        kv_gib = max(2, math.ceil(tokens * kv_bytes(config, batch_dtype) / GIB))
-        arguments = [str(path), "--dtype", batch_dtype, "--threads", str(threads), "--kv-tokens", str(tokens)]
-        arguments += [
-            "--kv-gib",
-            str(kv_gib),
-            "--max-model-len",
-            str(min(config.max_position_embeddings, max(4096, longest))),
-        ]
-        arguments += ["--quantization", quantization] if quantization else []
-        short = Work([rng.randrange(config.vocab_size) for _ in range(8)], 1)
-        peers: dict[str, Peer] = {}
+    with recorded(json_file, lambda: asdict(results)) as record:
         try:
-            start_all(
-                peers, pythons, arguments, eager, short, threads, results.start.setdefault(batch_dtype, {}), results
-            )
-            for name in names:
-                if name in ("W1", "W4"):
-                    results.bandwidth_gb_s[name] = bandwidth = read_bandwidth(threads)
-                    step = bytes_of_a_step(path, config, batch_dtype, quantization, work[name][0][0])
-                    results.roofline_tok_s[name] = bandwidth * 1e9 / step
-                run_workload(name, work[name], num_iters_warmup, peers, results)
-                show_workload(name, batch_dtype, results, work[name][0])
+            for batch_dtype in dict.fromkeys((dtype, "float32")):  # one after the other, for the sake of memory
+                batch = {name: work[name] for name in work if ("float32" if name == "W5" else dtype) == batch_dtype}
+                if batch:
+                    compare_in(batch_dtype, batch, setup, results)
         finally:
-            for peer in peers.values():
-                peer.close()
-    show_start(results)
-    if json_file is not None:
-        json_file.write_text(json.dumps(asdict(results), indent=2) + "\n")
-    for name, message in results.failures.items():
-        console.print(f"[red]error:[/red] {name}: {plain(message)}", highlight=False)
-    if results.failures:
-        raise typer.Exit(1)
+            show_start(results)
+            for name, message in results.failures.items():
+                console.print(f"[red]error:[/red] {name}: {plain(message)}", highlight=False)
+    exit_unless(record.written, not results.failures)
+
+
+def compare_in(dtype: str, work: dict[str, list[list[Work]]], setup: Setup, results: Results) -> None:
+    """Start the engines in one dtype, and run the workloads."""
+    peers: dict[str, Peer] = {}
+    try:
+        start_all(peers, dtype, work, setup, results)
+        for name, iterations in work.items():
+            if name in ("W1", "W4"):
+                results.bandwidth_gb_s[name] = bandwidth = read_bandwidth(setup.threads)
+                step = bytes_of_a_step(setup.path, setup.config, dtype, setup.quantization, iterations[0][0])
+                results.roofline_tok_s[name] = bandwidth * 1e9 / step
+            run_workload(name, iterations, setup.warmup, peers, results)
+            show_workload(name, dtype, results, iterations[0])
+        for peer in peers.values():
+            peer.close()
+    finally:
+        for peer in peers.values():  # at once if something failed
+            peer.kill()
 
 
 def start_all(
-    peers: dict[str, Peer],
-    pythons: dict[str, str],
-    arguments: list[str],
-    eager: bool,
-    short: Work,
-    threads: int,
-    start: dict[str, dict],
-    results: Results,
+    peers: dict[str, Peer], dtype: str, work: dict[str, list[list[Work]]], setup: Setup, results: Results
 ) -> None:
     """Start the engines one after another, each until it has answered a short request; add them to `peers`."""
-    for name, python in pythons.items():
+    arguments = peer_arguments(dtype, work, setup)
+    short = Work([random.Random(0).randrange(setup.config.vocab_size) for _ in range(8)], 1)
+    start = results.start.setdefault(dtype, {})
+    for name, python in setup.pythons.items():
         command = [python, "-m", f"benchmarks.peers.{name}", *arguments]
-        command += ["--eager"] if name == "nanopage" and eager else []
+        command += ["--eager"] if name == "nanopage" and setup.eager else []
         with console.status(f"{name} starts"):
             try:
-                prepared = Peer([*command, "--prepare"], threads)
-                if prepared.process.wait():
-                    raise prepared.error()
-                prepared.close()
-                peers[name] = peer = Peer(command, threads)
+                prepare([*command, "--prepare"], setup.threads)
+                peers[name] = peer = Peer(command, setup.threads)
                 results.header[name] = ", ".join(f"{k} {v}" for k, v in peer.answer()["versions"].items())
                 run = peer.ask([short])
             except PeerError as error:
@@ -232,11 +248,39 @@ def start_all(
         show_header({name: results.header[name]})
 
 
+def peer_arguments(dtype: str, work: dict[str, list[list[Work]]], setup: Setup) -> list[str]:
+    """The command line that all engines get (see protocol.Options)."""
+    batches = [batch for iterations in work.values() for batch in iterations]
+    tokens = max(sum(len(w.prompt) + w.output_len for w in batch) for batch in batches)
+    tokens = 1024 * math.ceil(1.25 * tokens / 1024)  # some more: blocks are not all full
+    kv_gib = max(2, math.ceil(tokens * kv_bytes(setup.config, dtype) / GIB))
+    max_model_len = min(setup.config.max_position_embeddings, max(4096, longest(batches)))
+    arguments = [str(setup.path), "--dtype", dtype, "--threads", str(setup.threads), "--kv-tokens", str(tokens)]
+    arguments += ["--kv-gib", str(kv_gib), "--max-model-len", str(max_model_len)]
+    return arguments + (["--quantization", setup.quantization] if setup.quantization else [])
+
+
+def longest(iterations: list[list[Work]]) -> int:
+    """Tokens of the longest request, in and out."""
+    return max(len(w.prompt) + w.output_len for batch in iterations for w in batch)
+
+
+def prepare(command: list[str], threads: int) -> None:
+    """Let an engine make what it keeps on disk. Raises PeerError."""
+    peer = Peer(command, threads)
+    try:
+        if peer.process.wait():
+            raise peer.error()
+    finally:
+        peer.kill()
+
+
 def run_workload(
     name: str, iterations: list[list[Work]], warmup: int, peers: dict[str, Peer], results: Results
 ) -> None:
     """Let the engines take turns, iteration by iteration. One that fails is dropped, and the others go on."""
     runs: dict[str, list[Run]] = {engine: [] for engine in peers}
+    results.runs[name] = runs
     busy = idle = 0.0
     with console.status("") as status:
         for i, work in enumerate(iterations):
@@ -255,7 +299,6 @@ def run_workload(
                 idle += sum(peers[other].cpu_seconds() - used for other, used in before.items())
                 if i >= warmup:
                     runs[engine].append(run)
-    results.runs[name] = runs
     results.idle_cpu_share[name] = idle / busy if busy else 0.0
 
 

@@ -4,7 +4,6 @@ A decode must read the K and V of every token once: bytes / time is set against 
 run. SDPA and FlexAttention get K and V lying together, which a paged cache can not give them: a bound, not a rival.
 """
 
-import json
 import statistics
 from collections.abc import Callable
 from pathlib import Path
@@ -12,8 +11,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+import typer
 from torch import Tensor
 
+from benchmarks.outputs import exit_unless, recorded
 from benchmarks.report import console, show_header, table_of
 
 GIB = 2**30
@@ -31,7 +32,7 @@ def kernels(dtype: torch.dtype, num_iters: int, header: dict[str, str], json_fil
             "take of one's registers and shared memory can be said: python -m benchmarks.kernel_resources",
             highlight=False,
         )
-        raise SystemExit(1)
+        raise typer.Exit(1)
     copy = copy_bandwidth()
     show_header(header | {"copy": f"{copy:.0f} GB/s, read and written"})
     work = [("decode", *heads, *shape) for heads in HEADS for shape in DECODES]
@@ -39,18 +40,24 @@ def kernels(dtype: torch.dtype, num_iters: int, header: dict[str, str], json_fil
     rows: list[dict[str, Any]] = []
     columns = ["", "batch", "tokens", "heads", "nanopage (us)", "GB/s", "of a copy", "TFLOP/s"]
     table = table_of("paged attention: medians", [*columns, "torch reference (us)", "SDPA (us)", "FlexAttention (us)"])
-    for case in work:
-        row = measure(*case, dtype, num_iters)
-        decode = row["kind"] == "decode"
-        row["of_copy"] = row["gb_s"] / copy
-        cells = [row["kind"], row["batch"], row["tokens"], row["heads"], f"{row['nanopage']:.1f}"]
-        cells += [f"{row['gb_s']:.0f}", f"{row['of_copy']:.0%}", "-"] if decode else ["-", "-", f"{row['tflop_s']:.0f}"]
-        cells += [f"{row[name]:.1f}" if row[name] else "-" for name in ("reference", "sdpa", "flex")]
-        table.add_row(*map(str, cells))
-        rows.append(row)
-        if json_file is not None:  # what follows may fail
-            json_file.write_text(json.dumps({"header": header, "copy_gb_s": copy, "rows": rows}, indent=2) + "\n")
-    console.print(table)
+    with recorded(json_file, lambda: {"header": header, "copy_gb_s": copy, "rows": rows}) as record:
+        try:
+            for case in work:
+                row = measure(*case, dtype, num_iters)
+                rows.append(row | {"of_copy": row["gb_s"] / copy})
+                table.add_row(*cells(row, copy))
+        finally:
+            console.print(table)
+    exit_unless(record.written)
+
+
+def cells(row: dict[str, Any], copy: float) -> list[str]:
+    """A line of the table. Decodes are bound by memory, prompts by arithmetic."""
+    bound = [f"{row['gb_s']:.0f}", f"{row['gb_s'] / copy:.0%}", "-"]
+    if row["kind"] == "prefill":
+        bound = ["-", "-", f"{row['tflop_s']:.0f}"]
+    times = [f"{row[name]:.1f}" if row[name] else "-" for name in ("nanopage", "reference", "sdpa", "flex")]
+    return [*map(str, (row["kind"], row["batch"], row["tokens"], row["heads"])), times[0], *bound, *times[1:]]
 
 
 def copy_bandwidth() -> float:

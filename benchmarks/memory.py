@@ -13,14 +13,15 @@ from benchmarks.report import console, spread, table_of
 FORK_LENGTHS = 512, 64  # tokens of the prompt and of each completion
 
 
-def measure_forks(engine, rng: random.Random, num_iters: int) -> dict:
-    """Eight completions of one prompt, as one request and as eight. No prefix cache."""
+def measure_forks(engine, rng: random.Random, num_iters: int, results: dict) -> None:
+    """Eight completions of one prompt, as one request and as eight. No prefix cache. Fills "parallel sampling"."""
     from nanopage import SamplingParams
 
     prompt_len, output_len = FORK_LENGTHS
     options = {"temperature": 1.0, "max_tokens": output_len, "ignore_eos": True, "detokenize": False}
     forms = {"1 request, n=8": [8], "8 requests": [1] * 8}
     runs: dict[str, list[dict]] = {name: [] for name in forms}
+    results["parallel sampling"] = runs
     for iteration in range(-1, num_iters):  # the first warms up
         prompt = random_prompt(rng, engine, prompt_len)
         for name, counts in forms.items():
@@ -39,16 +40,17 @@ def measure_forks(engine, rng: random.Random, num_iters: int) -> dict:
         a, b = (statistics.median(run[key] for run in column) for column in (one, eight))
         table.add_row(title, f"{a:.{digits}f}", f"{b:.{digits}f}", f"{1 - a / b:.0%}")
     console.print(table)
-    return runs
 
 
-def measure_preemption(engine_of: Callable, rng: random.Random, num_iters: int) -> dict:
-    """32 requests whose tokens are three times the pool, preempted by recomputation and by swapping."""
+def measure_preemption(engine_of: Callable, rng: random.Random, num_iters: int, results: dict) -> None:
+    """32 requests whose tokens are three times the pool, preempted by recomputation and by swapping. Fills
+    "preemption"."""
     lengths = [(rng.randint(32, 256), rng.randint(32, 128)) for _ in range(32)]
     pool = sum(-(-(i + o) // 16) for i, o in lengths) // 3
     options = {"num_gpu_blocks_override": pool, "max_model_len": 256 + 128, "dtype": "float32"}
     engines = {mode: engine_of(preemption_mode=mode, **options) for mode in ("recompute", "swap")}
     runs: dict[str, list[dict]] = {mode: [] for mode in engines}
+    results["preemption"] = runs
     for _ in range(num_iters):
         prompts = [random_prompt(rng, engines["swap"], i) for i, _ in lengths]
         tokens = []
@@ -71,11 +73,13 @@ def measure_preemption(engine_of: Callable, rng: random.Random, num_iters: int) 
         ratio = [b / a if a else None for a, b in zip(*columns, strict=True)]
         table.add_row(key, *(spread(column) for column in columns), spread(ratio))
     console.print(table)
-    return runs
 
 
-def measure_waste(engine, rng: random.Random, num_prompts: int, inputs: tuple, outputs: tuple) -> dict:
-    """Slots that are allocated and not filled, as a share of those allocated, over all steps of a trace."""
+def measure_waste(
+    engine, rng: random.Random, num_prompts: int, inputs: tuple[int, int], outputs: tuple[int, int], results: dict
+) -> None:
+    """Slots that are allocated and not filled, as a share of those allocated, over all steps of a trace. Fills
+    "waste"."""
     manager, scheduler = engine.scheduler.block_manager, engine.scheduler
     size = manager.block_size
     for i in range(num_prompts):
@@ -101,7 +105,7 @@ def measure_waste(engine, rng: random.Random, num_prompts: int, inputs: tuple, o
     running = max(step.running for step in steps)
     table.add_row(f"{waste:.2%}", str(running), str(len(steps)), f"{seconds:.1f}")
     console.print(table)
-    return {"waste": waste, "sequences": running, "steps": len(steps), "seconds": seconds}
+    results["waste"] = {"waste": waste, "sequences": running, "steps": len(steps), "seconds": seconds}
 
 
 def drive(engine, after_step: Callable[[], None] = lambda: None) -> tuple[list, float, dict]:

@@ -83,7 +83,8 @@ class Run:
 
 def summary(run: Run, percentiles: list[float], goodput: dict[str, float]) -> dict[str, Any]:
     """What serve.schema.json says of a run, without its lists."""
-    good = [request for request in run.requests if request.error is None]
+    good = [request for request in run.requests if request.error is None and request.token_times]
+    failed = sum(request.error is not None for request in run.requests)
     duration = run.duration
     inputs, outputs = sum(r.input_len for r in good), sum(r.output_len for r in good)
     e2els = [r.e2el for r in good]
@@ -93,7 +94,8 @@ def summary(run: Run, percentiles: list[float], goodput: dict[str, float]) -> di
     result = {
         "duration": duration,
         "completed": len(good),
-        "failed": len(run.requests) - len(good),
+        "failed": failed,
+        "unfinished": len(run.requests) - len(good) - failed,
         "total_input_tokens": inputs,
         "total_output_tokens": outputs,
         "request_throughput": len(good) / duration,
@@ -138,6 +140,7 @@ def show(result: dict[str, Any], max_concurrency: int | None, shown: list[str], 
     """vLLM's table, and below it what the engine says and Little's law."""
     rate = result["request_rate"]
     rows: list[tuple[str, Any]] = [("Successful requests", result["completed"]), ("Failed requests", result["failed"])]
+    rows += [("Unfinished requests", result["unfinished"])] if result["unfinished"] else []
     rows += [("Maximum request concurrency", max_concurrency)] if max_concurrency else []
     rows += [("Request rate configured (RPS)", rate)] if isinstance(rate, float) else []
     rows += [
@@ -165,10 +168,11 @@ def show(result: dict[str, Any], max_concurrency: int | None, shown: list[str], 
     lines.append("Engine".center(WIDTH, "-"))
     lines.append(line(("Preemptions", result["preemptions"])))
     lines.append(line(("Prefix cache hit rate (%)", 100 * result["prefix_cache_hit_rate"])))
-    lines.append("Little's Law".center(WIDTH, "-"))
-    lines.append(line(("Mean requests in system, counted", result["mean_requests_in_system"])))
-    lines.append(line(("Request throughput x mean E2EL", expected)))
-    lines.append(line(("Ratio", result["mean_requests_in_system"] / expected if expected else None)))
+    if not result["unfinished"]:  # the law is of a system that becomes empty
+        lines.append("Little's Law".center(WIDTH, "-"))
+        lines.append(line(("Mean requests in system, counted", result["mean_requests_in_system"])))
+        lines.append(line(("Request throughput x mean E2EL", expected)))
+        lines.append(line(("Ratio", result["mean_requests_in_system"] / expected if expected else None)))
     lines.append("=" * WIDTH)
     console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
     for error in result["errors"][:10]:

@@ -4,7 +4,6 @@ import contextlib
 import re
 import statistics
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import typer
@@ -47,28 +46,6 @@ def left_out_if_it_fails(name: str, failures: dict[str, str]) -> Iterator[None]:
         console.print(
             f"[red]{name} failed[/red] and is left out from here on: {plain(failures[name])}", highlight=False
         )
-
-
-def check_json(file: Path | None, option: str = "--json") -> None:
-    """Refuse a file to be written, named by `option`, whose folder is not there."""
-    if file is not None and not file.absolute().parent.is_dir():
-        raise typer.BadParameter(f"no such folder: {file.absolute().parent}", param_hint=option)
-
-
-def check_plot(file: Path | None) -> None:
-    """Refuse a picture that could not be written."""
-    if file is None:
-        return
-    check_json(file, "--plot")
-    try:
-        from matplotlib.backend_bases import FigureCanvasBase
-    except ImportError:
-        message = "needs matplotlib: pip install -e '.[plot]'"
-        raise typer.BadParameter(message, param_hint="--plot") from None
-    formats = FigureCanvasBase.get_supported_filetypes()
-    if file.suffix.lower().removeprefix(".") not in formats:
-        known = ", ".join(f".{name}" for name in sorted(formats))
-        raise typer.BadParameter(f"{file.name!r} does not end in one of: {known}", param_hint="--plot")
 
 
 def show_header(header: dict[str, str]) -> None:

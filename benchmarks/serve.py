@@ -6,7 +6,6 @@ right side comes from the times of the requests.
 """
 
 import bisect
-import json
 import math
 import random
 import time
@@ -15,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import typer
 
 from benchmarks.checks import MAX_SECONDS, check_cache, check_choice, check_lengths, find_model, refuse, shown
 from benchmarks.datasets import Dataset, Requests
 from benchmarks.metrics import METRICS, Run, Sample, Served, details, show, summary
+from benchmarks.outputs import exit_unless, recorded
 from benchmarks.peers.nanopage import greedy
 from benchmarks.peers.protocol import Work
 from benchmarks.progress import progress
@@ -75,37 +74,39 @@ def serve(
     show_header(header)
     with errors_by_name():
         work = warm_up_work(requests, rng, engine, num_warmups)
-        setup["warm-up"] = round(drive(engine, work, [0.0] * len(work)).duration, 3)
-    console.print("  ".join(f"{name} {value:.1f} s" for name, value in setup.items()), style="dim", highlight=False)
-
-    results, runs = [], []
+        warm_up = planned(work, [0.0] * len(work))
+        drive(warm_up, engine, work)
+        setup["warm-up"] = round(warm_up.duration, 3)
+    record = {
+        "header": header,
+        "setup_seconds": setup,
+        "burstiness": ("inf" if burstiness == math.inf else burstiness) if rates else None,
+        "max_concurrency": max_concurrency,
+        "goodput_ms": goodput or None,
+        "runs": (results := []),
+    }
+    runs: list[Run] = []
     labels: list[float | str] = ["inf" if rate == math.inf else rate for rate in rates] or ["trace"]
-    for label in labels:
-        arrivals = requests.arrivals or arrival_times(len(requests.lengths), float(label), burstiness, seed)
-        work = requests.work(rng, engine)
-        engine.reset_prefix_cache()  # the prompts of a file come again
-        with errors_by_name(), progress(engine, f"rate {label}" if rates else "trace", len(work)):
-            run = drive(engine, work, arrivals, max_concurrency)
-        result = {"request_rate": label} | summary(run, percentiles, goodput)
-        show(result, max_concurrency, shown, percentiles)
-        results.append(result | (details(run) if save_detailed else {}))
-        runs.append(run)
-    if json_file is not None:
-        record = {
-            "header": header,
-            "setup_seconds": setup,
-            "burstiness": ("inf" if burstiness == math.inf else burstiness) if rates else None,
-            "max_concurrency": max_concurrency,
-            "goodput_ms": goodput or None,
-            "runs": results,
-        }
-        json_file.write_text(json.dumps(record, indent=2) + "\n")
+    with recorded(json_file, lambda: record) as saved:
+        console.print("  ".join(f"{name} {value:.1f} s" for name, value in setup.items()), style="dim", highlight=False)
+        for label in labels:
+            arrivals = requests.arrivals or arrival_times(len(requests.lengths), float(label), burstiness, seed)
+            work = requests.work(rng, engine)
+            engine.reset_prefix_cache()  # the prompts of a file come again
+            runs.append(run := planned(work, arrivals))
+            try:
+                with errors_by_name(), progress(engine, f"rate {label}" if rates else "trace", len(work)):
+                    drive(run, engine, work, max_concurrency)
+            finally:
+                result = {"request_rate": label} | summary(run, percentiles, goodput)
+                results.append(result | (details(run) if save_detailed else {}))
+                show(result, max_concurrency, shown, percentiles)
+    plotted = True
     if plot_file is not None:
         from benchmarks import plots
 
-        plots.serve(results, [run.samples for run in runs], percentiles, header, plot_file)
-    if any(result["failed"] for result in results):
-        raise typer.Exit(1)
+        plotted = plots.serve(results, [run.samples for run in runs], percentiles, header, plot_file)
+    exit_unless(saved.written, plotted, not any(result["failed"] for result in results))
 
 
 def warm_up_work(requests: Requests, rng: random.Random, engine: Any, count: int) -> list[Work]:
@@ -116,68 +117,82 @@ def warm_up_work(requests: Requests, rng: random.Random, engine: Any, count: int
     return work[:count]
 
 
+def planned(work: list[Work], arrivals: list[float]) -> Run:
+    """A run that has not begun. `arrivals`: seconds after the start, not falling."""
+    return Run([Served(arrival, len(w.prompt), w.output_len) for w, arrival in zip(work, arrivals, strict=True)])
+
+
 def drive(
+    run: Run,
     engine: Any,
     work: list[Work],
-    arrivals: list[float],
     max_concurrency: int | None = None,
     now: Callable[[], float] = time.perf_counter,
     sleep: Callable[[float], None] = time.sleep,
-) -> Run:
-    """Hand each request to the engine when it has arrived, and step until all are done.
+) -> None:
+    """Hand each request to the engine when it has arrived, and step until all are done. Fills `run` as it goes, so that
+    an exception leaves what was measured.
 
     Args:
-        arrivals: seconds after the start, not falling.
         max_concurrency: most requests in the engine at once; the others wait outside.
         now: the clock that the engine's RequestMetrics are on.
     """
-    run = Run([Served(arrival, len(w.prompt), w.output_len) for w, arrival in zip(work, arrivals, strict=True)])
+    arrivals = [request.arrival for request in run.requests]
     limit = max_concurrency or len(work)
     submitted = departed = 0
     in_engine: set[str] = set()
     area = 0.0  # under the number of requests in the system
     start = now()
     last = 0.0  # until when the area is known
-    while departed < len(work):
-        while submitted < len(work) and len(in_engine) < limit and now() >= start + arrivals[submitted]:
-            try:
-                engine.add_request(str(submitted), work[submitted].prompt, greedy(work[submitted].output_len))
-                in_engine.add(str(submitted))
-            except ValueError as error:
-                run.requests[submitted].error = str(error)
-                departed += 1
-            submitted += 1
-        run.max_in_engine = max(run.max_in_engine, len(in_engine))
-        if not in_engine:
-            if submitted < len(work):
-                sleep(max(0.0, start + arrivals[submitted] - now()))
-            last = now() - start
-            continue
-        outputs = engine.step()
-        time_ = now() - start
-        # Requests come during a step, and leave at its end.
-        in_system = bisect.bisect_right(arrivals, last) - departed, bisect.bisect_right(arrivals, time_) - departed
-        area += (time_ - last) * sum(in_system) / 2
-        last = time_
-        for output in outputs:
-            if output.finished:
-                served = run.requests[int(output.request_id)]
-                served.token_times = [t - start for t in output.metrics.token_times]
-                if (count := len(output.outputs[0].token_ids)) != served.output_len:
-                    reason = output.outputs[0].finish_reason
-                    served.error = f"{count} of {served.output_len} tokens, finish_reason {reason!r}"
-                in_engine.remove(output.request_id)
-                departed += 1
-        stats = engine.last_step
-        run.preemptions += stats.preempted
-        run.cached_tokens += stats.cached_tokens
-        run.computed_tokens += stats.prefill_tokens
-        held_back = bisect.bisect_right(arrivals, time_) - submitted
-        waiting = held_back + stats.waiting + stats.swapped
-        run.samples.append(Sample(time_, waiting, stats.running, stats.used_blocks))
-    run.duration = now() - start
-    run.mean_in_system = area / run.duration if run.duration else 0.0
-    return run
+    try:
+        while departed < len(work):
+            while submitted < len(work) and len(in_engine) < limit and now() >= start + arrivals[submitted]:
+                try:
+                    engine.add_request(str(submitted), work[submitted].prompt, greedy(work[submitted].output_len))
+                    in_engine.add(str(submitted))
+                except ValueError as error:
+                    run.requests[submitted].error = str(error)
+                    departed += 1
+                submitted += 1
+            run.max_in_engine = max(run.max_in_engine, len(in_engine))
+            if not in_engine:
+                if submitted < len(work):
+                    sleep(max(0.0, start + arrivals[submitted] - now()))
+                last = now() - start
+                continue
+            outputs = engine.step()
+            time_ = now() - start
+            # Requests come during a step, and leave at its end.
+            in_system = sum(bisect.bisect_right(arrivals, moment) - departed for moment in (last, time_))
+            area += (time_ - last) * in_system / 2
+            last = time_
+            for output in outputs:
+                if output.finished:
+                    take_output(run.requests[int(output.request_id)], output, start)
+                    in_engine.remove(output.request_id)
+                    departed += 1
+            held_back = bisect.bisect_right(arrivals, time_) - submitted
+            take_stats(run, engine.last_step, time_, held_back)
+    finally:
+        run.duration = now() - start
+        run.mean_in_system = area / run.duration if run.duration else 0.0
+
+
+def take_output(served: Served, output: Any, start: float) -> None:
+    """What became of a request that has finished."""
+    served.token_times = [t - start for t in output.metrics.token_times]
+    if (count := len(output.outputs[0].token_ids)) != served.output_len:
+        reason = output.outputs[0].finish_reason
+        served.error = f"{count} of {served.output_len} tokens, finish_reason {reason!r}"
+
+
+def take_stats(run: Run, stats: Any, time_: float, held_back: int) -> None:
+    """Add the StepStats of a step. `held_back`: requests that have arrived and are not in the engine."""
+    run.preemptions += stats.preempted
+    run.cached_tokens += stats.cached_tokens
+    run.computed_tokens += stats.prefill_tokens
+    waiting = held_back + stats.waiting + stats.swapped
+    run.samples.append(Sample(time_, waiting, stats.running, stats.used_blocks))
 
 
 def arrival_times(count: int, rate: float, burstiness: float, seed: int) -> list[float]:

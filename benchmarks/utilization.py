@@ -6,6 +6,7 @@ memory's bandwidth. The engine is watched from outside: nothing in it knows of t
 """
 
 import statistics
+import tempfile
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ import torch
 from torch import nn
 
 from benchmarks import machine
+from benchmarks.outputs import write
 from benchmarks.peers.protocol import Engine, Work
 from benchmarks.report import console, spread, table_of
 from nanopage.kv_cache import block_bytes
@@ -166,12 +168,15 @@ def bandwidth(device: torch.device) -> dict[str, float]:
     return measured | ({"data sheet": sheet} if sheet else {})
 
 
-def write_trace(run: Engine, work: list[Work], file: Path) -> None:
-    """Run the work once more under torch's profiler, of the CPU and of a GPU if there is one, and write what it saw as
-    a Chrome trace (chrome://tracing, ui.perfetto.dev)."""
+def write_trace(run: Engine, work: list[Work], file: Path) -> bool:
+    """Run the work under torch's profiler, of the CPU and of a GPU if there is one, and write what it saw as a Chrome
+    trace (chrome://tracing, ui.perfetto.dev). Returns whether the file could be written."""
     with torch.profiler.profile() as profiler:
         run(work)
-    profiler.export_chrome_trace(str(file))
+    with tempfile.TemporaryDirectory() as scratch:  # torch itself would only log that it cannot write `file`
+        trace = Path(scratch) / f"trace{file.suffix}"
+        profiler.export_chrome_trace(str(trace))
+        return write(file, trace.read_bytes(), "--profile")
 
 
 def show(iterations: list[dict[str, Phase | None]], bandwidth: dict[str, float]) -> None:

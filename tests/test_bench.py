@@ -2,13 +2,16 @@
 
 import ast
 import graphlib
+import itertools
 import json
 import os
 import re
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
+import tempfile
 import threading
 from pathlib import Path
 
@@ -19,13 +22,14 @@ from helpers import random_tokens, run_bench, tiny_model
 from typer.testing import CliRunner
 
 import bench as program
-from benchmarks import machine, offline, progress, utilization
+from benchmarks import kernels, machine, memory, offline, progress, utilization
+from benchmarks.outputs import Stopped
 from benchmarks.peers import nanopage as nanopage_peer
 from benchmarks.peers import transformers as transformers_peer
 from benchmarks.peers import transformers_continuous
 from benchmarks.peers.protocol import Run, Work, measure
 from benchmarks.report import console
-from nanopage import LLM, engine, loader
+from nanopage import LLM, LLMEngine, engine, loader
 from nanopage.request import StepStats
 
 ROOT = Path(__file__).parent.parent
@@ -43,11 +47,12 @@ def fast_and_wide(monkeypatch):
     monkeypatch.setattr(console, "width", 160)
 
 
-def in_a_process(*arguments, timeout=120, **env) -> subprocess.CompletedProcess:
+def in_a_process(*arguments, cwd=None, timeout=120) -> subprocess.CompletedProcess:
     """Run bench.py as a user does."""
     return subprocess.run(
         [sys.executable, str(ROOT / "bench.py"), *map(str, arguments)],
-        env=os.environ | {"COLUMNS": "160"} | env,
+        cwd=cwd,
+        env=os.environ | {"COLUMNS": "160"},
         capture_output=True,
         text=True,
         timeout=timeout,
@@ -62,7 +67,6 @@ SMALL = ["--input-len", "4-8", "--output-len", "2-4"]
     [
         ("latency", [*SMALL, "--num-iters", 1]),
         ("throughput", [*SMALL, "--num-iters", 1, "--num-prompts", 3]),
-        ("serve", [*SMALL, "--num-prompts", 3]),
         ("memory", [*SMALL, "--num-iters", 1, "--num-prompts", 3, "--load-format", "dummy"]),
     ],
 )
@@ -70,8 +74,140 @@ def test_the_program_measures_and_writes_json(model, tmp_path, command, argument
     file = tmp_path / "result.json"
     done = in_a_process(command, *arguments, "--model", model, "--eager", "--json", file)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert command in json.loads(file.read_text())["header"]["bench"]
+    result = json.loads(file.read_text())
+    assert command in result["header"]["bench"] and result["complete"] is True
+    assert f"wrote {file}" in done.stdout
     assert " running, " not in done.stderr  # no progress where there is no terminal
+
+
+def test_the_program_writes_what_it_has_served_when_it_is_terminated(model, tmp_path):
+    """The second request arrives after an hour."""
+    trace, file = tmp_path / "trace.jsonl", tmp_path / "result.json"
+    lines = [{"timestamp": t, "input_length": 5, "output_length": 3} for t in (0, 3600)]
+    trace.write_text("\n".join(map(json.dumps, lines)))
+    command = [
+        sys.executable,
+        ROOT / "bench.py",
+        "serve",
+        "--trace",
+        trace,
+        "--model",
+        model,
+        "--eager",
+        "--json",
+        file,
+    ]
+    with subprocess.Popen(
+        list(map(str, command)), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as bench:
+        printed = ""
+        while "warm-up" not in printed and bench.poll() is None:
+            printed += bench.stdout.readline()
+        bench.send_signal(signal.SIGTERM)
+        printed += bench.communicate(timeout=60)[0]
+    assert bench.returncode == 143, printed
+    result = json.loads(file.read_text())
+    assert result["complete"] is False
+    assert all(run["completed"] + run["unfinished"] == 2 and run["unfinished"] >= 1 for run in result["runs"])
+    assert f"wrote {file}" in printed and "stopped by SIGTERM" in printed
+
+
+OUTPUT_OPTIONS = [
+    *((command, "--json") for command in ("latency", "throughput", "serve", "memory", "compare", "kernels")),
+    *((command, "--profile") for command in ("latency", "throughput")),
+    *((command, "--plot") for command in ("throughput", "serve")),
+]
+
+
+@pytest.mark.parametrize(("command", "option"), OUTPUT_OPTIONS)
+def test_a_file_that_cannot_be_written_is_refused_before_a_model_is_loaded(tmp_path, monkeypatch, command, option):
+    monkeypatch.setattr(loader, "load_model", lambda *_: pytest.fail("the model is loaded"))
+    for file, says in (
+        (tmp_path, "Is a directory"),
+        (tmp_path / "no" / "x.json", "no such folder"),
+        ("/sys/x", "Permission denied|Read-only file system"),
+    ):
+        done = run_bench(command, option, file)
+        assert done.exit_code == 2
+        assert re.search(f"{option}: .*({says})", done.output)
+
+
+@pytest.mark.parametrize("command", ["latency", "throughput", "serve", "memory"])
+def test_a_full_disk_costs_no_results(model, tmp_path, monkeypatch, command):
+    """The table is printed, every file is kept elsewhere, and the first that fails does not hinder the others."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    full = {"--json": "full.json", "--profile": "full.trace", "--plot": "full.png"}
+    options = []
+    for option in [option for each, option in OUTPUT_OPTIONS if each == command]:
+        (tmp_path / full[option]).symlink_to("/dev/full")
+        options += [option, tmp_path / full[option]]
+    iterations = [] if command == "serve" else ["--num-iters", 1]
+    number = [] if command == "latency" else ["--num-prompts", 3]
+    done = run_bench(command, *SMALL, *number, *iterations, *options, "--model", model, "--eager")
+    assert done.exit_code == 1
+    table = {"latency": "output tok/s", "throughput": "output tok/s", "serve": "Mean TTFT", "memory": "preemptions"}
+    assert table[command] in done.output
+    for option in options[::2]:
+        assert f"error: {option}: {tmp_path / full[option]}: No space left on device" in done.output
+    kept = [Path(line.removeprefix("kept in ")) for line in done.output.splitlines() if line.startswith("kept in ")]
+    assert sorted(file.suffix for file in kept) == sorted(Path(full[option]).suffix for option in options[::2])
+    (record,) = [json.loads(file.read_text()) for file in kept if file.suffix == ".json"]
+    assert record["complete"] is True
+
+
+def stop_at_step(monkeypatch, number):
+    """Do what Ctrl-C does when the engine begins its step of this number, counted from 1."""
+    step, count = LLMEngine.step, itertools.count(1)
+
+    def stopped_step(self):
+        if next(count) == number:
+            raise Stopped(signal.SIGINT)
+        return step(self)
+
+    monkeypatch.setattr(LLMEngine, "step", stopped_step)
+
+
+def test_ctrl_c_writes_the_iterations_that_are_complete(model, tmp_path, monkeypatch):
+    stop_at_step(monkeypatch, 4 * 3 + 2)  # of four steps in each iteration, the first of which warms up
+    file, picture = tmp_path / "result.json", tmp_path / "x.png"
+    options = ["--input-len", 5, "--output-len", 4, "--num-prompts", 2, "--num-iters", 7, "--compare", "transformers"]
+    done = run_bench("throughput", *options, "--model", model, "--eager", "--json", file, "--plot", picture)
+    assert done.exit_code == 130
+    result = json.loads(file.read_text())
+    assert result["complete"] is False
+    assert [len(runs) for runs in result["runs"].values()] == [2, 2] and len(result["utilization"]) == 2
+    assert "median [lowest, highest] of 2" in done.output and "decode steps" in done.output
+    assert not picture.exists()
+
+
+def test_ctrl_c_in_the_first_iteration_writes_that_there_is_none(model, tmp_path, monkeypatch):
+    stop_at_step(monkeypatch, 1)
+    file = tmp_path / "result.json"
+    done = run_bench("latency", *SMALL, "--model", model, "--eager", "--json", file)
+    assert done.exit_code == 130
+    result = json.loads(file.read_text())
+    assert result["complete"] is False and result["runs"] == {"nanopage": []}
+    assert "load and compile" in result["setup_seconds"]
+
+
+def test_an_error_while_measuring_writes_what_there_is(model, tmp_path, monkeypatch):
+    monkeypatch.setattr(utilization.StepRecorder, "take", lambda _: pytest.fail("take"))
+    file = tmp_path / "result.json"
+    with pytest.raises(pytest.fail.Exception):
+        run_bench("latency", *SMALL, "--model", model, "--eager", "--json", file, "--num-iters-warmup", 0)
+    result = json.loads(file.read_text())
+    assert result["complete"] is False and len(result["runs"]["nanopage"]) == 1
+
+
+def test_ctrl_c_writes_what_memory_has_measured(model, tmp_path, monkeypatch):
+    monkeypatch.setattr(memory, "FORK_LENGTHS", (32, 4))
+    stop_at_step(monkeypatch, 40)
+    file = tmp_path / "result.json"
+    done = run_bench("memory", *SMALL, "--model", model, "--eager", "--json", file, "--num-iters", 1)
+    assert done.exit_code == 130
+    result = json.loads(file.read_text())
+    assert result["complete"] is False and "waste" not in result
+    assert [len(runs) for runs in result["parallel sampling"].values()] == [1, 1] and "preemption" in result
 
 
 @pytest.mark.parametrize(
@@ -474,6 +610,49 @@ def test_kernels_says_what_it_can_not_measure():
     assert "need a GPU, and torch sees none here: not measured" in " ".join(done.stdout.split())
     bad = run_bench("kernels", "--dtype", "int3")
     assert bad.exit_code == 2 and "int3" in bad.output
+
+
+@pytest.fixture
+def kernels_on_a_fake_gpu(monkeypatch):
+    """Rows of bench.py kernels without a GPU; the list of those that were measured."""
+    measured = []
+
+    def measure(kind, heads, kv_heads, head_dim, batch, tokens, dtype, num_iters):
+        times = {"nanopage": 12.345, "reference": None, "sdpa": 1234.5, "flex": 9.9, "gb_s": 1500.0, "tflop_s": 123.4}
+        row = {"kind": kind, "batch": batch, "tokens": tokens, "heads": f"{heads}/{kv_heads} x {head_dim}"} | times
+        measured.append(row)
+        return row
+
+    monkeypatch.setattr(kernels, "measure", measure)
+    monkeypatch.setattr(kernels, "copy_bandwidth", lambda: 2000.0)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    return measured
+
+
+def test_kernels_writes_its_rows(tmp_path, kernels_on_a_fake_gpu):
+    file = tmp_path / "result.json"
+    done = run_bench("kernels", "--json", file)
+    assert done.exit_code == 0, done.output
+    result = json.loads(file.read_text())
+    assert result["complete"] is True and result["copy_gb_s"] == 2000
+    assert len(result["rows"]) == len(kernels_on_a_fake_gpu) and result["rows"][0]["of_copy"] == 0.75
+    assert "75%" in done.output and f"wrote {file}" in done.output
+
+
+def test_ctrl_c_writes_the_rows_of_kernels(tmp_path, monkeypatch, kernels_on_a_fake_gpu):
+    measure = kernels.measure
+
+    def stopped(*case):
+        if len(kernels_on_a_fake_gpu) == 3:
+            raise Stopped(signal.SIGINT)
+        return measure(*case)
+
+    monkeypatch.setattr(kernels, "measure", stopped)
+    done = run_bench("kernels", "--json", tmp_path / "result.json")
+    assert done.exit_code == 130 and "75%" in done.output
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert result["complete"] is False and len(result["rows"]) == 3
 
 
 @pytest.mark.gpu

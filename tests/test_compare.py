@@ -1,15 +1,22 @@
 """bench.py compare: the real command on a tiny model, its JSON, its refusals; an engine that fails; the protocol."""
 
+import contextlib
 import json
+import os
+import signal
 import subprocess
 import sys
+import threading
+import time
 
+import psutil
 import pytest
 import torch
 from helpers import run_bench, tiny_hf_model, tiny_model
 from test_bench import ROOT, in_a_process
 
 from benchmarks import compare
+from benchmarks.outputs import Stopped
 from benchmarks.peers import llamacpp
 from benchmarks.peers.protocol import Options, Output, Work, measure
 from benchmarks.report import console
@@ -35,6 +42,26 @@ ENGINE_THAT_DIES = ENGINE.replace(
         if len(work[0].prompt) == 128:
             sys.exit("no more memory, says the [fake] engine")""",
 ).replace("import os", "import os, sys")
+ENGINE_THAT_HANGS = """
+import os, subprocess, sys, time
+from pathlib import Path
+from benchmarks.peers.protocol import Output, serve
+
+def hang(*_):
+    children = [subprocess.Popen(["sleep", "999"], start_new_session=alone) for alone in (False, True)]
+    pids = Path(__file__).with_suffix(".partial")
+    pids.write_text(" ".join(map(str, [os.getpid(), *(child.pid for child in children)])))
+    pids.rename(Path(__file__).with_suffix(".pids"))
+    time.sleep(999)
+
+def run(work):
+    return hang() if len(work[0].prompt) == 128 else [Output([7] * w.output_len) for w in work]
+
+def load(options):
+    return {"fake": "1.0"}, run
+
+serve(load, PREPARE)
+"""
 
 
 @pytest.fixture(scope="module")
@@ -60,13 +87,48 @@ def fake_engine(environments, name, script):
     python.chmod(0o755)
 
 
+def pids_when_it_hangs(environments, name):
+    """Of an engine that hangs, and of the two processes that it has started."""
+    file = environments / f"{name}.pids"
+    wait_until(file.exists)
+    return [int(pid) for pid in file.read_text().split()]
+
+
+def wait_until(condition, seconds=60):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def alive(pid):
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    return False
+
+
 def test_the_program_compares_nanopage_with_transformers_and_writes_json(model, tmp_path):
-    file = tmp_path / "result.json"
+    """It is started where files have the names of modules; none of them runs, neither in bench.py nor in an engine."""
+    file, folder = tmp_path / "result.json", tmp_path / "folder"
+    folder.mkdir()
+    for name in (
+        "nanopage",
+        "torch",
+        "transformers",
+        "benchmarks",
+        "bench",
+        "typer",
+        "json",
+        "random",
+        "sitecustomize",
+    ):
+        (folder / f"{name}.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'a').write({name!r})")
     options = ["--workloads", "W1", "--engines", "nanopage,transformers", "--threads", 1, "--json", file, "--eager"]
-    done = in_a_process("compare", "--model", model, *options, "--num-iters", 1, "--num-iters-warmup", 0)
+    done = in_a_process("compare", "--model", model, *options, "--num-iters", 1, "--num-iters-warmup", 0, cwd=folder)
     assert done.returncode == 0, done.stdout + done.stderr
+    assert not (tmp_path / "ran").exists()
     result = json.loads(file.read_text())
-    assert result["failures"] == {}
+    assert result["failures"] == {} and result["complete"] is True
     for figures in result["start"]["bfloat16"].values():
         assert figures["start_to_first_token"] > 0 and figures["peak_rss"] > 2**26
     assert list(result["roofline_tok_s"]) == ["W1"] and result["bandwidth_gb_s"]["W1"] > 0
@@ -74,6 +136,73 @@ def test_the_program_compares_nanopage_with_transformers_and_writes_json(model, 
     assert ours["output_tokens"] == theirs["output_tokens"] == 128 and ours["total_tokens"] == 256
     assert 0 < ours["ttft"] < ours["seconds"] and ours["decode_tok_s"] > 0
     assert "nanopage / this" in done.stdout and "torch " in result["header"]["transformers"]
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGKILL, -9)])
+def test_no_engine_outlives_the_program(model, tmp_path, number, code):
+    """Nor does what an engine has started. The other engine has done its work and waits."""
+    file = tmp_path / "result.json"
+    fake_engine(tmp_path, "vllm", ENGINE)
+    fake_engine(tmp_path, "openvino", ENGINE_THAT_HANGS.replace("PREPARE", "lambda _: None"))
+    command = [sys.executable, ROOT / "bench.py", "compare", "--model", model, "--environments", tmp_path]
+    command += ["--engines", "vllm,openvino", "--workloads", "W2,W1", "--num-iters-warmup", 0, "--json", file]
+    with subprocess.Popen([*map(str, command)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as bench:
+        pids = pids_when_it_hangs(tmp_path, "openvino")
+        pids += [child.pid for child in psutil.Process(bench.pid).children()]
+        assert len(set(pids)) == 4
+        bench.send_signal(number)
+        printed = bench.communicate(timeout=60)[0]
+    assert bench.returncode == code, printed
+    wait_until(lambda: not any(map(alive, pids)), 30)
+    if number == signal.SIGTERM:
+        result = json.loads(file.read_text())
+        assert result["complete"] is False and "W2: 32 requests at once" in printed
+        assert [len(runs) for runs in result["runs"]["W2"].values()] == [3, 3] and len(
+            result["runs"]["W1"]["vllm"]
+        ) == 1
+
+
+def test_an_engine_that_is_being_prepared_ends_with_the_program(tmp_path):
+    fake_engine(tmp_path, "vllm", ENGINE_THAT_HANGS.replace("PREPARE", "hang"))
+    command = [str(tmp_path / "vllm" / "bin" / "python"), "-m", "benchmarks.peers.vllm", str(tmp_path)]
+    command += ["--dtype", "float32", "--threads", "1", "--kv-tokens", "64", "--kv-gib", "1", "--max-model-len", "64"]
+
+    def stop():
+        pids.extend(pids_when_it_hangs(tmp_path, "vllm"))
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    def stopped(*_):
+        raise Stopped(signal.SIGTERM)
+
+    pids = []
+    before = signal.signal(signal.SIGTERM, stopped)
+    thread = threading.Thread(target=stop)
+    thread.start()
+    try:
+        with pytest.raises(Stopped):
+            compare.prepare([*command, "--prepare"], 1)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        thread.join()
+    assert len(pids) == 3
+    wait_until(lambda: not any(map(alive, pids)), 30)
+
+
+def test_what_an_engine_leaves_behind_is_killed(tmp_path):
+    leaves = f"{sys.executable} -S -c \"import subprocess; print(subprocess.Popen(['sleep', '999']).pid)\""
+    peer = compare.Peer(["sh", "-c", f"{leaves}; cat"], 1)
+    pid = int(peer.answers.readline())
+    assert alive(pid)
+    peer.close()
+    peer.close()
+    wait_until(lambda: not alive(pid), 30)
+
+
+def test_an_engine_that_is_killed_in_the_middle_of_an_answer_has_failed():
+    peer = compare.Peer(["sh", "-c", "printf '{\"seconds\": 1'; echo 'out of memory' >&2; kill -9 $$"], 1)
+    with pytest.raises(compare.PeerError, match="exit code -9\nout of memory"):
+        peer.ask([Work([1], 1)] * 9999)  # more than a pipe holds
+    peer.close()
 
 
 def test_it_compares_in_both_precisions(model, tmp_path):

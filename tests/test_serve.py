@@ -1,10 +1,12 @@
 """benchmarks/serve.py: its figures against schedules worked out by hand, on a clock and an engine that are not real;
 bench.py serve on a tiny model; its JSON against serve.schema.json; its refusals."""
 
+import itertools
 import json
 import math
 import random
 import re
+import signal
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +17,7 @@ from helpers import run_bench, tiny_model
 
 from benchmarks import metrics, plots, serve
 from benchmarks.datasets import Requests
+from benchmarks.outputs import Stopped
 from benchmarks.peers.protocol import Work
 from benchmarks.report import console
 from benchmarks.utilization import Step
@@ -69,7 +72,9 @@ WORK = [Work([1], 2), Work([1] * 2, 3), Work([1] * 3, 1), Work([1] * 4, 1)]
 
 def driven(work=WORK, arrivals=ARRIVALS, max_concurrency=None):
     engine = FakeEngine()
-    return engine, serve.drive(engine, work, arrivals, max_concurrency, engine.now, engine.sleep)
+    run = serve.planned(work, arrivals)
+    serve.drive(run, engine, work, max_concurrency, engine.now, engine.sleep)
+    return engine, run
 
 
 def test_metrics_are_those_of_a_schedule_worked_out_by_hand():
@@ -258,10 +263,12 @@ def check(value, schema, path="$"):
             "integer": int,
             "number": (int, float),
             "null": type(None),
+            "boolean": bool,
         }
         names = [schema["type"]] if isinstance(schema["type"], str) else schema["type"]
-        assert any(isinstance(value, kinds[name]) for name in names) and not isinstance(value, bool), path
-    if isinstance(value, int | float):
+        assert any(isinstance(value, kinds[name]) for name in names), path
+        assert isinstance(value, bool) == (names == ["boolean"]), path
+    if isinstance(value, int | float) and not isinstance(value, bool):
         assert schema.get("minimum", -math.inf) <= value <= schema.get("maximum", math.inf), path
         assert value > schema.get("exclusiveMinimum", -math.inf), path
     if isinstance(value, list):
@@ -346,11 +353,39 @@ def test_the_schema_would_notice(model, tmp_path):
     check(result, SCHEMA)
     run = result["runs"][0]
     assert run["mean_tpot_ms"] is run["p99_itl_ms"] is None and "requests" not in run  # single tokens
+    with pytest.raises(AssertionError):
+        check(result | {"complete": 1}, SCHEMA)
     for damage in ({"speed": 1}, {"duration": "1"}, {"failed": -1}, {"request_rate": "fast"}, {"completed": None}):
         with pytest.raises(AssertionError):
             check(result | {"runs": [run | damage]}, SCHEMA)
     with pytest.raises(AssertionError):
         check(result | {"runs": [{name: value for name, value in run.items() if name != "mean_itl_ms"}]}, SCHEMA)
+
+
+def test_ctrl_c_shows_and_writes_what_was_served(model, tmp_path, monkeypatch):
+    """The third request, which runs alone, has two tokens by then; the fourth has not arrived."""
+    trace = tmp_path / "trace.jsonl"
+    lines = [{"timestamp": t, "input_length": 5, "output_length": 3} for t in (0, 0, 0, 60)]
+    trace.write_text("\n".join(map(json.dumps, lines)))
+    step, count = LLMEngine.step, itertools.count(1)
+
+    def stopped_step(self):
+        if next(count) == 9:
+            raise Stopped(signal.SIGINT)
+        return step(self)
+
+    monkeypatch.setattr(LLMEngine, "step", stopped_step)
+    options = ["--trace", trace, "--max-concurrency", 1, "--num-warmups", 0, "--save-detailed"]
+    code, printed, result = run_serve(model, tmp_path, *options, "--plot", tmp_path / "x.png")
+    assert code == 130
+    check(result, SCHEMA)
+    assert result["complete"] is False
+    (run,) = result["runs"]
+    assert (run["completed"], run["failed"], run["unfinished"]) == (2, 0, 2)
+    assert run["total_output_tokens"] == 6 and run["mean_ttft_ms"] > 0 and run["errors"] == []
+    assert [len(r["token_times"]) for r in run["requests"]] == [3, 3, 0, 0]
+    assert re.search("Unfinished requests: +2", printed) and "Little's Law" not in printed
+    assert not (tmp_path / "x.png").exists()
 
 
 def test_the_exit_code_says_that_a_request_failed(model, tmp_path, monkeypatch):
