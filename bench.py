@@ -1,18 +1,24 @@
 """Measure nanopage, alone or side by side with transformers on the same weights.
 
-    python bench.py latency                          one request at a time: time to first token, decode tok/s
-    python bench.py throughput                       many requests at once: output tok/s
-    python bench.py throughput --compare transformers --json result.json
-    python bench.py serve --request-rate 1,2,4       requests that arrive over time: TTFT, TPOT, ITL, goodput
-    python bench.py memory                           blocks: what forks save, swap against recomputation, waste
-    python bench.py compare                          the same work on vLLM, OpenVINO, llama.cpp, transformers, in turn
-    python bench.py kernels                          attention's Triton kernels on a GPU: time, share of its bandwidth
+\b
+    python bench.py latency      one request at a time: TTFT, decode tok/s
+    python bench.py throughput   many requests at once: output tok/s
+    python bench.py serve        requests that arrive over time: TTFT, goodput
+    python bench.py memory       what forks save, swap against recomputation
+    python bench.py compare      the same work on vLLM, OpenVINO, llama.cpp
+    python bench.py kernels      attention's Triton kernels on a GPU
 
-Prompts are random token ids and never repeat, so the prefix cache can not help, unless --prefix-len or a file
-(--dataset-name sharegpt or custom) makes prompts alike. Outputs have a fixed length (end of sequence is ignored).
-Loading, compiling and warm-up are timed apart. With --compare the two take turns, iteration by iteration, so that a
-machine whose speed drifts treats both alike. On a GPU there are three: transformers' `generate`, compiled for a static
-cache, and its continuous batching. A peer that fails is named and left out.
+\b
+    python bench.py throughput --compare transformers --json result.json
+    python bench.py serve --request-rate 1,2,4 --goodput ttft:500 tpot:50
+
+Prompts are random token ids and never repeat, so that the prefix cache cannot help, unless --prefix-len or a file
+(--dataset-name sharegpt or custom) makes prompts alike. Outputs have a fixed length: the end of sequence is ignored.
+Loading, compiling and warm-up are timed apart.
+
+With --compare, nanopage and transformers take turns, iteration by iteration, so that a machine whose speed drifts
+treats both alike. On a GPU transformers runs twice: `generate`, compiled for a static cache, and continuous batching.
+A peer that fails is named and left out.
 
 Options and files are checked before a model is loaded. Ctrl-C ends a run early: what was measured is printed and, with
 --json, written with "complete": false. A file that cannot be written is kept elsewhere.
@@ -68,9 +74,9 @@ OverlapOption = Annotated[
     ),
 ]
 ItersOption = Annotated[int, typer.Option(min=1, max=MAX_ITERATIONS, help="Measured iterations; medians are reported.")]
-WarmupOption = Annotated[int, typer.Option(min=0, max=MAX_ITERATIONS, help="Iterations before that, not counted.")]
-SeedOption = Annotated[int, typer.Option(min=0, max=MAX_SEED, help="Of the lengths and the prompts.")]
-JsonOption = Annotated[Path | None, typer.Option("--json", help="Write the results to this file, too.")]
+WarmupOption = Annotated[int, typer.Option(min=0, max=MAX_ITERATIONS, help="Iterations before them that do not count.")]
+SeedOption = Annotated[int, typer.Option(min=0, max=MAX_SEED, help="Seed of the lengths and the prompts.")]
+JsonOption = Annotated[Path | None, typer.Option("--json", help="Write the results to this file as JSON.")]
 CompareOption = Annotated[str | None, typer.Option(help="'transformers': run it on the same work, in turn.")]
 ProfileOption = Annotated[
     Path | None, typer.Option("--profile", help="Write a Chrome trace of one more iteration to this file.")
@@ -86,7 +92,7 @@ DatasetOption = Annotated[
 DatasetPathOption = Annotated[Path | None, typer.Option(help="The file of custom or sharegpt.")]
 NumPromptsOption = Annotated[
     int | None,
-    typer.Option(min=1, max=MAX_REQUESTS, help="Requests [default: 32; of a file or a trace, all that it has]."),
+    typer.Option(min=1, max=MAX_REQUESTS, help="Requests [default: 32; all of a file or a trace]."),
 ]
 InputLenOption = Annotated[
     str | None, typer.Option(help="Tokens of a random prompt: a number or LOW-HIGH [default: 32-256].")
@@ -132,7 +138,7 @@ def latency(
     json_file: JsonOption = None,
     profile_file: ProfileOption = None,
 ) -> None:
-    """Time one batch from start to end: time to first token, decode speed, end-to-end time.
+    """Time one batch: first token, decode speed, end to end.
 
     \b
     python bench.py latency --input-len 512 --output-len 64 --json latency.json
@@ -166,10 +172,11 @@ def throughput(
     profile_file: ProfileOption = None,
     plot_file: PlotOption = None,
 ) -> None:
-    """Time many requests queued at once: requests/s, output and total tokens/s.
+    """Time many requests that are queued at once: tokens/s.
 
     \b
-    python bench.py throughput --num-prompts 64 --prefix-len 256 --compare transformers
+    python bench.py throughput --num-prompts 64 --compare transformers
+    python bench.py throughput --dataset-name custom --dataset-path prompts.txt
     """
     outputs = {"--json": json_file, "--profile": profile_file, "--plot": plot_file}
     check_outputs(outputs, {"--dataset-path": dataset_path})
@@ -219,21 +226,25 @@ def serve(
     load_format: LoadFormatOption = "auto",
     overlap: OverlapOption = None,
     num_warmups: Annotated[
-        int, typer.Option(min=0, max=MAX_REQUESTS, help="Requests before that, all at once, not counted.")
+        int, typer.Option(min=0, max=MAX_REQUESTS, help="Warm-up requests, all at once, that do not count.")
     ] = 8,
-    seed: Annotated[int, typer.Option(min=0, max=MAX_SEED, help="Of the lengths, the prompts and the arrivals.")] = 0,
+    seed: Annotated[
+        int, typer.Option(min=0, max=MAX_SEED, help="Seed of the lengths, the prompts and the arrivals.")
+    ] = 0,
     json_file: JsonOption = None,
     save_detailed: Annotated[
         bool, typer.Option("--save-detailed", help="With --json: every request's times, every step's queues.")
     ] = False,
     plot_file: PlotOption = None,
 ) -> None:
-    """Serve requests that arrive in real time: TTFT, TPOT, ITL and end-to-end latency, throughput, goodput.
+    """Serve requests that arrive over time: latency, goodput.
 
-    A request's clock starts when it is scheduled to arrive, so that all its waiting counts.
+    The figures are those of vllm bench serve: TTFT, TPOT, ITL, E2EL, throughput and goodput. A request's clock starts
+    when it is scheduled to arrive, so that all its waiting counts.
 
     \b
-    python bench.py serve --request-rate 1,2,4 --num-prompts 60 --goodput ttft:500 tpot:50 --plot serve.png
+    python bench.py serve --request-rate 1,2,4 --num-prompts 60 \\
+        --goodput ttft:500 tpot:50 --plot serve.png
     """
     from benchmarks import serve as serving
 
@@ -297,9 +308,10 @@ def memory(
     seed: SeedOption = 0,
     json_file: JsonOption = None,
 ) -> None:
-    """Measure the memory manager: parallel sampling, preemption by swap and by recomputation, unfilled slots.
+    """Measure the memory manager: forks, preemption, waste.
 
-    The first two have fixed workloads. Preemption runs in float32, so that its outputs can be compared exactly.
+    Parallel sampling, preemption by swap and by recomputation, and slots that are never filled. The first two have
+    fixed workloads. Preemption runs in float32, so that its outputs can be compared exactly.
 
     \b
     python bench.py memory --num-prompts 200
@@ -356,10 +368,11 @@ def compare(
     ] = None,
     json_file: JsonOption = None,
 ) -> None:
-    """Run the same requests on nanopage and its peers, each in its own process, in turn.
+    """Run the same requests on nanopage and its peers, in turn.
 
-    How a peer is installed is said by the first lines of its file in benchmarks/peers. --eager is nanopage's. With
-    --quantization int8 each engine runs its own kind of it; those that have none are left out.
+    Each engine has a process of its own. The first lines of a peer's file in benchmarks/peers say how to install it.
+    --eager is nanopage's. With --quantization int8 each engine runs its own kind of int8; those that have none are left
+    out.
 
     \b
     python bench.py compare --workloads W1,W2 --engines nanopage,transformers
@@ -408,7 +421,9 @@ def kernels(
     ] = 50,
     json_file: JsonOption = None,
 ) -> None:
-    """Time the Triton kernels of attention on a GPU, beside torch's reference, SDPA and FlexAttention.
+    """Time attention's Triton kernels on a GPU.
+
+    Beside them: torch's reference, SDPA and FlexAttention.
 
     \b
     python bench.py kernels --dtype bfloat16 --json kernels.json

@@ -2,6 +2,7 @@
 
 import ast
 import graphlib
+import inspect
 import itertools
 import json
 import os
@@ -610,6 +611,22 @@ def test_kernels_says_what_it_can_not_measure():
     assert "need a GPU, and torch sees none here: not measured" in " ".join(done.stdout.split())
     bad = run_bench("kernels", "--dtype", "int3")
     assert bad.exit_code == 2 and "int3" in bad.output
+
+
+@pytest.mark.parametrize("command", [None, *COMMANDS])
+def test_help_keeps_the_lines_of_examples_and_fits_80_columns(monkeypatch, command):
+    monkeypatch.setenv("COLUMNS", "80")
+    done = run_bench(*([command] if command else []), "--help")
+    assert done.exit_code == 0
+    lines = done.output.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert "..." not in done.output.replace("[ARGS]...", "").replace("KEY:MS]...", "").replace("KEY:MS...", "")
+    text = inspect.getdoc(COMMANDS[command].callback if command else program)
+    examples = [line for part in text.split("\b\n")[1:] for line in part.split("\n\n")[0].splitlines()]
+    assert any("python bench.py" in line for line in examples)
+    assert [line.strip() for line in examples] == [
+        line.strip() for line in lines if line.strip() in map(str.strip, examples)
+    ]
 
 
 @pytest.fixture
