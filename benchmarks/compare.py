@@ -28,7 +28,7 @@ from benchmarks.datasets import check_text, read_json_lines
 from benchmarks.machine import cpu_name, read_bandwidth
 from benchmarks.outputs import exit_unless, recorded
 from benchmarks.peers.protocol import Run, Work
-from benchmarks.report import console, errors_by_name, plain, show_header, spread, table_of
+from benchmarks.report import console, errors_by_name, figure, plain, show_header, show_table, spread, table_of
 from nanopage.config import ModelConfig
 
 WORKLOADS = {
@@ -313,21 +313,23 @@ def show_workload(name: str, dtype: str, results: Results, work: list[Work]) -> 
     runs = results.runs[name]
     roof = results.roofline_tok_s.get(name)
     single = len(work) == 1
-    columns = ["", "output tok/s", "time to first token (ms)", "decode tok/s of a request", "time (s)"]
-    columns += ["prefill tok/s"] if single else []
+    columns = ["", "output tok/s", "first token (ms)", "decode tok/s"]
+    columns += ["prefill tok/s"] if single else ["time (s)"]
     columns += ["of the roofline"] if roof else []
     columns += ["nanopage / this"] if "nanopage" in runs else []
-    title = f"{name}: {WORKLOADS[name]}, {dtype}; medians [lowest, highest]"
+    title = f"{name}: {WORKLOADS[name]}, {dtype}; medians [lowest-highest]"
     if roof:
-        title += f"\nroofline {roof:.0f} tok/s: memory is read at {results.bandwidth_gb_s[name]:.1f} GB/s"
+        title += f"\nroofline {figure(roof)} tok/s: memory is read at {figure(results.bandwidth_gb_s[name])} GB/s"
     table = table_of(title, columns)
     for engine, column in runs.items():
         speeds = [output_tok_s(run) for run in column]
         ttft, decode = median(run.ttft for run in column), median(run.decode_tok_s for run in column)
-        cells = [engine, spread(speeds), number(ttft and 1000 * ttft, 0), number(decode, 1)]
-        cells.append(number(median(run.seconds for run in column), 2))
+        # Without underscores a long name can be wrapped.
+        cells = [engine.replace("_", " "), spread(speeds), figure(ttft and 1000 * ttft), figure(decode)]
         if single:
-            cells.append(number(ttft and len(work[0].prompt) / ttft, 0))
+            cells.append(figure(ttft and len(work[0].prompt) / ttft))
+        else:
+            cells.append(figure(median(run.seconds for run in column)))
         if roof:
             cells.append(f"{decode / roof:.0%}" if decode else "-")
         if "nanopage" in runs:
@@ -335,7 +337,7 @@ def show_workload(name: str, dtype: str, results: Results, work: list[Work]) -> 
             ratios = [a / b for a, b in zip(ours, speeds, strict=True)]
             cells.append("1" if engine == "nanopage" else spread(ratios))
         table.add_row(*cells)
-    console.print(table)
+    show_table(table)
     if (share := results.idle_cpu_share[name]) > 0.05:
         console.print(f"Engines that should have been idle used {share:.0%} of a core meanwhile.", style="yellow")
 
@@ -347,9 +349,9 @@ def show_start(results: Results) -> None:
         for engine, figures in engines.items():
             runs = [run for name in names for run in results.runs[name].get(engine, [])]
             figures["peak_rss"] = max([figures["peak_rss"], *(run.peak_rss or 0 for run in runs)])
-            rss = number(figures["peak_rss"] / GIB or None, 2)
-            table.add_row(engine, dtype, number(figures["start_to_first_token"], 1), rss)
-    console.print(table)
+            rss = figure(figures["peak_rss"] / GIB or None)
+            table.add_row(engine, dtype, figure(figures["start_to_first_token"]), rss)
+    show_table(table)
 
 
 def python_of_engines(engines: list[str] | None, environments: Path, quantization: str | None) -> dict[str, str]:
@@ -463,7 +465,3 @@ def output_tok_s(run: Run) -> float:
 def median(values: Iterable[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return statistics.median(known) if known else None
-
-
-def number(value: float | None, digits: int) -> str:
-    return "-" if value is None else f"{value:.{digits}f}"

@@ -15,7 +15,7 @@ import typer
 from torch import Tensor
 
 from benchmarks.outputs import exit_unless, recorded
-from benchmarks.report import console, show_header, table_of
+from benchmarks.report import console, figure, show_header, show_table, table_of
 
 GIB = 2**30
 HEADS = ((32, 8, 128), (9, 3, 64))  # query heads, KV heads, head_dim: Llama 3 8B's, SmolLM2 135M's
@@ -38,8 +38,9 @@ def kernels(dtype: torch.dtype, num_iters: int, header: dict[str, str], json_fil
     work = [("decode", *heads, *shape) for heads in HEADS for shape in DECODES]
     work += [("prefill", *heads, *shape) for heads in HEADS for shape in PROMPTS]
     rows: list[dict[str, Any]] = []
-    columns = ["", "batch", "tokens", "heads", "nanopage (us)", "GB/s", "of a copy", "TFLOP/s"]
-    table = table_of("paged attention: medians", [*columns, "torch reference (us)", "SDPA (us)", "FlexAttention (us)"])
+    columns = ["", "batch", "tokens", "heads", "us", "GB/s", "of a copy", "TFLOP/s", "torch us", "SDPA us", "Flex us"]
+    title = "Paged attention, medians; beside it torch's reference, SDPA and FlexAttention"
+    table = table_of(title, columns)
     with recorded(json_file, lambda: {"header": header, "copy_gb_s": copy, "rows": rows}) as record:
         try:
             for case in work:
@@ -47,16 +48,16 @@ def kernels(dtype: torch.dtype, num_iters: int, header: dict[str, str], json_fil
                 rows.append(row | {"of_copy": row["gb_s"] / copy})
                 table.add_row(*cells(row, copy))
         finally:
-            console.print(table)
+            show_table(table)
     exit_unless(record.written)
 
 
 def cells(row: dict[str, Any], copy: float) -> list[str]:
     """A line of the table. Decodes are bound by memory, prompts by arithmetic."""
-    bound = [f"{row['gb_s']:.0f}", f"{row['gb_s'] / copy:.0%}", "-"]
+    bound = [figure(row["gb_s"]), f"{row['gb_s'] / copy:.0%}", "-"]
     if row["kind"] == "prefill":
-        bound = ["-", "-", f"{row['tflop_s']:.0f}"]
-    times = [f"{row[name]:.1f}" if row[name] else "-" for name in ("nanopage", "reference", "sdpa", "flex")]
+        bound = ["-", "-", figure(row["tflop_s"])]
+    times = [figure(row[name]) for name in ("nanopage", "reference", "sdpa", "flex")]
     return [*map(str, (row["kind"], row["batch"], row["tokens"], row["heads"])), times[0], *bound, *times[1:]]
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import typer
 
 from benchmarks.peers.nanopage import greedy, random_prompt
-from benchmarks.report import console, spread, table_of
+from benchmarks.report import console, figure, show_table, spread, table_of
 
 FORK_LENGTHS = 512, 64  # tokens of the prompt and of each completion
 
@@ -35,11 +35,11 @@ def measure_forks(engine, rng: random.Random, num_iters: int, results: dict) -> 
                 )
     one, eight = runs.values()
     table = table_of(f"8 completions of {output_len} tokens, prompt of {prompt_len}", ["", *forms, "saved"])
-    for title, key, digits in (("blocks at most", "blocks", 0), ("prompt tokens computed", "prefill_tokens", 0),
-                               ("time (s)", "seconds", 2)):  # fmt: skip
-        a, b = (statistics.median(run[key] for run in column) for column in (one, eight))
-        table.add_row(title, f"{a:.{digits}f}", f"{b:.{digits}f}", f"{1 - a / b:.0%}")
-    console.print(table)
+    titles = {"blocks at most": "blocks", "prompt tokens computed": "prefill_tokens", "time (s)": "seconds"}
+    for title, key in titles.items():
+        a, b = (statistics.median_low(run[key] for run in column) for column in (one, eight))
+        table.add_row(title, figure(a), figure(b), f"{1 - a / b:.0%}")
+    show_table(table)
 
 
 def measure_preemption(engine_of: Callable, rng: random.Random, num_iters: int, results: dict) -> None:
@@ -66,13 +66,13 @@ def measure_preemption(engine_of: Callable, rng: random.Random, num_iters: int, 
         if tokens[0] != tokens[1] or len(tokens[0]) != len(lengths):
             console.print("[red]error:[/red] recomputation and swapping gave different outputs")
             raise typer.Exit(1)
-    title = f"{len(lengths)} requests, three times a pool of {pool} blocks: outputs equal, float32"
+    title = f"{len(lengths)} requests, three times a pool of {pool} blocks, float32: outputs equal"
     table = table_of(title, ["", *runs, "swap / recompute"])
     for key in ("preemptions", "tokens computed", "blocks swapped out", "seconds"):
         columns = [[run[key] for run in column] for column in runs.values()]
         ratio = [b / a if a else None for a, b in zip(*columns, strict=True)]
         table.add_row(key, *(spread(column) for column in columns), spread(ratio))
-    console.print(table)
+    show_table(table)
 
 
 def measure_waste(
@@ -103,8 +103,8 @@ def measure_waste(
     title = f"{num_prompts} requests, input {inputs[0]}-{inputs[1]}, output {outputs[0]}-{outputs[1]}"
     table = table_of(title, ["allocated slots never filled", "sequences at most", "steps", "time (s)"])
     running = max(step.running for step in steps)
-    table.add_row(f"{waste:.2%}", str(running), str(len(steps)), f"{seconds:.1f}")
-    console.print(table)
+    table.add_row(f"{waste:.2%}", figure(running), figure(len(steps)), figure(seconds))
+    show_table(table)
     results["waste"] = {"waste": waste, "sequences": running, "steps": len(steps), "seconds": seconds}
 
 

@@ -22,6 +22,7 @@ from benchmarks.report import (
     errors_by_name,
     left_out_if_it_fails,
     show_header,
+    show_table,
     spread,
     table_of,
 )
@@ -184,15 +185,15 @@ def load_peers(
 
 
 def report(runs: dict[str, list[Run]], setup: dict[str, float], hits: int, command: str) -> None:
-    """Medians, with the lowest and highest run."""
-    title = f"{command}: median [lowest, highest] of {len(runs['nanopage'])}"
+    """Medians, with the lowest and highest run. Decoding is that of one request."""
+    title = f"{command}: median [lowest-highest] of {len(runs['nanopage'])}"
     peers = [name for name in runs if name != "nanopage"]
     ratio = "ratio, pair by pair" if len(peers) == 1 else "nanopage / {}, pair by pair"
     table = table_of(title, ["", *runs, *(ratio.format(name) for name in peers)])
     metrics: dict[str, Callable[[Run], float | None]] = {
         "time (s)": lambda run: run.seconds,
-        "time to first token (ms)": lambda run: run.ttft and run.ttft * 1000,
-        "decode tok/s of a request": lambda run: run.decode_tok_s,
+        "first token (ms)": lambda run: run.ttft and run.ttft * 1000,
+        "decode tok/s": lambda run: run.decode_tok_s,
         "output tok/s": lambda run: run.output_tokens / run.seconds,
         "total tok/s": lambda run: run.total_tokens / run.seconds,
     }
@@ -203,7 +204,7 @@ def report(runs: dict[str, list[Run]], setup: dict[str, float], hits: int, comma
             pairs = zip(values["nanopage"], values[name], strict=True)
             cells.append(spread([ours / theirs if ours and theirs else None for ours, theirs in pairs]))
         table.add_row(title, *cells)
-    console.print(table)
+    show_table(table)
     console.print("  ".join(f"{name} {value:.1f} s" for name, value in setup.items()), style="dim", highlight=False)
     if hits:
         console.print(f"The prefix cache served {hits} of the prompts' tokens, warm-up included.", style="yellow")

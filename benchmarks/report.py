@@ -1,12 +1,14 @@
 """What the commands of bench.py print with, and the refusals that they share."""
 
 import contextlib
+import math
 import re
 import statistics
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import typer
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -54,18 +56,48 @@ def show_header(header: dict[str, str]) -> None:
 
 
 def table_of(title: str, columns: list[str]) -> Table:
-    table = Table(title=plain(title), title_justify="left")
+    """A table without a frame, which takes little of a terminal's width."""
+    title = "\n" + plain(title)
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
     for column in columns:
-        table.add_column(column, justify="right" if column else "left")
+        table.add_column(column, justify="right" if column else "left", overflow="fold")
     return table
 
 
+def show_table(table: Table) -> None:
+    """Print a table. If it is too wide, wrap its cells between words; rich alone would break words."""
+    columns = [[str(column.header), *map(str, column.cells)] for column in table.columns]
+    wanted = [max(map(len, cells)) for cells in columns]
+    widths = [max(len(word) for word in " ".join(cells).split()) for cells in columns]
+    gaps = len(columns) * (1 + table.padding[1])
+    for _ in range(console.width - gaps - sum(widths)):
+        missing = [want - width for want, width in zip(wanted, widths, strict=True)]
+        if max(missing) > 0:
+            widths[missing.index(max(missing))] += 1
+    for column, width in zip(table.columns, widths, strict=True):
+        column.width = width
+    console.print(table)
+
+
+def figure(value: float | None) -> str:
+    """Three significant digits, but no more than three decimals and no fewer than all before the point. Integers have
+    all their digits, and None is "-"."""
+    if value is None:
+        return "-"
+    if isinstance(value, int):
+        return f"{value:,}"
+    decimals = 2 - math.floor(math.log10(abs(value))) if value else 0
+    return f"{value:,.{min(max(decimals, 0), 3)}f}"
+
+
 def spread(values: Sequence[float | None]) -> str:
-    """Median, lowest and highest; "-" if any is not known."""
+    """Median, lowest and highest, or one figure if all are equal; "-" if any is not known."""
     known = [value for value in values if value is not None]
     if len(known) < len(values):
         return "-"
-    return f"{statistics.median(known):.2f} [{min(known):.2f}, {max(known):.2f}]"
+    if min(known) == max(known):
+        return figure(known[0])
+    return f"{figure(statistics.median(known))} [{figure(min(known))}-{figure(max(known))}]"
 
 
 def describe(engine: Any, what: str, compare: str | None = None) -> dict[str, str]:

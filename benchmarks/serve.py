@@ -94,8 +94,9 @@ def serve(
             work = requests.work(rng, engine)
             engine.reset_prefix_cache()  # the prompts of a file come again
             runs.append(run := planned(work, arrivals))
+            title = f"rate {label:g}" if isinstance(label, float) else "trace" if label == "trace" else "all at once"
             try:
-                with errors_by_name(), progress(engine, f"rate {label}" if rates else "trace", len(work)):
+                with errors_by_name(), progress(engine, title, len(work)):
                     drive(run, engine, work, max_concurrency)
             finally:
                 result = {"request_rate": label} | summary(run, percentiles, goodput)

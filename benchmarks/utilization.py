@@ -20,7 +20,7 @@ from torch import nn
 from benchmarks import machine
 from benchmarks.outputs import write
 from benchmarks.peers.protocol import Engine, Work
-from benchmarks.report import console, spread, table_of
+from benchmarks.report import console, figure, show_table, spread, table_of
 from nanopage.kv_cache import block_bytes
 from nanopage.request import StepStats
 
@@ -184,19 +184,19 @@ def show(iterations: list[dict[str, Phase | None]], bandwidth: dict[str, float])
     on_gpu = any(phase and phase.gpu_busy is not None for phases in iterations for phase in phases.values())
     speeds = ", ".join(f"{name} {gb_s:.1f} GB/s" for name, gb_s in bandwidth.items())
     columns = ["", "steps", "ms a step", "GB/s", *(f"MBU, {name} (%)" for name in bandwidth)]
-    table = table_of(f"memory read by nanopage's steps; bandwidth: {speeds}", columns + ["GPU busy (%)"] * on_gpu)
+    table = table_of(f"memory read by nanopage's steps; bandwidth {speeds}", columns + ["GPU busy (%)"] * on_gpu)
     for key, title in PHASES.items():
         phases = [phase for iteration in iterations if (phase := iteration[key])]
         if not phases:  # one token for each request
             continue
-        cells = [f"{statistics.median(phase.steps for phase in phases):.0f}"]
+        cells = [figure(statistics.median_low(phase.steps for phase in phases))]
         cells.append(spread([1000 * phase.seconds / phase.steps for phase in phases]))
         cells.append(spread([phase.bytes_read / phase.seconds / 1e9 for phase in phases]))
         cells += [spread([100 * phase.mbu[name] for phase in phases]) for name in bandwidth]
         if on_gpu:
             cells.append(spread([100 * phase.gpu_busy if phase.gpu_busy is not None else None for phase in phases]))
         table.add_row(title, *cells)
-    console.print(table)
+    show_table(table)
     lines = {
         title: host_line(phase for iteration in iterations if (phase := iteration[key]))
         for key, title in PHASES.items()

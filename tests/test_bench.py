@@ -15,6 +15,7 @@ import sys
 import tempfile
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,13 +24,13 @@ from helpers import random_tokens, run_bench, tiny_model
 from typer.testing import CliRunner
 
 import bench as program
-from benchmarks import kernels, machine, memory, offline, progress, utilization
+from benchmarks import kernel_resources, kernels, machine, memory, offline, progress, utilization
 from benchmarks.outputs import Stopped
 from benchmarks.peers import nanopage as nanopage_peer
 from benchmarks.peers import transformers as transformers_peer
 from benchmarks.peers import transformers_continuous
 from benchmarks.peers.protocol import Run, Work, measure
-from benchmarks.report import console
+from benchmarks.report import console, figure, show_table, spread, table_of
 from nanopage import LLM, LLMEngine, engine, loader
 from nanopage.request import StepStats
 
@@ -177,7 +178,7 @@ def test_ctrl_c_writes_the_iterations_that_are_complete(model, tmp_path, monkeyp
     result = json.loads(file.read_text())
     assert result["complete"] is False
     assert [len(runs) for runs in result["runs"].values()] == [2, 2] and len(result["utilization"]) == 2
-    assert "median [lowest, highest] of 2" in done.output and "decode steps" in done.output
+    assert "median [lowest-highest] of 2" in done.output and "decode steps" in done.output
     assert not picture.exists()
 
 
@@ -238,9 +239,9 @@ def test_it_measures_side_by_side_with_transformers_and_writes_json(model, tmp_p
         a["output_tokens"] / a["seconds"] / (b["output_tokens"] / b["seconds"])
         for a, b in zip(ours, theirs, strict=True)
     )
-    (row,) = [line for line in done.output.splitlines() if " output tok/s" in line]
-    assert f"{ratio:.2f}" in row
-    assert "median [lowest, highest] of 2" in done.output
+    (row,) = [line for line in done.output.splitlines() if line.startswith("output tok/s")]
+    assert figure(ratio) in row
+    assert "median [lowest-highest] of 2" in done.output
 
 
 def imported_modules(file: Path) -> set[str]:
@@ -301,7 +302,7 @@ def test_ratios_are_pair_by_pair_for_each_peer(monkeypatch):
     with console.capture() as printed:
         offline.report({"nanopage": runs(1, 2, 4), "a": runs(3, 3, 3), "b": runs(1, 1, 16)}, {}, 0, "latency")
     (row,) = [line for line in printed.get().splitlines() if "output tok/s" in line]
-    assert "1.50 [0.75, 3.00]" in row and "1.00 [0.50, 4.00]" in row
+    assert "1.50 [0.750-3.00]" in row and "1.00 [0.500-4.00]" in row
 
 
 @pytest.mark.parametrize("quantization", [None, "int8"])
@@ -380,25 +381,42 @@ def test_a_prefix_is_found_in_the_cache(model, tmp_path):
     assert "The prefix cache served" in done.output
 
 
-def test_progress_is_shown_on_a_terminal_and_the_engine_is_left_as_it_was(monkeypatch, capsys):
+@pytest.mark.parametrize(
+    ("width", "line"),
+    [
+        (3, "7/40"),
+        (20, "7/40  rate 2"),
+        (40, "7/40  rate 2  3 running  2 waiting"),
+        (60, "7/40  rate 2  3 running  2 waiting  150 tok/s  1:02"),
+        (80, "7/40  rate 2  3 running  2 waiting  150 tok/s  1:02  2 preempted"),
+        (120, "7/40  rate 2  3 running  2 waiting  150 tok/s  1:02  2 preempted  75% prefix hits  9 blocks"),
+    ],
+)
+def test_progress_begins_with_what_is_done_and_drops_fields_that_do_not_fit(width, line):
+    stats = StepStats(running=3, waiting=1, swapped=1, used_blocks=9)
+    state = progress.State("rate 2", 40, 7, stats, 2, computed_tokens=10, cached_tokens=30, output_tokens=9300)
+    assert state.line(width, seconds=62.0) == line
+
+
+@pytest.mark.parametrize("columns", [40, 60, 80, 120])
+def test_progress_is_one_line_on_a_terminal_and_the_engine_is_left_as_it_was(monkeypatch, capsys, columns):
     class Engine:
-        last_step = StepStats(
-            running=3, waiting=1, swapped=1, used_blocks=7, cached_tokens=30, prefill_tokens=10, preempted=2
-        )
+        last_step = StepStats(running=3, waiting=1, swapped=1, used_blocks=7, cached_tokens=30, prefill_tokens=10)
 
         def step(self):
-            return [type("Output", (), {"finished": True})]
+            return [SimpleNamespace(finished=True), SimpleNamespace(finished=False)]
 
-    monkeypatch.setattr(progress, "INTERVAL", 0)
-    monkeypatch.setenv("COLUMNS", "160")
+    monkeypatch.setenv("COLUMNS", str(columns))
     monkeypatch.setenv("TERM", "xterm")
-    engine, line = Engine(), "1/2 3 running, 2 waiting, 2 preempted, 7 blocks, 75% prefix hits, 0 tok/s"
+    engine = Engine()
     for forced in ("", "1"):
         monkeypatch.setenv("FORCE_COLOR", forced)
-        with progress.progress(engine, "one", 2):
-            assert len(engine.step()) == 1
-        err = re.sub(r"\x1b\[[0-9;?]*\w", "", capsys.readouterr().err)
-        assert err == "" if not forced else line in err
+        with progress.progress(engine, "a rather long label, as for transformers", 2):
+            assert len(engine.step()) == 2
+        lines = re.sub(r"\x1b\[[0-9;?]*\w", "", capsys.readouterr().err).replace("\r", "\n").split("\n")
+        assert max(map(len, lines)) < columns
+        assert any(line.startswith("1/2") for line in lines) == bool(forced)
+        assert all(line.startswith(("0/2", "1/2")) for line in lines if line.strip())
     assert engine.step.__func__ is Engine.step
 
 
@@ -629,6 +647,65 @@ def test_help_keeps_the_lines_of_examples_and_fits_80_columns(monkeypatch, comma
     ]
 
 
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (None, "-"), (0, "0"), (0.0, "0"), (7, "7"), (12345, "12,345"), (12345.678, "12,346"), (123.456, "123"),
+        (12.3456, "12.3"), (1.23456, "1.23"), (1.0, "1.00"), (0.123456, "0.123"), (0.0123456, "0.012"),
+        (-1.2345, "-1.23"), (1e-9, "0.000"),
+    ],
+)  # fmt: skip
+def test_figures_have_three_significant_digits(value, text):
+    assert figure(value) == text
+
+
+def test_a_spread_is_one_figure_if_there_is_no_difference():
+    assert spread([7, 7]) == "7" and spread([1.5, None]) == "-"
+    assert spread([1.5, 30.25, 2.0]) == "2.00 [1.50-30.2]"
+
+
+def table_lines(printed):
+    """The lines below the first title of a table."""
+    lines = printed.splitlines()
+    return lines[next(i for i, line in enumerate(lines) if "───" in line) - 3 :]
+
+
+@pytest.mark.parametrize("width", [80, 200])
+def test_a_table_wraps_between_words_and_only_if_it_must(monkeypatch, width):
+    monkeypatch.setattr(console, "width", width)
+    table = table_of("a title", ["", "tokens a second", "time (s)", *(f"ratio {i}" for i in range(3))])
+    for name in ("nanopage", "transformers continuous"):
+        table.add_row(name, "1,072 [1,016-1,114]", "-", *3 * ["0.684 [0.678-0.701]"])
+    with console.capture() as printed:
+        show_table(table)
+    lines = table_lines(printed.get())
+    assert max(map(len, lines)) <= width and "…" not in printed.get()
+    words = printed.get().split()
+    assert words.count("[0.678-0.701]") == 6 and words.count("[1,016-1,114]") == 2 and "transformers" in words
+    assert ("transformers continuous  1,072 [1,016-1,114]" in printed.get()) == (width == 200)
+
+
+@pytest.mark.parametrize("command", ["latency", "throughput", "memory"])
+def test_tables_fit_80_columns(model, monkeypatch, command):
+    monkeypatch.setattr(console, "width", 80)
+    options = [] if command == "memory" else ["--compare", "transformers"]
+    options += [] if command == "latency" else ["--num-prompts", 3]
+    done = run_bench(command, *SMALL, *options, "--num-iters", 2, "--model", model, "--eager")
+    assert done.exit_code == 0
+    lines = table_lines(done.stdout)
+    assert max(map(len, lines)) <= 80 and "…" not in done.stdout
+    assert not re.search(r"\d\.\d{4}", "\n".join(lines))
+
+
+@pytest.mark.parametrize("which", ["common", "every"])
+def test_kernel_resources_fit_80_columns(monkeypatch, which):
+    monkeypatch.setattr(console, "width", 80)
+    monkeypatch.setattr(kernel_resources, "compile_ahead", lambda *_: kernel_resources.Resources(255, 0, 232448))
+    done = CliRunner().invoke(kernel_resources.app, [which])
+    assert done.exit_code == 0
+    assert max(map(len, table_lines(done.stdout))) <= 80 and "232448" in done.stdout and "…" not in done.stdout
+
+
 @pytest.fixture
 def kernels_on_a_fake_gpu(monkeypatch):
     """Rows of bench.py kernels without a GPU; the list of those that were measured."""
@@ -647,10 +724,12 @@ def kernels_on_a_fake_gpu(monkeypatch):
     return measured
 
 
-def test_kernels_writes_its_rows(tmp_path, kernels_on_a_fake_gpu):
+def test_kernels_writes_its_rows(tmp_path, monkeypatch, kernels_on_a_fake_gpu):
+    monkeypatch.setattr(console, "width", 80)
     file = tmp_path / "result.json"
     done = run_bench("kernels", "--json", file)
     assert done.exit_code == 0, done.output
+    assert max(map(len, table_lines(done.output)[:20])) <= 80 and "12.3" in done.output and "…" not in done.output
     result = json.loads(file.read_text())
     assert result["complete"] is True and result["copy_gb_s"] == 2000
     assert len(result["rows"]) == len(kernels_on_a_fake_gpu) and result["rows"][0]["of_copy"] == 0.75

@@ -18,7 +18,7 @@ from test_bench import ROOT, in_a_process
 from benchmarks import compare
 from benchmarks.outputs import Stopped
 from benchmarks.peers import llamacpp
-from benchmarks.peers.protocol import Options, Output, Work, measure
+from benchmarks.peers.protocol import Options, Output, Run, Work, measure
 from benchmarks.report import console
 from nanopage.gguf_checkpoint import GGUFCheckpoint
 
@@ -220,6 +220,28 @@ def test_it_compares_in_both_precisions(model, tmp_path):
         assert len(runs["vllm"]) == len(runs["openvino"]) == 2
         tokens = {(run["output_tokens"], run["total_tokens"]) for column in runs.values() for run in column}
         assert len(tokens) == 1  # the lengths are those of the seed, in every iteration and engine
+
+
+@pytest.mark.parametrize("name", ["W1", "W2"])
+def test_tables_of_all_engines_fit_80_columns(monkeypatch, name):
+    monkeypatch.setattr(console, "width", 80)
+    results = compare.Results({})
+    runs = [Run(seconds, 1280, 2560, 0.1234, 114.83, 2**30) for seconds in (3.1234, 3.4321, 3.2345)]
+    results.runs[name] = dict.fromkeys(compare.ENGINES, runs)
+    results.idle_cpu_share[name] = 0.0
+    results.start = {
+        "bfloat16": {engine: {"start_to_first_token": 89.5, "peak_rss": 2**31} for engine in results.runs[name]}
+    }
+    if name == "W1":
+        results.roofline_tok_s[name], results.bandwidth_gb_s[name] = 130.5, 36.12
+    with console.capture() as printed:
+        compare.show_workload(name, "bfloat16", results, [Work([1] * 128, 128)] * (1 if name == "W1" else 32))
+        compare.show_start(results)
+    lines = printed.get().splitlines()
+    assert max(map(len, lines)) <= 80 and "…" not in printed.get()
+    words = printed.get().split()
+    assert words.count("[373-410]") == 6 and words.count("[1.00-1.00]") == 0 and words.count("89.5") == 6
+    assert ("1,037" in words) == (name == "W1") and ("3.23" in words) == (name == "W2")
 
 
 def test_questions_go_through_the_chat_template(model, tmp_path):
