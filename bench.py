@@ -100,6 +100,10 @@ InputLenOption = Annotated[
 OutputLenOption = Annotated[
     str | None, typer.Option(help="Tokens: a number or LOW-HIGH [default: what the file says, else 32-128].")
 ]
+RandomInputLenOption = Annotated[str | None, typer.Option(help="vLLM's name of --input-len.")]
+RandomOutputLenOption = Annotated[
+    str | None, typer.Option(help="vLLM's name of --output-len, for --dataset-name random.")
+]
 PrefixLenOption = Annotated[
     int, typer.Option(min=0, max=MAX_TOKENS, help="Tokens common to all random prompts, before those of --input-len.")
 ]
@@ -117,6 +121,42 @@ def engine_options(
         "load_format": load_format,
         "async_scheduling": overlap,
     }
+
+
+def length_of_either(option: str, ours: str | None, vllms: str | None, dataset_name: str) -> str | None:
+    """The length of `option`, or of its other name in vLLM, which is for random prompts alone."""
+    vllm_option = option.replace("--", "--random-")
+    if vllms is None:
+        return ours
+    if ours is not None:
+        refuse("mean the same: give one", [option, vllm_option])
+    if dataset_name != "random":
+        refuse(f"is for random prompts, not for --dataset-name {dataset_name}", vllm_option)
+    parse_range(vllm_option, vllms)
+    return vllms
+
+
+def json_or_saved(
+    json_file: Path | None, save_result: bool, folder: Path | None, name: str | None, default: str
+) -> Path | None:
+    """The file of --json, or of vLLM's --save-result, --result-dir and --result-filename.
+
+    Args:
+        default: the file's name without --result-filename.
+    """
+    if not save_result:
+        for option, value in (("--result-dir", folder), ("--result-filename", name)):
+            if value is not None:
+                refuse("needs --save-result", option)
+        return json_file
+    if json_file is not None:
+        refuse("both name the file of the results: give one", ["--json", "--save-result"])
+    folder = folder or Path()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        refuse(f"{folder}: {error.strerror}", "--result-dir")
+    return folder / (name or default)
 
 
 @app.command()
@@ -157,6 +197,8 @@ def throughput(
     dataset_path: DatasetPathOption = None,
     input_len: InputLenOption = None,
     output_len: OutputLenOption = None,
+    random_input_len: RandomInputLenOption = None,
+    random_output_len: RandomOutputLenOption = None,
     prefix_len: PrefixLenOption = 0,
     dtype: DtypeOption = "auto",
     device: DeviceOption = "auto",
@@ -181,6 +223,8 @@ def throughput(
     outputs = {"--json": json_file, "--profile": profile_file, "--plot": plot_file}
     check_outputs(outputs, {"--dataset-path": dataset_path})
     check_plot(plot_file)
+    input_len = length_of_either("--input-len", input_len, random_input_len, dataset_name)
+    output_len = length_of_either("--output-len", output_len, random_output_len, dataset_name)
     data = dataset(dataset_name, dataset_path, num_prompts, input_len, output_len, prefix_len)
     switches = engine_options(dtype, device, eager, quantization, load_format, overlap)
     files = json_file, profile_file, plot_file
@@ -195,6 +239,8 @@ def serve(
     dataset_path: DatasetPathOption = None,
     input_len: InputLenOption = None,
     output_len: OutputLenOption = None,
+    random_input_len: RandomInputLenOption = None,
+    random_output_len: RandomOutputLenOption = None,
     prefix_len: PrefixLenOption = 0,
     request_rate: Annotated[
         str | None, typer.Option(help="Requests a second; several in turn: 1,2,4 [default: inf, all at once].")
@@ -232,8 +278,18 @@ def serve(
         int, typer.Option(min=0, max=MAX_SEED, help="Seed of the lengths, the prompts and the arrivals.")
     ] = 0,
     json_file: JsonOption = None,
+    save_result: Annotated[
+        bool, typer.Option("--save-result", help="As --json, into a file that is named after the rate, model and time.")
+    ] = False,
+    result_dir: Annotated[
+        Path | None, typer.Option(help="Folder of --save-result; made if it is missing [default: the current one].")
+    ] = None,
+    result_filename: Annotated[str | None, typer.Option(help="Name of the file of --save-result.")] = None,
     save_detailed: Annotated[
-        bool, typer.Option("--save-detailed", help="With --json: every request's times, every step's queues.")
+        bool,
+        typer.Option(
+            "--save-detailed", help="With --json or --save-result: every request's times, every step's queues."
+        ),
     ] = False,
     plot_file: PlotOption = None,
 ) -> None:
@@ -247,27 +303,35 @@ def serve(
         --goodput ttft:500 tpot:50 --plot serve.png
     """
     from benchmarks import serve as serving
+    from nanopage import hub
 
-    check_outputs({"--json": json_file, "--plot": plot_file}, {"--dataset-path": dataset_path, "--trace": trace})
-    check_plot(plot_file)
-    if save_detailed and json_file is None:
-        refuse("needs --json", "--save-detailed")
+    if save_detailed and json_file is None and not save_result:
+        refuse("needs --json or --save-result", "--save-detailed")
     if more_goodput and not goodput:
         refuse(f"{' '.join(more_goodput)}: limits come after --goodput", "KEY:MS")
     limits = serving.parse_goodput([*(goodput or []), *(more_goodput or [])])
     shown, percentiles = serving.parse_metrics(percentile_metrics), serving.parse_percentiles(metric_percentiles)
+    rates = [] if trace is not None else serving.parse_rates("inf" if request_rate is None else request_rate)
+    default = serving.result_name(hub.DEFAULT_MODEL if model is None else model, rates, max_concurrency)
+    json_file = json_or_saved(json_file, save_result, result_dir, result_filename, default)
+    outputs = {"--save-result" if save_result else "--json": json_file, "--plot": plot_file}
+    check_outputs(outputs, {"--dataset-path": dataset_path, "--trace": trace})
+    check_plot(plot_file)
     source: Dataset | Requests
     if trace is not None:
-        given: dict[str, Any] = {"--dataset-name": dataset_name != "random", "--dataset-path": dataset_path}
-        given |= {"--input-len": input_len, "--output-len": output_len, "--prefix-len": prefix_len}
-        given |= {"--request-rate": request_rate, "--burstiness": burstiness is not None}
-        for option in (option for option, value in given.items() if value):
+        given: dict[str, Any] = {"--input-len": input_len, "--output-len": output_len, "--dataset-path": dataset_path}
+        given |= {"--random-input-len": random_input_len, "--random-output-len": random_output_len}
+        given |= {"--request-rate": request_rate, "--burstiness": burstiness, "--prefix-len": prefix_len or None}
+        given |= {"--dataset-name": None if dataset_name == "random" else dataset_name}
+        for option in (option for option, value in given.items() if value is not None):
             refuse("--trace has arrivals and lengths of its own", option)
-        rates, source = [], read_trace(trace, num_prompts)
+        source = read_trace(trace, num_prompts)
         what = f"{len(source.lengths)} requests of {trace.name}"
     else:
+        input_len = length_of_either("--input-len", input_len, random_input_len, dataset_name)
+        output_len = length_of_either("--output-len", output_len, random_output_len, dataset_name)
         source = dataset(dataset_name, dataset_path, num_prompts, input_len, output_len, prefix_len)
-        rates = serving.parse_rates(request_rate or "inf", source.count)
+        serving.check_rates(rates, source.count)
         if burstiness is not None:
             serving.check_burstiness(burstiness, rates)
         what = f"{source.what}, request rate {', '.join(f'{rate:g}' for rate in rates)}"

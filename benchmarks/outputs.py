@@ -111,7 +111,7 @@ def recorded(file: Path | None, results: Callable[[], dict[str, Any]]) -> Iterat
     finally:
         if file is not None:
             text = json.dumps({"complete": record.complete} | results(), indent=2) + "\n"
-            record.written = write(file, text.encode(), "--json")
+            record.written = write(file, text.encode())
 
 
 def exit_unless(*succeeded: bool) -> None:
@@ -120,12 +120,12 @@ def exit_unless(*succeeded: bool) -> None:
         raise typer.Exit(1)
 
 
-def write(file: Path, data: bytes, option: str) -> bool:
+def write(file: Path, data: bytes) -> bool:
     """Write a file and say so. If that fails, say why and where the data is now, and return False."""
     try:
         file.write_bytes(data)
     except OSError as error:
-        console.print(f"[red]error:[/red] {option}: {plain(str(file))}: {error.strerror}", highlight=False)
+        console.print(f"[red]error:[/red] cannot write {plain(str(file))}: {error.strerror}", highlight=False)
         keep(file, data)
         return False
     say(f"wrote {file}")

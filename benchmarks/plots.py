@@ -90,4 +90,4 @@ def save(figure: Figure, header: dict[str, str], file: Path) -> bool:
     figure.suptitle("\n".join(header[name] for name in ("bench", "model", "device")), fontsize="small")
     picture = io.BytesIO()
     figure.savefig(picture, format=file.suffix[1:].lower(), dpi=110)
-    return write(file, picture.getvalue(), "--plot")
+    return write(file, picture.getvalue())

@@ -7,9 +7,11 @@ right side comes from the times of the requests.
 
 import bisect
 import math
+import os
 import random
 import time
 from collections.abc import Callable
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -210,15 +212,27 @@ def arrival_times(count: int, rate: float, burstiness: float, seed: int) -> list
     return (times * (count / rate / times[-1])).tolist()
 
 
-def parse_rates(text: str, count: int) -> list[float]:
-    """ "1,2.5,inf" -> [1.0, 2.5, inf], of `count` requests."""
+def result_name(model: str, rates: list[float], max_concurrency: int | None) -> str:
+    """The name that `vllm bench serve --save-result` would give the file, for the backend "nanopage"."""
+    rate = ",".join(f"{rate:g}" for rate in rates) + "qps" if rates else "trace"
+    most = f"-concurrency{max_concurrency}" if max_concurrency else ""
+    return f"nanopage-{rate}{most}-{os.path.basename(os.path.abspath(model))}-{datetime.now():%Y%m%d-%H%M%S}.json"
+
+
+def parse_rates(text: str) -> list[float]:
+    """ "1,2.5,inf" -> [1.0, 2.5, inf]."""
     rates = parse_numbers(text, "--request-rate")
     for rate in rates:
         if not rate > 0:
             refuse(f"{rate:g} is not a positive number of requests a second, or inf", "--request-rate")
+    return rates
+
+
+def check_rates(rates: list[float], count: int) -> None:
+    """Refuse rates at which `count` requests take too long to arrive."""
+    for rate in rates:
         if count / rate > MAX_SECONDS:
             refuse(f"{count} requests at {rate:g} a second take {count / rate:.3g} s, over a week", "--request-rate")
-    return rates
 
 
 def check_burstiness(burstiness: float, rates: list[float]) -> None:

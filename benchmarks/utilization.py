@@ -176,7 +176,7 @@ def write_trace(run: Engine, work: list[Work], file: Path) -> bool:
     with tempfile.TemporaryDirectory() as scratch:  # torch itself would only log that it cannot write `file`
         trace = Path(scratch) / f"trace{file.suffix}"
         profiler.export_chrome_trace(str(trace))
-        return write(file, trace.read_bytes(), "--profile")
+        return write(file, trace.read_bytes())
 
 
 def show(iterations: list[dict[str, Phase | None]], bandwidth: dict[str, float]) -> None:

@@ -150,7 +150,7 @@ def test_a_full_disk_costs_no_results(model, tmp_path, monkeypatch, command):
     table = {"latency": "output tok/s", "throughput": "output tok/s", "serve": "Mean TTFT", "memory": "preemptions"}
     assert table[command] in done.output
     for option in options[::2]:
-        assert f"error: {option}: {tmp_path / full[option]}: No space left on device" in done.output
+        assert f"error: cannot write {tmp_path / full[option]}: No space left on device" in done.output
     kept = [Path(line.removeprefix("kept in ")) for line in done.output.splitlines() if line.startswith("kept in ")]
     assert sorted(file.suffix for file in kept) == sorted(Path(full[option]).suffix for option in options[::2])
     (record,) = [json.loads(file.read_text()) for file in kept if file.suffix == ".json"]
@@ -550,6 +550,17 @@ def test_no_value_of_an_option_ends_in_a_traceback_or_endless_work(tmp_path, mon
         (["throughput", "--num-prompts", "0"], "--num-prompts"),
         (["throughput", "--num-prompts", 10**30], "--num-prompts"),
         (["throughput", "--prefix-len", 10**30], "--prefix-len"),
+        (["throughput", "--random-input-len", "5-2"], "--random-input-len: '5-2'"),
+        (["throughput", "--random-output-len", 0], "--random-output-len: '0'"),
+        (
+            ["throughput", "--input-len", 5, "--random-input-len", 5],
+            "'--input-len' / '--random-input-len': mean the same",
+        ),
+        (
+            ["serve", "--output-len", 5, "--random-output-len", 5],
+            "'--output-len' / '--random-output-len': mean the same",
+        ),
+        (["serve", "--dataset-name", "custom", "--random-output-len", 5], "--random-output-len: is for random prompts"),
         (["throughput", "--compare", "llama"], "--compare"),
         (["throughput", "--json", "/no/such/folder/x.json"], "--json"),
         (["throughput", "--profile", "/no/such/folder/x.json"], "--profile"),

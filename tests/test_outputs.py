@@ -96,9 +96,9 @@ def test_what_cannot_be_written_is_kept_in_a_temporary_file(tmp_path, monkeypatc
     full = tmp_path / "full.json"
     full.symlink_to("/dev/full")
     check_outputs({"--json": full})
-    assert not write(full, b"12 tok/s", "--json")
+    assert not write(full, b"12 tok/s")
     printed = capsys.readouterr().out
-    assert f"error: --json: {full}: No space left on device" in printed
+    assert f"error: cannot write {full}: No space left on device" in printed
     assert kept_file(printed).parent == tmp_path and kept_file(printed).read_text() == "12 tok/s"
 
 
@@ -106,13 +106,13 @@ def test_what_cannot_be_written_is_kept_in_a_temporary_file(tmp_path, monkeypatc
 def test_without_a_temporary_file_text_is_printed(tmp_path, monkeypatch, capsys, name, shown):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "no such folder"))
     (tmp_path / name).symlink_to("/dev/full")
-    assert not write(tmp_path / name, b"12 tok/s", "--json")
+    assert not write(tmp_path / name, b"12 tok/s")
     printed = capsys.readouterr().out
     assert ("12 tok/s" in printed) == shown and "no temporary file either: No such file" in printed
 
 
 def test_a_file_that_is_written_is_said(tmp_path, capsys):
-    assert write(tmp_path / "x\x1b[2J[red].json", b"12 tok/s", "--json")
+    assert write(tmp_path / "x\x1b[2J[red].json", b"12 tok/s")
     assert f"wrote {tmp_path}/x\\x1b[2J[red].json" in capsys.readouterr().out
     assert (tmp_path / "x\x1b[2J[red].json").read_text() == "12 tok/s"
 

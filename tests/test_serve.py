@@ -426,7 +426,15 @@ def test_the_exit_code_says_that_a_request_failed(model, tmp_path, monkeypatch):
         (["--percentile-metrics", "ttft,speed"], "--percentile-metrics.*'speed'"),
         (["--metric-percentiles", "101"], "--metric-percentiles.*101"),
         (["--metric-percentiles", "nan"], "--metric-percentiles.*nan"),
-        (["--save-detailed"], "--save-detailed.*needs --json"),
+        (["--request-rate", ""], "--request-rate.*not a number"),
+        (["--save-detailed"], "--save-detailed.*needs --json or --save-result"),
+        (["--json", "x.json", "--save-result"], "'--json' / '--save-result'"),
+        (["--result-filename", "x.json"], "--result-filename.*needs --save-result"),
+        (["--result-dir", "x"], "--result-dir.*needs --save-result"),
+        (["--save-result", "--result-dir", __file__], "--result-dir.*File exists"),
+        (["--save-result", "--result-filename", "no/such/x.json"], "--save-result.*no such folder"),
+        (["--trace", "no.jsonl", "--random-input-len", "1"], "--random-input-len.*arrivals and lengths of its own"),
+        (["--trace", "no.jsonl", "--input-len", ""], "--input-len.*arrivals and lengths of its own"),
         (["--trace", "no.jsonl"], "--trace.*No such file"),
         (["--trace", "no.jsonl", "--request-rate", "1"], "--request-rate.*arrivals and lengths of its own"),
         (["--trace", "no.jsonl", "--prefix-len", "1"], "--prefix-len"),
@@ -441,6 +449,30 @@ def test_a_bad_option_is_named_before_a_model_is_loaded(arguments, names):
     done = run_bench("serve", "--model", "/no/such/model", *arguments)
     assert done.exit_code == 2
     assert re.search(names, " ".join(done.output.split())), done.output
+
+
+def test_the_spellings_of_vllm_are_understood(model, tmp_path, monkeypatch):
+    """The file has vLLM's kind of name, in the current folder or in one that is made."""
+    monkeypatch.chdir(tmp_path)
+    options = ["--model", model, "--eager", "--num-prompts", 2, "--random-input-len", 7, "--random-output-len", 2]
+    options += ["--num-warmups", 0, "--save-result", "--save-detailed"]
+    done = run_bench("serve", *options, "--request-rate", "50,inf", "--max-concurrency", 2)
+    assert done.exit_code == 0, done.output
+    (file,) = tmp_path.iterdir()
+    assert re.fullmatch(rf"nanopage-50,infqps-concurrency2-{model.name}-\d{{8}}-\d{{6}}\.json", file.name)
+    assert f"wrote {file.name}" in done.output
+    result = json.loads(file.read_text())
+    check(result, SCHEMA)
+    assert [(r["input_len"], r["output_len"]) for r in result["runs"][0]["requests"]] == [(7, 2)] * 2
+    done = run_bench("serve", *options, "--result-dir", "new/folder", "--result-filename", "x.json")
+    assert done.exit_code == 0, done.output
+    check(json.loads((tmp_path / "new" / "folder" / "x.json").read_text()), SCHEMA)
+
+
+def test_names_of_results():
+    name = serve.result_name("Qwen/Qwen3-0.6B", [math.inf], None)
+    assert name.startswith("nanopage-infqps-Qwen3-0.6B-2")
+    assert serve.result_name(".", [], None).startswith(f"nanopage-trace-{Path.cwd().name}-")
 
 
 def test_percentiles_have_names_that_tell_them_apart():
