@@ -28,7 +28,6 @@ Exit codes: 0 measured, 1 something failed, 2 wrong usage, 130 stopped by SIGINT
 
 import math
 import random
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -49,7 +48,7 @@ from benchmarks.checks import (
 )
 from benchmarks.datasets import Dataset, Requests, dataset, parse_range, read_trace
 from benchmarks.machine import cpu_name, versions
-from benchmarks.outputs import Stopped, check_outputs, check_plot, exit_unless, recorded, stop_on_signals
+from benchmarks.outputs import check_outputs, check_plot, exit_unless, recorded, stopped_by_signals
 from benchmarks.report import console, describe, errors_by_name, show_header
 
 app = typer.Typer(help=__doc__, no_args_is_help=True, rich_markup_mode=None, add_completion=False)
@@ -506,14 +505,6 @@ def kernels(
     benchmark.kernels(getattr(torch, dtype), num_iters, header, json_file)
 
 
-def main() -> None:
-    stop_on_signals()
-    try:
-        app()
-    except Stopped as stopped:
-        print(f"stopped by {stopped.signal}", file=sys.stderr)
-        raise
-
-
 if __name__ == "__main__":
-    main()
+    with stopped_by_signals():
+        app()

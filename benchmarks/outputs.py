@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import stat
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -29,17 +30,29 @@ class Stopped(SystemExit):
         self.signal = signal.Signals(number).name
 
 
-def stop_on_signals() -> None:
-    """Make the first SIGINT, SIGTERM or SIGHUP raise Stopped in the main thread. Those that come later are ignored."""
+@contextlib.contextmanager
+def stopped_by_signals() -> Iterator[None]:
+    """Make the first SIGINT, SIGTERM or SIGHUP raise Stopped in the main thread. Until the block ends, later ones are
+    ignored, so that they do not disturb the writing of results."""
+    # One that is ignored already stays so: SIGHUP under nohup.
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    handled = [number for number, handler in before.items() if handler != signal.SIG_IGN]
 
     def stop(number: int, frame: Any) -> None:
-        for each in SIGNALS:  # what was measured is written now
+        for each in handled:
             signal.signal(each, signal.SIG_IGN)
         raise Stopped(number)
 
-    for number in SIGNALS:
-        if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
-            signal.signal(number, stop)
+    for number in handled:
+        signal.signal(number, stop)
+    try:
+        yield
+    except Stopped as stopped:
+        print(f"stopped by {stopped.signal}", file=sys.stderr)
+        raise
+    finally:
+        for number in handled:
+            signal.signal(number, before[number])
 
 
 def check_outputs(outputs: dict[str, Path | None], inputs: dict[str, Path | None] | None = None) -> None:

@@ -87,7 +87,9 @@ def throughput(steps: list[Step], header: dict[str, str], file: Path) -> bool:
 
 def save(figure: Figure, header: dict[str, str], file: Path) -> bool:
     """Returns whether the file could be written."""
-    figure.suptitle("\n".join(header[name] for name in ("bench", "model", "device")), fontsize="small")
+    figure.suptitle(
+        "\n".join(header[name] for name in ("bench", "model", "device")), fontsize="small", parse_math=False
+    )
     picture = io.BytesIO()
     figure.savefig(picture, format=file.suffix[1:].lower(), dpi=110)
     return write(file, picture.getvalue())

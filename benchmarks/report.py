@@ -1,4 +1,4 @@
-"""What the commands of bench.py print with, and the refusals that they share."""
+"""What the commands of bench.py print with."""
 
 import contextlib
 import math

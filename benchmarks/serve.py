@@ -27,6 +27,7 @@ from benchmarks.progress import progress
 from benchmarks.report import console, describe, errors_by_name, show_header
 
 GOODPUT_METRICS = ("ttft", "tpot", "e2el")
+MAX_NUMBERS = 100  # of a list: a picture has a part for each rate
 MIN_BURSTINESS = 0.01  # far below it the gaps are less than any float above 0
 
 
@@ -251,8 +252,11 @@ def parse_percentiles(text: str) -> list[float]:
 
 
 def parse_numbers(text: str, option: str) -> list[float]:
+    parts = text.split(",")
+    if len(parts) > MAX_NUMBERS:
+        refuse(f"{len(parts)} numbers are more than {MAX_NUMBERS}", option)
     try:
-        return [float(part) for part in text.split(",")]
+        return [float(part) for part in parts]
     except ValueError:
         refuse(f"{shown(text)} is not a number, or several with commas between", option)
 

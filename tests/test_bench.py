@@ -676,8 +676,8 @@ def test_a_spread_is_one_figure_if_there_is_no_difference():
 
 
 def table_lines(printed):
-    """The lines below the first title of a table."""
-    lines = printed.splitlines()
+    """The lines from the first title of a table on, without those of the log."""
+    lines = [line for line in printed.splitlines() if not line.startswith("nanopage: ")]
     return lines[next(i for i, line in enumerate(lines) if "───" in line) - 3 :]
 
 

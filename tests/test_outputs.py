@@ -10,7 +10,7 @@ import pytest
 import typer
 
 from benchmarks import outputs
-from benchmarks.outputs import Stopped, check_outputs, check_plot, recorded, stop_on_signals, write
+from benchmarks.outputs import Stopped, check_outputs, check_plot, recorded, stopped_by_signals, write
 from benchmarks.report import console
 
 
@@ -139,19 +139,23 @@ def test_a_signal_counts_even_if_the_file_cannot_be_written(tmp_path, monkeypatc
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
-def test_the_first_signal_raises_and_later_ones_do_not_disturb_the_writing(handlers, number, code):
-    signal.signal(number, signal.SIG_DFL)
-    stop_on_signals()
-    with pytest.raises(Stopped) as stopped:
-        os.kill(os.getpid(), number)
-    assert stopped.value.code == code and stopped.value.signal == number.name
+def test_the_first_signal_raises_and_later_ones_do_not_disturb_the_writing(handlers, capsys, number, code):
     for each in outputs.SIGNALS:
-        os.kill(os.getpid(), each)
+        signal.signal(each, signal.default_int_handler)
+    with pytest.raises(Stopped) as stopped, stopped_by_signals():
+        try:
+            os.kill(os.getpid(), number)
+        finally:
+            for each in outputs.SIGNALS:
+                os.kill(os.getpid(), each)
+    assert stopped.value.code == code
+    assert f"stopped by {number.name}" in capsys.readouterr().err
+    assert all(signal.getsignal(each) is signal.default_int_handler for each in outputs.SIGNALS)
 
 
 def test_a_signal_that_is_ignored_stays_ignored(handlers):
     """nohup ignores SIGHUP, a shell without job control SIGINT of what runs in the background."""
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    stop_on_signals()
-    os.kill(os.getpid(), signal.SIGHUP)
-    assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    with stopped_by_signals():
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN

@@ -426,6 +426,7 @@ def test_the_exit_code_says_that_a_request_failed(model, tmp_path, monkeypatch):
         (["--percentile-metrics", "ttft,speed"], "--percentile-metrics.*'speed'"),
         (["--metric-percentiles", "101"], "--metric-percentiles.*101"),
         (["--metric-percentiles", "nan"], "--metric-percentiles.*nan"),
+        (["--request-rate", "1" + 100 * ",1"], "--request-rate.*101 numbers are more than 100"),
         (["--request-rate", ""], "--request-rate.*not a number"),
         (["--save-detailed"], "--save-detailed.*needs --json or --save-result"),
         (["--json", "x.json", "--save-result"], "'--json' / '--save-result'"),
@@ -493,6 +494,12 @@ def test_every_warm_up_request_that_was_asked_for_is_made():
 def test_requests_that_do_not_fit_are_refused(model, tmp_path):
     code, printed, _ = run_serve(model, tmp_path, "--input-len", 1000, "--output-len", 100)
     assert code == 2 and "1100 tokens are more than the model's 1024" in " ".join(printed.split())
+
+
+def test_a_picture_takes_the_names_of_files_as_they_are(tmp_path):
+    """And not as formulas, of which this would be a broken one."""
+    header = {"bench": r"x$\frac$.jsonl", "model": "m", "device": "d"}
+    assert plots.throughput([], header, tmp_path / "x.svg")
 
 
 def test_a_missing_plotting_library_is_named_with_its_extra(monkeypatch):
