@@ -1,41 +1,55 @@
 """Measure nanopage, alone or side by side with transformers on the same weights.
 
-    python bench.py latency                          one request at a time: time to first token, decode tok/s
-    python bench.py throughput                       many requests at once: output tok/s
-    python bench.py throughput --compare transformers --json result.json
-    python bench.py serve --request-rate 1,2,4       requests that arrive over time: TTFT, TPOT, ITL, goodput
-    python bench.py memory                           blocks: what forks save, swap against recomputation, waste
-    python bench.py compare                          the same work on vLLM, OpenVINO, llama.cpp, transformers, in turn
-    python bench.py kernels                          attention's Triton kernels on a GPU: time, share of its bandwidth
+\b
+    python bench.py latency      one request at a time: TTFT, decode tok/s
+    python bench.py throughput   many requests at once: output tok/s
+    python bench.py serve        requests that arrive over time: TTFT, goodput
+    python bench.py memory       what forks save, swap against recomputation
+    python bench.py compare      the same work on vLLM, OpenVINO, llama.cpp
+    python bench.py kernels      attention's Triton kernels on a GPU
 
-Prompts are random token ids and never repeat, so the prefix cache can not help, unless --prefix-len or a file
-(--dataset-name sharegpt or custom) makes prompts alike. Outputs have a fixed length (end of sequence is ignored).
-Loading, compiling and warm-up are timed apart. With --compare the two take turns, iteration by iteration, so that a
-machine whose speed drifts treats both alike. On a GPU there are three: transformers' `generate`, compiled for a static
-cache, and its continuous batching. A peer that fails is named and left out; the exit code is 1.
+\b
+    python bench.py throughput --compare transformers --json result.json
+    python bench.py serve --request-rate 1,2,4 --goodput ttft:500 tpot:50
+
+Prompts are random token ids and never repeat, so that the prefix cache cannot help, unless --prefix-len or a file
+(--dataset-name sharegpt or custom) makes prompts alike. Outputs have a fixed length: the end of sequence is ignored.
+Loading, compiling and warm-up are timed apart.
+
+With --compare, nanopage and transformers take turns, iteration by iteration, so that a machine whose speed drifts
+treats both alike. On a GPU transformers runs twice: `generate`, compiled for a static cache, and continuous batching.
+A peer that fails is named and left out.
+
+Options and files are checked before a model is loaded. Ctrl-C ends a run early: what was measured is printed and, with
+--json, written with "complete": false. A file that cannot be written is kept elsewhere.
+
+Exit codes: 0 measured, 1 something failed, 2 wrong usage, 130 stopped by SIGINT, 143 by SIGTERM, 129 by SIGHUP.
 """
 
-import json
 import math
 import random
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from benchmarks import offline
-from benchmarks.datasets import Dataset, Requests, dataset, parse_range, read_trace
-from benchmarks.report import (
-    check_json,
-    check_plot,
-    console,
-    cpu_name,
-    describe,
-    errors_by_name,
-    show_header,
-    versions,
+from benchmarks.checks import (
+    MAX_ITERATIONS,
+    MAX_REQUESTS,
+    MAX_SEED,
+    MAX_TOKENS,
+    check_choice,
+    check_engine,
+    check_folder,
+    check_lengths,
+    find_model,
+    refuse,
 )
+from benchmarks.datasets import Dataset, Requests, dataset, parse_range, read_trace
+from benchmarks.machine import cpu_name, versions
+from benchmarks.outputs import check_outputs, check_plot, exit_unless, recorded, stopped_by_signals
+from benchmarks.report import console, describe, errors_by_name, show_header
 
 app = typer.Typer(help=__doc__, no_args_is_help=True, rich_markup_mode=None, add_completion=False)
 
@@ -58,10 +72,10 @@ OverlapOption = Annotated[
         "--overlap/--no-overlap", help="Launch a step before the last one's tokens are seen [default: on a GPU]."
     ),
 ]
-ItersOption = Annotated[int, typer.Option(min=1, help="Measured iterations; medians are reported.")]
-WarmupOption = Annotated[int, typer.Option(min=0, help="Iterations before that, not counted.")]
-SeedOption = Annotated[int, typer.Option(help="Of the lengths and the prompts.")]
-JsonOption = Annotated[Path | None, typer.Option("--json", help="Write the results to this file, too.")]
+ItersOption = Annotated[int, typer.Option(min=1, max=MAX_ITERATIONS, help="Measured iterations; medians are reported.")]
+WarmupOption = Annotated[int, typer.Option(min=0, max=MAX_ITERATIONS, help="Iterations before them that do not count.")]
+SeedOption = Annotated[int, typer.Option(min=0, max=MAX_SEED, help="Seed of the lengths and the prompts.")]
+JsonOption = Annotated[Path | None, typer.Option("--json", help="Write the results to this file as JSON.")]
 CompareOption = Annotated[str | None, typer.Option(help="'transformers': run it on the same work, in turn.")]
 ProfileOption = Annotated[
     Path | None, typer.Option("--profile", help="Write a Chrome trace of one more iteration to this file.")
@@ -76,7 +90,8 @@ DatasetOption = Annotated[
 ]
 DatasetPathOption = Annotated[Path | None, typer.Option(help="The file of custom or sharegpt.")]
 NumPromptsOption = Annotated[
-    int | None, typer.Option(min=1, help="Requests [default: 32; of a file or a trace, all that it has].")
+    int | None,
+    typer.Option(min=1, max=MAX_REQUESTS, help="Requests [default: 32; all of a file or a trace]."),
 ]
 InputLenOption = Annotated[
     str | None, typer.Option(help="Tokens of a random prompt: a number or LOW-HIGH [default: 32-256].")
@@ -84,8 +99,12 @@ InputLenOption = Annotated[
 OutputLenOption = Annotated[
     str | None, typer.Option(help="Tokens: a number or LOW-HIGH [default: what the file says, else 32-128].")
 ]
+RandomInputLenOption = Annotated[str | None, typer.Option(help="vLLM's name of --input-len.")]
+RandomOutputLenOption = Annotated[
+    str | None, typer.Option(help="vLLM's name of --output-len, for --dataset-name random.")
+]
 PrefixLenOption = Annotated[
-    int, typer.Option(min=0, help="Tokens common to all random prompts, before those of --input-len.")
+    int, typer.Option(min=0, max=MAX_TOKENS, help="Tokens common to all random prompts, before those of --input-len.")
 ]
 
 
@@ -103,12 +122,48 @@ def engine_options(
     }
 
 
+def length_of_either(option: str, ours: str | None, vllms: str | None, dataset_name: str) -> str | None:
+    """The length of `option`, or of its other name in vLLM, which is for random prompts alone."""
+    vllm_option = option.replace("--", "--random-")
+    if vllms is None:
+        return ours
+    if ours is not None:
+        refuse("mean the same: give one", [option, vllm_option])
+    if dataset_name != "random":
+        refuse(f"is for random prompts, not for --dataset-name {dataset_name}", vllm_option)
+    parse_range(vllm_option, vllms)
+    return vllms
+
+
+def json_or_saved(
+    json_file: Path | None, save_result: bool, folder: Path | None, name: str | None, default: str
+) -> Path | None:
+    """The file of --json, or of vLLM's --save-result, --result-dir and --result-filename.
+
+    Args:
+        default: the file's name without --result-filename.
+    """
+    if not save_result:
+        for option, value in (("--result-dir", folder), ("--result-filename", name)):
+            if value is not None:
+                refuse("needs --save-result", option)
+        return json_file
+    if json_file is not None:
+        refuse("both name the file of the results: give one", ["--json", "--save-result"])
+    folder = folder or Path()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        refuse(f"{folder}: {error.strerror}", "--result-dir")
+    return folder / (name or default)
+
+
 @app.command()
 def latency(
     model: ModelOption = None,
     input_len: LengthOption = "128",
     output_len: LengthOption = "128",
-    batch_size: Annotated[int, typer.Option(min=1, help="Requests that run together.")] = 1,
+    batch_size: Annotated[int, typer.Option(min=1, max=MAX_REQUESTS, help="Requests that run together.")] = 1,
     dtype: DtypeOption = "auto",
     device: DeviceOption = "auto",
     eager: EagerOption = False,
@@ -122,11 +177,12 @@ def latency(
     json_file: JsonOption = None,
     profile_file: ProfileOption = None,
 ) -> None:
-    """Time one batch from start to end: time to first token, decode speed, end-to-end time.
+    """Time one batch: first token, decode speed, end to end.
 
     \b
     python bench.py latency --input-len 512 --output-len 64 --json latency.json
     """
+    check_outputs({"--json": json_file, "--profile": profile_file})
     data = dataset("random", None, batch_size, input_len, output_len, 0)
     switches = engine_options(dtype, device, eager, quantization, load_format, overlap)
     offline.bench("latency", data, model, switches, num_iters, num_iters_warmup, seed, compare, json_file, profile_file)
@@ -140,6 +196,8 @@ def throughput(
     dataset_path: DatasetPathOption = None,
     input_len: InputLenOption = None,
     output_len: OutputLenOption = None,
+    random_input_len: RandomInputLenOption = None,
+    random_output_len: RandomOutputLenOption = None,
     prefix_len: PrefixLenOption = 0,
     dtype: DtypeOption = "auto",
     device: DeviceOption = "auto",
@@ -155,11 +213,17 @@ def throughput(
     profile_file: ProfileOption = None,
     plot_file: PlotOption = None,
 ) -> None:
-    """Time many requests queued at once: requests/s, output and total tokens/s.
+    """Time many requests that are queued at once: tokens/s.
 
     \b
-    python bench.py throughput --num-prompts 64 --prefix-len 256 --compare transformers
+    python bench.py throughput --num-prompts 64 --compare transformers
+    python bench.py throughput --dataset-name custom --dataset-path prompts.txt
     """
+    outputs = {"--json": json_file, "--profile": profile_file, "--plot": plot_file}
+    check_outputs(outputs, {"--dataset-path": dataset_path})
+    check_plot(plot_file)
+    input_len = length_of_either("--input-len", input_len, random_input_len, dataset_name)
+    output_len = length_of_either("--output-len", output_len, random_output_len, dataset_name)
     data = dataset(dataset_name, dataset_path, num_prompts, input_len, output_len, prefix_len)
     switches = engine_options(dtype, device, eager, quantization, load_format, overlap)
     files = json_file, profile_file, plot_file
@@ -174,6 +238,8 @@ def serve(
     dataset_path: DatasetPathOption = None,
     input_len: InputLenOption = None,
     output_len: OutputLenOption = None,
+    random_input_len: RandomInputLenOption = None,
+    random_output_len: RandomOutputLenOption = None,
     prefix_len: PrefixLenOption = 0,
     request_rate: Annotated[
         str | None, typer.Option(help="Requests a second; several in turn: 1,2,4 [default: inf, all at once].")
@@ -183,7 +249,10 @@ def serve(
         typer.Option(help="Shape of the gamma-distributed gaps: 1 is Poisson, less comes in bursts [default: 1]."),
     ] = None,
     max_concurrency: Annotated[
-        int | None, typer.Option(min=1, help="Most requests in the engine; the others wait, and their time counts.")
+        int | None,
+        typer.Option(
+            min=1, max=MAX_REQUESTS, help="Most requests in the engine; the others wait, and their time counts."
+        ),
     ] = None,
     trace: Annotated[
         Path | None,
@@ -201,49 +270,74 @@ def serve(
     quantization: QuantizationOption = None,
     load_format: LoadFormatOption = "auto",
     overlap: OverlapOption = None,
-    num_warmups: Annotated[int, typer.Option(min=0, help="Requests before that, all at once, not counted.")] = 8,
-    seed: Annotated[int, typer.Option(help="Of the lengths, the prompts and the arrivals.")] = 0,
+    num_warmups: Annotated[
+        int, typer.Option(min=0, max=MAX_REQUESTS, help="Warm-up requests, all at once, that do not count.")
+    ] = 8,
+    seed: Annotated[
+        int, typer.Option(min=0, max=MAX_SEED, help="Seed of the lengths, the prompts and the arrivals.")
+    ] = 0,
     json_file: JsonOption = None,
+    save_result: Annotated[
+        bool, typer.Option("--save-result", help="As --json, into a file that is named after the rate, model and time.")
+    ] = False,
+    result_dir: Annotated[
+        Path | None, typer.Option(help="Folder of --save-result; made if it is missing [default: the current one].")
+    ] = None,
+    result_filename: Annotated[str | None, typer.Option(help="Name of the file of --save-result.")] = None,
     save_detailed: Annotated[
-        bool, typer.Option("--save-detailed", help="With --json: every request's times, every step's queues.")
+        bool,
+        typer.Option(
+            "--save-detailed", help="With --json or --save-result: every request's times, every step's queues."
+        ),
     ] = False,
     plot_file: PlotOption = None,
 ) -> None:
-    """Serve requests that arrive in real time: TTFT, TPOT, ITL and end-to-end latency, throughput, goodput.
+    """Serve requests that arrive over time: latency, goodput.
 
-    A request's clock starts when it is scheduled to arrive, so that all its waiting counts.
+    The figures are those of vllm bench serve: TTFT, TPOT, ITL, E2EL, throughput and goodput. A request's clock starts
+    when it is scheduled to arrive, so that all its waiting counts.
 
     \b
-    python bench.py serve --request-rate 1,2,4 --num-prompts 60 --goodput ttft:500 tpot:50 --plot serve.png
+    python bench.py serve --request-rate 1,2,4 --num-prompts 60 \\
+        --goodput ttft:500 tpot:50 --plot serve.png
     """
     from benchmarks import serve as serving
+    from nanopage import hub
 
-    check_json(json_file)
-    check_plot(plot_file)
-    if save_detailed and json_file is None:
-        raise typer.BadParameter("needs --json", param_hint="--save-detailed")
+    if save_detailed and json_file is None and not save_result:
+        refuse("needs --json or --save-result", "--save-detailed")
     if more_goodput and not goodput:
-        raise typer.BadParameter(f"unexpected: {' '.join(more_goodput)}")
+        refuse(f"{' '.join(more_goodput)}: limits come after --goodput", "KEY:MS")
     limits = serving.parse_goodput([*(goodput or []), *(more_goodput or [])])
     shown, percentiles = serving.parse_metrics(percentile_metrics), serving.parse_percentiles(metric_percentiles)
+    rates = [] if trace is not None else serving.parse_rates("inf" if request_rate is None else request_rate)
+    default = serving.result_name(hub.DEFAULT_MODEL if model is None else model, rates, max_concurrency)
+    json_file = json_or_saved(json_file, save_result, result_dir, result_filename, default)
+    outputs = {"--save-result" if save_result else "--json": json_file, "--plot": plot_file}
+    check_outputs(outputs, {"--dataset-path": dataset_path, "--trace": trace})
+    check_plot(plot_file)
     source: Dataset | Requests
     if trace is not None:
-        given: dict[str, Any] = {"--dataset-name": dataset_name != "random", "--dataset-path": dataset_path}
-        given |= {"--input-len": input_len, "--output-len": output_len, "--prefix-len": prefix_len}
-        given |= {"--request-rate": request_rate, "--burstiness": burstiness is not None}
-        for option in (option for option, value in given.items() if value):
-            raise typer.BadParameter("--trace has arrivals and lengths of its own", param_hint=option)
-        rates, source = [], read_trace(trace, num_prompts)
+        given: dict[str, Any] = {"--input-len": input_len, "--output-len": output_len, "--dataset-path": dataset_path}
+        given |= {"--random-input-len": random_input_len, "--random-output-len": random_output_len}
+        given |= {"--request-rate": request_rate, "--burstiness": burstiness, "--prefix-len": prefix_len or None}
+        given |= {"--dataset-name": None if dataset_name == "random" else dataset_name}
+        for option in (option for option, value in given.items() if value is not None):
+            refuse("--trace has arrivals and lengths of its own", option)
+        source = read_trace(trace, num_prompts)
         what = f"{len(source.lengths)} requests of {trace.name}"
     else:
-        rates = serving.parse_rates(request_rate or "inf")
-        if burstiness is not None and not (burstiness > 0 and min(rates) < math.inf):
-            raise typer.BadParameter("needs to be above 0, and a --request-rate below inf", param_hint="--burstiness")
+        input_len = length_of_either("--input-len", input_len, random_input_len, dataset_name)
+        output_len = length_of_either("--output-len", output_len, random_output_len, dataset_name)
         source = dataset(dataset_name, dataset_path, num_prompts, input_len, output_len, prefix_len)
+        serving.check_rates(rates, source.count)
+        if burstiness is not None:
+            serving.check_burstiness(burstiness, rates)
         what = f"{source.what}, request rate {', '.join(f'{rate:g}' for rate in rates)}"
         what += f", burstiness {burstiness or 1:g}" if min(rates) < math.inf else ""
     what += f", at most {max_concurrency} at once" if max_concurrency else ""
     switches = engine_options(dtype, device, eager, quantization, load_format, overlap)
+    check_engine(switches)
     serving.serve(
         model,
         switches,
@@ -268,7 +362,7 @@ def memory(
     model: ModelOption = None,
     input_len: LengthOption = "32-512",
     output_len: LengthOption = "32-256",
-    num_prompts: Annotated[int, typer.Option(min=1, help="Requests of the waste trace.")] = 500,
+    num_prompts: Annotated[int, typer.Option(min=1, max=MAX_REQUESTS, help="Requests of the waste trace.")] = 500,
     dtype: DtypeOption = "auto",
     device: DeviceOption = "auto",
     eager: EagerOption = False,
@@ -277,37 +371,42 @@ def memory(
     seed: SeedOption = 0,
     json_file: JsonOption = None,
 ) -> None:
-    """Measure the memory manager: parallel sampling, preemption by swap and by recomputation, unfilled slots.
+    """Measure the memory manager: forks, preemption, waste.
 
-    The first two have fixed workloads. Preemption runs in float32, so that its outputs can be compared exactly.
+    Parallel sampling, preemption by swap and by recomputation, and slots that are never filled. The first two have
+    fixed workloads. Preemption runs in float32, so that its outputs can be compared exactly.
 
     \b
     python bench.py memory --num-prompts 200
     """
     from benchmarks import memory as benchmark
 
-    check_json(json_file)
-    lengths = parse_range("--input-len", input_len), parse_range("--output-len", output_len)
+    check_outputs({"--json": json_file})
+    inputs, outputs = parse_range("--input-len", input_len), parse_range("--output-len", output_len)
+    switches = engine_options(dtype, device, eager, None, load_format, None)
+    check_engine(switches)
+    path, config = find_model(model)
+    check_lengths([(inputs[1], outputs[1])] * num_prompts, config, ["--input-len", "--output-len"])
+    check_lengths([benchmark.FORK_LENGTHS], config, "--model")
     rng = random.Random(seed)
-    results: dict = {}
 
     def engine(**options):
         from nanopage import EngineConfig, LLMEngine
 
         with errors_by_name():
-            switches = engine_options(dtype, device, eager, None, load_format, None)
-            made = LLMEngine(EngineConfig(model=model, **switches | options))
+            made = LLMEngine(EngineConfig(model=str(path), **switches | options))
             made.runner.use_graphs(wait=True)
             return made
 
     plain = engine(enable_prefix_caching=False)
     header = describe(plain, f"memory, seed {seed}")
     show_header(header)
-    results["parallel sampling"] = benchmark.measure_forks(plain, rng, num_iters)
-    results["preemption"] = benchmark.measure_preemption(engine, rng, num_iters)
-    results["waste"] = benchmark.measure_waste(engine(max_num_seqs=256), rng, num_prompts, *lengths)
-    if json_file is not None:
-        json_file.write_text(json.dumps({"header": header} | results, indent=2) + "\n")
+    results: dict[str, Any] = {"header": header}
+    with recorded(json_file, lambda: results) as record, errors_by_name():
+        benchmark.measure_forks(plain, rng, num_iters, results)
+        benchmark.measure_preemption(engine, rng, num_iters, results)
+        benchmark.measure_waste(engine(max_num_seqs=256), rng, num_prompts, inputs, outputs, results)
+    exit_unless(record.written)
 
 
 @app.command()
@@ -332,10 +431,11 @@ def compare(
     ] = None,
     json_file: JsonOption = None,
 ) -> None:
-    """Run the same requests on nanopage and its peers, each in its own process, in turn.
+    """Run the same requests on nanopage and its peers, in turn.
 
-    How a peer is installed is said by the first lines of its file in benchmarks/peers. --eager is nanopage's. With
-    --quantization int8 each engine runs its own kind of it; those that have none are left out.
+    Each engine has a process of its own. The first lines of a peer's file in benchmarks/peers say how to install it.
+    --eager is nanopage's. With --quantization int8 each engine runs its own kind of int8; those that have none are left
+    out.
 
     \b
     python bench.py compare --workloads W1,W2 --engines nanopage,transformers
@@ -344,26 +444,26 @@ def compare(
     from nanopage import hub
     from nanopage.threads import default_threads
 
-    check_json(json_file)
-    if dtype not in ("bfloat16", "float32"):
-        raise typer.BadParameter(f"{dtype!r} is not one of: bfloat16, float32", param_hint="--dtype")
-    if quantization not in (None, "int8"):
-        raise typer.BadParameter(f"{quantization!r} is not one of: int8", param_hint="--quantization")
+    check_outputs({"--json": json_file}, {"--mt-bench": mt_bench})
+    check_choice(dtype, ["bfloat16", "float32"], "--dtype")
+    check_choice(quantization, ["int8"], "--quantization")
     names = list(comparison.WORKLOADS) if workloads is None else list(dict.fromkeys(workloads.split(",")))
     for name in names:
-        if name not in comparison.WORKLOADS:
-            known = ", ".join(comparison.WORKLOADS)
-            raise typer.BadParameter(f"{name!r} is not one of: {known}", param_hint="--workloads")
+        check_choice(name, list(comparison.WORKLOADS), "--workloads")
+    if (usable := comparison.usable_threads()) < (threads or 1):
+        refuse(f"{threads} threads are more than the {usable} that this process may use", "--threads")
+    if "W6" not in names and mt_bench is not None:
+        refuse("is for W6, which --workloads leaves out", "--mt-bench")
     if "W6" in names and mt_bench is None:
         if workloads is not None:
-            raise typer.BadParameter("W6 needs mt_bench's question file", param_hint="--mt-bench")
+            refuse("W6 needs mt_bench's question file", "--mt-bench")
         names.remove("W6")
         console.print("W6 is left out: it needs --mt-bench", style="dim", highlight=False)
     comparison.compare(
         model,
         names,
         None if engines is None else list(dict.fromkeys(engines.split(","))),
-        environments or hub.cache_directory() / "peers",
+        check_folder(environments, "--environments") if environments else hub.cache_directory() / "peers",
         mt_bench,
         dtype,
         eager,
@@ -379,10 +479,14 @@ def compare(
 @app.command()
 def kernels(
     dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
-    num_iters: Annotated[int, typer.Option(min=1, help="Measured launches; medians are reported.")] = 50,
+    num_iters: Annotated[
+        int, typer.Option(min=1, max=MAX_ITERATIONS, help="Measured launches; medians are reported.")
+    ] = 50,
     json_file: JsonOption = None,
 ) -> None:
-    """Time the Triton kernels of attention on a GPU, beside torch's reference, SDPA and FlexAttention.
+    """Time attention's Triton kernels on a GPU.
+
+    Beside them: torch's reference, SDPA and FlexAttention.
 
     \b
     python bench.py kernels --dtype bfloat16 --json kernels.json
@@ -391,9 +495,8 @@ def kernels(
 
     from benchmarks import kernels as benchmark
 
-    check_json(json_file)
-    if dtype not in ("bfloat16", "float16", "float32"):
-        raise typer.BadParameter(f"{dtype!r} is not one of: bfloat16, float16, float32", param_hint="--dtype")
+    check_outputs({"--json": json_file})
+    check_choice(dtype, ["bfloat16", "float16", "float32"], "--dtype")
     header = {
         "bench": f"kernels, {dtype}, pages of {benchmark.BLOCK_SIZE}",
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else f"cpu: {cpu_name()}",
@@ -403,4 +506,5 @@ def kernels(
 
 
 if __name__ == "__main__":
-    sys.exit(app())
+    with stopped_by_signals():
+        app()

@@ -5,9 +5,9 @@ every engine that has one may use, helps within an iteration and never across tw
 """
 
 import ast
+import contextlib
 import json
 import math
-import mmap
 import os
 import random
 import signal
@@ -19,13 +19,16 @@ import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import IO, cast
 
 import psutil
-import typer
-from rich.markup import escape
 
+from benchmarks.checks import find_model, refuse, shown
+from benchmarks.datasets import check_text, read_json_lines
+from benchmarks.machine import cpu_name, read_bandwidth
+from benchmarks.outputs import exit_unless, recorded
 from benchmarks.peers.protocol import Run, Work
-from benchmarks.report import console, cpu_name, errors_by_name, show_header, spread, table_of
+from benchmarks.report import console, errors_by_name, figure, plain, show_header, show_table, spread, table_of
 from nanopage.config import ModelConfig
 
 WORKLOADS = {
@@ -53,35 +56,35 @@ class Peer:
     """An engine in its own process (see peers/protocol.py)."""
 
     def __init__(self, command: list[str], threads: int):
-        self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed with the process)
+        self.log = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 (closed with the process)
         self.started = time.perf_counter()
         self.process = subprocess.Popen(
             command,
-            cwd=ROOT,
+            cwd=ROOT,  # python -m imports from here first, and not from the folder that bench.py was started in
             env=os.environ | {"OMP_NUM_THREADS": str(threads)},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self.log,
             text=True,
-            start_new_session=True,  # so that what it spawns can be ended with it
+            start_new_session=True,  # so that Ctrl-C does not reach it, and what it starts can be ended with it
         )
+        self.requests = cast(IO[str], self.process.stdin)
+        self.answers = cast(IO[str], self.process.stdout)
 
     def ask(self, work: list[Work]) -> Run:
         """Run a batch. Raises PeerError."""
         request = {"prompts": [w.prompt for w in work], "output_lens": [w.output_len for w in work]}
-        assert self.process.stdin is not None
         try:
-            self.process.stdin.write(json.dumps(request) + "\n")
-            self.process.stdin.flush()
+            self.requests.write(json.dumps(request) + "\n")
+            self.requests.flush()
         except BrokenPipeError:
             raise self.error() from None
         return Run(**self.answer())
 
     def answer(self) -> dict:
         """The next line that the engine says. Raises PeerError."""
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        if not line:
+        line = self.answers.readline()
+        if not line.endswith("\n"):
             raise self.error()
         return json.loads(line)
 
@@ -93,22 +96,40 @@ class Peer:
     def cpu_seconds(self) -> float:
         """CPU time of the process and of its children until now."""
         total = 0.0
-        try:
-            process = psutil.Process(self.process.pid)
-            for each in (process, *process.children(recursive=True)):
+        for each in self.processes():
+            with contextlib.suppress(psutil.NoSuchProcess):
                 times = each.cpu_times()
                 total += times.user + times.system
-        except psutil.NoSuchProcess:
-            pass
         return total
 
-    def close(self) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.close()
+    def processes(self) -> list[psutil.Process]:
+        """The process and its descendants, those in sessions of their own, too. Empty when it has ended."""
+        if self.process.poll() is not None:  # its id may be another process's by now
+            return []
         try:
+            process = psutil.Process(self.process.pid)
+            return [process, *process.children(recursive=True)]
+        except psutil.NoSuchProcess:
+            return []
+
+    def close(self) -> None:
+        """Let the engine end by itself, and kill what has not ended then."""
+        with contextlib.suppress(BrokenPipeError):  # it has ended
+            self.requests.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(10)
-        except subprocess.TimeoutExpired:
+        self.kill()
+
+    def kill(self) -> None:
+        """End the process and all that it has started. Does nothing the second time."""
+        if self.log.closed:
+            return
+        for each in self.processes():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                each.kill()
+        with contextlib.suppress(ProcessLookupError):  # what outlived its parent
             os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
         self.log.close()
 
 
@@ -123,6 +144,19 @@ class Results:
     runs: dict[str, dict[str, list[Run]]] = field(default_factory=dict)
     idle_cpu_share: dict[str, float] = field(default_factory=dict)  # CPU seconds of those not at work, a second
     failures: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass
+class Setup:
+    """What all engines get."""
+
+    path: Path  # of the model
+    config: ModelConfig
+    pythons: dict[str, str]  # engine -> its interpreter
+    quantization: str | None
+    eager: bool
+    threads: int
+    warmup: int  # iterations
 
 
 def compare(
@@ -141,92 +175,70 @@ def compare(
     json_file: Path | None,
 ) -> None:
     """Run everything, and print a table when a workload is done."""
-    from nanopage import hub, loader
-
     pythons = python_of_engines(engines, environments, quantization)
-    with errors_by_name():
-        path = hub.resolve(model).resolve()
-        if path.suffix == ".gguf":
-            raise ValueError("compare needs a Hugging Face directory, not a .gguf file: most peers read no other")
-        config = loader.read_config(path)
+    path, config = find_model(model)
+    path = path.resolve()
+    if path.suffix == ".gguf":
+        refuse("compare needs a Hugging Face directory: most peers cannot read a .gguf file", "--model")
     questions = read_questions(mt_bench) if mt_bench else []
     rng = random.Random(seed)
     work = {
         name: [make_work(name, seed, rng, config, path, questions, i) for i in range(num_iters_warmup + num_iters)]
         for name in workloads
     }
-    longest = 0
     for name, iterations in work.items():
-        tokens = max(len(w.prompt) + w.output_len for batch in iterations for w in batch)
-        if tokens > config.max_position_embeddings:
-            limit = config.max_position_embeddings
-            raise typer.BadParameter(
-                f"{name}: {tokens} tokens are more than the model's {limit}", param_hint="--workloads"
-            )
-        longest = max(longest, tokens)
+        tokens, limit = longest(iterations), config.max_position_embeddings
+        if tokens > limit:
+            refuse(f"{name}: {tokens} tokens are more than the model's {limit}", "--workloads")
+    setup = Setup(path, config, pythons, quantization, eager, threads, num_iters_warmup)
     results = Results(header(path, dtype, quantization, seed, num_iters, num_iters_warmup, threads))
     show_header(results.header)
-    for batch_dtype in dict.fromkeys((dtype, "float32")):  # one after the other, for the sake of memory
-        names = [name for name in workloads if ("float32" if name == "W5" else dtype) == batch_dtype]
-        if not names:
-            continue
-        tokens = max(sum(len(w.prompt) + w.output_len for w in batch) for name in names for batch in work[name])
-        tokens = 1024 * math.ceil(1.25 * tokens / 1024)  # some room: blocks are not all full
-        kv_gib = max(2, math.ceil(tokens * kv_bytes(config, batch_dtype) / GIB))
-        arguments = [str(path), "--dtype", batch_dtype, "--threads", str(threads), "--kv-tokens", str(tokens)]
-        arguments += [
-            "--kv-gib",
-            str(kv_gib),
-            "--max-model-len",
-            str(min(config.max_position_embeddings, max(4096, longest))),
-        ]
-        arguments += ["--quantization", quantization] if quantization else []
-        short = Work([rng.randrange(config.vocab_size) for _ in range(8)], 1)
-        peers: dict[str, Peer] = {}
+    with recorded(json_file, lambda: asdict(results)) as record:
         try:
-            start_all(
-                peers, pythons, arguments, eager, short, threads, results.start.setdefault(batch_dtype, {}), results
-            )
-            for name in names:
-                if name in ("W1", "W4"):
-                    results.bandwidth_gb_s[name] = bandwidth = read_bandwidth(threads)
-                    step = bytes_of_a_step(path, config, batch_dtype, quantization, work[name][0][0])
-                    results.roofline_tok_s[name] = bandwidth * 1e9 / step
-                run_workload(name, work[name], num_iters_warmup, peers, results)
-                show_workload(name, batch_dtype, results, work[name][0])
+            for batch_dtype in dict.fromkeys((dtype, "float32")):  # one after the other, for the sake of memory
+                batch = {name: work[name] for name in work if ("float32" if name == "W5" else dtype) == batch_dtype}
+                if batch:
+                    compare_in(batch_dtype, batch, setup, results)
         finally:
-            for peer in peers.values():
-                peer.close()
-    show_start(results)
-    if json_file is not None:
-        json_file.write_text(json.dumps(asdict(results), indent=2) + "\n")
-    for name, message in results.failures.items():
-        console.print(f"[red]error:[/red] {name}: {escape(message)}", highlight=False)
-    if results.failures:
-        raise typer.Exit(1)
+            show_start(results)
+            for name, message in results.failures.items():
+                console.print(f"[red]error:[/red] {name}: {plain(message)}", highlight=False)
+    exit_unless(record.written, not results.failures)
+
+
+def compare_in(dtype: str, work: dict[str, list[list[Work]]], setup: Setup, results: Results) -> None:
+    """Start the engines in one dtype, and run the workloads."""
+    peers: dict[str, Peer] = {}
+    try:
+        start_all(peers, dtype, work, setup, results)
+        for name, iterations in work.items():
+            if name in ("W1", "W4"):
+                results.bandwidth_gb_s[name] = bandwidth = read_bandwidth(setup.threads)
+                step = bytes_of_a_step(setup.path, setup.config, dtype, setup.quantization, iterations[0][0])
+                results.roofline_tok_s[name] = bandwidth * 1e9 / step
+            run_workload(name, iterations, setup.warmup, peers, results)
+            show_workload(name, dtype, results, iterations[0])
+        for peer in peers.values():
+            peer.close()
+    finally:
+        for peer in peers.values():  # at once if something failed
+            peer.kill()
 
 
 def start_all(
-    peers: dict[str, Peer],
-    pythons: dict[str, str],
-    arguments: list[str],
-    eager: bool,
-    short: Work,
-    threads: int,
-    start: dict[str, dict],
-    results: Results,
+    peers: dict[str, Peer], dtype: str, work: dict[str, list[list[Work]]], setup: Setup, results: Results
 ) -> None:
     """Start the engines one after another, each until it has answered a short request; add them to `peers`."""
-    for name, python in pythons.items():
+    arguments = peer_arguments(dtype, work, setup)
+    short = Work([random.Random(0).randrange(setup.config.vocab_size) for _ in range(8)], 1)
+    start = results.start.setdefault(dtype, {})
+    for name, python in setup.pythons.items():
         command = [python, "-m", f"benchmarks.peers.{name}", *arguments]
-        command += ["--eager"] if name == "nanopage" and eager else []
+        command += ["--eager"] if name == "nanopage" and setup.eager else []
         with console.status(f"{name} starts"):
             try:
-                prepared = Peer([*command, "--prepare"], threads)
-                if prepared.process.wait():
-                    raise prepared.error()
-                prepared.close()
-                peers[name] = peer = Peer(command, threads)
+                prepare([*command, "--prepare"], setup.threads)
+                peers[name] = peer = Peer(command, setup.threads)
                 results.header[name] = ", ".join(f"{k} {v}" for k, v in peer.answer()["versions"].items())
                 run = peer.ask([short])
             except PeerError as error:
@@ -236,11 +248,39 @@ def start_all(
         show_header({name: results.header[name]})
 
 
+def peer_arguments(dtype: str, work: dict[str, list[list[Work]]], setup: Setup) -> list[str]:
+    """The command line that all engines get (see protocol.Options)."""
+    batches = [batch for iterations in work.values() for batch in iterations]
+    tokens = max(sum(len(w.prompt) + w.output_len for w in batch) for batch in batches)
+    tokens = 1024 * math.ceil(1.25 * tokens / 1024)  # some more: blocks are not all full
+    kv_gib = max(2, math.ceil(tokens * kv_bytes(setup.config, dtype) / GIB))
+    max_model_len = min(setup.config.max_position_embeddings, max(4096, longest(batches)))
+    arguments = [str(setup.path), "--dtype", dtype, "--threads", str(setup.threads), "--kv-tokens", str(tokens)]
+    arguments += ["--kv-gib", str(kv_gib), "--max-model-len", str(max_model_len)]
+    return arguments + (["--quantization", setup.quantization] if setup.quantization else [])
+
+
+def longest(iterations: list[list[Work]]) -> int:
+    """Tokens of the longest request, in and out."""
+    return max(len(w.prompt) + w.output_len for batch in iterations for w in batch)
+
+
+def prepare(command: list[str], threads: int) -> None:
+    """Let an engine make what it keeps on disk. Raises PeerError."""
+    peer = Peer(command, threads)
+    try:
+        if peer.process.wait():
+            raise peer.error()
+    finally:
+        peer.kill()
+
+
 def run_workload(
     name: str, iterations: list[list[Work]], warmup: int, peers: dict[str, Peer], results: Results
 ) -> None:
     """Let the engines take turns, iteration by iteration. One that fails is dropped, and the others go on."""
     runs: dict[str, list[Run]] = {engine: [] for engine in peers}
+    results.runs[name] = runs
     busy = idle = 0.0
     with console.status("") as status:
         for i, work in enumerate(iterations):
@@ -259,7 +299,6 @@ def run_workload(
                 idle += sum(peers[other].cpu_seconds() - used for other, used in before.items())
                 if i >= warmup:
                     runs[engine].append(run)
-    results.runs[name] = runs
     results.idle_cpu_share[name] = idle / busy if busy else 0.0
 
 
@@ -274,21 +313,23 @@ def show_workload(name: str, dtype: str, results: Results, work: list[Work]) -> 
     runs = results.runs[name]
     roof = results.roofline_tok_s.get(name)
     single = len(work) == 1
-    columns = ["", "output tok/s", "time to first token (ms)", "decode tok/s of a request", "time (s)"]
-    columns += ["prefill tok/s"] if single else []
+    columns = ["", "output tok/s", "first token (ms)", "decode tok/s"]
+    columns += ["prefill tok/s"] if single else ["time (s)"]
     columns += ["of the roofline"] if roof else []
     columns += ["nanopage / this"] if "nanopage" in runs else []
-    title = f"{name}: {WORKLOADS[name]}, {dtype}; medians [lowest, highest]"
+    title = f"{name}: {WORKLOADS[name]}, {dtype}; medians [lowest-highest]"
     if roof:
-        title += f"\nroofline {roof:.0f} tok/s: memory is read at {results.bandwidth_gb_s[name]:.1f} GB/s"
+        title += f"\nroofline {figure(roof)} tok/s: memory is read at {figure(results.bandwidth_gb_s[name])} GB/s"
     table = table_of(title, columns)
     for engine, column in runs.items():
         speeds = [output_tok_s(run) for run in column]
         ttft, decode = median(run.ttft for run in column), median(run.decode_tok_s for run in column)
-        cells = [engine, spread(speeds), number(ttft and 1000 * ttft, 0), number(decode, 1)]
-        cells.append(number(median(run.seconds for run in column), 2))
+        # Without underscores a long name can be wrapped.
+        cells = [engine.replace("_", " "), spread(speeds), figure(ttft and 1000 * ttft), figure(decode)]
         if single:
-            cells.append(number(ttft and len(work[0].prompt) / ttft, 0))
+            cells.append(figure(ttft and len(work[0].prompt) / ttft))
+        else:
+            cells.append(figure(median(run.seconds for run in column)))
         if roof:
             cells.append(f"{decode / roof:.0%}" if decode else "-")
         if "nanopage" in runs:
@@ -296,7 +337,7 @@ def show_workload(name: str, dtype: str, results: Results, work: list[Work]) -> 
             ratios = [a / b for a, b in zip(ours, speeds, strict=True)]
             cells.append("1" if engine == "nanopage" else spread(ratios))
         table.add_row(*cells)
-    console.print(table)
+    show_table(table)
     if (share := results.idle_cpu_share[name]) > 0.05:
         console.print(f"Engines that should have been idle used {share:.0%} of a core meanwhile.", style="yellow")
 
@@ -308,9 +349,9 @@ def show_start(results: Results) -> None:
         for engine, figures in engines.items():
             runs = [run for name in names for run in results.runs[name].get(engine, [])]
             figures["peak_rss"] = max([figures["peak_rss"], *(run.peak_rss or 0 for run in runs)])
-            rss = number(figures["peak_rss"] / GIB or None, 2)
-            table.add_row(engine, dtype, number(figures["start_to_first_token"], 1), rss)
-    console.print(table)
+            rss = figure(figures["peak_rss"] / GIB or None)
+            table.add_row(engine, dtype, figure(figures["start_to_first_token"]), rss)
+    show_table(table)
 
 
 def python_of_engines(engines: list[str] | None, environments: Path, quantization: str | None) -> dict[str, str]:
@@ -319,32 +360,39 @@ def python_of_engines(engines: list[str] | None, environments: Path, quantizatio
     known = WITH_INT8 if quantization else ENGINES
     for name in engines if engines is not None else known:
         if name not in known:
-            which = f" that run with --quantization {quantization}" if quantization else ""
-            raise typer.BadParameter(f"{name!r} is not one of those{which}: {', '.join(known)}", param_hint="--engines")
+            which = f"one of those that run with --quantization {quantization}" if quantization else "one of"
+            refuse(f"{shown(name)} is not {which}: {', '.join(known)}", "--engines")
         if name not in PACKAGES:
             pythons[name] = sys.executable
             continue
-        home = environments.expanduser().absolute() / name
+        home = environments / name
         if any(home.glob(f"lib/python*/site-packages/{PACKAGES[name]}")):
             pythons[name] = str(home / "bin" / "python")
         elif engines is not None:
             how = ast.get_docstring(ast.parse((ROOT / "benchmarks" / "peers" / f"{name}.py").read_text()))
-            console.print(f"[red]error:[/red] --engines: {name} is not installed in {home}\n\n{how}", highlight=False)
-            raise typer.Exit(2)
+            refuse(f"{name} is not installed in {home}\n\n{how}", "--engines")
         else:
-            console.print(f"{name} is left out: it is not installed in {home}", style="dim", highlight=False)
+            text = f"{name} is left out: it is not installed in {home}"
+            console.print(plain(text), style="dim", highlight=False, soft_wrap=True)
     return pythons
+
+
+def usable_threads() -> int:
+    """How many logical processors this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def read_questions(file: Path) -> list[str]:
     """The first turns of an mt_bench question file: JSON lines with {"turns": [...]}."""
-    try:
-        questions = [json.loads(line)["turns"][0] for line in file.read_text().splitlines() if line.strip()]
-    except (OSError, ValueError, LookupError, TypeError) as error:
-        message = f"{file} is no file of JSON lines with 'turns': {error!r}"
-        raise typer.BadParameter(message, param_hint="--mt-bench") from None
-    if not questions or not all(isinstance(question, str) for question in questions):
-        raise typer.BadParameter(f"{file} has no questions", param_hint="--mt-bench")
+    questions = []
+    for where, fields in read_json_lines(file, "--mt-bench"):
+        turns = fields.get("turns")
+        if not (isinstance(turns, list) and turns and isinstance(turns[0], str) and turns[0]):
+            refuse(f'{where}: "turns" must be a list that begins with a text', "--mt-bench")
+        check_text(turns[0], where, "--mt-bench")
+        questions.append(turns[0])
+    if not questions:
+        refuse(f"{file} has no questions", "--mt-bench")
     return questions[:80]
 
 
@@ -377,26 +425,6 @@ def make_work(
             text = tokenizer.apply_chat_template(messages, None, True)
         work.append(Work(tokenizer.encode(text, add_special_tokens=False), 64))
     return work
-
-
-def read_bandwidth(threads: int) -> float:
-    """GB/s at which all threads together read a buffer of 1 GiB, far more than caches hold: the best of 7 readings.
-
-    The buffer is in pages of 2 MiB if the system has them: in small ones the figure depends on where they lie.
-    """
-    import torch
-
-    torch.set_num_threads(threads)
-    memory = mmap.mmap(-1, GIB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    buffer = torch.frombuffer(memory, dtype=torch.float32).fill_(1)  # until it is written it is a single page
-    best = math.inf
-    for _ in range(7):
-        started = time.perf_counter()
-        buffer.amax()  # of torch's reductions the one that waits for nothing but memory
-        best = min(best, time.perf_counter() - started)
-    return GIB / best / 1e9
 
 
 def kv_bytes(config: ModelConfig, dtype: str) -> int:
@@ -437,7 +465,3 @@ def output_tok_s(run: Run) -> float:
 def median(values: Iterable[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return statistics.median(known) if known else None
-
-
-def number(value: float | None, digits: int) -> str:
-    return "-" if value is None else f"{value:.{digits}f}"

@@ -6,18 +6,22 @@ Files are read, and refused by name and line, before a model is loaded; names an
 import itertools
 import json
 import random
+import stat
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-import typer
-
+from benchmarks.checks import MAX_REQUESTS, MAX_SECONDS, MAX_TOKENS, check_choice, refuse, shown
 from benchmarks.peers.nanopage import random_prompt
 from benchmarks.peers.protocol import Work
+from benchmarks.report import console
 
 NAMES = ("random", "sharegpt", "custom")
 NUM_PROMPTS, INPUT_LEN, OUTPUT_LEN = 32, "32-256", "32-128"  # where neither an option nor a file says otherwise
+MAX_FILE_BYTES = 2**30
+MAX_CHARACTERS = 10_000_000  # of a prompt or an answer: far more than any context holds
 OUTPUT_FIELDS = ("output_len", "output_tokens", "max_tokens")
 
 
@@ -35,6 +39,7 @@ class Requests:
     """Requests whose lengths are known: tokens in and out of each."""
 
     lengths: list[tuple[int, int]]
+    options: list[str]  # which set the lengths
     prompts: list[list[int]] | None = None  # None: random
     prefix_len: int = 0  # common to all random prompts; part of their lengths
     arrivals: list[float] | None = None  # of a trace: seconds after the first
@@ -60,6 +65,11 @@ class Dataset:
     sharegpt: bool = False
     override_output: bool = False  # --output-len was given: it goes before what the file says
 
+    @property
+    def count(self) -> int:
+        """How many requests there will be; of ShareGPT at most so many."""
+        return self.num_prompts or len(self.entries or ())
+
     def requests(self, rng: random.Random, model_path: Path) -> Requests:
         """Draw the lengths, or find them with the model's tokenizer. Raises what the tokenizer does."""
         if self.entries is None:
@@ -67,14 +77,16 @@ class Dataset:
             lengths = [
                 (rng.randint(*self.input_range), rng.randint(*self.output_range)) for _ in range(self.num_prompts)
             ]
-            return Requests([(self.prefix_len + i, o) for i, o in lengths], prefix_len=self.prefix_len)
+            options = ["--input-len", "--output-len"] + ["--prefix-len"] * bool(self.prefix_len)
+            return Requests([(self.prefix_len + i, o) for i, o in lengths], options, prefix_len=self.prefix_len)
         if self.sharegpt:
             rng.shuffle(self.entries)
-        usable = list(itertools.islice(self._encoded(self.entries, rng, model_path), self.num_prompts))
+        with console.status(f"tokenizing up to {self.count:,} prompts"):
+            usable = list(itertools.islice(self._encoded(self.entries, rng, model_path), self.num_prompts))
         if len(usable) < (self.num_prompts or 1):
             count = f"{len(usable)} prompts that can be used" if usable else "no prompt that can be used"
             refuse(f"the file has {count}", "--num-prompts" if usable else "--dataset-path")
-        return Requests([(len(p), o) for p, o in usable], [p for p, _ in usable])
+        return Requests([(len(p), o) for p, o in usable], ["--dataset-path"], [p for p, _ in usable])
 
     def _encoded(self, entries: list[Entry], rng: random.Random, model_path: Path) -> Iterator[tuple[list[int], int]]:
         from nanopage import loader
@@ -87,9 +99,10 @@ class Dataset:
             prompt = encode(entry.prompt) if encode and isinstance(entry.prompt, str) else entry.prompt
             assert isinstance(prompt, list)
             if not prompt:
-                refuse(f"{entry.where}: the prompt has no tokens")
+                refuse(f"{entry.where}: the prompt has no tokens", "--dataset-path")
             if (largest := max(prompt)) >= vocab_size:
-                refuse(f"{entry.where}: token id {largest} is not in the vocabulary of {vocab_size} tokens")
+                message = f"token id {shown(largest)} is not in the vocabulary of {vocab_size} tokens"
+                refuse(f"{entry.where}: {message}", "--dataset-path")
             if self.override_output or entry.output is None:
                 output = rng.randint(*self.output_range)
             elif isinstance(entry.output, str):
@@ -120,25 +133,27 @@ def dataset(
               fewer than two turns, prompts and outputs of fewer than 4 tokens (outputs not if --output-len is given),
               prompts of more than 1024 tokens, and more than 2048 in all
     """
-    if name not in NAMES:
-        refuse(f"{name!r} is not one of: {', '.join(NAMES)}", "--dataset-name")
+    check_choice(name, NAMES, "--dataset-name")
     output_range = parse_range("--output-len", OUTPUT_LEN if output_len is None else output_len)
     if name == "random":
         if path is not None:
-            refuse("needs --dataset-name sharegpt or custom")
+            refuse("needs --dataset-name sharegpt or custom", "--dataset-path")
         count = num_prompts or NUM_PROMPTS
         input_range = parse_range("--input-len", INPUT_LEN if input_len is None else input_len)
         prefix = f"{prefix_len} common tokens and " if prefix_len else ""
         what = f"{count} requests, input {prefix}{input_len or INPUT_LEN}, output {output_len or OUTPUT_LEN}"
         return Dataset(what, count, input_range, output_range, prefix_len)
     if path is None:
-        refuse(f"--dataset-name {name} needs a file")
+        refuse(f"--dataset-name {name} needs a file", "--dataset-path")
     if input_len is not None or prefix_len:
         option = "--prefix-len" if input_len is None else "--input-len"
         refuse(f"is for random prompts, not for --dataset-name {name}", option)
     entries = read_sharegpt(path) if name == "sharegpt" else read_prompts(path)
     if not entries:
-        refuse(f"{path} has no {'conversations of two turns' if name == 'sharegpt' else 'prompts'}")
+        missing = "conversations of two turns" if name == "sharegpt" else "prompts"
+        refuse(f"{path} has no {missing}", "--dataset-path")
+    if len(entries) > MAX_REQUESTS and num_prompts is None:
+        refuse(f"{path} has {len(entries):,} prompts: say how many of them to run", "--num-prompts")
     if len(entries) < (num_prompts or 0):
         refuse(f"{path} has only {len(entries)}", "--num-prompts")
     what = f"{num_prompts or 'all'} requests of {path.name} ({name}), output {output_len or 'as the file says'}"
@@ -148,46 +163,52 @@ def dataset(
 
 def read_sharegpt(path: Path) -> list[Entry]:
     """Conversations of at least two turns."""
-    try:
-        conversations = json.loads(read_text(path))
-    except json.JSONDecodeError as error:
-        refuse(f"{path}, line {error.lineno}: not JSON: {error.msg}")
+    option = "--dataset-path"
+    conversations = parse_json(read_text(path, option), str(path), option)
     if not isinstance(conversations, list):
-        refuse(f"{path}: not a list of conversations")
+        refuse(f"{path}: not a list of conversations", option)
     entries = []
     for i, conversation in enumerate(conversations):
         where = f"{path}, conversation {i}"
         if not isinstance(conversation, dict):
-            refuse(f"{where}: not an object")
+            refuse(f"{where}: not an object", option)
         turns = conversation.get("conversations", [])
         if not isinstance(turns, list):
-            refuse(f'{where}: "conversations" is not a list')
+            refuse(f'{where}: "conversations" is not a list', option)
         values = [turn.get("value") if isinstance(turn, dict) else None for turn in turns[:2]]
-        if not all(isinstance(value, str) for value in values):
-            refuse(f'{where}: a turn without a text "value"')
+        for value in values:
+            if not isinstance(value, str):
+                refuse(f'{where}: a turn without a text "value"', option)
+            check_text(value, where, option)
         if len(values) == 2 and values[0]:
             entries.append(Entry(where, values[0], values[1]))
     return entries
 
 
 def read_prompts(path: Path) -> list[Entry]:
-    if path.suffix != ".jsonl":
-        lines = enumerate(read_text(path).split("\n"), 1)
-        return [Entry(f"{path}, line {number}", line, None) for number, line in lines if line.strip()]
+    option = "--dataset-path"
     entries = []
-    for where, fields in read_json_lines(path, "--dataset-path"):
+    if path.suffix != ".jsonl":
+        for number, line in enumerate(read_text(path, option).split("\n"), 1):
+            if line.strip():
+                entries.append(Entry(f"{path}, line {number}", line, None))
+                check_text(line, entries[-1].where, option)
+        return entries
+    for where, fields in read_json_lines(path, option):
         forms = [name for name in ("prompt", "prompt_token_ids") if name in fields]
         if len(forms) != 1:
-            refuse(f'{where}: needs "prompt" or "prompt_token_ids", one of them')
+            refuse(f'{where}: needs "prompt" or "prompt_token_ids", one of them', option)
         prompt = fields[forms[0]]
-        if forms == ["prompt"] and not (isinstance(prompt, str) and prompt):
-            refuse(f'{where}: "prompt" must be a text, not {prompt!r}')
-        if forms != ["prompt"] and not (isinstance(prompt, list) and prompt and all(map(is_token_id, prompt))):
-            refuse(f'{where}: "prompt_token_ids" must be a list of token ids')
+        if forms == ["prompt"]:
+            if not (isinstance(prompt, str) and prompt):
+                refuse(f'{where}: "prompt" must be a text, not {shown(prompt)}', option)
+            check_text(prompt, where, option)
+        elif not (isinstance(prompt, list) and prompt and all(map(is_token_id, prompt))):
+            refuse(f'{where}: "prompt_token_ids" must be a list of token ids', option)
         outputs = [name for name in OUTPUT_FIELDS if name in fields]
         if len(outputs) > 1:
-            refuse(f"{where}: {' and '.join(outputs)} mean the same: give one")
-        output = positive(where, fields, outputs[0], "--dataset-path") if outputs else None
+            refuse(f"{where}: {' and '.join(outputs)} mean the same: give one", option)
+        output = positive(where, fields, outputs[0], option) if outputs else None
         entries.append(Entry(where, prompt, output))
     return entries
 
@@ -198,49 +219,90 @@ def read_trace(path: Path, num_prompts: int | None) -> Requests:
     lengths: list[tuple[int, int]] = []
     arrivals: list[float] = []
     for where, fields in read_json_lines(path, "--trace"):
-        time = fields.get("timestamp")
-        if not isinstance(time, int | float) or isinstance(time, bool) or not 0 <= time < float("inf"):
-            refuse(f'{where}: "timestamp" must be a number of seconds, not {time!r}', "--trace")
-        if arrivals and time < arrivals[-1]:
-            refuse(f'{where}: "timestamp" {time} is before the line above, {arrivals[-1]}', "--trace")
-        arrivals.append(float(time))
+        arrivals.append(read_timestamp(where, fields, arrivals))
         in_out = [positive(where, fields, name, "--trace") for name in ("input_length", "output_length")]
         lengths.append((in_out[0], in_out[1]))
     if not lengths:
         refuse(f"{path} has no requests", "--trace")
     if len(lengths) < (num_prompts or 0):
         refuse(f"{path} has only {len(lengths)}", "--num-prompts")
-    return Requests(lengths[:num_prompts], arrivals=[time - arrivals[0] for time in arrivals[:num_prompts]])
+    if len(lengths) > MAX_REQUESTS and num_prompts is None:
+        refuse(f"{path} has {len(lengths):,} requests: say how many of them to run", "--num-prompts")
+    arrivals = [time - arrivals[0] for time in arrivals[:num_prompts]]
+    return Requests(lengths[:num_prompts], ["--trace"], arrivals=arrivals)
+
+
+def read_timestamp(where: str, fields: dict, before: list[float]) -> float:
+    """Seconds, not less than the last of `before` and not much later than the first."""
+    time = fields.get("timestamp")
+    if not isinstance(time, int | float) or isinstance(time, bool) or not 0 <= time <= sys.float_info.max:
+        refuse(f'{where}: "timestamp" must be a number of seconds, not {shown(time)}', "--trace")
+    if before and time < before[-1]:
+        refuse(f'{where}: "timestamp" {shown(time)} is before the line above, {before[-1]}', "--trace")
+    if before and time - before[0] > MAX_SECONDS:
+        span = f"{time - before[0]:.3g} s after the first, more than a week"
+        refuse(f'{where}: "timestamp" {shown(time)} is {span}: timestamps are in seconds', "--trace")
+    return float(time)
 
 
 def read_json_lines(path: Path, option: str) -> Iterator[tuple[str, dict]]:
     """(file and line, object) of every line that is not empty."""
     for number, line in enumerate(read_text(path, option).split("\n"), 1):
-        where = f"{path}, line {number}"
         if not line.strip():
             continue
-        try:
-            fields = json.loads(line)
-        except json.JSONDecodeError as error:
-            refuse(f"{where}: not JSON: {error.msg}", option)
+        where = f"{path}, line {number}"
+        fields = parse_json(line, where, option)
         if not isinstance(fields, dict):
             refuse(f"{where}: not an object", option)
         yield where, fields
 
 
-def read_text(path: Path, option: str = "--dataset-path") -> str:
+def parse_json(text: str, where: str, option: str) -> Any:
     try:
-        return path.expanduser().read_text("utf-8")
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        line = f", line {error.lineno}" if "\n" in text else ""
+        refuse(f"{where}{line}: not JSON: {error.msg}", option)
+    except RecursionError:
+        refuse(f"{where}: lists or objects are nested too deeply", option)
+    except ValueError:
+        refuse(f"{where}: an integer of more than {sys.get_int_max_str_digits()} digits", option)
+
+
+def read_text(path: Path, option: str) -> str:
+    """The contents of a regular file of a bounded size: a FIFO or a device may never end."""
+    try:
+        path = path.expanduser()
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):
+            refuse(f"{path}: not a regular file", option)
+        if status.st_size > MAX_FILE_BYTES:
+            refuse(f"{path}: {status.st_size / 2**30:.1f} GiB are more than {MAX_FILE_BYTES // 2**30} GiB", option)
+        with console.status(f"reading {status.st_size / 1e6:.0f} MB"):
+            return path.read_text("utf-8")
     except OSError as error:
         refuse(f"{path}: {error.strerror}", option)
+    except RuntimeError as error:  # "~name" without a user of that name
+        refuse(f"{path}: {error}", option)
     except UnicodeDecodeError:
         refuse(f"{path}: not a text in UTF-8", option)
 
 
+def check_text(text: str, where: str, option: str) -> None:
+    """Refuse what a tokenizer cannot take."""
+    if len(text) > MAX_CHARACTERS:
+        refuse(f"{where}: a text of {len(text):,} characters, more than {MAX_CHARACTERS:,}", option)
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        refuse(f"{where}: half a surrogate pair, {shown(text[error.start])}, is no character", option)
+
+
 def positive(where: str, fields: dict, name: str, option: str) -> int:
     value = fields.get(name)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        refuse(f'{where}: "{name}" must be a positive integer, not {value!r}', option)
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MAX_TOKENS:
+        most = f" of at most {MAX_TOKENS:,}" if isinstance(value, int) and value > MAX_TOKENS else ""
+        refuse(f'{where}: "{name}" must be a positive integer{most}, not {shown(value)}', option)
     return value
 
 
@@ -250,15 +312,13 @@ def is_token_id(value: Any) -> bool:
 
 def parse_range(option: str, text: str) -> tuple[int, int]:
     """ "128" -> (128, 128), "32-256" -> (32, 256)."""
-    low, _, high = text.partition("-")
+    low, dash, high = text.partition("-")
     try:
-        bounds = int(low), int(high or low)
+        bounds = int(low), int(high if dash else low)
     except ValueError:
-        refuse(f"{text!r} is not a number or LOW-HIGH", option)
+        refuse(f"{shown(text)} is not a number or LOW-HIGH", option)
     if not 1 <= bounds[0] <= bounds[1]:
-        refuse(f"{text!r}: needs 1 <= LOW <= HIGH", option)
+        refuse(f"{shown(text)}: needs 1 <= LOW <= HIGH", option)
+    if bounds[1] > MAX_TOKENS:
+        refuse(f"{shown(text)}: at most {MAX_TOKENS:,} tokens", option)
     return bounds
-
-
-def refuse(message: str, option: str = "--dataset-path") -> NoReturn:
-    raise typer.BadParameter(message, param_hint=option) from None

@@ -20,7 +20,7 @@ import triton
 import typer
 from triton.backends.compiler import GPUTarget
 
-from benchmarks.report import console, table_of
+from benchmarks.report import show_table, table_of
 from nanopage.kernels import cache_write, paged_attention
 
 ARCHITECTURES = (75, 80, 90, 100)
@@ -143,11 +143,12 @@ def main(
     if as_json:
         print(json.dumps(rows))
         return
-    columns = list(rows[0])
+    columns = [name.replace("_", " ") for name in rows[0]]
     table = table_of("Registers and stack (bytes) of a thread, shared memory (bytes) of a program", columns)
+    table.padding = 0  # there are twelve columns
     for row in rows:
-        table.add_row(*map(str, row.values()))
-    console.print(table)
+        table.add_row(row.pop("kernel").removesuffix("_kernel"), *map(str, row.values()))
+    show_table(table)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ A decode must read the K and V of every token once: bytes / time is set against 
 run. SDPA and FlexAttention get K and V lying together, which a paged cache can not give them: a bound, not a rival.
 """
 
-import json
 import statistics
 from collections.abc import Callable
 from pathlib import Path
@@ -12,9 +11,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+import typer
 from torch import Tensor
 
-from benchmarks.report import console, show_header, table_of
+from benchmarks.outputs import exit_unless, recorded
+from benchmarks.report import console, figure, show_header, show_table, table_of
 
 GIB = 2**30
 HEADS = ((32, 8, 128), (9, 3, 64))  # query heads, KV heads, head_dim: Llama 3 8B's, SmolLM2 135M's
@@ -31,26 +32,33 @@ def kernels(dtype: torch.dtype, num_iters: int, header: dict[str, str], json_fil
             "take of one's registers and shared memory can be said: python -m benchmarks.kernel_resources",
             highlight=False,
         )
-        raise SystemExit(1)
+        raise typer.Exit(1)
     copy = copy_bandwidth()
     show_header(header | {"copy": f"{copy:.0f} GB/s, read and written"})
     work = [("decode", *heads, *shape) for heads in HEADS for shape in DECODES]
     work += [("prefill", *heads, *shape) for heads in HEADS for shape in PROMPTS]
     rows: list[dict[str, Any]] = []
-    columns = ["", "batch", "tokens", "heads", "nanopage (us)", "GB/s", "of a copy", "TFLOP/s"]
-    table = table_of("paged attention: medians", [*columns, "torch reference (us)", "SDPA (us)", "FlexAttention (us)"])
-    for case in work:
-        row = measure(*case, dtype, num_iters)
-        decode = row["kind"] == "decode"
-        row["of_copy"] = row["gb_s"] / copy
-        cells = [row["kind"], row["batch"], row["tokens"], row["heads"], f"{row['nanopage']:.1f}"]
-        cells += [f"{row['gb_s']:.0f}", f"{row['of_copy']:.0%}", "-"] if decode else ["-", "-", f"{row['tflop_s']:.0f}"]
-        cells += [f"{row[name]:.1f}" if row[name] else "-" for name in ("reference", "sdpa", "flex")]
-        table.add_row(*map(str, cells))
-        rows.append(row)
-        if json_file is not None:  # what follows may fail
-            json_file.write_text(json.dumps({"header": header, "copy_gb_s": copy, "rows": rows}, indent=2) + "\n")
-    console.print(table)
+    columns = ["", "batch", "tokens", "heads", "us", "GB/s", "of a copy", "TFLOP/s", "torch us", "SDPA us", "Flex us"]
+    title = "Paged attention, medians; beside it torch's reference, SDPA and FlexAttention"
+    table = table_of(title, columns)
+    with recorded(json_file, lambda: {"header": header, "copy_gb_s": copy, "rows": rows}) as record:
+        try:
+            for case in work:
+                row = measure(*case, dtype, num_iters)
+                rows.append(row | {"of_copy": row["gb_s"] / copy})
+                table.add_row(*cells(row, copy))
+        finally:
+            show_table(table)
+    exit_unless(record.written)
+
+
+def cells(row: dict[str, Any], copy: float) -> list[str]:
+    """A line of the table. Decodes are bound by memory, prompts by arithmetic."""
+    bound = [figure(row["gb_s"]), f"{row['gb_s'] / copy:.0%}", "-"]
+    if row["kind"] == "prefill":
+        bound = ["-", "-", figure(row["tflop_s"])]
+    times = [figure(row[name]) for name in ("nanopage", "reference", "sdpa", "flex")]
+    return [*map(str, (row["kind"], row["batch"], row["tokens"], row["heads"])), times[0], *bound, *times[1:]]
 
 
 def copy_bandwidth() -> float:

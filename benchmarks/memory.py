@@ -8,18 +8,22 @@ from collections.abc import Callable
 import typer
 
 from benchmarks.peers.nanopage import greedy, random_prompt
-from benchmarks.report import console, spread, table_of
+from benchmarks.report import console, figure, show_table, spread, table_of
+
+FORK_LENGTHS = 512, 64  # tokens of the prompt and of each completion
 
 
-def measure_forks(engine, rng: random.Random, num_iters: int) -> dict:
-    """Eight completions of one prompt of 512 tokens, as one request and as eight. No prefix cache."""
+def measure_forks(engine, rng: random.Random, num_iters: int, results: dict) -> None:
+    """Eight completions of one prompt, as one request and as eight. No prefix cache. Fills "parallel sampling"."""
     from nanopage import SamplingParams
 
-    options = {"temperature": 1.0, "max_tokens": 64, "ignore_eos": True, "detokenize": False}
+    prompt_len, output_len = FORK_LENGTHS
+    options = {"temperature": 1.0, "max_tokens": output_len, "ignore_eos": True, "detokenize": False}
     forms = {"1 request, n=8": [8], "8 requests": [1] * 8}
     runs: dict[str, list[dict]] = {name: [] for name in forms}
+    results["parallel sampling"] = runs
     for iteration in range(-1, num_iters):  # the first warms up
-        prompt = random_prompt(rng, engine, 512)
+        prompt = random_prompt(rng, engine, prompt_len)
         for name, counts in forms.items():
             for i, n in enumerate(counts):
                 engine.add_request(str(i), prompt, SamplingParams(n=n, seed=i, **options))
@@ -30,22 +34,23 @@ def measure_forks(engine, rng: random.Random, num_iters: int) -> dict:
                     {"blocks": blocks, "prefill_tokens": sum(step.prefill_tokens for step in steps), "seconds": seconds}
                 )
     one, eight = runs.values()
-    table = table_of("8 completions of 64 tokens, prompt of 512", ["", *forms, "saved"])
-    for title, key, digits in (("blocks at most", "blocks", 0), ("prompt tokens computed", "prefill_tokens", 0),
-                               ("time (s)", "seconds", 2)):  # fmt: skip
-        a, b = (statistics.median(run[key] for run in column) for column in (one, eight))
-        table.add_row(title, f"{a:.{digits}f}", f"{b:.{digits}f}", f"{1 - a / b:.0%}")
-    console.print(table)
-    return runs
+    table = table_of(f"8 completions of {output_len} tokens, prompt of {prompt_len}", ["", *forms, "saved"])
+    titles = {"blocks at most": "blocks", "prompt tokens computed": "prefill_tokens", "time (s)": "seconds"}
+    for title, key in titles.items():
+        a, b = (statistics.median_low(run[key] for run in column) for column in (one, eight))
+        table.add_row(title, figure(a), figure(b), f"{1 - a / b:.0%}")
+    show_table(table)
 
 
-def measure_preemption(engine_of: Callable, rng: random.Random, num_iters: int) -> dict:
-    """32 requests whose tokens are three times the pool, preempted by recomputation and by swapping."""
+def measure_preemption(engine_of: Callable, rng: random.Random, num_iters: int, results: dict) -> None:
+    """32 requests whose tokens are three times the pool, preempted by recomputation and by swapping. Fills
+    "preemption"."""
     lengths = [(rng.randint(32, 256), rng.randint(32, 128)) for _ in range(32)]
     pool = sum(-(-(i + o) // 16) for i, o in lengths) // 3
     options = {"num_gpu_blocks_override": pool, "max_model_len": 256 + 128, "dtype": "float32"}
     engines = {mode: engine_of(preemption_mode=mode, **options) for mode in ("recompute", "swap")}
     runs: dict[str, list[dict]] = {mode: [] for mode in engines}
+    results["preemption"] = runs
     for _ in range(num_iters):
         prompts = [random_prompt(rng, engines["swap"], i) for i, _ in lengths]
         tokens = []
@@ -61,18 +66,20 @@ def measure_preemption(engine_of: Callable, rng: random.Random, num_iters: int) 
         if tokens[0] != tokens[1] or len(tokens[0]) != len(lengths):
             console.print("[red]error:[/red] recomputation and swapping gave different outputs")
             raise typer.Exit(1)
-    title = f"{len(lengths)} requests, three times a pool of {pool} blocks: outputs equal, float32"
+    title = f"{len(lengths)} requests, three times a pool of {pool} blocks, float32: outputs equal"
     table = table_of(title, ["", *runs, "swap / recompute"])
     for key in ("preemptions", "tokens computed", "blocks swapped out", "seconds"):
         columns = [[run[key] for run in column] for column in runs.values()]
         ratio = [b / a if a else None for a, b in zip(*columns, strict=True)]
         table.add_row(key, *(spread(column) for column in columns), spread(ratio))
-    console.print(table)
-    return runs
+    show_table(table)
 
 
-def measure_waste(engine, rng: random.Random, num_prompts: int, inputs: tuple, outputs: tuple) -> dict:
-    """Slots that are allocated and not filled, as a share of those allocated, over all steps of a trace."""
+def measure_waste(
+    engine, rng: random.Random, num_prompts: int, inputs: tuple[int, int], outputs: tuple[int, int], results: dict
+) -> None:
+    """Slots that are allocated and not filled, as a share of those allocated, over all steps of a trace. Fills
+    "waste"."""
     manager, scheduler = engine.scheduler.block_manager, engine.scheduler
     size = manager.block_size
     for i in range(num_prompts):
@@ -96,9 +103,9 @@ def measure_waste(engine, rng: random.Random, num_prompts: int, inputs: tuple, o
     title = f"{num_prompts} requests, input {inputs[0]}-{inputs[1]}, output {outputs[0]}-{outputs[1]}"
     table = table_of(title, ["allocated slots never filled", "sequences at most", "steps", "time (s)"])
     running = max(step.running for step in steps)
-    table.add_row(f"{waste:.2%}", str(running), str(len(steps)), f"{seconds:.1f}")
-    console.print(table)
-    return {"waste": waste, "sequences": running, "steps": len(steps), "seconds": seconds}
+    table.add_row(f"{waste:.2%}", figure(running), figure(len(steps)), figure(seconds))
+    show_table(table)
+    results["waste"] = {"waste": waste, "sequences": running, "steps": len(steps), "seconds": seconds}
 
 
 def drive(engine, after_step: Callable[[], None] = lambda: None) -> tuple[list, float, dict]:

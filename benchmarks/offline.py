@@ -1,33 +1,46 @@
 """Latency and throughput of requests that are all there from the start, alone or in turn with transformers."""
 
 import contextlib
-import json
 import random
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import typer
-
-from benchmarks.datasets import Dataset
+from benchmarks.checks import check_cache, check_choice, check_engine, check_lengths, find_model, refuse
+from benchmarks.datasets import Dataset, Requests
+from benchmarks.outputs import exit_unless, recorded
 from benchmarks.peers import nanopage as nanopage_peer
 from benchmarks.peers import transformers as transformers_peer
 from benchmarks.peers import transformers_continuous
 from benchmarks.peers.protocol import Engine, Run, measure
 from benchmarks.progress import progress
 from benchmarks.report import (
-    check_json,
-    check_plot,
     console,
     describe,
     errors_by_name,
     left_out_if_it_fails,
     show_header,
+    show_table,
     spread,
     table_of,
 )
+
+
+@dataclass
+class Results:
+    """Everything measured, as the JSON file has it. `runs`: engine -> one Run for each iteration."""
+
+    header: dict[str, str]
+    setup_seconds: dict[str, float]
+    runs: dict[str, list[Run]]
+    bandwidth_gb_s: dict[str, float]
+    weight_bytes: int
+    kv_bytes_of_a_token: int
+    failures: dict[str, str] = field(default_factory=dict)  # of peers
+    prefix_cache_hit_tokens: int = 0
+    utilization: list[dict[str, Any]] = field(default_factory=list)  # of nanopage: Phases, for each iteration
 
 
 def bench(
@@ -44,25 +57,23 @@ def bench(
     plot_file: Path | None = None,
 ) -> None:
     """Run a workload on an engine made with `switches`, options of EngineConfig, and print its table."""
-    if compare not in (None, "transformers"):
-        raise typer.BadParameter(f"{compare!r} is not one of: transformers", param_hint="--compare")
-    check_json(json_file)
-    check_json(profile_file, "--profile")
-    check_plot(plot_file)
+    check_choice(compare, ["transformers"], "--compare")
+    check_engine(switches)
     rng = random.Random(seed)
 
     started = time.perf_counter()
     from benchmarks import utilization
-    from nanopage import LLM, EngineConfig, hub
+    from nanopage import LLM, EngineConfig
     from nanopage.device import resolve_device
 
     imported = time.perf_counter()
+    path, config = find_model(model)
+    if compare and path.suffix == ".gguf":
+        refuse("transformers cannot load a .gguf file here: give --model a directory", "--compare")
     with errors_by_name():
-        path = hub.resolve(model)
-        if compare and path.suffix == ".gguf":
-            raise typer.BadParameter("transformers can not load this .gguf file here: give a directory")
         requests = data.requests(rng, path)
         lengths = requests.lengths
+        check_lengths(lengths, config, requests.options)
         options = {"model": str(path), "max_num_seqs": max(256, len(lengths))} | switches
         device = resolve_device(EngineConfig(**options).device)
         if compare and device.type == "cuda":  # the peers need memory, too: blocks for all requests, and some room
@@ -72,73 +83,82 @@ def bench(
         resolved = time.perf_counter()
         llm = LLM(**options)
         llm.engine.runner.use_graphs(wait=True)
+        check_cache(lengths, llm.engine)
     loaded = time.perf_counter()
-    longest = max(i + o for i, o in lengths)
-    if longest > llm.engine.max_model_len:
-        raise typer.BadParameter(f"{longest} tokens are more than the model's {llm.engine.max_model_len}")
     bandwidth = bandwidth or utilization.bandwidth(device)
     recorder = utilization.StepRecorder(llm.engine, bandwidth)
     runners = {"nanopage": nanopage_peer.runner(llm)}
-    setup = {
-        "import": round(imported - started, 3),
-        "load and compile": round(loaded - resolved, 3),
-    }
-    header = describe(llm.engine, f"{command}, {data.what}, seed {seed}", compare)
-    show_header(header)
-    failures: dict[str, str] = {}  # of peers
-    stop_peers = contextlib.ExitStack()
-    if compare:
-        loaded = time.perf_counter()
-        runners |= load_peers(llm, lengths, stop_peers, failures)
-        setup["load transformers"] = round(time.perf_counter() - loaded, 3)
-
-    runs: dict[str, list[Run]] = {name: [] for name in runners}
-    utilized: list[dict] = []  # of nanopage, for each iteration
+    results = Results(
+        describe(llm.engine, f"{command}, {data.what}, seed {seed}", compare),
+        {"import": round(imported - started, 3), "load and compile": round(loaded - resolved, 3)},
+        {},
+        bandwidth,
+        recorder.weight_bytes,
+        recorder.kv_bytes,
+    )
+    show_header(results.header)
     steps: list[utilization.Step] = []  # of nanopage
-    with stop_peers:
-        for iteration in range(-num_iters_warmup, num_iters):
-            work = requests.work(rng, llm.engine)
-            llm.engine.reset_prefix_cache()  # the prompts of a file come again
-            for name, run in list(runners.items()):
-                label = f"{name} {'warm-up' if iteration < 0 else f'{iteration + 1}/{num_iters}'}"
-                with errors_by_name() if name == "nanopage" else left_out_if_it_fails(name, failures):
-                    with progress(llm.engine, label, len(work)):
-                        result = measure(run, work)
-                    if iteration < 0:
-                        setup.setdefault(f"warm-up {name}", round(result.seconds, 3))
-                    else:
-                        runs[name].append(result)
-                if name in failures:
-                    del runners[name], runs[name]
-            phases = recorder.take()
-            if iteration >= 0:
-                utilized.append(phases)
-                steps += recorder.taken
-    hits = llm.engine.scheduler.block_manager.num_hit_tokens
-    report(runs, setup, hits, command)
-    utilization.show(utilized, bandwidth)
-    if json_file is not None:
-        record = {
-            "header": header,
-            "setup_seconds": setup,
-            "runs": {name: [asdict(run) for run in results] for name, results in runs.items()},
-            "failures": failures,
-            "prefix_cache_hit_tokens": hits,
-            "bandwidth_gb_s": bandwidth,
-            "weight_bytes": recorder.weight_bytes,
-            "kv_bytes_of_a_token": recorder.kv_bytes,
-            "utilization": [{name: phase and asdict(phase) for name, phase in each.items()} for each in utilized],
-        }
-        json_file.write_text(json.dumps(record, indent=2) + "\n")
+    with contextlib.ExitStack() as stop_peers, recorded(json_file, lambda: asdict(results)) as record:
+        if compare:
+            loaded = time.perf_counter()
+            runners |= load_peers(llm, lengths, stop_peers, results.failures)
+            results.setup_seconds["load transformers"] = round(time.perf_counter() - loaded, 3)
+        results.runs = {name: [] for name in runners}
+        try:
+            for iteration in range(-num_iters_warmup, num_iters):
+                label = "warm-up" if iteration < 0 else f"{iteration + 1}/{num_iters}"
+                take_turns(results, runners, requests, rng, llm.engine, label)
+                phases = recorder.take()
+                if iteration >= 0:
+                    results.utilization.append(phases)
+                    steps += recorder.taken
+        finally:
+            show(results, command)
+    plotted = traced = True
     if plot_file is not None:
         from benchmarks import plots
 
-        plots.throughput(steps, header, plot_file)
+        plotted = plots.throughput(steps, results.header, plot_file)
     if profile_file is not None:
         with errors_by_name():
-            utilization.write_trace(runners["nanopage"], requests.work(rng, llm.engine), profile_file)
-    if failures:
-        raise typer.Exit(1)
+            work = requests.work(rng, llm.engine)
+            traced = utilization.write_trace(runners["nanopage"], work, profile_file)
+    exit_unless(record.written, plotted, traced, not results.failures)
+
+
+def take_turns(
+    results: Results, runners: dict[str, Engine], requests: Requests, rng: random.Random, engine: Any, label: str
+) -> None:
+    """Run the same requests on every engine. A peer that fails leaves `runners`.
+
+    Args:
+        engine: nanopage's LLMEngine.
+        label: of the iteration; "warm-up" does not count.
+    """
+    work = requests.work(rng, engine)
+    engine.reset_prefix_cache()  # the prompts of a file come again
+    for name, run in list(runners.items()):
+        with errors_by_name() if name == "nanopage" else left_out_if_it_fails(name, results.failures):
+            with progress(engine, f"{name} {label}", len(work)):
+                result = measure(run, work)
+            if label == "warm-up":
+                results.setup_seconds.setdefault(f"warm-up {name}", round(result.seconds, 3))
+            else:
+                results.runs[name].append(result)
+        if name in results.failures:
+            del runners[name], results.runs[name]
+    results.prefix_cache_hit_tokens = engine.scheduler.block_manager.num_hit_tokens
+
+
+def show(results: Results, command: str) -> None:
+    """Print what the complete iterations came to."""
+    from benchmarks import utilization
+
+    complete = len(results.utilization)
+    if complete:
+        runs = {name: each[:complete] for name, each in results.runs.items()}
+        report(runs, results.setup_seconds, results.prefix_cache_hit_tokens, command)
+        utilization.show(results.utilization, results.bandwidth_gb_s)
 
 
 def load_peers(
@@ -165,15 +185,15 @@ def load_peers(
 
 
 def report(runs: dict[str, list[Run]], setup: dict[str, float], hits: int, command: str) -> None:
-    """Medians, with the lowest and highest run."""
-    title = f"{command}: median [lowest, highest] of {len(runs['nanopage'])}"
+    """Medians, with the lowest and highest run. Decoding is that of one request."""
+    title = f"{command}: median [lowest-highest] of {len(runs['nanopage'])}"
     peers = [name for name in runs if name != "nanopage"]
     ratio = "ratio, pair by pair" if len(peers) == 1 else "nanopage / {}, pair by pair"
     table = table_of(title, ["", *runs, *(ratio.format(name) for name in peers)])
     metrics: dict[str, Callable[[Run], float | None]] = {
         "time (s)": lambda run: run.seconds,
-        "time to first token (ms)": lambda run: run.ttft and run.ttft * 1000,
-        "decode tok/s of a request": lambda run: run.decode_tok_s,
+        "first token (ms)": lambda run: run.ttft and run.ttft * 1000,
+        "decode tok/s": lambda run: run.decode_tok_s,
         "output tok/s": lambda run: run.output_tokens / run.seconds,
         "total tok/s": lambda run: run.total_tokens / run.seconds,
     }
@@ -184,7 +204,7 @@ def report(runs: dict[str, list[Run]], setup: dict[str, float], hits: int, comma
             pairs = zip(values["nanopage"], values[name], strict=True)
             cells.append(spread([ours / theirs if ours and theirs else None for ours, theirs in pairs]))
         table.add_row(title, *cells)
-    console.print(table)
+    show_table(table)
     console.print("  ".join(f"{name} {value:.1f} s" for name, value in setup.items()), style="dim", highlight=False)
     if hits:
         console.print(f"The prefix cache served {hits} of the prompts' tokens, warm-up included.", style="yellow")

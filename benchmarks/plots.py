@@ -1,5 +1,6 @@
 """The pictures of bench.py --plot."""
 
+import io
 import math
 import statistics
 from collections import defaultdict
@@ -9,7 +10,8 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from benchmarks.serve import METRICS, Sample
+from benchmarks.metrics import METRICS, Sample, percentile_name
+from benchmarks.outputs import write
 from benchmarks.utilization import Step
 
 
@@ -19,7 +21,7 @@ def serve(
     percentiles: list[float],
     header: dict[str, str],
     file: Path,
-) -> None:
+) -> bool:
     """Latency against rate, throughput against rate, and each rate's queues over time."""
     figure = Figure(figsize=(12, 3.8 + 1.9 * len(results)), layout="constrained")
     grid = figure.add_gridspec(1 + len(results), 2, height_ratios=[2.0] + [1.0] * len(results))
@@ -29,7 +31,7 @@ def serve(
     xs = labels if numbers else list(range(len(labels)))
     for color, (name, (short, _)) in enumerate(METRICS.items()):
         styles = ["-", "--", ":", "-."]
-        for i, statistic in enumerate(["median", *(f"p{p:g}" for p in percentiles)]):
+        for i, statistic in enumerate(["median", *map(percentile_name, percentiles)]):
             ys = [result[f"{statistic}_{name}_ms"] for result in results]
             style: dict[str, Any] = {"color": f"C{color}", "linestyle": styles[i % len(styles)], "marker": "o"}
             latency.plot(xs, [math.nan if y is None else y for y in ys], label=f"{short} {statistic}", **style)
@@ -54,7 +56,7 @@ def serve(
         axes.set_xlabel("request rate (requests/s)")
     for row, (label, samples) in enumerate(zip(labels, timelines, strict=True), 1):
         timeline(figure.add_subplot(grid[row, :]), label, samples)
-    save(figure, header, file)
+    return save(figure, header, file)
 
 
 def timeline(axes: Axes, label: float | str, samples: list[Sample]) -> None:
@@ -66,7 +68,7 @@ def timeline(axes: Axes, label: float | str, samples: list[Sample]) -> None:
     axes.legend(fontsize="small", loc="upper right")
 
 
-def throughput(steps: list[Step], header: dict[str, str], file: Path) -> None:
+def throughput(steps: list[Step], header: dict[str, str], file: Path) -> bool:
     """Output tokens a second of the decode steps against their batch: the median, and lowest to highest."""
     speeds: dict[int, list[float]] = defaultdict(list)
     for step in steps:
@@ -80,9 +82,14 @@ def throughput(steps: list[Step], header: dict[str, str], file: Path) -> None:
     axes.fill_between(batches, lowest, highest, alpha=0.2, label="lowest to highest")
     axes.set(title="decode steps", xlabel="batch: sequences in the step", ylabel="output tok/s", ylim=0)
     axes.legend()
-    save(figure, header, file)
+    return save(figure, header, file)
 
 
-def save(figure: Figure, header: dict[str, str], file: Path) -> None:
-    figure.suptitle("\n".join(header[name] for name in ("bench", "model", "device")), fontsize="small")
-    figure.savefig(file, dpi=110)
+def save(figure: Figure, header: dict[str, str], file: Path) -> bool:
+    """Returns whether the file could be written."""
+    figure.suptitle(
+        "\n".join(header[name] for name in ("bench", "model", "device")), fontsize="small", parse_math=False
+    )
+    picture = io.BytesIO()
+    figure.savefig(picture, format=file.suffix[1:].lower(), dpi=110)
+    return write(file, picture.getvalue())

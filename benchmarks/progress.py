@@ -3,58 +3,82 @@
 import contextlib
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.live import Live
+from rich.text import Text
 
-INTERVAL = 0.25  # seconds between two states of the line: drawing takes time from the engine
+from nanopage.request import StepStats
+
+
+@dataclass
+class State:
+    """What the line shows."""
+
+    label: str
+    total: int  # requests
+    done: int = 0
+    stats: StepStats = field(default_factory=StepStats)  # of the last step
+    preempted: int = 0  # requests, since the start, like the counts below
+    computed_tokens: int = 0  # of prompts
+    cached_tokens: int = 0
+    output_tokens: int = 0
+
+    def add(self, outputs: list, stats: StepStats) -> None:
+        """Count a step, and the requests that it finished."""
+        self.stats = stats
+        self.done += sum(output.finished for output in outputs)
+        self.preempted += stats.preempted
+        self.computed_tokens += stats.prefill_tokens
+        self.cached_tokens += stats.cached_tokens
+        self.output_tokens += stats.output_tokens
+
+    def line(self, width: int, seconds: float) -> str:
+        """At most `width` characters: the fields that fit, the most important first. `seconds`: since the start."""
+        stats = self.stats
+        fields = [
+            self.label,
+            f"{stats.running} running",
+            f"{stats.waiting + stats.swapped} waiting",
+            f"{self.output_tokens / max(seconds, 1e-3):.0f} tok/s",
+            f"{int(seconds) // 60}:{int(seconds) % 60:02}",
+            f"{self.preempted} preempted",
+            f"{hit_rate(self.cached_tokens, self.computed_tokens):.0%} prefix hits",
+            f"{stats.used_blocks} blocks",
+        ]
+        line = f"{self.done}/{self.total}"
+        for text in fields:
+            longer = f"{line}  {text}"
+            if len(longer) > width:
+                break
+            line = longer
+        return line
 
 
 @contextlib.contextmanager
 def progress(engine: Any, label: str, total: int) -> Iterator[None]:
-    """Show a bar of `total` requests while `engine` steps. Without a terminal the engine is not even watched."""
+    """Show a line about `total` requests while `engine` steps. Without a terminal the engine is not even watched."""
     console = Console(stderr=True)
     if not console.is_terminal:
         yield
         return
-    bar = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=20),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[state]}"),
-        TimeElapsedColumn(),
-        console=console,
-        transient=True,
-        refresh_per_second=4,
-        redirect_stdout=False,  # stdout may be a file
-    )
-    task = bar.add_task(label, total=total, state="")
-    step = engine.step
-    started = shown = time.perf_counter()
-    done = preempted = computed = cached = output_tokens = 0
+    state, step, started = State(label, total), engine.step, time.perf_counter()
 
     def watched_step():
-        nonlocal shown, done, preempted, computed, cached, output_tokens
-        outputs, stats = step(), engine.last_step
-        done += sum(output.finished for output in outputs)
-        preempted += stats.preempted
-        computed += stats.prefill_tokens
-        cached += stats.cached_tokens
-        output_tokens += stats.output_tokens
-        now = time.perf_counter()
-        if now - shown >= INTERVAL:
-            shown = now
-            bar.update(task, completed=done, state=(
-                f"{stats.running} running, {stats.waiting + stats.swapped} waiting, {preempted} preempted, "
-                f"{stats.used_blocks} blocks, {hit_rate(cached, computed):.0%} prefix hits, "
-                f"{output_tokens / (now - started):.0f} tok/s"
-            ))  # fmt: skip
+        outputs = step()
+        state.add(outputs, engine.last_step)
         return outputs
+
+    def draw() -> Text:
+        # Less than the width: in the last column some terminals wrap.
+        return Text(state.line(console.width - 1, time.perf_counter() - started), no_wrap=True, overflow="crop")
 
     engine.step = watched_step
     try:
-        with bar:
+        # stdout may be a file.
+        with Live(console=console, get_renderable=draw, transient=True, refresh_per_second=4, redirect_stdout=False):
             yield
     finally:
         engine.step = step

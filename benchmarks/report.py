@@ -1,21 +1,31 @@
-"""What the commands of bench.py print with, and the refusals that they share."""
+"""What the commands of bench.py print with."""
 
 import contextlib
-import importlib
-import platform
+import math
+import re
 import statistics
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import typer
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from benchmarks.peers import nanopage as nanopage_peer
+from benchmarks.machine import cpu_name, nvidia_smi, versions
 
 console = Console()
+
+
+def escape_controls(text: str) -> str:
+    """Replace control characters other than newlines and tabs by their code: a terminal would obey them."""
+    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda match: f"\\x{ord(match[0]):02x}", text)
+
+
+def plain(text: str) -> str:
+    """Text from outside, for `console.print`: neither control characters nor rich's markup."""
+    return escape(escape_controls(text))
 
 
 @contextlib.contextmanager
@@ -24,7 +34,7 @@ def errors_by_name() -> Iterator[None]:
     try:
         yield
     except (ValueError, TypeError, OSError, RuntimeError, MemoryError) as error:
-        console.print(f"[red]error:[/red] {escape(str(error))}", highlight=False)
+        console.print(f"[red]error:[/red] {plain(str(error))}", highlight=False)
         raise typer.Exit(1) from None
 
 
@@ -36,50 +46,58 @@ def left_out_if_it_fails(name: str, failures: dict[str, str]) -> Iterator[None]:
     except Exception as error:
         failures[name] = f"{type(error).__name__}: {error}"
         console.print(
-            f"[red]{name} failed[/red] and is left out from here on: {escape(failures[name])}", highlight=False
+            f"[red]{name} failed[/red] and is left out from here on: {plain(failures[name])}", highlight=False
         )
-
-
-def check_json(file: Path | None, option: str = "--json") -> None:
-    """Refuse a file to be written, named by `option`, whose folder is not there."""
-    if file is not None and not file.absolute().parent.is_dir():
-        raise typer.BadParameter(f"no such folder: {file.absolute().parent}", param_hint=option)
-
-
-def check_plot(file: Path | None) -> None:
-    """Refuse a picture that could not be written."""
-    if file is None:
-        return
-    check_json(file, "--plot")
-    try:
-        from matplotlib.backend_bases import FigureCanvasBase
-    except ImportError:
-        message = "needs matplotlib: pip install -e '.[plot]'"
-        raise typer.BadParameter(message, param_hint="--plot") from None
-    formats = FigureCanvasBase.get_supported_filetypes()
-    if file.suffix.lower().removeprefix(".") not in formats:
-        known = ", ".join(f".{name}" for name in sorted(formats))
-        raise typer.BadParameter(f"{file.name!r} does not end in one of: {known}", param_hint="--plot")
 
 
 def show_header(header: dict[str, str]) -> None:
     for name, value in header.items():
-        console.print(f"[dim]{name:>14}[/dim]  {escape(value)}", highlight=False, soft_wrap=True)
+        console.print(f"[dim]{name:>14}[/dim]  {plain(value)}", highlight=False, soft_wrap=True)
 
 
 def table_of(title: str, columns: list[str]) -> Table:
-    table = Table(title=escape(title), title_justify="left")
+    """A table without a frame, which takes little of a terminal's width."""
+    title = "\n" + plain(title)
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
     for column in columns:
-        table.add_column(column, justify="right" if column else "left")
+        table.add_column(column, justify="right" if column else "left", overflow="fold")
     return table
 
 
+def show_table(table: Table) -> None:
+    """Print a table. If it is too wide, wrap its cells between words; rich alone would break words."""
+    columns = [[str(column.header), *map(str, column.cells)] for column in table.columns]
+    wanted = [max(map(len, cells)) for cells in columns]
+    widths = [max(len(word) for word in " ".join(cells).split()) for cells in columns]
+    gaps = len(columns) * (1 + table.padding[1])
+    for _ in range(console.width - gaps - sum(widths)):
+        missing = [want - width for want, width in zip(wanted, widths, strict=True)]
+        if max(missing) > 0:
+            widths[missing.index(max(missing))] += 1
+    for column, width in zip(table.columns, widths, strict=True):
+        column.width = width
+    console.print(table)
+
+
+def figure(value: float | None) -> str:
+    """Three significant digits, but no more than three decimals and no fewer than all before the point. Integers have
+    all their digits, and None is "-"."""
+    if value is None:
+        return "-"
+    if isinstance(value, int):
+        return f"{value:,}"
+    decimals = 2 - math.floor(math.log10(abs(value))) if value else 0
+    return f"{value:,.{min(max(decimals, 0), 3)}f}"
+
+
 def spread(values: Sequence[float | None]) -> str:
-    """Median, lowest and highest; "-" if any is not known."""
+    """Median, lowest and highest, or one figure if all are equal; "-" if any is not known."""
     known = [value for value in values if value is not None]
     if len(known) < len(values):
         return "-"
-    return f"{statistics.median(known):.2f} [{min(known):.2f}, {max(known):.2f}]"
+    if min(known) == max(known):
+        return figure(known[0])
+    return f"{figure(statistics.median(known))} [{figure(min(known))}-{figure(max(known))}]"
 
 
 def describe(engine: Any, what: str, compare: str | None = None) -> dict[str, str]:
@@ -93,8 +111,6 @@ def describe(engine: Any, what: str, compare: str | None = None) -> dict[str, st
     weights += ", dummy weights" if config.load_format == "dummy" else ""
     hardware, gpu = cpu_name(), {}
     if engine.device.type == "cuda":
-        from benchmarks.utilization import nvidia_smi
-
         libraries.append("triton")
         properties = torch.cuda.get_device_properties(engine.device)
         hardware = properties.name
@@ -108,18 +124,3 @@ def describe(engine: Any, what: str, compare: str | None = None) -> dict[str, st
         "switches": f"{'eager' if config.enforce_eager else 'compiled'}, {overlap}, block size {config.block_size}",
         "versions": versions(*libraries),
     }
-
-
-def versions(*libraries: str) -> str:
-    """Of nanopage, with its commit, of torch, these libraries and Python."""
-    known = nanopage_peer.versions() | {name: importlib.import_module(name).__version__ for name in libraries}
-    known["Python"] = platform.python_version()
-    return ", ".join(f"{name} {version}" for name, version in known.items())
-
-
-def cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()

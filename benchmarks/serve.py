@@ -1,101 +1,34 @@
 """An engine under requests that arrive in real time: latency, throughput and goodput, named as by `vllm bench serve`.
 
-Of a request, in milliseconds:
-
-    TTFT    first token - arrival
-    E2EL    last token - arrival
-    TPOT    (E2EL - TTFT) / (output tokens - 1)
-    ITL     every time between two of its tokens
-
-These are vLLM's definitions but for the arrival: here it is the scheduled one, so that waiting for the step under way,
-for a place under --max-concurrency and for a late loop all count. vLLM's clock starts when a request is sent.
-
 What the run measured is checked against Little's law, L = throughput x mean E2EL: L, the mean number of requests in the
 system (arrived and not finished), is counted at the end of every step and integrated over the clock's time, while the
 right side comes from the times of the requests.
 """
 
 import bisect
-import json
 import math
+import os
 import random
 import time
-from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import typer
-from rich.markup import escape
 
-from benchmarks.datasets import Dataset, Requests, refuse
+from benchmarks.checks import MAX_SECONDS, check_cache, check_choice, check_lengths, find_model, refuse, shown
+from benchmarks.datasets import Dataset, Requests
+from benchmarks.metrics import METRICS, Run, Sample, Served, details, show, summary
+from benchmarks.outputs import exit_unless, recorded
 from benchmarks.peers.nanopage import greedy
 from benchmarks.peers.protocol import Work
-from benchmarks.progress import hit_rate, progress
+from benchmarks.progress import progress
 from benchmarks.report import console, describe, errors_by_name, show_header
 
-METRICS = {
-    "ttft": ("TTFT", "Time to First Token"),
-    "tpot": ("TPOT", "Time per Output Token (excl. 1st token)"),
-    "itl": ("ITL", "Inter-token Latency"),
-    "e2el": ("E2EL", "End-to-end Latency"),
-}
 GOODPUT_METRICS = ("ttft", "tpot", "e2el")
-WIDTH = 50  # of the table
-
-
-@dataclass
-class Served:
-    """What became of a request; times in seconds since the run began."""
-
-    arrival: float
-    input_len: int
-    output_len: int
-    token_times: list[float] = field(default_factory=list)
-    error: str | None = None
-
-    @property
-    def ttft(self) -> float:
-        return self.token_times[0] - self.arrival
-
-    @property
-    def e2el(self) -> float:
-        return self.token_times[-1] - self.arrival
-
-    @property
-    def tpot(self) -> float | None:
-        """None of a single token."""
-        return (self.e2el - self.ttft) / (self.output_len - 1) if self.output_len > 1 else None
-
-    @property
-    def itls(self) -> list[float]:
-        return [b - a for a, b in zip(self.token_times, self.token_times[1:], strict=False)]
-
-
-@dataclass
-class Sample:
-    """The queues when a step had ended, `time` seconds after the run began."""
-
-    time: float
-    waiting: int  # arrived and not running: held back, queued, or preempted
-    running: int
-    used_blocks: int
-
-
-@dataclass
-class Run:
-    """One rate's requests."""
-
-    requests: list[Served]
-    duration: float = 0.0
-    mean_in_system: float = 0.0
-    max_in_engine: int = 0
-    preemptions: int = 0
-    cached_tokens: int = 0
-    computed_tokens: int = 0  # of prompts
-    samples: list[Sample] = field(default_factory=list)
+MAX_NUMBERS = 100  # of a list: a picture has a part for each rate
+MIN_BURSTINESS = 0.01  # far below it the gaps are less than any float above 0
 
 
 def serve(
@@ -126,120 +59,144 @@ def serve(
         num_warmups: requests, all at once, before the first rate.
     """
     started = time.perf_counter()
-    from nanopage import EngineConfig, LLMEngine, hub
+    from nanopage import EngineConfig, LLMEngine
 
     rng = random.Random(seed)
     imported = time.perf_counter()
+    path, config = find_model(model)
     with errors_by_name():
-        path = hub.resolve(model)
         requests = source if isinstance(source, Requests) else source.requests(rng, path)
+        check_lengths(requests.lengths, config, requests.options)
         resolved = time.perf_counter()
         engine = LLMEngine(EngineConfig(model=str(path), **switches))
         engine.runner.use_graphs(wait=True)
+        check_cache(requests.lengths, engine)
     loaded = time.perf_counter()
-    longest = max(i + o for i, o in requests.lengths)
-    if longest > engine.max_model_len:
-        raise typer.BadParameter(f"{longest} tokens are more than the model's {engine.max_model_len}")
     setup = {"import": round(imported - started, 3), "load and compile": round(loaded - resolved, 3)}
     header = describe(engine, f"serve, {what}, seed {seed}")
     show_header(header)
     with errors_by_name():
-        work = requests.work(rng, engine)[:num_warmups]
-        setup["warm-up"] = round(drive(engine, work, [0.0] * len(work)).duration, 3)
-    console.print("  ".join(f"{name} {value:.1f} s" for name, value in setup.items()), style="dim", highlight=False)
-
-    results, runs = [], []
+        work = warm_up_work(requests, rng, engine, num_warmups)
+        warm_up = planned(work, [0.0] * len(work))
+        drive(warm_up, engine, work)
+        setup["warm-up"] = round(warm_up.duration, 3)
+    record = {
+        "header": header,
+        "setup_seconds": setup,
+        "burstiness": ("inf" if burstiness == math.inf else burstiness) if rates else None,
+        "max_concurrency": max_concurrency,
+        "goodput_ms": goodput or None,
+        "runs": (results := []),
+    }
+    runs: list[Run] = []
     labels: list[float | str] = ["inf" if rate == math.inf else rate for rate in rates] or ["trace"]
-    for label in labels:
-        arrivals = requests.arrivals or arrival_times(len(requests.lengths), float(label), burstiness, seed)
-        work = requests.work(rng, engine)
-        engine.reset_prefix_cache()  # the prompts of a file come again
-        with errors_by_name(), progress(engine, f"rate {label}" if rates else "trace", len(work)):
-            run = drive(engine, work, arrivals, max_concurrency)
-        result = {"request_rate": label} | summary(run, percentiles, goodput)
-        show(result, max_concurrency, shown, percentiles)
-        results.append(result | (details(run) if save_detailed else {}))
-        runs.append(run)
-    if json_file is not None:
-        record = {
-            "header": header,
-            "setup_seconds": setup,
-            "burstiness": ("inf" if burstiness == math.inf else burstiness) if rates else None,
-            "max_concurrency": max_concurrency,
-            "goodput_ms": goodput or None,
-            "runs": results,
-        }
-        json_file.write_text(json.dumps(record, indent=2) + "\n")
+    with recorded(json_file, lambda: record) as saved:
+        console.print("  ".join(f"{name} {value:.1f} s" for name, value in setup.items()), style="dim", highlight=False)
+        for label in labels:
+            arrivals = requests.arrivals or arrival_times(len(requests.lengths), float(label), burstiness, seed)
+            work = requests.work(rng, engine)
+            engine.reset_prefix_cache()  # the prompts of a file come again
+            runs.append(run := planned(work, arrivals))
+            title = f"rate {label:g}" if isinstance(label, float) else "trace" if label == "trace" else "all at once"
+            try:
+                with errors_by_name(), progress(engine, title, len(work)):
+                    drive(run, engine, work, max_concurrency)
+            finally:
+                result = {"request_rate": label} | summary(run, percentiles, goodput)
+                results.append(result | (details(run) if save_detailed else {}))
+                show(result, max_concurrency, shown, percentiles)
+    plotted = True
     if plot_file is not None:
         from benchmarks import plots
 
-        plots.serve(results, [run.samples for run in runs], percentiles, header, plot_file)
-    if any(result["failed"] for result in results):
-        raise typer.Exit(1)
+        plotted = plots.serve(results, [run.samples for run in runs], percentiles, header, plot_file)
+    exit_unless(saved.written, plotted, not any(result["failed"] for result in results))
+
+
+def warm_up_work(requests: Requests, rng: random.Random, engine: Any, count: int) -> list[Work]:
+    """So many requests, more than once around if there are fewer."""
+    work: list[Work] = []
+    while len(work) < count:
+        work += requests.work(rng, engine)
+    return work[:count]
+
+
+def planned(work: list[Work], arrivals: list[float]) -> Run:
+    """A run that has not begun. `arrivals`: seconds after the start, not falling."""
+    return Run([Served(arrival, len(w.prompt), w.output_len) for w, arrival in zip(work, arrivals, strict=True)])
 
 
 def drive(
+    run: Run,
     engine: Any,
     work: list[Work],
-    arrivals: list[float],
     max_concurrency: int | None = None,
     now: Callable[[], float] = time.perf_counter,
     sleep: Callable[[float], None] = time.sleep,
-) -> Run:
-    """Hand each request to the engine when it has arrived, and step until all are done.
+) -> None:
+    """Hand each request to the engine when it has arrived, and step until all are done. Fills `run` as it goes, so that
+    an exception leaves what was measured.
 
     Args:
-        arrivals: seconds after the start, not falling.
         max_concurrency: most requests in the engine at once; the others wait outside.
         now: the clock that the engine's RequestMetrics are on.
     """
-    run = Run([Served(arrival, len(w.prompt), w.output_len) for w, arrival in zip(work, arrivals, strict=True)])
+    arrivals = [request.arrival for request in run.requests]
     limit = max_concurrency or len(work)
     submitted = departed = 0
     in_engine: set[str] = set()
     area = 0.0  # under the number of requests in the system
     start = now()
     last = 0.0  # until when the area is known
-    while departed < len(work):
-        while submitted < len(work) and len(in_engine) < limit and now() >= start + arrivals[submitted]:
-            try:
-                engine.add_request(str(submitted), work[submitted].prompt, greedy(work[submitted].output_len))
-                in_engine.add(str(submitted))
-            except ValueError as error:
-                run.requests[submitted].error = str(error)
-                departed += 1
-            submitted += 1
-        run.max_in_engine = max(run.max_in_engine, len(in_engine))
-        if not in_engine:
-            if submitted < len(work):
-                sleep(max(0.0, start + arrivals[submitted] - now()))
-            last = now() - start
-            continue
-        outputs = engine.step()
-        time_ = now() - start
-        # Requests come during a step, and leave at its end.
-        in_system = bisect.bisect_right(arrivals, last) - departed, bisect.bisect_right(arrivals, time_) - departed
-        area += (time_ - last) * sum(in_system) / 2
-        last = time_
-        for output in outputs:
-            if output.finished:
-                served = run.requests[int(output.request_id)]
-                served.token_times = [t - start for t in output.metrics.token_times]
-                if (count := len(output.outputs[0].token_ids)) != served.output_len:
-                    reason = output.outputs[0].finish_reason
-                    served.error = f"{count} of {served.output_len} tokens, finish_reason {reason!r}"
-                in_engine.remove(output.request_id)
-                departed += 1
-        stats = engine.last_step
-        run.preemptions += stats.preempted
-        run.cached_tokens += stats.cached_tokens
-        run.computed_tokens += stats.prefill_tokens
-        held_back = bisect.bisect_right(arrivals, time_) - submitted
-        waiting = held_back + stats.waiting + stats.swapped
-        run.samples.append(Sample(time_, waiting, stats.running, stats.used_blocks))
-    run.duration = now() - start
-    run.mean_in_system = area / run.duration if run.duration else 0.0
-    return run
+    try:
+        while departed < len(work):
+            while submitted < len(work) and len(in_engine) < limit and now() >= start + arrivals[submitted]:
+                try:
+                    engine.add_request(str(submitted), work[submitted].prompt, greedy(work[submitted].output_len))
+                    in_engine.add(str(submitted))
+                except ValueError as error:
+                    run.requests[submitted].error = str(error)
+                    departed += 1
+                submitted += 1
+            run.max_in_engine = max(run.max_in_engine, len(in_engine))
+            if not in_engine:
+                if submitted < len(work):
+                    sleep(max(0.0, start + arrivals[submitted] - now()))
+                last = now() - start
+                continue
+            outputs = engine.step()
+            time_ = now() - start
+            # Requests come during a step, and leave at its end.
+            in_system = sum(bisect.bisect_right(arrivals, moment) - departed for moment in (last, time_))
+            area += (time_ - last) * in_system / 2
+            last = time_
+            for output in outputs:
+                if output.finished:
+                    take_output(run.requests[int(output.request_id)], output, start)
+                    in_engine.remove(output.request_id)
+                    departed += 1
+            held_back = bisect.bisect_right(arrivals, time_) - submitted
+            take_stats(run, engine.last_step, time_, held_back)
+    finally:
+        run.duration = now() - start
+        run.mean_in_system = area / run.duration if run.duration else 0.0
+
+
+def take_output(served: Served, output: Any, start: float) -> None:
+    """What became of a request that has finished."""
+    served.token_times = [t - start for t in output.metrics.token_times]
+    if (count := len(output.outputs[0].token_ids)) != served.output_len:
+        reason = output.outputs[0].finish_reason
+        served.error = f"{count} of {served.output_len} tokens, finish_reason {reason!r}"
+
+
+def take_stats(run: Run, stats: Any, time_: float, held_back: int) -> None:
+    """Add the StepStats of a step. `held_back`: requests that have arrived and are not in the engine."""
+    run.preemptions += stats.preempted
+    run.cached_tokens += stats.cached_tokens
+    run.computed_tokens += stats.prefill_tokens
+    waiting = held_back + stats.waiting + stats.swapped
+    run.samples.append(Sample(time_, waiting, stats.running, stats.used_blocks))
 
 
 def arrival_times(count: int, rate: float, burstiness: float, seed: int) -> list[float]:
@@ -251,106 +208,16 @@ def arrival_times(count: int, rate: float, burstiness: float, seed: int) -> list
         gaps = np.ones(count)
     else:
         gaps = np.random.default_rng(seed).gamma(burstiness, 1 / burstiness, count)
+        gaps = np.maximum(gaps, np.finfo(float).tiny)  # a small shape rounds some of them to 0, perhaps all
     times = np.cumsum(gaps)
     return (times * (count / rate / times[-1])).tolist()
 
 
-def summary(run: Run, percentiles: list[float], goodput: dict[str, float]) -> dict[str, Any]:
-    """What serve.schema.json says of a run, without its lists."""
-    good = [request for request in run.requests if request.error is None]
-    duration = run.duration
-    inputs, outputs = sum(r.input_len for r in good), sum(r.output_len for r in good)
-    e2els = [r.e2el for r in good]
-    meets = sum(all(1000 * (getattr(r, name) or 0) <= limit for name, limit in goodput.items()) for r in good)
-    first = min((r.arrival for r in good), default=0.0)
-    seconds = Counter(int(t - first) for r in good for t in r.token_times)
-    result = {
-        "duration": duration,
-        "completed": len(good),
-        "failed": len(run.requests) - len(good),
-        "total_input_tokens": inputs,
-        "total_output_tokens": outputs,
-        "request_throughput": len(good) / duration,
-        "request_goodput": meets / duration if goodput else None,
-        "output_throughput": outputs / duration,
-        "total_token_throughput": (inputs + outputs) / duration,
-        "max_output_tokens_per_s": max(seconds.values(), default=0),
-        "max_concurrent_requests": run.max_in_engine,
-        "preemptions": run.preemptions,
-        "prefix_cache_hit_rate": hit_rate(run.cached_tokens, run.computed_tokens),
-        "mean_requests_in_system": run.mean_in_system,
-        "throughput_times_mean_e2el": sum(e2els) / duration,  # of n requests: n / duration * sum / n
-        "errors": [f"request {i}: {r.error}" for i, r in enumerate(run.requests) if r.error is not None],
-    }
-    values = {
-        "ttft": [r.ttft for r in good],
-        "tpot": [r.tpot for r in good if r.tpot is not None],
-        "itl": [itl for r in good for itl in r.itls],
-        "e2el": e2els,
-    }
-    for name, times in values.items():
-        ms = 1000 * np.array(times)
-        for title, statistic in (("mean", np.mean), ("median", np.median), ("std", np.std)):
-            result[f"{title}_{name}_ms"] = float(statistic(ms)) if times else None
-        for p in percentiles:
-            result[f"p{p:g}_{name}_ms"] = float(np.percentile(ms, p)) if times else None
-    return result
-
-
-def details(run: Run) -> dict[str, Any]:
-    """The lists of --save-detailed."""
-    return {
-        "requests": [asdict(request) for request in run.requests],
-        "timeline": {
-            name: [getattr(sample, name) for sample in run.samples]
-            for name in ("time", "waiting", "running", "used_blocks")
-        },
-    }
-
-
-def show(result: dict[str, Any], max_concurrency: int | None, shown: list[str], percentiles: list[float]) -> None:
-    """vLLM's table, and below it what the engine says and Little's law."""
-    rate = result["request_rate"]
-    rows: list[tuple[str, Any]] = [("Successful requests", result["completed"]), ("Failed requests", result["failed"])]
-    rows += [("Maximum request concurrency", max_concurrency)] if max_concurrency else []
-    rows += [("Request rate configured (RPS)", rate)] if isinstance(rate, float) else []
-    rows += [
-        ("Benchmark duration (s)", result["duration"]),
-        ("Total input tokens", result["total_input_tokens"]),
-        ("Total generated tokens", result["total_output_tokens"]),
-        ("Request throughput (req/s)", result["request_throughput"]),
-    ]
-    rows += [("Request goodput (req/s)", goodput)] if (goodput := result["request_goodput"]) is not None else []
-    rows += [
-        ("Output token throughput (tok/s)", result["output_throughput"]),
-        ("Peak output token throughput (tok/s)", float(result["max_output_tokens_per_s"])),
-        ("Peak concurrent requests", float(result["max_concurrent_requests"])),
-        ("Total token throughput (tok/s)", result["total_token_throughput"]),
-    ]
-    lines = [" Serving Benchmark Result ".center(WIDTH, "="), *map(line, rows)]
-    for name in shown:
-        short, title = METRICS[name]
-        lines.append(title.center(WIDTH, "-"))
-        words = {"mean": "Mean", "median": "Median"} | {f"p{p:g}": f"P{p:g}" for p in percentiles}
-        lines += [line((f"{word} {short} (ms)", result[f"{key}_{name}_ms"])) for key, word in words.items()]
-    expected = result["throughput_times_mean_e2el"]
-    lines.append("Engine".center(WIDTH, "-"))
-    lines.append(line(("Preemptions", result["preemptions"])))
-    lines.append(line(("Prefix cache hit rate (%)", 100 * result["prefix_cache_hit_rate"])))
-    lines.append("Little's Law".center(WIDTH, "-"))
-    lines.append(line(("Mean requests in system, counted", result["mean_requests_in_system"])))
-    lines.append(line(("Request throughput x mean E2EL", expected)))
-    lines.append(line(("Ratio", result["mean_requests_in_system"] / expected if expected else None)))
-    lines.append("=" * WIDTH)
-    console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
-    for error in result["errors"][:10]:
-        console.print(f"[red]failed:[/red] {escape(error)}", highlight=False)
-
-
-def line(row: tuple[str, Any]) -> str:
-    name, value = row
-    text = "-" if value is None else f"{value:.2f}" if isinstance(value, float) else str(value)
-    return f"{name + ':':<40} {text:<10}".rstrip()
+def result_name(model: str, rates: list[float], max_concurrency: int | None) -> str:
+    """The name that `vllm bench serve --save-result` would give the file, for the backend "nanopage"."""
+    rate = ",".join(f"{rate:g}" for rate in rates) + "qps" if rates else "trace"
+    most = f"-concurrency{max_concurrency}" if max_concurrency else ""
+    return f"nanopage-{rate}{most}-{os.path.basename(os.path.abspath(model))}-{datetime.now():%Y%m%d-%H%M%S}.json"
 
 
 def parse_rates(text: str) -> list[float]:
@@ -362,26 +229,43 @@ def parse_rates(text: str) -> list[float]:
     return rates
 
 
+def check_rates(rates: list[float], count: int) -> None:
+    """Refuse rates at which `count` requests take too long to arrive."""
+    for rate in rates:
+        if count / rate > MAX_SECONDS:
+            refuse(f"{count} requests at {rate:g} a second take {count / rate:.3g} s, over a week", "--request-rate")
+
+
+def check_burstiness(burstiness: float, rates: list[float]) -> None:
+    if not burstiness >= MIN_BURSTINESS:
+        refuse(f"{burstiness:g} is not {MIN_BURSTINESS:g} or more", "--burstiness")
+    if min(rates) == math.inf:
+        refuse("needs a --request-rate below inf", "--burstiness")
+
+
 def parse_percentiles(text: str) -> list[float]:
     percentiles = parse_numbers(text, "--metric-percentiles")
     for percentile in percentiles:
         if not 0 <= percentile <= 100:
             refuse(f"{percentile:g} is not from 0 to 100", "--metric-percentiles")
-    return list(dict.fromkeys(percentiles))
+    return list(dict.fromkeys(abs(percentile) for percentile in percentiles))  # abs: -0 is 0
 
 
 def parse_numbers(text: str, option: str) -> list[float]:
+    parts = text.split(",")
+    if len(parts) > MAX_NUMBERS:
+        refuse(f"{len(parts)} numbers are more than {MAX_NUMBERS}", option)
     try:
-        return [float(part) for part in text.split(",")]
+        return [float(part) for part in parts]
     except ValueError:
-        refuse(f"{text!r} is not a number, or several with commas between", option)
+        refuse(f"{shown(text)} is not a number, or several with commas between", option)
 
 
 def parse_metrics(text: str) -> list[str]:
-    for name in (names := text.split(",")):
-        if name not in METRICS:
-            refuse(f"{name!r} is not one of: {', '.join(METRICS)}", "--percentile-metrics")
-    return list(dict.fromkeys(names))
+    names = list(dict.fromkeys(text.split(",")))
+    for name in names:
+        check_choice(name, list(METRICS), "--percentile-metrics")
+    return names
 
 
 def parse_goodput(pairs: list[str]) -> dict[str, float]:
@@ -389,10 +273,14 @@ def parse_goodput(pairs: list[str]) -> dict[str, float]:
     limits: dict[str, float] = {}
     for pair in pairs:
         name, _, value = pair.partition(":")
-        if name not in GOODPUT_METRICS or name in limits:
-            again = " given once" if name in limits else ""
-            refuse(f"{pair!r}: needs one of {', '.join(GOODPUT_METRICS)}{again}, as in ttft:200", "--goodput")
-        (limits[name],) = parse_numbers(value, "--goodput") if "," not in value else (-1,)
-        if not limits[name] >= 0:
-            refuse(f"{pair!r}: needs a number of milliseconds, as in ttft:200", "--goodput")
+        if name not in GOODPUT_METRICS:
+            refuse(f"{shown(name)} is not one of: {', '.join(GOODPUT_METRICS)}", "--goodput")
+        if name in limits:
+            refuse(f"{name} is given twice", "--goodput")
+        try:
+            limits[name] = float(value)
+        except ValueError:
+            refuse(f"{shown(pair)}: write KEY:MS, such as {name}:200", "--goodput")
+        if not 0 <= limits[name] < math.inf:
+            refuse(f"{shown(pair)}: needs a number of milliseconds, such as {name}:200", "--goodput")
     return limits

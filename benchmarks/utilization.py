@@ -5,9 +5,8 @@ step has to read, which are the weights once and the K and V of every sequence's
 memory's bandwidth. The engine is watched from outside: nothing in it knows of this.
 """
 
-import contextlib
 import statistics
-import subprocess
+import tempfile
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -18,8 +17,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from benchmarks import machine
+from benchmarks.outputs import write
 from benchmarks.peers.protocol import Engine, Work
-from benchmarks.report import console, spread, table_of
+from benchmarks.report import console, figure, show_table, spread, table_of
 from nanopage.kv_cache import block_bytes
 from nanopage.request import StepStats
 
@@ -155,40 +156,27 @@ def bandwidth(device: torch.device) -> dict[str, float]:
     """GB/s, "measured" and, of a GPU whose clock and bus torch knows, by the "data sheet". Measured is a copy's on a
     GPU, bytes read and bytes written, and on a CPU that of reading, with as many threads as torch has."""
     if device.type == "cpu":
-        from benchmarks.compare import read_bandwidth
-
-        return {"measured": read_bandwidth(torch.get_num_threads())}
+        return {"measured": machine.read_bandwidth(torch.get_num_threads())}
     from benchmarks.kernels import copy_bandwidth
 
     measured = {"measured": copy_bandwidth()}
     torch.cuda.empty_cache()
     properties = torch.cuda.get_device_properties(device)
-    sheet = data_sheet(getattr(properties, "memory_clock_rate", 0), getattr(properties, "memory_bus_width", 0))
+    sheet = machine.data_sheet_bandwidth(
+        getattr(properties, "memory_clock_rate", 0), getattr(properties, "memory_bus_width", 0)
+    )
     return measured | ({"data sheet": sheet} if sheet else {})
 
 
-def data_sheet(clock_khz: int, bus_bits: int) -> float:
-    """GB/s of memory that moves data on both edges of its clock."""
-    return 2 * clock_khz * 1e3 * bus_bits / 8 / 1e9
-
-
-def nvidia_smi(gpu: str) -> str | None:
-    """Driver, clocks and power limit of the GPU with this id; None where nvidia-smi is not there or can not say."""
-    fields = "driver_version,clocks.sm,clocks.max.sm,clocks.mem,clocks.max.mem,power.limit"
-    command = ["nvidia-smi", f"--id={gpu}", f"--query-gpu={fields}", "--format=csv,noheader"]
-    with contextlib.suppress(OSError, subprocess.SubprocessError, ValueError):
-        answer = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout
-        driver, sm, most_sm, memory, most_memory, power = answer.strip().split(", ")
-        return f"driver {driver}, SM {sm} of {most_sm}, memory {memory} of {most_memory}, power limit {power}"
-    return None
-
-
-def write_trace(run: Engine, work: list[Work], file: Path) -> None:
-    """Run the work once more under torch's profiler, of the CPU and of a GPU if there is one, and write what it saw as
-    a Chrome trace (chrome://tracing, ui.perfetto.dev)."""
+def write_trace(run: Engine, work: list[Work], file: Path) -> bool:
+    """Run the work under torch's profiler, of the CPU and of a GPU if there is one, and write what it saw as a Chrome
+    trace (chrome://tracing, ui.perfetto.dev). Returns whether the file could be written."""
     with torch.profiler.profile() as profiler:
         run(work)
-    profiler.export_chrome_trace(str(file))
+    with tempfile.TemporaryDirectory() as scratch:  # torch itself would only log that it cannot write `file`
+        trace = Path(scratch) / f"trace{file.suffix}"
+        profiler.export_chrome_trace(str(trace))
+        return write(file, trace.read_bytes())
 
 
 def show(iterations: list[dict[str, Phase | None]], bandwidth: dict[str, float]) -> None:
@@ -196,19 +184,19 @@ def show(iterations: list[dict[str, Phase | None]], bandwidth: dict[str, float])
     on_gpu = any(phase and phase.gpu_busy is not None for phases in iterations for phase in phases.values())
     speeds = ", ".join(f"{name} {gb_s:.1f} GB/s" for name, gb_s in bandwidth.items())
     columns = ["", "steps", "ms a step", "GB/s", *(f"MBU, {name} (%)" for name in bandwidth)]
-    table = table_of(f"memory read by nanopage's steps; bandwidth: {speeds}", columns + ["GPU busy (%)"] * on_gpu)
+    table = table_of(f"memory read by nanopage's steps; bandwidth {speeds}", columns + ["GPU busy (%)"] * on_gpu)
     for key, title in PHASES.items():
         phases = [phase for iteration in iterations if (phase := iteration[key])]
         if not phases:  # one token for each request
             continue
-        cells = [f"{statistics.median(phase.steps for phase in phases):.0f}"]
+        cells = [figure(statistics.median_low(phase.steps for phase in phases))]
         cells.append(spread([1000 * phase.seconds / phase.steps for phase in phases]))
         cells.append(spread([phase.bytes_read / phase.seconds / 1e9 for phase in phases]))
         cells += [spread([100 * phase.mbu[name] for phase in phases]) for name in bandwidth]
         if on_gpu:
             cells.append(spread([100 * phase.gpu_busy if phase.gpu_busy is not None else None for phase in phases]))
         table.add_row(title, *cells)
-    console.print(table)
+    show_table(table)
     lines = {
         title: host_line(phase for iteration in iterations if (phase := iteration[key]))
         for key, title in PHASES.items()

@@ -111,6 +111,15 @@ def tiny_model(
     return directory
 
 
+def run_bench(*arguments):
+    """Run bench.py's command line in this process. Returns typer's Result; what bench.py does not catch comes out."""
+    from typer.testing import CliRunner
+
+    import bench
+
+    return CliRunner().invoke(bench.app, [*map(str, arguments)], catch_exceptions=False)
+
+
 def random_tokens(lengths, seed=0):
     rng = random.Random(seed)
     return [[rng.randrange(VOCAB_SIZE) for _ in range(length)] for length in lengths]

@@ -1,18 +1,28 @@
 """bench.py compare: the real command on a tiny model, its JSON, its refusals; an engine that fails; the protocol."""
 
+import contextlib
 import json
+import os
+import signal
 import subprocess
 import sys
+import threading
+import time
 
+import psutil
 import pytest
 import torch
-from helpers import tiny_hf_model, tiny_model
-from test_bench import ROOT, bench
+from helpers import run_bench, tiny_hf_model, tiny_model
+from test_bench import ROOT, in_a_process
 
+from benchmarks import compare
+from benchmarks.outputs import Stopped
 from benchmarks.peers import llamacpp
-from benchmarks.peers.protocol import Options, Output, Work, measure
+from benchmarks.peers.protocol import Options, Output, Run, Work, measure
+from benchmarks.report import console
 from nanopage.gguf_checkpoint import GGUFCheckpoint
 
+SCHEMA = ROOT / "benchmarks" / "serve.schema.json"
 ENGINE = """
 import os
 from benchmarks.peers.protocol import Output, serve
@@ -26,6 +36,32 @@ def load(options):
 
 serve(load)
 """
+ENGINE_THAT_DIES = ENGINE.replace(
+    "    def run(work):",
+    """    def run(work):
+        if len(work[0].prompt) == 128:
+            sys.exit("no more memory, says the [fake] engine")""",
+).replace("import os", "import os, sys")
+ENGINE_THAT_HANGS = """
+import os, subprocess, sys, time
+from pathlib import Path
+from benchmarks.peers.protocol import Output, serve
+
+def hang(*_):
+    children = [subprocess.Popen(["sleep", "999"], start_new_session=alone) for alone in (False, True)]
+    pids = Path(__file__).with_suffix(".partial")
+    pids.write_text(" ".join(map(str, [os.getpid(), *(child.pid for child in children)])))
+    pids.rename(Path(__file__).with_suffix(".pids"))
+    time.sleep(999)
+
+def run(work):
+    return hang() if len(work[0].prompt) == 128 else [Output([7] * w.output_len) for w in work]
+
+def load(options):
+    return {"fake": "1.0"}, run
+
+serve(load, PREPARE)
+"""
 
 
 @pytest.fixture(scope="module")
@@ -33,61 +69,205 @@ def model(tmp_path_factory):
     return tiny_model(tmp_path_factory.mktemp("model"))
 
 
-def fake_vllm(directory, script):
-    """An environment where vLLM seems to be installed and its Python is this shell script."""
-    (directory / "vllm" / "lib" / "python3" / "site-packages" / "vllm").mkdir(parents=True)
-    python = directory / "vllm" / "bin" / "python"
+@pytest.fixture(autouse=True)
+def fast_and_wide(monkeypatch):
+    """Do not measure the memory's bandwidth, do not wait between two runs, and do not wrap lines."""
+    monkeypatch.setattr(compare, "read_bandwidth", lambda threads: 25.0)
+    monkeypatch.setattr(compare, "SETTLE", 0)
+    monkeypatch.setattr(console, "width", 160)
+
+
+def fake_engine(environments, name, script):
+    """An environment where a peer seems to be installed; its Python runs `script` whatever it is asked to run."""
+    (environments / name / "lib" / "python3" / "site-packages" / compare.PACKAGES[name]).mkdir(parents=True)
+    python = environments / name / "bin" / "python"
     python.parent.mkdir()
-    python.write_text(f'#!/bin/sh\ncase "$*" in *--prepare*) exit 0;; esac\n{script}')
+    (environments / f"{name}.py").write_text(f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{script}")
+    python.write_text(f'#!/bin/sh\nshift 2\nexec {sys.executable} -S {environments / name}.py "$@"\n')
     python.chmod(0o755)
-    return directory
 
 
-def test_it_compares_in_both_precisions_and_writes_json(model, tmp_path):
-    file = tmp_path / "result.json"
-    options = ["--workloads", "W1,W5", "--engines", "nanopage,transformers", "--threads", 1, "--json", file]
-    done = bench("compare", "--model", model, *options, "--num-iters", 2, "--num-iters-warmup", 0)
+def pids_when_it_hangs(environments, name):
+    """Of an engine that hangs, and of the two processes that it has started."""
+    file = environments / f"{name}.pids"
+    wait_until(file.exists)
+    return [int(pid) for pid in file.read_text().split()]
+
+
+def wait_until(condition, seconds=60):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def alive(pid):
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+def test_the_program_compares_nanopage_with_transformers_and_writes_json(model, tmp_path):
+    """It is started where files have the names of modules; none of them runs, neither in bench.py nor in an engine."""
+    file, folder = tmp_path / "result.json", tmp_path / "folder"
+    folder.mkdir()
+    for name in (
+        "nanopage",
+        "torch",
+        "transformers",
+        "benchmarks",
+        "bench",
+        "typer",
+        "json",
+        "random",
+        "sitecustomize",
+    ):
+        (folder / f"{name}.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'a').write({name!r})")
+    options = ["--workloads", "W1", "--engines", "nanopage,transformers", "--threads", 1, "--json", file, "--eager"]
+    done = in_a_process("compare", "--model", model, *options, "--num-iters", 1, "--num-iters-warmup", 0, cwd=folder)
     assert done.returncode == 0, done.stdout + done.stderr
+    assert not (tmp_path / "ran").exists()
     result = json.loads(file.read_text())
-    assert result["failures"] == {}
-    assert list(result["start"]) == ["bfloat16", "float32"]
-    for figures in result["start"].values():
-        assert all(engine["start_to_first_token"] > 0 and engine["peak_rss"] > 2**26 for engine in figures.values())
-    assert list(result["runs"]) == ["W1", "W5"] and list(result["roofline_tok_s"]) == ["W1"]
-    for runs in result["runs"].values():
-        assert list(runs) == ["nanopage", "transformers"]
-        assert len(runs["nanopage"]) == len(runs["transformers"]) == 2
-        tokens = {(run["output_tokens"], run["total_tokens"]) for column in runs.values() for run in column}
-        assert len(tokens) == 1  # the lengths are those of the seed, in every iteration and engine
-    ours = result["runs"]["W1"]["nanopage"][0]
-    assert (ours["output_tokens"], ours["total_tokens"]) == (128, 256)
+    assert result["failures"] == {} and result["complete"] is True
+    for figures in result["start"]["bfloat16"].values():
+        assert figures["start_to_first_token"] > 0 and figures["peak_rss"] > 2**26
+    assert list(result["roofline_tok_s"]) == ["W1"] and result["bandwidth_gb_s"]["W1"] > 0
+    ours, theirs = (result["runs"]["W1"][engine][0] for engine in ("nanopage", "transformers"))
+    assert ours["output_tokens"] == theirs["output_tokens"] == 128 and ours["total_tokens"] == 256
     assert 0 < ours["ttft"] < ours["seconds"] and ours["decode_tok_s"] > 0
     assert "nanopage / this" in done.stdout and "torch " in result["header"]["transformers"]
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGKILL, -9)])
+def test_no_engine_outlives_the_program(model, tmp_path, number, code):
+    """Nor does what an engine has started. The other engine has done its work and waits."""
+    file = tmp_path / "result.json"
+    fake_engine(tmp_path, "vllm", ENGINE)
+    fake_engine(tmp_path, "openvino", ENGINE_THAT_HANGS.replace("PREPARE", "lambda _: None"))
+    command = [sys.executable, ROOT / "bench.py", "compare", "--model", model, "--environments", tmp_path]
+    command += ["--engines", "vllm,openvino", "--workloads", "W2,W1", "--num-iters-warmup", 0, "--json", file]
+    with subprocess.Popen([*map(str, command)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as bench:
+        pids = pids_when_it_hangs(tmp_path, "openvino")
+        pids += [child.pid for child in psutil.Process(bench.pid).children()]
+        assert len(set(pids)) == 4
+        bench.send_signal(number)
+        printed = bench.communicate(timeout=60)[0]
+    assert bench.returncode == code, printed
+    wait_until(lambda: not any(map(alive, pids)), 30)
+    if number == signal.SIGTERM:
+        result = json.loads(file.read_text())
+        assert result["complete"] is False and "W2: 32 requests at once" in printed
+        assert [len(runs) for runs in result["runs"]["W2"].values()] == [3, 3] and len(
+            result["runs"]["W1"]["vllm"]
+        ) == 1
+
+
+def test_an_engine_that_is_being_prepared_ends_with_the_program(tmp_path):
+    fake_engine(tmp_path, "vllm", ENGINE_THAT_HANGS.replace("PREPARE", "hang"))
+    command = [str(tmp_path / "vllm" / "bin" / "python"), "-m", "benchmarks.peers.vllm", str(tmp_path)]
+    command += ["--dtype", "float32", "--threads", "1", "--kv-tokens", "64", "--kv-gib", "1", "--max-model-len", "64"]
+
+    def stop():
+        pids.extend(pids_when_it_hangs(tmp_path, "vllm"))
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    def stopped(*_):
+        raise Stopped(signal.SIGTERM)
+
+    pids = []
+    before = signal.signal(signal.SIGTERM, stopped)
+    thread = threading.Thread(target=stop)
+    thread.start()
+    try:
+        with pytest.raises(Stopped):
+            compare.prepare([*command, "--prepare"], 1)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        thread.join()
+    assert len(pids) == 3
+    wait_until(lambda: not any(map(alive, pids)), 30)
+
+
+def test_what_an_engine_leaves_behind_is_killed(tmp_path):
+    leaves = f"{sys.executable} -S -c \"import subprocess; print(subprocess.Popen(['sleep', '999']).pid)\""
+    peer = compare.Peer(["sh", "-c", f"{leaves}; cat"], 1)
+    pid = int(peer.answers.readline())
+    assert alive(pid)
+    peer.close()
+    peer.close()
+    wait_until(lambda: not alive(pid), 30)
+
+
+def test_an_engine_that_is_killed_in_the_middle_of_an_answer_has_failed():
+    peer = compare.Peer(["sh", "-c", "printf '{\"seconds\": 1'; echo 'out of memory' >&2; kill -9 $$"], 1)
+    with pytest.raises(compare.PeerError, match="exit code -9\nout of memory"):
+        peer.ask([Work([1], 1)] * 9999)  # more than a pipe holds
+    peer.close()
+
+
+def test_it_compares_in_both_precisions(model, tmp_path):
+    file = tmp_path / "result.json"
+    for name in ("vllm", "openvino"):
+        fake_engine(tmp_path, name, ENGINE)
+    options = ["--workloads", "W1,W5", "--engines", "vllm,openvino", "--environments", tmp_path, "--json", file]
+    done = run_bench("compare", "--model", model, *options, "--num-iters", 2, "--num-iters-warmup", 0)
+    assert done.exit_code == 0, done.output
+    result = json.loads(file.read_text())
+    assert list(result["start"]) == ["bfloat16", "float32"]
+    assert list(result["runs"]) == ["W1", "W5"] and list(result["roofline_tok_s"]) == ["W1"]
+    for runs in result["runs"].values():
+        assert list(runs) == ["vllm", "openvino"]
+        assert len(runs["vllm"]) == len(runs["openvino"]) == 2
+        tokens = {(run["output_tokens"], run["total_tokens"]) for column in runs.values() for run in column}
+        assert len(tokens) == 1  # the lengths are those of the seed, in every iteration and engine
+
+
+@pytest.mark.parametrize("name", ["W1", "W2"])
+def test_tables_of_all_engines_fit_80_columns(monkeypatch, name):
+    monkeypatch.setattr(console, "width", 80)
+    results = compare.Results({})
+    runs = [Run(seconds, 1280, 2560, 0.1234, 114.83, 2**30) for seconds in (3.1234, 3.4321, 3.2345)]
+    results.runs[name] = dict.fromkeys(compare.ENGINES, runs)
+    results.idle_cpu_share[name] = 0.0
+    results.start = {
+        "bfloat16": {engine: {"start_to_first_token": 89.5, "peak_rss": 2**31} for engine in results.runs[name]}
+    }
+    if name == "W1":
+        results.roofline_tok_s[name], results.bandwidth_gb_s[name] = 130.5, 36.12
+    with console.capture() as printed:
+        compare.show_workload(name, "bfloat16", results, [Work([1] * 128, 128)] * (1 if name == "W1" else 32))
+        compare.show_start(results)
+    lines = printed.get().splitlines()
+    assert max(map(len, lines)) <= 80 and "…" not in printed.get()
+    words = printed.get().split()
+    assert words.count("[373-410]") == 6 and words.count("[1.00-1.00]") == 0 and words.count("89.5") == 6
+    assert ("1,037" in words) == (name == "W1") and ("3.23" in words) == (name == "W2")
 
 
 def test_questions_go_through_the_chat_template(model, tmp_path):
     questions, file = tmp_path / "questions.jsonl", tmp_path / "result.json"
     questions.write_text("".join(json.dumps({"turns": [text, "more"]}) + "\n" for text in ("Who?", "What then?")))
-    options = ["--workloads", "W6", "--mt-bench", questions, "--engines", "nanopage", "--json", file]
-    done = bench("compare", "--model", model, *options, "--num-iters", 1, "--num-iters-warmup", 0)
-    assert done.returncode == 0, done.stdout + done.stderr
-    (run,) = json.loads(file.read_text())["runs"]["W6"]["nanopage"]
+    fake_engine(tmp_path, "vllm", ENGINE)
+    options = ["--workloads", "W6", "--mt-bench", questions, "--engines", "vllm", "--environments", tmp_path]
+    options += ["--num-iters", 1, "--num-iters-warmup", 0, "--json", file]
+    done = run_bench("compare", "--model", model, *options)
+    assert done.exit_code == 0, done.output
+    (run,) = json.loads(file.read_text())["runs"]["W6"]["vllm"]
     assert run["output_tokens"] == 2 * 64
     assert run["total_tokens"] > 2 * (64 + len("<|im_start|>"))
 
 
 def test_an_engine_that_dies_is_named_and_the_others_go_on(model, tmp_path):
-    answers = """echo '{"versions": {"vllm": "0"}}'
-read request; echo '{"seconds": 1, "output_tokens": 1, "total_tokens": 9}'
-read request; echo 'no more memory, says vLLM' >&2; exit 3"""
     file = tmp_path / "result.json"
-    options = ["--workloads", "W1", "--engines", "vllm,nanopage", "--json", file, "--num-iters", 1]
-    done = bench("compare", "--model", model, *options, "--environments", fake_vllm(tmp_path, answers))
-    assert done.returncode == 1, done.stdout + done.stderr
-    assert "vllm: exit code 3" in done.stdout and "no more memory, says vLLM" in done.stdout
+    fake_engine(tmp_path, "vllm", ENGINE_THAT_DIES)
+    fake_engine(tmp_path, "openvino", ENGINE)
+    options = ["--workloads", "W1", "--engines", "vllm,openvino", "--environments", tmp_path, "--json", file]
+    done = run_bench("compare", "--model", model, *options, "--num-iters", 1)
+    assert done.exit_code == 1, done.output
+    assert "vllm: exit code 1" in done.output and "no more memory, says the [fake] engine" in done.output
     result = json.loads(file.read_text())
     assert list(result["failures"]) == ["vllm"]
-    assert list(result["runs"]["W1"]) == ["nanopage"] and len(result["runs"]["W1"]["nanopage"]) == 1
+    assert list(result["runs"]["W1"]) == ["openvino"] and len(result["runs"]["W1"]["openvino"]) == 1
 
 
 @pytest.mark.parametrize(
@@ -100,19 +280,36 @@ read request; echo 'no more memory, says vLLM' >&2; exit 3"""
         (["--engines", "llamacpp"], "pip install llama-cpp-python gguf"),
         (["--workloads", "W6"], "--mt-bench"),
         (["--mt-bench", "/no/such/file"], "/no/such/file"),
-        (["--mt-bench", __file__], "turns"),
+        (["--mt-bench", __file__], "line 1: not JSON"),
+        (["--mt-bench", SCHEMA, "--workloads", "W1"], "is for W6"),
+        (["--environments", "/no/such/folder"], "--environments: no such folder"),
+        (["--environments", "~nobody-of-this-name"], "--environments"),
         (["--dtype", "float16"], "float16"),
         (["--quantization", "int3"], "int3"),
         (["--quantization", "int8", "--engines", "nanopage,vllm"], "'vllm' is not one of those that run with"),
         (["--threads", "0"], "--threads"),
+        (["--threads", 10**30], "--threads"),
+        (["--seed", -1], "--seed"),
+        (["--num-iters", 10**30], "--num-iters"),
+        (["--model", "/no/such/model"], "--model"),
+        (["--model", "model.gguf"], "--model"),
         (["--json", "/no/such/folder/x.json"], "--json"),
         (["--workloads", "W4"], "W4: 1628 tokens"),
     ],
 )
 def test_a_bad_option_is_named_before_any_work(model, tmp_path, arguments, names):
-    done = bench("compare", "--model", model, "--environments", tmp_path, *arguments, NO_COLOR="1")
-    assert done.returncode != 0
-    assert names in done.stdout + done.stderr
+    done = run_bench("compare", "--model", model, "--environments", tmp_path, *arguments)
+    assert done.exit_code == 2
+    assert names in done.output
+
+
+@pytest.mark.parametrize("line", ["{}", '{"turns": []}', '{"turns": [3]}', '{"turns": "text"}', "[1]", "[" * 99_999])
+def test_questions_are_refused_by_file_and_line(model, tmp_path, line):
+    file = tmp_path / "questions.jsonl"
+    file.write_text('{"turns": ["Who?"]}\n' + line)
+    done = run_bench("compare", "--model", model, "--mt-bench", file)
+    assert done.exit_code == 2
+    assert f"--mt-bench: {file}, line 2: " in done.output
 
 
 def test_the_protocol_keeps_stdout_for_itself(tmp_path):

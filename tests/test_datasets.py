@@ -1,13 +1,15 @@
 """benchmarks/datasets.py: random and shared prompts, files of prompts, ShareGPT's rules, traces, and their refusals."""
 
 import json
+import os
 import random
+from pathlib import Path
 
 import pytest
 import typer
 from helpers import tiny_model, tiny_tokenizer
 
-from benchmarks.datasets import dataset, read_trace
+from benchmarks.datasets import dataset, read_prompts, read_sharegpt, read_trace
 
 
 @pytest.fixture(scope="module")
@@ -87,6 +89,11 @@ def test_a_trace_gives_arrivals_and_lengths(tmp_path):
         read_trace(file, 4)
 
 
+def trace(*timestamps, length=2):
+    """The lines of a trace."""
+    return "\n".join(json.dumps({"timestamp": t, "input_length": length, "output_length": 2}) for t in timestamps)
+
+
 @pytest.mark.parametrize(
     ("name", "content", "says"),
     [
@@ -119,6 +126,25 @@ def test_a_trace_gives_arrivals_and_lengths(tmp_path):
             "line 2.*before the line above, 2.0",
         ),
         ("trace", "\n", "no requests"),
+        ("trace", trace(0, 1e15), 'line 2: "timestamp" 1.*is 1e.15 s after the first, more than a week'),
+        ("trace", trace(10**400), 'line 1: "timestamp" must be a number of seconds'),
+        ("trace", trace(-5), 'line 1: "timestamp" must be a number of seconds, not -5'),
+        ("trace", trace(0, length=10**30), 'line 1: "input_length" must be a positive integer of at most 100,000,000'),
+        ("trace", "[" * 99_999, "line 1: lists or objects are nested too deeply"),
+        ("trace", "9" * 9999, "line 1: an integer of more than 4300 digits"),
+        ("x.jsonl", '{"a":' * 99_999, "line 1: lists or objects are nested too deeply"),
+        ("x.jsonl", '{"prompt": "\\ud800"}', "line 1: half a surrogate pair, '.ud800', is no character"),
+        ("x.jsonl", '{"prompt": "a", "output_len": 1e30}', '"output_len" must be a positive integer, not 1e.30'),
+        ("x.jsonl", '{"prompt": "a", "output_len": 1' + "0" * 30 + "}", "positive integer of at most 100,000,000"),
+        ("x.jsonl", '{"prompt_token_ids": [1' + "0" * 99 + "]}", "is not in the vocabulary of 300"),
+        ("x.jsonl", '{"prompt": [' + "1, " * 9999 + "1]}", '"prompt" must be a text, not .{9,60}$'),
+        ("x.txt", "a" * 10_000_001, "line 1: a text of 10,000,001 characters, more than 10,000,000"),
+        ("share.json", "[" * 99_999, "nested too deeply"),
+        (
+            "share.json",
+            '[{"conversations": [{"value": "a"}, {"value": "\\ud800"}]}]',
+            "conversation 0: half a surrogate",
+        ),
     ],
 )
 def test_a_bad_file_is_refused_by_name_and_line(model, tmp_path, name, content, says):
@@ -132,6 +158,34 @@ def test_a_bad_file_is_refused_by_name_and_line(model, tmp_path, name, content, 
             requests_of(model, "sharegpt" if name == "share.json" else "custom", file)
     assert refusal.value.param_hint == ("--trace" if name == "trace" else "--dataset-path")
     assert str(file) in str(refusal.value) or "the file has" in str(refusal.value)
+
+
+@pytest.mark.parametrize("read", [lambda file: read_trace(file, None), read_sharegpt, read_prompts])
+@pytest.mark.parametrize(("name", "says"), [
+    ("fifo", "not a regular file"), ("folder", "not a regular file"), ("/dev/zero", "not a regular file"),
+    ("~nobody-of-this-name/x", "home"), ("n" * 300, "File name too long"),
+])  # fmt: skip
+def test_what_is_no_regular_file_is_not_read(tmp_path, monkeypatch, read, name, says):
+    os.mkfifo(tmp_path / "fifo")  # to open one waits for somebody who writes
+    (tmp_path / "folder").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(typer.BadParameter, match=says):
+        read(Path(name))
+
+
+def test_a_file_of_more_than_a_gibibyte_is_not_read(tmp_path):
+    with open(tmp_path / "x.jsonl", "wb") as file:
+        file.truncate(3 * 2**30)  # takes no space
+    with pytest.raises(typer.BadParameter, match=r"3\.0 GiB are more than 1 GiB"):
+        read_prompts(tmp_path / "x.jsonl")
+
+
+def test_control_characters_of_a_file_are_escaped_in_messages(tmp_path):
+    file = tmp_path / "x\x1b[2J.jsonl"
+    file.write_text('{"prompt": "a", "prompt\x9b": 3, "output_len": "\\u009b31m"}')
+    with pytest.raises(typer.BadParameter) as refusal:
+        read_prompts(file)
+    assert r"x\x1b[2J.jsonl, line 1" in str(refusal.value) and r"'\x9b31m'" in str(refusal.value)
 
 
 @pytest.mark.parametrize(

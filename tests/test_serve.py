@@ -1,20 +1,23 @@
 """benchmarks/serve.py: its figures against schedules worked out by hand, on a clock and an engine that are not real;
 bench.py serve on a tiny model; its JSON against serve.schema.json; its refusals."""
 
+import itertools
 import json
 import math
+import random
 import re
+import signal
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from helpers import tiny_model
-from typer.testing import CliRunner
+from helpers import run_bench, tiny_model
 
-import bench as program
-from benchmarks import plots, serve
+from benchmarks import metrics, plots, serve
+from benchmarks.datasets import Requests
+from benchmarks.outputs import Stopped
 from benchmarks.peers.protocol import Work
 from benchmarks.report import console
 from benchmarks.utilization import Step
@@ -22,6 +25,8 @@ from nanopage import LLMEngine
 from nanopage.request import RequestMetrics, StepStats
 
 SCHEMA = json.loads((Path(serve.__file__).parent / "serve.schema.json").read_text())
+
+RUN_PATTERNS = SCHEMA["properties"]["runs"]["items"]["patternProperties"]
 
 
 class FakeEngine:
@@ -67,7 +72,9 @@ WORK = [Work([1], 2), Work([1] * 2, 3), Work([1] * 3, 1), Work([1] * 4, 1)]
 
 def driven(work=WORK, arrivals=ARRIVALS, max_concurrency=None):
     engine = FakeEngine()
-    return engine, serve.drive(engine, work, arrivals, max_concurrency, engine.now, engine.sleep)
+    run = serve.planned(work, arrivals)
+    serve.drive(run, engine, work, max_concurrency, engine.now, engine.sleep)
+    return engine, run
 
 
 def test_metrics_are_those_of_a_schedule_worked_out_by_hand():
@@ -77,7 +84,7 @@ def test_metrics_are_those_of_a_schedule_worked_out_by_hand():
     assert [r.token_times for r in run.requests] == [[1, 2], [2, 3, 4], [3], [7]]
     queues = [(s.time, s.waiting, s.running) for s in run.samples]
     assert queues == [(1, 2, 1), (2, 0, 2), (3, 0, 1), (4, 0, 0), (7, 0, 0)]
-    result = serve.summary(run, [50, 99, 99.9], {"ttft": 1500, "e2el": 2500})
+    result = metrics.summary(run, [50, 99, 99.9], {"ttft": 1500, "e2el": 2500})
     expected = {
         "duration": 7,
         "completed": 4,
@@ -115,7 +122,7 @@ def test_metrics_are_those_of_a_schedule_worked_out_by_hand():
 def test_goodput_counts_requests_that_keep_every_limit(limits, good):
     """A single token has no TPOT and keeps every limit of it, as in vLLM."""
     _, run = driven()
-    assert serve.summary(run, [], limits)["request_goodput"] == pytest.approx(good / 7)
+    assert metrics.summary(run, [], limits)["request_goodput"] == pytest.approx(good / 7)
 
 
 def test_waiting_for_max_concurrency_counts_from_the_scheduled_arrival():
@@ -124,7 +131,7 @@ def test_waiting_for_max_concurrency_counts_from_the_scheduled_arrival():
     assert [r.ttft for r in run.requests] == [1, 2.5, 5.5, 1]
     assert [s.waiting for s in run.samples] == [2, 2, 1, 1, 1, 0, 0]  # outside the engine
     assert max(engine.concurrent) == run.max_in_engine == 1
-    result = serve.summary(run, [], {})
+    result = metrics.summary(run, [], {})
     assert result["mean_requests_in_system"] == pytest.approx(result["throughput_times_mean_e2el"])
     assert result["request_goodput"] is None
 
@@ -137,14 +144,14 @@ def test_max_concurrency_is_never_exceeded(limit):
     engine, run = driven(work, arrivals, limit)
     assert max(engine.concurrent) == run.max_in_engine <= limit
     assert all(r.error is None and r.ttft > 0 for r in run.requests)
-    result = serve.summary(run, [], {})
+    result = metrics.summary(run, [], {})
     assert result["mean_requests_in_system"] == pytest.approx(result["throughput_times_mean_e2el"], rel=0.1)
 
 
 def test_failed_requests_are_counted_said_and_left_out_of_the_rest():
     work = [Work([1], 2), Work([1] * 11, 2), Work([1], 9), Work([1] * 11, 2)]
     _, run = driven(work, [0.0, 0.0, 1.0, 20.0])
-    result = serve.summary(run, [99], {"ttft": 1e9})
+    result = metrics.summary(run, [99], {"ttft": 1e9})
     assert (result["completed"], result["failed"], result["total_output_tokens"]) == (1, 3, 2)
     assert result["errors"] == [
         "request 1: too long",
@@ -152,15 +159,15 @@ def test_failed_requests_are_counted_said_and_left_out_of_the_rest():
         "request 3: too long",
     ]
     with console.capture() as printed:
-        serve.show({"request_rate": "inf"} | result, None, list(serve.METRICS), [99])
+        metrics.show({"request_rate": "inf"} | result, None, list(metrics.METRICS), [99])
     assert "failed: request 2: 5 of 9 tokens" in printed.get()
 
 
 def test_the_table_is_that_of_vllm():
     _, run = driven(max_concurrency=3)
-    result = {"request_rate": 0.5} | serve.summary(run, [99], {"ttft": 1500})
+    result = {"request_rate": 0.5} | metrics.summary(run, [99], {"ttft": 1500})
     with console.capture() as printed:
-        serve.show(result, 3, ["ttft", "e2el"], [99])
+        metrics.show(result, 3, ["ttft", "e2el"], [99])
     assert (
         printed.get()
         == """\
@@ -219,6 +226,12 @@ def test_other_rates_stretch_the_same_arrivals_and_inf_is_all_at_once():
     assert serve.arrival_times(4, 2.0, math.inf, 0) == pytest.approx([0.5, 1, 1.5, 2])
 
 
+def test_gaps_too_small_for_a_float_are_no_gaps(monkeypatch):
+    """One gap of a very small shape is often 0, and the last arrival with it."""
+    monkeypatch.setattr(np.random, "default_rng", lambda seed: SimpleNamespace(gamma=lambda *_: np.zeros(2)))
+    assert serve.arrival_times(2, 4.0, 0.01, 0) == pytest.approx([0.25, 0.5])
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     return tiny_model(tmp_path_factory.mktemp("model"))
@@ -228,10 +241,9 @@ def run_serve(model, tmp_path, *arguments):
     """The exit code, what was printed, and the JSON."""
     file = tmp_path / "result.json"
     options = ["--model", str(model), "--dtype", "float32", "--eager", "--json", str(file)]
-    with console.capture() as printed:
-        done = CliRunner().invoke(program.app, ["serve", *options, *map(str, arguments)])
+    done = run_bench("serve", *options, *arguments)
     result = json.loads(file.read_text()) if file.exists() else None
-    return done.exit_code, printed.get() + done.output, result
+    return done.exit_code, done.output, result
 
 
 def check(value, schema, path="$"):
@@ -251,10 +263,12 @@ def check(value, schema, path="$"):
             "integer": int,
             "number": (int, float),
             "null": type(None),
+            "boolean": bool,
         }
         names = [schema["type"]] if isinstance(schema["type"], str) else schema["type"]
-        assert any(isinstance(value, kinds[name]) for name in names) and not isinstance(value, bool), path
-    if isinstance(value, int | float):
+        assert any(isinstance(value, kinds[name]) for name in names), path
+        assert isinstance(value, bool) == (names == ["boolean"]), path
+    if isinstance(value, int | float) and not isinstance(value, bool):
         assert schema.get("minimum", -math.inf) <= value <= schema.get("maximum", math.inf), path
         assert value > schema.get("exclusiveMinimum", -math.inf), path
     if isinstance(value, list):
@@ -339,11 +353,39 @@ def test_the_schema_would_notice(model, tmp_path):
     check(result, SCHEMA)
     run = result["runs"][0]
     assert run["mean_tpot_ms"] is run["p99_itl_ms"] is None and "requests" not in run  # single tokens
+    with pytest.raises(AssertionError):
+        check(result | {"complete": 1}, SCHEMA)
     for damage in ({"speed": 1}, {"duration": "1"}, {"failed": -1}, {"request_rate": "fast"}, {"completed": None}):
         with pytest.raises(AssertionError):
             check(result | {"runs": [run | damage]}, SCHEMA)
     with pytest.raises(AssertionError):
         check(result | {"runs": [{name: value for name, value in run.items() if name != "mean_itl_ms"}]}, SCHEMA)
+
+
+def test_ctrl_c_shows_and_writes_what_was_served(model, tmp_path, monkeypatch):
+    """The third request, which runs alone, has two tokens by then; the fourth has not arrived."""
+    trace = tmp_path / "trace.jsonl"
+    lines = [{"timestamp": t, "input_length": 5, "output_length": 3} for t in (0, 0, 0, 60)]
+    trace.write_text("\n".join(map(json.dumps, lines)))
+    step, count = LLMEngine.step, itertools.count(1)
+
+    def stopped_step(self):
+        if next(count) == 9:
+            raise Stopped(signal.SIGINT)
+        return step(self)
+
+    monkeypatch.setattr(LLMEngine, "step", stopped_step)
+    options = ["--trace", trace, "--max-concurrency", 1, "--num-warmups", 0, "--save-detailed"]
+    code, printed, result = run_serve(model, tmp_path, *options, "--plot", tmp_path / "x.png")
+    assert code == 130
+    check(result, SCHEMA)
+    assert result["complete"] is False
+    (run,) = result["runs"]
+    assert (run["completed"], run["failed"], run["unfinished"]) == (2, 0, 2)
+    assert run["total_output_tokens"] == 6 and run["mean_ttft_ms"] > 0 and run["errors"] == []
+    assert [len(r["token_times"]) for r in run["requests"]] == [3, 3, 0, 0]
+    assert re.search("Unfinished requests: +2", printed) and "Little's Law" not in printed
+    assert not (tmp_path / "x.png").exists()
 
 
 def test_the_exit_code_says_that_a_request_failed(model, tmp_path, monkeypatch):
@@ -362,18 +404,38 @@ def test_the_exit_code_says_that_a_request_failed(model, tmp_path, monkeypatch):
     [
         (["--request-rate", "1,0"], "--request-rate.*0 is not a positive"),
         (["--request-rate", "nan"], "--request-rate.*nan"),
+        (["--request-rate", "-1"], "--request-rate.*-1 is not a positive"),
         (["--request-rate", "1,,2"], "--request-rate.*not a number"),
+        (["--request-rate", "1,1e-300"], "--request-rate.*32 requests at 1e-300 a second take 3.2e[+]301 s"),
+        (["--request-rate", "1e-320"], "--request-rate.*take inf s"),
         (["--burstiness", "1"], "--burstiness.*--request-rate below inf"),
-        (["--burstiness", "0", "--request-rate", "1"], "--burstiness"),
+        (["--burstiness", "0", "--request-rate", "1"], "--burstiness.*0 is not 0.01 or more"),
+        (["--burstiness", "1e-300", "--request-rate", "1"], "--burstiness.*1e-300 is not 0.01 or more"),
+        (["--burstiness", "nan", "--request-rate", "1"], "--burstiness.*nan"),
         (["--max-concurrency", "0"], "--max-concurrency"),
-        (["--goodput", "itl:3"], "--goodput.*'itl:3'.*ttft, tpot, e2el"),
+        (["--goodput", "itl:3"], "--goodput.*'itl' is not one of: ttft, tpot, e2el"),
+        (["--goodput", "ttft"], "--goodput.*write KEY:MS, such as ttft:200"),
+        (["--goodput", "ttft:"], "--goodput.*write KEY:MS, such as ttft:200"),
+        (["--goodput", "ttft:soon"], "--goodput.*write KEY:MS, such as ttft:200"),
+        (["--goodput", "ttft:1,2"], "--goodput.*write KEY:MS, such as ttft:200"),
         (["--goodput", "ttft:-1"], "--goodput.*milliseconds"),
-        (["--goodput", "ttft:1", "ttft:2"], "--goodput.*given once"),
-        (["--goodput", "ttft:1,2"], "--goodput.*milliseconds"),
-        (["tpot:50"], "unexpected: tpot:50"),
+        (["--goodput", "ttft:nan"], "--goodput.*milliseconds"),
+        (["--goodput", "ttft:inf"], "--goodput.*milliseconds"),
+        (["--goodput", "ttft:1", "ttft:2"], "--goodput.*ttft is given twice"),
+        (["tpot:50"], "tpot:50: limits come after --goodput"),
         (["--percentile-metrics", "ttft,speed"], "--percentile-metrics.*'speed'"),
         (["--metric-percentiles", "101"], "--metric-percentiles.*101"),
-        (["--save-detailed"], "--save-detailed.*needs --json"),
+        (["--metric-percentiles", "nan"], "--metric-percentiles.*nan"),
+        (["--request-rate", "1" + 100 * ",1"], "--request-rate.*101 numbers are more than 100"),
+        (["--request-rate", ""], "--request-rate.*not a number"),
+        (["--save-detailed"], "--save-detailed.*needs --json or --save-result"),
+        (["--json", "x.json", "--save-result"], "'--json' / '--save-result'"),
+        (["--result-filename", "x.json"], "--result-filename.*needs --save-result"),
+        (["--result-dir", "x"], "--result-dir.*needs --save-result"),
+        (["--save-result", "--result-dir", __file__], "--result-dir.*File exists"),
+        (["--save-result", "--result-filename", "no/such/x.json"], "--save-result.*no such folder"),
+        (["--trace", "no.jsonl", "--random-input-len", "1"], "--random-input-len.*arrivals and lengths of its own"),
+        (["--trace", "no.jsonl", "--input-len", ""], "--input-len.*arrivals and lengths of its own"),
         (["--trace", "no.jsonl"], "--trace.*No such file"),
         (["--trace", "no.jsonl", "--request-rate", "1"], "--request-rate.*arrivals and lengths of its own"),
         (["--trace", "no.jsonl", "--prefix-len", "1"], "--prefix-len"),
@@ -385,9 +447,48 @@ def test_the_exit_code_says_that_a_request_failed(model, tmp_path, monkeypatch):
     ],
 )
 def test_a_bad_option_is_named_before_a_model_is_loaded(arguments, names):
-    done = CliRunner().invoke(program.app, ["serve", "--model", "/no/such/model", *arguments], env={"COLUMNS": "200"})
+    done = run_bench("serve", "--model", "/no/such/model", *arguments)
     assert done.exit_code == 2
     assert re.search(names, " ".join(done.output.split())), done.output
+
+
+def test_the_spellings_of_vllm_are_understood(model, tmp_path, monkeypatch):
+    """The file has vLLM's kind of name, in the current folder or in one that is made."""
+    monkeypatch.chdir(tmp_path)
+    options = ["--model", model, "--eager", "--num-prompts", 2, "--random-input-len", 7, "--random-output-len", 2]
+    options += ["--num-warmups", 0, "--save-result", "--save-detailed"]
+    done = run_bench("serve", *options, "--request-rate", "50,inf", "--max-concurrency", 2)
+    assert done.exit_code == 0, done.output
+    (file,) = tmp_path.iterdir()
+    assert re.fullmatch(rf"nanopage-50,infqps-concurrency2-{model.name}-\d{{8}}-\d{{6}}\.json", file.name)
+    assert f"wrote {file.name}" in done.output
+    result = json.loads(file.read_text())
+    check(result, SCHEMA)
+    assert [(r["input_len"], r["output_len"]) for r in result["runs"][0]["requests"]] == [(7, 2)] * 2
+    done = run_bench("serve", *options, "--result-dir", "new/folder", "--result-filename", "x.json")
+    assert done.exit_code == 0, done.output
+    check(json.loads((tmp_path / "new" / "folder" / "x.json").read_text()), SCHEMA)
+
+
+def test_names_of_results():
+    name = serve.result_name("Qwen/Qwen3-0.6B", [math.inf], None)
+    assert name.startswith("nanopage-infqps-Qwen3-0.6B-2")
+    assert serve.result_name(".", [], None).startswith(f"nanopage-trace-{Path.cwd().name}-")
+
+
+def test_percentiles_have_names_that_tell_them_apart():
+    assert [metrics.percentile_name(p) for p in (50.0, 99.9, 0.0)] == ["p50", "p99.9", "p0"]
+    names = [metrics.percentile_name(p) for p in serve.parse_percentiles("1e-05,-0,0,99.9999999,99.99999999,100")]
+    assert len(set(names)) == 5
+    assert all(re.search(next(iter(RUN_PATTERNS)), f"{name}_ttft_ms") for name in names)
+
+
+def test_every_warm_up_request_that_was_asked_for_is_made():
+    requests = Requests([(3, 1), (5, 2)], [])
+    work = serve.warm_up_work(
+        requests, random.Random(0), SimpleNamespace(model_config=SimpleNamespace(vocab_size=9)), 5
+    )
+    assert [len(w.prompt) for w in work] == [3, 5, 3, 5, 3]
 
 
 def test_requests_that_do_not_fit_are_refused(model, tmp_path):
@@ -395,10 +496,16 @@ def test_requests_that_do_not_fit_are_refused(model, tmp_path):
     assert code == 2 and "1100 tokens are more than the model's 1024" in " ".join(printed.split())
 
 
+def test_a_picture_takes_the_names_of_files_as_they_are(tmp_path):
+    """And not as formulas, of which this would be a broken one."""
+    header = {"bench": r"x$\frac$.jsonl", "model": "m", "device": "d"}
+    assert plots.throughput([], header, tmp_path / "x.svg")
+
+
 def test_a_missing_plotting_library_is_named_with_its_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setitem(sys.modules, "matplotlib.backend_bases", None)
-    done = CliRunner().invoke(program.app, ["serve", "--plot", "x.png"], env={"COLUMNS": "200"})
+    done = run_bench("serve", "--plot", "x.png")
     assert done.exit_code == 2 and "needs matplotlib: pip install -e '.[plot]'" in done.output
 
 

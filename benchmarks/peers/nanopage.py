@@ -13,7 +13,8 @@ def load(options: Options) -> tuple[dict[str, str], Engine]:
 
 def prepare(options: Options) -> None:
     """Compile, if that has not been done on this machine."""
-    make(options)
+    if not options.eager:
+        make(options)
 
 
 def make(options: Options):

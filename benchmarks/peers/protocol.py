@@ -13,9 +13,12 @@ import hashlib
 import json
 import os
 import re
+import select
 import shutil
+import signal
 import statistics
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -116,6 +119,7 @@ def serve(
     arguments = vars(parser.parse_args())
     only_prepare = arguments.pop("prepare")
     options = Options(**arguments)
+    threading.Thread(target=end_with, args=[os.getppid()], daemon=True).start()
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print, from C as well, goes to the log
     if only_prepare:
@@ -129,21 +133,42 @@ def serve(
         answer(asdict(measure(engine, work)), answers)
 
 
+def end_with(parent: int) -> None:
+    """Wait until `parent`, bench.py, has died, and kill this process and its descendants, whatever they are doing. A
+    parent that lives closes stdin when it needs no more answers: then the engine ends by itself."""
+    hangup = select.poll()
+    hangup.register(0, 0)  # asks for nothing: that the other end is closed is always reported
+    hangup.poll()
+    while os.getppid() == parent:
+        time.sleep(0.1)
+    for pid in reversed(list(process_tree())):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    os._exit(1)  # where there is no /proc
+
+
 def answer(message: dict, answers: TextIO) -> None:
     print(json.dumps(message), file=answers, flush=True)
 
 
 def peak_rss() -> int | None:
-    """Bytes: VmHWM of this process and of its children, added up. None where there is no /proc."""
-    total, pids = 0, [os.getpid()]
-    while pids:
-        process = Path(f"/proc/{pids.pop()}")
-        with contextlib.suppress(OSError):  # it ended meanwhile
-            if peak := re.search(r"VmHWM:\s+(\d+) kB", (process / "status").read_text()):
+    """Bytes: VmHWM of this process and of its descendants, added up. None where there is no /proc."""
+    total = 0
+    for pid in process_tree():
+        with contextlib.suppress(OSError):  # it has ended
+            if peak := re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text()):
                 total += int(peak[1]) * 1024
-            for task in (process / "task").iterdir():
-                pids += map(int, (task / "children").read_text().split())
     return total or None
+
+
+def process_tree() -> Iterator[int]:
+    """The ids of this process and of its descendants, parents first."""
+    pids = [os.getpid()]
+    for pid in pids:  # grows meanwhile
+        yield pid
+        with contextlib.suppress(OSError):  # it has ended, or there is no /proc
+            for task in Path(f"/proc/{pid}/task").iterdir():
+                pids += map(int, (task / "children").read_text().split())
 
 
 def converted(options: Options, form: str) -> Path:

@@ -1,0 +1,93 @@
+"""Checks before a model is loaded. A wrong option ends the program with a message that names it, and exit code 2."""
+
+import reprlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import typer
+
+from benchmarks.report import errors_by_name, escape_controls
+from nanopage.config import EngineConfig, ModelConfig
+
+MAX_REQUESTS = 1_000_000
+MAX_ITERATIONS = 1_000
+MAX_TOKENS = 100_000_000  # of all prompts together: as Python integers they take some 4 GB
+MAX_SEED = 2**64 - 1
+MAX_SECONDS = 7 * 24 * 3600.0  # from the first arrival to the last
+
+
+def refuse(message: str, option: str | Sequence[str]) -> NoReturn:
+    """Raise typer.BadParameter for one option, or for several that are wrong together."""
+    raise typer.BadParameter(escape_controls(message), param_hint=option) from None
+
+
+def shown(value: Any) -> str:
+    """`repr` of a value from outside, cut to a readable length."""
+    return reprlib.repr(value)
+
+
+def check_choice(value: str | None, choices: Sequence[str], option: str) -> None:
+    """Accept None and one of the choices."""
+    if value is not None and value not in choices:
+        refuse(f"{shown(value)} is not one of: {', '.join(choices)}", option)
+
+
+def check_engine(switches: dict[str, Any]) -> None:
+    """Refuse what EngineConfig refuses, by the name of the option.
+
+    Args:
+        switches: options of EngineConfig.
+    """
+    for name, value in switches.items():
+        try:
+            EngineConfig(**{name: value})
+        except (ValueError, TypeError) as error:
+            refuse(str(error), f"--{name.replace('_', '-')}")
+
+
+def check_folder(folder: Path, option: str) -> Path:
+    """The absolute path of a folder that is there."""
+    try:
+        folder = folder.expanduser().absolute()
+        found = folder.is_dir()
+    except (OSError, RuntimeError) as error:  # RuntimeError: "~name" without a user of that name
+        refuse(f"{folder}: {error}", option)
+    if not found:
+        refuse(f"no such folder: {folder}", option)
+    return folder
+
+
+def find_model(model: str | None) -> tuple[Path, ModelConfig]:
+    """The model's path and its config.json. Exit code 2 for a --model that is not there, 1 for one that is broken."""
+    from nanopage import hub, loader
+
+    with errors_by_name():
+        try:
+            path = hub.resolve(model)
+        except (OSError, RuntimeError, ValueError) as error:
+            if model is None:  # the default model could not be fetched
+                raise
+            refuse(str(error), "--model")
+        return path, loader.read_config(path)
+
+
+def check_lengths(lengths: list[tuple[int, int]], config: ModelConfig, options: str | Sequence[str]) -> None:
+    """Refuse requests that are longer than the model's context, or too many tokens in all.
+
+    Args:
+        lengths: tokens in and out of each request.
+        options: which set the lengths.
+    """
+    longest, limit = max(i + o for i, o in lengths), config.max_position_embeddings
+    if longest > limit:
+        refuse(f"{longest} tokens are more than the model's {limit}", options)
+    if (total := sum(i for i, _ in lengths)) > MAX_TOKENS:
+        refuse(f"the prompts have {total:,} tokens in all: at most {MAX_TOKENS:,}", options)
+
+
+def check_cache(lengths: list[tuple[int, int]], engine: Any) -> None:
+    """Raise ValueError if the engine's KV cache is too small for the longest request."""
+    longest = max(i + o for i, o in lengths)
+    if longest > engine.max_model_len:
+        raise ValueError(f"{longest} tokens of a request are more than the KV cache holds, {engine.max_model_len}")

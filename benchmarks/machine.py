@@ -1,0 +1,65 @@
+"""The machine that a measurement runs on: its processor, GPU and software, and how fast its memory is read."""
+
+import contextlib
+import importlib
+import math
+import mmap
+import platform
+import subprocess
+import time
+from pathlib import Path
+
+from benchmarks.peers import nanopage as nanopage_peer
+
+GIB = 2**30
+
+
+def versions(*libraries: str) -> str:
+    """Of nanopage, with its commit, of torch, these libraries and Python."""
+    known = nanopage_peer.versions() | {name: importlib.import_module(name).__version__ for name in libraries}
+    known["Python"] = platform.python_version()
+    return ", ".join(f"{name} {version}" for name, version in known.items())
+
+
+def cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def nvidia_smi(gpu: str) -> str | None:
+    """Driver, clocks and power limit of the GPU with this id. None where nvidia-smi is missing or does not answer."""
+    fields = "driver_version,clocks.sm,clocks.max.sm,clocks.mem,clocks.max.mem,power.limit"
+    command = ["nvidia-smi", f"--id={gpu}", f"--query-gpu={fields}", "--format=csv,noheader"]
+    with contextlib.suppress(OSError, subprocess.SubprocessError, ValueError):
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout
+        driver, sm, most_sm, memory, most_memory, power = answer.strip().split(", ")
+        return f"driver {driver}, SM {sm} of {most_sm}, memory {memory} of {most_memory}, power limit {power}"
+    return None
+
+
+def read_bandwidth(threads: int) -> float:
+    """GB/s at which all threads together read a buffer of 1 GiB, far more than caches hold: the best of 7 readings.
+
+    The buffer is in pages of 2 MiB if the system has them: in small ones the figure depends on where they lie.
+    """
+    import torch
+
+    torch.set_num_threads(threads)
+    memory = mmap.mmap(-1, GIB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    buffer = torch.frombuffer(memory, dtype=torch.float32).fill_(1)  # until it is written it is a single page
+    best = math.inf
+    for _ in range(7):
+        started = time.perf_counter()
+        buffer.amax()  # of torch's reductions the one that waits for nothing but memory
+        best = min(best, time.perf_counter() - started)
+    return GIB / best / 1e9
+
+
+def data_sheet_bandwidth(clock_khz: int, bus_bits: int) -> float:
+    """GB/s of memory that moves data on both edges of its clock."""
+    return 2 * clock_khz * 1e3 * bus_bits / 8 / 1e9
