@@ -13,7 +13,7 @@ from nanopage.block_manager import BlockManager
 from nanopage.compiler import Graphs
 from nanopage.config import EngineConfig
 from nanopage.device import resolve_device, resolve_dtype, set_cuda_precision
-from nanopage.input_processor import Completion, InputProcessor, Prompt, Request
+from nanopage.input_processor import Completion, InputProcessor, Prompt, Request, default_sampling_params
 from nanopage.kernels.packed_linear import can_pack
 from nanopage.kv_cache import GIB, KVCache, block_bytes, num_blocks_that_fit, num_host_blocks
 from nanopage.model_runner import ModelRunner
@@ -53,6 +53,7 @@ class LLMEngine:
         self.model_path = path = hub.resolve(None if config.model is None else str(config.model))
         self.device = resolve_device(config.device)
         self.model_config = loader.read_config(path)
+        self.default_sampling_params = default_sampling_params(path)
         limit = self.model_config.max_position_embeddings
         if config.max_model_len is not None and config.max_model_len > limit:
             raise ValueError(f"max_model_len={config.max_model_len} is more than the model's {limit} positions")

@@ -16,7 +16,7 @@ from typing import cast
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from nanopage.config import EngineConfig, read_json
+from nanopage.config import EngineConfig
 from nanopage.engine import LLMEngine
 from nanopage.input_processor import Prompt, Request
 from nanopage.request import BeamSearchParams, RequestOutput, SamplingParams
@@ -52,10 +52,7 @@ class LLM:
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What the model's generation_config.json recommends; used where no SamplingParams are given."""
-        file = self.engine.model_path / "generation_config.json"
-        config = read_json(file) if self.engine.model_path.is_dir() and file.exists() else {}
-        names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-        return SamplingParams(**{name: config[name] for name in names if config.get(name) is not None})
+        return dataclasses.replace(self.engine.default_sampling_params)
 
     def generate(
         self,

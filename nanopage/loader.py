@@ -15,9 +15,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from nanopage.config import ModelConfig, read_json
+from nanopage.config import ModelConfig
 from nanopage.gguf_checkpoint import GGUFCheckpoint
 from nanopage.layers.linear import Linear
+from nanopage.model_files import read_json
 
 DUMMY_STD = 0.02  # the usual initializer_range
 

@@ -5,8 +5,8 @@ from pathlib import Path
 from tokenizers import Tokenizer as BackendTokenizer
 
 from nanopage.chat_template import render
-from nanopage.config import read_json
 from nanopage.gguf_checkpoint import GGUFCheckpoint
+from nanopage.model_files import read_json
 
 REPLACEMENT = "\ufffd"  # what bytes that are no character decode to
 
