@@ -152,11 +152,11 @@ def convert_gguf(gguf: Path, directory: Path, progress: Progress) -> None:
     directory.mkdir(parents=True)
     checkpoint = GGUFCheckpoint(gguf)
     config = checkpoint.config()
-    task = progress.add_task("Dequantizing", total=2 * sum(t.n_elements for t in checkpoint.reader.tensors))
-    weights = {}
-    for name, tensor in checkpoint.tensors():
-        weights[name] = tensor.to(torch.bfloat16)
-        progress.advance(task, 2 * tensor.numel())
+    weights = {name: torch.empty(tensor.shape, dtype=torch.bfloat16) for name, tensor in checkpoint.weights.items()}
+    task = progress.add_task("Dequantizing", total=sum(tensor.nbytes for tensor in weights.values()))
+    for name, start, piece in checkpoint.pieces():
+        rows = weights[name][start : start + len(piece)].copy_(piece)
+        progress.advance(task, rows.nbytes)
     save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
     checkpoint.save_tokenizer(directory)
     special = {key: config[key] for key in ("bos_token_id", "eos_token_id") if key in config}

@@ -4,6 +4,8 @@ import json
 import os
 import reprlib
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +61,20 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise ValueError(f"{path} is not a JSON object")
     return data
+
+
+@contextmanager
+def rust_errors(place: str) -> Iterator[None]:
+    """Turn what the tokenizers library raises into a ValueError that begins with `place`: bare Exceptions and, where
+    its Rust code panics, a BaseException that no `except Exception` catches."""
+    try:
+        yield
+    except MemoryError:
+        raise
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise  # KeyboardInterrupt and the like
+        raise ValueError(f"{place}: {str(error)[:300]}") from error
 
 
 def shown(value: object) -> str:
