@@ -204,7 +204,7 @@ class GGUFCheckpoint:
 
     def save_tokenizer(self, directory: Path) -> None:
         """Write tokenizer.json and tokenizer_config.json."""
-        self.tokenizer().save(str(directory / "tokenizer.json"))
+        (directory / "tokenizer.json").write_text(self.tokenizer().to_str(pretty=True), encoding="utf-8")
         (directory / "tokenizer_config.json").write_text(json.dumps(self.tokenizer_config(), indent=2))
 
     @cached_property
