@@ -45,7 +45,7 @@ def read_text(path: Path) -> str:
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not valid UTF-8: {error}") from None
+        raise ValueError(f"{path} is not UTF-8: {error}") from None
 
 
 def read_json(path: Path) -> dict[str, Any]:

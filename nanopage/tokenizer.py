@@ -114,23 +114,23 @@ def _read_tokenizer_config(directory: Path) -> dict[str, Any]:
             )
     if exists(template):
         config["chat_template"] = read_text(template)
-    elif isinstance(config.get("chat_template"), list):
-        config["chat_template"] = _default_template(file, config["chat_template"])
-    if not isinstance(config.get("chat_template"), str | None):
-        raise ValueError(f"{file}: chat_template must be a string or a list, got {shown(config['chat_template'])}")
+    elif "chat_template" in config:
+        config["chat_template"] = _chat_template(file, config["chat_template"])
     return config
 
 
-def _default_template(file: Path, templates: list) -> str | None:
-    """Of named templates, the one for chat."""
-    named = {}
-    for entry in templates:
-        name, template = (entry.get("name"), entry.get("template")) if isinstance(entry, dict) else (None, None)
-        if not isinstance(name, str) or not isinstance(template, str):
-            problem = "must be objects with the strings 'name' and 'template'"
-            raise ValueError(f"{file}: the entries of chat_template {problem}, got {shown(entry)}")
-        named[name] = template
-    return named.get("default")
+def _chat_template(file: Path, template: Any) -> str | None:
+    """The chat template in tokenizer_config.json: a string, or one of several that have names."""
+    if template is None or isinstance(template, str):
+        return template
+    if isinstance(template, list) and all(_is_named_template(entry) for entry in template):
+        return {entry["name"]: entry["template"] for entry in template}.get("default")
+    expected = 'a string or a list of {"name": ..., "template": ...}'
+    raise ValueError(f"the chat_template in {file} must be {expected}, got {shown(template)}")
+
+
+def _is_named_template(entry: Any) -> bool:
+    return isinstance(entry, dict) and all(isinstance(entry.get(key), str) for key in ("name", "template"))
 
 
 class IncrementalDetokenizer:

@@ -226,7 +226,7 @@ def test_a_special_token_that_is_no_string_is_named(sentence_piece, tmp_path, na
 def test_a_chat_template_that_is_none_is_named(sentence_piece, tmp_path, value):
     sentence_piece.backend.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": value}))
-    with pytest.raises(ValueError, match="chat_template") as caught:
+    with pytest.raises(ValueError, match=r"the chat_template in .* must be a string or a list of ") as caught:
         Tokenizer(tmp_path)
     assert str(tmp_path / "tokenizer_config.json") in str(caught.value)
     (tmp_path / "chat_template.jinja").write_text("used instead")
@@ -256,7 +256,7 @@ def test_what_is_no_file_is_refused_by_name(sentence_piece, tmp_path, name, make
 def test_text_that_is_not_utf_8_is_named(sentence_piece, tmp_path, name):
     sentence_piece.backend.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / name).write_bytes(b'{"bos_token": "\xff"}')
-    with pytest.raises(ValueError, match="not valid UTF-8") as caught:
+    with pytest.raises(ValueError, match="is not UTF-8") as caught:
         Tokenizer(tmp_path)
     assert str(tmp_path / name) in str(caught.value)
 
