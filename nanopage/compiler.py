@@ -92,12 +92,13 @@ class Graphs:
         if self._process is not None or self.ready():
             return
         self.directory.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-m", "nanopage.compiler", json.dumps(self.spec), str(self.directory)]
+        # -P: Python would otherwise import modules from the working directory first, which may be a model's.
+        command = [sys.executable, "-P", "-m", "nanopage.compiler", json.dumps(self.spec), str(self.directory)]
         paths = [str(Path(nanopage.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
         with open(self.directory / "log", "w") as log:
             self._process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
-                env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))},
+                env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "PYTHONSAFEPATH": "1"},
             )  # fmt: skip
         if hasattr(os, "SCHED_IDLE"):  # Linux: it runs when nobody else wants to, from its first import on
             os.sched_setscheduler(self._process.pid, os.SCHED_IDLE, os.sched_param(0))
