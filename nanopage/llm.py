@@ -10,7 +10,7 @@ for output in llm.generate(["Once upon a time"], SamplingParams(max_tokens=50)):
 import dataclasses
 import itertools
 from collections import defaultdict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import cast
 
 from rich.console import Console
@@ -29,18 +29,19 @@ class LLM:
 
     Args:
         model: a Hugging Face directory, a .gguf file, a hub id, or None for SmolLM2-135M-Instruct.
+        on_progress: called while weights load, with the number of those that have been read and of all.
         options: those of `EngineConfig`, by name.
 
     Raises: TypeError for an option that does not exist, and what LLMEngine raises.
     """
 
-    def __init__(self, model: str | None = None, **options):
+    def __init__(self, model: str | None = None, *, on_progress: Callable[[int, int], None] | None = None, **options):
         known = {field.name for field in dataclasses.fields(EngineConfig)}
         if unknown := options.keys() - known:
             raise TypeError(
                 f"LLM() has no option {', '.join(sorted(unknown))}; its options: {', '.join(sorted(known))}"
             )
-        self.engine = LLMEngine(EngineConfig(model=model, **options))
+        self.engine = LLMEngine(EngineConfig(model=model, **options), on_progress)
         self._ids = itertools.count()
         self._num_output_tokens = 0
         # Outputs of requests that another caller on this object waits for (a half-read stream() during a generate()).

@@ -153,6 +153,14 @@ def test_a_recommendation_that_is_not_valid_is_refused_before_weights_are_read(t
     assert str(caught.value).startswith(f"{path / 'generation_config.json'}: {name} is not valid: ")
 
 
+def test_loading_reports_its_progress(tmp_path):
+    calls = []
+    options = {"device": "cpu", "max_model_len": 64, "num_gpu_blocks_override": 8, "enforce_eager": True}
+    LLM(str(tiny_model(tmp_path)), on_progress=lambda *numbers: calls.append(numbers), **options)
+    done, total = calls[-1]
+    assert done == total > calls[0][0] > 0
+
+
 def test_changing_the_default_parameters_changes_only_a_copy(llm):
     llm.get_default_sampling_params().max_tokens = 3
     assert llm.get_default_sampling_params().max_tokens == 16
