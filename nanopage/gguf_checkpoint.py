@@ -81,11 +81,9 @@ class GGUFCheckpoint:
             raise ValueError(
                 f"{path}: GGUF architecture {shown(self.architecture)} is not supported; supported: {supported}"
             )
-        num_files = self.fields.get("split.count", 1)
+        num_files = self._field("split.count", int, "an integer", 1)
         if num_files != 1:
-            raise self._error(
-                "split.count", f"is {shown(num_files)}: merge the files with llama.cpp's 'llama-gguf-split --merge'"
-            )
+            raise self._error("split.count", f"is {num_files}: merge them with llama.cpp's 'llama-gguf-split --merge'")
         tensors = dict(header.tensors)
         self._rope_freqs = tensors.pop("rope_freqs.weight", None)  # in config()
         self.weights = {self._name(name): tensor for name, tensor in tensors.items()}
@@ -175,7 +173,7 @@ class GGUFCheckpoint:
         ]
         bos = self._token_id("bos")
         # Where the file says nothing, llama.cpp's defaults.
-        adds_bos = kind == "llama" or self.fields.get("tokenizer.ggml.pre") == "llama-bpe"
+        adds_bos = kind == "llama" or self._string("tokenizer.ggml.pre", "") == "llama-bpe"
         adds_bos = self._flag("tokenizer.ggml.add_bos_token", adds_bos)
         if self._flag("tokenizer.ggml.add_eos_token", False):
             raise self._unsupported("tokenizer.ggml.add_eos_token")

@@ -792,6 +792,8 @@ class TestFilesThatDoNotFit:
             ("tokenizer.ggml.eos_token_id", [1]),
             ("tokenizer.chat_template", ["{{ messages }}"]),
             ("tokenizer.chat_template", 5),
+            ("split.count", [1, 1]),
+            ("split.count", "1"),
         ],
         ids=str,
     )
@@ -809,7 +811,7 @@ class TestFilesThatDoNotFit:
     @pytest.mark.parametrize("count", [0, 2, 9])
     def test_one_of_several_files(self, file, count):
         write_gguf(file, model_for(SMOLLM), "llama", SMOLLM, **{"split.count": count})
-        self.refuse(file, f"split.count is {count}: merge the files")
+        self.refuse(file, f"split.count is {count}: merge them")
 
     def test_one_file_of_one_is_read(self, file):
         write_gguf(file, model_for(SMOLLM), "llama", SMOLLM, **{"split.count": 1})
