@@ -51,15 +51,13 @@ def read_tensors(files: list[Path]) -> Iterator[tuple[str, int, Tensor]]:
 @contextmanager
 def _opened(file: Path):
     check_file(file)
-    with open(file, "rb") as content:
-        header_bytes = int.from_bytes(content.read(8), "little")
-    if header_bytes > MAX_HEADER:
-        raise ValueError(f"{file} is not a readable safetensors file: its header has {header_bytes:,} bytes")
-    with (
-        rust_errors(f"{file} is not a readable safetensors file (truncated?)"),
-        safe_open(file, framework="pt", device="cpu") as content,
-    ):
-        yield content
+    with rust_errors(f"{file} is not a readable safetensors file (truncated?)"):
+        with open(file, "rb") as head:
+            header_bytes = int.from_bytes(head.read(8), "little")
+        if header_bytes > MAX_HEADER:
+            raise ValueError(f"its header has {header_bytes:,} bytes")
+        with safe_open(file, framework="pt", device="cpu") as content:
+            yield content
 
 
 def safetensors_files(directory: Path) -> list[Path]:

@@ -6,6 +6,7 @@ The process limits its own memory. For each case it prints a line of JSON before
 """
 
 import copy
+import dataclasses
 import json
 import math
 import os
@@ -248,7 +249,7 @@ MAKERS = {
 
 def attack(path: Path) -> str:
     """Load a model and let it write two tokens. Returns the outcome."""
-    from nanopage import EngineConfig, LLMEngine, SamplingParams
+    from nanopage import EngineConfig, LLMEngine
 
     config = EngineConfig(
         model=str(path), device="cpu", dtype="float32", num_gpu_blocks_override=8, enforce_eager=True, swap_space=0
@@ -257,7 +258,8 @@ def attack(path: Path) -> str:
     try:
         engine = LLMEngine(config)
         loaded = True
-        engine.add_request("a", TEXT, SamplingParams(max_tokens=2, temperature=0))
+        params = dataclasses.replace(engine.default_sampling_params, max_tokens=2, seed=0)
+        engine.add_request("a", TEXT, params)
         loaded = False
         while engine.has_unfinished_requests():
             engine.step()

@@ -349,6 +349,12 @@ def test_what_is_no_file_is_refused(path, make):
     refuse(path, "is not a regular file")
 
 
+@pytest.mark.skipif(not os.path.exists("/proc/self/mem"), reason="needs a file whose reading fails")
+def test_a_file_that_cannot_be_read_is_named(path):
+    path.symlink_to("/proc/self/mem")
+    refuse(path, "truncated|cannot be read")
+
+
 def test_a_missing_file_is_named(path):
     with pytest.raises(FileNotFoundError, match=str(path)):
         read_header(path)

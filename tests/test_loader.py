@@ -371,6 +371,15 @@ class TestFiles:
             load(model_dir)
         assert str(file) in str(caught.value)
 
+    @pytest.mark.skipif(not os.path.exists("/proc/self/mem"), reason="needs a file whose reading fails")
+    def test_a_file_that_cannot_be_read_is_named(self, model_dir):
+        file = model_dir / "model.safetensors"
+        file.unlink()
+        file.symlink_to("/proc/self/mem")
+        with pytest.raises(ValueError, match="not a readable safetensors file") as caught:
+            load(model_dir)
+        assert str(file) in str(caught.value)
+
     @pytest.mark.parametrize("size", [2**25 + 1, 2**40, 2**64 - 1])
     def test_a_header_that_would_take_much_memory_is_not_read(self, model_dir, size):
         file = model_dir / "model.safetensors"

@@ -252,6 +252,17 @@ def test_what_is_no_file_is_refused_by_name(sentence_piece, tmp_path, name, make
     assert str(tmp_path / name) in str(caught.value)
 
 
+@pytest.mark.skipif(not os.path.exists("/proc/self/mem"), reason="needs a file whose reading fails")
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"])
+def test_a_file_that_cannot_be_read_is_named(sentence_piece, tmp_path, name):
+    if name != "tokenizer.json":
+        sentence_piece.backend.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / name).symlink_to("/proc/self/mem")
+    with pytest.raises(ValueError) as caught:
+        Tokenizer(tmp_path)
+    assert str(tmp_path / name) in str(caught.value)
+
+
 @pytest.mark.parametrize("name", ["tokenizer_config.json", "chat_template.jinja"])
 def test_text_that_is_not_utf_8_is_named(sentence_piece, tmp_path, name):
     sentence_piece.backend.save(str(tmp_path / "tokenizer.json"))
