@@ -49,7 +49,7 @@ class LLMEngine:
 
     Raises:
         FileNotFoundError, ValueError: a model that is not there, is broken or is not supported.
-        MemoryError: no room for its KV cache.
+        MemoryError: no room for its weights or its KV cache.
     """
 
     def __init__(self, config: EngineConfig, on_progress: Callable[[int, int], None] | None = None):

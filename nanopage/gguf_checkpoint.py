@@ -148,7 +148,8 @@ class GGUFCheckpoint:
                 raise ValueError(
                     f"{self.path}: {tensor.name} has {num_rows} rows, which {num_heads} heads cannot share"
                 )
-            unit = num_rows // num_heads if num_heads else 1  # of which a piece has a multiple
+            # Rows are reordered within a head, so a piece has whole heads.
+            unit = num_rows // num_heads if num_heads else 1
             step = unit * max(1, PIECE_ELEMENTS // (unit * prod(row))) if row else num_rows
             for start in range(0, num_rows, step):
                 piece = self._dequantize(tensor, start, min(start + step, num_rows))

@@ -116,7 +116,6 @@ class _Reader:
         self.check_count(num_fields, 13, MAX_FIELDS, "fields")
         self.check_count(num_tensors, 33, MAX_TENSORS, "tensors")
         fields = self.fields(num_fields)
-        self.place = "the table of tensors"
         table = [self.tensor() for _ in range(num_tensors)]
         return Header(fields, self.placed(table, fields.get("general.alignment", 32)))
 
@@ -194,6 +193,7 @@ class _Reader:
 
     def tensor(self) -> TensorInfo:
         """An entry of the table; its offset is from the beginning of the data."""
+        self.place = "the table of tensors"
         name = self.string()
         self.place = f"tensor {shown(name)}"
         num_dimensions = self.integer("<I")

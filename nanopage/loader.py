@@ -179,9 +179,8 @@ def contents(checkpoint: Checkpoint) -> tuple[list[StoredTensor], Pieces]:
     """
     if isinstance(checkpoint, GGUFCheckpoint):
         weights = checkpoint.weights.items()
-        return [
-            StoredTensor(name, tensor.shape, "F32", checkpoint.path) for name, tensor in weights
-        ], checkpoint.pieces()
+        stored = [StoredTensor(name, tensor.shape, "F32", checkpoint.path) for name, tensor in weights]
+        return stored, checkpoint.pieces()
     files = safetensors_files(checkpoint)
     # Old Llama checkpoints store the rotary table. It is computed from config.json.
     stored = [tensor for tensor in stored_tensors(files) if not tensor.name.endswith("rotary_emb.inv_freq")]
@@ -220,7 +219,7 @@ def fill(
     stored: list[StoredTensor],
     on_progress: Callable[[int, int], None] | None = None,
 ) -> None:
-    """Copy pieces of tensors, which fit, into the model's slots.
+    """Copy pieces of tensors into the model's slots. `check_fit` has compared their shapes.
 
     Raises: ValueError naming the file and the tensor, for a value that is not finite, and for two matrices that should
         be one.
@@ -256,7 +255,7 @@ def _with_tied_head(wanted: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _all_finite(tensor: Tensor) -> bool:
-    # A sum is finite only if all its terms are, and much cheaper. It can overflow, though.
+    # The sum costs much less, and is finite only if every value is. It can also overflow.
     return bool(tensor.sum().isfinite()) or bool(tensor.isfinite().all())
 
 
