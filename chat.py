@@ -76,8 +76,13 @@ def main(
 
         from nanopage import LLM
 
-        with stderr.status(f"Loading {escape(path.name)}: {weights_gb(path):.1f} GB of weights"):
-            llm = LLM(str(path), **options)
+        loading = f"Loading {escape(path.name)}: {weights_gb(path):.1f} GB of weights"
+        with stderr.status(loading) as status:
+
+            def show(done: int, total: int) -> None:
+                status.update(f"{loading}, {done / total:.0%}")
+
+            llm = LLM(str(path), on_progress=show, **options)
         if not raw and llm.get_tokenizer().chat_template is None:
             fail(f"{path.name} has no chat template: it is a base model. --raw lets it go on with your text as it is")
         params = llm.get_default_sampling_params()

@@ -1,14 +1,16 @@
 """Configuration: EngineConfig (what the user sets) and ModelConfig (config.json read as data).
 
 config.json is never executed: `auto_map`, attention back-end names and whatever else it carries that is not read here
-do nothing. What would change the result and is not supported is an error.
+do nothing. What would change the result and is not supported is an error. Sizes and numbers have bounds, because they
+are read before the weights, and a wrong one must not allocate memory or run a loop.
 """
 
-import json
 import math
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+
+from nanopage.model_files import exists, read_json, shown
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 DEVICES = ("auto", "cpu", "cuda")
@@ -23,6 +25,44 @@ POLICIES = ("fcfs", "priority")
 QUANTIZATIONS = (None, "int8")
 LOAD_FORMATS = ("auto", "dummy")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+
+# The largest sizes that are believed, by their names in config.json: several times those of any known model. A model of
+# these sizes can still be built without allocating its weights, which the loader does to compare it with its files.
+MAX_SIZES = {
+    "vocab_size": 2**24,
+    "hidden_size": 2**18,
+    "intermediate_size": 2**20,
+    "num_hidden_layers": 2**10,
+    "num_attention_heads": 2**12,
+    "num_key_value_heads": 2**12,
+    "head_dim": 2**12,
+    "max_position_embeddings": 2**31 - 1,
+    "sliding_window": 2**31 - 1,
+}
+# The range of each number: outside of it float32 overflows, or the result has nothing to do with a trained model.
+RANGES = {
+    "rms_norm_eps": (1e-30, 1.0),
+    "rope_theta": (2.0, 1e15),
+    "factor": (1e-3, 1e6),
+    "low_freq_factor": (1e-3, 1e6),
+    "high_freq_factor": (1e-3, 1e6),
+    "original_max_position_embeddings": (1, 2**31 - 1),
+    "beta_fast": (1e-3, 1e6),
+    "beta_slow": (1e-3, 1e6),
+    "attention_factor": (1e-3, 1e3),
+    "mscale": (0.0, 1e3),
+    "mscale_all_dim": (0.0, 1e3),
+}
+# The numbers that a rope type needs, and those that may be there.
+ROPE_NUMBERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "default": ((), ()),
+    "linear": (("factor",), ()),
+    "llama3": (("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"), ()),
+    "yarn": (
+        ("factor", "original_max_position_embeddings"),
+        ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim"),
+    ),
+}
 
 
 @dataclass(kw_only=True)
@@ -181,50 +221,50 @@ class ModelConfig:
     def from_directory(cls, path: Path) -> "ModelConfig":
         """Read config.json, and the end-of-sequence ids of generation_config.json if there is one.
 
-        Raises: FileNotFoundError, ValueError as in `from_dict`.
+        Raises: FileNotFoundError; ValueError as in `from_dict`, naming the file.
         """
-        config = read_json(path / "config.json")
-        if (path / "generation_config.json").exists():
-            eos = read_json(path / "generation_config.json").get("eos_token_id")
-            config = config | ({} if eos is None else {"eos_token_id": eos})
-        return cls.from_dict(config)
+        config = cls.from_dict(read_json(path / "config.json"), str(path / "config.json"))
+        file = path / "generation_config.json"
+        if not exists(file):
+            return config
+        fields = _Fields(read_json(file), str(file))
+        eos_token_ids = fields.special_ids(config.vocab_size)
+        return config if fields.values.get("eos_token_id") is None else replace(config, eos_token_ids=eos_token_ids)
 
     @classmethod
-    def from_dict(cls, config: dict) -> "ModelConfig":
-        """`config` is config.json as a dict, with the field names of transformers 4 or 5.
+    def from_dict(cls, config: dict, source: str = "config.json") -> "ModelConfig":
+        """`config` is config.json as a dict, with the field names of transformers 4 or 5; `source` is the file's name
+        in error messages.
 
         Raises:
-            ValueError: an architecture, rope type, activation or quantization that is not supported, or a missing
-                or impossible field, by name.
+            ValueError: an architecture, rope type, activation or quantization that is not supported, or a field that
+                is missing, of the wrong type or out of range, by name.
         """
-        fields = _Fields(config)
-        architecture = _architecture(config.get("architectures"))
+        fields = _Fields(config, source)
+        architecture = _architecture(fields)
         if config.get("quantization_config") is not None:
             method = fields.object("quantization_config").values.get("quant_method", "unknown")
-            raise ValueError(f"quantization_config (quant_method {method}) is not supported: use unquantized weights")
+            raise fields.error(
+                "quantization_config", f"(quant_method {shown(method)}) is not supported: use unquantized weights"
+            )
         if config.get("hidden_act", "silu") not in ("silu", "swish"):
-            raise ValueError(f"hidden_act {config['hidden_act']!r} is not supported; supported: silu")
+            raise fields.error("hidden_act", f"{shown(config['hidden_act'])} is not supported; supported: silu")
+        vocab_size = fields.size("vocab_size")
         hidden_size, num_heads = fields.size("hidden_size"), fields.size("num_attention_heads")
         # Where a field is missing, its default is that of transformers' class for the architecture.
         num_kv_heads = fields.size("num_key_value_heads", num_heads if architecture == "LlamaForCausalLM" else None)
         head_dim = fields.size("head_dim", 128 if architecture == "Qwen3ForCausalLM" else hidden_size // num_heads)
         num_layers = fields.size("num_hidden_layers")
         if num_heads % num_kv_heads:
-            raise ValueError(f"num_attention_heads={num_heads} is not a multiple of num_key_value_heads={num_kv_heads}")
+            problem = f"{num_heads} is not a multiple of num_key_value_heads={num_kv_heads}"
+            raise fields.error("num_attention_heads", problem)
         if head_dim % 2:
-            raise ValueError(f"head_dim={head_dim} is odd: rotary embeddings need pairs")
+            raise fields.error("head_dim", f"{head_dim} is odd: rotary embeddings need pairs")
         max_position_embeddings = fields.size("max_position_embeddings")
-        dtype = str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")
-        if dtype not in DTYPES[1:]:
-            raise ValueError(f"config.json: dtype {dtype!r} is not supported; supported: {', '.join(DTYPES[1:])}")
-        eos = config.get("eos_token_id")
-        eos = [] if eos is None else eos if isinstance(eos, list) else [eos]
-        if not all(isinstance(token_id, int) and not isinstance(token_id, bool) for token_id in eos):
-            raise ValueError(f"config.json: eos_token_id must be an integer or a list of them, got {eos!r}")
         return cls(
             architecture=architecture,
             family=ARCHITECTURES[architecture],
-            vocab_size=fields.size("vocab_size"),
+            vocab_size=vocab_size,
             hidden_size=hidden_size,
             intermediate_size=fields.size("intermediate_size"),
             num_layers=num_layers,
@@ -238,87 +278,121 @@ class ModelConfig:
             attention_bias=fields.flag("attention_bias"),
             mlp_bias=fields.flag("mlp_bias"),
             sliding_windows=_sliding_windows(fields, architecture, num_layers),
-            dtype=dtype,
-            eos_token_ids=frozenset(eos),
+            dtype=_dtype(fields),
+            eos_token_ids=fields.special_ids(vocab_size),
         )
 
 
 @dataclass(frozen=True)
 class _Fields:
-    """Reads a JSON object field by field; a value of the wrong kind is a ValueError that names the field."""
+    """Reads a JSON object field by field; a value of the wrong kind is a ValueError that names the file and field."""
 
     values: dict
+    source: str  # the file
+
+    def error(self, name: str, problem: str) -> ValueError:
+        return ValueError(f"{self.source}: {name} {problem}")
 
     def size(self, name: str, default: int | None = None) -> int:
         """A positive integer. Null counts as missing here: several fields are written as null to say "the default"."""
         value = self.values.get(name)
         value = default if value is None else value
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ValueError(f"config.json: {name} must be a positive integer, got {value!r}")
+            raise self.error(name, f"must be a positive integer, got {shown(value)}")
+        if value > MAX_SIZES[name]:
+            raise self.error(name, f"must be at most {MAX_SIZES[name]:,}, got {shown(value)}")
         return value
 
     def number(self, name: str, default: float | None = None) -> float:
-        """A positive, finite number."""
+        """A number within its range."""
         value = self.values.get(name, default)
-        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= sys.float_info.max:
-            raise ValueError(f"config.json: {name} must be a positive number, got {value!r}")
+        low, high = RANGES[name]
+        if not isinstance(value, int | float) or isinstance(value, bool) or not low <= value <= high:
+            raise self.error(name, f"must be a number from {low:g} to {high:g}, got {shown(value)}")
         return float(value)
 
-    def flag(self, name: str) -> bool:
-        value = self.values.get(name, False)
+    def flag(self, name: str, default: bool = False) -> bool:
+        value = self.values.get(name, default)
         if not isinstance(value, bool):
-            raise ValueError(f"config.json: {name} must be true or false, got {value!r}")
+            raise self.error(name, f"must be true or false, got {shown(value)}")
         return value
 
     def object(self, name: str) -> "_Fields":
         value = self.values.get(name)
         if value is not None and not isinstance(value, dict):
-            raise ValueError(f"config.json: {name} must be an object, got {value!r}")
-        return _Fields(dict(value or {}))
+            raise self.error(name, f"must be an object, got {shown(value)}")
+        return _Fields(dict(value or {}), self.source)
+
+    def special_ids(self, vocab_size: int) -> frozenset[int]:
+        """The end-of-sequence ids. Checks the other special ids, too."""
+        self._token_ids("bos_token_id", vocab_size)
+        if self.values.get("pad_token_id") != -1:  # how old Llama checkpoints say that there is none
+            self._token_ids("pad_token_id", vocab_size)
+        return self._token_ids("eos_token_id", vocab_size)
+
+    def _token_ids(self, name: str, vocab_size: int) -> frozenset[int]:
+        value = self.values.get(name)
+        ids = [] if value is None else value if isinstance(value, list) else [value]
+        for token_id in ids:
+            if not isinstance(token_id, int) or isinstance(token_id, bool):
+                raise self.error(name, f"must be a token id or a list of them, got {shown(value)}")
+            if not 0 <= token_id < vocab_size:
+                raise self.error(name, f"{shown(token_id)} is not in the vocabulary of {vocab_size:,} tokens")
+        return frozenset(ids)
 
 
-def _architecture(names) -> str:
+def _architecture(fields: _Fields) -> str:
+    names = fields.values.get("architectures")
     if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
-        raise ValueError(f"config.json: architectures must be a list of names, got {names!r}")
+        raise fields.error("architectures", f"must be a list of names, got {shown(names)}")
     for name in names or []:
         if name in ARCHITECTURES:
             return name
-    named = ", ".join(names or []) or "(none named)"
-    raise ValueError(f"architecture {named} is not supported; supported: {', '.join(ARCHITECTURES)}")
+    raise fields.error("architectures", f"{shown(names)} is not supported; supported: {', '.join(ARCHITECTURES)}")
+
+
+def _dtype(fields: _Fields) -> str:
+    value = fields.values.get("dtype")
+    name = "torch_dtype" if value is None else "dtype"  # transformers 4 wrote torch_dtype
+    value = fields.values.get(name)
+    value = "float32" if value is None else value
+    dtype = value.removeprefix("torch.") if isinstance(value, str) else ""
+    if dtype not in DTYPES[1:]:
+        raise fields.error(name, f"{shown(value)} is not supported; supported: {', '.join(DTYPES[1:])}")
+    return dtype
 
 
 def _rope(config: _Fields, max_position_embeddings: int) -> RopeConfig:
     # transformers 5 writes rope_parameters, 4 wrote rope_theta beside rope_scaling (whose key was once "type").
-    rope = config.object("rope_parameters" if config.values.get("rope_parameters") else "rope_scaling")
+    name = "rope_parameters" if config.values.get("rope_parameters") else "rope_scaling"
+    rope = config.object(name)
     if any(isinstance(value, dict) for value in rope.values.values()):
-        raise ValueError("rope_parameters per layer type are not supported")
-    if rope.values.get("rope_theta") is not None:
-        theta = rope.number("rope_theta")
-    else:
-        theta = config.number("rope_theta", 10000.0) if config.values.get("rope_theta") is not None else 10000.0
+        raise config.error("rope_parameters", "per layer type are not supported")
+    owner = rope if rope.values.get("rope_theta") is not None else config
+    theta = owner.number("rope_theta") if owner.values.get("rope_theta") is not None else 10000.0
     rope_type = rope.values.get("rope_type", rope.values.get("type", "default"))
     if rope_type not in ROPE_TYPES:
-        raise ValueError(f"rope type {rope_type!r} is not supported; supported: {', '.join(ROPE_TYPES)}")
+        raise config.error(name, f"of type {shown(rope_type)} is not supported; supported: {', '.join(ROPE_TYPES)}")
     for fields in (rope, config):
         if fields.values.get("partial_rotary_factor") not in (None, 1.0):
-            partial = fields.values["partial_rotary_factor"]
-            raise ValueError(f"partial_rotary_factor {partial!r} is not supported; supported: 1.0")
-    params = {name: value for name, value in rope.values.items() if name not in ("rope_theta", "rope_type", "type")}
-    needed = {
-        "default": (),
-        "linear": ("factor",),
-        "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-        "yarn": ("factor", "original_max_position_embeddings"),
-    }
+            partial = shown(fields.values["partial_rotary_factor"])
+            raise config.error("partial_rotary_factor", f"{partial} is not supported; supported: 1.0")
+    params = {key: value for key, value in rope.values.items() if key not in ("rope_theta", "rope_type", "type")}
     if config.values.get("original_max_position_embeddings") is not None:  # transformers gives it priority
         params["original_max_position_embeddings"] = config.values["original_max_position_embeddings"]
     if rope_type == "yarn" and params.get("original_max_position_embeddings") is None:
         params["original_max_position_embeddings"] = max_position_embeddings
-    for name in needed[rope_type]:
-        try:
-            params[name] = _Fields(params).number(name)
-        except ValueError as error:
-            raise ValueError(f"rope type {rope_type!r}: {error}") from None
+    numbers = _Fields(params, f"{config.source}: {name} of type {rope_type!r}")
+    needed, optional = ROPE_NUMBERS[rope_type]
+    for key in needed:
+        params[key] = numbers.number(key)
+    for key in optional:
+        if params.get(key) is not None:
+            numbers.number(key)
+    if rope_type == "llama3" and params["low_freq_factor"] >= params["high_freq_factor"]:
+        raise numbers.error("low_freq_factor", "must be less than high_freq_factor")
+    if rope_type == "yarn":
+        numbers.flag("truncate", True)
     return RopeConfig(theta, rope_type, params)
 
 
@@ -328,28 +402,16 @@ def _sliding_windows(config: _Fields, architecture: str, num_layers: int) -> tup
     # transformers' Llama has no window; Qwen writes one that is off unless use_sliding_window says otherwise.
     if window is None or architecture == "LlamaForCausalLM" or (qwen and not config.flag("use_sliding_window")):
         return (None,) * num_layers
-    if not isinstance(window, int) or isinstance(window, bool) or window < 1:
-        raise ValueError(f"config.json: sliding_window must be a positive integer, got {window!r}")
+    window = config.size("sliding_window", window)
     kinds = config.values.get("layer_types")
     if kinds is not None:
         known = isinstance(kinds, list) and all(kind in ("full_attention", "sliding_attention") for kind in kinds)
         if not known or len(kinds) != num_layers:
-            raise ValueError(f"config.json: layer_types {kinds!r} is not supported for {num_layers} layers")
+            raise config.error("layer_types", f"{shown(kinds)} is not supported for {num_layers} layers")
         return tuple(window if kind == "sliding_attention" else None for kind in kinds)
     if not qwen:
         return (window,) * num_layers
     first = config.values.get("max_window_layers", 28)
     if not isinstance(first, int) or isinstance(first, bool) or first < 0:
-        raise ValueError(f"config.json: max_window_layers must be an integer of at least 0, got {first!r}")
+        raise config.error("max_window_layers", f"must be an integer of at least 0, got {shown(first)}")
     return tuple(window if layer >= first else None for layer in range(num_layers))
-
-
-def read_json(path: Path) -> dict:
-    """Raises: FileNotFoundError; ValueError naming the file if it is not a JSON object."""
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, or beyond Python's limits
-        raise ValueError(f"{path} is not valid JSON: {error}") from None
-    if not isinstance(data, dict):
-        raise ValueError(f"{path} is not a JSON object")
-    return data

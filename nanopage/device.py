@@ -1,5 +1,8 @@
-"""The device and dtype to compute with, torch's precision on it, and copies to and from it that nobody waits for."""
+"""The device and dtype to compute with, its memory, torch's precision on it, and copies that nobody waits for."""
 
+from pathlib import Path
+
+import psutil
 import torch
 from torch import Tensor
 
@@ -56,6 +59,36 @@ def set_cuda_precision() -> None:
     torch.backends.cudnn.allow_tf32 = False
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+
+
+def free_bytes(device: torch.device) -> int:
+    """The memory of a device that can be had now; on a CPU, of the RAM and of what the container may use."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    free = psutil.virtual_memory().available
+    limit, used = _container_limit()
+    return free if limit is None else max(0, min(free, limit - used))
+
+
+def total_ram() -> int:
+    """The RAM, or what the container may use of it."""
+    total = psutil.virtual_memory().total
+    limit, _ = _container_limit()
+    return total if limit is None else min(total, limit)
+
+
+def _container_limit(group: Path = Path("/sys/fs/cgroup")) -> tuple[int | None, int]:
+    """(limit, in use) of the control group we run in; (None, 0) where there is none."""
+    try:
+        limit = (group / "memory.max").read_text().strip()
+        most = None if limit == "max" else int(limit)
+        used = int((group / "memory.current").read_text())
+        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        # Cached pages of files are given up when memory is needed: among them those of the weights just read.
+        used -= int(stat.get("active_file", 0)) + int(stat.get("inactive_file", 0))
+    except (OSError, ValueError):
+        return None, 0
+    return (None, 0) if most is None else (most, max(0, used))
 
 
 def to_device(values: list | Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:

@@ -14,9 +14,10 @@ from nanopage.block_manager import BlockManager
 from nanopage.compiler import Graphs
 from nanopage.config import EngineConfig
 from nanopage.device import resolve_device, resolve_dtype, set_cuda_precision
-from nanopage.input_processor import Completion, InputProcessor, Prompt, Request
+from nanopage.input_processor import Completion, InputProcessor, Prompt, Request, default_sampling_params
 from nanopage.kernels.packed_linear import can_pack
 from nanopage.kv_cache import GIB, KVCache, block_bytes, num_blocks_that_fit, num_host_blocks
+from nanopage.model_files import exists
 from nanopage.model_runner import ModelRunner
 from nanopage.request import (
     BeamSearchParams,
@@ -44,16 +45,21 @@ class LLMEngine:
             for output in engine.step():
                 ...
 
+    Args:
+        on_progress: called while weights load, with the number of those that have been read and of all.
+
     Raises:
         FileNotFoundError, ValueError: a model that is not there, is broken or is not supported.
-        MemoryError: no room for its KV cache.
+        MemoryError: no room for its weights or its KV cache.
     """
 
-    def __init__(self, config: EngineConfig):
+    def __init__(self, config: EngineConfig, on_progress: Callable[[int, int], None] | None = None):
         self.config = config
         self.model_path = path = hub.resolve(None if config.model is None else str(config.model))
         self.device = resolve_device(config.device)
-        self.model_config = loader.read_config(path)
+        checkpoint = loader.open_checkpoint(path)
+        self.model_config = loader.read_config(checkpoint)
+        self.default_sampling_params = default_sampling_params(path)
         limit = self.model_config.max_position_embeddings
         if config.max_model_len is not None and config.max_model_len > limit:
             raise ValueError(f"max_model_len={config.max_model_len} is more than the model's {limit} positions")
@@ -71,9 +77,14 @@ class LLMEngine:
         else:
             set_cuda_precision()
         dummy = config.load_format == "dummy"
-        has_tokenizer = path.suffix == ".gguf" or (path / "tokenizer.json").exists()
-        self.tokenizer = None if dummy and not has_tokenizer else Tokenizer(path)
-        model = loader.load_model(path, self.model_config, self.dtype, self.device, config.load_format)
+        has_tokenizer = path.suffix == ".gguf" or exists(path / "tokenizer.json")
+        self.tokenizer = None
+        if has_tokenizer or not dummy:
+            self.tokenizer = Tokenizer(checkpoint, self.model_config.vocab_size)
+        model = loader.load_model(
+            checkpoint, self.model_config, self.dtype, self.device, config.load_format, on_progress
+        )
+        del checkpoint  # the vocabulary of a .gguf file takes tens of megabytes
         longest = config.max_model_len or limit
         if self.device.type == "cuda":
             num_blocks = self._prepare_gpu(model, longest)

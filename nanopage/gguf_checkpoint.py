@@ -1,12 +1,17 @@
 """A .gguf file read as if it were a Hugging Face directory: config, tokenizer and tensors under their usual names.
 
-The `gguf` package reads and dequantizes. What is done here is to undo llama.cpp's conversion: its names, its reordering
-of q and k rows in the llama architecture, its flat list of vocabulary and merges.
+gguf_reader.py reads the file and the `gguf` package dequantizes. What is done here is to undo llama.cpp's conversion:
+its names, its reordering of q and k rows in the llama architecture, its flat list of vocabulary and merges.
 """
 
 import json
+import math
+import re
 from collections.abc import Iterator
+from functools import cached_property
+from math import prod
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -15,8 +20,10 @@ from einops import rearrange
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from torch import Tensor
 
-from nanopage.config import RopeConfig
+from nanopage.config import MAX_SIZES, RANGES, ModelConfig, RopeConfig
+from nanopage.gguf_reader import TensorInfo, read_header, read_rows
 from nanopage.layers.rotary import inverse_frequencies
+from nanopage.model_files import rust_errors, shown
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 
@@ -47,183 +54,292 @@ _LLAMA3_SPLIT = (
 _QWEN2_SPLIT = _LLAMA3_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")
 PRE_TOKENIZERS = ("gpt-2", "llama-bpe", "qwen2", "smollm")
 
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # tokenizer.ggml.token_type
+UNDEFINED, NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(7)  # tokenizer.ggml.token_type
+MAX_PIECE = 256  # characters of a SentencePiece token; SentencePiece's own limit is 16 unless a trainer raises it
+PIECE_ELEMENTS = 2**17  # dequantized at once: few enough for a core's cache, which makes it twice as fast
+
+_REQUIRED: Any = object()  # the default of a field that must be there
 
 
 class GGUFCheckpoint:
-    """An open .gguf file.
+    """An open .gguf file. Its metadata is read once; its weights are read by `pieces`.
+
+    weights: the tensors by their names in transformers.
 
     Raises:
-        FileNotFoundError; ValueError naming the file if it is no GGUF, is truncated, or holds an architecture, a
-        tokenizer or a quantization that is not supported.
+        FileNotFoundError; ValueError naming the file, and the field or tensor, if it is no GGUF file, is truncated,
+        contradicts itself, or holds an architecture, a tokenizer or a quantization that is not supported.
     """
 
     def __init__(self, path: Path):
-        if not path.is_file():
-            raise FileNotFoundError(f"no such file: {path}")
         self.path = path
-        try:
-            self.reader = gguf.GGUFReader(path)
-        except Exception as error:  # the reader raises whatever numpy does on a file that ends too early
-            raise ValueError(f"{path} is not a readable GGUF file (truncated?): {error}") from error
-        self.architecture = self.field("general.architecture")
+        header = read_header(path)
+        self.fields = header.fields
+        self.architecture = self._string("general.architecture")
         if self.architecture not in ARCHITECTURES:
+            supported = ", ".join(ARCHITECTURES)
             raise ValueError(
-                f"{path}: GGUF architecture {self.architecture!r} is not supported; "
-                f"supported: {', '.join(ARCHITECTURES)}"
+                f"{path}: GGUF architecture {shown(self.architecture)} is not supported; supported: {supported}"
             )
+        num_files = self._field("split.count", int, "an integer", 1)
+        if num_files != 1:
+            raise self._error("split.count", f"is {num_files}: merge them with llama.cpp's 'llama-gguf-split --merge'")
+        tensors = dict(header.tensors)
+        self._rope_freqs = tensors.pop("rope_freqs.weight", None)  # in config()
+        self.weights = {self._name(name): tensor for name, tensor in tensors.items()}
+        for kind in {tensor.kind for tensor in self.weights.values()}:
+            self._check_kind(kind)
 
-    def field(self, key: str, default=None):
-        """A metadata value as Python data; `{arch}` in the key is the file's architecture."""
-        field = self.reader.get_field(key.replace("{arch}", getattr(self, "architecture", "")))
-        return default if field is None else field.contents()
+    def model_config(self) -> ModelConfig:
+        """Raises: ValueError as ModelConfig.from_dict, naming the file."""
+        return ModelConfig.from_dict(self.config(), str(self.path))
 
-    def config(self) -> dict:
+    def config(self) -> dict[str, Any]:
         """The file's hyperparameters as the contents of a config.json."""
-        names = {tensor.name for tensor in self.reader.tensors}
-        num_heads = self._required("{arch}.attention.head_count")
-        config = {
+        num_heads = self._size("{arch}.attention.head_count", "num_attention_heads")
+        config: dict[str, Any] = {
             "architectures": [ARCHITECTURES[self.architecture]],
             "model_type": self.architecture,
-            "vocab_size": len(self._required("tokenizer.ggml.tokens")),
-            "hidden_size": self._required("{arch}.embedding_length"),
-            "intermediate_size": self._required("{arch}.feed_forward_length"),
-            "num_hidden_layers": self._required("{arch}.block_count"),
+            "vocab_size": len(self.tokens),
+            "hidden_size": self._size("{arch}.embedding_length", "hidden_size"),
+            "intermediate_size": self._size("{arch}.feed_forward_length", "intermediate_size"),
+            "num_hidden_layers": self._size("{arch}.block_count", "num_hidden_layers"),
             "num_attention_heads": num_heads,
-            "num_key_value_heads": self.field("{arch}.attention.head_count_kv", num_heads),
-            "max_position_embeddings": self._required("{arch}.context_length"),
-            "rms_norm_eps": _float32(self._required("{arch}.attention.layer_norm_rms_epsilon")),
+            "num_key_value_heads": self._size("{arch}.attention.head_count_kv", "num_key_value_heads", num_heads),
+            "max_position_embeddings": self._size("{arch}.context_length", "max_position_embeddings"),
+            "rms_norm_eps": self._number("{arch}.attention.layer_norm_rms_epsilon", "rms_norm_eps"),
             "hidden_act": "silu",
-            "tie_word_embeddings": "output.weight" not in names,
-            "attention_bias": self.architecture == "llama" and "blk.0.attn_q.bias" in names,
+            "tie_word_embeddings": "lm_head.weight" not in self.weights,
+            "attention_bias": self.architecture == "llama" and "model.layers.0.self_attn.q_proj.bias" in self.weights,
             "dtype": "bfloat16",
-            "rope_theta": _float32(self.field("{arch}.rope.freq_base", 10000.0)),
+            "rope_theta": self._number("{arch}.rope.freq_base", "rope_theta", 10000.0),
         }
-        head_dim = self.field("{arch}.attention.key_length") or self.field("{arch}.rope.dimension_count")
+        default = config["hidden_size"] // num_heads
+        rotated = self._size("{arch}.rope.dimension_count", "head_dim", None)
+        head_dim = self._size("{arch}.attention.key_length", "head_dim", None) or rotated
         if head_dim:
             config["head_dim"] = head_dim
-        if "rope_freqs.weight" in names:
-            config["rope_scaling"] = self._llama3_scaling(config)
-        default_dim = config.get("head_dim", config["hidden_size"] // num_heads)
-        if self.field("{arch}.rope.dimension_count", default_dim) != default_dim:
-            self._unsupported("{arch}.rope.dimension_count")
-        for name in ("attn_factor", "yarn_ext_factor", "yarn_attn_factor", "yarn_beta_fast", "yarn_beta_slow"):
-            if self.field(f"{{arch}}.rope.scaling.{name}") is not None:
-                self._unsupported(f"{{arch}}.rope.scaling.{name}")
-        scaling = self.field("{arch}.rope.scaling.type")
-        if scaling not in (None, "none"):
-            config["rope_scaling"] = {"rope_type": scaling, "factor": self._required("{arch}.rope.scaling.factor")}
-            if original := self.field("{arch}.rope.scaling.original_context_length"):
-                config["rope_scaling"]["original_max_position_embeddings"] = original
-        if (bos := self.field("tokenizer.ggml.bos_token_id")) is not None:
+        if rotated not in (None, head_dim or default):
+            raise self._unsupported("{arch}.rope.dimension_count")
+        if scaling := self._rope_scaling(head_dim or default, config["rope_theta"]):
+            config["rope_scaling"] = scaling
+        if (bos := self._token_id("bos")) is not None:
             config["bos_token_id"] = bos
         # End of text, of turn and of message all end a reply.
-        ends = [self.field(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
-        if ends := sorted({token_id for token_id in ends if token_id is not None}):
-            config["eos_token_id"] = ends if len(ends) > 1 else ends[0]
+        ends = {token_id for name in ("eos", "eot", "eom") if (token_id := self._token_id(name)) is not None}
+        if ends:
+            config["eos_token_id"] = sorted(ends) if len(ends) > 1 else ends.pop()
         return config
 
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, float32 tensor) one at a time."""
-        num_heads = self._required("{arch}.attention.head_count")
-        kv_heads = self.field("{arch}.attention.head_count_kv", num_heads)
-        for tensor in self.reader.tensors:
-            if tensor.name == "rope_freqs.weight":
-                continue  # in config()
-            name = self._name(tensor.name)
-            weight = self._dequantize(tensor)
-            if self.architecture == "llama" and "attn_q." in tensor.name:
-                weight = _unpermute(weight, num_heads)
-            elif self.architecture == "llama" and "attn_k." in tensor.name:
-                weight = _unpermute(weight, kv_heads)
-            yield name, weight
+    def pieces(self) -> Iterator[tuple[str, int, Tensor]]:
+        """(name in transformers, first row, float32 rows) of every tensor, in pieces of about 2^17 elements.
+
+        Raises: ValueError if rows cannot be divided among the heads.
+        """
+        heads = {}
+        if self.architecture == "llama":
+            num_heads = self._size("{arch}.attention.head_count", "num_attention_heads")
+            heads["q_proj"] = num_heads
+            heads["k_proj"] = self._size("{arch}.attention.head_count_kv", "num_key_value_heads", num_heads)
+        for name, tensor in self.weights.items():
+            num_rows, *row = tensor.shape
+            num_heads = heads.get(name.split(".")[-2], 0)
+            if num_heads and num_rows % (2 * num_heads):
+                raise ValueError(
+                    f"{self.path}: {tensor.name} has {num_rows} rows, which {num_heads} heads cannot share"
+                )
+            # Rows are reordered within a head, so a piece has whole heads.
+            unit = num_rows // num_heads if num_heads else 1
+            step = unit * max(1, PIECE_ELEMENTS // (unit * prod(row))) if row else num_rows
+            for start in range(0, num_rows, step):
+                piece = self._dequantize(tensor, start, min(start + step, num_rows))
+                yield name, start, _unpermute(piece, len(piece) // unit) if num_heads else piece
 
     def tokenizer(self) -> Tokenizer:
         """The file's tokenizer.
 
-        Raises: ValueError for a kind or pre-tokenizer that is not one of those listed in it.
+        Raises: ValueError for a kind or pre-tokenizer that is not supported, and for fields that contradict each other.
         """
-        kind = self._required("tokenizer.ggml.model")
+        kind = self._string("tokenizer.ggml.model")
         if kind == "gpt2":
             tokenizer = self._byte_level_bpe()
         elif kind == "llama":
             tokenizer = self._sentencepiece_bpe()
         else:
-            raise ValueError(f"{self.path}: tokenizer {kind!r} is not supported; supported: gpt2, llama")
-        tokens, types = self._vocabulary()
-        added = []
-        for token, token_type in zip(tokens, types, strict=True):
-            if token_type in (CONTROL, USER_DEFINED):
-                added.append(AddedToken(token, special=token_type == CONTROL, normalized=False))
-        tokenizer.add_tokens(added)
-        # Set the special flag again: add_tokens leaves tokens that the vocabulary already has as they are.
-        tokenizer.add_special_tokens([token for token in added if token.special])
-        bos = self.field("tokenizer.ggml.bos_token_id")
+            raise ValueError(f"{self.path}: tokenizer {shown(kind)} is not supported; supported: gpt2, llama")
+        added = [
+            AddedToken(token, special=token_type != USER_DEFINED, normalized=False)
+            for token, token_type in zip(self.tokens, self._token_types(), strict=True)
+            if token_type in (UNKNOWN, CONTROL, USER_DEFINED)
+        ]
+        bos = self._token_id("bos")
         # Where the file says nothing, llama.cpp's defaults.
-        adds_bos = kind == "llama" or self.field("tokenizer.ggml.pre") == "llama-bpe"
-        if self.field("tokenizer.ggml.add_eos_token", False):
-            self._unsupported("tokenizer.ggml.add_eos_token")
-        if bos is not None and self.field("tokenizer.ggml.add_bos_token", adds_bos):
-            template = f"{tokens[bos]}:0 $A:0"
-            tokenizer.post_processor = processors.TemplateProcessing(
-                single=template, pair=f"{template} $B:1", special_tokens=[(tokens[bos], bos)]
-            )
+        adds_bos = kind == "llama" or self._string("tokenizer.ggml.pre", "") == "llama-bpe"
+        adds_bos = self._flag("tokenizer.ggml.add_bos_token", adds_bos)
+        if self._flag("tokenizer.ggml.add_eos_token", False):
+            raise self._unsupported("tokenizer.ggml.add_eos_token")
+        with rust_errors(f"{self.path}: tokenizer.ggml.tokens"):
+            tokenizer.add_tokens(added)
+            # Set the special flag again: add_tokens leaves tokens that the vocabulary already has as they are.
+            tokenizer.add_special_tokens([token for token in added if token.special])
+            if adds_bos and bos is not None:
+                tokenizer.post_processor = processors.TemplateProcessing(
+                    single="bos:0 $A:0",
+                    pair="bos:0 $A:0 $B:1",
+                    special_tokens=[{"id": "bos", "ids": [bos], "tokens": [self.tokens[bos]]}],
+                )
         return tokenizer
 
-    def tokenizer_config(self) -> dict:
+    def tokenizer_config(self) -> dict[str, Any]:
         """The special tokens and the chat template as the contents of a tokenizer_config.json."""
-        tokens, _ = self._vocabulary()
-        config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+        config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
         for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
-            if (token_id := self.field(f"tokenizer.ggml.{key}_token_id")) is not None:
-                config[f"{name}_token"] = tokens[token_id]
-        if template := self.field("tokenizer.chat_template"):
+            if (token_id := self._token_id(key)) is not None:
+                config[f"{name}_token"] = self.tokens[token_id]
+        if template := self._string("tokenizer.chat_template", ""):
             config["chat_template"] = template
-        config["model_max_length"] = self._required("{arch}.context_length")
+        config["model_max_length"] = self._size("{arch}.context_length", "max_position_embeddings")
         return config
 
     def save_tokenizer(self, directory: Path) -> None:
         """Write tokenizer.json and tokenizer_config.json."""
-        self.tokenizer().save(str(directory / "tokenizer.json"))
+        (directory / "tokenizer.json").write_text(self.tokenizer().to_str(pretty=True), encoding="utf-8")
         (directory / "tokenizer_config.json").write_text(json.dumps(self.tokenizer_config(), indent=2))
 
-    def _required(self, key: str):
-        value = self.field(key)
-        if value is None:
-            raise ValueError(f"{self.path}: the GGUF field {key.replace('{arch}', self.architecture)} is missing")
+    @cached_property
+    def tokens(self) -> list[str]:
+        """The vocabulary, by id. Empty tokens get names that differ, as in llama.cpp."""
+        tokens = self._strings("tokenizer.ggml.tokens")
+        tokens = [token or f"[EMPTY_{i}]" for i, token in enumerate(tokens)]
+        ids: dict[str, int] = {}
+        for i, token in enumerate(tokens):
+            if ids.setdefault(token, i) != i:
+                raise self._error("tokenizer.ggml.tokens", f"has {shown(token)} twice, as {ids[token]} and as {i}")
+        return tokens
+
+    # Fields, checked. `{arch}` in a key is the file's architecture.
+
+    def _error(self, key: str, problem: str) -> ValueError:
+        return ValueError(f"{self.path}: {self._key(key)} {problem}")
+
+    def _unsupported(self, key: str) -> ValueError:
+        """The refusal of a field that would change the output."""
+        return self._error(key, f"= {shown(self.fields[self._key(key)])} is not supported")
+
+    def _key(self, key: str) -> str:
+        return key.replace("{arch}", self.architecture) if "{arch}" in key else key
+
+    def _field(self, key: str, kinds: type | tuple[type, ...], what: str, default: Any) -> Any:
+        value = self.fields.get(self._key(key), default)
+        if value is _REQUIRED:
+            raise self._error(key, "is missing from the metadata")
+        is_kind = isinstance(value, kinds) and (kinds is bool or not isinstance(value, bool))
+        if value is not default and not is_kind:
+            raise self._error(key, f"must be {what}, got {shown(value)}")
         return value
 
-    def _unsupported(self, key: str) -> None:
-        """Refuse a field that would change the output."""
-        raise ValueError(
-            f"{self.path}: {key.replace('{arch}', self.architecture)} = {self.field(key)} is not supported"
-        )
+    def _string(self, key: str, default: Any = _REQUIRED) -> str:
+        return self._field(key, str, "a string", default)
 
-    def _vocabulary(self) -> tuple[list[str], list[int]]:
-        tokens = self._required("tokenizer.ggml.tokens")
-        return tokens, self.field("tokenizer.ggml.token_type", [NORMAL] * len(tokens))
+    def _flag(self, key: str, default: bool) -> bool:
+        return self._field(key, bool, "true or false", default)
+
+    def _size(self, key: str, name: str, default: Any = _REQUIRED) -> int:
+        """A size that config.json calls `name`, within its bounds."""
+        value = self._field(key, int, "an integer", default)
+        if value is not default and not 1 <= value <= MAX_SIZES[name]:
+            raise self._error(key, f"must be from 1 to {MAX_SIZES[name]:,}, got {value}")
+        return value
+
+    def _number(self, key: str, name: str, default: Any = _REQUIRED) -> float:
+        """A number that config.json calls `name`, within its range, as the decimal it was before it was a float32."""
+        value = self._field(key, (int, float), "a number", default)
+        low, high = RANGES[name]
+        if not low <= value <= high:
+            raise self._error(key, f"must be from {low:g} to {high:g}, got {value}")
+        return float(str(np.float32(value)))  # 9.999999747378752e-06 is 1e-05
+
+    def _strings(self, key: str) -> list[str]:
+        return self._field(key, list, "an array of strings", _REQUIRED)
+
+    def _one_for_each_token(self, key: str, kinds: str, what: str) -> list:
+        """An array of numbers whose numpy dtype is of one of `kinds`."""
+        values = self._field(key, np.ndarray, f"an array of {what}", _REQUIRED)
+        if values.dtype.kind not in kinds:
+            raise self._error(key, f"must be an array of {what}, got {shown(values)}")
+        if len(values) != len(self.tokens):
+            raise self._error(key, f"has {len(values):,} values for {len(self.tokens):,} tokens")
+        return values.tolist()
+
+    def _token_id(self, name: str) -> int | None:
+        key = f"tokenizer.ggml.{name}_token_id"
+        token_id = self._field(key, int, "a token id", None)
+        if token_id is not None and not 0 <= token_id < len(self.tokens):
+            raise self._error(key, f"{token_id} is not in the vocabulary of {len(self.tokens):,} tokens")
+        return token_id
+
+    def _token_types(self) -> list[int]:
+        key = "tokenizer.ggml.token_type"
+        if key not in self.fields:
+            return [NORMAL] * len(self.tokens)
+        types = self._one_for_each_token(key, "iu", "integers")
+        if unknown := set(types) - set(range(7)):
+            raise self._error(key, f"has values that are not supported: {shown(sorted(unknown))}")
+        return types
+
+    # Tensors
 
     def _name(self, name: str) -> str:
         stem, _, kind = name.rpartition(".")
         if stem in TENSORS:
             return f"{TENSORS[stem]}.{kind}"
-        if stem.startswith("blk."):
-            _, layer, part = stem.split(".", 2)
+        if match := re.fullmatch(r"blk\.(0|[1-9][0-9]*)\.(\w+)", stem):
+            layer, part = match.groups()
             if part in LAYER_TENSORS:
                 return f"model.layers.{layer}.{LAYER_TENSORS[part]}.{kind}"
-        raise ValueError(f"{self.path}: tensor {name!r} is not one of a {self.architecture} model")
+        raise ValueError(f"{self.path}: tensor {shown(name)} is not one of a {self.architecture} model")
 
-    def _dequantize(self, tensor) -> Tensor:
+    def _check_kind(self, kind: gguf.GGMLQuantizationType) -> None:
+        """Refuse a kind of tensor that the gguf package cannot dequantize, before anything large is read."""
+        _, block_bytes = gguf.GGML_QUANT_SIZES[kind]
         try:
-            values = gguf.dequantize(tensor.data, tensor.tensor_type)
+            gguf.dequantize(np.zeros((1, block_bytes), np.uint8), kind)
         except NotImplementedError as error:
-            raise ValueError(f"{self.path}: {tensor.name}: {error}") from None
-        # Always a copy: the reader's arrays are views of the memory-mapped file.
-        return torch.from_numpy(np.array(values, dtype=np.float32))
+            names = [tensor.name for tensor in self.weights.values() if tensor.kind == kind]
+            raise ValueError(f"{self.path}: {error}: {shown(names)}") from None
 
-    def _llama3_scaling(self, config: dict) -> dict:
+    def _dequantize(self, tensor: TensorInfo, start: int, stop: int) -> Tensor:
+        """Rows `start` to `stop` of a tensor, or all of a vector, in float32."""
+        vector = len(tensor.shape) == 1
+        data = read_rows(self.path, tensor, *((0, 1) if vector else (start, stop)))
+        with np.errstate(all="ignore"):  # the loader reports values that are not finite
+            # As one row: the package cuts more than 16 into groups, which costs time.
+            values = gguf.dequantize(data.reshape(1, -1), tensor.kind)
+        return torch.from_numpy(values.astype(np.float32, copy=False)).view(stop - start, *tensor.shape[1:])
+
+    def _rope_scaling(self, head_dim: int, theta: float) -> dict[str, Any] | None:
+        for name in ("attn_factor", "yarn_ext_factor", "yarn_attn_factor", "yarn_beta_fast", "yarn_beta_slow"):
+            if f"{self.architecture}.rope.scaling.{name}" in self.fields:
+                raise self._unsupported(f"{{arch}}.rope.scaling.{name}")
+        kind = self._string("{arch}.rope.scaling.type", "none")
+        if kind == "none":
+            return None if self._rope_freqs is None else self._llama3_scaling(self._rope_freqs, head_dim, theta)
+        if self._rope_freqs is not None:
+            raise self._error("{arch}.rope.scaling.type", f"is {shown(kind)}, and there is rope_freqs.weight, too")
+        scaling: dict[str, Any] = {"rope_type": kind, "factor": self._number("{arch}.rope.scaling.factor", "factor")}
+        if original := self._size("{arch}.rope.scaling.original_context_length", "max_position_embeddings", None):
+            scaling["original_max_position_embeddings"] = original
+        return scaling
+
+    def _llama3_scaling(self, tensor: TensorInfo, head_dim: int, theta: float) -> dict[str, Any]:
         """The rope scaling that llama.cpp stored as one divisor per frequency; checked, not believed."""
-        (stored,) = (self._dequantize(t) for t in self.reader.tensors if t.name == "rope_freqs.weight")
+        problem = ValueError(f"{self.path}: rope_freqs.weight is not Llama 3's rope scaling, which is all we have")
+        if tensor.shape != (head_dim // 2,) or tensor.kind != gguf.GGMLQuantizationType.F32:
+            raise problem
+        stored = self._dequantize(tensor, 0, head_dim // 2)
+        low, high = RANGES["factor"]
+        if not ((stored >= low) & (stored <= high)).all():
+            raise problem
         scaling = {
             "rope_type": "llama3",
             "factor": stored.max().item(),
@@ -231,23 +347,27 @@ class GGUFCheckpoint:
             "high_freq_factor": 4.0,
             "original_max_position_embeddings": 8192,  # of every Llama 3.x
         }
-        head_dim, theta = 2 * len(stored), config["rope_theta"]
         plain, _ = inverse_frequencies(head_dim, RopeConfig(theta))
         scaled, _ = inverse_frequencies(head_dim, RopeConfig(theta, "llama3", scaling))
         if not torch.allclose(plain / scaled, stored, rtol=1e-3):
-            raise ValueError(f"{self.path}: rope_freqs.weight is not Llama 3's rope scaling, which is all we have")
+            raise problem
         return scaling
 
     def _byte_level_bpe(self) -> Tokenizer:
-        pre = self._required("tokenizer.ggml.pre")
+        pre = self._string("tokenizer.ggml.pre")
         if pre not in PRE_TOKENIZERS:
             raise ValueError(
-                f"{self.path}: pre-tokenizer {pre!r} is not supported; supported: {', '.join(PRE_TOKENIZERS)}"
+                f"{self.path}: pre-tokenizer {shown(pre)} is not supported; supported: {', '.join(PRE_TOKENIZERS)}"
             )
-        tokens, _ = self._vocabulary()
-        merges = [tuple(merge.split(" ")) for merge in self._required("tokenizer.ggml.merges")]
-        vocabulary = {token: i for i, token in enumerate(tokens)}
-        tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=pre == "llama-bpe"))
+        merges = []
+        for merge in self._strings("tokenizer.ggml.merges"):
+            left, _, right = merge.partition(" ")
+            if not (left and right):
+                raise self._error("tokenizer.ggml.merges", f"has {shown(merge)}, which is not two tokens and a space")
+            merges.append((left, right))
+        vocabulary = {token: i for i, token in enumerate(self.tokens)}
+        with rust_errors(f"{self.path}: tokenizer.ggml.merges"):
+            tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=pre == "llama-bpe"))
         if pre in ("llama-bpe", "qwen2"):
             pattern = _LLAMA3_SPLIT if pre == "llama-bpe" else _QWEN2_SPLIT
             split = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
@@ -264,31 +384,35 @@ class GGUFCheckpoint:
 
     def _sentencepiece_bpe(self) -> Tokenizer:
         """SentencePiece BPE keeps scores, not merges: any pair whose result is in the vocabulary merges, best first."""
-        tokens, types = self._vocabulary()
-        scores = self._required("tokenizer.ggml.scores")
-        vocabulary = {token: i for i, token in enumerate(tokens)}
+        types, scores = self._token_types(), self._one_for_each_token("tokenizer.ggml.scores", "f", "numbers")
+        if not all(map(math.isfinite, scores)):
+            raise self._error("tokenizer.ggml.scores", "has values that are not finite")
+        vocabulary = {token: i for i, token in enumerate(self.tokens)}
         merges = []
-        for i, token in enumerate(tokens):
+        for i, token in enumerate(self.tokens):
             if types[i] != NORMAL:
                 continue
+            if len(token) > MAX_PIECE:
+                raise self._error("tokenizer.ggml.tokens", f"has a token of {len(token):,} characters: {shown(token)}")
             for cut in range(1, len(token)):
                 left, right = token[:cut], token[cut:]
                 if left in vocabulary and right in vocabulary:
                     merges.append((-scores[i], vocabulary[left], vocabulary[right], left, right))
         merges.sort()
-        unknown = self.field("tokenizer.ggml.unknown_token_id", 0)
-        tokenizer = Tokenizer(
-            models.BPE(
-                vocabulary,
-                [(left, right) for *_, left, right in merges],
-                unk_token=tokens[unknown],
-                fuse_unk=True,
-                byte_fallback=True,
+        unknown = self._token_id("unknown") or 0
+        with rust_errors(f"{self.path}: tokenizer.ggml.tokens"):
+            tokenizer = Tokenizer(
+                models.BPE(
+                    vocabulary,
+                    [(left, right) for *_, left, right in merges],
+                    unk_token=self.tokens[unknown],
+                    fuse_unk=True,
+                    byte_fallback=True,
+                )
             )
-        )
         spaces = normalizers.Replace(" ", "▁")
         decoding = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-        if self.field("tokenizer.ggml.add_space_prefix", True):
+        if self._flag("tokenizer.ggml.add_space_prefix", True):
             tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), spaces])
             decoding.append(decoders.Strip(" ", 1, 0))
         else:
@@ -297,13 +421,6 @@ class GGUFCheckpoint:
         return tokenizer
 
 
-def _float32(value: float) -> float:
-    """A number stored as float32 as the decimal it was meant to be: 9.999999747378752e-06 is 1e-05."""
-    return float(str(np.float32(value)))
-
-
 def _unpermute(weight: Tensor, num_heads: int) -> Tensor:
     """llama.cpp rotates neighbouring rows of q and k, transformers the two halves of a head: put the rows back."""
-    if len(weight) % (2 * num_heads):
-        return weight  # mis-shaped: the loader says so by name
-    return rearrange(weight, "(h half two) ... -> (h two half) ...", h=num_heads, two=2).contiguous()
+    return rearrange(weight, "(h half two) ... -> (h two half) ...", h=num_heads, two=2)

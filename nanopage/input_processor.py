@@ -9,6 +9,7 @@ from pathlib import Path
 
 from nanopage.beam_search import BeamSearch
 from nanopage.config import EngineConfig, ModelConfig
+from nanopage.model_files import exists, read_json
 from nanopage.request import (
     BeamSearchParams,
     CompletionOutput,
@@ -250,6 +251,24 @@ class InputProcessor:
             if spaced[0] != plain[0] and len(spaced) == len(plain):
                 sequences.append(spaced)
         return sequences
+
+
+def default_sampling_params(path: Path) -> SamplingParams:
+    """The parameters that generation_config.json of a model's directory recommends; without one, SamplingParams().
+
+    Raises: ValueError naming the file and the field.
+    """
+    file = path / "generation_config.json"
+    if not path.is_dir() or not exists(file):
+        return SamplingParams()
+    config, params = read_json(file), SamplingParams()
+    for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty"):
+        if config.get(name) is not None:
+            try:
+                params = dataclasses.replace(params, **{name: config[name]})
+            except (TypeError, ValueError, RecursionError) as error:  # RecursionError: a deeply nested value's repr
+                raise ValueError(f"{file}: {name} is not valid: {str(error)[:200]}") from None
+    return params
 
 
 def branch_seed(seed: int, index: int) -> int:

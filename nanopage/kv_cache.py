@@ -3,13 +3,12 @@
 import contextlib
 import logging
 from collections.abc import Iterator
-from pathlib import Path
 
 import psutil
 import torch
 
 from nanopage.config import EngineConfig, ModelConfig
-from nanopage.device import to_device
+from nanopage.device import free_bytes, to_device, total_ram
 
 logger = logging.getLogger("nanopage")
 
@@ -131,7 +130,7 @@ def num_blocks_that_fit(
         return engine.num_gpu_blocks_override
     size = block_bytes(model, engine.block_size, dtype)
     useful = engine.max_num_seqs * -(-max_model_len // engine.block_size)
-    free = _free_bytes(device)
+    free = free_bytes(device)
     if engine.kv_cache_gib is not None:
         budget = engine.kv_cache_gib * GIB
         if budget > free:
@@ -141,7 +140,7 @@ def num_blocks_that_fit(
         return min(blocks_of_gpu(engine, size, total, total - free, step_bytes), useful)
     elif engine.gpu_memory_utilization is not None:
         used = psutil.Process().memory_info().rss
-        budget = min(engine.gpu_memory_utilization * _total_ram() - used, free)
+        budget = min(engine.gpu_memory_utilization * total_ram() - used, free)
     else:
         budget = min(CPU_SHARE * free, CPU_MOST)
     if budget < size:
@@ -177,34 +176,9 @@ def num_host_blocks(engine: EngineConfig, num_blocks: int, size: int) -> int:
     """
     if engine.preemption_mode == "recompute":
         return 0
-    free = _free_bytes(torch.device("cpu"))
+    free = free_bytes(torch.device("cpu"))
     if engine.swap_space is None:
         return min(num_blocks, int(min(CPU_SHARE * free, CPU_MOST)) // size)
     if engine.swap_space * GIB > free:
         raise MemoryError(f"swap_space={engine.swap_space:g} is more than the {free / GIB:.2f} GiB there are")
     return round(engine.swap_space * GIB) // size
-
-
-def _free_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    free = psutil.virtual_memory().available
-    limit, used = _container_limit()
-    return free if limit is None else max(0, min(free, limit - used))
-
-
-def _total_ram() -> int:
-    total = psutil.virtual_memory().total
-    limit, _ = _container_limit()
-    return total if limit is None else min(total, limit)
-
-
-def _container_limit() -> tuple[int | None, int]:
-    """(limit, in use) of the control group we run in; (None, 0) where there is none."""
-    group = Path("/sys/fs/cgroup")
-    try:
-        limit = (group / "memory.max").read_text().strip()
-        used = int((group / "memory.current").read_text())
-    except (OSError, ValueError):
-        return None, 0
-    return (None, 0) if limit == "max" else (int(limit), used)

@@ -12,13 +12,13 @@ import dataclasses
 import itertools
 import threading
 from collections import deque
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import cast
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from nanopage.config import EngineConfig, read_json
+from nanopage.config import EngineConfig
 from nanopage.engine import LLMEngine
 from nanopage.input_processor import Prompt, Request
 from nanopage.request import BeamSearchParams, RequestOutput, SamplingParams
@@ -52,18 +52,19 @@ class LLM:
 
     Args:
         model: a Hugging Face directory, a .gguf file, a hub id, or None for SmolLM2-135M-Instruct.
+        on_progress: called while weights load, with the number of those that have been read and of all.
         options: those of `EngineConfig`, by name.
 
     Raises: TypeError for an option that does not exist, and what LLMEngine raises.
     """
 
-    def __init__(self, model: str | None = None, **options):
+    def __init__(self, model: str | None = None, *, on_progress: Callable[[int, int], None] | None = None, **options):
         known = {field.name for field in dataclasses.fields(EngineConfig)}
         if unknown := options.keys() - known:
             raise TypeError(
                 f"LLM() has no option {', '.join(sorted(unknown))}; its options: {', '.join(sorted(known))}"
             )
-        self.engine = LLMEngine(EngineConfig(model=model, **options))
+        self.engine = LLMEngine(EngineConfig(model=model, **options), on_progress)
         self._ids = itertools.count()
         self._num_output_tokens = 0
         self._lock = threading.RLock()  # of the engine and the inboxes
@@ -76,10 +77,7 @@ class LLM:
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What the model's generation_config.json recommends; used where no SamplingParams are given."""
-        file = self.engine.model_path / "generation_config.json"
-        config = read_json(file) if self.engine.model_path.is_dir() and file.exists() else {}
-        names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-        return SamplingParams(**{name: config[name] for name in names if config.get(name) is not None})
+        return dataclasses.replace(self.engine.default_sampling_params)
 
     def generate(
         self,

@@ -1,55 +1,110 @@
 """Weights: safetensors (one file or shards), GGUF or random ones into the modules of nanopage.models.
 
 A model says what it wants: every parameter is one or more slots, named as checkpoints name them (`Linear.parts` fuses
-q, k and v into one matrix). Each tensor of the checkpoint is copied into its slot, converted and moved on the way, so
-at most one tensor exists twice. Missing, unexpected and mis-shaped tensors are named, all of them, in one error.
+q, k and v into one matrix). The headers of the files are compared with the slots before anything is allocated:
+missing, unexpected and mis-shaped tensors are named, all of them, in one error. Then each tensor is copied into its
+slot, converted and moved on the way. Those of a .gguf file come in pieces, so that none of them ever exists twice.
 """
 
 import ctypes
 import importlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from nanopage.config import ModelConfig, read_json
+from nanopage.config import ModelConfig
+from nanopage.device import free_bytes
 from nanopage.gguf_checkpoint import GGUFCheckpoint
 from nanopage.layers.linear import Linear
+from nanopage.model_files import shown
+from nanopage.safetensors_checkpoint import StoredTensor, read_tensors, safetensors_files, stored_tensors
 
 DUMMY_STD = 0.02  # the usual initializer_range
+# The types that weights may have in a safetensors file. Those of 8 bits and less need scales, which we do not apply.
+FLOATS = ("F64", "F32", "F16", "BF16")
+GIB = 2**30
+
+Checkpoint = Path | GGUFCheckpoint
+"""A directory, or a .gguf file that is open. Where one is expected, the path of a .gguf file will do, too."""
+Pieces = Iterable[tuple[str, int, Tensor]]
+"""Rows of tensors: (the tensor's name in transformers, the first row, the rows)."""
 
 
-def read_config(path: Path) -> ModelConfig:
-    """The ModelConfig of a Hugging Face directory or a .gguf file. Raises as ModelConfig.from_directory."""
-    if path.suffix == ".gguf":
-        return ModelConfig.from_dict(GGUFCheckpoint(path).config())
-    return ModelConfig.from_directory(path)
+def open_checkpoint(path: Path) -> Checkpoint:
+    """Read the metadata of a .gguf file, once for its config, tokenizer and weights. A directory is returned as it is.
+
+    Raises: as GGUFCheckpoint.
+    """
+    return GGUFCheckpoint(path) if path.suffix == ".gguf" else path
+
+
+def read_config(checkpoint: Checkpoint) -> ModelConfig:
+    """Raises: as ModelConfig.from_directory and GGUFCheckpoint."""
+    checkpoint = open_checkpoint(checkpoint) if isinstance(checkpoint, Path) else checkpoint
+    if isinstance(checkpoint, GGUFCheckpoint):
+        return checkpoint.model_config()
+    return ModelConfig.from_directory(checkpoint)
 
 
 def load_model(
-    path: Path, config: ModelConfig, dtype: torch.dtype, device: torch.device, load_format: str = "auto"
+    checkpoint: Checkpoint,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    load_format: str = "auto",
+    on_progress: Callable[[int, int], None] | None = None,
 ) -> nn.Module:
-    """Build the model of `config` and fill it from `path`, or with `dummy_tensors` (`load_format` as in EngineConfig).
+    """Build the model of `config` and fill it from `checkpoint`, or with `dummy_tensors`.
+
+    Args:
+        load_format: as in EngineConfig.
+        on_progress: called with the number of weights that have been read and of all weights, again and again.
 
     Raises:
-        ValueError: missing, unexpected or mis-shaped tensors; a broken file; weights in a format that is not safe.
+        ValueError: missing, unexpected or mis-shaped tensors; a value that is not finite; a broken file; weights in a
+            format that is not safe.
+        MemoryError: the device has no room for the weights. Nothing has been allocated then.
     """
-    model = build_model(config, dtype, device)
-    dummy = load_format == "dummy"
-    fill(model, dummy_tensors(config, dtype, device) if dummy else checkpoint_tensors(path), str(path))
-    if dummy and device.type == "cuda":
+    checkpoint = open_checkpoint(checkpoint) if isinstance(checkpoint, Path) else checkpoint
+    source = checkpoint.path if isinstance(checkpoint, GGUFCheckpoint) else checkpoint
+    model = meta_model(config)
+    stored: list[StoredTensor] = []
+    pieces: Pieces
+    if load_format == "dummy":
+        pieces = ((name, 0, tensor) for name, tensor in dummy_tensors(config, dtype, device))
+    else:
+        stored, pieces = contents(checkpoint)
+        check_fit(slots(model), stored, source)
+    try:
+        materialize(model, dtype, device)
+    except MemoryError as error:
+        raise MemoryError(f"{source}: {error}") from None
+    fill(model, pieces, stored, on_progress)
+    if load_format == "dummy" and device.type == "cuda":
         torch.cuda.empty_cache()  # the KV cache is given what is free, and torch still holds what was drawn
     return model.eval().requires_grad_(False)
 
 
 def build_model(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> nn.Module:
-    """The model with its parameters allocated, not yet filled."""
+    """The model with its parameters allocated, not yet filled. Raises MemoryError as `load_model`."""
     model = meta_model(config)
+    materialize(model, dtype, device)
+    return model
+
+
+def materialize(model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
+    """Allocate the parameters of a model that is on the meta device. Raises MemoryError as `load_model`."""
+    sizes = [parameter.numel() * dtype.itemsize for parameter in model.parameters()]
+    free = free_bytes(device)
+    if sum(sizes) > free:
+        raise MemoryError(
+            f"the weights take {sum(sizes) / GIB:,.2f} GiB in {str(dtype).removeprefix('torch.')}, and "
+            f"{free / GIB:,.2f} GiB are free on {device.type}: use a smaller model"
+        )
     if device.type == "cpu" and sys.platform == "linux":
-        sizes = [parameter.numel() * dtype.itemsize for parameter in model.parameters()]
         _prepare_heap(sum(sizes) + max(sizes))  # while they are packed one of them exists twice
     materialized: dict[nn.Parameter, nn.Parameter] = {}  # tied parameters stay tied
     for layer in model.modules():
@@ -60,7 +115,6 @@ def build_model(config: ModelConfig, dtype: torch.dtype, device: torch.device) -
             layer.register_parameter(name, materialized[parameter])
         for name, buffer in layer.named_buffers(recurse=False):
             layer.register_buffer(name, buffer.to(device), persistent=False)
-    return model
 
 
 def meta_model(config: ModelConfig) -> nn.Module:
@@ -117,37 +171,92 @@ def slots(model: nn.Module) -> dict[str, Tensor]:
     return views
 
 
-def fill(model: nn.Module, tensors: Iterator[tuple[str, Tensor]], source: str) -> None:
-    """Copy `tensors` into the model's slots. Raises ValueError naming every tensor that does not fit."""
-    wanted = slots(model)
-    if "lm_head.weight" not in wanted:  # tied: the checkpoint may repeat the shared matrix, but not another one
-        wanted["lm_head.weight"] = wanted["model.embed_tokens.weight"]
+def contents(checkpoint: Checkpoint) -> tuple[list[StoredTensor], Pieces]:
+    """What the files say of their tensors, and the tensors.
+
+    Raises: FileNotFoundError; ValueError naming a file that is broken or of a kind that can run code, or a tensor that
+        two files have.
+    """
+    if isinstance(checkpoint, GGUFCheckpoint):
+        weights = checkpoint.weights.items()
+        stored = [StoredTensor(name, tensor.shape, "F32", checkpoint.path) for name, tensor in weights]
+        return stored, checkpoint.pieces()
+    files = safetensors_files(checkpoint)
+    # Old Llama checkpoints store the rotary table. It is computed from config.json.
+    stored = [tensor for tensor in stored_tensors(files) if not tensor.name.endswith("rotary_emb.inv_freq")]
+    first: dict[str, Path] = {}
+    for tensor in stored:
+        if first.setdefault(tensor.name, tensor.file) != tensor.file:
+            names = f"{first[tensor.name].name} and {tensor.file.name}"
+            raise ValueError(f"{checkpoint} has the tensor {shown(tensor.name)} in two files: {names}")
+    return stored, read_tensors(files)
+
+
+def check_fit(wanted: dict[str, Tensor], stored: list[StoredTensor], source: Path) -> None:
+    """Compare a checkpoint's tensors with a model's slots. Raises: ValueError naming every tensor that does not fit."""
+    wanted, found, problems = _with_tied_head(wanted), set(), []
+    for tensor in stored:
+        slot = wanted.get(tensor.name)
+        if slot is None:
+            problems.append(f"unexpected: {tensor.name[:200]} {list(tensor.shape)}")
+            continue
+        found.add(id(slot))
+        if tensor.shape != slot.shape:
+            shapes = f"is {list(tensor.shape)}, the model wants {list(slot.shape)}"
+            problems.append(f"mis-shaped: {tensor.name} {shapes}")
+        elif tensor.dtype not in FLOATS:
+            problems.append(f"type not supported: {tensor.name} is {tensor.dtype}; supported: {', '.join(FLOATS)}")
+    problems += [f"missing: {name} {list(slot.shape)}" for name, slot in wanted.items() if id(slot) not in found]
+    if problems:
+        text = "\n  ".join(problems[:50])
+        more = f"\n  and {len(problems) - 50} more" if len(problems) > 50 else ""
+        raise ValueError(f"the weights of {source} do not fit its configuration:\n  {text}{more}")
+
+
+def fill(
+    model: nn.Module,
+    pieces: Pieces,
+    stored: list[StoredTensor],
+    on_progress: Callable[[int, int], None] | None = None,
+) -> None:
+    """Copy pieces of tensors into the model's slots. `check_fit` has compared their shapes.
+
+    Raises: ValueError naming the file and the tensor, for a value that is not finite, and for two matrices that should
+        be one.
+    """
+    wanted, files = _with_tied_head(slots(model)), {tensor.name: tensor.file for tensor in stored}
+    total = sum(parameter.numel() for parameter in model.parameters())
     filled: dict[int, str] = {}  # address of a slot -> the tensor in it
-    problems: list[str] = []
-    for name, tensor in tensors:
-        if name.endswith("rotary_emb.inv_freq"):
-            continue  # old Llama checkpoints store it; it is computed from config.json
+    done = 0
+    for name, start, piece in pieces:
         slot = wanted.get(name)
         if slot is None:
-            problems.append(f"unexpected: {name} {list(tensor.shape)}")
             continue
-        first = filled.get(slot.data_ptr())
-        filled.setdefault(slot.data_ptr(), name)
-        if slot.shape != tensor.shape:
-            problems.append(f"mis-shaped: {name} is {list(tensor.shape)}, the model wants {list(slot.shape)}")
-        elif not tensor.is_floating_point():
-            problems.append(f"not floating point: {name} is {str(tensor.dtype).removeprefix('torch.')}")
-        elif first is None:
-            slot.copy_(tensor)
-        elif not torch.equal(slot, tensor.to(slot)):
-            problems.append(
-                f"given twice, and different: {name}" if first == name else f"tied, yet different: {first} and {name}"
-            )
-    problems += [f"missing: {name} {list(s.shape)}" for name, s in wanted.items() if s.data_ptr() not in filled]
-    if problems:
-        shown = "\n  ".join(problems[:50])
-        more = f"\n  and {len(problems) - 50} more" if len(problems) > 50 else ""
-        raise ValueError(f"the weights of {source} do not fit its configuration:\n  {shown}{more}")
+        rows = slot[start : start + len(piece)]
+        first = filled.setdefault(slot.data_ptr(), name)
+        if first != name:
+            if not torch.equal(rows, piece.to(rows)):
+                raise ValueError(f"{files[name]}: tied, yet different: {first} and {name}")
+            continue
+        rows.copy_(piece)
+        if not _all_finite(rows):
+            dtype = str(rows.dtype).removeprefix("torch.")
+            raise ValueError(f"{files.get(name)}: {name} has values that are NaN or infinite in {dtype}")
+        done += rows.numel()
+        if on_progress is not None:
+            on_progress(done, total)
+
+
+def _with_tied_head(wanted: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A checkpoint of a model with a tied head may name the shared matrix by either name, or by both."""
+    if "lm_head.weight" in wanted:
+        return wanted
+    return wanted | {"lm_head.weight": wanted["model.embed_tokens.weight"]}
+
+
+def _all_finite(tensor: Tensor) -> bool:
+    # The sum costs much less, and is finite only if every value is. It can also overflow.
+    return bool(tensor.sum().isfinite()) or bool(tensor.isfinite().all())
 
 
 def dummy_tensors(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Iterator[tuple[str, Tensor]]:
@@ -163,51 +272,3 @@ def dummy_tensors(config: ModelConfig, dtype: torch.dtype, device: torch.device)
         else:
             tensor.normal_(0, DUMMY_STD, generator=generator)
         yield name, tensor
-
-
-def checkpoint_tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) of every tensor of a .gguf file or of a directory's safetensors, one at a time.
-
-    Raises: ValueError naming the file that is broken, missing or of a kind that can run code.
-    """
-    if path.suffix == ".gguf":
-        yield from GGUFCheckpoint(path).tensors()
-        return
-    for file in safetensors_files(path):
-        try:
-            with safe_open(file, framework="pt", device="cpu") as tensors:
-                for name in tensors.keys():  # noqa: SIM118 (not a dict)
-                    yield name, tensors.get_tensor(name)
-        except (SafetensorError, OSError) as error:  # OSError: a folder of that name
-            raise ValueError(f"{file} is not a readable safetensors file (truncated?): {error}") from error
-
-
-def safetensors_files(directory: Path) -> list[Path]:
-    """The weight files of a Hugging Face directory: the index's shards, or model.safetensors."""
-    index = directory / "model.safetensors.index.json"
-    if index.exists():
-        weight_map = read_json(index).get("weight_map")
-        if not isinstance(weight_map, dict) or not weight_map:
-            raise ValueError(f"{index} has no weight_map")
-        for name in weight_map.values():
-            if not isinstance(name, str) or name in ("", "..") or Path(name).name != name:
-                raise ValueError(f"{index} names a file outside its directory: {name!r}")
-        files = [directory / name for name in sorted(set(weight_map.values()))]
-        if missing := [file.name for file in files if not file.exists()]:
-            raise ValueError(f"{index} names shards that are not there: {', '.join(missing)}")
-        return files
-    files = sorted(directory.glob("*.safetensors"))
-    if (directory / "model.safetensors") in files:
-        return [directory / "model.safetensors"]
-    if len(files) == 1:
-        return files
-    if files:
-        names = ", ".join(file.name for file in files)
-        raise ValueError(f"{directory} has several safetensors files and no index to tell which to load: {names}")
-    unsafe = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth", "*.ckpt") for file in directory.glob(pattern))
-    if unsafe:
-        raise ValueError(
-            f"{directory} has only pickled weights ({', '.join(unsafe)}), which can run code when loaded: "
-            "convert them to safetensors"
-        )
-    raise ValueError(f"{directory} has no .safetensors weights")

@@ -2,14 +2,17 @@
 
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer as BackendTokenizer
 
 from nanopage.chat_template import TemplateRenderer
-from nanopage.config import read_json
 from nanopage.gguf_checkpoint import GGUFCheckpoint
+from nanopage.model_files import check_file, exists, read_json, read_text, rust_errors, shown
 from nanopage.stop_strings import Node, StopStringSearch
 
+SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
+MAX_TOKENIZER = 2**27  # bytes of tokenizer.json; those of 260,000 tokens have about 2**25
 REPLACEMENT = "\ufffd"  # what bytes that are no character decode to
 
 
@@ -17,29 +20,35 @@ class Tokenizer:
     """The tokenizer and chat template of a model.
 
     Args:
-        path: a directory with tokenizer.json (and tokenizer_config.json, chat_template.jinja), or a .gguf file.
+        source: a directory with tokenizer.json (and tokenizer_config.json, chat_template.jinja), or a .gguf file, as
+            its path or opened.
+        num_embeddings: the size of the model's vocabulary, if it is known. It may be larger than the tokenizer's.
+            Tokens that were added to the tokenizer may lie beyond it: a text with one of them cannot be encoded.
 
     Raises:
         FileNotFoundError: no tokenizer.json.
-        ValueError: a tokenizer, configuration or chat template that cannot be read.
+        ValueError: a file that cannot be read, by name; a tokenizer that is too large for the model.
     """
 
-    def __init__(self, path: Path):
-        if path.suffix == ".gguf":
-            checkpoint = GGUFCheckpoint(path)
+    def __init__(self, source: Path | GGUFCheckpoint, num_embeddings: int | None = None):
+        checkpoint = GGUFCheckpoint(source) if isinstance(source, Path) and source.suffix == ".gguf" else source
+        if isinstance(checkpoint, GGUFCheckpoint):
+            self.path = checkpoint.path
             self.backend, config = checkpoint.tokenizer(), checkpoint.tokenizer_config()
         else:
-            self.backend, config = _read_tokenizer(path), {}
-            if (path / "tokenizer_config.json").exists():
-                config = read_json(path / "tokenizer_config.json")
+            self.path = checkpoint / "tokenizer.json"
+            self.backend, config = _read_tokenizer(self.path), _read_tokenizer_config(checkpoint)
+        self.num_embeddings = num_embeddings
+        num_tokens = self.backend.get_vocab_size(with_added_tokens=False)
+        if num_embeddings is not None and num_tokens > num_embeddings:
+            raise ValueError(
+                f"{self.path} has {num_tokens:,} tokens and the model has embeddings for {num_embeddings:,}: "
+                "it belongs to another model"
+            )
         self.backend.no_truncation()
         self.backend.no_padding()
-        self.special_tokens = {
-            name: value["content"] if isinstance(value, dict) else value
-            for name, value in config.items()
-            if name in ("bos_token", "eos_token", "unk_token", "pad_token") and value is not None
-        }
-        self.chat_template = _chat_template(path, config)
+        self.special_tokens = {name: config[name] for name in SPECIAL_TOKENS if config.get(name) is not None}
+        self.chat_template: str | None = config.get("chat_template")
         added = self.backend.get_added_tokens_decoder()
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self._renderer = TemplateRenderer()
@@ -54,10 +63,20 @@ class Tokenizer:
         return max(map(len, self.backend.get_vocab(with_added_tokens=True)))
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        """Raises: ValueError if the tokenizer fails on the text or the model has no embedding for one of its tokens."""
+        with rust_errors(f"{self.path} failed on a text of {len(text):,} characters"):
+            ids = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        if self.num_embeddings is not None and max(ids, default=0) >= self.num_embeddings:
+            token = self.backend.id_to_token(max(ids))
+            raise ValueError(
+                f"the text has the token {shown(token)}, which is {max(ids)} in {self.path}: the model has embeddings "
+                f"for {self.num_embeddings:,} tokens only"
+            )
+        return ids
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
-        return self.backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        with rust_errors(f"{self.path} failed to decode {len(token_ids):,} tokens"):
+            return self.backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
     def apply_chat_template(
         self, messages: list[dict], chat_template: str | None = None, add_generation_prompt: bool = True
@@ -81,36 +100,48 @@ class Tokenizer:
         return self._renderer.render(source, messages, add_generation_prompt, self.special_tokens)
 
 
-def _read_tokenizer(path: Path) -> BackendTokenizer:
-    file = path / "tokenizer.json"
-    if not file.is_file():
+def _read_tokenizer(file: Path) -> BackendTokenizer:
+    if not exists(file):
         raise FileNotFoundError(
-            f"{path} has no tokenizer.json. If it has another kind of tokenizer, convert it with transformers: "
+            f"{file.parent} has no tokenizer.json. If it has another kind of tokenizer, convert it with transformers: "
             "AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)"
         )
-    try:
+    check_file(file)
+    if file.stat().st_size > MAX_TOKENIZER:
+        raise ValueError(f"{file} is larger than {MAX_TOKENIZER >> 20} MiB, too large for a tokenizer")
+    with rust_errors(f"{file} is not a readable tokenizer"):
         return BackendTokenizer.from_file(str(file))
-    except Exception as error:  # tokenizers raises bare Exception
-        raise ValueError(f"{file} is not a readable tokenizer: {error}") from error
 
 
-def _chat_template(path: Path, config: dict) -> str | None:
-    file = path / "chat_template.jinja"
-    if path.is_dir() and file.exists():
-        try:
-            return file.read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{file} is not UTF-8: {error}") from None
-    template = config.get("chat_template")
+def _read_tokenizer_config(directory: Path) -> dict[str, Any]:
+    """tokenizer_config.json, with special tokens and the chat template as strings; chat_template.jinja goes first."""
+    file, template = directory / "tokenizer_config.json", directory / "chat_template.jinja"
+    config = read_json(file) if exists(file) else {}
+    for name in SPECIAL_TOKENS:
+        value = config.get(name)
+        config[name] = value.get("content") if isinstance(value, dict) else value
+        if value is not None and not isinstance(config[name], str):
+            raise ValueError(
+                f"{file}: {name} must be a string or an object with a string 'content', got {shown(value)}"
+            )
+    if exists(template):
+        config["chat_template"] = read_text(template)
+    elif "chat_template" in config:
+        config["chat_template"] = _chat_template(file, config["chat_template"])
+    return config
+
+
+def _chat_template(file: Path, template: Any) -> str | None:
+    """The chat template in tokenizer_config.json: a string, or one of several that have names."""
     if template is None or isinstance(template, str):
         return template
     if isinstance(template, list) and all(_is_named_template(entry) for entry in template):
         return {entry["name"]: entry["template"] for entry in template}.get("default")
-    file = path / "tokenizer_config.json" if path.is_dir() else path
-    raise ValueError(f'the chat_template in {file} must be a string or a list of {{"name": ..., "template": ...}}')
+    expected = 'a string or a list of {"name": ..., "template": ...}'
+    raise ValueError(f"the chat_template in {file} must be {expected}, got {shown(template)}")
 
 
-def _is_named_template(entry) -> bool:
+def _is_named_template(entry: Any) -> bool:
     return isinstance(entry, dict) and all(isinstance(entry.get(key), str) for key in ("name", "template"))
 
 

@@ -3,6 +3,7 @@ and the logits of every position, by transformers and through nanopage's paged c
 
 import json
 import random
+from collections import defaultdict
 from pathlib import Path
 
 import torch
@@ -10,6 +11,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from nanopage import loader
+from nanopage.gguf_checkpoint import GGUFCheckpoint
 from nanopage.kv_cache import KVCache
 from nanopage.model_runner import ModelRunner
 from nanopage.request import SamplingParams, Sequence, SequenceGroup
@@ -118,6 +120,15 @@ def run_bench(*arguments):
     import bench
 
     return CliRunner().invoke(bench.app, [*map(str, arguments)], catch_exceptions=False)
+
+
+def gguf_tensors(file: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a .gguf file, dequantized, by their names in transformers."""
+    pieces = defaultdict(list)
+    for name, start, piece in GGUFCheckpoint(file).pieces():
+        assert start == sum(map(len, pieces[name]))
+        pieces[name].append(piece)
+    return {name: torch.cat(parts) for name, parts in pieces.items()}
 
 
 def random_tokens(lengths, seed=0):

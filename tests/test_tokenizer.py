@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 
 import pytest
 import tokenizers
@@ -200,6 +201,158 @@ def test_special_tokens_are_read_in_both_notations(sentence_piece, tmp_path):
     config = {"bos_token": "<s>", "eos_token": {"content": "</s>", "lstrip": False}, "pad_token": None, "other": 1}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     assert Tokenizer(tmp_path).special_tokens == {"bos_token": "<s>", "eos_token": "</s>"}
+
+
+@pytest.mark.parametrize("name", ["bos_token", "eos_token", "unk_token", "pad_token"])
+@pytest.mark.parametrize(
+    "value", [{}, {"content": None}, {"content": ["x"]}, 5, ["<s>"], True, {"token": "<s>"}], ids=str
+)
+def test_a_special_token_that_is_no_string_is_named(sentence_piece, tmp_path, name, value):
+    sentence_piece.backend.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({name: value}))
+    with pytest.raises(ValueError, match=f"{name} must be a string or an object") as caught:
+        Tokenizer(tmp_path)
+    assert str(tmp_path / "tokenizer_config.json") in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [5, {"default": "x"}, ["x"], [["default", "x"]], [{"name": "default"}], [{"template": "x"}], True,
+     [{"name": "default", "template": 5}], [{"name": 1, "template": "x"}]],
+    ids=str,
+)  # fmt: skip
+def test_a_chat_template_that_is_none_is_named(sentence_piece, tmp_path, value):
+    sentence_piece.backend.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": value}))
+    with pytest.raises(ValueError, match=r"the chat_template in .* must be a string or a list of ") as caught:
+        Tokenizer(tmp_path)
+    assert str(tmp_path / "tokenizer_config.json") in str(caught.value)
+    (tmp_path / "chat_template.jinja").write_text("used instead")
+    assert Tokenizer(tmp_path).chat_template == "used instead"
+
+
+def test_the_default_of_several_chat_templates_is_used(sentence_piece, tmp_path):
+    sentence_piece.backend.save(str(tmp_path / "tokenizer.json"))
+    for names, used in ([("tool_use", "default"), "of default"], [("tool_use",), None], [(), None]):
+        templates = [{"name": name, "template": f"of {name}"} for name in names]
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": templates}))
+        assert Tokenizer(tmp_path).chat_template == used
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"])
+@pytest.mark.parametrize("make", [os.mkdir, os.mkfifo, lambda path: path.symlink_to("nowhere")])
+def test_what_is_no_file_is_refused_by_name(sentence_piece, tmp_path, name, make):
+    if name != "tokenizer.json":
+        sentence_piece.backend.save(str(tmp_path / "tokenizer.json"))
+    make(tmp_path / name)
+    with pytest.raises((ValueError, FileNotFoundError)) as caught:
+        Tokenizer(tmp_path)
+    assert str(tmp_path / name) in str(caught.value)
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/mem"), reason="needs a file whose reading fails")
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"])
+def test_a_file_that_cannot_be_read_is_named(sentence_piece, tmp_path, name):
+    if name != "tokenizer.json":
+        sentence_piece.backend.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / name).symlink_to("/proc/self/mem")
+    with pytest.raises(ValueError) as caught:
+        Tokenizer(tmp_path)
+    assert str(tmp_path / name) in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "chat_template.jinja"])
+def test_text_that_is_not_utf_8_is_named(sentence_piece, tmp_path, name):
+    sentence_piece.backend.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / name).write_bytes(b'{"bos_token": "\xff"}')
+    with pytest.raises(ValueError, match="is not UTF-8") as caught:
+        Tokenizer(tmp_path)
+    assert str(tmp_path / name) in str(caught.value)
+
+
+def with_parts(directory, **parts):
+    """A directory with a tokenizer of two letters, some of its parts replaced."""
+    data = json.loads(tokenizers.Tokenizer(models.BPE({"a": 0, "b": 1}, [])).to_str())
+    (directory / "tokenizer.json").write_text(json.dumps(data | parts))
+    return directory
+
+
+ADDED = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+BACKTRACKING = {"type": "Replace", "pattern": {"Regex": "(a+)+$"}, "content": "x"}
+SPLIT = {"type": "Split", "pattern": BACKTRACKING["pattern"], "behavior": "Isolated", "invert": False}
+UNDEFINED = [{"SpecialToken": {"id": "X", "type_id": 0}}]
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {"model": {"type": "BPE", "vocab": {"a": 0, "b": 1}, "merges": ["a b"]}},  # the Rust code panics
+        {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}},  # so it does here
+        {"normalizer": {"type": "Replace", "pattern": {"Regex": "("}, "content": "x"}},
+        {"model": {"type": "Unigram", "vocab": [["a", -1.0]], "unk_id": 9}},
+        {"model": {"type": "BPE", "vocab": {"a": -1}, "merges": []}},
+    ],
+    ids=lambda parts: str(parts)[:60],
+)
+def test_a_tokenizer_that_cannot_be_built_is_named(tmp_path, parts):
+    with pytest.raises(ValueError, match=r"tokenizer\.json is not a readable tokenizer"):
+        Tokenizer(with_parts(tmp_path, **parts))
+
+
+@pytest.mark.parametrize(
+    ("parts", "text"),
+    [
+        ({"normalizer": BACKTRACKING}, "a" * 40 + "b"),  # Oniguruma gives up, and the Rust code panics
+        ({"pre_tokenizer": SPLIT}, "a" * 40 + "b"),
+        ({"model": {"type": "Unigram", "vocab": [["a", -1.0]], "unk_id": None}}, "abc"),
+        (
+            {"post_processor": {"type": "TemplateProcessing", "single": UNDEFINED, "pair": [], "special_tokens": {}}},
+            "a",
+        ),
+        ({}, "\ud800"),
+    ],
+    ids=["normalizer", "pre-tokenizer", "unigram", "template", "surrogate"],
+)
+def test_a_text_that_the_tokenizer_fails_on_is_a_value_error(tmp_path, parts, text):
+    tokenizer = Tokenizer(with_parts(tmp_path, **parts))
+    with pytest.raises(ValueError, match=rf"tokenizer\.json failed on a text of {len(text)} characters"):
+        tokenizer.encode(text)
+
+
+def test_tokens_that_the_tokenizer_fails_on_are_a_value_error(tmp_path):
+    model = {"type": "BPE", "vocab": {"b": 0, "a" * 40 + "b": 1}, "merges": []}
+    tokenizer = Tokenizer(with_parts(tmp_path, model=model, decoder=BACKTRACKING))
+    assert tokenizer.decode([0]) == "b"
+    for token_id in (1, -1, 2**40):
+        with pytest.raises(ValueError, match=r"tokenizer\.json failed to decode 1 tokens"):
+            tokenizer.decode([token_id])
+
+
+def test_a_tokenizer_of_another_model_is_refused(tmp_path):
+    with_parts(tmp_path)
+    for num_embeddings in (2, 3, 1000):
+        assert Tokenizer(tmp_path, num_embeddings).encode("ab") == [0, 1]
+    with pytest.raises(
+        ValueError, match="has 2 tokens and the model has embeddings for 1: it belongs to another model"
+    ):
+        Tokenizer(tmp_path, 1)
+
+
+def test_an_added_token_that_the_model_does_not_have_is_refused_when_a_text_has_it(tmp_path):
+    with_parts(tmp_path, added_tokens=[{"id": 2, "content": "<c>"} | ADDED, {"id": 3, "content": "<d>"} | ADDED])
+    tokenizer = Tokenizer(tmp_path, 3)
+    assert tokenizer.encode("a<c>b") == [0, 2, 1]
+    assert tokenizer.encode("") == []
+    with pytest.raises(ValueError, match=r"the token '<d>', which is 3 in .*: the model has embeddings for 3 tokens"):
+        tokenizer.encode("a<d>b")
+    assert Tokenizer(tmp_path).encode("a<d>b") == [0, 3, 1]
+
+
+def test_a_tokenizer_json_that_is_too_large_is_not_read(tmp_path):
+    with_parts(tmp_path)
+    os.truncate(tmp_path / "tokenizer.json", 2**27 + 1)  # a hole: takes no room on the disk
+    with pytest.raises(ValueError, match=r"tokenizer\.json is larger than 128 MiB"):
+        Tokenizer(tmp_path)
 
 
 # The incremental detokenizer, byte-level

@@ -1,0 +1,101 @@
+"""Reading a model's files without trusting them: what cannot be read is an error that names the file."""
+
+import json
+import os
+import reprlib
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+MAX_TEXT = 2**25  # bytes of a JSON file or a template; the index of a checkpoint with 160,000 tensors has 2**24
+
+
+def check_file(path: Path) -> None:
+    """Check that `path` is a regular file, or a link to one: to open a FIFO or a device could block forever.
+
+    Raises: FileNotFoundError, ValueError; both name the file.
+    """
+    try:
+        mode = path.stat().st_mode
+    except FileNotFoundError:
+        raise FileNotFoundError(f"no such file: {path}") from None
+    except (OSError, ValueError) as error:  # ValueError: the name has a null character
+        raise _cannot_read(path, error) from None
+    if not stat.S_ISREG(mode):
+        raise ValueError(f"{path} is not a regular file")
+
+
+def exists(path: Path) -> bool:
+    """Whether there is anything of that name. A link that leads nowhere counts: it is an error to be reported."""
+    return os.path.lexists(path)
+
+
+def read_text(path: Path) -> str:
+    """The contents of a UTF-8 file. Raises: FileNotFoundError, ValueError; both name the file."""
+    check_file(path)
+    try:
+        with open(path, "rb") as file:
+            data = file.read(MAX_TEXT + 1)
+    except OSError as error:
+        raise _cannot_read(path, error) from None
+    if len(data) > MAX_TEXT:
+        raise ValueError(f"{path} is larger than {MAX_TEXT >> 20} MiB, too large for a file of its kind")
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8: {error}") from None
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object. NaN, Infinity and a key that occurs twice are errors: readers disagree on what they mean.
+
+    Raises: FileNotFoundError, ValueError; both name the file.
+    """
+    text = read_text(path)
+    try:
+        data = json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_unique)
+    except (ValueError, RecursionError) as error:  # not JSON, or beyond Python's limits
+        raise ValueError(f"{path} is not valid JSON: {error}") from None
+    if not isinstance(data, dict):
+        raise ValueError(f"{path} is not a JSON object")
+    return data
+
+
+@contextmanager
+def rust_errors(place: str) -> Iterator[None]:
+    """Turn what the tokenizers library raises into a ValueError that begins with `place`: bare Exceptions and, where
+    its Rust code panics, a BaseException that no `except Exception` catches."""
+    try:
+        yield
+    except MemoryError:
+        raise
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise  # KeyboardInterrupt and the like
+        raise ValueError(f"{place}: {str(error)[:300]}") from error
+
+
+def shown(value: object) -> str:
+    """A value from a file for an error message: its repr, shortened."""
+    short = reprlib.Repr()
+    short.maxstring = short.maxother = short.maxlong = 100
+    return short.repr(value)
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not a JSON value")
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in values:
+            raise ValueError(f"the key {shown(name)} occurs twice")
+        values[name] = value
+    return values
+
+
+def _cannot_read(path: Path, error: Exception) -> ValueError:
+    return ValueError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}")
