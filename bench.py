@@ -302,7 +302,7 @@ def serve(
         --goodput ttft:500 tpot:50 --plot serve.png
     """
     from benchmarks import serve as serving
-    from nanopage import hub
+    from nanopage.weights import hub
 
     if save_detailed and json_file is None and not save_result:
         refuse("needs --json or --save-result", "--save-detailed")
@@ -441,8 +441,8 @@ def compare(
     python bench.py compare --workloads W1,W2 --engines nanopage,transformers
     """
     from benchmarks import compare as comparison
-    from nanopage import hub
-    from nanopage.threads import default_threads
+    from nanopage.weights import hub
+    from nanopage.worker.threads import default_threads
 
     check_outputs({"--json": json_file}, {"--mt-bench": mt_bench})
     check_choice(dtype, ["bfloat16", "float32"], "--dtype")

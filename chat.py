@@ -56,7 +56,8 @@ def main(
         if raw and system:
             fail("--system needs a chat template, and --raw goes without", code=2)
 
-        from nanopage import EngineConfig, SamplingParams, hub
+        from nanopage import EngineConfig, SamplingParams
+        from nanopage.weights import hub
 
         asked = {"temperature": temperature, "top_p": top_p, "max_tokens": max_tokens, "seed": seed}
         asked = {name: value for name, value in asked.items() if value is not None}

@@ -60,7 +60,7 @@ def check_folder(folder: Path, option: str) -> Path:
 
 def find_model(model: str | None) -> tuple[Path, ModelConfig]:
     """The model's path and its config.json. Exit code 2 for a --model that is not there, 1 for one that is broken."""
-    from nanopage import hub, loader
+    from nanopage.weights import hub, loader
 
     with errors_by_name():
         try:

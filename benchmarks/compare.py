@@ -414,7 +414,7 @@ def make_work(
         return [Work(common + tokens(16), 16) for _ in range(64)]
     if name == "W4":
         return [Work(tokens(1500), 128)]
-    from nanopage.tokenizer import Tokenizer
+    from nanopage.text.tokenizer import Tokenizer
 
     tokenizer = Tokenizer(path)
     work = []

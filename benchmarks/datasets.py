@@ -89,8 +89,8 @@ class Dataset:
         return Requests([(len(p), o) for p, o in usable], ["--dataset-path"], [p for p, _ in usable])
 
     def _encoded(self, entries: list[Entry], rng: random.Random, model_path: Path) -> Iterator[tuple[list[int], int]]:
-        from nanopage import loader
-        from nanopage.tokenizer import Tokenizer
+        from nanopage.text.tokenizer import Tokenizer
+        from nanopage.weights import loader
 
         vocab_size = loader.read_config(model_path).vocab_size
         has_text = any(isinstance(entry.prompt, str) for entry in entries)

@@ -64,7 +64,7 @@ def bench(
     started = time.perf_counter()
     from benchmarks import utilization
     from nanopage import LLM, EngineConfig
-    from nanopage.device import resolve_device
+    from nanopage.worker.device import resolve_device
 
     imported = time.perf_counter()
     path, config = find_model(model)

@@ -21,8 +21,8 @@ from benchmarks import machine
 from benchmarks.outputs import write
 from benchmarks.peers.protocol import Engine, Work
 from benchmarks.report import console, figure, show_table, spread, table_of
-from nanopage.kv_cache import block_bytes
 from nanopage.request import StepStats
+from nanopage.worker.kv_cache import block_bytes
 
 PHASES = {"decode": "decode steps", "all": "whole run"}
 Span = tuple[Any, Any]  # CUDA events: before and after a step's work on the device

@@ -2,7 +2,7 @@
 
     from nanopage import LLM, SamplingParams
 
-Names are imported on first use, so that `import nanopage.scheduler` does not import torch.
+Names are imported on first use, so that `import nanopage.engine.scheduler` does not import torch.
 """
 
 import importlib
@@ -13,7 +13,7 @@ __version__ = "0.1.0"
 
 _HOME = {
     "LLM": "llm",
-    "LLMEngine": "engine",
+    "LLMEngine": "engine.engine",
     "EngineConfig": "config",
     "SamplingParams": "request",
     "BeamSearchParams": "request",

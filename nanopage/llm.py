@@ -19,8 +19,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from nanopage.config import EngineConfig
-from nanopage.engine import LLMEngine
-from nanopage.input_processor import Prompt, Request
+from nanopage.engine.engine import LLMEngine
+from nanopage.engine.input_processor import Prompt, Request
 from nanopage.request import BeamSearchParams, RequestOutput, SamplingParams
 
 AnyParams = SamplingParams | BeamSearchParams

@@ -9,7 +9,7 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported: its kernels then run on the CPU, in numpy
 
-from nanopage import hub
+from nanopage.weights import hub
 
 COMPILES = {"test_compiler", "test_default_model"}
 
@@ -23,13 +23,13 @@ def default_model():
 @pytest.fixture(autouse=True)
 def _compile_nothing_by_accident(request, monkeypatch):
     """An engine of a tiny model would start a process that compiles for a minute beside the tests."""
-    from nanopage import compiler
+    from nanopage.worker import aot
 
     def refuse(self):
         raise AssertionError("this test should say enforce_eager=True")
 
     if request.module.__name__ not in COMPILES:
-        monkeypatch.setattr(compiler.Graphs, "start", refuse)
+        monkeypatch.setattr(aot.Graphs, "start", refuse)
 
 
 @pytest.fixture(scope="module")

@@ -10,12 +10,12 @@ import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from nanopage import loader
-from nanopage.gguf_checkpoint import GGUFCheckpoint
-from nanopage.kv_cache import KVCache
-from nanopage.model_runner import ModelRunner
+from nanopage.engine.scheduler import Batch, ScheduledSequence
 from nanopage.request import SamplingParams, Sequence, SequenceGroup
-from nanopage.scheduler import Batch, ScheduledSequence
+from nanopage.weights import loader
+from nanopage.weights.gguf_checkpoint import GGUFCheckpoint
+from nanopage.worker.kv_cache import KVCache
+from nanopage.worker.model_runner import ModelRunner
 
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]  # ids 0, 1 (bos), 2 (eos)
 EOS = 2

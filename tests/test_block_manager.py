@@ -18,8 +18,8 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from nanopage import block_manager
-from nanopage.block_manager import BlockManager
+from nanopage.engine import block_manager
+from nanopage.engine.block_manager import BlockManager
 
 HASHES = {
     "sha256": block_manager.hash_block,

@@ -9,9 +9,9 @@ from jinja2 import Environment, TemplateError
 from jinja2.ext import loopcontrols
 from transformers import AutoTokenizer
 
-from nanopage.hub import default_model
-from nanopage.template_process import create_environment
-from nanopage.tokenizer import Tokenizer
+from nanopage.text.template_process import create_environment
+from nanopage.text.tokenizer import Tokenizer
+from nanopage.weights.hub import default_model
 
 USER = {"role": "user", "content": "Hello"}
 

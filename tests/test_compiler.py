@@ -1,4 +1,4 @@
-"""compiler.py: graphs equal the layers they stand for, are made once, in the background, and leave nothing behind."""
+"""aot.py: graphs equal the layers they stand for, are made once, in the background, and leave nothing behind."""
 
 import logging
 import os
@@ -15,8 +15,10 @@ import torch
 from helpers import Paged, assert_all_close, random_tokens, tiny_model
 from test_models import LENGTHS, PLANS
 
-from nanopage import EngineConfig, LLMEngine, SamplingParams, compiler, hub, loader
+from nanopage import EngineConfig, LLMEngine, SamplingParams
 from nanopage.layers.embedding import LMHead
+from nanopage.weights import hub, loader
+from nanopage.worker import aot
 
 ROOT = Path(__file__).parent.parent
 LONG = os.environ.get("NANOPAGE_LONG_TESTS", "0") != "0"
@@ -38,9 +40,9 @@ def model(tmp_path_factory):
     return tiny_model(tmp_path_factory.mktemp("model"), **MODEL)
 
 
-def graphs_of(model, **options) -> compiler.Graphs:
+def graphs_of(model, **options) -> aot.Graphs:
     options = {"dtype": torch.float32, "block_size": 8} | options
-    return compiler.Graphs(model, loader.read_config(model), **options)
+    return aot.Graphs(model, loader.read_config(model), **options)
 
 
 def kinds_in(directory: Path) -> set[str]:
@@ -139,7 +141,7 @@ def test_the_head_of_a_single_row_serves_any_vocabulary(graphs, num_rows):
         if head.tiles is None:
             pytest.skip("this version of oneDNN lays out a matrix of this size differently")
         x = torch.randn(num_rows, head.in_features, generator=torch.Generator().manual_seed(1))
-        graph = compiler._CompiledHead(compiler._load(compiler.find_file(graphs.directory, compiler.HEAD)), None, head)
+        graph = aot._CompiledHead(aot._load(aot.find_file(graphs.directory, aot.HEAD)), None, head)
         torch.testing.assert_close(graph(x), head(x), rtol=1e-5, atol=1e-5)
 
 
@@ -207,8 +209,8 @@ def test_what_the_code_depends_on_is_in_the_key(model, graphs, tmp_path):
 def test_the_engine_works_meanwhile_and_changes_over_between_requests(model, graphs, monkeypatch, tmp_path):
     expected = run(engine_of(model, enforce_eager=True))
     ready = False
-    monkeypatch.setattr(compiler.Graphs, "ready", lambda self: ready)
-    monkeypatch.setattr(compiler.Graphs, "start", lambda self: None)
+    monkeypatch.setattr(aot.Graphs, "ready", lambda self: ready)
+    monkeypatch.setattr(aot.Graphs, "start", lambda self: None)
     engine = engine_of(model)
     engine.add_request("first", [5, 6, 7], SamplingParams(max_tokens=5, ignore_eos=True))
     engine.step()
@@ -247,7 +249,7 @@ def test_without_a_cpp_compiler_it_says_so_once_and_stays_eager(model, tmp_path,
     assert caplog.text.count("compiling the decoder layer failed") <= 1
 
 
-def copied(graphs, directory) -> compiler.Graphs:
+def copied(graphs, directory) -> aot.Graphs:
     """The same graphs in a directory of their own, to be spoilt."""
     shutil.copytree(graphs.directory, directory)
     directory.chmod(0o700)
@@ -256,8 +258,8 @@ def copied(graphs, directory) -> compiler.Graphs:
     return copy
 
 
-def graphs_of_same(graphs) -> compiler.Graphs:
-    return compiler.Graphs(Path(graphs.spec["path"]), graphs.config, torch.float32, graphs.spec["block_size"])
+def graphs_of_same(graphs) -> aot.Graphs:
+    return aot.Graphs(Path(graphs.spec["path"]), graphs.config, torch.float32, graphs.spec["block_size"])
 
 
 ONE = "one-window-7.pt2"
@@ -273,18 +275,18 @@ SPOIL = {
 @pytest.mark.parametrize("spoil", SPOIL.values(), ids=SPOIL.keys())
 def test_a_damaged_file_is_named_set_aside_and_made_again(model, graphs, tmp_path, monkeypatch, caplog, spoil):
     spoilt = copied(graphs, tmp_path / "copy")
-    file = compiler.find_file(spoilt.directory, ONE)
+    file = aot.find_file(spoilt.directory, ONE)
     whole = file.read_bytes()
     spoil(file)
     made = []
 
     def make_again(self):
-        made.append(compiler.find_file(self.directory, ONE))
+        made.append(aot.find_file(self.directory, ONE))
         file.write_bytes(whole)
         return subprocess.Popen(["true"])
 
-    monkeypatch.setattr(compiler.Graphs, "_spawn", make_again)
-    monkeypatch.setattr("nanopage.engine.Graphs", lambda *_: spoilt)
+    monkeypatch.setattr(aot.Graphs, "_spawn", make_again)
+    monkeypatch.setattr("nanopage.engine.engine.Graphs", lambda *_: spoilt)
     with caplog.at_level(logging.WARNING, "nanopage"):
         engine = engine_of(model)
     assert not engine.runner.compiled
@@ -299,9 +301,9 @@ def test_a_damaged_file_is_named_set_aside_and_made_again(model, graphs, tmp_pat
 
 def test_a_file_that_is_damaged_again_is_left_alone(model, graphs, tmp_path, monkeypatch, caplog):
     spoilt = copied(graphs, tmp_path / "copy")
-    file = compiler.find_file(spoilt.directory, ONE)
-    monkeypatch.setattr(compiler.Graphs, "_spawn", lambda self: (file.touch(), subprocess.Popen(["true"]))[1])
-    monkeypatch.setattr("nanopage.engine.Graphs", lambda *_: spoilt)
+    file = aot.find_file(spoilt.directory, ONE)
+    monkeypatch.setattr(aot.Graphs, "_spawn", lambda self: (file.touch(), subprocess.Popen(["true"]))[1])
+    monkeypatch.setattr("nanopage.engine.engine.Graphs", lambda *_: spoilt)
     file.write_bytes(b"")
     engine = engine_of(model)
     for _ in range(4):
@@ -323,8 +325,8 @@ def test_code_that_cannot_be_unpacked_leaves_the_engine_eager(model, graphs, tmp
 def test_code_that_others_can_write_is_not_loaded(model, graphs, tmp_path, monkeypatch, caplog):
     for name in ("directory", "file"):
         shared = copied(graphs, tmp_path / name)
-        (shared.directory if name == "directory" else compiler.find_file(shared.directory, ONE)).chmod(0o777)
-        monkeypatch.setattr("nanopage.engine.Graphs", lambda *_, shared=shared: shared)
+        (shared.directory if name == "directory" else aot.find_file(shared.directory, ONE)).chmod(0o777)
+        monkeypatch.setattr("nanopage.engine.engine.Graphs", lambda *_, shared=shared: shared)
         caplog.clear()
         assert not engine_of(model).runner.compiled
         assert "other users may write to it" in caplog.text
@@ -343,7 +345,7 @@ def test_where_nothing_can_be_compiled_requests_are_answered_eagerly(model, tmp_
     elif obstacle == "writable by others":
         shared = home / "nanopage" / "compiled"
         shared.mkdir(parents=True)
-        monkeypatch.setattr(compiler, "_key", lambda *_: "key")
+        monkeypatch.setattr(aot, "_key", lambda *_: "key")
         (shared / "key").mkdir()
         (shared / "key").chmod(0o777)
     else:
@@ -352,7 +354,7 @@ def test_where_nothing_can_be_compiled_requests_are_answered_eagerly(model, tmp_
         def refuse(*args, **options):
             raise error
 
-        monkeypatch.setattr(compiler.subprocess, "Popen", refuse)
+        monkeypatch.setattr(aot.subprocess, "Popen", refuse)
     monkeypatch.setenv("XDG_CACHE_HOME", str(home))
     expected = run(engine_of(model, enforce_eager=True))
     engine = engine_of(model)
@@ -366,10 +368,8 @@ def test_a_priority_that_is_refused_does_not_matter(model, tmp_path, monkeypatch
         raise PermissionError(1, "not permitted")
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(compiler.os, "sched_setscheduler", refuse, raising=False)
-    monkeypatch.setattr(
-        compiler.Graphs, "_spawn", lambda self: subprocess.Popen(["sleep", "60"], start_new_session=True)
-    )
+    monkeypatch.setattr(aot.os, "sched_setscheduler", refuse, raising=False)
+    monkeypatch.setattr(aot.Graphs, "_spawn", lambda self: subprocess.Popen(["sleep", "60"], start_new_session=True))
     engine = engine_of(model)
     assert run(engine)
     process = engine.runner.graphs._process

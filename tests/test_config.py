@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from nanopage import EngineConfig, loader
+from nanopage import EngineConfig
 from nanopage.config import (
     ARCHITECTURES,
     DEVICES,
@@ -27,6 +27,7 @@ from nanopage.config import (
     RopeConfig,
 )
 from nanopage.layers.rotary import inverse_frequencies
+from nanopage.weights import loader
 
 CONFIGS = Path(__file__).parent.parent / "benchmarks" / "configs"
 PUBLISHED_BILLIONS = {  # parameters; a matrix that is tied counts once

@@ -8,9 +8,9 @@ import torch
 from helpers import tiny_model
 
 from nanopage import EngineConfig, LLMEngine, SamplingParams
-from nanopage.decode_graphs import DecodeGraphs, batch_sizes, inputs_of, sample
-from nanopage.kv_cache import GIB, blocks_of_gpu
-from nanopage.model_runner import largest_batch
+from nanopage.worker.cuda_graphs import DecodeGraphs, batch_sizes, inputs_of, sample
+from nanopage.worker.kv_cache import GIB, blocks_of_gpu
+from nanopage.worker.model_runner import largest_batch
 
 MIXED = [
     SamplingParams(temperature=0, max_tokens=12, ignore_eos=True),
@@ -121,7 +121,7 @@ def test_what_does_not_fit_runs_directly(model):
 
 
 def test_the_splits_of_a_size_reach_from_equal_lengths_to_one_that_has_all_the_tokens(model, monkeypatch):
-    monkeypatch.setattr("nanopage.decode_graphs.uses_triton", lambda device: True)
+    monkeypatch.setattr("nanopage.worker.cuda_graphs.uses_triton", lambda device: True)
     monkeypatch.setattr("nanopage.kernels.paged_attention.num_processors", lambda device: 132)
     graphs = static(make_engine(model, max_num_seqs=256)).runner.decode_graphs
     graphs.max_model_len = 40_960  # 2 KV heads
@@ -147,8 +147,8 @@ class FakeGraph:
 @pytest.fixture
 def fake_cuda(monkeypatch):
     """What capturing asks of torch.cuda, and how the model's attention is computed there, on a CPU."""
-    monkeypatch.setattr("nanopage.decode_graphs.uses_triton", lambda device: True)
-    monkeypatch.setattr("nanopage.model_runner.uses_triton", lambda device: True)
+    monkeypatch.setattr("nanopage.worker.cuda_graphs.uses_triton", lambda device: True)
+    monkeypatch.setattr("nanopage.worker.model_runner.uses_triton", lambda device: True)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", FakeGraph)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "pool")
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (6 * GIB, 8 * GIB))
@@ -213,7 +213,7 @@ def test_the_profile_is_of_the_largest_step_there_can_be(model, fake_cuda, monke
     # Before; with the graph of size 6; with that of size 1, too. The others are 1, 2 and 4, with their splits.
     free = iter([9000, 7000, 6900])
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (next(free), 10_000))
-    monkeypatch.setattr("nanopage.model_runner.compile_afresh", lambda function: function)
+    monkeypatch.setattr("nanopage.worker.model_runner.compile_afresh", lambda function: function)
     monkeypatch.setattr(DecodeGraphs, "splits_of", lambda self, size: [1] if size == 1 else [1, 2])
     assert runner.profile(100, 64, capture=True) == 250 + 2000 + 5 * 100
     del batches[1:]

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from nanopage import LLM, BeamSearchParams, SamplingParams
-from nanopage.device import computes_natively
+from nanopage.worker.device import computes_natively
 
 LONG = os.environ.get("NANOPAGE_LONG_TESTS", "0") != "0"
 # transformers continues a prompt at 25 tokens a second, and compiling takes 40 s a dtype.

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from nanopage import device
+from nanopage.worker import device
 
 
 def write_group(directory, limit, current, **stat):

@@ -9,8 +9,8 @@ import torch
 from helpers import EOS, VOCAB_SIZE, tiny_model
 
 from nanopage import BeamSearchParams, EngineConfig, LLMEngine, SamplingParams
-from nanopage.device import resolve_dtype, set_cuda_precision
-from nanopage.sampler import Samples
+from nanopage.sampling.sampler import Samples
+from nanopage.worker.device import resolve_dtype, set_cuda_precision
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 
@@ -410,7 +410,7 @@ def test_the_pool_is_sized_and_printed(model, caplog):
 
 
 def test_a_dtype_the_machine_does_not_compute_in_is_replaced_with_one_line(model, caplog, monkeypatch):
-    monkeypatch.setattr("nanopage.device.computes_natively", lambda dtype, device: dtype == "float32")
+    monkeypatch.setattr("nanopage.worker.device.computes_natively", lambda dtype, device: dtype == "float32")
     half = tiny_model(model.parent / "half", dtype="float16")
     with caplog.at_level(logging.INFO, "nanopage"):
         engine = make_engine(half, dtype="auto", enforce_eager=True)
@@ -463,8 +463,8 @@ def test_products_on_a_gpu_are_exact_and_a_cpu_engine_touches_no_setting(coarse,
 
     make_engine(model)
     assert settings() == ("medium", True, True, True, True)
-    monkeypatch.setattr("nanopage.engine.resolve_device", lambda name: torch.device("cuda"))
-    monkeypatch.setattr("nanopage.engine.Tokenizer", lambda *args: pytest.fail("no GPU is needed so far"))
+    monkeypatch.setattr("nanopage.engine.engine.resolve_device", lambda name: torch.device("cuda"))
+    monkeypatch.setattr("nanopage.engine.engine.Tokenizer", lambda *args: pytest.fail("no GPU is needed so far"))
     with pytest.raises(pytest.fail.Exception):
         make_engine(model, dtype="float32")
     assert settings() == ("highest", False, False, False, False)
@@ -481,13 +481,13 @@ def test_a_product_of_float32_on_a_gpu_is_float32s(coarse):
 
 
 def test_int8_weights_where_there_is_no_code_for_them_are_refused(model, monkeypatch):
-    monkeypatch.setattr("nanopage.engine.resolve_device", lambda name: torch.device("cuda"))
+    monkeypatch.setattr("nanopage.engine.engine.resolve_device", lambda name: torch.device("cuda"))
     with pytest.raises(ValueError, match="quantization='int8' works on a CPU only"):
         make_engine(model, quantization="int8")
 
 
 def test_pages_that_the_kernels_of_a_gpu_can_not_read_are_refused(model, monkeypatch):
-    monkeypatch.setattr("nanopage.engine.resolve_device", lambda name: torch.device("cuda"))
+    monkeypatch.setattr("nanopage.engine.engine.resolve_device", lambda name: torch.device("cuda"))
     with pytest.raises(ValueError, match="block_size=12 must be a power of two on a GPU"):
         make_engine(model, block_size=12)
 

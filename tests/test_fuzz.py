@@ -21,12 +21,12 @@ import torch
 from helpers import tiny_model
 
 from nanopage import BeamSearchParams, EngineConfig, LLMEngine, RequestOutput, SamplingParams
-from nanopage.beam_search import Beam, BeamSearch
-from nanopage.decode_graphs import DecodeGraphs
-from nanopage.input_processor import branch_seed
+from nanopage.engine.beam_search import Beam, BeamSearch
+from nanopage.engine.input_processor import branch_seed
 from nanopage.kernels import paged_attention
-from nanopage.kv_cache import GIB, block_bytes
-from nanopage.sampler import Sampler
+from nanopage.sampling.sampler import Sampler
+from nanopage.worker.cuda_graphs import DecodeGraphs
+from nanopage.worker.kv_cache import GIB, block_bytes
 
 WORLDS = int(os.environ.get("NANOPAGE_FUZZ_WORLDS", "100"))
 TRITON_WORLDS = int(os.environ.get("NANOPAGE_FUZZ_TRITON_WORLDS", "2"))
@@ -444,8 +444,8 @@ def test_nor_do_the_triton_kernels(world, model, oracle, monkeypatch):
     rng = random.Random(f"triton-{SEED}-{world}")
     options, plans = draw_world(rng, oracle, block_sizes=(1, 2, 4, 8, 16))
     with monkeypatch.context() as patch:
-        patch.setattr("nanopage.model_runner.uses_triton", lambda device: True)
-        patch.setattr("nanopage.decode_graphs.uses_triton", lambda device: True)
+        patch.setattr("nanopage.worker.model_runner.uses_triton", lambda device: True)
+        patch.setattr("nanopage.worker.cuda_graphs.uses_triton", lambda device: True)
         patch.setattr(paged_attention, "num_processors", lambda device: rng.choice([1, 8, 32]))
         patch.setattr(paged_attention, "TILE_BYTES", 1)
         patch.setattr(paged_attention, "SPLIT_TOKENS", 8)
@@ -460,7 +460,7 @@ def test_nor_do_the_triton_kernels(world, model, oracle, monkeypatch):
 
 @pytest.mark.parametrize("world", range(WORLDS))
 def test_a_crowd_changes_no_answer(world, model, oracle, monkeypatch):
-    monkeypatch.setattr("nanopage.sampler.CANDIDATES", 4)
+    monkeypatch.setattr("nanopage.sampling.sampler.CANDIDATES", 4)
     rng = random.Random(f"{SEED}-{world}")
     options, plans = draw_world(rng, oracle)
     for overlap, static in ((True, True), (True, False), (False, True), (False, False)):

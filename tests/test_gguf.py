@@ -34,11 +34,12 @@ from tokenizers import (
     trainers,
 )
 
-from nanopage import LLM, EngineConfig, SamplingParams, gguf_checkpoint, loader
-from nanopage.engine import LLMEngine
-from nanopage.gguf_checkpoint import GGUFCheckpoint
-from nanopage.gguf_reader import read_header
-from nanopage.tokenizer import Tokenizer as NanopageTokenizer
+from nanopage import LLM, EngineConfig, SamplingParams, gguf_checkpoint
+from nanopage.engine.engine import LLMEngine
+from nanopage.text.tokenizer import Tokenizer as NanopageTokenizer
+from nanopage.weights import loader
+from nanopage.weights.gguf_checkpoint import GGUFCheckpoint
+from nanopage.weights.gguf_reader import read_header
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

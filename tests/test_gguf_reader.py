@@ -10,8 +10,8 @@ import pytest
 from gguf import GGMLQuantizationType as Quantization
 from gguf import GGUFEndian, GGUFValueType
 
-from nanopage import gguf_reader
-from nanopage.gguf_reader import read_header, read_rows
+from nanopage.weights import gguf_reader
+from nanopage.weights.gguf_reader import read_header, read_rows
 
 ARRAY, STRING, UINT8, UINT32, FLOAT32, BOOL = (
     GGUFValueType[name] for name in ("ARRAY", "STRING", "UINT8", "UINT32", "FLOAT32", "BOOL")

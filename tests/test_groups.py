@@ -9,8 +9,8 @@ import torch
 from helpers import EOS, tiny_model
 
 from nanopage import LLM, BeamSearchParams, EngineConfig, LLMEngine, SamplingParams
-from nanopage.beam_search import Beam, BeamSearch
-from nanopage.kv_cache import GIB, block_bytes
+from nanopage.engine.beam_search import Beam, BeamSearch
+from nanopage.worker.kv_cache import GIB, block_bytes
 
 SAMPLED = SamplingParams(temperature=1.0, seed=7, max_tokens=12, ignore_eos=True)
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)

@@ -26,8 +26,8 @@ from huggingface_hub.utils import filter_repo_objects
 from test_gguf import SMOLLM, TEXTS, model_for, random_texts, write_gguf
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from nanopage import hub, loader
-from nanopage.tokenizer import Tokenizer
+from nanopage.text.tokenizer import Tokenizer
+from nanopage.weights import hub, loader
 
 LOCK = f"{hub.DEFAULT_MODEL}.lock"
 
@@ -391,7 +391,7 @@ class TestMakingTheDefaultModel:
         script = """if True:
             import os, sys, time
             from pathlib import Path
-            from nanopage import hub
+            from nanopage.weights import hub
 
             meeting, convert = Path(sys.argv[2]), hub.convert_gguf
             hub.WHEEL_SHA256 = sys.argv[1]

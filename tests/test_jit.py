@@ -4,8 +4,9 @@ import pytest
 import torch
 from helpers import CPU, Paged, assert_all_close, random_tokens, reference_logits, tiny_hf_model
 
-from nanopage import jit, loader
-from nanopage.decode_graphs import sample
+from nanopage.weights import loader
+from nanopage.worker import jit
+from nanopage.worker.cuda_graphs import sample
 
 LENGTHS = [11, 5, 1, 23]
 

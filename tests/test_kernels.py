@@ -5,8 +5,9 @@ import math
 import pytest
 import torch
 
-from nanopage.kernels import flash_decoding, int8_linear, packed_linear, pages, reference
-from nanopage.kernels.tile_attention import attend_tile
+from nanopage.kernels import pages, reference
+from nanopage.kernels.cpu import flash_decoding, int8_linear, packed_linear
+from nanopage.kernels.cpu.tile_attention import attend_tile
 from nanopage.layers.attention import AttentionMetadata, paged_attention
 from nanopage.layers.embedding import Embedding, LMHead
 

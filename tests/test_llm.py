@@ -10,7 +10,7 @@ from helpers import tiny_model
 
 from nanopage import LLM, SamplingParams
 from nanopage.llm import GenerationError
-from nanopage.tokenizer import Tokenizer
+from nanopage.text.tokenizer import Tokenizer
 
 GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
 

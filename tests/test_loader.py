@@ -9,8 +9,8 @@ import torch
 from helpers import tiny_hf_model, tiny_model
 from safetensors.torch import load_file, save_file
 
-from nanopage import loader
 from nanopage.config import MAX_SIZES
+from nanopage.weights import loader
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

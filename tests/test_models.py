@@ -18,14 +18,14 @@ from helpers import (
 )
 from transformers import AutoModelForCausalLM
 
-from nanopage import loader
-from nanopage.block_manager import BlockManager
 from nanopage.config import ModelConfig
-from nanopage.kv_cache import KVCache
+from nanopage.engine.block_manager import BlockManager
+from nanopage.engine.scheduler import Scheduler
 from nanopage.layers.linear import Linear
-from nanopage.model_runner import ModelRunner
 from nanopage.request import SamplingParams, Sequence, SequenceGroup
-from nanopage.scheduler import Scheduler
+from nanopage.weights import loader
+from nanopage.worker.kv_cache import KVCache
+from nanopage.worker.model_runner import ModelRunner
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -12,7 +12,7 @@ from scipy import stats
 from transformers import RepetitionPenaltyLogitsProcessor
 
 from nanopage.request import NO_TOKEN, SamplingParams, Sequence
-from nanopage.sampler import (
+from nanopage.sampling.sampler import (
     CANDIDATES,
     Sampler,
     argmax,

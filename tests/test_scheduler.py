@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 import nanopage
 from nanopage import SamplingParams
-from nanopage.block_manager import BlockManager
+from nanopage.engine.block_manager import BlockManager
+from nanopage.engine.scheduler import Batch, Scheduler
 from nanopage.request import SampledToken, Sequence, SequenceGroup, Status
-from nanopage.scheduler import Batch, Scheduler
 
 
 def fake_model(token_ids: list[int]) -> int:
@@ -212,10 +212,10 @@ except ImportError:
     pass
 else:
     sys.exit("the block does not work")
-import nanopage.block_manager
-import nanopage.scheduler
+import nanopage.engine.block_manager
+import nanopage.engine.scheduler
 assert "torch" not in sys.modules
-print(nanopage.scheduler.Scheduler(nanopage.block_manager.BlockManager(4, 2), 1, 8).schedule())
+print(nanopage.engine.scheduler.Scheduler(nanopage.engine.block_manager.BlockManager(4, 2), 1, 8).schedule())
 """
     root = Path(nanopage.__file__).parents[1]
     done = subprocess.run([sys.executable, "-c", program], cwd=root, capture_output=True, text=True)

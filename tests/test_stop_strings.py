@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanopage import SamplingParams
-from nanopage.stop_strings import StopStringSearch, build_trie
+from nanopage.text.stop_strings import StopStringSearch, build_trie
 
 LETTERS = st.text("ab", min_size=1, max_size=6)
 

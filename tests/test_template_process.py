@@ -21,9 +21,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from nanopage import chat_template
-from nanopage.chat_template import TemplateRenderer
-from nanopage.template_process import create_environment
+from nanopage.text import chat_template
+from nanopage.text.chat_template import TemplateRenderer
+from nanopage.text.template_process import create_environment
 
 ROOT = Path(__file__).parent.parent
 USER = {"role": "user", "content": "Hello"}
@@ -87,7 +87,7 @@ def start_program(code: str, **options) -> subprocess.Popen:
     """Start a program with a renderer."""
     start = """
         import os, signal, sys, threading, time
-        from nanopage import chat_template
+        from nanopage.text import chat_template
         chat_template.MAX_CPU_SECONDS = 0.5
         renderer = chat_template.TemplateRenderer()
         def render(source):

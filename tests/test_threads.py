@@ -7,7 +7,7 @@ import psutil
 import pytest
 import torch
 
-from nanopage import threads
+from nanopage.worker import threads
 
 SIBLINGS = ["0,4", "1,5", "2,6", "3,7"]  # of a machine with 4 cores of 2 hyperthreads
 

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, processors
 from transformers import AutoTokenizer
 
-from nanopage.hub import default_model
-from nanopage.stop_strings import build_trie
-from nanopage.tokenizer import IncrementalDetokenizer, Tokenizer
+from nanopage.text.stop_strings import build_trie
+from nanopage.text.tokenizer import IncrementalDetokenizer, Tokenizer
+from nanopage.weights.hub import default_model
 
 REPLACEMENT = "\ufffd"
 fuzz = settings(max_examples=200, deadline=None, derandomize=True)

@@ -80,7 +80,7 @@ def dummy_model(path: Path, dtype, device):
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from nanopage import loader
+    from nanopage.weights import loader
 
     with torch.device(device):
         hf = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path), dtype=dtype)

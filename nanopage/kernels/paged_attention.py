@@ -24,8 +24,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanopage.device import to_device
 from nanopage.kernels.cache_write import launch
+from nanopage.worker.device import to_device
 
 TILE_BYTES = 2**14  # of K, and as many of V
 STAGES = 5  # of a decode's pipeline: enough that the next tile is on its way while one is worked on

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from nanopage.kernels import pages, reference
-from nanopage.kernels.flash_decoding import Splits, flash_decode
+from nanopage.kernels.cpu.flash_decoding import Splits, flash_decode
 
 if TYPE_CHECKING:
     from nanopage.kernels.paged_attention import Step

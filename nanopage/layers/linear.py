@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nanopage.kernels import int8_linear, packed_linear
+from nanopage.kernels.cpu import int8_linear, packed_linear
 
 
 def pack(module: nn.Module, quantization: str | None = None) -> None:

@@ -8,7 +8,7 @@ import psutil
 import torch
 
 from nanopage.config import EngineConfig, ModelConfig
-from nanopage.device import free_bytes, to_device, total_ram
+from nanopage.worker.device import free_bytes, to_device, total_ram
 
 logger = logging.getLogger("nanopage")
 

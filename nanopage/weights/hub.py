@@ -242,8 +242,8 @@ def convert_gguf(gguf: Path, directory: Path, progress: Progress) -> None:
     import torch
     from safetensors.torch import save_file
 
-    from nanopage.gguf_checkpoint import GGUFCheckpoint
-    from nanopage.safetensors_checkpoint import read_tensors
+    from nanopage.weights.gguf_checkpoint import GGUFCheckpoint
+    from nanopage.weights.safetensors_checkpoint import read_tensors
 
     directory.mkdir(mode=0o700, parents=True)
     checkpoint = GGUFCheckpoint(gguf)

@@ -8,17 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nanopage.compiler import Graphs
-from nanopage.decode_graphs import DecodeGraphs, stack_tables
-from nanopage.device import to_device
-from nanopage.jit import compile_afresh
-from nanopage.kernels.flash_decoding import split
-from nanopage.kernels.packed_linear import can_pack
-from nanopage.kv_cache import GIB, KVCache
+from nanopage.engine.scheduler import Batch, ScheduledSequence
+from nanopage.kernels.cpu.flash_decoding import split
+from nanopage.kernels.cpu.packed_linear import can_pack
 from nanopage.layers.attention import AttentionMetadata, uses_triton
 from nanopage.layers.linear import pack
 from nanopage.request import MAX_LOGPROBS, SamplingParams, Sequence, SequenceGroup, StepStats
-from nanopage.sampler import (
+from nanopage.sampling.sampler import (
     Sampler,
     Samples,
     at_least_float32,
@@ -27,7 +23,11 @@ from nanopage.sampler import (
     top_logprobs,
     with_sampled,
 )
-from nanopage.scheduler import Batch, ScheduledSequence
+from nanopage.worker.aot import Graphs
+from nanopage.worker.cuda_graphs import DecodeGraphs, stack_tables
+from nanopage.worker.device import to_device
+from nanopage.worker.jit import compile_afresh
+from nanopage.worker.kv_cache import GIB, KVCache
 
 logger = logging.getLogger("nanopage")
 

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from nanopage.config import ModelConfig
-from nanopage.device import free_bytes
-from nanopage.gguf_checkpoint import GGUFCheckpoint
 from nanopage.layers.linear import Linear
 from nanopage.model_files import shown
-from nanopage.safetensors_checkpoint import StoredTensor, read_tensors, safetensors_files, stored_tensors
+from nanopage.weights.gguf_checkpoint import GGUFCheckpoint
+from nanopage.weights.safetensors_checkpoint import StoredTensor, read_tensors, safetensors_files, stored_tensors
+from nanopage.worker.device import free_bytes
 
 DUMMY_STD = 0.02  # the usual initializer_range
 # The types that weights may have in a safetensors file. Those of 8 bits and less need scales, which we do not apply.

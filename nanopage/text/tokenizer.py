@@ -6,10 +6,10 @@ from typing import Any
 
 from tokenizers import Tokenizer as BackendTokenizer
 
-from nanopage.chat_template import TemplateRenderer
-from nanopage.gguf_checkpoint import GGUFCheckpoint
 from nanopage.model_files import check_file, exists, read_json, read_text, rust_errors, shown
-from nanopage.stop_strings import Node, StopStringSearch
+from nanopage.text.chat_template import TemplateRenderer
+from nanopage.text.stop_strings import Node, StopStringSearch
+from nanopage.weights.gguf_checkpoint import GGUFCheckpoint
 
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 MAX_TOKENIZER = 2**27  # bytes of tokenizer.json; those of 260,000 tokens have about 2**25

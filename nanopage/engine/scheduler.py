@@ -36,8 +36,8 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from nanopage.beam_search import Beam
-from nanopage.block_manager import BlockManager, Prefix
+from nanopage.engine.beam_search import Beam
+from nanopage.engine.block_manager import BlockManager, Prefix
 from nanopage.request import NO_TOKEN, SampledToken, Sequence, SequenceGroup, Status
 
 NOT_FINITE = (

@@ -19,8 +19,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nanopage.device import to_device, to_host
 from nanopage.request import NO_TOKEN, SampledToken, Sequence
+from nanopage.worker.device import to_device, to_host
 
 CANDIDATES = 256  # the first guess of how many of the top logits hold all that truncation keeps
 

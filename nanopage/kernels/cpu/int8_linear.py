@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanopage.kernels.packed_linear import TILE
+from nanopage.kernels.cpu.packed_linear import TILE
 
 ROWS = 4  # that are multiplied while a weight is in a register: with its 4 registers of outputs, 16 sums
 

@@ -28,11 +28,11 @@ from rich.console import Console
 from rich.progress import track
 from torch import Tensor
 
-from nanopage.device import to_device
-from nanopage.kv_cache import KVCache
+from nanopage.engine.scheduler import Batch, ScheduledSequence
 from nanopage.layers.attention import AttentionMetadata, uses_triton
-from nanopage.sampler import at_least_float32, gumbel_max, with_sampled
-from nanopage.scheduler import Batch, ScheduledSequence
+from nanopage.sampling.sampler import at_least_float32, gumbel_max, with_sampled
+from nanopage.worker.device import to_device
+from nanopage.worker.kv_cache import KVCache
 
 GROWTH = 4
 LARGEST_SIZE = 512  # a step of more sequences takes a GPU longer than its launches take the host

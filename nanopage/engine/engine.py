@@ -8,17 +8,13 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from nanopage import hub, jit, loader
-from nanopage.beam_search import Hypothesis
-from nanopage.block_manager import BlockManager
-from nanopage.compiler import Graphs
 from nanopage.config import EngineConfig
-from nanopage.device import resolve_device, resolve_dtype, set_cuda_precision
-from nanopage.input_processor import Completion, InputProcessor, Prompt, Request, default_sampling_params
-from nanopage.kernels.packed_linear import can_pack
-from nanopage.kv_cache import GIB, KVCache, block_bytes, num_blocks_that_fit, num_host_blocks
+from nanopage.engine.beam_search import Hypothesis
+from nanopage.engine.block_manager import BlockManager
+from nanopage.engine.input_processor import Completion, InputProcessor, Prompt, Request, default_sampling_params
+from nanopage.engine.scheduler import Batch, Scheduler
+from nanopage.kernels.cpu.packed_linear import can_pack
 from nanopage.model_files import exists
-from nanopage.model_runner import ModelRunner
 from nanopage.request import (
     BeamSearchParams,
     CompletionOutput,
@@ -28,10 +24,15 @@ from nanopage.request import (
     SequenceGroup,
     StepStats,
 )
-from nanopage.sampler import Samples
-from nanopage.scheduler import Batch, Scheduler
-from nanopage.threads import limit_threads
-from nanopage.tokenizer import Tokenizer
+from nanopage.sampling.sampler import Samples
+from nanopage.text.tokenizer import Tokenizer
+from nanopage.weights import hub, loader
+from nanopage.worker import jit
+from nanopage.worker.aot import Graphs
+from nanopage.worker.device import resolve_device, resolve_dtype, set_cuda_precision
+from nanopage.worker.kv_cache import GIB, KVCache, block_bytes, num_blocks_that_fit, num_host_blocks
+from nanopage.worker.model_runner import ModelRunner
+from nanopage.worker.threads import limit_threads
 
 logger = logging.getLogger("nanopage")
 

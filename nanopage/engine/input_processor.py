@@ -7,8 +7,8 @@ import random
 import re
 from pathlib import Path
 
-from nanopage.beam_search import BeamSearch
 from nanopage.config import EngineConfig, ModelConfig
+from nanopage.engine.beam_search import BeamSearch
 from nanopage.model_files import exists, read_json
 from nanopage.request import (
     BeamSearchParams,
@@ -18,8 +18,8 @@ from nanopage.request import (
     Sequence,
     SequenceGroup,
 )
-from nanopage.stop_strings import build_trie
-from nanopage.tokenizer import IncrementalDetokenizer, Tokenizer
+from nanopage.text.stop_strings import build_trie
+from nanopage.text.tokenizer import IncrementalDetokenizer, Tokenizer
 
 Prompt = str | list[int] | dict
 """Text, token ids, or a dict with "prompt" or "prompt_token_ids", and optionally "cache_salt" (vLLM's forms)."""

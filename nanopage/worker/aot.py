@@ -30,17 +30,17 @@ from filelock import FileLock
 from torch import Tensor, nn
 
 import nanopage
-from nanopage import hub, loader
 from nanopage.config import ModelConfig
 from nanopage.kernels import pages, reference
-from nanopage.kernels.flash_decoding import Splits
-from nanopage.kernels.int8_linear import product_of_few
-from nanopage.kernels.packed_linear import TILE, matvec
-from nanopage.kernels.tile_attention import attend_tile
+from nanopage.kernels.cpu.flash_decoding import Splits
+from nanopage.kernels.cpu.int8_linear import product_of_few
+from nanopage.kernels.cpu.packed_linear import TILE, matvec
+from nanopage.kernels.cpu.tile_attention import attend_tile
 from nanopage.layers.attention import AttentionMetadata
 from nanopage.layers.embedding import LMHead
 from nanopage.layers.linear import Linear, pack
 from nanopage.private_files import check_private, make_private
+from nanopage.weights import hub, loader
 
 logger = logging.getLogger("nanopage")
 
@@ -117,7 +117,7 @@ class Graphs:
         descriptor, log = tempfile.mkstemp(dir=self.directory, prefix="log-")
         self._log = Path(log)
         # -P and the working directory: what lies in the user's current directory must not be imported.
-        command = [sys.executable, "-P", "-m", "nanopage.compiler", json.dumps(self.spec), str(self.directory)]
+        command = [sys.executable, "-P", "-m", "nanopage.worker.aot", json.dumps(self.spec), str(self.directory)]
         inherited = os.environ.get("PYTHONPATH", "").split(os.pathsep)
         paths = [str(Path(nanopage.__file__).parents[1]), *filter(os.path.isabs, inherited)]
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "PYTHONSAFEPATH": "1"}
@@ -268,9 +268,8 @@ def _files(config: ModelConfig, quantization: str | None) -> dict[str, tuple[str
 
 def _key(config: ModelConfig, spec: dict[str, Any]) -> str:
     """Of everything the code depends on: our source, torch, this kind of CPU, and the sizes it is made for."""
-    here = Path(__file__).parent
-    kernels = ("flash_decoding.py", "int8_linear.py", "packed_linear.py", "pages.py", "tile_attention.py")
-    sources = [here / "kernels" / name for name in kernels]
+    here = Path(nanopage.__file__).parent
+    sources = [*sorted(here.glob("kernels/cpu/*.py")), here / "kernels" / "pages.py"]
     sources += [*sorted(here.glob("layers/*.py")), here / "models" / f"{config.family}.py", Path(__file__)]
     sizes = asdict(config) | {"num_layers": None, "vocab_size": None, "max_position_embeddings": None}
     sizes["sliding_windows"] = None  # in the name of the file
@@ -386,7 +385,7 @@ def example(config: ModelConfig, dtype: torch.dtype, block_size: int, kind: str)
     """(inputs of a graph but the weights, their dynamic dimensions). Sizes are hints of what is worth a thread."""
     from torch.export import Dim
 
-    from nanopage.kernels.flash_decoding import split
+    from nanopage.kernels.cpu.flash_decoding import split
 
     num_tokens = {"one": 1, "decode": 16}.get(kind, 90)
     many, any_size = None if kind == "one" else Dim.DYNAMIC, Dim.DYNAMIC

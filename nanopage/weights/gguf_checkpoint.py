@@ -21,9 +21,9 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from torch import Tensor
 
 from nanopage.config import MAX_SIZES, RANGES, ModelConfig, RopeConfig
-from nanopage.gguf_reader import TensorInfo, read_header, read_rows
 from nanopage.layers.rotary import inverse_frequencies
 from nanopage.model_files import rust_errors, shown
+from nanopage.weights.gguf_reader import TensorInfo, read_header, read_rows
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 

@@ -1,0 +1,1 @@
+"""Code for a CPU that Inductor compiles, and products by oneDNN."""

@@ -1,0 +1,1 @@
+"""Where weights come from: the hub, safetensors and GGUF files."""

@@ -1,0 +1,1 @@
+"""The half that computes: a Batch in, a BatchResult out. It knows nothing of requests, queues or text."""
