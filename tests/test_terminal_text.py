@@ -1,5 +1,6 @@
 """terminal/text.py: nothing from outside reaches the terminal as a command, and stderr may fail."""
 
+import ast
 import os
 import subprocess
 import sys
@@ -33,6 +34,15 @@ def test_whatever_is_said_is_printable(capsys):
     assert shown.count("owned") == 3
     for markup in ("[bold] \\", "error: ", "[red]", "[b]cell[/b] \\"):
         assert markup in shown
+
+
+@pytest.mark.parametrize("file", sorted(ROOT.glob("terminal/*.py")), ids=lambda file: file.name)
+def test_only_text_py_writes_on_stderr(file):
+    """So that nothing gets around `printable`."""
+    names = {node.attr for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Attribute)}
+    if file.name != "text.py":
+        assert not {"stderr"} & names
+        assert "stderr.print" not in file.read_text()
 
 
 def test_printable_is_imported_without_the_engine():
