@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -26,7 +27,7 @@ ROOT = Path(__file__).parent.parent
 COLUMNS, ROWS = 80, 24
 TIMEOUT = 300  # seconds
 CTRL_C, CTRL_D, CTRL_Z = "\x03", "\x04", "\x1a"
-CUT_AFTER = 12  # lines of a loop
+CUT_AFTER = 10  # lines at the beginning and at the end of a reply that is too long to show
 
 
 class Recorder:
@@ -34,7 +35,7 @@ class Recorder:
 
     def __init__(self, state: str):
         env = os.environ | {"TERM": "xterm-256color", "PROMPT_TOOLKIT_NO_CPR": "1", "XDG_STATE_HOME": state}
-        env |= {"TMUX": "emulated", "EDITOR": "sed -i 's/.*/What is 2 + 2?/'"}
+        env |= {"TMUX": "emulated", "EDITOR": "sed -i 's/.*/What is the capital of Italy?/'"}
         env["PATH"] = f"{Path(sys.executable).parent}:{env['PATH']}"
         for name in ("NO_COLOR", "COLUMNS", "LINES"):
             env.pop(name, None)
@@ -104,7 +105,7 @@ class Recorder:
 
 def record(recorder: Recorder) -> None:
     r = recorder
-    r.type("python chat.py --seed 7\r")
+    r.type("python chat.py --seed 1\r")
     r.see("Loading")
     r.note('"Hi! " is typed while the model loads; it waits for the prompt, and the rest is typed there')
     r.type("Hi! ")
@@ -115,7 +116,7 @@ def record(recorder: Recorder) -> None:
     r.ask("/set repetition_penalty")
     r.ask("Give me three tips for learning Python as bullets, a short code example and a small table.")
     r.ask("Write a Python function that adds two numbers.")
-    r.ask("List three fruits and their colours as a Markdown table.")
+    r.ask("List three fruits and their colours as a Markdown table.", cut=True)
     r.ask("/set max_tokens=30")
     r.ask("Tell me about Paris.")
     r.ask("/continue")
@@ -147,10 +148,10 @@ def record(recorder: Recorder) -> None:
     r.ask("/set repetition_penalty default")
 
     r.note("the window is made 50 columns wide, and 80 again, while the reply is written")
-    r.type("Describe the Moon in a paragraph.\r")
+    r.type("Describe the Moon in three long paragraphs.\r")
     r.wait(lambda: sum(map(len, r.lines())) > 150)
     r.resize(50)
-    r.read(1.0)
+    r.read(0.5)
     r.resize(COLUMNS)
     r.end()
 
@@ -187,10 +188,11 @@ def main(file: Path) -> None:
         record(recorder)
     header = (
         f"What a terminal of {COLUMNS} x {ROWS} showed of chat.py at {commit.stdout.strip()}, "
-        f"{datetime.date.today()}, typed by a script\n(python -m benchmarks.chat_session). {cpu_name()}, "
-        f"{versions()}.\nThe model recommends {recommended()}.\n\n"
+        f"{datetime.date.today()}, typed by a script (python -m benchmarks.chat_session). {cpu_name()}, {versions()}. "
+        f"The model recommends {recommended()}."
     )
-    file.write_text(header + "\n".join(recorder.transcript) + "\n", encoding="utf-8")
+    lines = [*textwrap.wrap(header, COLUMNS), "", *recorder.transcript]
+    file.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
