@@ -247,6 +247,8 @@ def answer(
         if ending := reply.ending(params.max_tokens):
             say(ending)
         say(reply.footer(llm.engine.max_model_len))
+    if reply.error is not None:
+        return 1
     return 0 if interrupt.signum is None else 130
 
 

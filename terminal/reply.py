@@ -24,9 +24,10 @@ CHECK_EVERY = 16  # tokens between two looks for a loop
 class Reply:
     """What came of a request.
 
-    `finish_reason` is "stop", "length" (`max_tokens` or the context is used up), "abort" (a signal ended it) or
-    "repetition" (it repeated itself). Times are in seconds and rates in tokens a second; None where there were too few
-    tokens to tell. `num_prompt_tokens` includes `num_cached_tokens`, whose K and V were in the prefix cache.
+    `finish_reason` is "stop", "length" (`max_tokens` or the context is used up), "abort" (a signal ended it),
+    "repetition" (it repeated itself) or "error" (`error` says which). Times are in seconds and rates in tokens a
+    second; None where there were too few tokens to tell. `num_prompt_tokens` includes `num_cached_tokens`, whose K and
+    V were in the prefix cache.
     """
 
     text: str
@@ -38,6 +39,7 @@ class Reply:
     prefill_rate: float | None
     decode_rate: float | None
     token_ids: list[int]  # prompt and output
+    error: str | None = None
 
     @classmethod
     def of(cls, output: RequestOutput, loops: bool) -> "Reply":
@@ -59,6 +61,7 @@ class Reply:
             prefill_rate,
             decode_rate,
             prompt + completion.token_ids,
+            output.error,
         )
 
     def footer(self, max_model_len: int) -> str:
@@ -79,6 +82,7 @@ class Reply:
             full = self.num_output_tokens != max_tokens
             return "cut: the context is full" if full else f"cut at max_tokens {max_tokens}"
         endings = {"abort": "stopped by Ctrl-C", "repetition": "stopped: repeating itself"}
+        endings["error"] = f"ended by an error: {self.error}"
         return endings.get(self.finish_reason, "")
 
 
@@ -94,10 +98,10 @@ def shows_markdown(plain: bool) -> bool:
 
 def encode(llm: LLM, prompt: str | list[dict]) -> list[int]:
     """The tokens of a text, or of a conversation through the chat template. Raises ValueError, TypeError."""
-    tokenizer = llm.get_tokenizer()
+    encode = llm.engine.input_processor.encode
     if isinstance(prompt, str):
-        return tokenizer.encode(prompt)
-    return tokenizer.encode(tokenizer.apply_chat_template(prompt), add_special_tokens=False)
+        return encode(prompt)
+    return encode(llm.get_tokenizer().apply_chat_template(prompt), add_special_tokens=False)
 
 
 def generate(

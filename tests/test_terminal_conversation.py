@@ -621,3 +621,20 @@ def test_raw_goes_on_with_one_text(chat, llm, tmp_path):
     with pytest.raises(ValueError, match=r"s\.json has a system message"):
         raw.take(f"/load {tmp_path}/s.json")
     assert len(raw.session.messages) == 4
+
+
+def test_an_error_of_the_engine_ends_the_reply_and_is_said(chat, llm, monkeypatch, capsys):
+    launch = llm.engine.runner.launch
+
+    def failing(batch, stats):
+        if batch.sequences[0].start + batch.sequences[0].num_tokens > 28:
+            raise RuntimeError("the device is gone")
+        return launch(batch, stats)
+
+    monkeypatch.setattr(llm.engine.runner, "launch", failing)
+    chat.take("where is the cat?")
+    assert chat.last.finish_reason == "error"
+    assert "ended by an error: RuntimeError: the device is gone" in capsys.readouterr().err
+    monkeypatch.undo()
+    chat.take("and the dog?")
+    assert chat.last.finish_reason == "length"
