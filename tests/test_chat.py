@@ -165,6 +165,7 @@ def test_transcripts_of_single_answers(model):
         "num_prompt_tokens": len(expected.prompt_token_ids),
         "num_cached_tokens": 0,
         "num_output_tokens": 12,
+        "error": None,
     }
     assert "tokens in" not in done.stderr  # the object has it
 
