@@ -4,22 +4,28 @@ python chat.py                                a conversation; Ctrl-C stops a rep
 python chat.py What is a KV cache?            one answer on stdout, everything else on stderr
 git diff | python chat.py -p "Explain this"   the pipe is added to the prompt
 
-Exit codes: 0 answered, 1 could not, 2 wrong usage, 130 stopped by Ctrl-C.
+Exit codes: 0 answered, 1 could not, 2 wrong usage, 130 stopped by Ctrl-C, 128 + N ended by signal N.
 """
 
 import dataclasses
 import json
 import os
 import random
+import re
 import sys
+from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.markup import escape
+
+from terminal.log import say_log
+from terminal.signals import interruptible, orderly_exit, unechoed
+from terminal.spinner import spinner
+from terminal.text import describe_error, discard, say, say_error
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
-stderr = Console(stderr=True)
+CHUNK = 256  # tokens of a prompt that a CPU reads between two looks at Ctrl-C
 
 
 @app.command()
@@ -28,13 +34,15 @@ def main(
     model: Annotated[str | None, typer.Option(help="Directory, .gguf file or hub id [default: SmolLM2-135M].")] = None,
     prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="Answer this and leave.")] = None,
     system: Annotated[str | None, typer.Option(help="System message.")] = None,
+    go_on: Annotated[bool, typer.Option("--continue", help="Go on with the last conversation.")] = False,
     temperature: Annotated[float | None, typer.Option(help="0 is greedy [default: the model's own, else 0].")] = None,
     top_p: Annotated[float | None, typer.Option(help="Nucleus sampling [default: the model's own, else 1].")] = None,
-    max_tokens: Annotated[int, typer.Option(help="Longest reply: small models do not always find an end.")] = 1024,
+    max_tokens: Annotated[int | None, typer.Option(help="Most tokens of a reply [default: 1024].")] = None,
     seed: Annotated[int | None, typer.Option(help="Make replies reproducible.")] = None,
     raw: Annotated[bool, typer.Option("--raw", help="No chat template: go on with the text, for base models.")] = False,
     plain: Annotated[bool, typer.Option("--plain", help="Replies as text, not as rendered Markdown.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="The answer and its figures as a JSON object.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", help="What the engine does, and tracebacks.")] = False,
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     max_model_len: Annotated[int | None, typer.Option(help="Most tokens of a conversation.")] = None,
@@ -47,20 +55,20 @@ def main(
 ) -> None:  # fmt: skip
     """Talk to a model in the terminal. With a prompt (arguments, -p or a pipe) answer once and leave.
 
-    Exit codes: 0 answered, 1 could not, 2 wrong usage, 130 stopped by Ctrl-C.
+    Exit codes: 0 answered, 1 could not, 2 wrong usage, 130 stopped by Ctrl-C, 128 + N ended by signal N.
     """
-    try:
+
+    def work() -> int:
         question = read_prompt(prompt, words)
         if as_json and question is None:
-            fail("--json is for one answer: give -p, arguments or a pipe", code=2)
-        if raw and system:
-            fail("--system needs a chat template, and --raw goes without", code=2)
-
-        from nanopage import EngineConfig, SamplingParams
-        from nanopage.weights import hub
-
-        asked = {"temperature": temperature, "top_p": top_p, "max_tokens": max_tokens, "seed": seed}
-        asked = {name: value for name, value in asked.items() if value is not None}
+            refuse("--json is for one answer: give -p, arguments or a pipe")
+        if go_on and question is not None:
+            refuse("--continue is for a conversation, and there is a prompt to answer")
+        instructions = decoded(system or "", "--system") or None
+        if raw and instructions:
+            refuse("--system needs a chat template, and --raw goes without")
+        given = {"temperature": temperature, "top_p": top_p, "max_tokens": max_tokens, "seed": seed}
+        asked = {name: value for name, value in given.items() if value is not None}
         options = {
             "dtype": dtype,
             "device": device,
@@ -71,87 +79,195 @@ def main(
             "quantization": quantization,
             "seed": random.getrandbits(32) if seed is None else seed,
         }
-        SamplingParams(**asked)  # say what is wrong with them before anything is loaded
-        EngineConfig(**options)
+        load = loader(options, asked, raw)
+        if question is None:
+            return converse(load, model, instructions, asked if go_on else None, raw, plain, verbose)
+        return answer(load, model, question, instructions, raw, plain, as_json)
+
+    say_log(verbose)
+    with orderly_exit():
+        code = exit_code(work, verbose)
+    raise SystemExit(code)
+
+
+def exit_code(work: Callable[[], int], verbose: bool) -> int:
+    """Do the work. Nothing that it raises is shown as a traceback, unless `verbose`."""
+    try:
+        code = work()
+        sys.stdout.flush()
+        return code
+    except KeyboardInterrupt:
+        return 130
+    except SystemExit:
+        raise
+    except BrokenPipeError:  # the reader of our pipe has seen enough
+        discard(sys.stdout)
+        return 0
+    except BaseException as error:  # what tokenizers raises when Rust panics is not an Exception
+        say_error(describe_error(error, verbose))
+        discard(sys.stdout)  # or Python would fail again to write what is left
+        return 1
+
+
+def open_missing_streams() -> None:
+    """Streams that are closed become /dev/null, before another file gets their number.
+
+    Raises: ValueError if stdout is closed.
+    """
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest number that is free
+    if sys.stderr is None:
+        sys.stderr = open(2, "w")  # noqa: SIM115
+    if sys.stdout is None:
+        sys.stdout = open(1, "w")  # noqa: SIM115
+        raise ValueError("stdout is closed: there is nowhere to write an answer")
+    sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]  # a terminal need not know all characters
+
+
+def loader(options: dict, asked: dict, raw: bool) -> Callable:
+    """Make the function that loads a model. It takes --model and returns the LLM, its name and its sampling settings.
+
+    Raises: ValueError, TypeError for options that are wrong whatever the model is.
+    """
+    from nanopage import EngineConfig, SamplingParams
+    from nanopage.weights import hub
+
+    SamplingParams(**asked)
+    EngineConfig(**options)
+
+    def load(model: str | None):
         path = hub.resolve(model)
+        name = path.name if model is None or Path(model).expanduser().exists() else model
+        loading = f"Loading {name}: {weights_gb(path):.1f} GB of weights"
+        with spinner(loading) as update:
+            from nanopage import LLM
+            from nanopage.worker.device import resolve_device
 
-        from nanopage import LLM
-
-        loading = f"Loading {escape(path.name)}: {weights_gb(path):.1f} GB of weights"
-        with stderr.status(loading) as status:
+            on_cpu = resolve_device(options["device"]).type == "cpu"
+            chunk = {"max_num_batched_tokens": CHUNK} if on_cpu else {}
 
             def show(done: int, total: int) -> None:
-                status.update(f"{loading}, {done / total:.0%}")
+                update(f"{loading}, {done / total:.0%}")
 
-            llm = LLM(str(path), on_progress=show, **options)
+            llm = LLM(str(path), on_progress=show, **options, **chunk)
         if not raw and llm.get_tokenizer().chat_template is None:
-            fail(f"{path.name} has no chat template: it is a base model. --raw lets it go on with your text as it is")
+            raise ValueError(f"{name} has no chat template: it is a base model. --raw lets it go on with your text")
         params = llm.get_default_sampling_params()
         if params == SamplingParams():  # the model recommends nothing: a small one is at its best without chance
             params = SamplingParams(temperature=0)
-        params = dataclasses.replace(params, **asked)
-        if question is None:
-            # Only now: a single answer needs none of this, and shall not wait for it.
-            from terminal.conversation import Conversation
-            from terminal.session import Session
+        # Small models do not always find an end.
+        return llm, name, dataclasses.replace(params, **{"max_tokens": 1024} | asked)
 
-            code = Conversation(llm, Session(params, system, model=path.name), raw, plain).run()
-        else:
-            messages = [{"role": "system", "content": system}] if system else []
-            messages.append({"role": "user", "content": question})
-            code = answer(llm, question if raw else messages, params, plain, path.name if as_json else None)
-    except KeyboardInterrupt:
-        code = 130
-    except (ValueError, TypeError, OSError, RuntimeError, MemoryError) as error:
-        if isinstance(error, BrokenPipeError):  # the reader of our pipe has seen enough
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            sys.exit(0)
-        fail(str(error))
-    raise SystemExit(code)
+    return load
+
+
+def converse(
+    load: Callable, model: str | None, system: str | None, changes: dict | None, raw: bool, plain: bool, verbose: bool
+) -> int:
+    """A conversation at the terminal. Returns the exit code.
+
+    Args:
+        changes: go on with the last conversation, with these changes of its settings; None begins a new one.
+    """
+    from terminal.kept import Kept, may_keep
+    from terminal.session import state_directory
+
+    kept = Kept(state_directory() / "conversations") if may_keep() else None
+    last = None
+    if changes is not None:
+        if kept is None:
+            refuse("--continue: NANOPAGE_HISTORY=0 keeps no conversations")
+        elif not (last := next(iter(kept.earlier()), None)):
+            refuse("--continue: no conversation is kept")
+    with unechoed():
+        llm, name, params = load(model)
+
+        from terminal.conversation import Conversation
+        from terminal.session import Session
+
+        conversation = Conversation(llm, Session(params, system, model=name), raw, plain, verbose, kept, model, load)
+        del llm  # /model frees it
+        say(f"{conversation.describe_model()}. /help lists commands, Ctrl-D leaves.")
+        if last is not None and changes is not None:
+            conversation.load_file(last, system, changes)
+    return conversation.run()
 
 
 def read_prompt(prompt: str | None, words: list[str] | None) -> str | None:
     """What to answer once: -p or the arguments, and what is piped in; None for a conversation."""
     if prompt is not None and words:
-        fail(f"a prompt with -p and another one: {' '.join(words)}", code=2)
+        refuse(f"a prompt with -p and another one: {' '.join(words)}")
     given = prompt if prompt is not None else " ".join(words) if words else None
-    if sys.stdin is None or sys.stdin.isatty():
-        piped = ""
-        if given is None and sys.stdin is not None:
-            return None
-    else:
-        piped = sys.stdin.read().strip()
-    question = "\n\n".join(part for part in (given, piped) if part)
+    if sys.stdin is not None and sys.stdin.isatty() and given is None:
+        return None
+    piped = ""
+    if sys.stdin is not None and not sys.stdin.isatty():
+        sys.stdin.reconfigure(errors="surrogateescape")  # type: ignore[union-attr]
+        piped = decoded(sys.stdin.read(), "stdin").strip()
+    question = "\n\n".join(part for part in (decoded(given or "", "the prompt"), piped) if part)
     if not question.strip():
-        fail("nothing to answer: the prompt is empty", code=2)
+        refuse("nothing to answer: the prompt is empty")
     return question
 
 
-def answer(llm, prompt, params, plain: bool, json_model: str | None) -> int:
-    """One answer on stdout, as text (its figures on stderr) or with the model's name as JSON. Returns the exit code."""
-    from terminal.reply import generate
+def decoded(text: str, name: str) -> str:
+    """`text` without the bytes that Python could not decode and keeps as surrogates. If there are any, says so."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        say(f"{name} is not UTF-8: what could not be decoded is U+FFFD now", "yellow")
+        return text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+    return text
 
-    reply = generate(llm, prompt, params, plain, show=json_model is None)
-    if reply is None:  # Ctrl-C came first
+
+def answer(
+    load: Callable, model: str | None, question: str, system: str | None, raw: bool, plain: bool, as_json: bool
+) -> int:
+    """One answer on stdout, as text (its figures on stderr) or as JSON. Returns the exit code."""
+    with unechoed():
+        llm, name, params = load(model)
+
+    from terminal.reply import encode, generate
+
+    messages = [{"role": "system", "content": system}] if system else []
+    prompt = encode(llm, question if raw else [*messages, {"role": "user", "content": question}])
+    with interruptible() as interrupt:
+        reply = generate(llm, prompt, params, interrupt, plain, show=not as_json)
+    if reply is None:  # Ctrl-C came before the first token
         return 130
-    if json_model is None:
-        stderr.print(f"[dim]{reply.footer()}[/dim]", highlight=False, soft_wrap=True)
-    else:
+    if as_json:
         figures = dataclasses.asdict(reply)
         del figures["token_ids"]
-        print(json.dumps({"model": json_model} | figures, ensure_ascii=False), flush=True)
-    return 130 if reply.finish_reason == "abort" else 0
+        text = json.dumps({"model": name} | figures, ensure_ascii=False)
+        # DEL and C1, which JSON allows, could move a terminal's cursor.
+        print(re.sub("[\x7f-\x9f]", lambda found: f"\\u{ord(found[0]):04x}", text), flush=True)
+    else:
+        if ending := reply.ending(params.max_tokens):
+            say(ending)
+        say(reply.footer(llm.engine.max_model_len))
+    if reply.error is not None:
+        return 1
+    return 0 if interrupt.signum is None else 130
 
 
-def weights_gb(path) -> float:
+def weights_gb(path: Path) -> float:
     files = path.glob("*.safetensors") if path.is_dir() else [path]
     return sum(file.stat().st_size for file in files) / 1e9
 
 
-def fail(message: str, code: int = 1) -> None:
-    stderr.print(f"[red]error:[/red] {escape(message)}", highlight=False, soft_wrap=True)
-    raise SystemExit(code)
+def refuse(message: str) -> None:
+    """Leave with exit code 2: wrong usage."""
+    say_error(message)
+    raise SystemExit(2)
+
+
+def program() -> int:
+    open_missing_streams()
+    return app()
 
 
 if __name__ == "__main__":
-    app()
+    raise SystemExit(exit_code(program, verbose=False))

@@ -7,8 +7,9 @@ from typing import Any, NoReturn
 
 import typer
 
-from benchmarks.report import errors_by_name, escape_controls
+from benchmarks.report import errors_by_name
 from nanopage.config import EngineConfig, ModelConfig
+from terminal.text import printable
 
 MAX_REQUESTS = 1_000_000
 MAX_ITERATIONS = 1_000
@@ -19,7 +20,7 @@ MAX_SECONDS = 7 * 24 * 3600.0  # from the first arrival to the last
 
 def refuse(message: str, option: str | Sequence[str]) -> NoReturn:
     """Raise typer.BadParameter for one option, or for several that are wrong together."""
-    raise typer.BadParameter(escape_controls(message), param_hint=option) from None
+    raise typer.BadParameter(printable(message), param_hint=option) from None
 
 
 def shown(value: Any) -> str:

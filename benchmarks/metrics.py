@@ -85,29 +85,29 @@ def summary(run: Run, percentiles: list[float], goodput: dict[str, float]) -> di
     """What serve.schema.json says of a run, without its lists."""
     good = [request for request in run.requests if request.error is None and request.token_times]
     failed = sum(request.error is not None for request in run.requests)
-    duration = run.duration
+    per_second = 1 / run.duration if run.duration else 0.0  # a run that was stopped before its first request took 0 s
     inputs, outputs = sum(r.input_len for r in good), sum(r.output_len for r in good)
     e2els = [r.e2el for r in good]
     meets = sum(all(1000 * (getattr(r, name) or 0) <= limit for name, limit in goodput.items()) for r in good)
     first = min((r.arrival for r in good), default=0.0)
     seconds = Counter(int(t - first) for r in good for t in r.token_times)
     result = {
-        "duration": duration,
+        "duration": run.duration,
         "completed": len(good),
         "failed": failed,
         "unfinished": len(run.requests) - len(good) - failed,
         "total_input_tokens": inputs,
         "total_output_tokens": outputs,
-        "request_throughput": len(good) / duration,
-        "request_goodput": meets / duration if goodput else None,
-        "output_throughput": outputs / duration,
-        "total_token_throughput": (inputs + outputs) / duration,
+        "request_throughput": len(good) * per_second,
+        "request_goodput": meets * per_second if goodput else None,
+        "output_throughput": outputs * per_second,
+        "total_token_throughput": (inputs + outputs) * per_second,
         "max_output_tokens_per_s": max(seconds.values(), default=0),
         "max_concurrent_requests": run.max_in_engine,
         "preemptions": run.preemptions,
         "prefix_cache_hit_rate": hit_rate(run.cached_tokens, run.computed_tokens),
         "mean_requests_in_system": run.mean_in_system,
-        "throughput_times_mean_e2el": sum(e2els) / duration,  # of n requests: n / duration * sum / n
+        "throughput_times_mean_e2el": sum(e2els) * per_second,  # of n requests: n / duration * sum / n
         "errors": [f"request {i}: {r.error}" for i, r in enumerate(run.requests) if r.error is not None],
     }
     values = {

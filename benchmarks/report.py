@@ -2,7 +2,6 @@
 
 import contextlib
 import math
-import re
 import statistics
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -14,18 +13,14 @@ from rich.markup import escape
 from rich.table import Table
 
 from benchmarks.machine import cpu_name, nvidia_smi, versions
+from terminal.text import printable
 
 console = Console()
 
 
-def escape_controls(text: str) -> str:
-    """Replace control characters other than newlines and tabs by their code: a terminal would obey them."""
-    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda match: f"\\x{ord(match[0]):02x}", text)
-
-
 def plain(text: str) -> str:
     """Text from outside, for `console.print`: neither control characters nor rich's markup."""
-    return escape(escape_controls(text))
+    return escape(printable(text))
 
 
 @contextlib.contextmanager

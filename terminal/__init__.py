@@ -1,1 +1,1 @@
-"""What chat.py shows and reads: one file a trade. No engine logic."""
+"""What chat.py shows and reads. No engine logic."""

@@ -2,73 +2,131 @@
 
 import bisect
 import dataclasses
+import gc
 from collections.abc import Callable
 from pathlib import Path
 
-from rich.markup import escape
-from rich.table import Table
-
+from nanopage import hub, loader
 from nanopage.llm import LLM
+from nanopage.request import SamplingParams
+from nanopage.text.tokenizer import Tokenizer
+from terminal.commands import ALIASES, COMMANDS, RULE
+from terminal.kept import Kept
 from terminal.prompt import Prompt, unquoted
-from terminal.reply import Reply, generate, shows_markdown, stderr
+from terminal.reply import Reply, encode, generate, shows_markdown
 from terminal.session import SETTINGS, Session, nearest, state_directory
+from terminal.signals import interruptible, unechoed
+from terminal.text import describe_error, say
 
 WARN_AT = 0.8  # of the context
-RULE = (
-    "when the context is full the oldest turns are left out, whole, until a quarter of it is free; "
-    "the system message stays"
-)
+Load = Callable[[str | None], tuple[LLM, str, SamplingParams]]
 
 
 class Conversation:
-    """One at a terminal, with one model.
+    """A conversation at a terminal.
 
     Args:
         llm: the model.
-        session: where it begins.
-        raw: no chat template: the model goes on with one text, to which each message is added as it is.
-        plain: replies as text, not as rendered Markdown.
+        session: the turns and settings to begin with.
+        raw: use no chat template. The model goes on with one text, to which each message is added as it is.
+        plain: show replies as text, not as rendered Markdown.
+        verbose: say more, and show the tracebacks of errors.
+        kept: writes the conversation to disk while it goes on; None keeps neither it nor a history.
+        model: the argument with which `load` has made `llm`.
+        load: makes another LLM, with its name and its settings, for /model.
     """
 
-    def __init__(self, llm: LLM, session: Session, raw: bool, plain: bool):
-        self.llm, self.session, self.raw, self.plain = llm, session, raw, plain
+    def __init__(
+        self,
+        llm: LLM,
+        session: Session,
+        raw: bool,
+        plain: bool,
+        verbose: bool = False,
+        kept: Kept | None = None,
+        model: str | None = None,
+        load: Load | None = None,
+    ):
+        self._llm: LLM | None = llm
+        self.session, self.raw, self.plain, self.verbose, self.kept = session, raw, plain, verbose, kept
+        self._model, self._load = model, load
+        self.defaults = session.params
         self.replies: list[Reply] = []
-        self.known: list[int] = []  # tokens that the next prompt should begin with
+        self.known: list[int] = []  # tokens with which the next prompt should begin
+        self.last: Reply | None = None  # the session's last reply, if this process generated its end
+        self.last_ids: list[int] = []  # all tokens of that reply
+        self.earlier: list[tuple[list[dict], int, str]] = []  # messages and `first` for /undo, and what it then says
         self.done = False
         if shows_markdown(plain):
-            import terminal.markdown  # noqa: F401 (now, rather than between the first token and its being seen)
+            import terminal.markdown  # noqa: F401 (now: the first token should not wait for it)
+
+    @property
+    def llm(self) -> LLM:
+        if self._llm is None:
+            raise RuntimeError("no model is loaded: /model PATH loads one")
+        return self._llm
 
     def run(self) -> int:
-        """Read and answer until it is left. Returns the exit code."""
-        words = {"/set": SETTINGS, "/save": None, "/load": None}
-        prompt = Prompt(state_directory() / "history", {name: words.get(name, ()) for name in COMMANDS})
+        """Read and answer until the user leaves. Returns the exit code."""
+        words = {"/set": SETTINGS, "/save": None, "/load": None, "/model": None}
+        history = state_directory() / "history" if self.kept is not None else None
+        prompt = Prompt(history, {name: words.get(name, ()) for name in [*COMMANDS, *ALIASES]})
         if prompt.why_no_history:
             say(prompt.why_no_history)
-        say("/help lists the commands. Ctrl-C stops a reply, Ctrl-D leaves.")
-        interrupted = False
-        while not self.done:
-            try:
-                stderr.print()
-                text = prompt.read()
-                interrupted = False
-                self.take(text)
-            except EOFError:
-                return 0
-            except KeyboardInterrupt:
-                if interrupted:
-                    return 130
-                interrupted = True
-                say("Ctrl-D leaves, and so does another Ctrl-C.")
-            except BrokenPipeError:
-                raise
-            except (ValueError, TypeError, OSError, RuntimeError, MemoryError) as error:  # the conversation goes on
-                say(str(error), "red")
+        try:
+            while not self.done:
+                say("")
+                text = self._read(prompt)
+                if text is None:
+                    break
+                self._take_safely(text)
+        except KeyboardInterrupt:  # twice
+            return 130
+        finally:
+            self._keep()
+        if self.kept is not None and self.session.messages:
+            say("The conversation is kept: chat.py --continue goes on with it.")
         return 0
 
-    def take(self, text: str) -> None:
-        """Answer a message, or do what a command says.
+    def _read(self, prompt: Prompt) -> str | None:
+        """What is typed; None on Ctrl-D. Raises KeyboardInterrupt on Ctrl-C in an empty line, twice in a row."""
+        interrupted = False
+        while True:
+            try:
+                return prompt.read()
+            except EOFError:
+                return None
+            except KeyboardInterrupt:
+                if interrupted and not prompt.typed:
+                    raise
+                interrupted = True
+                say(f"Ctrl-D leaves{'.' if prompt.dumb else ', and so does another Ctrl-C.'}")
 
-        Raises: what says why it can not be done; the session is as it was then.
+    def _take_safely(self, text: str) -> None:
+        """Do what `text` says. Errors are shown, and the conversation goes on."""
+        try:
+            self.take(text)
+        except KeyboardInterrupt:
+            say("Stopped.")
+        except (SystemExit, BrokenPipeError):  # nobody reads stdout any more
+            raise
+        except BaseException as error:  # what tokenizers raises when Rust panics is not an Exception
+            say(describe_error(error, self.verbose), "red")
+        self._keep()
+
+    def _keep(self) -> None:
+        if self.kept is None:
+            return
+        try:
+            self.kept.keep(self.session)
+        except OSError as error:
+            say(f"the conversation is no longer kept: {error}", "yellow")
+            self.kept = None
+
+    def take(self, text: str) -> None:
+        """Answer a message, or run a command.
+
+        Raises: ValueError, TypeError, OSError and whatever the engine raises; the session has not changed then.
         """
         message, quoted = unquoted(text)
         if not message.strip():
@@ -79,9 +137,10 @@ class Conversation:
         elif command.startswith("/"):
             self._do(*command.split(None, 1))
             return
-        self._reply([*self.session.messages, {"role": "user", "content": message}])
+        self.ask(message)
 
     def _do(self, name: str, argument: str | None = None) -> None:
+        name = ALIASES.get(name, name)
         if name not in COMMANDS:
             hint = nearest(name, COMMANDS) or ": see /help"
             raise ValueError(f"there is no command {name}{hint} (// begins a message with a slash)")
@@ -90,28 +149,48 @@ class Conversation:
             raise ValueError(f"{name} takes no argument, got {argument!r}")
         run(self, None if argument is None else unquoted(argument)[0])
 
-    def _reply(self, messages: list[dict]) -> None:
-        """Answer the last of `messages`, and make them, with the reply, the session's."""
-        first = self._fit(messages)
+    def ask(self, message: str) -> None:
+        self.reply([*self.session.messages, {"role": "user", "content": message}], "The last turn is gone")
+
+    def reply(self, messages: list[dict], undone: str, begun: str = "", begun_ids: list[int] | None = None) -> None:
+        """Answer the last of `messages`. They and the reply become the session's.
+
+        Args:
+            undone: what /undo says when it takes the reply back.
+            begun, begun_ids: what the reply begins with already, as text and as tokens.
+        """
+        begun_ids = begun_ids or []
+        first = self._fit(messages, len(begun_ids))
         if first > self.session.first:
             say(f"The context is full: the oldest {first // 2} turn(s) are no longer sent.")
             self.known = []
-        reply = generate(self.llm, self._prompt(messages, first), self.session.params, self.plain)
+        prompt = encode(self.llm, self._prompt(messages, first))
+        with interruptible() as interrupt:
+            reply = generate(
+                self.llm, prompt, self.session.params, interrupt, self.plain, begun=begun, begun_ids=begun_ids
+            )
+            if reply is not None:
+                self.become([*messages, {"role": "assistant", "content": begun + reply.text}], first, undone)
+                self.last, self.last_ids = reply, reply.token_ids[len(prompt) :]
+                self.replies.append(reply)
         if reply is None:
             say("Stopped before anything came: the conversation is as it was.")
-            return
-        self.session.messages = [*messages, {"role": "assistant", "content": reply.text}]
-        self.session.first = first
-        self.replies.append(reply)
-        used, limit = len(reply.token_ids), self.llm.engine.max_model_len
-        say(f"{reply.footer()}; context {used:,} of {limit:,} ({used / limit:.0%})")
+        else:
+            self._say_figures(reply)
+
+    def _say_figures(self, reply: Reply) -> None:
+        if ending := reply.ending(self.session.params.max_tokens):
+            say(f"{ending} (/continue goes on)")
+        limit = self.llm.engine.max_model_len
+        say(reply.footer(limit))
         same = _common_prefix(self.known, reply.token_ids)
-        if same < len(self.known) - 1:  # the last token's K and V have never been computed
+        if self.verbose and same < len(self.known) - 1:  # the last token's K and V have never been computed
             say(
                 f"from token {same} on, the conversation so far is not tokenized as it was generated: "
                 "the cache serves what is before"
             )
         self.known = reply.token_ids
+        used = len(reply.token_ids)
         if used >= WARN_AT * limit:
             say(f"{used / limit:.0%} of the context is used: {RULE}.", "yellow")
 
@@ -120,150 +199,116 @@ class Conversation:
             return "".join(message["content"] for message in messages[first:])
         return self.session.prompt(messages, first)
 
-    def _count(self, messages: list[dict], first: int) -> int:
-        prompt = self._prompt(messages, first)
-        return (
-            len(self.llm.get_tokenizer().encode(prompt)) if isinstance(prompt, str) else self.llm.count_tokens(prompt)
-        )
-
-    def _fit(self, messages: list[dict]) -> int:
+    def _fit(self, messages: list[dict], num_begun: int) -> int:
         """The first message to send: as before, or later if there would be no room for a reply (RULE).
 
-        Many turns go at once, for what follows them has to be computed anew.
+        Many turns go at once, for what follows them has to be computed anew. `num_begun` tokens follow the messages.
         """
+
+        def count(first: int) -> int:
+            return len(encode(self.llm, self._prompt(messages, first))) + num_begun
+
         limit, first = self.llm.engine.max_model_len, self.session.first
         reserved = min(self.session.params.max_tokens or limit, limit // 8)
-        if self._count(messages, first) + reserved <= limit:
+        if count(first) + reserved <= limit:
             return first
         turns = range(first, len(messages), 2)
-        fits = bisect.bisect_left(turns, True, key=lambda turn: self._count(messages, turn) <= limit * 3 // 4)
+        fits = bisect.bisect_left(turns, True, key=lambda turn: count(turn) <= limit * 3 // 4)
         return turns[min(fits, len(turns) - 1)]
 
-    # The commands. `argument` is None if there is none.
+    def become(self, messages: list[dict], first: int, undone: str) -> None:
+        """Change the conversation. /undo takes the change back and says `undone`."""
+        self.earlier.append((self.session.messages, self.session.first, undone))
+        self._set_messages(messages, first)
 
-    def help(self, argument: str | None) -> None:
-        table = Table.grid(padding=(0, 2))
-        for name, (form, text, _) in COMMANDS.items():
-            table.add_row(escape(f"{name} {form}".strip()), text)
-        stderr.print(table)
-        say('"""\nseveral lines\n"""  is one message; so is a paste. // begins a message with a slash.')
-        say(f"Context: {RULE}.")
+    def _set_messages(self, messages: list[dict], first: int) -> None:
+        self.session.messages, self.session.first = messages, min(first, len(messages))
+        self.last, self.last_ids = None, []
 
-    def system(self, argument: str | None) -> None:
-        if argument is None:
-            say(f"system: {self.session.system}" if self.session.system else "no system message")
-            return
-        if self.raw:
-            raise ValueError("--raw has no chat template, and so no system message")
-        self.session.system = "" if argument == '""' else argument
-        self.session.system = self.session.system or None
-        self.known = []
-        say("system message set" if self.session.system else "system message removed")
-
-    def set(self, argument: str | None) -> None:
-        name, _, value = (argument or "").partition(" ")
-        if not value.strip():
-            raise ValueError(f"/set NAME VALUE; names: {', '.join(SETTINGS)}")
-        self.session.set(name, value)
-        say(f"{name} = {getattr(self.session.params, name)!r}")
-
-    def show(self, argument: str | None) -> None:
+    def describe_model(self) -> str:
         engine = self.llm.engine
-        table = Table.grid(padding=(0, 2))
-        table.add_row(
-            "model", escape(f"{engine.model_path.name}, {str(engine.dtype).removeprefix('torch.')} on {engine.device}")
-        )
-        table.add_row("context", f"{engine.max_model_len:,} tokens; {RULE}")
-        table.add_row("system", escape(self.session.system or "-"))
-        for name, value in self.session.settings().items():
-            table.add_row(name, escape(repr(value)))
-        stderr.print(table, highlight=False)
+        return f"{self.session.model}, {str(engine.dtype).removeprefix('torch.')} on {engine.device}"
 
-    def clear(self, argument: str | None) -> None:
-        self._become([])
-        say("The conversation is empty; system message and settings are as they were.")
+    def check_settings(self, params: SamplingParams) -> None:
+        """Raises ValueError for settings that this model refuses, as tokens it does not have."""
+        self.llm.engine.make_request("check", {"prompt_token_ids": [0]}, params)
 
-    def undo(self, argument: str | None) -> None:
-        if not self.session.messages:
+    def undo(self) -> str:
+        """Take back the last change of the conversation. Returns which. Raises ValueError if there is none."""
+        if self.earlier:
+            messages, first, undone = self.earlier.pop()
+        elif self.session.messages:
+            messages, first, undone = self.session.messages[:-2], self.session.first, "The last turn is gone"
+        else:
             raise ValueError("nothing to undo")
-        self._become(self.session.messages[:-2])
-        say(f"The last turn is gone; {len(self.session.messages) // 2} left.")
-
-    def regen(self, argument: str | None) -> None:
-        if not self.session.messages:
-            raise ValueError("no reply to generate again")
-        if self.session.params.greedy:
-            say("temperature is 0: the reply will be the same (/set temperature 0.7)")
-        elif self.session.params.seed is not None:
-            say("seed is set: the reply will be the same (/set seed none)")
+        self._set_messages(messages, first)
         self.known = []
-        self._reply(self.session.messages[:-1])
+        return undone
 
-    def save(self, argument: str | None) -> None:
-        file = _file("/save", argument)
-        self.session.save(file)
-        say(f"saved to {file}")
+    def load_file(self, file: Path, system: str | None = None, changes: dict | None = None) -> None:
+        """Go on with the session in `file`.
 
-    def load(self, argument: str | None) -> None:
-        file = _file("/load", argument)
+        Args:
+            system: a system message instead of the session's.
+            changes: of the session's settings.
+
+        Raises: ValueError, TypeError, OSError; nothing has changed then.
+        """
         loaded = dataclasses.replace(self.session)
         model = loaded.load(file)
+        loaded.system = system or loaded.system
+        loaded.params = dataclasses.replace(loaded.params, **changes or {})
         if self.raw and loaded.system:
             raise ValueError(f"{file} has a system message, and --raw has no chat template to send it by")
-        self.session, self.known = loaded, []
+        try:
+            self.check_settings(loaded.params)
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"{file} has settings that this model refuses: {error}") from None
+        self.session, self.known, self.earlier = loaded, [], []
+        self.last, self.last_ids = None, []
+        name = str(file)
+        if self.kept is not None:
+            self.kept.begin(file, loaded)
+            name = file.name if file.parent == self.kept.directory else name
         other = f" They were with {model}, not {self.session.model}." if model != self.session.model else ""
-        say(f"{len(self.session.messages) // 2} turn(s) from {file}.{other}")
+        say(f"{len(self.session.messages) // 2} turn(s) from {name}.{other}")
 
-    def stats(self, argument: str | None) -> None:
-        replies, blocks = self.replies, self.llm.engine.scheduler.block_manager
-        tokens_in, cached = sum(r.num_prompt_tokens for r in replies), sum(r.num_cached_tokens for r in replies)
-        table = Table.grid(padding=(0, 2))
-        table.add_row("replies", str(len(replies)))
-        table.add_row("tokens in", f"{tokens_in:,}, of which {cached:,} came from the prefix cache")
-        table.add_row("tokens out", f"{sum(r.num_output_tokens for r in replies):,}")
-        firsts = [r.time_to_first_token for r in replies if r.time_to_first_token]
-        rates = [r.decode_rate for r in replies if r.decode_rate]
-        table.add_row("TTFT", f"{sum(firsts) / len(firsts):.2f} s on average" if firsts else "-")
-        table.add_row("decode", f"{sum(rates) / len(rates):.1f} tok/s on average" if rates else "-")
-        table.add_row(
-            "KV blocks",
-            f"{blocks.num_blocks - blocks.num_free_blocks:,} in use, {blocks.num_cached_blocks:,} cached, "
-            f"{blocks.num_blocks:,} in all, of {blocks.block_size} tokens",
-        )
-        stderr.print(table, highlight=False)
+    def switch_model(self, model: str | None) -> None:
+        """Go on with another model; None is the default one.
 
-    def exit(self, argument: str | None) -> None:
-        self.done = True
+        Raises: ValueError, OSError, MemoryError; the present model is loaded again then.
+        """
+        if self._load is None:
+            raise ValueError("the model cannot be changed here")
+        self._check_model(model)
+        settings = self.session.settings()
+        changed = {name: value for name, value in settings.items() if value != getattr(self.defaults, name)}
+        try:
+            self._load_model(model, changed)
+        except BaseException:
+            self._load_model(self._model, changed)
+            raise
+        self._model = model
 
-    def _become(self, messages: list[dict]) -> None:
-        self.session.messages = messages
-        self.session.first = min(self.session.first, len(messages))
-        self.known = []
+    def _check_model(self, model: str | None) -> None:
+        """Raises ValueError, OSError if its files show that it cannot be loaded."""
+        path = hub.resolve(model)
+        loader.read_config(path)
+        if Tokenizer(path).chat_template is None and not self.raw:
+            raise ValueError(f"{path} has no chat template: it is a base model, and needs --raw")
 
-
-COMMANDS: dict[str, tuple[str, str, Callable[[Conversation, str | None], None]]] = {
-    "/help": ("", "this list", Conversation.help),
-    "/system": ("[TEXT]", 'show or set the system message; "" removes it', Conversation.system),
-    "/set": ("NAME VALUE", "change a sampling setting, e.g. /set temperature 0.7", Conversation.set),
-    "/show": ("", "model, system message and settings", Conversation.show),
-    "/clear": ("", "forget the conversation, keep system message and settings", Conversation.clear),
-    "/undo": ("", "forget the last turn", Conversation.undo),
-    "/regen": ("", "another reply to the last message", Conversation.regen),
-    "/save": ("FILE", "write conversation, system message and settings", Conversation.save),
-    "/load": ("FILE", "go on with what was saved", Conversation.load),
-    "/stats": ("", "tokens, times and KV blocks", Conversation.stats),
-    "/exit": ("", "leave, as Ctrl-D does", Conversation.exit),
-}
-
-
-def say(text: str, style: str = "dim") -> None:
-    stderr.print(escape(text), style=style, highlight=False, soft_wrap=not stderr.is_terminal)
-
-
-def _file(command: str, argument: str | None) -> Path:
-    if argument is None:
-        raise ValueError(f"{command} FILE")
-    return Path(argument).expanduser()
+    def _load_model(self, model: str | None, changed: dict) -> None:
+        """Load another model, with its own settings except for `changed`, which the user has set."""
+        if self._load is None:
+            raise RuntimeError("there is no way to load a model here")
+        self._llm = None  # freed first: there may be no room for two
+        gc.collect()
+        with unechoed():
+            self._llm, name, defaults = self._load(model)
+        params = dataclasses.replace(defaults, **changed)
+        self.check_settings(params)
+        self.session.model, self.session.params, self.defaults = name, params, defaults
+        self.known, self.last_ids = [], []
 
 
 def _common_prefix(a: list[int], b: list[int]) -> int:

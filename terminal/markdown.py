@@ -1,28 +1,37 @@
 """Markdown to a terminal while it is being written.
 
-A block (a paragraph, a list, a table, a fenced piece of code) is printed once, when the next one has begun, and then
-belongs to the scrollback. Only the block that is still growing is drawn over and over, at the end of the output.
+A block (a paragraph, a list, a table) is printed once, when the next one has begun. A line of fenced code is printed as
+soon as it is whole. What is printed belongs to the scrollback. Only the end of the output, which still grows, is drawn
+over and over.
 """
 
+import dataclasses
 import itertools
 import os
 import re
 import time
-from typing import TextIO
+from typing import ClassVar, TextIO
 
 from markdown_it import MarkdownIt
 from markdown_it.rules_core import StateCore
-from rich.console import Console, RenderableType
-from rich.markdown import Markdown
-from rich.segment import Segment, SegmentLines
+from markdown_it.token import Token
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.markdown import CodeBlock, Markdown
+from rich.segment import Segment, Segments
+from rich.syntax import Syntax
 from rich.text import Text
+
+from terminal.text import terminal_reflows
 
 UP, ERASE_BELOW = "\x1b[{}A", "\r\x1b[J"
 # Rows that are drawn over must be single rows even where the terminal and rich disagree on how wide a glyph is.
 WRAP_OFF, WRAP_ON = "\x1b[?7l", "\x1b[?7h"
+STYLE = re.compile("\x1b\\[[0-9;]*m")
 # A frame is shown whole (synchronized output); terminals that do not know it ignore it.
 BEGIN_FRAME, END_FRAME = "\x1b[?2026h", "\x1b[?2026l"
 THINK, END_THINK = "<think>", "</think>"
+CONTEXT = 30  # lines of code that are looked at, at least, to highlight the next one
 
 # Without HTML and link definitions, which rich would not show, every block means by itself what it means in the text.
 PARSER = MarkdownIt("commonmark", {"html": False}).enable(["table", "strikethrough"]).disable("reference")
@@ -40,6 +49,7 @@ def _keep_indents(state: StateCore) -> None:
 PARSER.core.ruler.before("inline", "keep_indents", _keep_indents)
 
 
+FENCE = re.compile(r"(?:[ \t]*\n)* {0,3}(```|~~~)")
 CONTINUE = ("bullet_list_open", "ordered_list_open", "code_block")  # these can go on after a blank line
 
 
@@ -51,12 +61,13 @@ class BlockSplitter:
 
     def __init__(self):
         self.rest = ""
+        self.fence: Token | None = None  # that `rest` begins with, as far as its lines are whole
         self._seen = 0  # of `rest`, up to the end of the last whole line
 
     def feed(self, text: str) -> list[str]:
         """Returns the blocks that have ended: a blank line closed them, or the next one has begun."""
         self.rest += text
-        blocks = []
+        blocks, seen = [], self._seen
         while (end := self.rest.find("\n", self._seen) + 1) > 0:
             starts, ended = _blocks(self.rest[:end])
             if ended:
@@ -66,13 +77,20 @@ class BlockSplitter:
                 self.rest = self.rest[starts[-1] :]
                 end -= starts[-1]
             self._seen = end
+        if blocks or self._seen != seen:
+            tokens = BLOCKS.parse(self.rest[: self._seen]) if FENCE.match(self.rest) else []
+            self.fence = tokens[0] if tokens and tokens[0].type == "fence" else None
         return blocks
+
+    def partial_line(self) -> str:
+        """The end of `rest` that is no whole line."""
+        return self.rest[self._seen :]
 
     def finish(self) -> list[str]:
         """No more text: what is left, as blocks."""
         starts = [*_blocks(self.rest)[0], len(self.rest)]
         blocks = [self.rest[a:b] for a, b in itertools.pairwise(starts)]
-        self.rest, self._seen = "", 0
+        self.rest, self.fence, self._seen = "", None, 0
         return blocks
 
 
@@ -85,49 +103,72 @@ def _blocks(text: str) -> tuple[list[int], bool]:
     return [offsets[first] for first, _ in lines], ended
 
 
+@dataclasses.dataclass
+class _Code:
+    """Lines `start` and on of a block of code."""
+
+    lines: list[str]
+    start: int
+    language: str
+
+
 class ReplyPrinter:
     """Shows one reply, which must be free of control characters, on a terminal as it comes; thoughts are dimmed.
 
-    A resize is followed from the next frame on. A window made narrower may wrap the rows of the unfinished block anew;
-    then some of them stay above it. Rather that than to erase what was finished.
+    The lines of fenced code are printed one by one, as they are: neither filled up nor broken.
+
+    A resize is followed from the next frame on. Where the terminal is known to wrap the rows of the unfinished block
+    anew, they are counted anew. Rows that a smaller window has pushed into the scrollback stay there.
 
     Args:
         file: a terminal.
         thinking: the reply begins within the model's thoughts: its template has written <think>.
         interval: least seconds between two frames.
+        reflows: the terminal wraps rows anew when it is made narrower.
     """
 
-    def __init__(self, file: TextIO, thinking: bool = False, interval: float = 0.1):
+    def __init__(self, file: TextIO, thinking: bool = False, interval: float = 0.1, reflows: bool | None = None):
         self.file, self.interval = file, interval
+        self.reflows = terminal_reflows() if reflows is None else reflows
         self.console = Console(file=file, force_terminal=True, legacy_windows=False)
         self.blocks = BlockSplitter()
         self.thinking: bool | None = True if thinking else None  # None: too early to tell
         self._head = ""  # text of which it is not yet known whether it is thought, or a line of thought not yet whole
-        self._rows = 0  # drawn rows of the unfinished block
+        self._finished: list[RenderableType | _Code] = []  # for the next frame to print
+        self._code_printed = 0  # lines of the fenced code that is not finished
+        self._drawn: list[int] = []  # columns of each drawn row of the unfinished block
         self._printed = False
         self._next_frame = 0.0
 
+    def skip(self, text: str) -> None:
+        """Take in what was shown before. Only the block that it leaves unfinished is drawn again."""
+        self._take(text)
+
+    def draw_anew(self) -> None:
+        """The next frame goes below the cursor: other programs have written on the terminal."""
+        self._drawn = []
+
     def feed(self, delta: str) -> None:
-        finished = self._take(delta)
+        self._finished += self._take(delta)
         now = time.monotonic()
-        if finished or now >= self._next_frame:
-            self._draw(finished, live=True)
+        if now >= self._next_frame:
+            self._draw(live=True)
             # A frame that takes long (a large block, a slow machine) must not slow the model down.
             self._next_frame = time.monotonic() + max(self.interval, 10 * (time.monotonic() - now))
 
     def finish(self) -> None:
         """The reply is over, be it whole or not: print the rest."""
-        finished: list[RenderableType] = []
         if self.thinking:
-            finished += [Text(self._head.rstrip("\n"), style="dim")] if self._head.strip() else []
+            self._finished += [Text(self._head.rstrip("\n"), style="dim")] if self._head.strip() else []
         elif self._head:
-            finished += [_markdown(block) for block in self.blocks.feed(self._head)]
+            self._finished += self._blocks(self.blocks.feed(self._head))
         self._head = ""
-        self._draw(finished + [_markdown(block) for block in self.blocks.finish()], live=False)
+        self._finished += self._blocks(self.blocks.finish())
+        self._draw(live=False)
 
-    def _take(self, text: str) -> list[RenderableType]:
+    def _take(self, text: str) -> list[RenderableType | _Code]:
         """Take in new text. Returns what it finishes."""
-        finished: list[RenderableType] = []
+        finished: list[RenderableType | _Code] = []
         if self.thinking is None:
             self._head += text
             start = self._head.lstrip()
@@ -142,34 +183,81 @@ class ReplyPrinter:
             if not ends:
                 return finished
             self.thinking = False
-        return finished + [_markdown(block) for block in self.blocks.feed(text)]
+        finished += self._blocks(self.blocks.feed(text))
+        if self.blocks.fence:
+            finished += self._new_lines(self.blocks.fence)
+        return finished
 
-    def _draw(self, finished: list[RenderableType], live: bool) -> None:
+    def _blocks(self, blocks: list[str]) -> list[RenderableType | _Code]:
+        """What is left to print of finished blocks: of code, the lines that are not printed yet."""
+        pieces: list[RenderableType | _Code] = []
+        for block in blocks:
+            tokens = BLOCKS.parse(block)
+            if tokens and tokens[0].type in ("fence", "code_block"):
+                pieces += self._new_lines(tokens[0])
+                self._code_printed = 0
+            else:
+                pieces.append(_markdown(block))
+        return pieces
+
+    def _new_lines(self, token: Token) -> list[RenderableType | _Code]:
+        code = _Code(_code_lines(token.content), self._code_printed, _language(token))
+        self._code_printed = max(self._code_printed, len(code.lines))
+        return [code] if code.start < len(code.lines) else []
+
+    def _draw(self, live: bool) -> None:
         """One frame, written at once: the unfinished block goes, what has finished is printed, the rest is drawn."""
         columns, rows = self._size()
-        out = [BEGIN_FRAME, UP.format(self._rows) if self._rows else "", ERASE_BELOW]
-        for renderable in finished:
-            out += self._spaced(self._render(renderable, columns))
+        above = self._rows_above(columns)
+        out = [BEGIN_FRAME, UP.format(above) if above else "", ERASE_BELOW]
+        for piece in _joined(self._finished):
+            if isinstance(piece, _Code):
+                lines = self._render_code(piece)
+                out += lines if piece.start else self._spaced(lines)
+            else:
+                out += self._spaced(self._render(piece, columns))
             self._printed = True
-        self._rows = 0
-        if live and (unfinished := self._unfinished(columns, rows)) is not None:
-            # Its last rows, with room for the cursor below them: what is above the window can not be drawn over.
-            lines = self._spaced(self._render(unfinished, columns - 1))[-max(1, rows - 2) :]
-            self._rows = len(lines)
-            out += [WRAP_OFF, *lines, WRAP_ON]
+        self._finished, self._drawn = [], []
+        if live:
+            # Its last rows, with room for the cursor below them: what is above the window cannot be drawn over.
+            lines = self._unfinished(columns - 1, rows)[-max(1, rows - 2) :]
+            self._drawn = [cell_len(STYLE.sub("", line).rstrip("\n")) for line in lines]
+            out += [WRAP_OFF, *lines, WRAP_ON] if lines else []
         self.file.write("".join([*out, END_FRAME]))
         self.file.flush()
 
-    def _unfinished(self, columns: int, rows: int) -> RenderableType | None:
+    def _rows_above(self, columns: int) -> int:
+        """Rows that the unfinished block takes on the screen now."""
+        if not self.reflows:
+            return len(self._drawn)
+        return sum(max(1, -(-width // columns)) for width in self._drawn)
+
+    def _unfinished(self, columns: int, rows: int) -> list[str]:
+        """The rows of the unfinished block."""
+        if self.blocks.fence:
+            return self._unfinished_line(self.blocks.fence, columns)
         text = self._head if self.thinking else self.blocks.rest
         if not text.strip():
-            return None
+            return []
         # Only so much source as the window could show: the work of a frame does not grow with the block.
-        opening = re.match(r" {0,3}(```|~~~).*\n", text) if not self.thinking else None
         tail = "".join(text[-2 * columns * rows :].splitlines(keepends=True)[-rows:])
-        if opening and len(tail) < len(text):
-            tail = opening.group() + (tail if len(text) - len(tail) >= opening.end() else text[opening.end() :])
-        return Text(tail.rstrip("\n"), style="dim") if self.thinking else _markdown(tail)
+        return self._spaced(
+            self._render(Text(tail.rstrip("\n"), style="dim") if self.thinking else _markdown(tail), columns)
+        )
+
+    def _unfinished_line(self, fence: Token, columns: int) -> list[str]:
+        """The rows of the last line of code, which is not whole yet."""
+        last = self.blocks.partial_line()
+        if not last.strip() or not last.strip(fence.markup[0] + " "):  # maybe the end of the code
+            return []
+        lines = [*fence.content.splitlines(), last]
+        while not lines[0].strip():
+            del lines[0]
+        (line,) = _highlighted(_Code(lines, len(lines) - 1, _language(fence)))
+        rows = [
+            self._ansi(list(row.render(self.console))) + "\n" for row in line.wrap(self.console, columns, tab_size=8)
+        ]
+        return rows if self._code_printed else self._spaced(rows)
 
     def _spaced(self, lines: list[str]) -> list[str]:
         """Blocks are a blank line apart."""
@@ -183,9 +271,16 @@ class ReplyPrinter:
             del lines[0]
         while lines and not lines[-1]:
             del lines[-1]
+        return [self._ansi(line) + "\n" for line in lines]
+
+    def _render_code(self, code: _Code) -> list[str]:
+        """Its lines as they are, however long: the terminal wraps them, and copies them whole."""
+        return [self._ansi(list(line.render(self.console))) + "\n" for line in _highlighted(code)]
+
+    def _ansi(self, segments: list[Segment]) -> str:
         with self.console.capture() as capture:
-            self.console.print(SegmentLines(lines, new_lines=True), end="", crop=False, soft_wrap=True)
-        return capture.get().splitlines(keepends=True)
+            self.console.print(Segments(segments), end="", crop=False, soft_wrap=True)
+        return capture.get()
 
     def _size(self) -> tuple[int, int]:
         """Columns and rows of the window as it is now, whatever COLUMNS said when the shell began."""
@@ -194,6 +289,40 @@ class ReplyPrinter:
         except (OSError, ValueError):
             return self.console.size
         return size.columns or 80, size.lines or 24
+
+
+def _joined(pieces: list[RenderableType | _Code]) -> list[RenderableType | _Code]:
+    """The same, with lines of code that follow each other in one piece."""
+    joined: list[RenderableType | _Code] = []
+    for piece in pieces:
+        if isinstance(piece, _Code) and piece.start and joined and isinstance(joined[-1], _Code):
+            joined[-1] = _Code(piece.lines, joined[-1].start, piece.language)
+        else:
+            joined.append(piece)
+    return joined
+
+
+def _code_lines(content: str) -> list[str]:
+    """The lines of code but the blank ones at its beginning and end."""
+    lines = content.split("\n")
+    while lines and not lines[-1].strip():
+        del lines[-1]
+    while lines and not lines[0].strip():
+        del lines[0]
+    return lines
+
+
+def _language(token: Token) -> str:
+    return (token.info.split() or ["text"])[0]
+
+
+def _highlighted(code: _Code) -> list[Text]:
+    """The lines from `code.start` on. Those far before them are not looked at: each line costs the same."""
+    context = max(0, code.start // CONTEXT - 1) * CONTEXT
+    syntax = Syntax("", code.language, theme="ansi_dark", tab_size=0)
+    text = syntax.highlight("\n".join(code.lines[context:]))
+    lines = text.split("\n", allow_blank=True)[: len(code.lines) - context]
+    return list(lines[code.start - context :])
 
 
 def _whole_paragraphs(text: str) -> tuple[list[str], str]:
@@ -212,8 +341,19 @@ def _right_stripped(line: list[Segment]) -> list[Segment]:
     return line
 
 
+class _NestedCode(CodeBlock):
+    """Code in a list or a quotation: its rows stand where the list puts them, and have no padding of their own."""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield Syntax(str(self.text).rstrip(), self.lexer_name, theme=self.theme, word_wrap=True)
+
+
+class _Markdown(Markdown):
+    elements: ClassVar[dict] = {**Markdown.elements, "fence": _NestedCode, "code_block": _NestedCode}
+
+
 def _markdown(text: str) -> Markdown:
-    markdown = Markdown("", code_theme="ansi_dark", hyperlinks=False)
+    markdown = _Markdown("", code_theme="ansi_dark", hyperlinks=False)
     markdown.parsed = PARSER.parse(text)
     for token in markdown.parsed:
         for child in token.children or []:

@@ -2,6 +2,10 @@
 
 import contextlib
 import os
+import shlex
+import signal
+import subprocess
+import tempfile
 from collections.abc import Iterable, Mapping
 from datetime import datetime
 from pathlib import Path
@@ -10,30 +14,39 @@ from prompt_toolkit import PromptSession
 from prompt_toolkit.application import get_app
 from prompt_toolkit.completion import Completer, Completion, PathCompleter
 from prompt_toolkit.document import Document
-from prompt_toolkit.filters import Condition
+from prompt_toolkit.enums import DEFAULT_BUFFER
+from prompt_toolkit.filters import Condition, has_focus
 from prompt_toolkit.history import FileHistory, History, InMemoryHistory
+from prompt_toolkit.key_binding import KeyBindings
 from prompt_toolkit.output import create_output
+from prompt_toolkit.renderer import Renderer
 from prompt_toolkit.utils import is_dumb_terminal
+
+from terminal.text import terminal_reflows
 
 QUOTES = '"""'
 
 
 class Prompt:
-    """Reads messages from the terminal.
+    """Reads messages from the terminal. Ctrl-Z suspends the program.
+
+    `typed` says whether anything was typed since the last call of `read` began. It is always true on a dumb terminal,
+    which cannot move the cursor and does not tell.
 
     Args:
-        history: the file to keep them in, made readable by the user alone; none is kept on a dumb terminal.
+        history: the file to keep messages in, made readable by the user alone; None, or a dumb terminal, keeps none.
         commands: name -> the words its argument can be, or None where that is a path.
     """
 
-    def __init__(self, history: Path, commands: Mapping[str, Iterable[str] | None]):
+    def __init__(self, history: Path | None, commands: Mapping[str, Iterable[str] | None]):
         self.why_no_history = ""
+        self.dumb = self.typed = is_dumb_terminal()
         self._session: PromptSession[str] | None = None
-        if is_dumb_terminal():  # it can not move the cursor
+        if self.dumb:
             return
         kept: History = InMemoryHistory()
         try:
-            kept = _private_file(history)
+            kept = kept if history is None else _private_file(history)
         except OSError as error:
             self.why_no_history = f"no history is kept: {error}"
         self._session = PromptSession(
@@ -43,19 +56,91 @@ class Prompt:
             complete_while_typing=False,
             multiline=Condition(lambda: is_open(get_app().current_buffer.text)),  # Enter goes on to the next line
             prompt_continuation="  ",
+            key_bindings=_ctrl_c(),
+            enable_suspend=True,
             output=create_output(always_prefer_tty=True),
         )
+        self._session.default_buffer.on_text_changed += self._notice
+        if terminal_reflows():
+            app = self._session.app
+            app.renderer = _Renderer(
+                app.renderer.style, app.output, cpr_not_supported_callback=app.cpr_not_supported_callback
+            )
 
     def read(self) -> str:
-        """The next message, or command, as it was typed. Raises EOFError on Ctrl-D, KeyboardInterrupt on Ctrl-C."""
+        """The next message, or command, as it was typed.
+
+        Raises: EOFError on Ctrl-D; KeyboardInterrupt on Ctrl-C in an empty line. Elsewhere Ctrl-C empties the line.
+        """
         if self._session is None:
             text = input("> ")
             while is_open(text):
                 text += "\n" + input("  ")
         else:
+            self.typed = False
             text = self._session.prompt()
-        # A terminal can send bytes that are no UTF-8; a model can not read them.
+        # A terminal can send bytes that are no UTF-8; a model cannot read them.
         return text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+
+    def _notice(self, buffer) -> None:
+        self.typed = True
+
+
+class _Renderer(Renderer):
+    """Erases the prompt where the terminal has become narrower and has wrapped the prompt's rows anew.
+
+    prompt_toolkit goes up as many rows as it has drawn.
+    """
+
+    def erase(self, leave_alternate_screen: bool = True) -> None:
+        self.output.cursor_up(self._wrapped_rows())
+        super().erase(leave_alternate_screen)
+
+    def _wrapped_rows(self) -> int:
+        """Rows above the cursor that were not drawn, but made by the terminal."""
+        screen, columns, cursor = self.last_rendered_screen, self.output.get_size().columns, self._cursor_pos
+        if screen is None:
+            return 0
+        widths = [max(screen.data_buffer[y], default=0) for y in range(cursor.y)]
+        return sum(width // columns for width in widths) + cursor.x // columns
+
+
+def _ctrl_c() -> KeyBindings:
+    keys = KeyBindings()
+
+    @keys.add("c-c", filter=has_focus(DEFAULT_BUFFER))
+    @keys.add("<sigint>")
+    def _(event):
+        if event.app.current_buffer.text:
+            event.app.current_buffer.reset()
+        else:
+            event.app.exit(exception=KeyboardInterrupt)
+
+    return keys
+
+
+def edit(text: str) -> str | None:
+    """Have the user change `text` in $VISUAL or $EDITOR, else vi. Returns what was saved; None if nothing was.
+
+    Raises: ValueError if there is no such editor, or it fails.
+    """
+    command = os.environ.get("VISUAL") or os.environ.get("EDITOR") or "vi"
+    with tempfile.TemporaryDirectory(prefix="nanopage-") as directory:  # readable by the user alone
+        file = Path(directory) / "message.md"
+        file.write_text(text, encoding="utf-8")
+        before = file.stat().st_mtime_ns
+        previous = signal.signal(signal.SIGINT, lambda signum, frame: None)  # Ctrl-C is the editor's
+        try:
+            code = subprocess.run([*shlex.split(command), str(file)]).returncode
+        except OSError as error:
+            raise ValueError(f"{command} cannot be run: {error.strerror}; set VISUAL or EDITOR") from None
+        finally:
+            signal.signal(signal.SIGINT, previous)
+        if code:
+            raise ValueError(f"{command} failed with exit code {code}: nothing is sent")
+        if not file.exists() or file.stat().st_mtime_ns == before:
+            return None
+        return file.read_bytes().decode("utf-8", "replace").rstrip("\n")
 
 
 def is_open(text: str) -> bool:
@@ -85,7 +170,7 @@ class _History(FileHistory):
     def store_string(self, string: str) -> None:
         """In one write, so that two conversations at once do not mix their lines."""
         entry = f"\n# {datetime.now()}\n" + "".join(f"+{line}\n" for line in string.split("\n"))
-        # A message is not lost for want of a place in the history.
+        # A disk that is full must not cost the message.
         with contextlib.suppress(OSError), open(self.filename, "ab", buffering=0) as file:
             file.write(entry.encode("utf-8", "replace"))
 

@@ -1,29 +1,34 @@
-"""One reply: generated, shown as it comes, stopped by Ctrl-C, and measured."""
+"""One reply: generated, shown as it comes, stopped by Ctrl-C or because it repeats itself, and measured."""
 
 import contextlib
 import dataclasses
 import os
-import re
-import signal
 import sys
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from typing import cast
 
-from rich.console import Console
-
 from nanopage.llm import LLM
-from nanopage.request import RequestOutput, SamplingParams
+from nanopage.request import RequestOutput, SamplingParams, StepStats
+from terminal.guard import is_loop
+from terminal.log import held_log
+from terminal.signals import Interrupt
+from terminal.spinner import spinner
+from terminal.text import printable
 
-stderr = Console(stderr=True)
-# What a model writes must not move the cursor, set the title or reach the clipboard.
-CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+COLUMNS = 80  # that the footer fits
+SPINNER_DELAY = 0.2  # seconds
+CHECK_EVERY = 16  # tokens between two looks for a loop
 
 
 @dataclasses.dataclass
 class Reply:
-    """What came of a request. `finish_reason` is "stop", "length", or "abort" if Ctrl-C ended it. Times in seconds, and
-    rates in tokens a second; None where there were too few tokens to tell. `num_prompt_tokens` includes
-    `num_cached_tokens`, whose K and V were in the prefix cache."""
+    """What came of a request.
+
+    `finish_reason` is "stop", "length" (`max_tokens` or the context is used up), "abort" (a signal ended it),
+    "repetition" (it repeated itself) or "error" (`error` says which). Times are in seconds and rates in tokens a
+    second; None where there were too few tokens to tell. `num_prompt_tokens` includes `num_cached_tokens`, whose K and
+    V were in the prefix cache.
+    """
 
     text: str
     finish_reason: str
@@ -34,9 +39,10 @@ class Reply:
     prefill_rate: float | None
     decode_rate: float | None
     token_ids: list[int]  # prompt and output
+    error: str | None = None
 
     @classmethod
-    def of(cls, output: RequestOutput) -> "Reply":
+    def of(cls, output: RequestOutput, loops: bool) -> "Reply":
         metrics, completion, prompt = output.metrics, output.outputs[0], output.prompt_token_ids
         prefill_rate = decode_rate = None
         times = metrics.token_times
@@ -47,7 +53,7 @@ class Reply:
             decode_rate = (len(times) - 1) / decode_seconds if decode_seconds else None
         return cls(
             completion.text,
-            completion.finish_reason or "abort",
+            completion.finish_reason or ("repetition" if loops else "abort"),
             len(prompt),
             output.num_cached_tokens,
             len(completion.token_ids),
@@ -55,15 +61,33 @@ class Reply:
             prefill_rate,
             decode_rate,
             prompt + completion.token_ids,
+            output.error,
         )
 
-    def footer(self) -> str:
-        parts = [f"{self.num_prompt_tokens} tokens in ({self.num_cached_tokens} cached)"]
-        parts += [f"{self.num_output_tokens} out"]
+    def footer(self, max_model_len: int) -> str:
+        """The figures in a line of at most 80 columns: those that matter least are left out first."""
+        used = len(self.token_ids) / max_model_len
+        parts = [f"{self.num_prompt_tokens:,} tokens in ({self.num_cached_tokens:,} cached)"]
+        parts += [f"{self.num_output_tokens:,} out"]
+        parts += [f"{self.decode_rate:,.1f} tok/s"] if self.decode_rate else []
         parts += [f"TTFT {self.time_to_first_token:.2f} s"] if self.time_to_first_token is not None else []
-        parts += [f"prefill {self.prefill_rate:,.0f} tok/s"] if self.prefill_rate else []
-        parts += [f"decode {self.decode_rate:.1f} tok/s"] if self.decode_rate else []
-        return ", ".join([*parts, "stopped by Ctrl-C" if self.finish_reason == "abort" else self.finish_reason])
+        parts += [f"context {used:.0%}"]
+        while len(", ".join(parts)) > COLUMNS:
+            del parts[-2]
+        return ", ".join(parts)
+
+    def ending(self, max_tokens: int | None) -> str:
+        """Why the reply is not whole; empty if it is."""
+        if self.finish_reason == "length":
+            full = self.num_output_tokens != max_tokens
+            return "cut: the context is full" if full else f"cut at max_tokens {max_tokens}"
+        endings = {"abort": "stopped by Ctrl-C", "repetition": "stopped: repeating itself"}
+        endings["error"] = f"ended by an error: {self.error}"
+        return endings.get(self.finish_reason, "")
+
+
+class _StoppedWhileReading(Exception):
+    """Raised within a step by our listener: the prompt is not to be read further."""
 
 
 def shows_markdown(plain: bool) -> bool:
@@ -72,87 +96,97 @@ def shows_markdown(plain: bool) -> bool:
     return not plain and not os.environ.get("NO_COLOR") and smart and sys.stdout.isatty()
 
 
-def generate(
-    llm: LLM, prompt: str | list[dict], params: SamplingParams, plain: bool = False, show: bool = True
-) -> Reply | None:
-    """Stream one reply to stdout. Ctrl-C ends it, frees its blocks and keeps what came. None if nothing came.
+def encode(llm: LLM, prompt: str | list[dict]) -> list[int]:
+    """The tokens of a text, or of a conversation through the chat template. Raises ValueError, TypeError."""
+    encode = llm.engine.input_processor.encode
+    if isinstance(prompt, str):
+        return encode(prompt)
+    return encode(llm.get_tokenizer().apply_chat_template(prompt), add_special_tokens=False)
 
-    Raises: ValueError, TypeError for a prompt that can not be answered, before anything is shown.
+
+def generate(
+    llm: LLM,
+    token_ids: list[int],
+    params: SamplingParams,
+    interrupt: Interrupt,
+    plain: bool = False,
+    show: bool = True,
+    begun: str = "",
+    begun_ids: Sequence[int] = (),
+) -> Reply | None:
+    """Stream one reply to stdout. `interrupt` ends it, frees its blocks and keeps what came. None if nothing came.
+
+    Args:
+        token_ids: the prompt.
+        show: False shows nothing.
+        begun, begun_ids: what the reply begins with and was shown before, as text and as tokens.
+
+    Raises: ValueError, TypeError for a prompt that cannot be answered, before anything is shown.
     """
+    prompt = [*token_ids, *begun_ids]
     stream = cast(Generator[RequestOutput], llm.stream(prompt, params))
-    printer, output = None, None
+    printer, output, loops, checked = None, None, False, 0
     markdown, on_terminal = shows_markdown(plain), sys.stdout.isatty()
-    with interruptible() as interrupted, contextlib.closing(stream):
+    with held_log(), contextlib.closing(stream):
         try:
-            for output in stream:
-                delta = output.outputs[0].delta
-                if on_terminal:
-                    delta = CONTROL.sub("\ufffd", delta.replace("\r", ""))
+            for output in _after_reading(llm, stream, len(prompt), interrupt):
+                completion = output.outputs[0]
+                delta = printable(completion.delta) if on_terminal else completion.delta
                 if show and markdown:
-                    printer = printer or _printer(llm, output.prompt_token_ids)
+                    printer = printer or _printer(llm, token_ids, begun)
+                    if interrupt.resumed:
+                        interrupt.resumed = False
+                        printer.draw_anew()
                     printer.feed(delta)
                 elif show:
                     print(delta, end="", flush=True)
-                if interrupted():
+                if interrupt.signum is not None:
                     break
-        except KeyboardInterrupt:  # the second Ctrl-C does not wait for the step to end
+                if len(completion.token_ids) - checked >= CHECK_EVERY:
+                    checked = len(completion.token_ids)
+                    if loops := is_loop(completion.token_ids):
+                        break
+        except (KeyboardInterrupt, _StoppedWhileReading):  # the second Ctrl-C does not wait for the step to end
             pass
-    if printer is not None:
-        printer.finish()
-    elif show:
-        print(flush=True)
-    return None if output is None else Reply.of(output)
+        interrupt.over = True
+        if printer is not None:
+            printer.finish()
+        elif show:
+            print(flush=True)
+    return None if output is None else Reply.of(output, loops)
 
 
-def _printer(llm: LLM, prompt_token_ids: list[int]):
+def _after_reading(
+    llm: LLM, stream: Iterator[RequestOutput], num_tokens: int, interrupt: Interrupt
+) -> Iterator[RequestOutput]:
+    """The outputs of `stream`. Until the first of them, a line shows how much of the prompt has been read."""
+    read = 0
+
+    def after_step(stats: StepStats) -> None:
+        nonlocal read
+        read += stats.cached_tokens + stats.prefill_tokens
+        if interrupt.signum is None:
+            update(f"reading {read:,} of {num_tokens:,} tokens")
+        elif not stats.output_tokens:
+            raise _StoppedWhileReading
+
+    with spinner(f"reading {num_tokens:,} tokens", SPINNER_DELAY) as update:
+        interrupt.notice = lambda: update("stopping... press Ctrl-C again to stop now")
+        llm.engine.listeners.append(after_step)
+        try:
+            first = next(stream)
+        finally:
+            llm.engine.listeners.remove(after_step)
+            interrupt.notice = lambda: None
+    yield first
+    yield from stream
+
+
+def _printer(llm: LLM, prompt_token_ids: list[int], begun: str):
     from terminal.markdown import THINK, ReplyPrinter  # not needed where plain text is
 
     # Some templates write the opening tag themselves.
     end = llm.get_tokenizer().decode(prompt_token_ids[-8:], skip_special_tokens=False)
-    return ReplyPrinter(sys.stdout, thinking=end.rstrip().endswith(THINK))
-
-
-@contextlib.contextmanager
-def interruptible() -> Iterator:
-    """Ctrl-C sets a flag instead of raising in the middle of a step; a second one raises. Yields the flag's reader."""
-    count = 0
-
-    def handler(signum, frame):
-        nonlocal count
-        count += 1
-        if count > 1:
-            raise KeyboardInterrupt
-
-    previous = signal.signal(signal.SIGINT, handler)
-    try:
-        with unechoed():
-            yield lambda: count > 0
-    finally:
-        signal.signal(signal.SIGINT, previous)
-
-
-@contextlib.contextmanager
-def unechoed() -> Iterator[None]:
-    """Keys that are pressed while a reply is being drawn wait for the next prompt and are not shown in the reply."""
-    foreground = False
-    with contextlib.suppress(ImportError, OSError, ValueError, AttributeError):  # not Unix, or no terminal
-        import termios
-
-        foreground = os.tcgetpgrp(sys.stdin.fileno()) == os.getpgrp()  # else setting it up would stop the process
-    if not foreground:
-        yield
-        return
-
-    def leave(signum, frame):  # or the shell that follows would be left without echo
-        raise SystemExit(128 + signum)
-
-    before = termios.tcgetattr(sys.stdin)
-    silent = [*before]
-    silent[3] &= ~termios.ECHO
-    previous = signal.signal(signal.SIGTERM, leave)
-    termios.tcsetattr(sys.stdin, termios.TCSANOW, silent)
-    try:
-        yield
-    finally:
-        termios.tcsetattr(sys.stdin, termios.TCSANOW, before)
-        signal.signal(signal.SIGTERM, previous)
+    printer = ReplyPrinter(sys.stdout, thinking=end.rstrip().endswith(THINK))
+    printer.skip(printable(begun))
+    return printer

@@ -13,6 +13,7 @@ from nanopage.config import read_json
 from nanopage.request import SamplingParams
 
 FORMAT, VERSION = "nanopage chat session", 1
+MAX_BYTES = 16 << 20  # of a session file: far more than any context holds
 # A conversation has one reply, shown as text: these could not do anything in it.
 NOT_SETTINGS = ("n", "best_of", "detokenize", "logprobs", "prompt_logprobs")
 SETTINGS = tuple(f.name for f in dataclasses.fields(SamplingParams) if f.name not in NOT_SETTINGS)
@@ -32,28 +33,14 @@ class Session:
         """The conversation to send: the system message, and these messages from `first` on."""
         return ([{"role": "system", "content": self.system}] if self.system else []) + messages[first:]
 
-    def set(self, name: str, text: str) -> None:
-        """Change one setting. Raises ValueError, TypeError with the engine's own words; nothing has changed then."""
-        self.params = dataclasses.replace(self.params, **{_check_setting(name): parse_value(name, text)})
+    def changed(self, name: str, text: str) -> SamplingParams:
+        """The settings with one of them changed. Raises ValueError, TypeError in the engine's own words."""
+        return dataclasses.replace(self.params, **{name: parse_value(check_setting(name), text)})
 
     def settings(self) -> dict:
         return {name: getattr(self.params, name) for name in SETTINGS}
 
-    def save(self, file: Path) -> None:
-        """Write a file that only the user can read, whole or not at all. Raises ValueError, OSError.
-
-        What is at `file` already is replaced if it is a session, and refused if it is anything else.
-        """
-        file = file.expanduser().resolve()
-        if not file.parent.is_dir():
-            raise FileNotFoundError(f"no directory {file.parent}")
-        if file.exists():
-            try:
-                foreign = not file.is_file() or read_json(file).get("format") != FORMAT
-            except ValueError:
-                foreign = True
-            if foreign:
-                raise ValueError(f"{file} exists and is not a session: not overwritten")
+    def to_json(self) -> str:
         data = {
             "format": FORMAT,
             "version": VERSION,
@@ -62,17 +49,30 @@ class Session:
             "messages": self.messages,
             "settings": self.settings(),
         }
-        write_atomically(file, json.dumps(data, indent=2, ensure_ascii=False) + "\n")
+        return json.dumps(data, indent=2, ensure_ascii=False) + "\n"
+
+    def save(self, file: Path) -> None:
+        """Write a file that only the user can read, whole or not at all. Raises ValueError, OSError.
+
+        A session at `file` is replaced. Anything else there is refused.
+        """
+        file = file.expanduser().resolve()
+        if not file.parent.is_dir():
+            raise FileNotFoundError(f"no directory {file.parent}")
+        if file.exists():
+            try:
+                _read_file(file)
+            except ValueError:
+                raise ValueError(f"{file} exists and is not a session: not overwritten") from None
+        write_atomically(file, self.to_json())
 
     def load(self, file: Path) -> str:
-        """Become what `file` holds. Returns the model it was held with. Raises ValueError, OSError naming the file and
-        what is wrong with it; nothing has changed then."""
+        """Become what `file` holds. Returns the name of the model it was saved with.
+
+        Raises: ValueError, OSError naming the file and what is wrong with it; nothing has changed then.
+        """
         file = file.expanduser()
-        if not file.is_file():
-            raise FileNotFoundError(f"no file {file}")
-        data = read_json(file)
-        if data.get("format") != FORMAT:
-            raise ValueError(f"{file} is not a session of chat.py")
+        data = _read_file(file)
         version = data.get("version")
         if not isinstance(version, int) or isinstance(version, bool) or version < 1:
             raise ValueError(f"{file}: version must be a positive integer, got {version!r}")
@@ -88,6 +88,22 @@ class Session:
         return model
 
 
+def _read_file(file: Path) -> dict:
+    """A session file's object. Never waits for a pipe or a device, nor reads one without end."""
+    if not file.exists():
+        raise FileNotFoundError(f"no file {file}")
+    if not file.is_file():
+        raise ValueError(f"{file} is not a file: a session cannot be read from it")
+    if (size := file.stat().st_size) > MAX_BYTES:
+        raise ValueError(
+            f"{file} is not a session: it has {size / 1e6:.0f} MB, and a session at most {MAX_BYTES >> 20}"
+        )
+    data = read_json(file)
+    if data.get("format") != FORMAT:
+        raise ValueError(f"{file} is not a session of chat.py")
+    return data
+
+
 def _read(data: dict) -> tuple[str, str | None, list[dict], SamplingParams]:
     fields = {"format", "version", "model", "system", "messages", "settings"}
     if missing := fields - data.keys():
@@ -99,6 +115,7 @@ def _read(data: dict) -> tuple[str, str | None, list[dict], SamplingParams]:
         raise TypeError(f"model must be a string, not {model!r}")
     if not (system is None or isinstance(system, str)):
         raise TypeError(f"system must be a string or null, not {system!r}")
+    check_text("system", system or "")
     if not isinstance(messages, list) or len(messages) % 2:
         raise ValueError("messages must be a list of pairs, a user's and an assistant's")
     for i, message in enumerate(messages):
@@ -107,31 +124,47 @@ def _read(data: dict) -> tuple[str, str | None, list[dict], SamplingParams]:
             raise ValueError(f"messages[{i}] must be {{'role': '{role}', 'content': ...}}, got {message!r}")
         if not isinstance(message["content"], str):
             raise TypeError(f"messages[{i}]['content'] must be a string, not {message['content']!r}")
+        check_text(f"messages[{i}]['content']", message["content"])
     if not isinstance(settings, dict):
         raise TypeError(f"settings must be an object, not {settings!r}")
-    params = SamplingParams(**{_check_setting(name): _by_token_id(name, value) for name, value in settings.items()})
+    params = SamplingParams(**{check_setting(name): _setting(name, value) for name, value in settings.items()})
     return model, system, messages, params
 
 
 def parse_value(name: str, text: str):
     """A setting's value as it is typed: JSON, or Python's None, True, False and lists, or else a string."""
     text = text.strip()
+    python = {"none": "None", "true": "True", "false": "False"}.get(text.lower(), text)
     for parse in (json.loads, ast.literal_eval):
         with contextlib.suppress(ValueError, SyntaxError, RecursionError, MemoryError):
-            return _by_token_id(name, parse({"none": "None", "true": "True", "false": "False"}.get(text.lower(), text)))
-    return text
+            value = parse(python)
+            break
+    else:
+        value = text
+    return _setting(name, value)
 
 
-def _by_token_id(name: str, value):
-    """JSON has no integers for keys."""
+def _setting(name: str, value):
+    """A setting as JSON has it, which has no integers for keys, and can have text that is none."""
     if name == "logit_bias" and isinstance(value, dict):
         return {int(key) if str(key).lstrip("-").isdecimal() else key: bias for key, bias in value.items()}
+    for text in value if isinstance(value, list) else [value]:
+        if isinstance(text, str):
+            check_text(name, text)
     return value
 
 
-def _check_setting(name: str) -> str:
+def check_text(name: str, text: str) -> None:
+    """Raises ValueError if a part of `text` is no character: a tokenizer cannot read it."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{name} has a lone surrogate, U+{ord(text[error.start]):04X}: it is no text") from None
+
+
+def check_setting(name: str) -> str:
     if name in NOT_SETTINGS:
-        raise ValueError(f"{name} can not be set here: a conversation has one reply, shown as text")
+        raise ValueError(f"{name} cannot be set here: a conversation has one reply, shown as text")
     if name not in SETTINGS:
         raise ValueError(f"there is no setting {name!r}{nearest(name, SETTINGS)}; settings: {', '.join(SETTINGS)}")
     return name
@@ -158,6 +191,9 @@ def write_atomically(file: Path, text: str) -> None:
 
 
 def state_directory() -> Path:
-    """`$XDG_STATE_HOME/nanopage`, by default `~/.local/state/nanopage`."""
-    base = os.environ.get("XDG_STATE_HOME")
-    return (Path(base) if base else Path.home() / ".local" / "state") / "nanopage"
+    """`$XDG_STATE_HOME/nanopage`, by default `~/.local/state/nanopage`.
+
+    A relative XDG_STATE_HOME is ignored (https://specifications.freedesktop.org/basedir-spec).
+    """
+    base = Path(os.environ.get("XDG_STATE_HOME", ""))
+    return (base if base.is_absolute() else Path.home() / ".local" / "state") / "nanopage"

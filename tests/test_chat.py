@@ -1,6 +1,7 @@
 """chat.py: one answer through pipes, and conversations in a real pseudo-terminal."""
 
 import json
+import logging
 import os
 import re
 import shutil
@@ -8,19 +9,25 @@ import signal
 import stat
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pexpect
+import psutil
 import pytest
 from helpers import tiny_model
 
+import chat as chat_program
 from nanopage import LLM, SamplingParams
+from terminal.log import held_log, say_log
+from terminal.session import Session
+from terminal.text import say
 
 ROOT = Path(__file__).parent.parent
 ENV = os.environ | {"PYTHONPATH": str(ROOT), "NO_COLOR": "1", "TERM": "dumb", "COLUMNS": "120"}
 READY = re.escape("\x1b[?2004h")  # prompt_toolkit waits for input, pastes in brackets
 FRAME = "\x1b[?2026h"  # what only rendered Markdown begins with
-FOOTER = r"(?s)(\d+) tokens in \((\d+) cached\), (\d+) out, TTFT .*?context"
+FOOTER = r"(?s)([\d,]+) tokens in \(([\d,]+) cached\), ([\d,]+) out, .*?context"
 
 
 @pytest.fixture(scope="module")
@@ -46,9 +53,10 @@ def test_a_pipe_is_answered_on_stdout_and_everything_else_goes_to_stderr(model):
     assert piped.returncode == 0, piped.stderr
     assert piped.stdout.strip()
     assert "12 out" in piped.stderr
-    assert "KV cache" in piped.stderr
-    given = chat(model, *options, "-p", "where is the cat?")
+    assert "KV cache" not in piped.stderr
+    given = chat(model, *options, "--verbose", "-p", "where is the cat?")
     assert given.stdout == piped.stdout
+    assert "KV cache" in given.stderr
     both = chat(model, *options, "-p", "where is", stdin="the cat?")
     assert both.returncode == 0
     assert both.stdout != piped.stdout
@@ -67,9 +75,10 @@ def test_a_pipe_is_answered_on_stdout_and_everything_else_goes_to_stderr(model):
         (["-p", "word " * 20000], 1, "max_model_len"),
         (["-p", "hi", "you"], 2, "-p and another one: you"),
         (["-p", "hi", "--raw", "--system", "Be brief."], 2, "--system"),
+        (["-p", "hi", "--continue"], 2, "--continue is for a conversation"),
     ],
 )
-def test_what_can_not_work_is_named_on_stderr_with_an_exit_code(model, arguments, code, names):
+def test_what_cannot_work_is_named_on_stderr_with_an_exit_code(model, arguments, code, names):
     done = chat(model, *arguments)
     assert (done.returncode, done.stdout) == (code, "")
     assert names in done.stderr
@@ -138,14 +147,10 @@ def test_transcripts_of_single_answers(model):
     system, user = {"role": "system", "content": "Be brief."}, {"role": "user", "content": "where is\n\nthe cat?"}
     (expected,) = llm.chat([user], params, use_tqdm=False)
     tokens_in = len(expected.prompt_token_ids)
-    footer = (
-        f"nanopage: {model.name} in float32 on cpu; KV cache N GiB = N tokens = N requests of N tokens\n"
-        f"{tokens_in} tokens in (0 cached), 12 out, TTFT N s, prefill N tok/s, decode N tok/s, length\n"
-    )
+    footer = f"cut at max_tokens 12\n{tokens_in} tokens in (0 cached), 12 out, N tok/s, TTFT N s, context 0%\n"
     done = chat(model, *options, "where", "is", stdin="the cat?\n")
     assert (done.returncode, done.stdout) == (0, expected.outputs[0].text.replace("\r", "\n") + "\n")
-    shown = re.sub(r"(?<=[ (])[\d,.]+(?= (GiB|tokens =|requests|tokens\n|s,|tok/s))", "N", done.stderr)
-    assert shown.endswith(footer)
+    assert re.sub(r"(?<=[ (])[\d,.]+(?= (s,|tok/s))", "N", done.stderr) == footer  # and nothing else
 
     (expected,) = llm.chat([system, user], params, use_tqdm=False)
     done = chat(model, *options, "--json", "--system", "Be brief.", "-p", "where is", stdin="the cat?")
@@ -160,6 +165,7 @@ def test_transcripts_of_single_answers(model):
         "num_prompt_tokens": len(expected.prompt_token_ids),
         "num_cached_tokens": 0,
         "num_output_tokens": 12,
+        "error": None,
     }
     assert "tokens in" not in done.stderr  # the object has it
 
@@ -234,9 +240,11 @@ def test_a_session_with_every_command(model, tmp_path):
     terminal.ask("/show", "Be brief", "repetition_penalty")
     terminal.ask("/hepl", r"no command /hepl: did you mean /help\?")
     terminal.ask("/regen", "the reply will be the same", FOOTER)
-    terminal.ask("/undo", "2 left")
+    terminal.ask("/undo", "The earlier reply is back; 3 turn")
+    terminal.ask("/undo", "The last turn is gone; 2 turn")
+    terminal.ask("/continue", "go\\s+on|cut at|stopped", FOOTER)
     terminal.ask("//slash", FOOTER)
-    terminal.ask("/stats", r"replies +5")
+    terminal.ask("/stats", r"replies +6")
     terminal.ask(f"/save {tmp_path}/s.json", "saved to")
     terminal.ask("/clear", "is empty")
     match = terminal.ask("anew", FOOTER)
@@ -245,19 +253,28 @@ def test_a_session_with_every_command(model, tmp_path):
     terminal.ask(f"/load {model}/config.json", "is not a session")
     match = terminal.ask("and on", FOOTER)
     assert int(match[1]) > 100
-    terminal.ask("/exit")
+    terminal.ask("/bye", "The conversation is kept: chat.py --continue goes on with it")
     assert terminal.exit_code() == 0
     saved = json.loads((tmp_path / "s.json").read_text())
     assert [message["content"] for message in saved["messages"][::2]] == ["turn 0", "turn 1", "/slash"]
     assert saved["system"] == "Be brief."
-    for file in (tmp_path / "s.json", tmp_path / "nanopage" / "history"):
+    state = tmp_path / "nanopage"
+    kept = sorted(state.glob("conversations/*.json"), key=lambda file: file.stat().st_mtime_ns)
+    assert [len(json.loads(file.read_text())["messages"]) for file in kept] == [
+        6,
+        2,
+        8,
+    ]  # /clear and /load begin others
+    for file in (tmp_path / "s.json", state / "history", *kept):
         assert stat.S_IMODE(file.stat().st_mode) == 0o600
     assert sorted(file.name for file in tmp_path.iterdir()) == ["nanopage", "s.json"]
 
     (tmp_path / "nanopage" / "history").chmod(0o644)
-    again = Terminal(model, tmp_path, "--max-tokens", "5")
-    again.ask("\x1b[A", "/exit", enter="")  # the last line of the session before
-    again.child.send("\x03")
+    again = Terminal(model, tmp_path, "--max-tokens", "5", "--continue")
+    again.child.expect(r"4 turn\(s\) from " + kept[-1].name)
+    again.ask("/set max_tokens", "max_tokens = 5")  # as it was asked for, not as it was kept
+    again.ask("\x1b[A\x1b[A", "/bye", enter="")  # the last line of the session before
+    again.child.send("\x03\x03")  # the first empties the line
     again.child.expect("Ctrl-D leaves, and so does another Ctrl-C")
     again.ask("\x03", enter="")
     assert again.exit_code() == 130
@@ -279,8 +296,8 @@ def test_a_paste_a_block_a_stopped_reply_and_a_resize(model, tmp_path):
     terminal.ask("\x15/set max_tokens 5", "max_tokens = 5")  # what was typed ahead waits at the prompt, until Ctrl-U
     lines = [f"line {i} of a paste" for i in range(200)]
     match = terminal.ask("\x1b[200~" + "\r".join(lines) + "\x1b[201~", FOOTER)
-    assert int(match[1]) > 200 * 5
-    assert int(match[2]) > 0
+    assert int(match[1].replace(",", "")) > 200 * 5
+    assert match[2] != "0"
     terminal.ask('"""\rfirst\r/second\r"""', FOOTER)
     terminal.ask("", enter="")
     os.write(terminal.child.child_fd, b"caf\xe9\r")  # not UTF-8
@@ -313,3 +330,208 @@ def test_a_single_answer_at_a_terminal_is_rendered_and_ctrl_c_is_130(model, tmp_
     terminal = Terminal(model, tmp_path, "--json")
     assert terminal.exit_code() == 2
     assert "--json is for one answer" in terminal.shown
+
+
+OWNED = "\x1b]0;owned\x07\x9b2J\x7f"  # sets the title and clears the screen
+
+
+def test_nothing_from_a_model_or_a_file_commands_the_terminal(model, tmp_path):
+    hostile = tmp_path / f"model{OWNED}"
+    shutil.copytree(model, hostile)
+    config = json.loads((hostile / "tokenizer_config.json").read_text())
+    config["chat_template"] += (
+        "{% if 'fail' in messages[-1]['content'] %}{{ raise_exception('no" + OWNED + "') }}{% endif %}"
+    )
+    (hostile / "tokenizer_config.json").write_text(json.dumps(config))
+    Session(SamplingParams(stop=[OWNED]), f"system{OWNED}", model=OWNED).save(tmp_path / f"s{OWNED}.json")
+    terminal = Terminal(hostile, tmp_path, "--max-tokens", "8", "--verbose")
+    terminal.child.expect("lists commands")
+    shown = terminal.child.before
+    terminal.ask(f"/load {tmp_path}/s\t", r"owned", enter="")
+    terminal.child.send("\r")
+    terminal.child.expect("They were with")
+    shown += terminal.shown + terminal.child.before
+    for typed, *expected in (
+        ("fail", "the chat template failed: no"),
+        ("/system", "system: system"),
+        ("/show", "system.{,3}]0;owned", "stop  +"),
+        ("/set stop none", "stop = "),
+        ("hello", FOOTER),
+        ("/model", "float32 on cpu"),
+    ):
+        terminal.ask(typed, *expected)
+        shown += terminal.shown
+    terminal.ask("\x1b[A" * 7, "/load", enter="")  # the history has the name, too
+    terminal.child.send("\x15\x04")
+    assert terminal.exit_code() == 0
+    shown += terminal.shown
+    assert shown.count("owned") >= 8
+    assert "\x1b]" not in shown
+    assert not re.search("[\x00-\x06\x0e-\x1a\x1c-\x1f\x7f-\x9f]", shown)
+
+    terminal = Terminal(hostile, tmp_path, "--json", "--max-tokens", "200", "--temperature", "1", "talk")
+    assert terminal.exit_code() == 0
+    line = terminal.shown[terminal.shown.index("{") :]
+    assert not re.search("[\x00-\x09\x0b-\x0c\x0e-\x1f\x7f-\x9f]", line)
+    assert json.loads(line)["model"] == hostile.name
+
+
+def test_keys_ctrl_c_and_ctrl_z_in_a_shell(model, tmp_path):
+    """What is typed while the model loads; Ctrl-C in lines that are not empty; Ctrl-Z, in a reply, too, and fg."""
+    env = ENV | {
+        "TERM": "xterm-256color",
+        "NO_COLOR": "",
+        "PROMPT_TOOLKIT_NO_CPR": "1",
+        "XDG_STATE_HOME": str(tmp_path),
+    }
+    child = pexpect.spawn("bash", ["--norc", "-i"], env=env, encoding="utf-8", timeout=60, dimensions=(24, 100))
+    child.sendline("PS1='sh''ell '; bind 'set enable-bracketed-paste off'")
+    child.expect("shell ")
+    child.sendline(f"{sys.executable} {ROOT}/chat.py --model {model} --eager --temperature 0 --max-tokens 15000")
+    child.expect("Loading")
+    child.send("ahead")
+    child.expect(READY)
+    assert "ahead" not in child.before
+    child.expect("ahead")
+    for line in ("", "abc", "def"):  # Ctrl-C in a line with text does not count
+        child.send(f"{line}\x03")
+    time.sleep(0.5)
+    assert child.isalive()
+    child.send("\x1a")
+    child.expect("Stopped")
+    child.expect("shell ")
+    child.sendline("echo between; fg")
+    child.expect("between")
+    child.expect(READY)  # the prompt is drawn again
+    child.send("talk\r")
+    child.expect(re.escape(FRAME))
+    child.expect(re.escape(FRAME))
+    child.send("\x1a")
+    child.expect("Stopped")
+    child.expect("shell ")
+    child.sendline("stty -a | grep -c ' echo '; fg")
+    child.expect("\r\n1\r\n")
+    child.expect(r"chat\.py.*\n")
+    child.expect(re.escape(FRAME))
+    child.send("\x03")
+    child.expect("stopped by Ctrl-C")
+    child.expect(READY)
+    child.send("\x04")
+    child.expect("shell ")
+    child.sendline("exit")
+    child.expect(pexpect.EOF)
+    child.close()
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_at_the_prompt_restores_the_terminal_and_keeps_the_conversation(model, tmp_path, signum):
+    env = ENV | {"TERM": "xterm-256color", "PROMPT_TOOLKIT_NO_CPR": "1", "XDG_STATE_HOME": str(tmp_path)}
+    command = f"{sys.executable} {ROOT}/chat.py --model {model} --eager --temperature 0 --max-tokens 5"
+    child = pexpect.spawn(
+        "sh", ["-c", f"stty -a; {command}; echo code $?; stty -a"], env=env, encoding="utf-8", timeout=60
+    )
+    child.expect(READY)
+    before = child.before[: child.before.index("Loading")]
+    child.send("hello\r")
+    child.expect(FOOTER)
+    child.expect(READY)
+    (program,) = psutil.Process(child.pid).children()
+    program.send_signal(signum)
+    child.expect(rf"code {128 + signum}\r\n")
+    child.expect(pexpect.EOF)
+    modes = r" -?(?:echo|icanon|isig|icrnl)\b"
+    assert re.findall(modes, child.before) == re.findall(modes, before)
+    assert " echo" in re.findall(modes, before)
+    child.close()
+    (kept,) = (tmp_path / "nanopage" / "conversations").iterdir()
+    assert json.loads(kept.read_text())["messages"][0]["content"] == "hello"
+
+
+def test_without_a_history_nothing_is_written(model, tmp_path):
+    terminal = Terminal(model, tmp_path, "--max-tokens", "5", NANOPAGE_HISTORY="0")
+    terminal.ask("hello", FOOTER)
+    terminal.ask("\x04", enter="")
+    assert terminal.exit_code() == 0
+    assert list(tmp_path.iterdir()) == []
+    terminal = Terminal(model, tmp_path, "--continue", NANOPAGE_HISTORY="0")
+    assert terminal.exit_code() == 2
+    assert "NANOPAGE_HISTORY=0 keeps no conversations" in terminal.shown
+    terminal = Terminal(model, tmp_path, "--continue")
+    assert terminal.exit_code() == 2
+    assert "no conversation is kept" in terminal.shown
+
+
+def shell(command: str) -> subprocess.CompletedProcess:
+    command = command.replace("chat.py", f"{sys.executable} {ROOT}/chat.py --eager --max-tokens 5 --temperature 0", 1)
+    return subprocess.run(["bash", "-c", command], env=ENV, capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.parametrize(
+    ("command", "code", "out", "err"),
+    [
+        ("chat.py --model {} -p hi >&-", 1, "", "error: stdout is closed"),
+        ("chat.py --model {} -p hi >/dev/full", 1, "", "No space left on device"),
+        ("chat.py --model {} -p hi <&- 2>/dev/full", 0, ".", ""),
+        ("chat.py --model {} -p hi 2>&-", 0, ".", ""),
+        ("chat.py --model {} <&-", 2, "", "the prompt is empty"),
+        ("chat.py --help >/dev/full", 1, "", "No space left on device"),
+        ("chat.py --no-such-option 2>&-", 2, "", ""),
+        ("chat.py --model /no/model -p hi 2>/dev/full", 1, "", ""),
+        (
+            "printf 'caf\\351' | chat.py --model {} -p $'na\\xefve'",
+            0,
+            ".",
+            "stdin is not UTF-8.*prompt is not UTF-8",
+        ),
+    ],
+)
+def test_streams_that_are_closed_full_or_not_utf8_are_no_tracebacks(model, command, code, out, err):
+    done = shell(command.format(model))
+    assert done.returncode == code, done.stderr
+    assert bool(done.stdout.strip()) == bool(out)
+    assert re.search(err, done.stderr, re.DOTALL)
+    assert "Traceback" not in done.stderr
+    assert "Exception ignored" not in done.stderr
+
+
+class Panic(BaseException):
+    """What pyo3 raises when Rust panics."""
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (Panic("in Rust"), 1, "internal error: Panic: in Rust"),
+        (KeyError("lost"), 1, "internal error: KeyError: 'lost'"),
+        (MemoryError("no room"), 1, "error: no room"),
+        (KeyboardInterrupt(), 130, ""),
+        (BrokenPipeError(), 0, ""),
+    ],
+)
+def test_every_exception_becomes_a_message_and_an_exit_code(error, code, said, capsys):
+    def fail():
+        raise error
+
+    assert chat_program.exit_code(fail, verbose=False) == code
+    shown = " ".join(capsys.readouterr().err.split())
+    assert said in shown
+    assert ("--verbose for the traceback" in shown) == ("internal" in said)
+    assert "Traceback" not in shown
+    assert chat_program.exit_code(fail, verbose=True) == code
+    assert ("Traceback" in capsys.readouterr().err) == bool(said)
+
+
+def test_messages_of_the_engine_wait_until_the_reply_is_over(capsys):
+    logger = logging.getLogger("nanopage")
+    handlers = logger.handlers
+    try:
+        for verbose, expected in ((False, ["within", "careful"]), (True, ["loaded", "within", "compiling", "careful"])):
+            say_log(verbose)
+            logger.info("loaded")
+            with held_log():
+                logger.info("compiling")
+                logger.warning("careful")
+                say("within")
+            assert capsys.readouterr().err.split() == expected
+    finally:
+        logger.handlers = handlers

@@ -59,7 +59,7 @@ def generate_with_transformers(path, dtype, prompts, count) -> list[list[int]]:
     outputs = []
     for prompt in prompts:
         ids = torch.tensor([prompt])
-        out = model.generate(ids, do_sample=False, max_new_tokens=count, pad_token_id=2)
+        out = model.generate(ids, do_sample=False, repetition_penalty=1.0, max_new_tokens=count, pad_token_id=2)
         outputs.append(out[0, len(prompt) :].tolist())
     return outputs
 
@@ -130,7 +130,13 @@ def test_beam_search_finds_the_sequences_and_scores_of_transformers(default_mode
     prompts = token_ids(llm)[::2]  # transformers takes two seconds for each
     outputs = llm.beam_search(prompts, BeamSearchParams(width=width, max_tokens=count), use_tqdm=False)
     model = AutoModelForCausalLM.from_pretrained(default_model, dtype=torch.float32).eval()
-    options = {"num_beams": width, "num_return_sequences": width, "do_sample": False, "max_new_tokens": count}
+    options = {
+        "num_beams": width,
+        "num_return_sequences": width,
+        "do_sample": False,
+        "repetition_penalty": 1.0,
+        "max_new_tokens": count,
+    }
     options |= {"pad_token_id": 2, "return_dict_in_generate": True, "output_scores": True}
     equal, worst = 0, 0.0
     for prompt, output in zip(prompts, outputs, strict=True):

@@ -252,6 +252,22 @@ def test_a_request_that_makes_every_step_fail_ends_with_an_error_and_the_others_
     assert idle(engine)
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+def test_when_no_batch_can_run_every_request_ends_with_an_error(model, monkeypatch, overlap):
+    def failing(batch, stats):
+        raise RuntimeError("the device is gone")
+
+    engine = make_engine(model, async_scheduling=overlap)
+    monkeypatch.setattr(engine.runner, "launch", failing)
+    engine.add_request("a", "the cat", GREEDY)
+    engine.add_request("b", "a dog", GREEDY)
+    done = {}
+    for _ in range(20):  # an engine that never came to an end would fill the memory with its log
+        done |= {output.request_id: output for output in engine.step()}
+    assert all("the device is gone" in done[name].error for name in ("a", "b"))
+    assert not engine.has_unfinished_requests() and idle(engine)
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize(

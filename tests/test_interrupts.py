@@ -39,7 +39,11 @@ REQUESTS = {  # request_id -> (arrives at step, prompt, parameters, priority)
     "stopped": (4, [70] * 9, SamplingParams(seed=9, max_tokens=30, stop=["e"], min_tokens=3), 0),
 }
 ABORTED_AT = 7
-logging.getLogger("nanopage").setLevel(logging.ERROR)
+
+
+@pytest.fixture(autouse=True)
+def _no_warnings(caplog):
+    caplog.set_level(logging.ERROR, "nanopage")
 
 
 class Samples:

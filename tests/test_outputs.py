@@ -113,7 +113,7 @@ def test_without_a_temporary_file_text_is_printed(tmp_path, monkeypatch, capsys,
 
 def test_a_file_that_is_written_is_said(tmp_path, capsys):
     assert write(tmp_path / "x\x1b[2J[red].json", b"12 tok/s")
-    assert f"wrote {tmp_path}/x\\x1b[2J[red].json" in capsys.readouterr().out
+    assert f"wrote {tmp_path}/x\ufffd[2J[red].json" in capsys.readouterr().out
     assert (tmp_path / "x\x1b[2J[red].json").read_text() == "12 tok/s"
 
 

@@ -148,6 +148,13 @@ def test_max_concurrency_is_never_exceeded(limit):
     assert result["mean_requests_in_system"] == pytest.approx(result["throughput_times_mean_e2el"], rel=0.1)
 
 
+def test_a_run_that_was_stopped_before_its_first_request_has_a_summary():
+    requests = [metrics.Served(arrival, 5, 3) for arrival in (0.0, 1.0)]
+    result = metrics.summary(metrics.Run(requests), [99], {"ttft": 100})
+    assert (result["completed"], result["unfinished"], result["duration"]) == (0, 2, 0.0)
+    assert result["request_throughput"] == result["request_goodput"] == result["output_throughput"] == 0
+
+
 def test_failed_requests_are_counted_said_and_left_out_of_the_rest():
     work = [Work([1], 2), Work([1] * 11, 2), Work([1], 9), Work([1] * 11, 2)]
     _, run = driven(work, [0.0, 0.0, 1.0, 20.0])

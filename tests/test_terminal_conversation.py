@@ -1,16 +1,25 @@
-"""terminal/conversation.py: every command, what is sent and what is dropped, on a tiny model in this process."""
+"""terminal/conversation.py and commands.py: every command, what is sent and what is dropped, on a tiny model here."""
 
+import contextlib
+import dataclasses
 import json
 import os
+import shutil
 import signal
+import time
 
 import pytest
 from helpers import tiny_model
 
+import terminal.conversation
 from nanopage import LLM, SamplingParams
-from terminal.conversation import COMMANDS, Conversation
+from terminal.commands import ALIASES, COMMANDS
+from terminal.conversation import Conversation
+from terminal.kept import Kept
+from terminal.reply import Reply, encode, generate
 from terminal.session import SETTINGS, Session
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 
 
@@ -24,8 +33,18 @@ def llm(tmp_path_factory):
 def chat(llm, monkeypatch):
     """A conversation whose prompts are recorded in `chat.sent`."""
     llm.engine.reset_prefix_cache()
-    made, sent, stream = Conversation(llm, Session(GREEDY, model="tiny"), raw=False, plain=True), [], llm.stream
-    monkeypatch.setattr(llm, "stream", lambda prompt, params: sent.append(prompt) or stream(prompt, params))
+    made, sent, encoded = Conversation(llm, Session(GREEDY, model="tiny"), raw=False, plain=True), [], []
+
+    def recorded_encode(llm, prompt):
+        encoded.append(prompt)
+        return encode(llm, prompt)
+
+    def recorded_generate(*args, **options):
+        sent.append(encoded[-1])
+        return generate(*args, **options)
+
+    monkeypatch.setattr(terminal.conversation, "encode", recorded_encode)
+    monkeypatch.setattr(terminal.conversation, "generate", recorded_generate)
     made.sent = sent
     yield made
     assert not llm.engine.has_unfinished_requests()
@@ -44,11 +63,12 @@ def test_each_turn_reuses_what_the_turns_before_have_computed(chat, capsys):
     assert cached[0] == 0 < cached[1] < cached[2]
     shown = capsys.readouterr()
     assert shown.out == "".join(f"{reply.text}\n" for reply in chat.replies)
-    assert f"({cached[2]} cached), 6 out, TTFT" in shown.err
-    assert "length; context" in shown.err
+    assert f"({cached[2]} cached), 6 out, " in shown.err
+    assert "cut at max_tokens 6 (/continue goes on)" in shown.err
 
 
-def test_what_is_tokenized_otherwise_than_it_was_generated_is_said(chat, capsys, llm):
+def test_what_is_tokenized_otherwise_than_it_was_generated_is_said_to_who_wants_to_know(chat, capsys, llm):
+    chat.verbose = True
     chat.take("where is the cat?")
     assert "tokenized" not in capsys.readouterr().err
     chat.session.messages[1]["content"] = "other words"  # as a template that rewrites the reply would
@@ -105,14 +125,370 @@ def test_set_changes_the_next_reply_and_refuses_with_the_engines_words(chat):
     chat.take("/set max_tokens 3")
     chat.take("where?")
     assert chat.replies[-1].num_output_tokens == 3
-    for text, names in (("/set temperature -1", "temperature must be in"), ("/set", "/set NAME VALUE"),
-                        ("/set top_k", "/set NAME VALUE"), ("/set tpo_k 3", "did you mean top_k")):  # fmt: skip
+    before = chat.session.params
+    for text, names in (
+        ("/set temperature -1", "temperature must be in"),
+        ("/set top_k=", "/set top_k= needs a value"),
+        ("/set tpo_k 3", "did you mean top_k"),
+        ("/set =3", "no setting ''"),
+        # In range for anybody, not for this model.
+        ("/set allowed_token_ids [99999]", "allowed_token_ids: 99999 is not in the vocabulary"),
+        ("/set stop_token_ids [-1]", "stop_token_ids: -1"),
+        ('/set logit_bias {"300": 1}', "logit_bias: 300"),
+        ("/set min_tokens 9", "min_tokens=9 is more than max_tokens=3"),
+    ):
         with pytest.raises((ValueError, TypeError), match=names):
             chat.take(text)
-    chat.take("/set allowed_token_ids [99999]")  # in range for anybody, not for this model
-    with pytest.raises(ValueError, match="99999"):
-        chat.take("who?")
+    assert chat.session.params == before
     assert texts(chat.session.messages)[::2] == ["where?"]
+
+
+def test_set_shows_one_takes_an_equals_sign_and_resets(chat, capsys):
+    for text, shown, value in (
+        ("/set max_tokens", "max_tokens = 6", 6),
+        ("/set max_tokens=3", "max_tokens = 3", 3),
+        ("/set max_tokens = 4", "max_tokens = 4", 4),
+        ("/set max_tokens", "max_tokens = 4", 4),
+        ("/set max_tokens default", "max_tokens = 6", 6),
+    ):
+        chat.take(text)
+        assert capsys.readouterr().err.strip() == shown
+        assert chat.session.params.max_tokens == value
+    chat.take("/set stop ==")
+    assert chat.session.params.stop == ["="]
+    chat.take('/set stop "default"')
+    assert chat.session.params.stop == ["default"]
+    chat.take("/set")
+    assert "repetition_penalty" in capsys.readouterr().err
+
+
+def test_aliases(chat, capsys):
+    chat.take("/?")
+    shown = " ".join(capsys.readouterr().err.split())
+    assert all(f"{alias} for {name}" in shown for alias, name in ALIASES.items())
+    for alias in ("/bye", "/quit"):
+        chat.done = False
+        chat.take(alias)
+        assert chat.done
+
+
+def test_continue_goes_on_where_the_reply_was_cut(chat, capsys):
+    with pytest.raises(ValueError, match="no reply to continue"):
+        chat.take("/continue")
+    chat.take("where is the cat?")
+    chat.take("/continue")
+    assert "cut at max_tokens 6 (/continue goes on)" in " ".join(capsys.readouterr().err.split())
+    in_parts, ids = chat.session.messages, chat.last_ids
+    assert chat.replies[1].num_cached_tokens > chat.replies[0].num_prompt_tokens - 4
+    chat.take("/clear")
+    chat.take("/set max_tokens 12")
+    chat.take("where is the cat?")
+    assert ids == chat.last_ids  # as if it had not been cut
+    assert in_parts == chat.session.messages
+    for _ in range(3):
+        chat.take("/undo")
+    assert texts(chat.session.messages)[1] == chat.replies[0].text
+    chat.take("/continue")  # whose tokens are no longer known
+    assert texts(chat.session.messages)[1].startswith(chat.replies[0].text)
+    chat.last.finish_reason = "stop"
+    with pytest.raises(ValueError, match="is whole: it ended by itself"):
+        chat.take("/continue")
+
+
+def test_a_reply_cut_within_a_character_goes_on_with_the_whole_character(chat):
+    tokenizer = chat.llm.get_tokenizer()
+    ids = tokenizer.encode("ab日本")
+    chat.session.messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "ab日\ufffd"}]
+    chat.last_ids = ids[:-1]  # 日 and two bytes of 本
+    chat.take("/continue")
+    assert texts(chat.session.messages)[1].startswith("ab日")
+    assert chat.last_ids[: len(ids) - 3] == ids[:-3]
+    assert "日\ufffd" not in texts(chat.session.messages)[1] or chat.last_ids[len(ids) - 3] != ids[-3]
+
+
+def test_a_reply_that_repeats_itself_is_ended(chat, capsys, monkeypatch):
+    monkeypatch.setattr("terminal.guard.MIN_TOKENS", 40)
+    chat.take("/set allowed_token_ids [65, 66]")
+    chat.take("/set logit_bias {65: 100}")
+    chat.take("/set max_tokens 200")
+    chat.take("sing")
+    assert chat.last.finish_reason == "repetition"
+    assert 40 <= chat.last.num_output_tokens < 60
+    assert "stopped: repeating itself (/continue goes on)" in capsys.readouterr().err
+    chat.take("/continue")  # and is ended again, no sooner
+    assert chat.last.num_output_tokens >= 40
+
+
+def test_regen_keeps_the_earlier_reply_within_reach(chat, monkeypatch, capsys):
+    chat.take("/set temperature 2.0")
+    chat.take("one")
+    first = chat.session.messages
+    step, calls = chat.llm.engine.step, []
+
+    def interrupted():
+        calls.append(1)
+        if len(calls) == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+        return step()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(chat.llm.engine, "step", interrupted)
+        chat.take("/regen")
+    assert chat.session.messages != first
+    capsys.readouterr()
+    chat.take("/undo")
+    assert chat.session.messages == first
+    assert "The earlier reply is back; 1 turn(s)" in capsys.readouterr().err
+    chat.take("/clear")
+    chat.take("/undo")
+    assert chat.session.messages == first
+    chat.take("/undo")
+    assert chat.session.messages == []
+
+
+def test_edit_sends_what_the_editor_saves(chat, monkeypatch, tmp_path, capsys):
+    editor = tmp_path / "my editor"
+    editor.write_text('#!/bin/sh\nstat -c %a $(dirname $2) >> seen; cat $2 >> seen; eval "$CHANGE"\n')
+    editor.chmod(0o700)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("VISUAL", raising=False)
+    monkeypatch.setenv("EDITOR", f"'{editor}' --wait")
+    for change in ("", "echo > $2", "rm $2"):
+        monkeypatch.setenv("CHANGE", change)
+        chat.take("/edit")
+    assert chat.session.messages == []
+    monkeypatch.setenv("CHANGE", "printf 'one\\nmore \\351\\n' > $2")
+    chat.take("/edit")
+    assert texts(chat.session.messages)[0] == "one\nmore \ufffd"
+    (tmp_path / "seen").unlink()
+    monkeypatch.setenv("CHANGE", "exit 3")
+    with pytest.raises(ValueError, match="failed with exit code 3: nothing is sent"):
+        chat.take("/edit")
+    assert (tmp_path / "seen").read_text() == "700\none\nmore \ufffd"  # private; begins with the last message
+    monkeypatch.setenv("VISUAL", "no-such-editor")
+    with pytest.raises(ValueError, match="no-such-editor cannot be run"):
+        chat.take("/edit")
+
+
+def test_kept_conversations_are_listed_and_loaded_by_number(chat, llm, tmp_path, capsys):
+    with pytest.raises(ValueError, match="no other conversation is kept"):
+        chat.take("/load")
+    for question in ("first \x1b[2J question", "second question"):
+        other = Conversation(llm, Session(GREEDY, model="tiny"), raw=False, plain=True, kept=Kept(tmp_path))
+        other._take_safely(question)
+    (tmp_path / "2000-broken.json").write_text("{")
+    os.utime(tmp_path / "2000-broken.json", (0, 0))
+    chat.kept = Kept(tmp_path)
+    capsys.readouterr()
+    chat.take("/load")
+    one, two, three = capsys.readouterr().err.split("\n")[:3]
+    assert one.startswith("1 ")
+    assert "1 turn(s)" in one
+    assert one.rstrip().endswith("second question")
+    assert two.rstrip().endswith("first \ufffd[2J question")
+    assert three.rstrip().endswith("it is damaged")
+    chat.take("/load 1")
+    assert texts(chat.session.messages)[0] == "second question"
+    with pytest.raises(ValueError, match=r"no kept conversation 7: /load lists them \(\./7 is a file\)"):
+        chat.take("/load 7")
+    chat._take_safely("more")
+    assert len(list(tmp_path.glob("*.json"))) == 3  # the file that it came from is replaced
+    assert texts(chat.session.messages)[::2] == ["second question", "more"]
+
+
+def test_a_conversation_that_cannot_be_kept_is_said_once_and_goes_on(chat, tmp_path, capsys):
+    (tmp_path / "file").touch()
+    chat.kept = Kept(tmp_path / "file" / "conversations")
+    chat._take_safely("one")
+    assert capsys.readouterr().err.count("no longer kept") == 1
+    chat._take_safely("two")
+    assert "kept" not in capsys.readouterr().err
+    assert len(chat.session.messages) == 4
+
+
+def test_settings_of_a_file_are_checked_against_this_model(chat, tmp_path):
+    file = tmp_path / "s.json"
+    Session(dataclasses.replace(GREEDY, stop_token_ids=[5000])).save(file)
+    with pytest.raises(ValueError, match=r"s\.json has settings that this model refuses: stop_token_ids: 5000"):
+        chat.take(f"/load {file}")
+    assert chat.session.params == GREEDY
+
+
+def test_model_changes_the_model_and_keeps_the_conversation(chat, llm, tmp_path, capsys):
+    """The second model is a stand-in: one that was loaded before."""
+    other = LLM(
+        str(tiny_model(tmp_path / "other", seed=1)), device="cpu", num_gpu_blocks_override=64, enforce_eager=True
+    )
+    loaded = []
+
+    def load(model):
+        loaded.append(model)
+        if model == str(tmp_path / "late"):
+            raise MemoryError("no room")
+        return (other, "other", SamplingParams(top_k=9)) if model == str(tmp_path / "other") else (llm, "tiny", GREEDY)
+
+    with pytest.raises(ValueError, match="cannot be changed"):
+        chat.take("/model x")
+    chat._load, chat._model = load, "first"
+    chat.take("one")
+    chat.take("/set top_p 0.5")
+    (tmp_path / "base").mkdir()
+    for name in ("missing", "base"):
+        with pytest.raises((ValueError, OSError), match=name):
+            chat.take(f"/model {tmp_path / name}")
+    assert loaded == []  # nothing was unloaded for a model that cannot be
+    chat.take(f"/model {tmp_path / 'other'}")
+    assert "other, float32 on cpu" in capsys.readouterr().err
+    assert chat.llm is other
+    assert (chat.session.params.top_k, chat.session.params.top_p) == (9, 0.5)  # its own, and what was set
+    chat.take("two")
+    assert texts(chat.sent[-1])[::2] == ["one", "two"]
+    shutil.copytree(tmp_path / "other", tmp_path / "late")
+    with pytest.raises(MemoryError, match="no room"):
+        chat.take(f"/model {tmp_path / 'late'}")
+    assert loaded[-1] == str(tmp_path / "other")  # which is there again
+    assert chat.llm is other
+    chat.take("/model")
+    assert "other, float32 on cpu" in capsys.readouterr().err
+
+
+class Panic(BaseException):
+    """What pyo3 raises when Rust panics."""
+
+
+@pytest.mark.parametrize("error", [Panic("in Rust"), KeyError("lost"), AssertionError(), ValueError("no")])
+def test_no_error_ends_the_conversation(chat, monkeypatch, capsys, error):
+    def fail(*args, **options):
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(terminal.conversation, "generate", fail)
+        chat._take_safely("one")
+    shown = " ".join(capsys.readouterr().err.split())
+    assert ("internal error: " + type(error).__name__ in shown) == (not isinstance(error, ValueError))
+    assert "Traceback" not in shown
+    chat._take_safely("two")
+    assert texts(chat.session.messages)[::2] == ["two"]
+
+
+class Typist:
+    """A prompt at which a script types: text, or an exception that it raises, after typing or not."""
+
+    dumb = False
+    why_no_history = ""
+
+    def __init__(self, *inputs):
+        self.inputs, self.typed = list(inputs), False
+
+    def read(self):
+        text, self.typed = self.inputs.pop(0)
+        if isinstance(text, BaseException):
+            raise text
+        return text
+
+
+@pytest.mark.parametrize(
+    ("inputs", "code"),
+    [
+        ([(KeyboardInterrupt(), False), (KeyboardInterrupt(), False)], 130),
+        ([(KeyboardInterrupt(), True), (KeyboardInterrupt(), True), (EOFError(), False)], 0),
+        ([(KeyboardInterrupt(), False), (KeyboardInterrupt(), True), (EOFError(), False)], 0),
+        ([(KeyboardInterrupt(), False), ("/help", True), (KeyboardInterrupt(), False), (EOFError(), False)], 0),
+    ],
+)
+def test_only_two_ctrl_c_on_empty_lines_in_a_row_leave_and_the_conversation_is_kept(
+    chat, monkeypatch, tmp_path, inputs, code
+):
+    typist = Typist(("hello", True), *inputs)
+    monkeypatch.setattr(terminal.conversation, "Prompt", lambda history, commands: typist)
+    chat.kept = Kept(tmp_path)
+    assert chat.run() == code
+    assert typist.inputs == []
+    assert len(list(tmp_path.glob("*.json"))) == 1
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_in_a_reply_keeps_what_came_and_leaves_with_its_code(chat, monkeypatch, tmp_path, signum):
+    step, calls = chat.llm.engine.step, []
+
+    def interrupted():
+        calls.append(1)
+        if len(calls) == 3:
+            os.kill(os.getpid(), signum)
+        return step()
+
+    typist = Typist(("hello", True))
+    monkeypatch.setattr(terminal.conversation, "Prompt", lambda history, commands: typist)
+    monkeypatch.setattr(chat.llm.engine, "step", interrupted)
+    chat.kept = Kept(tmp_path)
+    with pytest.raises(SystemExit) as left:
+        chat.run()
+    assert left.value.code == 128 + signum
+    (file,) = tmp_path.glob("*.json")
+    kept = Session(GREEDY)
+    kept.load(file)
+    assert texts(kept.messages) == ["hello", chat.replies[0].text]
+    assert chat.replies[0].num_output_tokens == 3
+
+
+def test_a_prompt_is_read_in_chunks_and_a_first_ctrl_c_ends_the_reading_after_one(tmp_path, monkeypatch, capsys):
+    path = tiny_model(tmp_path / "model")
+    llm = LLM(str(path), device="cpu", num_gpu_blocks_override=64, enforce_eager=True, max_num_batched_tokens=16)
+    chat = Conversation(llm, Session(GREEDY, model="tiny"), raw=False, plain=True)
+    shown = []
+
+    @contextlib.contextmanager
+    def recorded(text, delay):
+        shown.append(text)
+        yield shown.append
+
+    monkeypatch.setattr("terminal.reply.spinner", recorded)
+    chat.take("the cat and the dog " * 4)  # 37 tokens
+    tokens = chat.replies[0].num_prompt_tokens
+    assert shown == [f"reading {tokens} tokens", *(f"reading {n} of {tokens} tokens" for n in (16, 32, tokens))]
+    step, calls = llm.engine.step, []
+
+    def interrupted():
+        calls.append(1)
+        if len(calls) == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+            while "stopping... press Ctrl-C again to stop now" not in shown:
+                time.sleep(0.01)  # it is said while the step still runs
+        return step()
+
+    shown.clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.engine, "step", interrupted)
+        chat.take("another thing " * 20)
+    assert len(calls) == 2
+    assert "the conversation is as it was" in " ".join(capsys.readouterr().err.split())
+    assert len(chat.session.messages) == 2
+    assert llm.engine.listeners == []
+    assert llm.engine.scheduler.block_manager.num_free_blocks == 64
+
+
+@pytest.mark.parametrize(("tokens", "cached", "out"), [(39, 0, 8), (120_490, 120_464, 16_384), (10**7, 10**7, 10**6)])
+@pytest.mark.parametrize("seconds", [0.03, 12_345.6, None])
+def test_the_footer_fits_80_columns(tokens, cached, out, seconds):
+    rate = None if seconds is None else 1e6 / seconds
+    footer = Reply("", "stop", tokens, cached, out, seconds, rate, rate, [0] * 9).footer(9)
+    assert len(footer) <= 80
+    assert footer.startswith(f"{tokens:,} tokens in ({cached:,} cached), {out:,} out")
+    assert footer.endswith("context 100%")
+
+
+@pytest.mark.parametrize(
+    ("reason", "out", "ending"),
+    [
+        ("stop", 5, ""),
+        ("length", 1024, "cut at max_tokens 1024"),
+        ("length", 5, "cut: the context is full"),
+        ("abort", 5, "stopped by Ctrl-C"),
+        ("repetition", 5, "stopped: repeating itself"),
+    ],
+)
+def test_a_reply_that_is_not_whole_says_why(reason, out, ending):
+    assert Reply("", reason, 1, 0, out, None, None, None, []).ending(1024) == ending
 
 
 def test_undo_clear_and_regen(chat, capsys):
@@ -130,6 +506,9 @@ def test_undo_clear_and_regen(chat, capsys):
     chat.take("/regen")
     assert chat.session.messages[:3] == before[:3]
     assert chat.session.messages[3] != before[3]
+    chat.take("/undo")
+    assert chat.session.messages == before
+    chat.take("/undo")
     chat.take("/undo")
     assert chat.session.messages == before[:2]
     chat.take("/system Kept.")
@@ -153,7 +532,7 @@ def test_save_and_load_go_on_where_it_was(chat, llm, tmp_path, capsys):
     other.take("two")
     assert texts(chat.sent[-1]) == ["Be brief.", "one", chat.session.messages[1]["content"], "two"]
     assert json.loads((tmp_path / "my session.json").read_text())["messages"] == chat.session.messages
-    for text in ("/save", "/load", f"/load {tmp_path}/missing"):
+    for text in ("/save", f"/load {tmp_path}/missing"):
         with pytest.raises((ValueError, OSError), match=r"FILE|missing"):
             chat.take(text)
 
@@ -242,3 +621,20 @@ def test_raw_goes_on_with_one_text(chat, llm, tmp_path):
     with pytest.raises(ValueError, match=r"s\.json has a system message"):
         raw.take(f"/load {tmp_path}/s.json")
     assert len(raw.session.messages) == 4
+
+
+def test_an_error_of_the_engine_ends_the_reply_and_is_said(chat, llm, monkeypatch, capsys):
+    launch = llm.engine.runner.launch
+
+    def failing(batch, stats):
+        if batch.sequences[0].start + batch.sequences[0].num_tokens > 28:
+            raise RuntimeError("the device is gone")
+        return launch(batch, stats)
+
+    monkeypatch.setattr(llm.engine.runner, "launch", failing)
+    chat.take("where is the cat?")
+    assert chat.last.finish_reason == "error"
+    assert "ended by an error: RuntimeError: the device is gone" in capsys.readouterr().err
+    monkeypatch.undo()
+    chat.take("and the dog?")
+    assert chat.last.finish_reason == "length"

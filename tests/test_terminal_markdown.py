@@ -1,12 +1,12 @@
 """terminal/markdown.py: the same blocks however a text arrives, each printed once, on an emulated screen."""
 
-import io
 import random
+import re
 
-import pyte
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from screens import Reflowing, Screen
 
 from terminal.markdown import BLOCKS, BlockSplitter, ReplyPrinter
 
@@ -90,26 +90,8 @@ def test_a_block_is_finished_by_a_blank_line_or_once_the_next_one_has_begun():
     assert splitter.finish() == ["```\n\n# no heading\n\n```\n", "end"]
 
 
-class Screen(io.StringIO):
-    """A file whose text is on the screen of an emulated terminal."""
-
-    def __init__(self, columns: int = 60, rows: int = 24):
-        super().__init__()
-        self.terminal = pyte.HistoryScreen(columns, rows, history=10_000, ratio=0.5)
-        self.stream = pyte.Stream(self.terminal)
-
-    def write(self, text: str) -> int:
-        self.stream.feed(text.replace("\n", "\r\n"))
-        return super().write(text)
-
-    def lines(self) -> list[str]:
-        """Scrollback and window, without the blanks at the end."""
-        scrolled = ["".join(line[i].data for i in range(self.terminal.columns)) for line in self.terminal.history.top]
-        return "\n".join(line.rstrip() for line in [*scrolled, *self.terminal.display]).rstrip().split("\n")
-
-
 def printer(screen: Screen, monkeypatch, **options) -> ReplyPrinter:
-    made = ReplyPrinter(screen, interval=0, **options)
+    made = ReplyPrinter(screen, interval=0, **{"reflows": False} | options)
     monkeypatch.setattr(made, "_size", lambda: (screen.terminal.columns, screen.terminal.lines))
     monkeypatch.setattr("terminal.markdown.time.monotonic", lambda: 0.0)  # so that every piece is a frame
     return made
@@ -130,7 +112,7 @@ def test_what_is_left_on_the_screen_does_not_depend_on_how_the_text_came(monkeyp
         assert show(Screen(rows=rows), cut(TEXT, seed), monkeypatch) == whole
     assert show(Screen(rows=rows), TEXT, monkeypatch) == whole
     text = "\n".join(whole)
-    for shown in ("three", "果物 🍎🍐🍌", "(http://example.com/a)", "\nA line of its own.", "     return x  # kept",
+    for shown in ("three", "果物 🍎🍐🍌", "(http://example.com/a)", "\nA line of its own.", "\n    return x  # kept\n",
                   "<b>tags are text</b>", "The end, without a newline", "• nested"):  # fmt: skip
         assert text.count(shown) == 1
     assert "**" not in text
@@ -152,17 +134,67 @@ def test_a_finished_block_is_written_once(monkeypatch):
 def test_a_block_taller_than_the_window_is_clipped_while_it_grows_and_printed_whole_at_the_end(monkeypatch):
     screen = Screen(rows=10)
     made = printer(screen, monkeypatch)
-    made.feed("Before.\n\n```python\n")
+    made.feed("Before.\n\n")
     for i in range(200):
-        made.feed(f"# line_{i}\n")
+        made.feed(f"- line_{i}\n")
     assert not [line for line in screen.lines()[: -screen.terminal.lines] if "line_" in line]  # no scrap scrolled away
     assert "line_199" in "\n".join(screen.terminal.display)
-    assert screen.getvalue().rpartition("# line_199")[0].endswith("m")  # the clipped tail is still highlighted code
-    made.feed("```\n\nAfter.")
+    made.feed("\nAfter.")
     made.finish()
     lines = screen.lines()
-    assert [line.strip() for line in lines if "line_" in line] == [f"# line_{i}" for i in range(200)]
+    assert [line.strip(" •") for line in lines if "line_" in line] == [f"line_{i}" for i in range(200)]
     assert (lines[0], lines[-1]) == ("Before.", "After.")
+
+
+def test_lines_of_code_are_printed_once_as_soon_as_they_are_whole(monkeypatch):
+    screen = Screen(rows=10)
+    made = printer(screen, monkeypatch)
+    made.feed("Before.\n\n```python\n\n")
+    for i in range(200):
+        made.feed(f"\t# line_{i}\n")
+        if i == 99:
+            scrolled = "\n".join(screen.lines()[: -screen.terminal.lines])
+            assert "line_85" in scrolled  # the scrollback has what the window does not
+        made.feed("\n")
+    assert screen.getvalue().count("# line_42") == 1
+    made.feed("``")
+    assert "``" not in "\n".join(screen.terminal.display)  # the end of the code, no line of it
+    made.feed("`\n\nAfter.")
+    made.finish()
+    lines = screen.lines()
+    assert [line.strip() for line in lines[2:-2:2]] == [f"# line_{i}" for i in range(200)]
+    assert (lines[:2], lines[-2:]) == (["Before.", ""], ["", "After."])
+    assert "\n\t\x1b[2m# line_199" in screen.getvalue()  # still highlighted, its tab kept
+
+
+def test_code_is_written_without_padding_or_breaks_so_that_it_can_be_copied(monkeypatch):
+    screen = Screen(20, 10)
+    line = "x = [" + ", ".join(map(str, range(40))) + "]"
+    show(screen, list(f"Look:\n```\n{line}\n```\n\n    {line}\n"), monkeypatch)
+    plain = re.sub(r"\x1b\[[?0-9;]*[A-Za-z]", "", screen.getvalue())
+    assert plain.count(f"\n{line}\n") == 2
+    nested = show(Screen(), list("- item\n\n  ```\n  code\n  ```\n"), monkeypatch)
+    assert nested == [" • item", "   code"]
+
+
+def test_a_reply_that_goes_on_repeats_only_its_unfinished_block(monkeypatch):
+    screen = Screen()
+    made = printer(screen, monkeypatch)
+    made.skip("One.\n\n```\na = 1\nb =")
+    for piece in (" 2\n", "c = 3\n```\n", "\nTwo."):
+        made.feed(piece)
+    made.finish()
+    assert screen.lines() == ["b = 2", "c = 3", "", "Two."]
+
+
+def test_a_resize_leaves_no_row_behind_where_the_terminal_wraps_anew(monkeypatch):
+    screen = Reflowing(60, 24)
+    made = printer(screen, monkeypatch, reflows=True)
+    made.feed("alpha block\n\n" + "gamma " * 30)
+    for count, columns in enumerate((31, 17, 50), 31):
+        screen.resize(columns)
+        made.feed("gamma ")
+        assert "\n".join(screen.lines()).split() == ["alpha", "block", *["gamma"] * count]
 
 
 def test_a_line_of_thousands_of_characters_is_no_trouble(monkeypatch):
@@ -206,7 +238,7 @@ def test_rows_that_are_drawn_over_do_not_wrap(monkeypatch):
     made.feed("first\n\n")
     for _ in range(30):
         made.feed("👨‍👩‍👧‍👦")
-    assert made._rows <= 8
+    assert len(made._drawn) <= 8
     made.feed("\n\nlast")
     made.finish()
     assert screen.lines()[0] == "first"

@@ -1,10 +1,19 @@
-"""terminal/prompt.py: blocks in triple quotes, completion, and a history that is private and survives odd input."""
+"""terminal/prompt.py: triple quotes, completion, Ctrl-C, and a history that is private and survives odd input.
+
+What the editor saves is tested with /edit, in test_terminal_conversation.py.
+"""
 
 import stat
 
 import pytest
+from prompt_toolkit.application import create_app_session
+from prompt_toolkit.data_structures import Size
 from prompt_toolkit.document import Document
 from prompt_toolkit.history import FileHistory
+from prompt_toolkit.input import create_pipe_input
+from prompt_toolkit.output import DummyOutput
+from prompt_toolkit.output.vt100 import Vt100_Output
+from screens import Reflowing
 
 from terminal.prompt import Prompt, _Completer, _private_file, is_open, unquoted
 
@@ -61,7 +70,81 @@ def test_the_history_is_private_and_one_write_an_entry(tmp_path):
     history.store_string("a full disk costs no message")
 
 
-def test_a_history_that_can_not_be_kept_is_said(tmp_path, monkeypatch):
+def test_a_history_that_cannot_be_kept_is_said(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     monkeypatch.setenv("TERM", "xterm")
     assert "no history is kept" in Prompt(tmp_path / "file" / "history", COMMANDS).why_no_history
+
+
+@pytest.fixture
+def typist(monkeypatch):
+    """A prompt, and a function that types into it."""
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr("terminal.prompt.create_output", lambda **options: DummyOutput())
+    with create_pipe_input() as pipe, create_app_session(input=pipe, output=DummyOutput()):
+        yield Prompt(None, COMMANDS), pipe.send_text
+
+
+def test_ctrl_c_empties_a_line_and_is_raised_in_an_empty_one(typist):
+    prompt, send = typist
+    send("\x03")
+    with pytest.raises(KeyboardInterrupt):
+        prompt.read()
+    assert not prompt.typed
+    send("abc\x03def\r")
+    assert prompt.read() == "def"
+    send("abc\x7f\x7f\x7f\x03")
+    with pytest.raises(KeyboardInterrupt):
+        prompt.read()
+    assert prompt.typed  # though nothing of it is left
+    send('"""\rtwo\rlines\x03\x03')
+    with pytest.raises(KeyboardInterrupt):
+        prompt.read()
+    send("\x04")
+    with pytest.raises(EOFError):
+        prompt.read()
+
+
+def test_without_a_history_file_none_is_written(typist, tmp_path, monkeypatch):
+    prompt, send = typist
+    monkeypatch.chdir(tmp_path)
+    send("hello\r")
+    assert (prompt.read(), prompt.why_no_history) == ("hello", "")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_resize_at_the_prompt_leaves_no_row_behind(monkeypatch):
+    """Where the terminal wraps the rows of the prompt anew."""
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("TMUX", "1")
+    monkeypatch.setenv("PROMPT_TOOLKIT_NO_CPR", "1")
+    screen, widths, shown = Reflowing(60, 24), [25, 11, 50], []
+    output = Vt100_Output(screen, lambda: Size(rows=24, columns=screen.terminal.columns), term="xterm")
+    monkeypatch.setattr("terminal.prompt.create_output", lambda **options: output)
+    line = "twenty words fit into it " * 4
+    with create_pipe_input() as pipe, create_app_session(input=pipe, output=output):
+        prompt = Prompt(None, COMMANDS)
+        app = prompt._session.app
+
+        def resize():
+            if widths:
+                screen.resize(widths.pop(0))
+                app._on_resize()  # what SIGWINCH does
+
+        def after_render(app):
+            if app.is_done or len(app.current_buffer.text) < len(line):
+                return
+            shown.append(screen.lines())
+            if widths:
+                app.loop.call_soon(resize)
+            else:
+                app.exit(result="")
+
+        app.after_render += after_render
+        pipe.send_text(line)
+        prompt.read()
+    assert widths == []
+    for lines in shown:
+        assert "".join(row[2:] for row in lines).replace(" ", "") == line.replace(" ", "")
+        assert sum(row.startswith("> ") for row in lines) == 1
+    assert len(shown[1]) > len(shown[0])

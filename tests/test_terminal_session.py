@@ -7,7 +7,7 @@ import stat
 import pytest
 
 from nanopage import SamplingParams
-from terminal.session import FORMAT, VERSION, Session
+from terminal.session import FORMAT, VERSION, Session, state_directory
 
 MESSAGES = [{"role": "user", "content": "where?\n日本 🙂"}, {"role": "assistant", "content": "there"}]
 
@@ -75,7 +75,7 @@ def test_a_save_that_fails_leaves_the_old_file_and_no_scraps(tmp_path, monkeypat
         (lambda d: d | {"messages": [{"role": "user", "content": 5}, MESSAGES[1]]}, r"messages\[0\]\['content'\]"),
         (lambda d: d | {"settings": []}, "settings must be"),
         (lambda d: d | {"settings": {"temprature": 1}}, "temprature.*did you mean temperature"),
-        (lambda d: d | {"settings": {"n": 2}}, "n can not be set"),
+        (lambda d: d | {"settings": {"n": 2}}, "n cannot be set"),
         (lambda d: d | {"settings": {"top_p": 3}}, r"top_p must be in \[0, 1\]"),
         (lambda d: d | {"settings": {"max_tokens": "7"}}, "max_tokens must be an integer"),
     ],
@@ -91,14 +91,50 @@ def test_a_damaged_or_newer_file_is_refused_by_name_and_changes_nothing(tmp_path
     assert loaded == session(system="mine")
 
 
-def test_files_that_can_not_be_read_are_named(tmp_path):
+def test_files_that_cannot_be_read_are_named(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"no file .*s\.json"):
         session().load(tmp_path / "s.json")
     (tmp_path / "s.json").write_bytes(b"\xff\xfe" + FORMAT.encode())
     with pytest.raises(ValueError, match=r"s\.json"):
         session().load(tmp_path / "s.json")
-    with pytest.raises(FileNotFoundError, match="no file"):
+    with pytest.raises(ValueError, match="is not a file"):
         session().load(tmp_path)
+
+
+def test_a_pipe_a_device_and_a_huge_file_are_refused_and_never_read(tmp_path, monkeypatch):
+    os.mkfifo(tmp_path / "pipe")  # nobody writes to it: reading would wait forever
+    with open(tmp_path / "huge.json", "wb") as huge:
+        huge.truncate(60_000_000)
+    monkeypatch.setattr("terminal.session.read_json", lambda file: pytest.fail(f"{file} was read"))
+    for name, refused in (("pipe", "pipe is not a file"), ("huge.json", "huge.json is not a session: it has 60 MB"),
+                          ("/dev/zero", "/dev/zero is not a file")):  # fmt: skip
+        with pytest.raises(ValueError, match=refused):
+            session().load(tmp_path / name)
+        with pytest.raises(ValueError, match="exists and is not a session"):
+            session().save(tmp_path / name)
+
+
+def test_text_that_no_tokenizer_can_read_is_refused_by_name(tmp_path):
+    session().save(tmp_path / "s.json")
+    data = json.loads((tmp_path / "s.json").read_text())
+    messages = [{"role": "user", "content": "\udfff"}, MESSAGES[1]]
+    for change, name in (
+        ({"system": "\ud800"}, "system"),
+        ({"settings": {"stop": ["\udc80"]}}, "stop"),
+        ({"messages": messages}, r"messages\[0\]"),
+    ):
+        (tmp_path / "s.json").write_text(json.dumps(data | change))
+        with pytest.raises(ValueError, match=f"s.json is damaged: {name}.* has a lone surrogate"):
+            session().load(tmp_path / "s.json")
+
+
+def test_a_relative_state_directory_is_ignored(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for value in ("state", "", "./x"):
+        monkeypatch.setenv("XDG_STATE_HOME", value)
+        assert state_directory() == tmp_path / ".local" / "state" / "nanopage"
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "s"))
+    assert state_directory() == tmp_path / "s" / "nanopage"
 
 
 @pytest.mark.parametrize(
@@ -120,9 +156,7 @@ def test_files_that_can_not_be_read_are_named(tmp_path):
     ],
 )
 def test_settings_are_typed_as_json_or_python_would_write_them(name, text, value):
-    changed = session()
-    changed.set(name, text)
-    assert getattr(changed.params, name) == value
+    assert getattr(session().changed(name, text), name) == value
 
 
 @pytest.mark.parametrize(
@@ -135,12 +169,14 @@ def test_settings_are_typed_as_json_or_python_would_write_them(name, text, value
         ("min_tokens", "8", "min_tokens=8 is more than max_tokens=7"),
         ("stop", '[""]', "stop must not contain an empty string"),
         ("temprature", "1", "no setting 'temprature': did you mean temperature.*max_tokens"),
-        ("n", "2", "n can not be set here"),
-        ("logprobs", "2", "logprobs can not be set here"),
+        ("n", "2", "n cannot be set here"),
+        ("logprobs", "2", "logprobs cannot be set here"),
+        ("stop", '"a\\ud800"', r"stop has a lone surrogate, U\+D800"),
+        ("bad_words", '["\\udfff"]', r"bad_words has a lone surrogate, U\+DFFF"),
     ],
 )
 def test_a_wrong_setting_is_named_and_changes_nothing(name, text, names):
-    changed = session()
+    unchanged = session()
     with pytest.raises((ValueError, TypeError), match=names):
-        changed.set(name, text)
-    assert changed == session()
+        unchanged.changed(name, text)
+    assert unchanged == session()

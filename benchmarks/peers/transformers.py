@@ -52,6 +52,7 @@ def runner(model: Path, dtype, device, load_format: str = "auto") -> Engine:
             ids.to(device),
             attention_mask=mask.to(device),
             do_sample=False,
+            repetition_penalty=1.0,  # the checkpoint may recommend another
             min_new_tokens=longest,
             max_new_tokens=longest,
             pad_token_id=0,

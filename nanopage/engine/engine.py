@@ -198,7 +198,10 @@ class LLMEngine:
         with self._call():
             suspect = next(iter(self.scheduler.suspects), None)
             try:
-                self._run_batch(stats)
+                if self.scheduler.has_unfinished() or self._launched is not None:
+                    self._run_batch(stats)
+                else:  # only outputs are left
+                    self._count(Batch(), stats)
                 self._report()
             except Exception as error:
                 self._isolate(error, suspect)

@@ -1,0 +1,43 @@
+"""The engine's messages, as chat.py shows them: warnings, and with --verbose the rest, never within a reply."""
+
+import contextlib
+import logging
+from collections.abc import Iterator
+
+import nanopage  # noqa: F401 (which installs the handler that is replaced here)
+from terminal.text import say
+
+LOGGER = logging.getLogger("nanopage")
+
+
+class _Said(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        say(record.getMessage())
+
+
+class _Held(logging.Handler):
+    def __init__(self):
+        super().__init__()
+        self.records: list[logging.LogRecord] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.records.append(record)
+
+
+def say_log(verbose: bool) -> None:
+    """Print the engine's warnings, or all of its messages if `verbose`, instead of what its own handler prints."""
+    handler = _Said(logging.INFO if verbose else logging.WARNING)
+    LOGGER.handlers = [handler]
+
+
+@contextlib.contextmanager
+def held_log() -> Iterator[None]:
+    """Messages wait until the block is left."""
+    handlers, held = LOGGER.handlers, _Held()
+    LOGGER.handlers = [held]
+    try:
+        yield
+    finally:
+        LOGGER.handlers = handlers
+        for record in held.records:
+            LOGGER.handle(record)

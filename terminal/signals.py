@@ -1,0 +1,162 @@
+"""Ctrl-C, SIGTERM, SIGHUP and Ctrl-Z while something runs, and the terminal's modes meanwhile."""
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+
+TERMINATING = [signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else [])]
+
+
+def _handle(signums: list[signal.Signals], handler: Callable) -> dict:
+    """Install `handler`, but leave a signal ignored that was ignored (nohup). Returns the handlers to restore."""
+    return {s: signal.signal(s, handler) for s in signums if signal.getsignal(s) not in (signal.SIG_IGN, None)}
+
+
+def _restore(handlers: dict) -> None:
+    for signum, handler in handlers.items():
+        signal.signal(signum, handler)
+
+
+@contextlib.contextmanager
+def orderly_exit() -> Iterator[None]:
+    """SIGTERM and SIGHUP leave through every cleanup, with exit code 128 + signal. The terminal gets its modes back."""
+
+    def leave(signum, frame):
+        raise SystemExit(128 + signum)
+
+    previous = _handle(TERMINATING, leave)
+    try:
+        with _modes_restored():
+            yield
+    finally:
+        _restore(previous)
+
+
+class Interrupt:
+    """Whether work was asked to stop.
+
+    `signum` is the signal that asked, or None. `notice` is called at once when it arrives, by another thread: Python
+    runs signal handlers only between two operations of torch, which can take seconds. `over` says that the work has
+    ended, so that a second signal has nothing to stop. `resumed` says that the program was suspended meanwhile.
+    """
+
+    def __init__(self):
+        self.signum: int | None = None
+        self.notice: Callable[[], None] = lambda: None
+        self.over = False
+        self.resumed = False
+
+
+@contextlib.contextmanager
+def interruptible() -> Iterator[Interrupt]:
+    """SIGINT, SIGTERM and SIGHUP only set a flag. The second one raises KeyboardInterrupt.
+
+    After SIGTERM or SIGHUP the block is left by SystemExit, with code 128 + signal. Keys typed meanwhile are not shown
+    and wait for the next prompt.
+    """
+    interrupt = Interrupt()
+
+    def handler(signum, frame):
+        first = interrupt.signum is None
+        if interrupt.signum not in TERMINATING:
+            interrupt.signum = signum
+        if not first and not interrupt.over:
+            raise KeyboardInterrupt
+
+    def resumed():
+        interrupt.resumed = True
+
+    previous = _handle([signal.SIGINT, *TERMINATING], handler)
+    try:
+        with _noticed_at_once(list(previous), interrupt), unechoed(resumed):
+            yield interrupt
+    finally:
+        _restore(previous)
+        if interrupt.signum in TERMINATING:
+            raise SystemExit(128 + interrupt.signum)
+
+
+@contextlib.contextmanager
+def _noticed_at_once(signums: list[signal.Signals], interrupt: Interrupt) -> Iterator[None]:
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+
+    def watch():
+        while arrived := os.read(reading, 1):
+            if arrived[0] in signums:
+                interrupt.notice()
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    previous = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(previous)
+        os.close(writing)
+        watcher.join()
+        os.close(reading)
+
+
+@contextlib.contextmanager
+def unechoed(resumed: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """Typed keys are not shown and wait for the next prompt. Ctrl-Z gives the shell its echo back.
+
+    Args:
+        resumed: called when the program goes on after Ctrl-Z.
+    """
+    with _modes_restored() as before:
+        if before is None:
+            yield
+            return
+        import termios
+
+        silent = [*before]
+        silent[3] &= ~termios.ECHO
+
+        def suspend(signum, frame):
+            termios.tcsetattr(sys.stdin, termios.TCSANOW, before)
+            signal.signal(signal.SIGTSTP, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGTSTP)  # returns when the shell resumes the program
+            signal.signal(signal.SIGTSTP, suspend)
+            if _in_foreground():
+                termios.tcsetattr(sys.stdin, termios.TCSANOW, silent)
+            resumed()
+
+        previous = _handle([signal.SIGTSTP], suspend)
+        termios.tcsetattr(sys.stdin, termios.TCSANOW, silent)
+        try:
+            yield
+        finally:
+            _restore(previous)
+
+
+@contextlib.contextmanager
+def _modes_restored() -> Iterator[list | None]:
+    """Yields the modes of the terminal, which it has again afterwards; None if this process may not set them."""
+    if not _in_foreground():
+        yield None
+        return
+    import termios
+
+    before = termios.tcgetattr(sys.stdin)
+    try:
+        yield before
+    finally:
+        if _in_foreground():
+            termios.tcsetattr(sys.stdin, termios.TCSANOW, before)
+
+
+def _in_foreground() -> bool:
+    """Whether stdin is a terminal, on Unix, and this process in its foreground: setting modes would stop it elsewhere.
+
+    False once the terminal has hung up.
+    """
+    with contextlib.suppress(ImportError, OSError, ValueError, AttributeError):
+        import termios  # noqa: F401
+
+        return os.tcgetpgrp(sys.stdin.fileno()) == os.getpgrp()
+    return False

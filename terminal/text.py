@@ -1,0 +1,99 @@
+"""What the programs write to the terminal beside replies, and how text from outside is made safe to print.
+
+Imports nothing of the engine.
+"""
+
+import contextlib
+import os
+import re
+import sys
+import traceback
+from collections.abc import Iterable, Iterator
+from typing import TextIO
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+# Control characters move the cursor, set the title or reach the clipboard; surrogates cannot be encoded.
+UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
+# What the engine raises for input it refuses, and what the system raises: the message says all.
+ERRORS = (ValueError, TypeError, OSError, RuntimeError, MemoryError)
+
+# What tmux and terminals that wrap rows anew after a resize leave in the environment.
+REFLOWING = {
+    *("TMUX", "VTE_VERSION", "KONSOLE_VERSION", "KITTY_WINDOW_ID", "ALACRITTY_WINDOW_ID", "WEZTERM_PANE"),
+    *("GHOSTTY_RESOURCES_DIR", "ITERM_SESSION_ID", "WT_SESSION"),
+}
+
+
+def printable(text: str) -> str:
+    """`text` without control characters: carriage returns go, others become U+FFFD. Tabs and newlines stay.
+
+    For everything that was not written in this project: replies, file names, fields of files, error messages.
+    """
+    return UNSAFE.sub("\ufffd", text.replace("\r", ""))
+
+
+def discard(stream: TextIO) -> None:
+    """Send what is still written to `stream` to nowhere. Python flushes it at exit, and would fail again."""
+    with contextlib.suppress(OSError, ValueError):  # no file descriptor
+        devnull = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(devnull, stream.fileno())
+        os.close(devnull)
+
+
+class _Stderr(Console):
+    def on_broken_pipe(self) -> None:  # rich would end the program, and stdout may still have a reader
+        discard(sys.stderr)
+
+
+stderr = _Stderr(stderr=True)
+
+
+@contextlib.contextmanager
+def _unless_stderr_fails() -> Iterator[None]:
+    """A full disk behind stderr must not cost the answer on stdout."""
+    try:
+        yield
+    except OSError:
+        discard(sys.stderr)
+
+
+def say(text: str, style: str = "dim") -> None:
+    """Print a message on stderr."""
+    with _unless_stderr_fails():
+        stderr.print(Text(printable(text), style), soft_wrap=not stderr.is_terminal)
+
+
+def say_table(rows: Iterable[tuple[str, ...]]) -> None:
+    """Print rows of cells on stderr."""
+    table = Table.grid(padding=(0, 2))
+    for row in rows:
+        table.add_row(*(Text(printable(cell)) for cell in row))
+    with _unless_stderr_fails():
+        stderr.print(table)
+
+
+def say_error(message: str) -> None:
+    with _unless_stderr_fails():
+        stderr.print(Text.assemble(("error:", "red"), " ", printable(message)), soft_wrap=True)
+
+
+def describe_error(error: BaseException, verbose: bool) -> str:
+    """What to say of an exception: its message, its type too if nobody expected it, its traceback if `verbose`."""
+    expected = isinstance(error, ERRORS) and str(error)
+    message = str(error) if expected else f"internal error: {type(error).__name__}: {error}"
+    if verbose:
+        return f"{message}\n{''.join(traceback.format_exception(error))}"
+    return message if expected else f"{message}\nRun with --verbose for the traceback."
+
+
+def terminal_reflows() -> bool:
+    """Whether the terminal is known to wrap rows anew when it is made narrower.
+
+    A wrong yes would erase rows that were finished, a wrong no leaves rows of the unfinished block behind.
+    """
+    if "STY" in os.environ:  # GNU screen does not, wherever it runs
+        return False
+    return bool(REFLOWING & os.environ.keys()) or os.environ.get("TERM_PROGRAM") in ("vscode", "Apple_Terminal")
