@@ -19,10 +19,10 @@ from typing import Annotated
 
 import typer
 
-from terminal.log import say_log
-from terminal.signals import interruptible, orderly_exit, unechoed
-from terminal.spinner import spinner
-from terminal.text import describe_error, discard, say, say_error
+from nanopage.terminal.log import say_log
+from nanopage.terminal.signals import interruptible, orderly_exit, unechoed
+from nanopage.terminal.spinner import spinner
+from nanopage.terminal.text import describe_error, discard, say, say_error
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 CHUNK = 256  # tokens of a prompt that a CPU reads between two looks at Ctrl-C
@@ -172,8 +172,8 @@ def converse(
     Args:
         changes: go on with the last conversation, with these changes of its settings; None begins a new one.
     """
-    from terminal.kept import Kept, may_keep
-    from terminal.session import state_directory
+    from nanopage.terminal.kept import Kept, may_keep
+    from nanopage.terminal.session import state_directory
 
     kept = Kept(state_directory() / "conversations") if may_keep() else None
     last = None
@@ -185,8 +185,8 @@ def converse(
     with unechoed():
         llm, name, params = load(model)
 
-        from terminal.conversation import Conversation
-        from terminal.session import Session
+        from nanopage.terminal.conversation import Conversation
+        from nanopage.terminal.session import Session
 
         conversation = Conversation(llm, Session(params, system, model=name), raw, plain, verbose, kept, model, load)
         del llm  # /model frees it
@@ -230,7 +230,7 @@ def answer(
     with unechoed():
         llm, name, params = load(model)
 
-    from terminal.reply import encode, generate
+    from nanopage.terminal.reply import encode, generate
 
     messages = [{"role": "system", "content": system}] if system else []
     prompt = encode(llm, question if raw else [*messages, {"role": "user", "content": question}])

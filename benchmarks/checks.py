@@ -9,7 +9,7 @@ import typer
 
 from benchmarks.report import errors_by_name
 from nanopage.config import EngineConfig, ModelConfig
-from terminal.text import printable
+from nanopage.terminal.text import printable
 
 MAX_REQUESTS = 1_000_000
 MAX_ITERATIONS = 1_000

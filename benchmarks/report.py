@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from benchmarks.machine import cpu_name, nvidia_smi, versions
-from terminal.text import printable
+from nanopage.terminal.text import printable
 
 console = Console()
 

@@ -19,9 +19,9 @@ from helpers import tiny_model
 
 import chat as chat_program
 from nanopage import LLM, SamplingParams
-from terminal.log import held_log, say_log
-from terminal.session import Session
-from terminal.text import say
+from nanopage.terminal.log import held_log, say_log
+from nanopage.terminal.session import Session
+from nanopage.terminal.text import say
 
 ROOT = Path(__file__).parent.parent
 ENV = os.environ | {"PYTHONPATH": str(ROOT), "NO_COLOR": "1", "TERM": "dumb", "COLUMNS": "120"}

@@ -2,6 +2,7 @@
 
 import ast
 import contextlib
+import importlib.util
 import os
 import subprocess
 import sys
@@ -16,10 +17,12 @@ FORBIDDEN_MODULES = {"pickle", "dill", "cloudpickle", "joblib", "marshal", "shel
 FORBIDDEN_CALLS = {"eval", "exec", "compile", "__import__"}
 FORBIDDEN_ATTRIBUTES = {("torch", "load"), ("torch", "save"), ("numpy", "load"), ("np", "load")}
 
+PROGRAMS = ("nanopage.terminal", "chat", "bench", "benchmarks")
+
 
 @pytest.mark.parametrize(
     "file",
-    sorted([*ROOT.glob("nanopage/**/*.py"), *ROOT.glob("terminal/*.py"), *ROOT.glob("*.py")]),
+    sorted([*ROOT.glob("nanopage/**/*.py"), *ROOT.glob("*.py")]),
     ids=lambda f: f.name,
 )
 def test_no_source_file_can_run_code_from_data(file):
@@ -34,6 +37,36 @@ def test_no_source_file_can_run_code_from_data(file):
             assert (node.value.id, node.attr) not in FORBIDDEN_ATTRIBUTES
         if isinstance(node, ast.keyword):
             assert node.arg != "trust_remote_code"
+
+
+def imported_modules(file):
+    """Every module that `file` imports, at its top or in a function, and every name that could be one."""
+    package = ".".join(file.relative_to(ROOT).parent.parts)
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        if isinstance(node, ast.ImportFrom):
+            module = importlib.util.resolve_name("." * node.level + (node.module or ""), package)
+            yield from (module, *(f"{module}.{alias.name}" for alias in node.names))
+
+
+def is_program(module):
+    return any(f"{module}.".startswith(f"{program}.") for program in PROGRAMS)
+
+
+def test_only_programs_import_programs():
+    imported = {file: {*filter(is_program, imported_modules(file))} for file in ROOT.glob("nanopage/**/*.py")}
+    programs = {file for file in imported if file.parent.name == "terminal"}
+    assert any(imported[file] for file in programs)
+    assert not [file for file in imported.keys() - programs if imported[file]]
+
+
+def test_importing_the_package_and_all_of_its_names_imports_no_program():
+    script = "import sys, nanopage; from nanopage import *; print('torch' in sys.modules, *sys.modules)"
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
+    torch, *modules = done.stdout.split()
+    assert torch == "True"
+    assert not [*filter(is_program, modules)]
 
 
 SCRIPT = """

@@ -1,4 +1,4 @@
-"""terminal/conversation.py and commands.py: every command, what is sent and what is dropped, on a tiny model here."""
+"""nanopage/terminal/conversation.py and commands.py: every command, what is sent and what is dropped."""
 
 import contextlib
 import dataclasses
@@ -11,13 +11,13 @@ import time
 import pytest
 from helpers import tiny_model
 
-import terminal.conversation
+import nanopage.terminal.conversation
 from nanopage import LLM, SamplingParams
-from terminal.commands import ALIASES, COMMANDS
-from terminal.conversation import Conversation
-from terminal.kept import Kept
-from terminal.reply import Reply, encode, generate
-from terminal.session import SETTINGS, Session
+from nanopage.terminal.commands import ALIASES, COMMANDS
+from nanopage.terminal.conversation import Conversation
+from nanopage.terminal.kept import Kept
+from nanopage.terminal.reply import Reply, encode, generate
+from nanopage.terminal.session import SETTINGS, Session
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
@@ -43,8 +43,8 @@ def chat(llm, monkeypatch):
         sent.append(encoded[-1])
         return generate(*args, **options)
 
-    monkeypatch.setattr(terminal.conversation, "encode", recorded_encode)
-    monkeypatch.setattr(terminal.conversation, "generate", recorded_generate)
+    monkeypatch.setattr(nanopage.terminal.conversation, "encode", recorded_encode)
+    monkeypatch.setattr(nanopage.terminal.conversation, "generate", recorded_generate)
     made.sent = sent
     yield made
     assert not llm.engine.has_unfinished_requests()
@@ -207,7 +207,7 @@ def test_a_reply_cut_within_a_character_goes_on_with_the_whole_character(chat):
 
 
 def test_a_reply_that_repeats_itself_is_ended(chat, capsys, monkeypatch):
-    monkeypatch.setattr("terminal.guard.MIN_TOKENS", 40)
+    monkeypatch.setattr("nanopage.terminal.guard.MIN_TOKENS", 40)
     chat.take("/set allowed_token_ids [65, 66]")
     chat.take("/set logit_bias {65: 100}")
     chat.take("/set max_tokens 200")
@@ -362,7 +362,7 @@ def test_no_error_ends_the_conversation(chat, monkeypatch, capsys, error):
         raise error
 
     with monkeypatch.context() as patch:
-        patch.setattr(terminal.conversation, "generate", fail)
+        patch.setattr(nanopage.terminal.conversation, "generate", fail)
         chat._take_safely("one")
     shown = " ".join(capsys.readouterr().err.split())
     assert ("internal error: " + type(error).__name__ in shown) == (not isinstance(error, ValueError))
@@ -400,7 +400,7 @@ def test_only_two_ctrl_c_on_empty_lines_in_a_row_leave_and_the_conversation_is_k
     chat, monkeypatch, tmp_path, inputs, code
 ):
     typist = Typist(("hello", True), *inputs)
-    monkeypatch.setattr(terminal.conversation, "Prompt", lambda history, commands: typist)
+    monkeypatch.setattr(nanopage.terminal.conversation, "Prompt", lambda history, commands: typist)
     chat.kept = Kept(tmp_path)
     assert chat.run() == code
     assert typist.inputs == []
@@ -418,7 +418,7 @@ def test_a_signal_in_a_reply_keeps_what_came_and_leaves_with_its_code(chat, monk
         return step()
 
     typist = Typist(("hello", True))
-    monkeypatch.setattr(terminal.conversation, "Prompt", lambda history, commands: typist)
+    monkeypatch.setattr(nanopage.terminal.conversation, "Prompt", lambda history, commands: typist)
     monkeypatch.setattr(chat.llm.engine, "step", interrupted)
     chat.kept = Kept(tmp_path)
     with pytest.raises(SystemExit) as left:
@@ -442,7 +442,7 @@ def test_a_prompt_is_read_in_chunks_and_a_first_ctrl_c_ends_the_reading_after_on
         shown.append(text)
         yield shown.append
 
-    monkeypatch.setattr("terminal.reply.spinner", recorded)
+    monkeypatch.setattr("nanopage.terminal.reply.spinner", recorded)
     chat.take("the cat and the dog " * 4)  # 37 tokens
     tokens = chat.replies[0].num_prompt_tokens
     assert shown == [f"reading {tokens} tokens", *(f"reading {n} of {tokens} tokens" for n in (16, 32, tokens))]

@@ -1,8 +1,8 @@
-"""terminal/guard.py: loops are found, and what people write on purpose is not taken for one."""
+"""nanopage/terminal/guard.py: loops are found, and what people write on purpose is not taken for one."""
 
 import pytest
 
-from terminal.guard import MAX_PERIOD, MIN_PERIODS, MIN_TOKENS, is_loop
+from nanopage.terminal.guard import MAX_PERIOD, MIN_PERIODS, MIN_TOKENS, is_loop
 
 
 @pytest.mark.parametrize("period", [1, 2, 7, 40, 41, MAX_PERIOD])

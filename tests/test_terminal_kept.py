@@ -1,12 +1,12 @@
-"""terminal/kept.py: a conversation is kept in a private file of its own, and none replaces another."""
+"""nanopage/terminal/kept.py: a conversation is kept in a private file of its own, and none replaces another."""
 
 import stat
 
 import pytest
 
 from nanopage import SamplingParams
-from terminal.kept import MOST, Kept, may_keep
-from terminal.session import Session
+from nanopage.terminal.kept import MOST, Kept, may_keep
+from nanopage.terminal.session import Session
 
 
 def session(*turns: str) -> Session:

@@ -1,4 +1,4 @@
-"""terminal/markdown.py: the same blocks however a text arrives, each printed once, on an emulated screen."""
+"""nanopage/terminal/markdown.py: the same blocks however a text arrives, each printed once, on an emulated screen."""
 
 import random
 import re
@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from screens import Reflowing, Screen
 
-from terminal.markdown import BLOCKS, BlockSplitter, ReplyPrinter
+from nanopage.terminal.markdown import BLOCKS, BlockSplitter, ReplyPrinter
 
 PIECES = [
     *("# Head\n", "para one\n", "still one\n", "\n", "\n\n", "- item\n", "  - deeper\n", "1. first\n", "> quote\n"),
@@ -93,7 +93,7 @@ def test_a_block_is_finished_by_a_blank_line_or_once_the_next_one_has_begun():
 def printer(screen: Screen, monkeypatch, **options) -> ReplyPrinter:
     made = ReplyPrinter(screen, interval=0, **{"reflows": False} | options)
     monkeypatch.setattr(made, "_size", lambda: (screen.terminal.columns, screen.terminal.lines))
-    monkeypatch.setattr("terminal.markdown.time.monotonic", lambda: 0.0)  # so that every piece is a frame
+    monkeypatch.setattr("nanopage.terminal.markdown.time.monotonic", lambda: 0.0)  # so that every piece is a frame
     return made
 
 

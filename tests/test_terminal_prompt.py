@@ -1,4 +1,4 @@
-"""terminal/prompt.py: triple quotes, completion, Ctrl-C, and a history that is private and survives odd input.
+"""nanopage/terminal/prompt.py: triple quotes, completion, Ctrl-C, and a history that is private and survives odd input.
 
 What the editor saves is tested with /edit, in test_terminal_conversation.py.
 """
@@ -15,7 +15,7 @@ from prompt_toolkit.output import DummyOutput
 from prompt_toolkit.output.vt100 import Vt100_Output
 from screens import Reflowing
 
-from terminal.prompt import Prompt, _Completer, _private_file, is_open, unquoted
+from nanopage.terminal.prompt import Prompt, _Completer, _private_file, is_open, unquoted
 
 COMMANDS = {"/help": (), "/set": ("temperature", "top_k", "top_p"), "/save": None, "/system": ()}
 
@@ -80,7 +80,7 @@ def test_a_history_that_cannot_be_kept_is_said(tmp_path, monkeypatch):
 def typist(monkeypatch):
     """A prompt, and a function that types into it."""
     monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setattr("terminal.prompt.create_output", lambda **options: DummyOutput())
+    monkeypatch.setattr("nanopage.terminal.prompt.create_output", lambda **options: DummyOutput())
     with create_pipe_input() as pipe, create_app_session(input=pipe, output=DummyOutput()):
         yield Prompt(None, COMMANDS), pipe.send_text
 
@@ -120,7 +120,7 @@ def test_a_resize_at_the_prompt_leaves_no_row_behind(monkeypatch):
     monkeypatch.setenv("PROMPT_TOOLKIT_NO_CPR", "1")
     screen, widths, shown = Reflowing(60, 24), [25, 11, 50], []
     output = Vt100_Output(screen, lambda: Size(rows=24, columns=screen.terminal.columns), term="xterm")
-    monkeypatch.setattr("terminal.prompt.create_output", lambda **options: output)
+    monkeypatch.setattr("nanopage.terminal.prompt.create_output", lambda **options: output)
     line = "twenty words fit into it " * 4
     with create_pipe_input() as pipe, create_app_session(input=pipe, output=output):
         prompt = Prompt(None, COMMANDS)

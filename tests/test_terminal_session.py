@@ -1,4 +1,4 @@
-"""terminal/session.py: settings are checked by the engine, and the file is private, atomic and refused by name."""
+"""nanopage/terminal/session.py: the engine checks settings; the file is private, atomic and refused by name."""
 
 import json
 import os
@@ -7,7 +7,7 @@ import stat
 import pytest
 
 from nanopage import SamplingParams
-from terminal.session import FORMAT, VERSION, Session, state_directory
+from nanopage.terminal.session import FORMAT, VERSION, Session, state_directory
 
 MESSAGES = [{"role": "user", "content": "where?\n日本 🙂"}, {"role": "assistant", "content": "there"}]
 
@@ -105,7 +105,7 @@ def test_a_pipe_a_device_and_a_huge_file_are_refused_and_never_read(tmp_path, mo
     os.mkfifo(tmp_path / "pipe")  # nobody writes to it: reading would wait forever
     with open(tmp_path / "huge.json", "wb") as huge:
         huge.truncate(60_000_000)
-    monkeypatch.setattr("terminal.session.read_json", lambda file: pytest.fail(f"{file} was read"))
+    monkeypatch.setattr("nanopage.terminal.session.read_json", lambda file: pytest.fail(f"{file} was read"))
     for name, refused in (("pipe", "pipe is not a file"), ("huge.json", "huge.json is not a session: it has 60 MB"),
                           ("/dev/zero", "/dev/zero is not a file")):  # fmt: skip
         with pytest.raises(ValueError, match=refused):

@@ -1,4 +1,4 @@
-"""terminal/text.py: nothing from outside reaches the terminal as a command, and stderr may fail."""
+"""nanopage/terminal/text.py: nothing from outside reaches the terminal as a command, and stderr may fail."""
 
 import ast
 import os
@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from terminal import text
-from terminal.text import describe_error, printable, say, say_error, say_table, terminal_reflows
+from nanopage.terminal import text
+from nanopage.terminal.text import describe_error, printable, say, say_error, say_table, terminal_reflows
 
 ROOT = Path(__file__).parent.parent
 ESCAPES = "\x1b]0;owned\x07 \x1b[2J\x9b31m \x7f\x08\x00 \r\udc9b"
@@ -36,7 +36,7 @@ def test_whatever_is_said_is_printable(capsys):
         assert markup in shown
 
 
-@pytest.mark.parametrize("file", sorted(ROOT.glob("terminal/*.py")), ids=lambda file: file.name)
+@pytest.mark.parametrize("file", sorted(ROOT.glob("nanopage/terminal/*.py")), ids=lambda file: file.name)
 def test_only_text_py_writes_on_stderr(file):
     """So that nothing gets around `printable`."""
     names = {node.attr for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Attribute)}
@@ -46,13 +46,18 @@ def test_only_text_py_writes_on_stderr(file):
 
 
 def test_printable_is_imported_without_the_engine():
-    script = "import sys, terminal.text; print('nanopage' in sys.modules, 'torch' in sys.modules)"
+    script = """
+import sys, nanopage.terminal.text
+print(*sorted(name for name in sys.modules if name.split(".")[0] in ("nanopage", "torch")))
+"""
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
-    assert done.stdout.split() == ["False", "False"]
+    assert done.stdout.split() == ["nanopage", "nanopage.terminal", "nanopage.terminal.text"]
 
 
 def test_a_full_disk_behind_stderr_loses_the_message_and_nothing_else():
-    script = "from terminal.text import *; say('one'); say_table([('a', 'b')]); say_error('two'); print('answer')"
+    script = (
+        "from nanopage.terminal.text import *; say('one'); say_table([('a', 'b')]); say_error('two'); print('answer')"
+    )
     with open("/dev/full", "w") as full:
         done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, stdout=subprocess.PIPE, stderr=full, text=True)
     assert (done.returncode, done.stdout) == (0, "answer\n")

@@ -5,7 +5,7 @@ import os
 from datetime import datetime
 from pathlib import Path
 
-from terminal.session import Session, write_atomically
+from nanopage.terminal.session import Session, write_atomically
 
 MOST = 20  # conversations that are kept; the oldest go
 

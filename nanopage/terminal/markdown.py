@@ -22,7 +22,7 @@ from rich.segment import Segment, Segments
 from rich.syntax import Syntax
 from rich.text import Text
 
-from terminal.text import terminal_reflows
+from nanopage.terminal.text import terminal_reflows
 
 UP, ERASE_BELOW = "\x1b[{}A", "\r\x1b[J"
 # Rows that are drawn over must be single rows even where the terminal and rich disagree on how wide a glyph is.

@@ -9,11 +9,11 @@ from typing import cast
 
 from nanopage.llm import LLM
 from nanopage.request import RequestOutput, SamplingParams, StepStats
-from terminal.guard import is_loop
-from terminal.log import held_log
-from terminal.signals import Interrupt
-from terminal.spinner import spinner
-from terminal.text import printable
+from nanopage.terminal.guard import is_loop
+from nanopage.terminal.log import held_log
+from nanopage.terminal.signals import Interrupt
+from nanopage.terminal.spinner import spinner
+from nanopage.terminal.text import printable
 
 COLUMNS = 80  # that the footer fits
 SPINNER_DELAY = 0.2  # seconds
@@ -183,7 +183,7 @@ def _after_reading(
 
 
 def _printer(llm: LLM, prompt_token_ids: list[int], begun: str):
-    from terminal.markdown import THINK, ReplyPrinter  # not needed where plain text is
+    from nanopage.terminal.markdown import THINK, ReplyPrinter  # not needed where plain text is
 
     # Some templates write the opening tag themselves.
     end = llm.get_tokenizer().decode(prompt_token_ids[-8:], skip_special_tokens=False)

@@ -4,8 +4,7 @@ import contextlib
 import logging
 from collections.abc import Iterator
 
-import nanopage  # noqa: F401 (which installs the handler that is replaced here)
-from terminal.text import say
+from nanopage.terminal.text import say
 
 LOGGER = logging.getLogger("nanopage")
 

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nanopage.request import SamplingParams
+from nanopage.terminal.prompt import edit
+from nanopage.terminal.session import Session, check_setting
+from nanopage.terminal.text import say, say_table
 from nanopage.text.tokenizer import REPLACEMENT
-from terminal.prompt import edit
-from terminal.session import Session, check_setting
-from terminal.text import say, say_table
 
 if TYPE_CHECKING:
-    from terminal.conversation import Conversation
+    from nanopage.terminal.conversation import Conversation
 
 RULE = (
     "when the context is full the oldest turns are left out, whole, until a quarter of it is free; "

@@ -22,7 +22,7 @@ from prompt_toolkit.output import create_output
 from prompt_toolkit.renderer import Renderer
 from prompt_toolkit.utils import is_dumb_terminal
 
-from terminal.text import terminal_reflows
+from nanopage.terminal.text import terminal_reflows
 
 QUOTES = '"""'
 

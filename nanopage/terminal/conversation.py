@@ -8,15 +8,15 @@ from pathlib import Path
 
 from nanopage.llm import LLM
 from nanopage.request import SamplingParams
+from nanopage.terminal.commands import ALIASES, COMMANDS, RULE
+from nanopage.terminal.kept import Kept
+from nanopage.terminal.prompt import Prompt, unquoted
+from nanopage.terminal.reply import Reply, encode, generate, shows_markdown
+from nanopage.terminal.session import SETTINGS, Session, nearest, state_directory
+from nanopage.terminal.signals import interruptible, unechoed
+from nanopage.terminal.text import describe_error, say
 from nanopage.text.tokenizer import Tokenizer
 from nanopage.weights import hub, loader
-from terminal.commands import ALIASES, COMMANDS, RULE
-from terminal.kept import Kept
-from terminal.prompt import Prompt, unquoted
-from terminal.reply import Reply, encode, generate, shows_markdown
-from terminal.session import SETTINGS, Session, nearest, state_directory
-from terminal.signals import interruptible, unechoed
-from terminal.text import describe_error, say
 
 WARN_AT = 0.8  # of the context
 Load = Callable[[str | None], tuple[LLM, str, SamplingParams]]
@@ -58,7 +58,7 @@ class Conversation:
         self.earlier: list[tuple[list[dict], int, str]] = []  # messages and `first` for /undo, and what it then says
         self.done = False
         if shows_markdown(plain):
-            import terminal.markdown  # noqa: F401 (now: the first token should not wait for it)
+            import nanopage.terminal.markdown  # noqa: F401 (now: the first token should not wait for it)
 
     @property
     def llm(self) -> LLM:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 from rich.text import Text
 
-from terminal.text import printable, stderr
+from nanopage.terminal.text import printable, stderr
 
 
 @contextlib.contextmanager
