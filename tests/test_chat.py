@@ -17,9 +17,9 @@ import psutil
 import pytest
 from helpers import tiny_model
 
-import chat as chat_program
 from nanopage import LLM, SamplingParams
 from nanopage.terminal.log import held_log, say_log
+from nanopage.terminal.program import exit_code
 from nanopage.terminal.session import Session
 from nanopage.terminal.text import say
 
@@ -512,12 +512,12 @@ def test_every_exception_becomes_a_message_and_an_exit_code(error, code, said, c
     def fail():
         raise error
 
-    assert chat_program.exit_code(fail, verbose=False) == code
+    assert exit_code(fail, verbose=False) == code
     shown = " ".join(capsys.readouterr().err.split())
     assert said in shown
     assert ("--verbose for the traceback" in shown) == ("internal" in said)
     assert "Traceback" not in shown
-    assert chat_program.exit_code(fail, verbose=True) == code
+    assert exit_code(fail, verbose=True) == code
     assert ("Traceback" in capsys.readouterr().err) == bool(said)
 
 

@@ -1,1 +1,1 @@
-"""What chat.py shows and reads. No engine logic."""
+"""`nanopage chat`, and what programs show and read. No engine logic."""

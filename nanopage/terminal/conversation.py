@@ -84,8 +84,6 @@ class Conversation:
             return 130
         finally:
             self._keep()
-        if self.kept is not None and self.session.messages:
-            say("The conversation is kept: chat.py --continue goes on with it.")
         return 0
 
     def _read(self, prompt: Prompt) -> str | None:

@@ -61,6 +61,6 @@ class Kept:
     def _files(self) -> list[Path]:
         ages = []
         for file in self.directory.glob("[0-9]*.json"):
-            with contextlib.suppress(OSError):  # another chat.py has just replaced it
+            with contextlib.suppress(OSError):  # another process has just replaced it
                 ages.append((file.stat().st_mtime_ns, file))
         return [file for _, file in sorted(ages, reverse=True)]

@@ -1,4 +1,4 @@
-"""The engine's messages, as chat.py shows them: warnings, and with --verbose the rest, never within a reply."""
+"""The engine's messages, as `nanopage chat` shows them: warnings, and with --verbose the rest, never within a reply."""
 
 import contextlib
 import logging

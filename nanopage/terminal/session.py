@@ -100,7 +100,7 @@ def _read_file(file: Path) -> dict:
         )
     data = read_json(file)
     if data.get("format") != FORMAT:
-        raise ValueError(f"{file} is not a session of chat.py")
+        raise ValueError(f"{file} is not a session of nanopage")
     return data
 
 

@@ -43,6 +43,24 @@ def discard(stream: TextIO) -> None:
         os.close(devnull)
 
 
+def open_missing_streams() -> None:
+    """Streams that are closed become /dev/null, before another file gets their number.
+
+    Raises: ValueError if stdout is closed.
+    """
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest number that is free
+    if sys.stderr is None:
+        sys.stderr = open(2, "w")  # noqa: SIM115
+    if sys.stdout is None:
+        sys.stdout = open(1, "w")  # noqa: SIM115
+        raise ValueError("stdout is closed: there is nowhere to write an answer")
+    sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]  # a terminal need not know all characters
+
+
 class _Stderr(Console):
     def on_broken_pipe(self) -> None:  # rich would end the program, and stdout may still have a reader
         discard(sys.stderr)

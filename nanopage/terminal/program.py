@@ -1,0 +1,35 @@
+"""How a program begins and ends: every failure is a message and an exit code, not a traceback."""
+
+import sys
+from collections.abc import Callable
+
+from nanopage.terminal.text import describe_error, discard, open_missing_streams, say_error
+
+
+def run(app: Callable[[], int]) -> int:
+    """Run a command line, which raises SystemExit where it has an exit code. Returns the exit code otherwise."""
+
+    def program() -> int:
+        open_missing_streams()
+        return app()
+
+    return exit_code(program, verbose=False)
+
+
+def exit_code(work: Callable[[], int], verbose: bool) -> int:
+    """Do the work. Nothing that it raises is shown as a traceback, unless `verbose`."""
+    try:
+        code = work()
+        sys.stdout.flush()
+        return code
+    except KeyboardInterrupt:
+        return 130
+    except SystemExit:
+        raise
+    except BrokenPipeError:  # the reader of our pipe has seen enough
+        discard(sys.stdout)
+        return 0
+    except BaseException as error:  # what tokenizers raises when Rust panics is not an Exception
+        say_error(describe_error(error, verbose))
+        discard(sys.stdout)  # or Python would fail again to write what is left
+        return 1
