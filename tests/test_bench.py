@@ -31,7 +31,8 @@ from benchmarks.peers import transformers as transformers_peer
 from benchmarks.peers import transformers_continuous
 from benchmarks.peers.protocol import Run, Work, measure
 from benchmarks.report import console, figure, show_table, spread, table_of
-from nanopage import LLM, LLMEngine, engine
+from nanopage import LLM, LLMEngine
+from nanopage.engine import engine
 from nanopage.request import StepStats
 from nanopage.weights import loader
 
