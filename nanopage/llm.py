@@ -158,7 +158,7 @@ class LLM:
         self, messages: list[dict], chat_template: str | None = None, add_generation_prompt: bool = True
     ) -> dict:
         tokenizer = self.engine.input_processor.require_tokenizer("a conversation", "prompt_token_ids to generate()")
-        text = tokenizer.apply_chat_template(messages, chat_template, add_generation_prompt)
+        text = tokenizer.render_chat(messages, chat_template, add_generation_prompt)
         # The template writes the special tokens itself; the request carries ids so that none is added twice.
         return {"prompt_token_ids": self.engine.input_processor.encode(text, add_special_tokens=False)}
 
