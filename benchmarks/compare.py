@@ -422,7 +422,7 @@ def make_work(
         # The number makes the prompts new in every iteration; what the template puts before it is a few tokens.
         messages = [{"role": "user", "content": f"{iteration}. {question}"}]
         with errors_by_name():
-            text = tokenizer.apply_chat_template(messages, None, True)
+            text = tokenizer.render_chat(messages)
         work.append(Work(tokenizer.encode(text, add_special_tokens=False), 64))
     return work
 

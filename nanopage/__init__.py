@@ -15,6 +15,9 @@ _HOME = {
     "LLM": "llm",
     "LLMEngine": "engine.engine",
     "EngineConfig": "config",
+    "EngineArgs": "engine_args",
+    "TextPrompt": "inputs",
+    "TokensPrompt": "inputs",
     "SamplingParams": "request",
     "BeamSearchParams": "request",
     "RequestOutput": "request",
@@ -24,10 +27,13 @@ __all__ = [
     "LLM",
     "BeamSearchParams",
     "CompletionOutput",
+    "EngineArgs",
     "EngineConfig",
     "LLMEngine",
     "RequestOutput",
     "SamplingParams",
+    "TextPrompt",
+    "TokensPrompt",
 ]
 
 

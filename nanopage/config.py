@@ -24,6 +24,7 @@ PREEMPTION_MODES = ("recompute", "swap")
 POLICIES = ("fcfs", "priority")
 QUANTIZATIONS = (None, "int8")
 LOAD_FORMATS = ("auto", "dummy")
+GENERATION_CONFIGS = ("auto", "vllm")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 # The largest sizes that are believed, by their names in config.json: several times those of any known model. A model of
@@ -99,6 +100,8 @@ class EngineConfig:
             wait for Python; outputs are the same, and come one call of `step` later. None: on a GPU.
         load_format: "auto" reads the model's weights. "dummy" draws random ones, to measure speed: a directory with
             config.json is enough then (see benchmarks/configs), and without tokenizer.json prompts are token ids.
+        generation_config: where requests without parameters get them: "auto" is generation_config.json of the model,
+            "vllm" is SamplingParams(). The end-of-sequence ids are read from generation_config.json with both.
         seed: of the requests that bring no seed of their own.
 
     Raises:
@@ -123,6 +126,7 @@ class EngineConfig:
     quantization: str | None = None
     async_scheduling: bool | None = None
     load_format: str = "auto"
+    generation_config: str = "auto"
     seed: int = 0
 
     def __post_init__(self):
@@ -140,6 +144,9 @@ class EngineConfig:
             raise ValueError(f"quantization={self.quantization!r} is not one of int8")
         if self.load_format not in LOAD_FORMATS:
             raise ValueError(f"load_format={self.load_format!r} is not one of {', '.join(LOAD_FORMATS)}")
+        if self.generation_config not in GENERATION_CONFIGS:
+            choices = ", ".join(GENERATION_CONFIGS)
+            raise ValueError(f"generation_config={self.generation_config!r} is not one of {choices}")
         for name in (
             "max_num_seqs",
             "max_num_batched_tokens",

@@ -10,10 +10,13 @@ for output in llm.generate(["Once upon a time"], SamplingParams(max_tokens=50)):
 import contextlib
 import dataclasses
 import itertools
+import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
-from typing import cast
+from pathlib import Path
+from typing import Any, cast
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -21,9 +24,15 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from nanopage.config import EngineConfig
 from nanopage.engine.engine import LLMEngine
 from nanopage.engine.input_processor import Prompt, Request
-from nanopage.request import BeamSearchParams, RequestOutput, SamplingParams
+from nanopage.engine_args import option_names
+from nanopage.metrics import Metric, Metrics
+from nanopage.request import BeamSearchParams, BeamSearchSequence, RequestOutput, SamplingParams
+from nanopage.vllm_options import CALL, accept, accept_engine
+
+logger = logging.getLogger("nanopage")
 
 AnyParams = SamplingParams | BeamSearchParams
+PROFILE_DIRECTORY = "nanopage_profile"
 
 
 class GenerationInterrupted(KeyboardInterrupt):
@@ -53,23 +62,40 @@ class LLM:
     Args:
         model: a Hugging Face directory, a .gguf file, a hub id, or None for SmolLM2-135M-Instruct.
         on_progress: called while weights load, with the number of those that have been read and of all.
-        options: those of `EngineConfig`, by name.
+        profiler_config: where `start_profile` writes, as vLLM has it: {"profiler": "torch", "torch_profiler_dir":
+            directory}. None: to the directory nanopage_profile.
+        options: those of `EngineConfig`, by name. Options of vLLM that change nothing, such as
+            tensor_parallel_size=1, are accepted (see vllm_options.py).
 
-    Raises: TypeError for an option that does not exist, and what LLMEngine raises.
+    Raises:
+        TypeError: an option that does not exist.
+        ValueError: an option of vLLM with a value that nanopage does not have.
+        Others: as LLMEngine.
     """
 
-    def __init__(self, model: str | None = None, *, on_progress: Callable[[int, int], None] | None = None, **options):
-        known = {field.name for field in dataclasses.fields(EngineConfig)}
-        if unknown := options.keys() - known:
-            raise TypeError(
-                f"LLM() has no option {', '.join(sorted(unknown))}; its options: {', '.join(sorted(known))}"
-            )
-        self.engine = LLMEngine(EngineConfig(model=model, **options), on_progress)
+    def __init__(
+        self,
+        model: str | None = None,
+        *,
+        on_progress: Callable[[int, int], None] | None = None,
+        profiler_config: dict | None = None,
+        **options,
+    ):
+        self._profile_directory = _profile_directory(profiler_config)
+        options = accept_engine("LLM()", options | {"model": model}, option_names())
+        self.engine = LLMEngine(EngineConfig(**options), on_progress)
         self._ids = itertools.count()
         self._num_output_tokens = 0
+        self._metrics = Metrics(self.engine.model_path.name)
+        self._profiler: Any = None  # a torch.profiler.profile that runs
         self._lock = threading.RLock()  # of the engine and the inboxes
         # request_id -> where its outputs go. Each reader (a call of generate, a stream) has an inbox for its requests.
         self._inboxes: dict[str, deque[RequestOutput]] = {}
+
+    @property
+    def llm_engine(self) -> LLMEngine:
+        """vLLM's name of `engine`."""
+        return self.engine
 
     def get_tokenizer(self):
         """None if the model has none, which only load_format="dummy" allows."""
@@ -79,19 +105,72 @@ class LLM:
         """What the model's generation_config.json recommends; used where no SamplingParams are given."""
         return dataclasses.replace(self.engine.default_sampling_params)
 
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached prefixes. Running requests go on. Returns True: this always succeeds."""
+        with self._lock:
+            self.engine.reset_prefix_cache()
+        return True
+
+    def get_metrics(self) -> list[Metric]:
+        """What has been counted so far, by vLLM's names (see metrics.py)."""
+        with self._lock:
+            scheduler = self.engine.scheduler
+            num_waiting = len(scheduler.waiting) + len(scheduler.swapped)
+            return self._metrics.snapshot(len(scheduler.running), num_waiting)
+
+    def start_profile(self, profile_prefix: str | None = None) -> None:
+        """Have torch's profiler record what this thread computes, and the GPU if there is one, until `stop_profile`.
+
+        Args:
+            profile_prefix: how the file's name begins.
+
+        Raises: RuntimeError if it records already.
+        """
+        from torch.profiler import profile
+
+        if profile_prefix is not None and Path(profile_prefix).name != profile_prefix:
+            raise ValueError(f"profile_prefix must be the beginning of a file's name, not {profile_prefix!r}")
+        if self._profiler is not None:
+            raise RuntimeError("the profiler has been started already: call stop_profile()")
+        self._profile_directory.mkdir(parents=True, exist_ok=True)
+        name = f"{profile_prefix or 'nanopage'}-{time.time_ns()}.json.gz"
+        self._profile_file = self._profile_directory / name
+        self._profiler = profile()
+        self._profiler.start()
+
+    def stop_profile(self) -> None:
+        """Write the recording as a Chrome trace (ui.perfetto.dev) to a new file, and log its name.
+
+        Raises: RuntimeError if `start_profile` was not called, OSError if the file cannot be written.
+        """
+        if self._profiler is None:
+            raise RuntimeError("the profiler has not been started: call start_profile()")
+        profiler, self._profiler = self._profiler, None
+        profiler.stop()
+        profiler.export_chrome_trace(str(self._profile_file))
+        if not self._profile_file.exists():  # torch only logs it
+            raise OSError(f"the profiler could not write {self._profile_file}")
+        logger.info(f"profile written to {self._profile_file}")
+
     def generate(
         self,
-        prompts: Prompt | list[Prompt],
+        prompts: Prompt | list[Prompt] | None = None,
         sampling_params: SamplingParams | list[SamplingParams] | None = None,
+        *,
+        prompt_token_ids: list[int] | list[list[int]] | None = None,
         use_tqdm: bool = True,
+        lora_request: None = None,
         priority: list[int] | None = None,
+        tokenization_kwargs: dict | None = None,
     ) -> list[RequestOutput]:
         """Complete prompts, all of them batched together.
 
         Args:
             prompts: one or a list of: text, token ids, {"prompt": text} or {"prompt_token_ids": ids}.
             sampling_params: for all, or one for each prompt; None uses `get_default_sampling_params`.
+            prompt_token_ids: the ids of one prompt or of a list of them; any `prompts` beside them are their texts.
             use_tqdm: show a progress bar on stderr.
+            lora_request, tokenization_kwargs: None, for vLLM's scripts that say so.
             priority: one for each prompt, lower goes first, with scheduling_policy="priority".
 
         Returns: one finished RequestOutput for each prompt, in order. The `error` of one that could not be completed
@@ -101,39 +180,91 @@ class LLM:
             ValueError, TypeError: a prompt or parameter that is not usable; nothing has run then.
             GenerationInterrupted, GenerationError: with the outputs so far.
         """
-        return self._run(self._requests(_list_of_prompts(prompts), sampling_params, priority), use_tqdm)
+        accept("generate()", {"lora_request": lora_request, "tokenization_kwargs": tokenization_kwargs}, (), CALL)
+        if prompts is None and prompt_token_ids is None:
+            raise TypeError("generate() needs prompts")
+        if prompt_token_ids is not None:
+            prompts = _with_token_ids(prompts, prompt_token_ids)
+        return self._run(self._requests(_list_of_prompts(cast(Prompt, prompts)), sampling_params, priority), use_tqdm)
 
     def beam_search(
-        self, prompts: Prompt | list[Prompt], params: BeamSearchParams | list[BeamSearchParams], use_tqdm: bool = True
+        self,
+        prompts: Prompt | list[Prompt],
+        params: BeamSearchParams | list[BeamSearchParams],
+        lora_request: None = None,
+        use_tqdm: bool = True,
+        concurrency_limit: None = None,
     ) -> list[RequestOutput]:
         """Search the likeliest completions of prompts, all of them batched together.
 
-        Args: as `generate`.
+        Args: as `generate`; concurrency_limit: None, for vLLM's scripts that say so.
 
         Returns: one RequestOutput for each prompt, in order; its `outputs` are the `width` best completions, best
-            first, with `score` and `cumulative_logprob`. An end-of-sequence token is part of `token_ids`.
+            first, with `score` and `cumulative_logprob`. An end-of-sequence token is part of `token_ids`. `sequences`
+            are the same completions in vLLM's shape.
 
         Raises: as `generate`.
         """
+        accept("beam_search()", {"lora_request": lora_request, "concurrency_limit": concurrency_limit}, (), CALL)
         if params is None:
             raise TypeError("params must be BeamSearchParams, not None")
-        return self._run(self._requests(_list_of_prompts(prompts), params, kind=BeamSearchParams), use_tqdm)
+        outputs = self._run(self._requests(_list_of_prompts(prompts), params, kind=BeamSearchParams), use_tqdm)
+        for output in outputs:
+            output.sequences = self._sequences(output)
+        return outputs
+
+    def _sequences(self, output: RequestOutput) -> list[BeamSearchSequence]:
+        sequences = []
+        for completion in output.outputs:
+            tokens, text = output.prompt_token_ids + completion.token_ids, None
+            if self.engine.tokenizer is not None:
+                text = self.engine.tokenizer.decode(tokens, skip_special_tokens=False)
+            total = cast(float, completion.cumulative_logprob)
+            reason, stop = completion.finish_reason, completion.token_ids[-1:]
+            sequences.append(BeamSearchSequence(tokens, total, text, reason, stop[0] if reason == "stop" else None))
+        return sequences
 
     def chat(
         self,
         messages: list[dict] | list[list[dict]],
         sampling_params: SamplingParams | list[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        lora_request: None = None,
         chat_template: str | None = None,
+        chat_template_content_format: str = "auto",
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: list[dict] | None = None,
+        chat_template_kwargs: dict | None = None,
+        mm_processor_kwargs: dict | None = None,
+        tokenization_kwargs: dict | None = None,
     ) -> list[RequestOutput]:
         """Reply to one conversation, or to a list of them, through the model's chat template.
 
-        Args: as `generate`, with conversations of {"role": ..., "content": ...}; `chat_template` is Jinja source.
+        Args:
+            messages: {"role": ..., "content": ...} in order (see `normalize_messages` in chat_template.py).
+            sampling_params, use_tqdm: as `generate`.
+            chat_template: Jinja source to use instead of the model's.
+            chat_template_content_format: "auto" or "string".
+            add_generation_prompt: end the prompt with the opening of the assistant's reply.
+            continue_final_message: have the model go on with the last message; needs add_generation_prompt=False.
+            tools: JSON schemas of the functions that the model may call. Calls come as text, in the model's own form.
+            chat_template_kwargs: more variables of the template, such as {"enable_thinking": False}.
+            lora_request, mm_processor_kwargs, tokenization_kwargs: None, for vLLM's scripts that say so.
+
+        Returns: as `generate`; `RequestOutput.prompt` is the text that the template made.
         """
+        vllm_options = {
+            "lora_request": lora_request,
+            "chat_template_content_format": chat_template_content_format,
+            "mm_processor_kwargs": mm_processor_kwargs,
+            "tokenization_kwargs": tokenization_kwargs,
+        }
+        accept("chat()", vllm_options, (), CALL)
         several = isinstance(messages, list) and bool(messages) and isinstance(messages[0], list)
         conversations = cast(list[list[dict]], messages if several else [messages])
-        prompts: list[Prompt] = [self._chat_prompt(c, chat_template, add_generation_prompt) for c in conversations]
+        template = (chat_template, add_generation_prompt, tools, continue_final_message, chat_template_kwargs)
+        prompts: list[Prompt] = [self._chat_prompt(conversation, *template) for conversation in conversations]
         return self._run(self._requests(prompts, sampling_params), use_tqdm)
 
     def stream(
@@ -155,12 +286,21 @@ class LLM:
         return len(self._chat_prompt(messages)["prompt_token_ids"])
 
     def _chat_prompt(
-        self, messages: list[dict], chat_template: str | None = None, add_generation_prompt: bool = True
+        self,
+        messages: list[dict],
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        tools: list[dict] | None = None,
+        continue_final_message: bool = False,
+        chat_template_kwargs: dict | None = None,
     ) -> dict:
         tokenizer = self.engine.input_processor.require_tokenizer("a conversation", "prompt_token_ids to generate()")
-        text = tokenizer.apply_chat_template(messages, chat_template, add_generation_prompt)
+        text = tokenizer.render_chat(
+            messages, chat_template, add_generation_prompt, tools, continue_final_message, chat_template_kwargs
+        )
         # The template writes the special tokens itself; the request carries ids so that none is added twice.
-        return {"prompt_token_ids": self.engine.input_processor.encode(text, add_special_tokens=False)}
+        ids = self.engine.input_processor.encode(text, add_special_tokens=False)
+        return {"prompt": text, "prompt_token_ids": ids}
 
     def _requests(
         self,
@@ -192,6 +332,8 @@ class LLM:
         return requests
 
     def _run(self, requests: list[Request], show_progress: bool) -> list[RequestOutput]:
+        if not isinstance(show_progress, bool):
+            raise TypeError(f"use_tqdm must be True or False, not {show_progress!r}")
         latest: dict[str, RequestOutput] = {}
         try:
             with (
@@ -243,13 +385,17 @@ class LLM:
         finally:
             with self._lock:
                 for request_id in unfinished:
-                    self.engine.abort(request_id)
+                    if (aborted := self.engine.abort(request_id)) is not None:
+                        self._metrics.add_finished(aborted)
                     self._inboxes.pop(request_id, None)
 
     def _step(self) -> None:
         outputs = self.engine.step()
         self._num_output_tokens += self.engine.last_step.output_tokens
+        self._metrics.add_step(self.engine.last_step)
         for output in outputs:
+            if output.finished:
+                self._metrics.add_finished(output)
             if (inbox := self._inboxes.get(output.request_id)) is not None:
                 inbox.append(output)
             else:  # its reader was interrupted before it could abort the request
@@ -269,6 +415,38 @@ def _so_far(requests: list[Request], latest: dict[str, RequestOutput]) -> list[R
             output = dataclasses.replace(output, outputs=completions, finished=True)
         outputs.append(output)
     return outputs
+
+
+def _with_token_ids(texts: Prompt | list[Prompt] | None, token_ids: list[int] | list[list[int]]) -> list[Prompt]:
+    """Prompts of token ids, and the texts that belong to them, if there are any."""
+    if not isinstance(token_ids, list | tuple):
+        raise TypeError(f"prompt_token_ids must be token ids or a list of them, not {token_ids!r}")
+    one = bool(token_ids) and isinstance(token_ids[0], int)
+    prompts: list[dict] = [{"prompt_token_ids": ids} for ids in ([token_ids] if one else token_ids)]
+    if texts is not None:
+        texts = _list_of_prompts(texts)
+        if not all(isinstance(text, str) for text in texts):
+            raise TypeError("prompts beside prompt_token_ids must be their texts")
+        if len(texts) != len(prompts):
+            raise ValueError(f"{len(texts)} prompts beside {len(prompts)} prompt_token_ids")
+        for prompt, text in zip(prompts, texts, strict=True):
+            prompt["prompt"] = text
+    return cast(list[Prompt], prompts)
+
+
+def _profile_directory(profiler_config: dict | None) -> Path:
+    if profiler_config is None:
+        return Path(PROFILE_DIRECTORY)
+    if not isinstance(profiler_config, dict):
+        raise TypeError(f"profiler_config must be a dict, not {profiler_config!r}")
+    if unknown := profiler_config.keys() - {"profiler", "torch_profiler_dir"}:
+        raise ValueError(f"profiler_config has fields that are not supported: {', '.join(sorted(map(str, unknown)))}")
+    if profiler_config.get("profiler", "torch") != "torch":
+        raise ValueError(f"profiler_config: profiler {profiler_config['profiler']!r} is not supported, only 'torch'")
+    directory = profiler_config.get("torch_profiler_dir", PROFILE_DIRECTORY)
+    if not isinstance(directory, str | Path):
+        raise TypeError(f"profiler_config: torch_profiler_dir must be a path, not {directory!r}")
+    return Path(directory)
 
 
 def _list_of_prompts(prompts: Prompt | list[Prompt]) -> list[Prompt]:

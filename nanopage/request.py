@@ -3,20 +3,26 @@
 Pure Python: the scheduler and the block manager import this file and must never import torch.
 """
 
+import copy
 import time
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from enum import Enum
 
 from nanopage.engine.beam_search import BeamSearch, BeamStep
+from nanopage.vllm_options import BEAM_SEARCH, SAMPLING, accepts_options
 
 MAX_STOP_CHARS = 16_384  # of all stop strings of a request: their trie takes some 250 bytes a character
 MAX_LOGPROBS = 20  # vLLM's default `max_logprobs`: bounds the top-k a request can make the sampler compute
 NO_TOKEN = -1  # sampled from logits whose largest is NaN or infinite
 
 
-@dataclass(kw_only=True)
+@accepts_options(SAMPLING)
+@dataclass
 class SamplingParams:
     """How to sample one request. Names, defaults and meanings are those of vLLM's `SamplingParams`.
+
+    The parameters up to `prompt_logprobs` can be given by position, in vLLM's order. Options of vLLM that change
+    nothing, such as structured_outputs=None, are accepted (see vllm_options.py).
 
     Args:
         n: completions per prompt, each with a seed of its own; the prompt is computed once and its blocks shared.
@@ -50,32 +56,33 @@ class SamplingParams:
         prompt_logprobs: the same for each prompt token but the first.
 
     Raises:
-        ValueError, TypeError: a value out of range or of the wrong type, by name.
+        ValueError, TypeError: a value out of range or of the wrong type, or an option that does not exist, by name.
     """
 
     n: int = 1
-    best_of: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: dict[int, float] | None = None
-    allowed_token_ids: list[int] | None = None
-    bad_words: list[str] | None = None
     seed: int | None = None
-    max_tokens: int | None = 16
-    min_tokens: int = 0
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool = False
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    _: KW_ONLY  # from here on, vLLM's versions differ in their order
+    best_of: int | None = None
+    logit_bias: dict[int, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     detokenize: bool = True
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
 
     def __post_init__(self):
         if self.stop is None:
@@ -140,6 +147,10 @@ class SamplingParams:
         if self.stop and not self.detokenize:
             raise ValueError("stop strings need detokenize=True")
 
+    def clone(self) -> "SamplingParams":
+        """A copy that shares nothing with this one."""
+        return copy.deepcopy(self)
+
     @property
     def num_sequences(self) -> int:
         return self.n if self.best_of is None else self.best_of
@@ -163,12 +174,13 @@ class SamplingParams:
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
 
-@dataclass(kw_only=True)
+@accepts_options(BEAM_SEARCH, {"beam_width": "width"})
+@dataclass
 class BeamSearchParams:
     """How to search one request's completions with `LLM.beam_search`. The meanings are those of transformers.
 
     Args:
-        width: beams kept at every step, and completions returned (`num_beams`; vLLM's `beam_width`).
+        width: beams kept at every step, and completions returned (`num_beams`). `beam_width`, as in vLLM, is the same.
         max_tokens: most output tokens.
         length_penalty: a completion's score is its cumulative log-probability / its length ** length_penalty; the
             length counts the end-of-sequence token. In [-10, 10].
@@ -182,6 +194,7 @@ class BeamSearchParams:
 
     width: int
     max_tokens: int = 16
+    _: KW_ONLY
     length_penalty: float = 1.0
     early_stopping: bool | str = False
     skip_special_tokens: bool = True
@@ -194,6 +207,10 @@ class BeamSearchParams:
             raise ValueError(f'early_stopping must be True, False or "never", got {self.early_stopping!r}')
         if not isinstance(self.skip_special_tokens, bool):
             raise TypeError(f"skip_special_tokens must be True or False, not {self.skip_special_tokens!r}")
+
+    @property
+    def beam_width(self) -> int:
+        return self.width
 
 
 def _integer(name: str, value, low: int, high: int | None = None) -> None:
@@ -488,11 +505,27 @@ class CompletionOutput:
 
 
 @dataclass(slots=True)
+class BeamSearchSequence:
+    """One completion of a beam search, in the shape of vLLM's class of the same name.
+
+    `tokens` are those of the prompt and of the completion, and `text` is theirs, with special tokens. It is None if
+    the model has no tokenizer.
+    """
+
+    tokens: list[int]
+    cum_logprob: float
+    text: str | None
+    finish_reason: str | None
+    stop_reason: int | str | None
+
+
+@dataclass(slots=True)
 class RequestOutput:
     """What a request has produced so far. Field names are those of vLLM's `RequestOutput`.
 
     `prompt_logprobs[0]` is None: the first token has nothing before it. `error` says why a request could not be
-    completed; the completions that had not ended by then have the finish_reason "error".
+    completed; the completions that had not ended by then have the finish_reason "error". `sequences` are the
+    completions of `LLM.beam_search` as vLLM returns them; None for other requests.
     """
 
     request_id: str
@@ -504,6 +537,7 @@ class RequestOutput:
     num_cached_tokens: int = 0
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     error: str | None = None
+    sequences: list[BeamSearchSequence] | None = None
 
 
 @dataclass(slots=True)

@@ -14,6 +14,12 @@ from nanopage.text.tokenizer import Tokenizer
 from nanopage.weights.hub import default_model
 
 USER = {"role": "user", "content": "Hello"}
+CALL = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}
+NAN = float("nan")
+
+
+def call_with(arguments):
+    return {"role": "assistant", "tool_calls": [{"function": {"name": "weather", "arguments": arguments}}]}
 
 
 @pytest.fixture(scope="module")
@@ -322,11 +328,27 @@ def test_without_a_template_the_error_says_it_is_a_base_model(tmp_path, tokenize
         ([{"content": "x"}], TypeError, "messages[0]['role'] must be a string, not None"),
         ([USER, {"role": "assistant"}], TypeError, "messages[1]['content'] must be a string, not None"),
         ([USER, USER, {"role": 5, "content": "x"}], TypeError, "messages[2]['role'] must be a string, not 5"),
-        ([{"role": "user", "content": [{"type": "text"}]}], TypeError, "messages[0]['content'] must be a string"),
-        ([USER, {**USER, "tool_calls": [], "name": "x"}], ValueError, "messages[1] has fields"),
-        ([USER, {**USER, "tool_calls": [], "name": "x"}], ValueError, "'name', 'tool_calls'"),
+        ([{"role": "user", "content": [{"type": "text"}]}], TypeError, "[0]['content'][0]['text'] must be a string"),
+        ([{"role": "user", "content": ["x", 5]}], TypeError, "messages[0]['content'][1] must be a string, not 5"),
+        ([USER, {**USER, "audio": None, "refusal": "x"}], ValueError, "messages[1] has fields"),
+        ([USER, {**USER, "audio": None, "refusal": "x"}], ValueError, "'audio', 'refusal'"),
+        ([{**USER, "name": 5}], TypeError, "messages[0]['name'] must be a string, not 5"),
+        ([{**USER, "tool_calls": [CALL]}], ValueError, "['tool_calls'] needs the role 'assistant', not 'user'"),
+        ([{"role": "assistant", "tool_calls": "f"}], TypeError, "['tool_calls'] must be a list, not 'f'"),
+        ([{"role": "assistant", "tool_calls": [5]}], TypeError, "['tool_calls'][0] must be {'function': "),
+        ([{"role": "assistant", "tool_calls": [{"function": {}}]}], TypeError, "[0] must be {'function': "),
+        ([{"role": "assistant", "tool_calls": [{**CALL, "id": {1, 2}}]}], TypeError, "[0] must be plain JSON"),
+        ([call_with("{")], ValueError, "['tool_calls'][0]['function']['arguments'] is not JSON"),
+        ([call_with("[1]")], TypeError, "['function']['arguments'] must be an object, not [1]"),
+        ([call_with({"x": NAN})], TypeError, "['tool_calls'][0] must be plain JSON"),
+        ([call_with({"x": "\ud83d"})], ValueError, "['tool_calls'][0] has a lone surrogate"),
         ([{**USER, **{"x" * 10**6 + str(i): 1 for i in range(9)}}], ValueError, "messages[0] has fields"),
-        ([{"role": "user", "content": [{"text": "x" * 10**6}] * 99}], TypeError, "messages[0]['content'] must be"),
+        ([{"role": "user", "content": [{"text": "x" * 10**6}] * 99}], ValueError, "messages[0]['content'][0] is of"),
+        (
+            [{"role": "user", "content": [{"type": "image_url"}]}],
+            ValueError,
+            "[0] is of type 'image_url', which is not",
+        ),
         ([USER, {"role": "a\udfff", "content": ""}], ValueError, "messages[1]['role'] has a lone surrogate at"),
         ([{"role": "user", "content": "é\ud83dx"}], ValueError, "['content'] has a lone surrogate at character 1"),
     ],
@@ -343,6 +365,106 @@ def test_arguments_of_the_wrong_type_are_named(tokenizer):
         tokenizer.apply_chat_template([USER], 5)
     with pytest.raises(TypeError, match="add_generation_prompt must be True or False, not 'no'"):
         tokenizer.apply_chat_template([USER], add_generation_prompt="no")
+
+
+# Tools, text parts, more variables, and messages to go on with
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {"name": "weather", "description": "é <&>", "parameters": {"type": "object", "properties": {}}},
+    }
+]
+WITH_TOOLS = """\
+{%- if tools %}{{ tools | tojson }}{% endif %}
+{%- for m in messages %}
+[{{ m.role }}{{ ' ' + m.name if m.name }}{{ ' for ' + m.tool_call_id if m.tool_call_id }}]
+{{- m.content if m.content is string else 'no string' }}
+{%- for call in m.tool_calls or [] %}<{{ call.function.name }} {{ call.function.arguments | tojson }}>{% endfor %}
+{%- endfor %}
+{%- if enable_thinking is defined and not enable_thinking %}<no thinking>{% endif %}"""
+TOOL_CONVERSATION = [
+    {"role": "user", "content": "Is it cold?", "name": "ann"},
+    {"role": "assistant", "content": None, "tool_calls": [CALL]},
+    {"role": "tool", "content": "5 degrees", "tool_call_id": "1"},
+    {"role": "assistant", "content": "Yes.", "tool_calls": []},
+]
+
+
+@pytest.mark.parametrize("enable_thinking", [{}, {"enable_thinking": False}, {"enable_thinking": True}])
+def test_tools_and_their_calls_give_the_text_of_transformers(tokenizer, reference, enable_thinking):
+    parsed = copy.deepcopy(TOOL_CONVERSATION)  # transformers leaves it to its callers, such as vLLM, to do this
+    parsed[1]["content"] = ""
+    parsed[1]["tool_calls"][0]["function"]["arguments"] = {"city": "Oslo"}
+    expected = reference.apply_chat_template(
+        parsed, chat_template=WITH_TOOLS, tokenize=False, tools=TOOLS, **enable_thinking
+    )
+    before = copy.deepcopy(TOOL_CONVERSATION)
+    for messages in (TOOL_CONVERSATION, parsed):
+        text = tokenizer.apply_chat_template(messages, WITH_TOOLS, False, tools=TOOLS, **enable_thinking)
+        assert text == expected
+    assert '<weather {"city": "Oslo"}>' in text and "[user ann]" in text
+    assert before == TOOL_CONVERSATION
+
+
+def test_text_parts_are_joined_by_newlines(tokenizer):
+    parts = [{"type": "text", "text": "a"}, "b", {"type": "text", "text": ""}]
+    joined = tokenizer.apply_chat_template([{"role": "user", "content": "a\nb\n"}])
+    assert tokenizer.apply_chat_template([{"role": "user", "content": parts}]) == joined
+
+
+def test_a_call_without_arguments_has_none(tokenizer):
+    for arguments in ("", None, {}, "{}"):
+        assert tokenizer.apply_chat_template([call_with(arguments)], WITH_TOOLS).endswith("<weather {}>")
+
+
+@pytest.mark.parametrize("template", [None, "llama 3", "gemma"])
+@pytest.mark.parametrize("content", ["Hel", "Hel ", "1.\n", "", " a"])
+def test_a_message_to_go_on_with_is_left_open_as_in_transformers(tokenizer, reference, template, content):
+    messages = turns("Hi", content)
+    expected = reference.apply_chat_template(
+        messages,
+        chat_template=template and TEMPLATES[template],
+        tokenize=False,
+        add_generation_prompt=False,
+        continue_final_message=True,
+    )
+    text = tokenizer.apply_chat_template(
+        messages, template and TEMPLATES[template], add_generation_prompt=False, continue_final_message=True
+    )
+    assert text == expected
+    assert text.rstrip().endswith(content.strip())
+
+
+def test_a_message_cannot_be_left_open_and_answered(tokenizer):
+    with pytest.raises(ValueError, match="continue_final_message=True needs add_generation_prompt=False"):
+        tokenizer.apply_chat_template([USER], continue_final_message=True)
+    with pytest.raises(ValueError, match="does not work with this chat template"):
+        tokenizer.apply_chat_template([USER], "{{ messages[0].role }}", False, continue_final_message=True)
+    with pytest.raises(TypeError, match="continue_final_message must be True or False, not 1"):
+        tokenizer.apply_chat_template([USER], continue_final_message=1)
+
+
+@pytest.mark.parametrize(
+    "options, error, named",
+    [
+        ({"tools": "weather"}, TypeError, "tools must be a list of JSON schemas, not 'weather'"),
+        ({"tools": [print]}, TypeError, "tools[0] must be a dict, not <built-in function print>"),
+        ({"tools": [{"a": print}]}, TypeError, "tools[0] must be plain JSON"),
+        ({"tools": [{"a": NAN}]}, TypeError, "tools[0] must be plain JSON"),
+        ({"tools": [{"a": "\ud83d"}]}, ValueError, "tools[0] has a lone surrogate"),
+        ({"tools": [{"a": 1}]}, ValueError, "the chat template does not read tools"),
+        ({"chat_template_kwargs": {"enable_thinking": True}}, ValueError, "does not read enable_thinking"),
+        ({"chat_template_kwargs": {"bos_token": print}}, TypeError, "chat_template_kwargs must be plain JSON"),
+        ({"chat_template_kwargs": {"messages": []}}, ValueError, "chat_template_kwargs has messages: that is"),
+        ({"chat_template_kwargs": [1]}, TypeError, "chat_template_kwargs must be a dict"),
+        ({"chat_template_kwargs": {1: 2}}, TypeError, "chat_template_kwargs must be a dict"),
+    ],
+)
+def test_what_cannot_cross_to_the_template_is_named(tokenizer, options, error, named):
+    with pytest.raises(error) as raised:
+        tokenizer.render_chat([USER], "{{ bos_token }}", **options)
+    assert named in str(raised.value)
 
 
 BROKEN = {

@@ -15,6 +15,7 @@ from nanopage.config import (
     ARCHITECTURES,
     DEVICES,
     DTYPES,
+    GENERATION_CONFIGS,
     LOAD_FORMATS,
     MAX_SIZES,
     POLICIES,
@@ -72,6 +73,7 @@ PASS = cases(
         (["scheduling_policy"], POLICIES),
         (["quantization"], QUANTIZATIONS),
         (["load_format"], LOAD_FORMATS),
+        (["generation_config"], GENERATION_CONFIGS),
     ]
 )
 OUT_OF_RANGE = cases(
@@ -86,6 +88,7 @@ OUT_OF_RANGE = cases(
         (["preemption_mode"], ["", "SWAP", "drop", 1]),
         (["swap_space"], [-1, -1e-9, NAN, INF, HUGE]),
         (["scheduling_policy"], ["", None, "FCFS", "lifo"]),
+        (["generation_config"], ["", None, "AUTO", "/models/x"]),
     ]
 )
 WRONG_TYPE = cases(
@@ -113,6 +116,7 @@ def test_the_tables_have_every_engine_option():
         "scheduling_policy",
         "quantization",
         "load_format",
+        "generation_config",
     }
 
 

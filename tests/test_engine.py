@@ -52,7 +52,7 @@ def idle(engine) -> bool:
         ([], GREEDY, ValueError, "empty"),
         ({"prompt": ""}, GREEDY, ValueError, "empty"),
         ({}, GREEDY, ValueError, "prompt"),
-        ({"prompt": "a", "prompt_token_ids": [5]}, GREEDY, ValueError, "either"),
+        ({"prompt": 5, "prompt_token_ids": [5]}, GREEDY, TypeError, "a prompt must be a string"),
         ({"prompt": "a", "multi_modal_data": {}}, GREEDY, ValueError, "multi_modal_data"),
         ({"prompt": "a", "cache_salt": 3}, GREEDY, TypeError, "cache_salt"),
         (17, GREEDY, TypeError, "17"),

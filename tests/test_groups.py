@@ -228,7 +228,9 @@ def test_beam_search_takes_the_forms_of_generate_and_names_what_it_can_not_use(m
     llm = LLM(str(model), dtype="float64", device="cpu", max_model_len=128, num_gpu_blocks_override=64)
     params = BeamSearchParams(width=2, max_tokens=4)
     (one,) = llm.beam_search("the cat", params, use_tqdm=False)
-    two = llm.beam_search(["the cat", {"prompt": "a dog"}], [params, dataclasses.replace(params, width=3)], False)
+    two = llm.beam_search(
+        ["the cat", {"prompt": "a dog"}], [params, dataclasses.replace(params, width=3)], use_tqdm=False
+    )
     assert token_ids(one) == token_ids(two[0]) and len(two[1].outputs) == 3
     assert one.outputs[0].text == llm.get_tokenizer().decode(one.outputs[0].token_ids)
     for wrong in (None, SamplingParams(), [SamplingParams()], 4):

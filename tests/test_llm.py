@@ -44,8 +44,10 @@ def tokens(outputs) -> list[list[int]]:
 
 
 def test_an_unknown_option_is_named():
-    with pytest.raises(TypeError, match="tensor_parallel_size"):
-        LLM(tensor_parallel_size=2)
+    with pytest.raises(
+        TypeError, match=r"LLM\(\) has no option pipeline_size; its options: async_scheduling, block_size"
+    ):
+        LLM(pipeline_size=2)
     with pytest.raises(ValueError, match="block_size"):
         LLM(block_size=0)
 

@@ -679,3 +679,38 @@ def test_a_stop_string_in_the_prompt_does_not_count(byte_level):
     stream = Stream(byte_level, byte_level.encode("the END"), ["END", "D a"])
     assert stream.run(byte_level.encode(" and on")) is None
     assert stream.text == " and on"
+
+
+# transformers' names
+
+
+def test_a_tokenizer_is_called_as_in_transformers(byte_level):
+    reference = AutoTokenizer.from_pretrained(default_model())
+    for text in ("Hello, world", "", ["Hello", "Hello, world"]):
+        ours, theirs = byte_level(text), reference(text)
+        assert ours["input_ids"] == ours.input_ids == theirs["input_ids"]
+        assert ours["attention_mask"] == ours.attention_mask == theirs["attention_mask"]
+    for name in ("bos_token", "eos_token", "pad_token", "bos_token_id", "eos_token_id", "pad_token_id"):
+        assert getattr(byte_level, name) == getattr(reference, name)
+    for wrong in (None, 5, b"x", ["x", 5], {"x": 1}):
+        with pytest.raises(TypeError, match="text must be a string or a list of strings"):
+            byte_level(wrong)
+    with pytest.raises(TypeError, match="return_tensors"):
+        byte_level("Hello", return_tensors="pt")
+
+
+def test_special_tokens_are_added_unless_told_otherwise(sentence_piece):
+    assert sentence_piece("he").input_ids == sentence_piece.encode("he")
+    assert sentence_piece("he", add_special_tokens=False).input_ids == sentence_piece.encode("he", False)
+    assert sentence_piece("he").input_ids != sentence_piece("he", add_special_tokens=False).input_ids
+
+
+def test_a_special_token_that_is_not_there_has_no_id(sentence_piece):
+    assert (sentence_piece.pad_token, sentence_piece.pad_token_id) == (None, None)
+
+
+def test_a_conversation_can_be_encoded_at_once(byte_level):
+    messages = [{"role": "user", "content": "Hello"}]
+    text = byte_level.apply_chat_template(messages)
+    assert byte_level.apply_chat_template(messages, tokenize=False) == text == byte_level.render_chat(messages)
+    assert byte_level.apply_chat_template(messages, tokenize=True) == byte_level.encode(text, add_special_tokens=False)

@@ -60,7 +60,9 @@ class LLMEngine:
         self.device = resolve_device(config.device)
         checkpoint = loader.open_checkpoint(path)
         self.model_config = loader.read_config(checkpoint)
-        self.default_sampling_params = default_sampling_params(path)
+        self.default_sampling_params = SamplingParams()
+        if config.generation_config == "auto":
+            self.default_sampling_params = default_sampling_params(path)
         limit = self.model_config.max_position_embeddings
         if config.max_model_len is not None and config.max_model_len > limit:
             raise ValueError(f"max_model_len={config.max_model_len} is more than the model's {limit} positions")
@@ -131,6 +133,11 @@ class LLMEngine:
             f"{gib:.2f} GiB = {tokens:,} tokens = {tokens / self.max_model_len:.1f} requests of "
             f"{self.max_model_len:,} tokens"
         )
+
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineConfig) -> "LLMEngine":
+        """vLLM's way to make an engine."""
+        return cls(engine_args)
 
     def add_request(
         self,

@@ -22,7 +22,9 @@ from nanopage.text.stop_strings import build_trie
 from nanopage.text.tokenizer import IncrementalDetokenizer, Tokenizer
 
 Prompt = str | list[int] | dict
-"""Text, token ids, or a dict with "prompt" or "prompt_token_ids", and optionally "cache_salt" (vLLM's forms)."""
+"""Text, token ids, or a dict with "prompt" or "prompt_token_ids", and optionally "cache_salt" (vLLM's forms).
+
+A dict with both is of token ids; the text is only returned as `RequestOutput.prompt`."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -180,19 +182,19 @@ class InputProcessor:
                     f"the prompt has fields that are not supported: {', '.join(sorted(map(str, unknown)))}"
                 )
             text, token_ids, salt = prompt.get("prompt"), prompt.get("prompt_token_ids"), prompt.get("cache_salt") or ""
-            if (text is None) == (token_ids is None):
-                raise ValueError("a prompt dict has either 'prompt' or 'prompt_token_ids'")
+            if text is None and token_ids is None:
+                raise ValueError("a prompt dict has 'prompt' or 'prompt_token_ids'")
             if not isinstance(salt, str):
                 raise TypeError(f"cache_salt must be a string, not {salt!r}")
         elif isinstance(prompt, str):
             text = prompt
         else:
             token_ids = prompt
-        if token_ids is None:
+        if token_ids is None or text is not None:
             if not isinstance(text, str):
                 raise TypeError(f"a prompt must be a string, token ids or a dict, not {text!r}")
-            token_ids = self.encode(text)
-        elif not isinstance(token_ids, list):
+            token_ids = self.encode(text) if token_ids is None else token_ids
+        if not isinstance(token_ids, list):
             raise TypeError(f"a prompt must be a string, token ids or a dict, not {token_ids!r}")
         if not token_ids:
             raise ValueError("the prompt is empty")

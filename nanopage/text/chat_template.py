@@ -23,6 +23,10 @@ MAX_CPU_SECONDS = 2.0  # not enforced on Windows
 MAX_SECONDS = 30.0  # until the answer comes; enforced everywhere
 MAX_CHARACTERS = 8_000_000  # of output
 
+RESERVED = ("messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize")
+MESSAGE_FIELDS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content")
+END_MARK = "<|nanopage: the final message ends here|> "  # the space at its end shows whether a template trims messages
+
 PROGRAM = Path(__file__).with_name("template_process.py").absolute()
 
 
@@ -40,40 +44,70 @@ class TemplateRenderer:
         self._end_process: weakref.finalize | None = None
 
     def render(
-        self, source: str, messages: list[dict], add_generation_prompt: bool, special_tokens: dict[str, str]
+        self,
+        source: str,
+        messages: list[dict],
+        add_generation_prompt: bool,
+        special_tokens: dict[str, str],
+        tools: list[dict] | None = None,
+        continue_final_message: bool = False,
+        chat_template_kwargs: dict | None = None,
     ) -> str:
         """The conversation as the model was trained to see it.
 
         Args:
             source: the template.
-            messages: dicts with "role" and "content", both strings.
+            messages: see `normalize_messages`.
             add_generation_prompt: end with the opening of the assistant's reply.
             special_tokens: their texts by their names in the template, such as "bos_token".
+            tools: JSON schemas of the functions that the model may call.
+            continue_final_message: end within the last message, where its content ends, so that the model goes on
+                with it.
+            chat_template_kwargs: more variables of the template, such as enable_thinking; plain JSON.
 
         Raises:
             TypeError: an argument of the wrong type.
-            ValueError: messages of the wrong form, or a template that fails, does what the sandbox forbids or exceeds
-                a limit.
+            ValueError: messages of the wrong form; tools or variables that the template does not read; a template that
+                fails, does what the sandbox forbids or exceeds a limit.
             RuntimeError: the process cannot be started.
         """
         if not isinstance(source, str):
             raise TypeError(f"chat_template must be a string of Jinja source, not {_shorten(source)}")
-        if not isinstance(add_generation_prompt, bool):
-            raise TypeError(f"add_generation_prompt must be True or False, not {_shorten(add_generation_prompt)}")
-        check_messages(messages)
+        for name, value in (
+            ("add_generation_prompt", add_generation_prompt),
+            ("continue_final_message", continue_final_message),
+        ):
+            if not isinstance(value, bool):
+                raise TypeError(f"{name} must be True or False, not {_shorten(value)}")
+        if continue_final_message and add_generation_prompt:
+            raise ValueError(
+                "continue_final_message=True needs add_generation_prompt=False: the model goes on with a message or "
+                "begins a new one"
+            )
+        messages, tools, more = (
+            normalize_messages(messages),
+            _check_tools(tools),
+            _check_variables(chat_template_kwargs),
+        )
+        for name in (["tools"] if tools else []) + list(more):
+            if name not in source:
+                raise ValueError(f"the chat template does not read {name}: it would be ignored")
+        if continue_final_message:
+            messages[-1]["content"] += END_MARK
         variables = {
             "messages": messages,
-            "tools": None,
+            "tools": tools,
             "documents": None,
             "add_generation_prompt": add_generation_prompt,
             **special_tokens,
+            **more,
         }
         request = json.dumps({"source": source, "variables": variables}, ensure_ascii=False)
         with self._lock:
             answer = self._ask(request.encode(errors="surrogatepass") + b"\n")
         if "error" in answer:
             raise ValueError(f"the chat template failed: {answer['error']}")
-        return answer["text"]
+        return _before_end_mark(answer["text"]) if continue_final_message else answer["text"]
 
     def _ask(self, request: bytes) -> dict:
         process = self._process
@@ -118,18 +152,121 @@ class TemplateRenderer:
         self._process = self._end_process = None
 
 
-def check_messages(messages: list[dict]) -> None:
-    """Raises ValueError or TypeError naming what is wrong with a conversation."""
+def normalize_messages(messages: list[dict]) -> list[dict]:
+    """A conversation in the form that templates expect, which is transformers'.
+
+    Args:
+        messages: dicts with "role" and "content", and optionally "name", "tool_calls", "tool_call_id" and
+            "reasoning_content". The content is a string, or a list of parts {"type": "text", "text": ...}, which are
+            joined by newlines, as in vLLM. An assistant's message with tool calls needs none. The arguments of a tool
+            call are an object, or one written as JSON.
+
+    Returns: new messages, with all contents strings and all arguments objects.
+
+    Raises:
+        ValueError, TypeError: naming what is wrong.
+    """
     if not isinstance(messages, list) or not messages:
         raise ValueError("messages must be a list of at least one {'role': ..., 'content': ...}")
-    for i, message in enumerate(messages):
-        if not isinstance(message, dict):
-            raise TypeError(f"messages[{i}] must be a dict, not {_shorten(message)}")
-        for name in ("role", "content"):
-            _check_text(message.get(name), f"messages[{i}][{name!r}]")
-        if unknown := message.keys() - {"role", "content"}:
-            names = ", ".join(sorted(map(_shorten, unknown)))
-            raise ValueError(f"messages[{i}] has fields that are not supported: {names:.200}")
+    return [_normalize_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
+
+
+def _normalize_message(message: dict, name: str) -> dict:
+    if not isinstance(message, dict):
+        raise TypeError(f"{name} must be a dict, not {_shorten(message)}")
+    _check_text(message.get("role"), f"{name}['role']")
+    if unknown := message.keys() - set(MESSAGE_FIELDS):
+        names = ", ".join(sorted(map(_shorten, unknown)))
+        raise ValueError(f"{name} has fields that are not supported: {names:.200}")
+    normal = {"role": message["role"], "content": message.get("content")}
+    for field in ("name", "tool_call_id", "reasoning_content"):
+        if message.get(field) is not None:
+            _check_text(message[field], f"{name}[{field!r}]")
+            normal[field] = message[field]
+    if message.get("tool_calls"):
+        if message["role"] != "assistant":
+            raise ValueError(f"{name}['tool_calls'] needs the role 'assistant', not {_shorten(message['role'])}")
+        normal["tool_calls"] = _normalize_tool_calls(message["tool_calls"], f"{name}['tool_calls']")
+    content = normal["content"]
+    if isinstance(content, list):
+        parts = [_part_text(part, f"{name}['content'][{i}]") for i, part in enumerate(content)]
+        normal["content"] = "\n".join(parts)
+    elif content is None and "tool_calls" in normal:
+        normal["content"] = ""  # as in vLLM
+    else:
+        _check_text(content, f"{name}['content']")
+    return normal
+
+
+def _part_text(part: dict | str, name: str) -> str:
+    if isinstance(part, dict) and part.get("type") != "text":
+        raise ValueError(f"{name} is of type {_shorten(part.get('type'))}, which is not supported; supported: 'text'")
+    text = part.get("text") if isinstance(part, dict) else part
+    _check_text(text, f"{name}['text']" if isinstance(part, dict) else name)
+    return cast(str, text)
+
+
+def _normalize_tool_calls(calls: list[dict], name: str) -> list[dict]:
+    if not isinstance(calls, list):
+        raise TypeError(f"{name} must be a list, not {_shorten(calls)}")
+    normal = []
+    for i, call in enumerate(calls):
+        call = _check_json(call, f"{name}[{i}]")
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise TypeError(f"{name}[{i}] must be {{'function': {{'name': ..., 'arguments': ...}}}}")
+        arguments = function.get("arguments") or {}
+        if isinstance(arguments, str):
+            try:
+                arguments = json.loads(arguments)
+            except (ValueError, RecursionError) as error:
+                raise ValueError(f"{name}[{i}]['function']['arguments'] is not JSON: {error}") from None
+        if not isinstance(arguments, dict):
+            raise TypeError(f"{name}[{i}]['function']['arguments'] must be an object, not {_shorten(arguments)}")
+        normal.append(call | {"function": function | {"arguments": arguments}})
+    return normal
+
+
+def _check_tools(tools: list[dict] | None) -> list[dict] | None:
+    if tools is None:
+        return None
+    if not isinstance(tools, list):
+        raise TypeError(f"tools must be a list of JSON schemas, not {_shorten(tools)}")
+    for i, tool in enumerate(tools):
+        if not isinstance(tool, dict):
+            raise TypeError(f"tools[{i}] must be a dict, not {_shorten(tool)}")
+        _check_json(tool, f"tools[{i}]")
+    return tools
+
+
+def _check_variables(variables: dict | None) -> dict:
+    if variables is None:
+        return {}
+    if not isinstance(variables, dict) or not all(isinstance(name, str) for name in variables):
+        raise TypeError(f"chat_template_kwargs must be a dict with names as keys, not {_shorten(variables)}")
+    if reserved := sorted(variables.keys() & set(RESERVED)):
+        raise ValueError(f"chat_template_kwargs has {', '.join(reserved)}: that is an argument of its own")
+    return _check_json(variables, "chat_template_kwargs")
+
+
+def _check_json(value, name: str):
+    """The value as JSON has it, so that nothing else crosses to the process that renders."""
+    try:
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+        text.encode()
+        return json.loads(text)
+    except UnicodeEncodeError:
+        raise ValueError(f"{name} has a lone surrogate, which cannot be encoded") from None
+    except (TypeError, ValueError, RecursionError) as error:
+        raise TypeError(f"{name} must be plain JSON: {error!s:.200}") from None
+
+
+def _before_end_mark(text: str) -> str:
+    """The text up to where the content of the final message ends."""
+    end = text.rfind(END_MARK.rstrip())
+    if end < 0:
+        raise ValueError("continue_final_message=True does not work with this chat template: it changes messages")
+    return text[:end] if text.startswith(END_MARK, end) else text[:end].rstrip()
 
 
 def _check_text(text, name: str) -> None:

@@ -11,13 +11,26 @@ from nanopage.text.chat_template import TemplateRenderer
 from nanopage.text.stop_strings import Node, StopStringSearch
 from nanopage.weights.gguf_checkpoint import GGUFCheckpoint
 
+
+class Encoding(dict):
+    """What `Tokenizer.__call__` returns: "input_ids" and "attention_mask", as items and as attributes."""
+
+    @property
+    def input_ids(self) -> list:
+        return self["input_ids"]
+
+    @property
+    def attention_mask(self) -> list:
+        return self["attention_mask"]
+
+
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 MAX_TOKENIZER = 2**27  # bytes of tokenizer.json; those of 260,000 tokens have about 2**25
 REPLACEMENT = "\ufffd"  # what bytes that are no character decode to
 
 
 class Tokenizer:
-    """The tokenizer and chat template of a model.
+    """The tokenizer and chat template of a model. Names are those of transformers' tokenizers where there is one.
 
     Args:
         source: a directory with tokenizer.json (and tokenizer_config.json, chat_template.jinja), or a .gguf file, as
@@ -57,6 +70,34 @@ class Tokenizer:
     def vocab_size(self) -> int:
         return self.backend.get_vocab_size(with_added_tokens=True)
 
+    @property
+    def bos_token(self) -> str | None:
+        return self.special_tokens.get("bos_token")
+
+    @property
+    def eos_token(self) -> str | None:
+        return self.special_tokens.get("eos_token")
+
+    @property
+    def pad_token(self) -> str | None:
+        return self.special_tokens.get("pad_token")
+
+    @property
+    def bos_token_id(self) -> int | None:
+        return self._special_id("bos_token")
+
+    @property
+    def eos_token_id(self) -> int | None:
+        return self._special_id("eos_token")
+
+    @property
+    def pad_token_id(self) -> int | None:
+        return self._special_id("pad_token")
+
+    def _special_id(self, name: str) -> int | None:
+        token = self.special_tokens.get(name)
+        return None if token is None else self.backend.token_to_id(token)
+
     @cached_property
     def max_chars_per_token(self) -> int:
         """Characters of the longest token."""
@@ -74,19 +115,62 @@ class Tokenizer:
             )
         return ids
 
+    def __call__(self, text: str | list[str], add_special_tokens: bool = True) -> Encoding:
+        """The ids and attention mask (all ones) of a text, or lists of them of several texts, as in transformers.
+
+        Raises: as `encode`, and TypeError for anything but text.
+        """
+        texts = [text] if isinstance(text, str) else text
+        if not isinstance(texts, list | tuple) or not all(isinstance(one, str) for one in texts):
+            raise TypeError(f"text must be a string or a list of strings, not {text!r:.200}")
+        ids = [self.encode(one, add_special_tokens) for one in texts]
+        masks = [[1] * len(one) for one in ids]
+        if isinstance(text, str):
+            return Encoding(input_ids=ids[0], attention_mask=masks[0])
+        return Encoding(input_ids=ids, attention_mask=masks)
+
     def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
         with rust_errors(f"{self.path} failed to decode {len(token_ids):,} tokens"):
             return self.backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
     def apply_chat_template(
-        self, messages: list[dict], chat_template: str | None = None, add_generation_prompt: bool = True
+        self,
+        messages: list[dict],
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        tools: list[dict] | None = None,
+        continue_final_message: bool = False,
+        *,
+        tokenize: bool = False,
+        **chat_template_kwargs,
+    ) -> str | list[int]:
+        """`render_chat`, or with `tokenize` its token ids. Other keywords are variables of the template.
+
+        The defaults are not transformers', which are add_generation_prompt=False and tokenize=True.
+        """
+        text = self.render_chat(
+            messages, chat_template, add_generation_prompt, tools, continue_final_message, chat_template_kwargs
+        )
+        return self.encode(text, add_special_tokens=False) if tokenize else text
+
+    def render_chat(
+        self,
+        messages: list[dict],
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        tools: list[dict] | None = None,
+        continue_final_message: bool = False,
+        chat_template_kwargs: dict | None = None,
     ) -> str:
         """The conversation as the model was trained to see it, ready for `encode(..., add_special_tokens=False)`.
 
         Args:
-            messages: dicts with "role" and "content" (a string).
+            messages: dicts with "role" and "content" (see `normalize_messages` in chat_template.py).
             chat_template: Jinja source to use instead of the model's.
             add_generation_prompt: end with the opening of the assistant's reply.
+            tools: JSON schemas of the functions that the model may call.
+            continue_final_message: end where the content of the last message ends, so that the model goes on with it.
+            chat_template_kwargs: more variables of the template, such as {"enable_thinking": False}.
 
         Raises:
             TypeError: an argument of the wrong type.
@@ -97,7 +181,10 @@ class Tokenizer:
         source = chat_template if chat_template is not None else self.chat_template
         if source is None:
             raise ValueError("the model has no chat template: it is a base model; use generate(), or give a template")
-        return self._renderer.render(source, messages, add_generation_prompt, self.special_tokens)
+        special_tokens = self.special_tokens
+        return self._renderer.render(
+            source, messages, add_generation_prompt, special_tokens, tools, continue_final_message, chat_template_kwargs
+        )
 
 
 def _read_tokenizer(file: Path) -> BackendTokenizer:

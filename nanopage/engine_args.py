@@ -1,0 +1,65 @@
+"""EngineArgs and FlexibleArgumentParser: an EngineConfig from vLLM's options or from a command line."""
+
+import argparse
+import dataclasses
+import sys
+import types
+import typing
+
+from nanopage.config import EngineConfig
+from nanopage.vllm_options import accept_engine
+
+
+class EngineArgs(EngineConfig):
+    """An EngineConfig that also takes the options of vLLM that change nothing (see vllm_options.py).
+
+    Raises: TypeError for an option that does not exist, and what EngineConfig raises.
+    """
+
+    def __init__(self, **options):
+        super().__init__(**accept_engine("EngineArgs()", options, option_names()))
+
+    @staticmethod
+    def add_cli_args(parser):
+        """Add an option for each one of EngineConfig to a parser, or to a group of one. Returns it."""
+        kinds = typing.get_type_hints(EngineConfig)
+        for field in dataclasses.fields(EngineConfig):
+            kind, option = _kind(kinds[field.name]), "--" + field.name.replace("_", "-")
+            if kind is bool:
+                parser.add_argument(option, action=argparse.BooleanOptionalAction, default=field.default)
+            else:
+                parser.add_argument(option, type=kind, default=field.default)
+        return parser
+
+    @classmethod
+    def from_cli_args(cls, args: argparse.Namespace) -> "EngineArgs":
+        """From what a parser with `add_cli_args` has parsed."""
+        return cls(**{name: getattr(args, name) for name in option_names()})
+
+
+class FlexibleArgumentParser(argparse.ArgumentParser):
+    """An ArgumentParser that also takes --max_model_len for --max-model-len, as vLLM's does."""
+
+    def parse_known_args(self, args=None, namespace=None):
+        """Parse arguments, by default those of the program."""
+        arguments = sys.argv[1:] if args is None else args
+        return super().parse_known_args([_with_dashes(argument) for argument in arguments], namespace)
+
+
+def option_names() -> list[str]:
+    """Those of EngineConfig."""
+    return [field.name for field in dataclasses.fields(EngineConfig)]
+
+
+def _kind(annotation) -> type:
+    """The type of an option that may be None."""
+    if isinstance(annotation, types.UnionType):
+        (annotation,) = (kind for kind in annotation.__args__ if kind is not types.NoneType)
+    return annotation
+
+
+def _with_dashes(argument: str) -> str:
+    if not argument.startswith("--"):
+        return argument
+    name, equals, value = argument.partition("=")
+    return name.replace("_", "-") + equals + value

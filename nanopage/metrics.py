@@ -1,0 +1,159 @@
+"""Metrics of an LLM, in the shape of vLLM's `LLM.get_metrics`.
+
+Counts are of tokens and requests since the LLM was made. What concerns a request as a whole is counted when it ends.
+"""
+
+import bisect
+import itertools
+from dataclasses import dataclass, field
+
+from nanopage.request import RequestOutput, StepStats
+
+SECONDS = (
+    0.001,
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.1,
+    0.25,
+    0.5,
+    1.0,
+    2.5,
+    5.0,
+    10.0,
+    25.0,
+    50.0,
+    100.0,
+    250.0,
+    500.0,
+    1000.0,
+)
+TOKENS = tuple(float(digit * 10**power) for power in range(7) for digit in (1, 2, 5))
+
+
+@dataclass
+class Metric:
+    """A metric's name and labels."""
+
+    name: str
+    labels: dict[str, str]
+
+
+@dataclass
+class Counter(Metric):
+    """A number that only grows."""
+
+    value: int
+
+
+@dataclass
+class Gauge(Metric):
+    """A number of this moment."""
+
+    value: float
+
+
+@dataclass
+class Vector(Metric):
+    """Several counters in order. No metric here is one: vLLM's are of speculative decoding."""
+
+    values: list[int]
+
+
+@dataclass
+class Histogram(Metric):
+    """Observed values: their number, their sum, and how many are at most each bucket's bound ("+Inf": all)."""
+
+    count: int
+    sum: float
+    buckets: dict[str, int]
+
+
+@dataclass
+class Observations:
+    """The values that a histogram is made of, sorted into buckets as they come."""
+
+    bounds: tuple[float, ...]
+    counts: list[int] = field(init=False)  # of values above the bound before and at most this one; the last has none
+    sum: float = 0.0
+
+    def __post_init__(self):
+        self.counts = [0] * (len(self.bounds) + 1)
+
+    def add(self, value: float) -> None:
+        self.counts[bisect.bisect_left(self.bounds, value)] += 1
+        self.sum += value
+
+    def histogram(self, name: str, labels: dict[str, str]) -> Histogram:
+        totals = list(itertools.accumulate(self.counts))
+        names = [*map(str, self.bounds), "+Inf"]
+        return Histogram(name, labels, totals[-1], self.sum, dict(zip(names, totals, strict=True)))
+
+
+class Metrics:
+    """What is counted.
+
+    Args:
+        model_name: a label of every metric.
+    """
+
+    def __init__(self, model_name: str):
+        self.labels = {"model_name": model_name, "engine": "0"}
+        self.counters = dict.fromkeys(
+            ("prompt_tokens", "generation_tokens", "num_preemptions", "prefix_cache_queries", "prefix_cache_hits"), 0
+        )
+        self.ended = dict.fromkeys(("stop", "length", "abort", "error"), 0)  # completions, by finish_reason
+        self.histograms = {
+            "time_to_first_token_seconds": Observations(SECONDS),
+            "inter_token_latency_seconds": Observations(SECONDS),
+            "e2e_request_latency_seconds": Observations(SECONDS),
+            "request_queue_time_seconds": Observations(SECONDS),
+            "request_prompt_tokens": Observations(TOKENS),
+            "request_generation_tokens": Observations(TOKENS),
+        }
+        self.last_step = StepStats()
+
+    def add_step(self, stats: StepStats) -> None:
+        self.counters["prompt_tokens"] += stats.prefill_tokens + stats.cached_tokens
+        self.counters["generation_tokens"] += stats.output_tokens
+        self.counters["num_preemptions"] += stats.preempted
+        self.last_step = stats
+
+    def add_finished(self, output: RequestOutput) -> None:
+        """A request that has come to its end."""
+        times, histograms = output.metrics, self.histograms
+        num_prompt_tokens = len(output.prompt_token_ids)
+        if times.first_scheduled_time is not None:
+            self.counters["prefix_cache_queries"] += num_prompt_tokens
+            self.counters["prefix_cache_hits"] += output.num_cached_tokens
+            histograms["request_queue_time_seconds"].add(times.first_scheduled_time - times.arrival_time)
+        if times.token_times:
+            histograms["time_to_first_token_seconds"].add(times.token_times[0] - times.arrival_time)
+        for before, after in itertools.pairwise(times.token_times):
+            histograms["inter_token_latency_seconds"].add(after - before)
+        if times.finished_time is not None:
+            histograms["e2e_request_latency_seconds"].add(times.finished_time - times.arrival_time)
+        histograms["request_prompt_tokens"].add(num_prompt_tokens)
+        for completion in output.outputs:
+            histograms["request_generation_tokens"].add(len(completion.token_ids))
+            if completion.finish_reason is not None:
+                self.ended[completion.finish_reason] += 1
+
+    def snapshot(self, num_running: int, num_waiting: int) -> list[Metric]:
+        """All metrics, by vLLM's names, given the numbers of requests that run and wait."""
+        step = self.last_step
+        num_blocks = step.used_blocks + step.free_blocks + step.cached_blocks
+        gauges = {
+            "num_requests_running": float(num_running),
+            "num_requests_waiting": float(num_waiting),
+            "kv_cache_usage_perc": step.used_blocks / num_blocks if num_blocks else 0.0,
+        }
+        metrics: list[Metric] = [Gauge(f"vllm:{name}", self.labels, value) for name, value in gauges.items()]
+        metrics += [Counter(f"vllm:{name}", self.labels, value) for name, value in self.counters.items()]
+        metrics += [
+            Counter("vllm:request_success", self.labels | {"finished_reason": reason}, count)
+            for reason, count in self.ended.items()
+        ]
+        metrics += [values.histogram(f"vllm:{name}", self.labels) for name, values in self.histograms.items()]
+        return metrics

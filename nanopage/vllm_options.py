@@ -1,0 +1,139 @@
+"""Options of vLLM that nanopage accepts because they change nothing here.
+
+vLLM's scripts often spell out defaults. Each table below names such options, the values that ask for nothing, and why
+any other value is refused. `accept` takes them out of a call's options; what is left are nanopage's own.
+"""
+
+import dataclasses
+import functools
+import reprlib
+from collections.abc import Callable, Collection
+
+ANY = object()  # both settings are the same here
+Neutral = dict[str, tuple[object, str]]  # option -> (the values that change nothing, or ANY; why there are no others)
+
+ENGINE: Neutral = {
+    "tensor_parallel_size": ((1,), "one device computes the whole model"),
+    "pipeline_parallel_size": ((1,), "one device computes the whole model"),
+    "data_parallel_size": ((1,), "an engine has one replica of the model"),
+    "distributed_executor_backend": ((None,), "the model runs in this process"),
+    "enable_expert_parallel": ((False,), "there are no mixture-of-experts models"),
+    "disable_custom_all_reduce": (ANY, "one device has nothing to reduce"),
+    "trust_remote_code": ((False,), "no code from a model's directory is ever run"),
+    "tokenizer_mode": (("auto",), "the tokenizer is always that of tokenizer.json"),
+    "tokenizer_revision": ((None,), "the tokenizer is always the model's"),
+    "skip_tokenizer_init": ((False,), "a model that has a tokenizer loads it"),
+    "revision": ((None,), "a hub id means its main revision: give the directory of another one"),
+    "code_revision": ((None,), "no code from a model's directory is ever run"),
+    "config_format": (("auto", "hf"), "configurations are config.json, or a .gguf file's metadata"),
+    "hf_overrides": ((None, {}), "config.json is used as it is: edit a copy"),
+    "hf_token": ((None,), "huggingface_hub reads HF_TOKEN"),
+    "download_dir": ((None,), "huggingface_hub reads HF_HOME"),
+    "model_impl": (("auto",), "each model has one implementation"),
+    "task": (("auto", "generate"), "models generate text"),
+    "runner": (("auto", "generate"), "models generate text"),
+    "convert": (("auto", "none"), "models generate text"),
+    "enable_chunked_prefill": (
+        (True, None),
+        "prompts longer than max_num_batched_tokens are always prefilled in chunks",
+    ),
+    "kv_cache_dtype": (("auto",), "K and V are kept in dtype"),
+    "calculate_kv_scales": ((False,), "K and V are not quantized"),
+    "cpu_offload_gb": ((0, 0.0), "all weights are on the device"),
+    "disable_log_stats": (ANY, "metrics are always counted, and never logged"),
+    "enable_lora": ((False,), "there are no LoRA adapters"),
+    "enable_prompt_embeds": ((False,), "prompts are text or token ids"),
+    "enable_sleep_mode": ((False,), "an engine cannot sleep"),
+    "limit_mm_per_prompt": ((None, {}), "prompts are text"),
+    "mm_processor_kwargs": ((None, {}), "prompts are text"),
+    "allowed_local_media_path": (("",), "prompts are text"),
+    "speculative_config": ((None,), "there is no speculative decoding"),
+    "compilation_config": ((None, {}), "what is compiled is chosen by enforce_eager"),
+    "override_generation_config": ((None, {}), "give SamplingParams instead"),
+    "max_logprobs": ((20,), "at most 20 log-probabilities a token are returned"),
+}
+# Where None means "the default" in vLLM; nanopage's own option has a default and takes no None.
+DEFAULT_IF_NONE = ("seed", "max_num_seqs", "max_num_batched_tokens", "block_size", "enable_prefix_caching")
+DTYPES = {"half": "float16", "float": "float32"}  # vLLM's other names
+
+SAMPLING: Neutral = {
+    "structured_outputs": ((None,), "there are no structured outputs"),
+    "guided_decoding": ((None,), "there are no structured outputs"),
+    "logits_processors": ((None, []), "logits are changed by the parameters alone"),
+    "spaces_between_special_tokens": ((True,), "the text has the spaces that the tokenizer decodes"),
+    "truncate_prompt_tokens": ((None,), "prompts are never shortened"),
+    "flat_logprobs": ((False,), "logprobs are a list of dicts"),
+    "logprob_token_ids": ((None,), "logprobs are those of the likeliest tokens"),
+    "extra_args": ((None, {}), "there is nobody to read them"),
+}
+BEAM_SEARCH: Neutral = {
+    "temperature": ((0, 0.0), "beams are ranked by the model's own probabilities"),
+    "ignore_eos": ((False,), "an end-of-sequence token completes a beam"),
+    "include_stop_str_in_output": ((False,), "beams have no stop strings"),
+}
+CALL: Neutral = {
+    "lora_request": ((None,), "there are no LoRA adapters"),
+    "tokenization_kwargs": ((None, {}), "prompts are encoded whole"),
+    "mm_processor_kwargs": ((None, {}), "prompts are text"),
+    "chat_template_content_format": (("auto", "string"), "templates see the content of a message as a string"),
+    "concurrency_limit": ((None,), "max_num_seqs of the engine bounds what runs at once"),
+}
+
+
+def accept(owner: str, options: dict, known: Collection[str], neutral: Neutral) -> dict:
+    """`options` without the neutral ones.
+
+    Args:
+        owner: what has the options, for messages.
+        known: the names of its own options, which are not checked here.
+
+    Raises:
+        TypeError: an option that does not exist.
+        ValueError: a neutral option with a value that would change something.
+    """
+    if unknown := options.keys() - known - neutral.keys():
+        raise TypeError(f"{owner} has no option {', '.join(sorted(unknown))}; its options: {', '.join(sorted(known))}")
+    for name in sorted(options.keys() & neutral.keys()):
+        values, why = neutral[name]
+        given = options[name]
+        if values is ANY and isinstance(given, bool):
+            continue
+        allowed = (True, False) if values is ANY else values
+        assert isinstance(allowed, tuple)
+        if not any(type(given) is type(value) and given == value for value in allowed):
+            choices = " or ".join(map(repr, allowed))
+            raise ValueError(f"{name}={reprlib.repr(given)} is not supported, only {choices}: {why}")
+    return {name: value for name, value in options.items() if name not in neutral}
+
+
+def accept_engine(owner: str, options: dict, known: Collection[str]) -> dict:
+    """The options of EngineConfig in `options` of vLLM's LLM or EngineArgs. Raises as `accept`."""
+    options = {name: value for name, value in options.items() if value is not None or name not in DEFAULT_IF_NONE}
+    tokenizer, model = options.pop("tokenizer", None), options.get("model")
+    if tokenizer is not None and str(tokenizer) != str(model):
+        raise ValueError(f"tokenizer={tokenizer!r} is not supported, only None or the model: a model has its own")
+    dtype = options.get("dtype")
+    if isinstance(dtype, str):
+        options["dtype"] = DTYPES.get(dtype, dtype)
+    return accept(owner, options, known, ENGINE)
+
+
+def accepts_options(neutral: Neutral, other_names: dict[str, str] | None = None) -> Callable[[type], type]:
+    """Decorate a dataclass: its constructor also takes the neutral options, and `other_names` (vLLM's -> ours)."""
+
+    def decorate(cls):
+        init, known = cls.__init__, [field.name for field in dataclasses.fields(cls)]
+
+        @functools.wraps(init)
+        def __init__(self, *args, **options):
+            for theirs, ours in (other_names or {}).items():
+                if theirs in options and (ours in options or args):
+                    raise TypeError(f"{cls.__name__}() has both {ours} and {theirs}, which are the same: give one")
+                if theirs in options:
+                    options[ours] = options.pop(theirs)
+            init(self, *args, **accept(f"{cls.__name__}()", options, known, neutral))
+
+        cls.__init__ = __init__
+        return cls
+
+    return decorate
