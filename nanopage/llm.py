@@ -21,7 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from nanopage.config import EngineConfig
 from nanopage.engine.engine import LLMEngine
 from nanopage.engine.input_processor import Prompt, Request
-from nanopage.request import BeamSearchParams, RequestOutput, SamplingParams
+from nanopage.request import BeamSearchParams, RequestOutput, SamplingParams, StepStats
 
 AnyParams = SamplingParams | BeamSearchParams
 
@@ -66,7 +66,6 @@ class LLM:
             )
         self.engine = LLMEngine(EngineConfig(model=model, **options), on_progress)
         self._ids = itertools.count()
-        self._num_output_tokens = 0
         self._lock = threading.RLock()  # of the engine and the inboxes
         # request_id -> where its outputs go. Each reader (a call of generate, a stream) has an inbox for its requests.
         self._inboxes: dict[str, deque[RequestOutput]] = {}
@@ -193,6 +192,12 @@ class LLM:
 
     def _run(self, requests: list[Request], show_progress: bool) -> list[RequestOutput]:
         latest: dict[str, RequestOutput] = {}
+        num_tokens = num_finished = 0
+
+        def after_step(stats: StepStats) -> None:
+            nonlocal num_tokens
+            num_tokens += stats.output_tokens
+
         try:
             with (
                 Progress(
@@ -204,14 +209,13 @@ class LLM:
                     console=Console(stderr=True),
                     disable=not show_progress,
                 ) as progress,
+                self._listening(after_step),
                 contextlib.closing(self._outputs(requests)) as outputs,
             ):
                 task = progress.add_task("", total=len(requests), speed="")
-                before, num_finished = self._num_output_tokens, 0
                 for output in outputs:
                     latest[output.request_id] = output
                     num_finished += output.finished
-                    num_tokens = self._num_output_tokens - before
                     elapsed = progress.tasks[task].elapsed
                     speed = f"{num_tokens / elapsed:.0f} output tok/s" if elapsed else ""
                     progress.update(task, completed=num_finished, speed=speed)
@@ -246,10 +250,19 @@ class LLM:
                     self.engine.abort(request_id)
                     self._inboxes.pop(request_id, None)
 
+    @contextlib.contextmanager
+    def _listening(self, listener: Callable[[StepStats], None]) -> Iterator[None]:
+        """Call `listener` with the StepStats of every step, whoever makes it."""
+        with self._lock:
+            self.engine.listeners.append(listener)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self.engine.listeners.remove(listener)
+
     def _step(self) -> None:
-        outputs = self.engine.step()
-        self._num_output_tokens += self.engine.last_step.output_tokens
-        for output in outputs:
+        for output in self.engine.step():
             if (inbox := self._inboxes.get(output.request_id)) is not None:
                 inbox.append(output)
             else:  # its reader was interrupted before it could abort the request

@@ -1,7 +1,5 @@
 """bench.py: its subcommands on a tiny model, its JSON, its refusals."""
 
-import ast
-import graphlib
 import inspect
 import itertools
 import json
@@ -31,9 +29,11 @@ from benchmarks.peers import transformers as transformers_peer
 from benchmarks.peers import transformers_continuous
 from benchmarks.peers.protocol import Run, Work, measure
 from benchmarks.report import console, figure, show_table, spread, table_of
-from nanopage import LLM, LLMEngine, engine
+from nanopage import LLM, LLMEngine
+from nanopage.engine import engine
 from nanopage.request import StepStats
 from nanopage.weights import loader
+from nanopage.worker.model_runner import ModelRunner
 
 ROOT = Path(__file__).parent.parent
 
@@ -246,26 +246,6 @@ def test_it_measures_side_by_side_with_transformers_and_writes_json(model, tmp_p
     assert "median [lowest-highest] of 2" in done.output
 
 
-def imported_modules(file: Path) -> set[str]:
-    """The modules of benchmarks/ that `file` imports, at its top or in a function."""
-    names = set()
-    for node in ast.walk(ast.parse(file.read_text())):
-        if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-        if isinstance(node, ast.ImportFrom) and node.module:
-            names |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
-    return {
-        name for name in names if (ROOT / f"{name.replace('.', '/')}.py").exists() and name.startswith("benchmarks.")
-    }
-
-
-def test_the_modules_of_benchmarks_do_not_import_each_other_in_a_circle():
-    files = (ROOT / "benchmarks").rglob("*.py")
-    graph = {".".join(file.relative_to(ROOT).with_suffix("").parts): imported_modules(file) for file in files}
-    assert "benchmarks.report" in graph["benchmarks.serve"]
-    graphlib.TopologicalSorter(graph).prepare()  # raises CycleError
-
-
 @pytest.mark.parametrize("at_work", [False, True])
 def test_a_peer_that_fails_is_named_and_nanopage_goes_on(model, tmp_path, monkeypatch, at_work):
     def fails(*_):
@@ -401,25 +381,21 @@ def test_progress_begins_with_what_is_done_and_drops_fields_that_do_not_fit(widt
 
 
 @pytest.mark.parametrize("columns", [40, 60, 80, 120])
-def test_progress_is_one_line_on_a_terminal_and_the_engine_is_left_as_it_was(monkeypatch, capsys, columns):
-    class Engine:
-        last_step = StepStats(running=3, waiting=1, swapped=1, used_blocks=7, cached_tokens=30, prefill_tokens=10)
-
-        def step(self):
-            return [SimpleNamespace(finished=True), SimpleNamespace(finished=False)]
-
+def test_progress_is_one_line_on_a_terminal_and_leaves_no_listener(monkeypatch, capsys, columns):
+    stats = StepStats(running=3, waiting=1, swapped=1, finished=1, used_blocks=7, cached_tokens=30, prefill_tokens=10)
     monkeypatch.setenv("COLUMNS", str(columns))
     monkeypatch.setenv("TERM", "xterm")
-    engine = Engine()
+    engine = SimpleNamespace(listeners=[])
     for forced in ("", "1"):
         monkeypatch.setenv("FORCE_COLOR", forced)
         with progress.progress(engine, "a rather long label, as for transformers", 2):
-            assert len(engine.step()) == 2
+            for listener in engine.listeners:
+                listener(stats)
         lines = re.sub(r"\x1b\[[0-9;?]*\w", "", capsys.readouterr().err).replace("\r", "\n").split("\n")
         assert max(map(len, lines)) < columns
         assert any(line.startswith("1/2") for line in lines) == bool(forced)
         assert all(line.startswith(("0/2", "1/2")) for line in lines if line.strip())
-    assert engine.step.__func__ is Engine.step
+    assert engine.listeners == []
 
 
 class Event:
@@ -433,10 +409,30 @@ class Event:
 
 
 def test_a_gpu_is_busy_within_the_spans_and_a_step_lasts_until_the_next_begins():
-    spans = [(StepStats(), (Event(begin), Event(end))) for begin, end in ((100, 102), (103, 107), (107, 110))]
-    steps = utilization.on_device(spans)
+    spans = [(Event(begin), Event(end)) for begin, end in ((100, 102), (103, 107), (107, 110))]
+    taken = [StepStats(device_span=span) for span in (spans[0], None, *spans[1:])]  # one step launched nothing
+    steps = utilization.on_device(taken)
+    assert [step.stats for step in steps] == [taken[0], *taken[2:]]
     assert [step.seconds for step in steps] == pytest.approx([0.003, 0.004, 0.003])
     assert [step.busy_seconds for step in steps] == pytest.approx([0.002, 0.004, 0.003])
+
+
+def test_a_step_on_a_gpu_is_between_two_events(monkeypatch):
+    happened = []
+
+    class Recorded:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            happened.append(self)
+
+    monkeypatch.setattr(torch.cuda, "Event", Recorded)
+    runner = SimpleNamespace(device=torch.device("cuda"), _launch=lambda *_: happened.append("work"))
+    stats = StepStats()
+    ModelRunner.launch(runner, None, stats)
+    begin, end = stats.device_span
+    assert happened == [begin, "work", end]
 
 
 def test_the_data_sheet_of_an_a100_is_made_of_its_clock_and_bus():
