@@ -13,6 +13,7 @@ from benchmarks.steps import listening
 from nanopage.request import StepStats
 
 FORK_LENGTHS = 512, 64  # tokens of the prompt and of each completion
+NUM_PREEMPTED = 32  # requests that are three times the pool
 
 
 def measure_forks(engine, rng: random.Random, num_iters: int, results: dict) -> None:
@@ -45,9 +46,9 @@ def measure_forks(engine, rng: random.Random, num_iters: int, results: dict) -> 
 
 
 def measure_preemption(engine_of: Callable, rng: random.Random, num_iters: int, results: dict) -> None:
-    """32 requests whose tokens are three times the pool, preempted by recomputation and by swapping. Fills
+    """Requests whose tokens are three times the pool, preempted by recomputation and by swapping. Fills
     "preemption"."""
-    lengths = [(rng.randint(32, 256), rng.randint(32, 128)) for _ in range(32)]
+    lengths = [(rng.randint(32, 256), rng.randint(32, 128)) for _ in range(NUM_PREEMPTED)]
     pool = sum(-(-(i + o) // 16) for i, o in lengths) // 3
     options = {"num_gpu_blocks_override": pool, "max_model_len": 256 + 128, "dtype": "float32"}
     engines = {mode: engine_of(preemption_mode=mode, **options) for mode in ("recompute", "swap")}

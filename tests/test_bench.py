@@ -65,22 +65,37 @@ def in_a_process(*arguments, cwd=None, timeout=120) -> subprocess.CompletedProce
 SMALL = ["--input-len", "4-8", "--output-len", "2-4"]
 
 
-@pytest.mark.parametrize(
-    ("command", "arguments"),
-    [
-        ("latency", [*SMALL, "--num-iters", 1]),
-        ("throughput", [*SMALL, "--num-iters", 1, "--num-prompts", 3]),
-        ("memory", [*SMALL, "--num-iters", 1, "--num-prompts", 3, "--load-format", "dummy"]),
-    ],
-)
-def test_the_program_measures_and_writes_json(model, tmp_path, command, arguments):
+@pytest.fixture
+def small_memory_benchmark(monkeypatch):
+    monkeypatch.setattr(memory, "FORK_LENGTHS", (32, 4))
+    monkeypatch.setattr(memory, "NUM_PREEMPTED", 12)
+
+
+def test_the_program_measures_and_writes_json(model, tmp_path):
     file = tmp_path / "result.json"
-    done = in_a_process(command, *arguments, "--model", model, "--eager", "--json", file)
+    done = in_a_process("latency", *SMALL, "--num-iters", 1, "--model", model, "--eager", "--json", file)
     assert done.returncode == 0, done.stdout + done.stderr
+    check_json("latency", file, done.stdout)
+    assert " running" not in done.stderr  # no progress where there is no terminal
+
+
+@pytest.mark.usefixtures("small_memory_benchmark")
+@pytest.mark.parametrize(
+    ("command", "arguments"), [("throughput", []), ("memory", ["--load-format", "dummy"])], ids=["throughput", "memory"]
+)
+def test_a_command_measures_and_writes_json(model, tmp_path, command, arguments):
+    file = tmp_path / "result.json"
+    options = ["--num-iters", 1, "--num-prompts", 3, *arguments]
+    done = run_bench(command, *SMALL, *options, "--model", model, "--eager", "--json", file)
+    assert done.exit_code == 0, done.output
+    check_json(command, file, done.stdout)
+    assert " running" not in done.stderr
+
+
+def check_json(command, file, printed):
     result = json.loads(file.read_text())
     assert command in result["header"]["bench"] and result["complete"] is True
-    assert f"wrote {file}" in done.stdout
-    assert " running, " not in done.stderr  # no progress where there is no terminal
+    assert f"wrote {file}" in printed
 
 
 def test_the_program_writes_what_it_has_served_when_it_is_terminated(model, tmp_path):
@@ -135,11 +150,11 @@ def test_a_file_that_cannot_be_written_is_refused_before_a_model_is_loaded(tmp_p
         assert re.search(f"{option}: .*({says})", done.output)
 
 
+@pytest.mark.usefixtures("small_memory_benchmark")
 @pytest.mark.parametrize("command", ["latency", "throughput", "serve", "memory"])
 def test_a_full_disk_costs_no_results(model, tmp_path, monkeypatch, command):
     """The table is printed, every file is kept elsewhere, and the first that fails does not hinder the others."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(memory, "FORK_LENGTHS", (32, 4))
     full = {"--json": "full.json", "--profile": "full.trace", "--plot": "full.png"}
     options = []
     for option in [option for each, option in OUTPUT_OPTIONS if each == command]:
@@ -203,8 +218,8 @@ def test_an_error_while_measuring_writes_what_there_is(model, tmp_path, monkeypa
     assert result["complete"] is False and len(result["runs"]["nanopage"]) == 1
 
 
+@pytest.mark.usefixtures("small_memory_benchmark")
 def test_ctrl_c_writes_what_memory_has_measured(model, tmp_path, monkeypatch):
-    monkeypatch.setattr(memory, "FORK_LENGTHS", (32, 4))
     stop_at_step(monkeypatch, 40)
     file = tmp_path / "result.json"
     done = run_bench("memory", *SMALL, "--model", model, "--eager", "--json", file, "--num-iters", 1)
@@ -617,6 +632,7 @@ def test_a_broken_model_is_an_error_without_control_characters(tmp_path):
 
 def test_memory_compares_forks_swaps_and_waste(model, tmp_path, monkeypatch):
     monkeypatch.setattr(console, "width", 80)
+    monkeypatch.setattr(memory, "NUM_PREEMPTED", 12)
     file = tmp_path / "result.json"
     lengths = ["--input-len", "4-40", "--output-len", "2-20", "--num-prompts", "12"]
     done = run_bench("memory", "--model", model, *lengths, "--num-iters", 1, "--json", file, "--eager")
@@ -635,8 +651,8 @@ def test_memory_compares_forks_swaps_and_waste(model, tmp_path, monkeypatch):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is here")
 def test_kernels_says_what_it_can_not_measure():
-    done = in_a_process("kernels")
-    assert done.returncode == 1
+    done = run_bench("kernels")
+    assert done.exit_code == 1
     assert "need a GPU, and torch sees none here: not measured" in " ".join(done.stdout.split())
     bad = run_bench("kernels", "--dtype", "int3")
     assert bad.exit_code == 2 and "int3" in bad.output
