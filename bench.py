@@ -66,10 +66,11 @@ LoadFormatOption = Annotated[
     str,
     typer.Option(help="auto, or dummy: random weights; config.json is enough, as in benchmarks/configs/Qwen3-0.6B."),
 ]
-OverlapOption = Annotated[
+AsyncSchedulingOption = Annotated[
     bool | None,
     typer.Option(
-        "--overlap/--no-overlap", help="Launch a step before the last one's tokens are seen [default: on a GPU]."
+        "--async-scheduling/--no-async-scheduling",
+        help="Launch a step before the last one's tokens are seen [default: on a GPU].",
     ),
 ]
 ItersOption = Annotated[int, typer.Option(min=1, max=MAX_ITERATIONS, help="Measured iterations; medians are reported.")]
@@ -109,7 +110,7 @@ PrefixLenOption = Annotated[
 
 
 def engine_options(
-    dtype: str, device: str, eager: bool, quantization: str | None, load_format: str, overlap: bool | None
+    dtype: str, device: str, eager: bool, quantization: str | None, load_format: str, async_scheduling: bool | None
 ) -> dict[str, Any]:
     """What the options that several commands share are called in EngineConfig."""
     return {
@@ -118,7 +119,7 @@ def engine_options(
         "enforce_eager": eager,
         "quantization": quantization,
         "load_format": load_format,
-        "async_scheduling": overlap,
+        "async_scheduling": async_scheduling,
     }
 
 
@@ -169,7 +170,7 @@ def latency(
     eager: EagerOption = False,
     quantization: QuantizationOption = None,
     load_format: LoadFormatOption = "auto",
-    overlap: OverlapOption = None,
+    async_scheduling: AsyncSchedulingOption = None,
     num_iters: ItersOption = 5,
     num_iters_warmup: WarmupOption = 1,
     seed: SeedOption = 0,
@@ -184,7 +185,7 @@ def latency(
     """
     check_outputs({"--json": json_file, "--profile": profile_file})
     data = dataset("random", None, batch_size, input_len, output_len, 0)
-    switches = engine_options(dtype, device, eager, quantization, load_format, overlap)
+    switches = engine_options(dtype, device, eager, quantization, load_format, async_scheduling)
     offline.bench("latency", data, model, switches, num_iters, num_iters_warmup, seed, compare, json_file, profile_file)
 
 
@@ -204,7 +205,7 @@ def throughput(
     eager: EagerOption = False,
     quantization: QuantizationOption = None,
     load_format: LoadFormatOption = "auto",
-    overlap: OverlapOption = None,
+    async_scheduling: AsyncSchedulingOption = None,
     num_iters: ItersOption = 3,
     num_iters_warmup: WarmupOption = 1,
     seed: SeedOption = 0,
@@ -225,7 +226,7 @@ def throughput(
     input_len = length_of_either("--input-len", input_len, random_input_len, dataset_name)
     output_len = length_of_either("--output-len", output_len, random_output_len, dataset_name)
     data = dataset(dataset_name, dataset_path, num_prompts, input_len, output_len, prefix_len)
-    switches = engine_options(dtype, device, eager, quantization, load_format, overlap)
+    switches = engine_options(dtype, device, eager, quantization, load_format, async_scheduling)
     files = json_file, profile_file, plot_file
     offline.bench("throughput", data, model, switches, num_iters, num_iters_warmup, seed, compare, *files)
 
@@ -269,7 +270,7 @@ def serve(
     eager: EagerOption = False,
     quantization: QuantizationOption = None,
     load_format: LoadFormatOption = "auto",
-    overlap: OverlapOption = None,
+    async_scheduling: AsyncSchedulingOption = None,
     num_warmups: Annotated[
         int, typer.Option(min=0, max=MAX_REQUESTS, help="Warm-up requests, all at once, that do not count.")
     ] = 8,
@@ -336,7 +337,7 @@ def serve(
         what = f"{source.what}, request rate {', '.join(f'{rate:g}' for rate in rates)}"
         what += f", burstiness {burstiness or 1:g}" if min(rates) < math.inf else ""
     what += f", at most {max_concurrency} at once" if max_concurrency else ""
-    switches = engine_options(dtype, device, eager, quantization, load_format, overlap)
+    switches = engine_options(dtype, device, eager, quantization, load_format, async_scheduling)
     check_engine(switches)
     serving.serve(
         model,
@@ -405,7 +406,9 @@ def memory(
     with recorded(json_file, lambda: results) as record, errors_by_name():
         benchmark.measure_forks(plain, rng, num_iters, results)
         benchmark.measure_preemption(engine, rng, num_iters, results)
-        benchmark.measure_waste(engine(max_num_seqs=256), rng, num_prompts, inputs, outputs, results)
+        benchmark.measure_waste(
+            engine(max_num_seqs=256, enable_prefix_caching=False), rng, num_prompts, inputs, outputs, results
+        )
     exit_unless(record.written)
 
 

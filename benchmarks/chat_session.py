@@ -20,7 +20,7 @@ from pathlib import Path
 import pexpect
 import pyte
 
-from benchmarks.report import cpu_name, versions
+from benchmarks.machine import cpu_name, versions
 from nanopage.weights import hub
 
 ROOT = Path(__file__).parent.parent
@@ -41,12 +41,12 @@ class Recorder:
             env.pop(name, None)
         self.child = pexpect.spawn("bash", ["--norc", "-i"], env=env, dimensions=(ROWS, COLUMNS), cwd=str(ROOT))
         self.transcript: list[str] = []
-        self._clear("")
+        self.clear("")
         self.type("PS1='$ '; bind 'set enable-bracketed-paste off'; clear\r")
         self.wait(lambda: self.lines() == ["$"])
-        self._clear("$ ")
+        self.clear("$ ")
 
-    def _clear(self, shown: str) -> None:
+    def clear(self, shown: str) -> None:
         self.screen = pyte.HistoryScreen(COLUMNS, ROWS, history=10_000, ratio=0.5)
         self.stream = pyte.ByteStream(self.screen)
         self.stream.feed(shown.encode())
@@ -96,7 +96,7 @@ class Recorder:
             left_out = len(shown) - 2 * CUT_AFTER
             shown[CUT_AFTER:-CUT_AFTER] = [f"(... {left_out} lines ...)"]
         self.transcript += shown
-        self._clear(f"{prompt} ")
+        self.clear(f"{prompt} ")
 
     def ask(self, text: str, prompt: str = ">", cut: bool = False) -> None:
         self.type(f"{text}\r")
@@ -138,7 +138,7 @@ def record(recorder: Recorder) -> None:
     r.wait(lambda: r.lines()[-1] == ">")
     after = [line for line in r.lines() if line.startswith("Stopped")]
     r.transcript += [line, "(Ctrl-C, and at once)", stopping, *after, ""]
-    r._clear("> ")
+    r.clear("> ")
 
     r.note("what small models do, without the sampling that is recommended")
     r.ask("/set temperature 0")

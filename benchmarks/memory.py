@@ -9,8 +9,11 @@ import typer
 
 from benchmarks.peers.nanopage import greedy, random_prompt
 from benchmarks.report import console, figure, show_table, spread, table_of
+from benchmarks.steps import listening
+from nanopage.request import StepStats
 
 FORK_LENGTHS = 512, 64  # tokens of the prompt and of each completion
+NUM_PREEMPTED = 32  # requests that are three times the pool
 
 
 def measure_forks(engine, rng: random.Random, num_iters: int, results: dict) -> None:
@@ -43,9 +46,9 @@ def measure_forks(engine, rng: random.Random, num_iters: int, results: dict) -> 
 
 
 def measure_preemption(engine_of: Callable, rng: random.Random, num_iters: int, results: dict) -> None:
-    """32 requests whose tokens are three times the pool, preempted by recomputation and by swapping. Fills
+    """Requests whose tokens are three times the pool, preempted by recomputation and by swapping. Fills
     "preemption"."""
-    lengths = [(rng.randint(32, 256), rng.randint(32, 128)) for _ in range(32)]
+    lengths = [(rng.randint(32, 256), rng.randint(32, 128)) for _ in range(NUM_PREEMPTED)]
     pool = sum(-(-(i + o) // 16) for i, o in lengths) // 3
     options = {"num_gpu_blocks_override": pool, "max_model_len": 256 + 128, "dtype": "float32"}
     engines = {mode: engine_of(preemption_mode=mode, **options) for mode in ("recompute", "swap")}
@@ -78,28 +81,14 @@ def measure_preemption(engine_of: Callable, rng: random.Random, num_iters: int, 
 def measure_waste(
     engine, rng: random.Random, num_prompts: int, inputs: tuple[int, int], outputs: tuple[int, int], results: dict
 ) -> None:
-    """Slots that are allocated and not filled, as a share of those allocated, over all steps of a trace. Fills
-    "waste"."""
-    manager, scheduler = engine.scheduler.block_manager, engine.scheduler
-    size = manager.block_size
+    """Slots that are allocated and not filled, as a share of those allocated, over all steps of a trace. No prefix
+    cache, so that no two sequences share a block. Fills "waste"."""
     for i in range(num_prompts):
         prompt = random_prompt(rng, engine, rng.randint(*inputs))
         engine.add_request(str(i), prompt, greedy(rng.randint(*outputs)))
-    allocated = filled = 0
-
-    def sample():
-        nonlocal allocated, filled
-        tokens_in: dict[int, int] = {}  # of each block; a shared one counts once
-        for group in scheduler.running:
-            for seq in group.live:
-                for i, block in enumerate(manager.block_tables.get(seq.seq_id, ())):
-                    held = min(size, max(0, seq.num_computed_tokens - i * size))
-                    tokens_in[block] = max(tokens_in.get(block, 0), held)
-        allocated += len(tokens_in) * size
-        filled += sum(tokens_in.values())
-
-    steps, seconds, _ = drive(engine, sample)
-    waste = 1 - filled / allocated
+    steps, seconds, _ = drive(engine)
+    allocated = engine.config.block_size * sum(step.used_blocks for step in steps)
+    waste = 1 - sum(step.stored_tokens for step in steps) / allocated
     title = f"{num_prompts} requests, input {inputs[0]}-{inputs[1]}, output {outputs[0]}-{outputs[1]}"
     table = table_of(title, ["allocated slots never filled", "sequences at most", "steps", "time (s)"])
     running = max(step.running for step in steps)
@@ -108,13 +97,12 @@ def measure_waste(
     results["waste"] = {"waste": waste, "sequences": running, "steps": len(steps), "seconds": seconds}
 
 
-def drive(engine, after_step: Callable[[], None] = lambda: None) -> tuple[list, float, dict]:
-    """Step until all requests are done. Returns (StepStats of each step, seconds, request id -> finished output)."""
-    steps: list = []
+def drive(engine) -> tuple[list[StepStats], float, dict]:
+    """Step until all requests are done. Returns (the steps, seconds, request id -> finished output)."""
+    steps: list[StepStats] = []
     done: dict = {}
     started = time.perf_counter()
-    while engine.has_unfinished_requests():
-        done |= {output.request_id: output for output in engine.step() if output.finished}
-        steps.append(engine.last_step)
-        after_step()
+    with listening(engine, steps.append):
+        while engine.has_unfinished_requests():
+            done |= {output.request_id: output for output in engine.step() if output.finished}
     return steps, time.perf_counter() - started, done

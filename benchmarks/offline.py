@@ -109,6 +109,7 @@ def bench(
                 label = "warm-up" if iteration < 0 else f"{iteration + 1}/{num_iters}"
                 take_turns(results, runners, requests, rng, llm.engine, label)
                 phases = recorder.take()
+                results.prefix_cache_hit_tokens += recorder.cached_tokens
                 if iteration >= 0:
                     results.utilization.append(phases)
                     steps += recorder.taken
@@ -147,7 +148,6 @@ def take_turns(
                 results.runs[name].append(result)
         if name in results.failures:
             del runners[name], results.runs[name]
-    results.prefix_cache_hit_tokens = engine.scheduler.block_manager.num_hit_tokens
 
 
 def show(results: Results, command: str) -> None:

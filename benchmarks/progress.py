@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from benchmarks.steps import listening
 from nanopage.request import StepStats
 
 
@@ -26,10 +27,10 @@ class State:
     cached_tokens: int = 0
     output_tokens: int = 0
 
-    def add(self, outputs: list, stats: StepStats) -> None:
-        """Count a step, and the requests that it finished."""
+    def add(self, stats: StepStats) -> None:
+        """Count a step."""
         self.stats = stats
-        self.done += sum(output.finished for output in outputs)
+        self.done += stats.finished
         self.preempted += stats.preempted
         self.computed_tokens += stats.prefill_tokens
         self.cached_tokens += stats.cached_tokens
@@ -64,24 +65,16 @@ def progress(engine: Any, label: str, total: int) -> Iterator[None]:
     if not console.is_terminal:
         yield
         return
-    state, step, started = State(label, total), engine.step, time.perf_counter()
-
-    def watched_step():
-        outputs = step()
-        state.add(outputs, engine.last_step)
-        return outputs
+    state, started = State(label, total), time.perf_counter()
 
     def draw() -> Text:
         # Less than the width: in the last column some terminals wrap.
         return Text(state.line(console.width - 1, time.perf_counter() - started), no_wrap=True, overflow="crop")
 
-    engine.step = watched_step
-    try:
-        # stdout may be a file.
-        with Live(console=console, get_renderable=draw, transient=True, refresh_per_second=4, redirect_stdout=False):
-            yield
-    finally:
-        engine.step = step
+    # stdout may be a file.
+    live = Live(console=console, get_renderable=draw, transient=True, refresh_per_second=4, redirect_stdout=False)
+    with listening(engine, state.add), live:
+        yield
 
 
 def hit_rate(cached_tokens: int, computed_tokens: int) -> float:

@@ -101,7 +101,7 @@ def describe(engine: Any, what: str, compare: str | None = None) -> dict[str, st
 
     libraries = ["transformers"] if compare else []
     config = engine.config
-    overlap = "overlap" if engine.overlaps else "no overlap"
+    scheduling = "async scheduling" if engine.async_scheduling else "no async scheduling"
     weights = f", weights {config.quantization}" if config.quantization else ""
     weights += ", dummy weights" if config.load_format == "dummy" else ""
     hardware, gpu = cpu_name(), {}
@@ -116,6 +116,6 @@ def describe(engine: Any, what: str, compare: str | None = None) -> dict[str, st
         "model": f"{engine.model_path.name}, {str(engine.dtype).removeprefix('torch.')}{weights}",
         "device": f"{engine.device.type}: {hardware}, {torch.get_num_threads()} threads",
         **gpu,
-        "switches": f"{'eager' if config.enforce_eager else 'compiled'}, {overlap}, block size {config.block_size}",
+        "switches": f"{'eager' if config.enforce_eager else 'compiled'}, {scheduling}, block size {config.block_size}",
         "versions": versions(*libraries),
     }

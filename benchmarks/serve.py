@@ -25,6 +25,8 @@ from benchmarks.peers.nanopage import greedy
 from benchmarks.peers.protocol import Work
 from benchmarks.progress import progress
 from benchmarks.report import console, describe, errors_by_name, show_header
+from benchmarks.steps import listening
+from nanopage.request import StepStats
 
 GOODPUT_METRICS = ("ttft", "tpot", "e2el")
 MAX_NUMBERS = 100  # of a list: a picture has a part for each rate
@@ -148,35 +150,39 @@ def drive(
     area = 0.0  # under the number of requests in the system
     start = now()
     last = 0.0  # until when the area is known
+
+    def after_step(stats: StepStats) -> None:
+        time_ = now() - start
+        take_stats(run, stats, time_, bisect.bisect_right(arrivals, time_) - submitted)
+
     try:
-        while departed < len(work):
-            while submitted < len(work) and len(in_engine) < limit and now() >= start + arrivals[submitted]:
-                try:
-                    engine.add_request(str(submitted), work[submitted].prompt, greedy(work[submitted].output_len))
-                    in_engine.add(str(submitted))
-                except ValueError as error:
-                    run.requests[submitted].error = str(error)
-                    departed += 1
-                submitted += 1
-            run.max_in_engine = max(run.max_in_engine, len(in_engine))
-            if not in_engine:
-                if submitted < len(work):
-                    sleep(max(0.0, start + arrivals[submitted] - now()))
-                last = now() - start
-                continue
-            outputs = engine.step()
-            time_ = now() - start
-            # Requests come during a step, and leave at its end.
-            in_system = sum(bisect.bisect_right(arrivals, moment) - departed for moment in (last, time_))
-            area += (time_ - last) * in_system / 2
-            last = time_
-            for output in outputs:
-                if output.finished:
-                    take_output(run.requests[int(output.request_id)], output, start)
-                    in_engine.remove(output.request_id)
-                    departed += 1
-            held_back = bisect.bisect_right(arrivals, time_) - submitted
-            take_stats(run, engine.last_step, time_, held_back)
+        with listening(engine, after_step):
+            while departed < len(work):
+                while submitted < len(work) and len(in_engine) < limit and now() >= start + arrivals[submitted]:
+                    try:
+                        engine.add_request(str(submitted), work[submitted].prompt, greedy(work[submitted].output_len))
+                        in_engine.add(str(submitted))
+                    except ValueError as error:
+                        run.requests[submitted].error = str(error)
+                        departed += 1
+                    submitted += 1
+                run.max_in_engine = max(run.max_in_engine, len(in_engine))
+                if not in_engine:
+                    if submitted < len(work):
+                        sleep(max(0.0, start + arrivals[submitted] - now()))
+                    last = now() - start
+                    continue
+                outputs = engine.step()
+                time_ = now() - start
+                # Requests come during a step, and leave at its end.
+                in_system = sum(bisect.bisect_right(arrivals, moment) - departed for moment in (last, time_))
+                area += (time_ - last) * in_system / 2
+                last = time_
+                for output in outputs:
+                    if output.finished:
+                        take_output(run.requests[int(output.request_id)], output, start)
+                        in_engine.remove(output.request_id)
+                        departed += 1
     finally:
         run.duration = now() - start
         run.mean_in_system = area / run.duration if run.duration else 0.0
@@ -190,7 +196,7 @@ def take_output(served: Served, output: Any, start: float) -> None:
         served.error = f"{count} of {served.output_len} tokens, finish_reason {reason!r}"
 
 
-def take_stats(run: Run, stats: Any, time_: float, held_back: int) -> None:
+def take_stats(run: Run, stats: StepStats, time_: float, held_back: int) -> None:
     """Add the StepStats of a step. `held_back`: requests that have arrived and are not in the engine."""
     run.preemptions += stats.preempted
     run.cached_tokens += stats.cached_tokens

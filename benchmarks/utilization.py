@@ -2,12 +2,11 @@
 
 MBU, model bandwidth utilization (Databricks, "LLM Inference Performance Engineering", 2023; gpt-fast): the bytes that a
 step has to read, which are the weights once and the K and V of every sequence's context, over the time, over the
-memory's bandwidth. The engine is watched from outside: nothing in it knows of this.
+memory's bandwidth. The engine is watched by a listener.
 """
 
 import statistics
 import tempfile
-import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import chain
@@ -25,7 +24,6 @@ from nanopage.request import StepStats
 from nanopage.worker.kv_cache import block_bytes
 
 PHASES = {"decode": "decode steps", "all": "whole run"}
-Span = tuple[Any, Any]  # CUDA events: before and after a step's work on the device
 
 
 @dataclass
@@ -54,7 +52,7 @@ class Phase:
 
 
 class StepRecorder:
-    """Puts down every step that `engine` makes from now on.
+    """Keeps the StepStats of every step that `engine` makes from now on.
 
     Args:
         engine: an LLMEngine.
@@ -67,44 +65,21 @@ class StepRecorder:
         self.kv_bytes = block_bytes(engine.model_config, 1, engine.dtype)  # of a token
         self._on_gpu = engine.device.type == "cuda"
         self.taken: list[Step] = []  # by the last call of take()
-        self._steps: list[tuple[StepStats, float, Span | None]] = []  # what a step did, seconds of the call
-        self._watch(engine)
-
-    def _watch(self, engine: Any) -> None:
-        step, runner = engine.step, engine.runner
-        spans: list[Span] = []  # of the call that is under way
-
-        def timed_step():
-            started = time.perf_counter()
-            outputs = step()
-            seconds = time.perf_counter() - started
-            self._steps.append((engine.last_step, seconds, spans.pop() if spans else None))
-            return outputs
-
-        engine.step = timed_step
-        if not self._on_gpu:
-            return
-        launch = runner.launch
-
-        def launch_between_events(*args, **kwargs):
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            samples = launch(*args, **kwargs)
-            end.record()
-            spans.append((begin, end))
-            return samples
-
-        runner.launch = launch_between_events
+        self.cached_tokens = 0  # that these steps found in the prefix cache
+        self._stats: list[StepStats] = []
+        engine.listeners.append(self._stats.append)
 
     def take(self) -> dict[str, Phase | None]:
         """What the steps since the last call came to: "decode" of those without prompt tokens, None if there were
         none, and "all"."""
-        taken, self._steps = self._steps, []
+        taken = self._stats.copy()
+        self._stats.clear()
+        self.cached_tokens = sum(stats.cached_tokens for stats in taken)
         if self._on_gpu:
             torch.cuda.synchronize()
-            steps = on_device([(stats, span) for stats, _, span in taken if span is not None])
+            steps = on_device(taken)
         else:
-            steps = [Step(stats, seconds) for stats, seconds, _ in taken]
+            steps = [Step(stats, stats.seconds) for stats in taken]
         self.taken = steps
         decode = [step for step in steps if step.only_decodes]
         return {"decode": self._phase(decode) if decode else None, "all": self._phase(steps)}
@@ -125,16 +100,18 @@ class StepRecorder:
         )
 
 
-def on_device(spans: list[tuple[StepStats, Span]]) -> list[Step]:
-    """Steps with the device's times instead of the host's, which may run ahead of it.
+def on_device(taken: list[StepStats]) -> list[Step]:
+    """Steps with the device's times instead of the host's, which may run ahead of it; without those that launched
+    nothing.
 
     A step lasts until the next one begins there, the last until its own end. The device counts as busy from a span's
     begin to its end: an upper bound, since waits between the kernels of one step are in it (--profile shows them).
     """
     steps = []
-    for (stats, (begin, end)), following in zip(spans, [*spans[1:], None], strict=True):
+    spans = [(stats, *stats.device_span) for stats in taken if stats.device_span is not None]
+    for (stats, begin, end), following in zip(spans, [*spans[1:], None], strict=True):
         busy = begin.elapsed_time(end)
-        period = begin.elapsed_time(following[1][0]) if following else busy
+        period = begin.elapsed_time(following[1]) if following else busy
         steps.append(Step(stats, period / 1000, busy / 1000))
     return steps
 

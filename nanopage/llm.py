@@ -26,7 +26,7 @@ from nanopage.engine.engine import LLMEngine
 from nanopage.engine.input_processor import Prompt, Request
 from nanopage.engine_args import option_names
 from nanopage.metrics import Metric, Metrics
-from nanopage.request import BeamSearchParams, BeamSearchSequence, RequestOutput, SamplingParams
+from nanopage.request import BeamSearchParams, BeamSearchSequence, RequestOutput, SamplingParams, StepStats
 from nanopage.vllm_options import CALL, accept, accept_engine
 
 logger = logging.getLogger("nanopage")
@@ -85,7 +85,6 @@ class LLM:
         options = accept_engine("LLM()", options | {"model": model}, option_names())
         self.engine = LLMEngine(EngineConfig(**options), on_progress)
         self._ids = itertools.count()
-        self._num_output_tokens = 0
         self._metrics = Metrics(self.engine.model_path.name)
         self._profiler: Any = None  # a torch.profiler.profile that runs
         self._lock = threading.RLock()  # of the engine and the inboxes
@@ -335,6 +334,12 @@ class LLM:
         if not isinstance(show_progress, bool):
             raise TypeError(f"use_tqdm must be True or False, not {show_progress!r}")
         latest: dict[str, RequestOutput] = {}
+        num_tokens = num_finished = 0
+
+        def after_step(stats: StepStats) -> None:
+            nonlocal num_tokens
+            num_tokens += stats.output_tokens
+
         try:
             with (
                 Progress(
@@ -346,14 +351,13 @@ class LLM:
                     console=Console(stderr=True),
                     disable=not show_progress,
                 ) as progress,
+                self._listening(after_step),
                 contextlib.closing(self._outputs(requests)) as outputs,
             ):
                 task = progress.add_task("", total=len(requests), speed="")
-                before, num_finished = self._num_output_tokens, 0
                 for output in outputs:
                     latest[output.request_id] = output
                     num_finished += output.finished
-                    num_tokens = self._num_output_tokens - before
                     elapsed = progress.tasks[task].elapsed
                     speed = f"{num_tokens / elapsed:.0f} output tok/s" if elapsed else ""
                     progress.update(task, completed=num_finished, speed=speed)
@@ -389,9 +393,19 @@ class LLM:
                         self._metrics.add_finished(aborted)
                     self._inboxes.pop(request_id, None)
 
+    @contextlib.contextmanager
+    def _listening(self, listener: Callable[[StepStats], None]) -> Iterator[None]:
+        """Call `listener` with the StepStats of every step, whoever makes it."""
+        with self._lock:
+            self.engine.listeners.append(listener)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self.engine.listeners.remove(listener)
+
     def _step(self) -> None:
         outputs = self.engine.step()
-        self._num_output_tokens += self.engine.last_step.output_tokens
         self._metrics.add_step(self.engine.last_step)
         for output in outputs:
             if output.finished:

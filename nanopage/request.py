@@ -7,6 +7,7 @@ import copy
 import time
 from dataclasses import KW_ONLY, dataclass, field
 from enum import Enum
+from typing import Any
 
 from nanopage.engine.beam_search import BeamSearch, BeamStep
 from nanopage.vllm_options import BEAM_SEARCH, SAMPLING, accepts_options
@@ -543,8 +544,8 @@ class RequestOutput:
 @dataclass(slots=True)
 class StepStats:
     """What one engine step did: progress bars, benches and metrics read this. Counts are of this step alone, but for
-    queues and blocks, which are as the step left them. With async scheduling the tokens put out, and the waiting for
-    them, are those of the batch before."""
+    queues and blocks, which are as the step left them. With async scheduling the tokens put out, the requests that
+    finish and the waiting for them are those of the batch before."""
 
     waiting: int = 0  # sequences in each queue
     running: int = 0
@@ -552,8 +553,10 @@ class StepStats:
     prefill_tokens: int = 0
     decode_tokens: int = 0
     context_tokens: int = 0  # whose K and V attention reads: of each sequence all up to the step's last, shared or not
+    stored_tokens: int = 0  # whose K and V the running sequences have in blocks, shared or not
     cached_tokens: int = 0  # found in the prefix cache instead of computed
     output_tokens: int = 0  # sampled; of a beam search, one for each live beam
+    finished: int = 0  # requests
     free_blocks: int = 0
     used_blocks: int = 0
     cached_blocks: int = 0
@@ -561,8 +564,10 @@ class StepStats:
     swapped_out: int = 0  # blocks
     swapped_in: int = 0
     copied: int = 0
+    seconds: float = 0.0  # the whole call of `step`, without its listeners
     schedule_seconds: float = 0.0
     model_seconds: float = 0.0  # batch preparation, memory operations and the forward pass (its launch, on a GPU)
     sample_seconds: float = 0.0
     wait_seconds: float = 0.0  # for the device
     output_seconds: float = 0.0  # stop conditions and text
+    device_span: tuple[Any, Any] | None = None  # CUDA events before and after the batch's work; None on a CPU

@@ -2,6 +2,7 @@ import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported: no test asks the hub
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # for the tests share the cores with processes that they start
 
 import pytest
 import torch

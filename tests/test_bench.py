@@ -1,7 +1,5 @@
 """bench.py: its subcommands on a tiny model, its JSON, its refusals."""
 
-import ast
-import graphlib
 import inspect
 import itertools
 import json
@@ -35,6 +33,7 @@ from nanopage import LLM, LLMEngine
 from nanopage.engine import engine
 from nanopage.request import StepStats
 from nanopage.weights import loader
+from nanopage.worker.model_runner import ModelRunner
 
 ROOT = Path(__file__).parent.parent
 
@@ -66,22 +65,37 @@ def in_a_process(*arguments, cwd=None, timeout=120) -> subprocess.CompletedProce
 SMALL = ["--input-len", "4-8", "--output-len", "2-4"]
 
 
-@pytest.mark.parametrize(
-    ("command", "arguments"),
-    [
-        ("latency", [*SMALL, "--num-iters", 1]),
-        ("throughput", [*SMALL, "--num-iters", 1, "--num-prompts", 3]),
-        ("memory", [*SMALL, "--num-iters", 1, "--num-prompts", 3, "--load-format", "dummy"]),
-    ],
-)
-def test_the_program_measures_and_writes_json(model, tmp_path, command, arguments):
+@pytest.fixture
+def small_memory_benchmark(monkeypatch):
+    monkeypatch.setattr(memory, "FORK_LENGTHS", (32, 4))
+    monkeypatch.setattr(memory, "NUM_PREEMPTED", 12)
+
+
+def test_the_program_measures_and_writes_json(model, tmp_path):
     file = tmp_path / "result.json"
-    done = in_a_process(command, *arguments, "--model", model, "--eager", "--json", file)
+    done = in_a_process("latency", *SMALL, "--num-iters", 1, "--model", model, "--eager", "--json", file)
     assert done.returncode == 0, done.stdout + done.stderr
+    check_json("latency", file, done.stdout)
+    assert " running" not in done.stderr  # no progress where there is no terminal
+
+
+@pytest.mark.usefixtures("small_memory_benchmark")
+@pytest.mark.parametrize(
+    ("command", "arguments"), [("throughput", []), ("memory", ["--load-format", "dummy"])], ids=["throughput", "memory"]
+)
+def test_a_command_measures_and_writes_json(model, tmp_path, command, arguments):
+    file = tmp_path / "result.json"
+    options = ["--num-iters", 1, "--num-prompts", 3, *arguments]
+    done = run_bench(command, *SMALL, *options, "--model", model, "--eager", "--json", file)
+    assert done.exit_code == 0, done.output
+    check_json(command, file, done.stdout)
+    assert " running" not in done.stderr
+
+
+def check_json(command, file, printed):
     result = json.loads(file.read_text())
     assert command in result["header"]["bench"] and result["complete"] is True
-    assert f"wrote {file}" in done.stdout
-    assert " running, " not in done.stderr  # no progress where there is no terminal
+    assert f"wrote {file}" in printed
 
 
 def test_the_program_writes_what_it_has_served_when_it_is_terminated(model, tmp_path):
@@ -136,11 +150,11 @@ def test_a_file_that_cannot_be_written_is_refused_before_a_model_is_loaded(tmp_p
         assert re.search(f"{option}: .*({says})", done.output)
 
 
+@pytest.mark.usefixtures("small_memory_benchmark")
 @pytest.mark.parametrize("command", ["latency", "throughput", "serve", "memory"])
 def test_a_full_disk_costs_no_results(model, tmp_path, monkeypatch, command):
     """The table is printed, every file is kept elsewhere, and the first that fails does not hinder the others."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(memory, "FORK_LENGTHS", (32, 4))
     full = {"--json": "full.json", "--profile": "full.trace", "--plot": "full.png"}
     options = []
     for option in [option for each, option in OUTPUT_OPTIONS if each == command]:
@@ -204,8 +218,8 @@ def test_an_error_while_measuring_writes_what_there_is(model, tmp_path, monkeypa
     assert result["complete"] is False and len(result["runs"]["nanopage"]) == 1
 
 
+@pytest.mark.usefixtures("small_memory_benchmark")
 def test_ctrl_c_writes_what_memory_has_measured(model, tmp_path, monkeypatch):
-    monkeypatch.setattr(memory, "FORK_LENGTHS", (32, 4))
     stop_at_step(monkeypatch, 40)
     file = tmp_path / "result.json"
     done = run_bench("memory", *SMALL, "--model", model, "--eager", "--json", file, "--num-iters", 1)
@@ -245,26 +259,6 @@ def test_it_measures_side_by_side_with_transformers_and_writes_json(model, tmp_p
     (row,) = [line for line in done.output.splitlines() if line.startswith("output tok/s")]
     assert figure(ratio) in row
     assert "median [lowest-highest] of 2" in done.output
-
-
-def imported_modules(file: Path) -> set[str]:
-    """The modules of benchmarks/ that `file` imports, at its top or in a function."""
-    names = set()
-    for node in ast.walk(ast.parse(file.read_text())):
-        if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-        if isinstance(node, ast.ImportFrom) and node.module:
-            names |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
-    return {
-        name for name in names if (ROOT / f"{name.replace('.', '/')}.py").exists() and name.startswith("benchmarks.")
-    }
-
-
-def test_the_modules_of_benchmarks_do_not_import_each_other_in_a_circle():
-    files = (ROOT / "benchmarks").rglob("*.py")
-    graph = {".".join(file.relative_to(ROOT).with_suffix("").parts): imported_modules(file) for file in files}
-    assert "benchmarks.report" in graph["benchmarks.serve"]
-    graphlib.TopologicalSorter(graph).prepare()  # raises CycleError
 
 
 @pytest.mark.parametrize("at_work", [False, True])
@@ -402,25 +396,21 @@ def test_progress_begins_with_what_is_done_and_drops_fields_that_do_not_fit(widt
 
 
 @pytest.mark.parametrize("columns", [40, 60, 80, 120])
-def test_progress_is_one_line_on_a_terminal_and_the_engine_is_left_as_it_was(monkeypatch, capsys, columns):
-    class Engine:
-        last_step = StepStats(running=3, waiting=1, swapped=1, used_blocks=7, cached_tokens=30, prefill_tokens=10)
-
-        def step(self):
-            return [SimpleNamespace(finished=True), SimpleNamespace(finished=False)]
-
+def test_progress_is_one_line_on_a_terminal_and_leaves_no_listener(monkeypatch, capsys, columns):
+    stats = StepStats(running=3, waiting=1, swapped=1, finished=1, used_blocks=7, cached_tokens=30, prefill_tokens=10)
     monkeypatch.setenv("COLUMNS", str(columns))
     monkeypatch.setenv("TERM", "xterm")
-    engine = Engine()
+    engine = SimpleNamespace(listeners=[])
     for forced in ("", "1"):
         monkeypatch.setenv("FORCE_COLOR", forced)
         with progress.progress(engine, "a rather long label, as for transformers", 2):
-            assert len(engine.step()) == 2
+            for listener in engine.listeners:
+                listener(stats)
         lines = re.sub(r"\x1b\[[0-9;?]*\w", "", capsys.readouterr().err).replace("\r", "\n").split("\n")
         assert max(map(len, lines)) < columns
         assert any(line.startswith("1/2") for line in lines) == bool(forced)
         assert all(line.startswith(("0/2", "1/2")) for line in lines if line.strip())
-    assert engine.step.__func__ is Engine.step
+    assert engine.listeners == []
 
 
 class Event:
@@ -434,10 +424,30 @@ class Event:
 
 
 def test_a_gpu_is_busy_within_the_spans_and_a_step_lasts_until_the_next_begins():
-    spans = [(StepStats(), (Event(begin), Event(end))) for begin, end in ((100, 102), (103, 107), (107, 110))]
-    steps = utilization.on_device(spans)
+    spans = [(Event(begin), Event(end)) for begin, end in ((100, 102), (103, 107), (107, 110))]
+    taken = [StepStats(device_span=span) for span in (spans[0], None, *spans[1:])]  # one step launched nothing
+    steps = utilization.on_device(taken)
+    assert [step.stats for step in steps] == [taken[0], *taken[2:]]
     assert [step.seconds for step in steps] == pytest.approx([0.003, 0.004, 0.003])
     assert [step.busy_seconds for step in steps] == pytest.approx([0.002, 0.004, 0.003])
+
+
+def test_a_step_on_a_gpu_is_between_two_events(monkeypatch):
+    happened = []
+
+    class Recorded:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            happened.append(self)
+
+    monkeypatch.setattr(torch.cuda, "Event", Recorded)
+    runner = SimpleNamespace(device=torch.device("cuda"), _launch=lambda *_: happened.append("work"))
+    stats = StepStats()
+    ModelRunner.launch(runner, None, stats)
+    begin, end = stats.device_span
+    assert happened == [begin, "work", end]
 
 
 def test_the_data_sheet_of_an_a100_is_made_of_its_clock_and_bus():
@@ -622,6 +632,7 @@ def test_a_broken_model_is_an_error_without_control_characters(tmp_path):
 
 def test_memory_compares_forks_swaps_and_waste(model, tmp_path, monkeypatch):
     monkeypatch.setattr(console, "width", 80)
+    monkeypatch.setattr(memory, "NUM_PREEMPTED", 12)
     file = tmp_path / "result.json"
     lengths = ["--input-len", "4-40", "--output-len", "2-20", "--num-prompts", "12"]
     done = run_bench("memory", "--model", model, *lengths, "--num-iters", 1, "--json", file, "--eager")
@@ -640,8 +651,8 @@ def test_memory_compares_forks_swaps_and_waste(model, tmp_path, monkeypatch):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is here")
 def test_kernels_says_what_it_can_not_measure():
-    done = in_a_process("kernels")
-    assert done.returncode == 1
+    done = run_bench("kernels")
+    assert done.exit_code == 1
     assert "need a GPU, and torch sees none here: not measured" in " ".join(done.stdout.split())
     bad = run_bench("kernels", "--dtype", "int3")
     assert bad.exit_code == 2 and "int3" in bad.output

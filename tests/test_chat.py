@@ -16,27 +16,43 @@ import pexpect
 import psutil
 import pytest
 from helpers import tiny_model
+from typer.testing import CliRunner, Result
 
+import chat as chat_program
 from nanopage import LLM, SamplingParams
 from nanopage.terminal.log import held_log, say_log
 from nanopage.terminal.program import exit_code
 from nanopage.terminal.session import Session
+from nanopage.terminal.signals import orderly_exit
 from nanopage.terminal.text import say
 
 ROOT = Path(__file__).parent.parent
 ENV = os.environ | {"PYTHONPATH": str(ROOT), "NO_COLOR": "1", "TERM": "dumb", "COLUMNS": "120"}
 READY = re.escape("\x1b[?2004h")  # prompt_toolkit waits for input, pastes in brackets
 FRAME = "\x1b[?2026h"  # what only rendered Markdown begins with
+TALKS = ["--temperature", "1", "--seed", "1", "--max-tokens", "15000"]  # greedy replies run into a loop, and end
 FOOTER = r"(?s)([\d,]+) tokens in \(([\d,]+) cached\), ([\d,]+) out, .*?context"
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """A tiny model that talks for a long time: its end-of-sequence token is very unlikely."""
-    return tiny_model(tmp_path_factory.mktemp("model"), max_position_embeddings=16384, eos_token_id=299)
+    """A tiny model that talks for a long time: it has no end-of-sequence token."""
+    return tiny_model(tmp_path_factory.mktemp("model"), max_position_embeddings=16384, eos_token_id=None)
 
 
-def chat(model, *arguments, stdin: str = "") -> subprocess.CompletedProcess:
+def chat(model, *arguments, stdin: str | bytes = "") -> Result:
+    """Run chat.py's command line in this process, where no stream is a terminal."""
+    logger = logging.getLogger("nanopage")
+    handlers = logger.handlers
+    try:
+        command = ["--model", str(model), "--eager", *arguments]
+        return CliRunner().invoke(chat_program.app, command, input=stdin, catch_exceptions=False)
+    finally:
+        logger.handlers = handlers
+
+
+def chat_in_a_process(model, *arguments, stdin: str = "") -> subprocess.CompletedProcess:
+    """Run chat.py as a user does."""
     return subprocess.run(
         [sys.executable, str(ROOT / "chat.py"), "--model", str(model), "--eager", *arguments],
         env=ENV,
@@ -49,17 +65,17 @@ def chat(model, *arguments, stdin: str = "") -> subprocess.CompletedProcess:
 
 def test_a_pipe_is_answered_on_stdout_and_everything_else_goes_to_stderr(model):
     options = ["--temperature", "0", "--max-tokens", "12"]
-    piped = chat(model, *options, stdin="where is the cat?\n")
+    piped = chat_in_a_process(model, *options, stdin="where is the cat?\n")
     assert piped.returncode == 0, piped.stderr
     assert piped.stdout.strip()
     assert "12 out" in piped.stderr
     assert "KV cache" not in piped.stderr
     given = chat(model, *options, "--verbose", "-p", "where is the cat?")
-    assert given.stdout == piped.stdout
+    assert given.stdout.replace("\r", "\n") == piped.stdout
     assert "KV cache" in given.stderr
     both = chat(model, *options, "-p", "where is", stdin="the cat?")
-    assert both.returncode == 0
-    assert both.stdout != piped.stdout
+    assert both.exit_code == 0
+    assert both.stdout != given.stdout
 
 
 @pytest.mark.parametrize(
@@ -80,7 +96,7 @@ def test_a_pipe_is_answered_on_stdout_and_everything_else_goes_to_stderr(model):
 )
 def test_what_cannot_work_is_named_on_stderr_with_an_exit_code(model, arguments, code, names):
     done = chat(model, *arguments)
-    assert (done.returncode, done.stdout) == (code, "")
+    assert (done.exit_code, done.stdout) == (code, "")
     assert names in done.stderr
 
 
@@ -99,7 +115,7 @@ def test_a_reader_that_leaves_early_is_no_error(model):
 
 
 def test_a_conversation_streams_stops_on_ctrl_c_goes_on_and_ends_on_ctrl_d(model):
-    arguments = [str(ROOT / "chat.py"), "--model", str(model), "--temperature", "0", "--max-tokens", "15000"]
+    arguments = [str(ROOT / "chat.py"), "--model", str(model), *TALKS]
     child = pexpect.spawn(
         sys.executable,
         arguments,
@@ -149,7 +165,7 @@ def test_transcripts_of_single_answers(model):
     tokens_in = len(expected.prompt_token_ids)
     footer = f"cut at max_tokens 12\n{tokens_in} tokens in (0 cached), 12 out, N tok/s, TTFT N s, context 0%\n"
     done = chat(model, *options, "where", "is", stdin="the cat?\n")
-    assert (done.returncode, done.stdout) == (0, expected.outputs[0].text.replace("\r", "\n") + "\n")
+    assert (done.exit_code, done.stdout_bytes.decode()) == (0, expected.outputs[0].text + "\n")
     assert re.sub(r"(?<=[ (])[\d,.]+(?= (s,|tok/s))", "N", done.stderr) == footer  # and nothing else
 
     (expected,) = llm.chat([system, user], params, use_tqdm=False)
@@ -176,12 +192,12 @@ def test_a_base_model_needs_raw_and_says_so(model, tmp_path):
     del config["chat_template"]
     (tmp_path / "base" / "tokenizer_config.json").write_text(json.dumps(config))
     done = chat(tmp_path / "base", "-p", "the cat")
-    assert (done.returncode, done.stdout) == (1, "")
+    assert (done.exit_code, done.stdout) == (1, "")
     assert "base has no chat template: it is a base model. --raw" in done.stderr
     done = chat(tmp_path / "base", "-p", "the cat", "--raw", "--temperature", "0", "--max-tokens", "12")
     llm = LLM(str(tmp_path / "base"), device="cpu", enforce_eager=True)
     (expected,) = llm.generate("the cat", SamplingParams(temperature=0, max_tokens=12), use_tqdm=False)
-    assert (done.returncode, done.stdout) == (0, expected.outputs[0].text + "\n")
+    assert (done.exit_code, done.stdout_bytes.decode()) == (0, expected.outputs[0].text + "\n")
 
 
 class Terminal:
@@ -198,6 +214,7 @@ class Terminal:
             dimensions=(24, 140),
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
         )
+        self.child.delaybeforesend = None
         self.shown = ""  # since the last prompt
 
     def ask(self, text: str, *expected: str, enter: str = "\r") -> re.Match | None:
@@ -282,7 +299,7 @@ def test_a_session_with_every_command(model, tmp_path):
 
 
 def test_a_paste_a_block_a_stopped_reply_and_a_resize(model, tmp_path):
-    terminal = Terminal(model, tmp_path, "--max-tokens", "15000")
+    terminal = Terminal(model, tmp_path, *TALKS)
     terminal.child.setwinsize(24, 60)
     terminal.ask("talk", *[re.escape(FRAME)] * 3)
     terminal.child.setwinsize(12, 40)
@@ -311,9 +328,8 @@ def test_a_paste_a_block_a_stopped_reply_and_a_resize(model, tmp_path):
     assert messages[1]["content"]  # what came before Ctrl-C
 
 
-@pytest.mark.parametrize(("arguments", "env"), [(["--plain"], {}), ([], {"NO_COLOR": "1"})])
-def test_plain_text_where_it_is_asked_for(model, tmp_path, arguments, env):
-    terminal = Terminal(model, tmp_path, "--max-tokens", "8", "the", "cat", *arguments, **env)
+def test_plain_text_where_no_color_is_asked_for(model, tmp_path):
+    terminal = Terminal(model, tmp_path, "--max-tokens", "8", "the", "cat", NO_COLOR="1")
     assert terminal.exit_code() == 0
     assert "8 out" in terminal.shown
     assert FRAME not in terminal.shown
@@ -321,7 +337,7 @@ def test_plain_text_where_it_is_asked_for(model, tmp_path, arguments, env):
 
 
 def test_a_single_answer_at_a_terminal_is_rendered_and_ctrl_c_is_130(model, tmp_path):
-    terminal = Terminal(model, tmp_path, "--max-tokens", "15000", "talk")
+    terminal = Terminal(model, tmp_path, *TALKS, "talk")
     terminal.child.expect(re.escape(FRAME))
     terminal.child.sendintr()
     assert terminal.exit_code() == 130
@@ -369,11 +385,10 @@ def test_nothing_from_a_model_or_a_file_commands_the_terminal(model, tmp_path):
     assert "\x1b]" not in shown
     assert not re.search("[\x00-\x06\x0e-\x1a\x1c-\x1f\x7f-\x9f]", shown)
 
-    terminal = Terminal(hostile, tmp_path, "--json", "--max-tokens", "200", "--temperature", "1", "talk")
-    assert terminal.exit_code() == 0
-    line = terminal.shown[terminal.shown.index("{") :]
-    assert not re.search("[\x00-\x09\x0b-\x0c\x0e-\x1f\x7f-\x9f]", line)
-    assert json.loads(line)["model"] == hostile.name
+    done = chat(hostile, "--json", "--max-tokens", "200", "--temperature", "1", "--seed", "1", "talk")
+    assert done.exit_code == 0
+    assert not re.search("[\x00-\x09\x0b-\x1f\x7f-\x9f]", done.stdout_bytes.decode())
+    assert json.loads(done.stdout)["model"] == hostile.name
 
 
 def test_keys_ctrl_c_and_ctrl_z_in_a_shell(model, tmp_path):
@@ -387,7 +402,7 @@ def test_keys_ctrl_c_and_ctrl_z_in_a_shell(model, tmp_path):
     child = pexpect.spawn("bash", ["--norc", "-i"], env=env, encoding="utf-8", timeout=60, dimensions=(24, 100))
     child.sendline("PS1='sh''ell '; bind 'set enable-bracketed-paste off'")
     child.expect("shell ")
-    child.sendline(f"{sys.executable} {ROOT}/chat.py --model {model} --eager --temperature 0 --max-tokens 15000")
+    child.sendline(f"{sys.executable} {ROOT}/chat.py --model {model} --eager {' '.join(TALKS)}")
     child.expect("Loading")
     child.send("ahead")
     child.expect(READY)
@@ -424,7 +439,15 @@ def test_keys_ctrl_c_and_ctrl_z_in_a_shell(model, tmp_path):
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_at_the_prompt_restores_the_terminal_and_keeps_the_conversation(model, tmp_path, signum):
+def test_a_signal_leaves_with_its_exit_code(signum):
+    before = signal.getsignal(signum)
+    with pytest.raises(SystemExit, match=str(128 + signum)), orderly_exit():
+        os.kill(os.getpid(), signum)
+        time.sleep(60)
+    assert signal.getsignal(signum) is before
+
+
+def test_a_signal_at_the_prompt_restores_the_terminal_and_keeps_the_conversation(model, tmp_path):
     env = ENV | {"TERM": "xterm-256color", "PROMPT_TOOLKIT_NO_CPR": "1", "XDG_STATE_HOME": str(tmp_path)}
     command = f"{sys.executable} {ROOT}/chat.py --model {model} --eager --temperature 0 --max-tokens 5"
     child = pexpect.spawn(
@@ -436,8 +459,8 @@ def test_a_signal_at_the_prompt_restores_the_terminal_and_keeps_the_conversation
     child.expect(FOOTER)
     child.expect(READY)
     (program,) = psutil.Process(child.pid).children()
-    program.send_signal(signum)
-    child.expect(rf"code {128 + signum}\r\n")
+    program.send_signal(signal.SIGTERM)
+    child.expect("code 143\r\n")
     child.expect(pexpect.EOF)
     modes = r" -?(?:echo|icanon|isig|icrnl)\b"
     assert re.findall(modes, child.before) == re.findall(modes, before)
@@ -448,8 +471,9 @@ def test_a_signal_at_the_prompt_restores_the_terminal_and_keeps_the_conversation
 
 
 def test_without_a_history_nothing_is_written(model, tmp_path):
-    terminal = Terminal(model, tmp_path, "--max-tokens", "5", NANOPAGE_HISTORY="0")
+    terminal = Terminal(model, tmp_path, "--max-tokens", "5", "--plain", NANOPAGE_HISTORY="0")
     terminal.ask("hello", FOOTER)
+    assert FRAME not in terminal.shown
     terminal.ask("\x04", enter="")
     assert terminal.exit_code() == 0
     assert list(tmp_path.iterdir()) == []
@@ -477,21 +501,21 @@ def shell(command: str) -> subprocess.CompletedProcess:
         ("chat.py --help >/dev/full", 1, "", "No space left on device"),
         ("chat.py --no-such-option 2>&-", 2, "", ""),
         ("chat.py --model /no/model -p hi 2>/dev/full", 1, "", ""),
-        (
-            "printf 'caf\\351' | chat.py --model {} -p $'na\\xefve'",
-            0,
-            ".",
-            "stdin is not UTF-8.*prompt is not UTF-8",
-        ),
     ],
 )
-def test_streams_that_are_closed_full_or_not_utf8_are_no_tracebacks(model, command, code, out, err):
+def test_streams_that_are_closed_or_full_are_no_tracebacks(model, command, code, out, err):
     done = shell(command.format(model))
     assert done.returncode == code, done.stderr
     assert bool(done.stdout.strip()) == bool(out)
     assert re.search(err, done.stderr, re.DOTALL)
     assert "Traceback" not in done.stderr
     assert "Exception ignored" not in done.stderr
+
+
+def test_what_is_not_utf8_is_said_and_answered(model):
+    done = chat(model, "--max-tokens", "5", "-p", "na\udcefve", stdin=b"caf\xe9")
+    assert done.exit_code == 0 and done.stdout.strip()
+    assert re.search("stdin is not UTF-8.*prompt is not UTF-8", done.stderr, re.DOTALL)
 
 
 class Panic(BaseException):

@@ -65,9 +65,9 @@ def test_sizes_are_never_far_apart():
     assert all(b <= 2 * a and b - a <= 32 for a, b in pairwise(sizes))
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-def test_static_buffers_change_no_token(model, overlap):
-    engine = static(make_engine(model, async_scheduling=overlap))
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_static_buffers_change_no_token(model, async_scheduling):
+    engine = static(make_engine(model, async_scheduling=async_scheduling))
     used = []
     load = engine.runner.decode_graphs.load
     engine.runner.decode_graphs.load = lambda sequences: used.append(len(sequences)) or load(sequences)
@@ -277,13 +277,13 @@ def test_what_is_around_the_model_is_compiled_for_any_size_and_once_more_for_one
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("overlap", [False, True])
-def test_replayed_graphs_give_the_tokens_of_direct_launches(model, overlap):
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_replayed_graphs_give_the_tokens_of_direct_launches(model, async_scheduling):
     requests = [params for params in MIXED for _ in range(2)]
 
     def engine(**options):
         config = {"device": "cuda", "dtype": "float32", "max_num_seqs": 12, "max_model_len": 64, "kv_cache_gib": 0.1}
-        return LLMEngine(EngineConfig(model=str(model), async_scheduling=overlap, **config | options))
+        return LLMEngine(EngineConfig(model=str(model), async_scheduling=async_scheduling, **config | options))
 
     eager, graphs = engine(enforce_eager=True), engine()
     assert {size for size, _ in graphs.runner.decode_graphs.graphs} == set(batch_sizes(12))

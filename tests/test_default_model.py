@@ -14,7 +14,7 @@ from nanopage.worker.device import computes_natively
 
 LONG = os.environ.get("NANOPAGE_LONG_TESTS", "0") != "0"
 # transformers continues a prompt at 25 tokens a second, and compiling takes 40 s a dtype.
-NUM_PROMPTS, NUM_TOKENS = (20, 64) if LONG else (6, 32)
+NUM_PROMPTS, NUM_TOKENS = (20, 64) if LONG else (4, 32)
 COMPILED = "bfloat16" if computes_natively("bfloat16", torch.device("cpu")) else "float32"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 

@@ -169,10 +169,10 @@ def test_abort_returns_what_there_is_and_frees_the_blocks(model):
     assert idle(engine)
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-def test_a_step_that_fails_can_be_run_again(model, monkeypatch, overlap):
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_a_step_that_fails_can_be_run_again(model, monkeypatch, async_scheduling):
     expected = run(make_engine(model), a=("the cat", GREEDY), b=("a dog in the house", GREEDY))
-    engine = make_engine(model, max_num_batched_tokens=6, async_scheduling=overlap)
+    engine = make_engine(model, max_num_batched_tokens=6, async_scheduling=async_scheduling)
     engine.add_request("a", "the cat", GREEDY)
     engine.add_request("b", "a dog in the house", GREEDY)
     launch, calls = engine.runner.launch, []
@@ -181,29 +181,34 @@ def test_a_step_that_fails_can_be_run_again(model, monkeypatch, overlap):
         calls.append(batch)
         samples = launch(batch, stats)  # the cache is written, but nobody hears of it
         if len(calls) % 3 == 0 and not engine.scheduler.suspects:
+            failed.append(len(steps))
             raise RuntimeError("out of memory")
         return samples
 
     monkeypatch.setattr(engine.runner, "launch", failing)
-    done = {}
+    done, steps, failed = {}, [], []
+    engine.listeners.append(steps.append)
     while engine.has_unfinished_requests():
         done |= {output.request_id: output for output in engine.step() if output.finished}
         engine.scheduler.block_manager.check_invariants()
+        assert steps[-1] is engine.last_step
     assert len(calls) > 12
+    assert sum(step.finished for step in steps) == 2
+    assert failed and all(steps[number].waiting for number in failed)  # a step that fails says so much, too
     for name in ("a", "b"):
         assert done[name].outputs[0].token_ids == expected[name].outputs[0].token_ids
         assert done[name].error is None
     assert idle(engine)
 
 
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("async_scheduling", [False, True])
 @pytest.mark.parametrize("where", ["schedule", "launch", "result", "update", "text", "output"])
 def test_a_request_that_makes_every_step_fail_ends_with_an_error_and_the_others_go_on(
-    model, monkeypatch, caplog, overlap, where
+    model, monkeypatch, caplog, async_scheduling, where
 ):
     prompts = {"a": "the cat", "bad": "a dog in the house", "c": "then they were", "d": "the man and the"}
     expected = run(make_engine(model), **{name: (prompt, GREEDY) for name, prompt in prompts.items()})
-    engine = make_engine(model, max_num_batched_tokens=12, async_scheduling=overlap)
+    engine = make_engine(model, max_num_batched_tokens=12, async_scheduling=async_scheduling)
 
     def fail_for_bad(function, is_bad):
         def failing(*args, **kwargs):
@@ -252,12 +257,12 @@ def test_a_request_that_makes_every_step_fail_ends_with_an_error_and_the_others_
     assert idle(engine)
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-def test_when_no_batch_can_run_every_request_ends_with_an_error(model, monkeypatch, overlap):
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_when_no_batch_can_run_every_request_ends_with_an_error(model, monkeypatch, async_scheduling):
     def failing(batch, stats):
         raise RuntimeError("the device is gone")
 
-    engine = make_engine(model, async_scheduling=overlap)
+    engine = make_engine(model, async_scheduling=async_scheduling)
     monkeypatch.setattr(engine.runner, "launch", failing)
     engine.add_request("a", "the cat", GREEDY)
     engine.add_request("b", "a dog", GREEDY)
@@ -269,14 +274,16 @@ def test_when_no_batch_can_run_every_request_ends_with_an_error(model, monkeypat
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("async_scheduling", [False, True])
 @pytest.mark.parametrize(
     "params",
     [GREEDY, SamplingParams(seed=1, logprobs=2), SamplingParams(seed=1, top_p=0.9, n=2), BeamSearchParams(width=2)],
     ids=["greedy", "sampled", "truncated", "beams"],
 )
-def test_logits_that_are_not_finite_end_their_request_with_an_error(model, monkeypatch, value, overlap, params):
-    engine = make_engine(model, async_scheduling=overlap)
+def test_logits_that_are_not_finite_end_their_request_with_an_error(
+    model, monkeypatch, value, async_scheduling, params
+):
+    engine = make_engine(model, async_scheduling=async_scheduling)
     expected = run(engine, b=("a dog in the house", GREEDY))["b"]
     read_by_b = {*expected.prompt_token_ids, *expected.outputs[0].token_ids}
     poisoned = next(token_id for token_id in range(100, VOCAB_SIZE) if token_id not in read_by_b)
@@ -590,9 +597,11 @@ def test_the_engine_answers_on_a_gpu_as_on_a_cpu(model, dtype):
             assert gpu[name].outputs[0].token_ids == cpu[name].outputs[0].token_ids
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-def test_outputs_that_a_failing_step_could_not_return_come_with_the_next_or_with_an_abort(model, monkeypatch, overlap):
-    engine = make_engine(model, async_scheduling=overlap)
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_outputs_that_a_failing_step_could_not_return_come_with_the_next_or_with_an_abort(
+    model, monkeypatch, async_scheduling
+):
+    engine = make_engine(model, async_scheduling=async_scheduling)
     expected = run(make_engine(model), a=("the cat", GREEDY), b=("the dog", GREEDY))
     for request_id, prompt in (("a", "the cat"), ("b", "the dog")):
         engine.add_request(request_id, prompt, GREEDY)
@@ -623,14 +632,15 @@ def test_outputs_that_a_failing_step_could_not_return_come_with_the_next_or_with
     assert idle(engine)
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-def test_listeners_see_every_step_and_lose_nothing_by_raising(model, overlap):
-    engine = make_engine(model, async_scheduling=overlap)
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_listeners_see_every_step_and_lose_nothing_by_raising(model, async_scheduling):
+    engine = make_engine(model, async_scheduling=async_scheduling)
     expected = run(engine, a=("the cat", GREEDY))["a"].outputs[0]
-    seen = []
+    seen, finished = [], []
 
     def listen(stats):
         seen.append(stats.prefill_tokens + stats.decode_tokens)
+        finished.append(stats.finished)
         if len(seen) % 3 == 0:
             raise KeyError("stop here")
 
@@ -646,4 +656,5 @@ def test_listeners_see_every_step_and_lose_nothing_by_raising(model, overlap):
         text += "".join(output.outputs[0].delta for output in outputs)
     assert (text, outputs[-1].outputs[0].token_ids) == (expected.text, expected.token_ids)
     assert len(seen) == calls and sum(seen) >= len(expected.token_ids)
+    assert sum(finished) == 1
     assert idle(engine)

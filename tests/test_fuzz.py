@@ -463,13 +463,13 @@ def test_a_crowd_changes_no_answer(world, model, oracle, monkeypatch):
     monkeypatch.setattr("nanopage.sampling.sampler.CANDIDATES", 4)
     rng = random.Random(f"{SEED}-{world}")
     options, plans = draw_world(rng, oracle)
-    for overlap, static in ((True, True), (True, False), (False, True), (False, False)):
+    for async_scheduling, static in ((True, True), (True, False), (False, True), (False, False)):
         plans = [plan.again() for plan in plans]
-        options["async_scheduling"] = overlap
+        options["async_scheduling"] = async_scheduling
         engine = LLMEngine(EngineConfig(model=str(model), dtype="float64", device="cpu", **options))
         if static:
             run_as_on_a_gpu(engine)
-        if overlap == static:
+        if async_scheduling == static:
             fail_at_times(engine, rng)
         run_world(engine, plans)
         for plan in plans:

@@ -429,15 +429,19 @@ def test_a_step_says_what_it_did(model):
     engine.step()
     first = engine.last_step
     assert (first.prefill_tokens, first.decode_tokens, first.output_tokens) == (40, 0, 1)
-    assert first.context_tokens == 33 + 7
+    assert first.context_tokens == first.stored_tokens == 33 + 7
     assert (first.waiting, first.running, first.swapped) == (0, 3, 0)
     assert first.used_blocks + first.free_blocks + first.cached_blocks == 64
     engine.step()
     second = engine.last_step
     assert (second.prefill_tokens, second.decode_tokens, second.output_tokens) == (26, 1, 3)
     assert second.context_tokens == 34 + 33
-    assert second.model_seconds > 0 and second.schedule_seconds > 0 and second.output_seconds > 0
+    assert second.stored_tokens == 34 + 33 + 33  # the two of "b" share the blocks of its prompt
+    parts = [second.schedule_seconds, second.model_seconds, second.sample_seconds, second.output_seconds]
+    assert min(parts) > 0 and sum(parts) <= second.seconds
+    assert second.device_span is None  # on a CPU
     finish(engine)
+    assert (engine.last_step.stored_tokens, engine.last_step.finished) == (0, 1)
     engine.add_request("c", PROMPT, GREEDY)
     engine.step()
     assert (engine.last_step.cached_tokens, engine.last_step.prefill_tokens) == (32, 1)

@@ -33,7 +33,7 @@ class FakeEngine:
     """Each step takes a second and gives a token to each of the first `batch` requests. Its clock starts at 100."""
 
     def __init__(self, batch=2):
-        self.batch, self.clock, self.requests, self.concurrent = batch, 100.0, {}, []
+        self.batch, self.clock, self.requests, self.concurrent, self.listeners = batch, 100.0, {}, [], []
 
     def now(self):
         return self.clock
@@ -62,7 +62,8 @@ class FakeEngine:
             if finished:
                 del self.requests[request_id]
         running = min(self.batch, len(self.requests))
-        self.last_step = StepStats(running=running, waiting=len(self.requests) - running, prefill_tokens=1)
+        for listener in self.listeners:
+            listener(StepStats(running=running, waiting=len(self.requests) - running, prefill_tokens=1))
         return outputs
 
 

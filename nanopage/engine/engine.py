@@ -116,7 +116,7 @@ class LLMEngine:
         self.last_step = StepStats()
         self.listeners: list[Callable[[StepStats], None]] = []
         on_gpu = self.device.type == "cuda"
-        self.overlaps = on_gpu if config.async_scheduling is None else config.async_scheduling
+        self.async_scheduling = on_gpu if config.async_scheduling is None else config.async_scheduling
         self._launched: tuple[Batch, Samples] | None = None  # the last batch, until its tokens are taken in
         self._scheduled: Batch | None = None  # the batch that is being launched
         self._requests: dict[str, Request] = {}
@@ -201,7 +201,7 @@ class LLMEngine:
         At its end a step calls each of `listeners` with its StepStats. A listener may raise: the step is complete by
         then, and the next call of `step` or `abort` returns the outputs.
         """
-        stats = StepStats()
+        stats, started, unfinished = StepStats(), time.perf_counter(), len(self._requests)
         with self._call():
             suspect = next(iter(self.scheduler.suspects), None)
             try:
@@ -212,6 +212,9 @@ class LLMEngine:
                 self._report()
             except Exception as error:
                 self._isolate(error, suspect)
+                self._count(Batch(), stats)
+        stats.finished = unfinished - len(self._requests)
+        stats.seconds = time.perf_counter() - started
         for listener in self.listeners:
             listener(stats)
         outputs, self._outputs = self._outputs, []
@@ -263,8 +266,8 @@ class LLMEngine:
         self._complete(stats)
         self.scheduler.advance(batch)
         self._launched, self._scheduled = launched, None
-        alone = bool(self.scheduler.suspects)
-        if alone or not self.overlaps or any(seq.reads_its_tokens for s in batch.sequences for seq in s.samplers):
+        must_wait = self.scheduler.suspects or any(seq.reads_its_tokens for s in batch.sequences for seq in s.samplers)
+        if must_wait or not self.async_scheduling:
             self._complete(stats)
         self._count(batch, stats)
 
@@ -325,7 +328,6 @@ class LLMEngine:
             self._fail(suspect, message)
             return
         self.scheduler.suspects = [group for group in groups if not group.finished]
-        self._count(Batch(), StepStats())
         count = len(self.scheduler.suspects)
         logger.warning(f"a step failed: {message}; running its {count} requests one at a time", exc_info=error)
 
@@ -469,6 +471,7 @@ class LLMEngine:
         stats.waiting = sum(len(group.live) for group in scheduler.waiting)
         stats.running = sum(len(group.live) for group in scheduler.running)
         stats.swapped = sum(len(group.live) for group in scheduler.swapped)
+        stats.stored_tokens = sum(seq.num_computed_tokens for group in scheduler.running for seq in group.live)
         stats.decode_tokens = sum(s.num_tokens for s in batch.sequences if s.start >= s.seq.num_prompt_tokens)
         stats.prefill_tokens = batch.num_tokens - stats.decode_tokens
         stats.context_tokens = sum(s.start + s.num_tokens for s in batch.sequences)

@@ -48,7 +48,7 @@ def chat(
     kv_cache_gib: Annotated[float | None, typer.Option(help="Size of the KV cache in GiB.")] = None,
     quantization: Annotated[str | None, typer.Option(help="int8: weights in a byte each, on a CPU.")] = None,
     eager: Annotated[bool, typer.Option("--eager", help="Use no compiled code, and compile none.")] = False,
-    overlap: Annotated[
+    async_scheduling: Annotated[
         bool | None, typer.Option(help="Launch a step before the last one's token is seen [default: on a GPU].")
     ] = None,
 ) -> None:  # fmt: skip
@@ -74,7 +74,7 @@ def chat(
             "max_model_len": max_model_len,
             "kv_cache_gib": kv_cache_gib,
             "enforce_eager": eager,
-            "async_scheduling": overlap,
+            "async_scheduling": async_scheduling,
             "quantization": quantization,
             "seed": random.getrandbits(32) if seed is None else seed,
         }

@@ -131,6 +131,16 @@ class ModelRunner:
         Prompt log-probabilities go straight to their groups, times to `stats`.
         """
         stats = stats or StepStats()
+        if self.device.type != "cuda":
+            return self._launch(batch, stats)
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        samples = self._launch(batch, stats)
+        end.record()
+        stats.device_span = begin, end
+        return samples
+
+    def _launch(self, batch: Batch, stats: StepStats) -> Samples:
         started = time.perf_counter()
         self._move_blocks(batch)
         samplers = [sampler for scheduled in batch.sequences for sampler in scheduled.samplers]
