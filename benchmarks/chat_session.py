@@ -21,7 +21,7 @@ import pexpect
 import pyte
 
 from benchmarks.report import cpu_name, versions
-from nanopage import hub
+from nanopage.weights import hub
 
 ROOT = Path(__file__).parent.parent
 COLUMNS, ROWS = 80, 24

@@ -6,10 +6,10 @@ import gc
 from collections.abc import Callable
 from pathlib import Path
 
-from nanopage import hub, loader
 from nanopage.llm import LLM
 from nanopage.request import SamplingParams
 from nanopage.text.tokenizer import Tokenizer
+from nanopage.weights import hub, loader
 from terminal.commands import ALIASES, COMMANDS, RULE
 from terminal.kept import Kept
 from terminal.prompt import Prompt, unquoted

@@ -34,10 +34,10 @@ from tokenizers import (
     trainers,
 )
 
-from nanopage import LLM, EngineConfig, SamplingParams, gguf_checkpoint
+from nanopage import LLM, EngineConfig, SamplingParams
 from nanopage.engine.engine import LLMEngine
 from nanopage.text.tokenizer import Tokenizer as NanopageTokenizer
-from nanopage.weights import loader
+from nanopage.weights import gguf_checkpoint, loader
 from nanopage.weights.gguf_checkpoint import GGUFCheckpoint
 from nanopage.weights.gguf_reader import read_header
 
