@@ -23,7 +23,8 @@ from nanopage.request import SampledToken
 
 VISITS = 5 if os.environ.get("NANOPAGE_ATTACKS", "0") != "0" else 0  # of every line; 0: one visit of some
 PACKAGE = Path(nanopage.__file__).parent
-FILES = {str(PACKAGE / f"{name}.py") for name in ("scheduler", "block_manager", "beam_search", "request", "engine")}
+MODULES = ("engine/scheduler", "engine/block_manager", "engine/beam_search", "engine/engine", "request")
+FILES = {str(PACKAGE / f"{name}.py") for name in MODULES}
 # What is returned is on its way to the caller, and what is not changed cannot be broken.
 NOT_DISTURBED = {"step", "abort", "has_unfinished_requests", "check_invariants", "num_free_blocks", "ranks"}
 PREFIX = list(range(20, 37))
