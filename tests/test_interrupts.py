@@ -216,7 +216,7 @@ def test_an_error_at_any_line_changes_no_output(engine, undisturbed, error):
     expected, lines = undisturbed
     rng = random.Random(error.__name__)
     happened: Counter = Counter()
-    places = lines.items() if VISITS else rng.sample([*lines.items()], 80)
+    places = lines.items() if VISITS else rng.sample([*lines.items()], 40)
     for (file, line), visits in places:
         for visit in rng.sample(range(1, visits + 1), min(visits, max(1, VISITS))):
             disturbance = Disturbance([(file, line, visit)], [error])
