@@ -2,6 +2,7 @@
 and the logits of every position, by transformers and through nanopage's paged cache."""
 
 import json
+import os
 import random
 from collections import defaultdict
 from pathlib import Path
@@ -22,11 +23,17 @@ EOS = 2
 VOCAB_SIZE = 300  # the special tokens, 256 bytes and some merges
 CPU = torch.device("cpu")
 BLOCK_SIZE = 8
+LONG = os.environ.get("NANOPAGE_LONG_TESTS", "0") != "0"
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 _CORPUS = "the cat and the other dog went to the house in the morning, then they were in there with the man and the men"
+
+
+def examples(count: int) -> int:
+    """How many random cases a test tries: `count` with NANOPAGE_LONG_TESTS=1, a third of them without."""
+    return count if LONG else count // 3
 
 
 def tiny_tokenizer() -> Tokenizer:

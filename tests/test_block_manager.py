@@ -7,6 +7,7 @@ import copy
 from dataclasses import dataclass
 
 import pytest
+from helpers import examples
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -358,7 +359,8 @@ class Books(RuleBasedStateMachine):
 @pytest.mark.parametrize("name", HASHES)
 def test_any_sequence_of_calls_keeps_the_books_and_shares_only_equal_prefixes(name, monkeypatch):
     monkeypatch.setattr(block_manager, "hash_block", HASHES[name])
-    run_state_machine_as_test(Books, settings=settings(max_examples=100, stateful_step_count=40, deadline=None))
+    options = settings(max_examples=examples(100), stateful_step_count=40, deadline=None)
+    run_state_machine_as_test(Books, settings=options)
 
 
 # Examples

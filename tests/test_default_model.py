@@ -7,15 +7,15 @@ import os
 
 import pytest
 import torch
+from helpers import LONG
 from transformers import AutoModelForCausalLM
 
 from nanopage import LLM, BeamSearchParams, SamplingParams
 from nanopage.worker.device import computes_natively
 
-LONG = os.environ.get("NANOPAGE_LONG_TESTS", "0") != "0"
 # transformers continues a prompt at 25 tokens a second, and compiling takes 40 s a dtype.
 NUM_PROMPTS, NUM_TOKENS = (20, 64) if LONG else (4, 32)
-COMPILED = "bfloat16" if computes_natively("bfloat16", torch.device("cpu")) else "float32"
+BFLOAT16 = computes_natively("bfloat16", torch.device("cpu"))
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 PROMPTS = [
@@ -72,10 +72,11 @@ def load(path, eager, **options) -> LLM:
     return llm
 
 
-def compiled_in(dtype):
-    """Compiled code of the dtype that this machine uses by default, and with NANOPAGE_LONG_TESTS of the other, too."""
-    reason = "compiles for 40 s; runs with NANOPAGE_LONG_TESTS=1"
-    return pytest.param(False, id="compiled", marks=pytest.mark.skipif(dtype != COMPILED and not LONG, reason=reason))
+compiled = pytest.param(
+    False,
+    id="compiled",
+    marks=pytest.mark.skipif(not LONG, reason="compiles for 40 s; runs with NANOPAGE_LONG_TESTS=1"),
+)
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +86,7 @@ def generated(default_model) -> list[list[int]]:
     return generate_with_transformers(default_model, torch.float32, prompts, NUM_TOKENS)
 
 
-@pytest.mark.parametrize("eager", [pytest.param(True, id="eager"), compiled_in("float32")])
+@pytest.mark.parametrize("eager", [pytest.param(True, id="eager"), compiled])
 def test_prompts_are_continued_token_for_token_as_by_generate(default_model, generated, eager):
     llm = load(default_model, eager, dtype="float32")
     prompts = token_ids(llm)
@@ -96,11 +97,11 @@ def test_prompts_are_continued_token_for_token_as_by_generate(default_model, gen
     assert differing == []
 
 
-@pytest.mark.skipif(COMPILED != "bfloat16" and not LONG, reason="takes minutes where bfloat16 is emulated")
-@pytest.mark.parametrize("eager", [pytest.param(True, id="eager"), compiled_in("bfloat16")])
+@pytest.mark.skipif(not BFLOAT16 and not LONG, reason="takes minutes where bfloat16 is emulated")
+@pytest.mark.parametrize("eager", [pytest.param(True, id="eager"), compiled])
 def test_bfloat16_stays_close_to_transformers(default_model, eager):
     """vLLM's check_logprobs_close: where two greedy texts part, each token is among the other's five likeliest."""
-    if not eager and COMPILED != "bfloat16":
+    if not eager and not BFLOAT16:
         pytest.skip("there is no compiled code for a dtype that this machine emulates")
     llm = load(default_model, eager, dtype="bfloat16")
     prompts = token_ids(llm)

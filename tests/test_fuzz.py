@@ -18,7 +18,7 @@ from functools import partial
 
 import pytest
 import torch
-from helpers import tiny_model
+from helpers import LONG, tiny_model
 
 from nanopage import BeamSearchParams, EngineConfig, LLMEngine, RequestOutput, SamplingParams
 from nanopage.engine.beam_search import Beam, BeamSearch
@@ -28,7 +28,7 @@ from nanopage.sampling.sampler import Sampler
 from nanopage.worker.cuda_graphs import DecodeGraphs
 from nanopage.worker.kv_cache import GIB, block_bytes
 
-WORLDS = int(os.environ.get("NANOPAGE_FUZZ_WORLDS", "100"))
+WORLDS = int(os.environ.get("NANOPAGE_FUZZ_WORLDS", "50"))
 TRITON_WORLDS = int(os.environ.get("NANOPAGE_FUZZ_TRITON_WORLDS", "2"))
 SEED = int(os.environ.get("NANOPAGE_FUZZ_SEED", "0"))
 MAX_LEN = 64
@@ -443,6 +443,8 @@ def test_nor_do_the_triton_kernels(world, model, oracle, monkeypatch):
     """The same with attention by Triton's kernels, in the interpreter: decodes in splits of a tile or two."""
     rng = random.Random(f"triton-{SEED}-{world}")
     options, plans = draw_world(rng, oracle, block_sizes=(1, 2, 4, 8, 16))
+    if not LONG:
+        del plans[3:]  # the interpreter takes long
     with monkeypatch.context() as patch:
         patch.setattr("nanopage.worker.model_runner.uses_triton", lambda device: True)
         patch.setattr("nanopage.worker.cuda_graphs.uses_triton", lambda device: True)
@@ -497,7 +499,7 @@ def test_a_crowd_changes_no_answer(world, model, oracle, monkeypatch):
 def test_the_worlds_were_not_easy():
     """The suite must have met what it is for."""
     print("\n" + "\n".join(f"{count:8,} {what}" for what, count in happened.items()))
-    if happened["worlds"] < 100:
+    if happened["worlds"] < 50:
         pytest.skip("too few worlds were run to expect everything")
     assert happened["worlds"] == WORLDS
     for what in ("worlds that preempted", "worlds with prefix-cache hits", "worlds that evicted", "worlds with aborts"):

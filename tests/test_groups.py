@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 import torch
-from helpers import EOS, tiny_model
+from helpers import EOS, LONG, tiny_model
 
 from nanopage import LLM, BeamSearchParams, EngineConfig, LLMEngine, SamplingParams
 from nanopage.engine.beam_search import Beam, BeamSearch
@@ -449,7 +449,7 @@ def test_a_step_says_what_it_did(model):
     assert engine.last_step.cached_blocks + engine.last_step.used_blocks + engine.last_step.free_blocks == 64
 
 
-def test_memory_after_ten_thousand_requests_is_that_after_a_hundred(model):
+def test_memory_after_thousands_of_requests_is_that_after_a_hundred(model):
     engine = make_engine(model, max_num_seqs=64)
     params = dataclasses.replace(SAMPLED, n=2, max_tokens=2, detokenize=False)
 
@@ -464,8 +464,8 @@ def test_memory_after_ten_thousand_requests_is_that_after_a_hundred(model):
 
     serve(range(100))  # the cache fills with prefixes
     after_100 = serve(range(100, 200))
-    after_10_000 = serve(range(200, 10_200))
-    assert abs(after_10_000 - after_100) < 200
+    after_thousands = serve(range(200, 10_200 if LONG else 1_200))
+    assert abs(after_thousands - after_100) < 200
     assert finish(engine) == {}
 
 

@@ -6,6 +6,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from helpers import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
@@ -248,9 +249,9 @@ def rows_of_logits(draw, vocab_size: int):
     return np.stack(rows)
 
 
-@pytest.mark.parametrize("vocab_size, examples", [(1, 30), (5, 200), (300, 150), (BIG_VOCAB, 70)])
-def test_truncation_equals_a_full_sort(vocab_size, examples):
-    @settings(max_examples=examples, deadline=None, derandomize=True)
+@pytest.mark.parametrize("vocab_size, count", [(1, 30), (5, 200), (300, 150), (BIG_VOCAB, 70)])
+def test_truncation_equals_a_full_sort(vocab_size, count):
+    @settings(max_examples=examples(count), deadline=None, derandomize=True)
     @given(rows_of_logits(vocab_size), st.data())
     def check(logits, data):
         settings_of = [
@@ -263,7 +264,7 @@ def test_truncation_equals_a_full_sort(vocab_size, examples):
     check()
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=examples(100), deadline=None, derandomize=True)
 @given(st.lists(st.floats(-30, 30, width=32), min_size=1, max_size=20), TOP_K, TOP_P, MIN_P)
 def test_truncation_of_arbitrary_floats_equals_a_full_sort(logits, top_k, top_p, min_p):
     kept = kept_by_truncate(
@@ -531,7 +532,7 @@ def constrained_sequences(draw):
     )
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=examples(200), deadline=None, derandomize=True)
 @given(st.lists(constrained_sequences(), min_size=1, max_size=5), st.integers(0, 2**20))
 def test_all_constraints_together_equal_the_naive_formulas(batch, seed):
     logits = random_logits(len(batch), 30, seed, torch.float64)

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -271,7 +272,7 @@ def alone(seq: Sequence, prompt: list[int], limit: int) -> tuple[list[int], str,
     first=st.lists(requests, min_size=2, max_size=4),
     events=st.lists(events, max_size=12),
 )
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 def test_in_any_world_every_request_ends_as_if_it_were_alone(
     num_blocks, block_size, max_num_seqs, budget, caching, first, events
 ):

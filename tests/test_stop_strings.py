@@ -1,6 +1,7 @@
 """StopStringSearch against a plain search of the whole text after every character."""
 
 import pytest
+from helpers import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,7 +19,7 @@ def by_hand(text: str, strings: list[str], search_from: int) -> tuple[int, str] 
     return None
 
 
-@settings(max_examples=500, deadline=None, derandomize=True)
+@settings(max_examples=examples(500), deadline=None, derandomize=True)
 @given(st.lists(LETTERS, min_size=1, max_size=6), st.lists(st.text("ab", max_size=5), max_size=8), st.integers(0, 8))
 def test_the_string_that_ends_first_is_found_however_the_text_is_cut(strings, pieces, search_from):
     text = "".join(pieces)

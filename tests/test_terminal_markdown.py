@@ -4,6 +4,7 @@ import random
 import re
 
 import pytest
+from helpers import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from screens import Reflowing, Screen
@@ -66,7 +67,7 @@ def cut(text: str, seed: int) -> list[str]:
     return [text[a:b] for a, b in zip([0, *at], [*at, len(text)], strict=True)]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.lists(st.sampled_from(PIECES), max_size=30).map("".join), st.integers(0, 1000))
 def test_any_split_of_a_text_gives_the_same_blocks_and_loses_nothing(text, seed):
     whole = split([text])

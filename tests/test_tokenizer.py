@@ -6,6 +6,7 @@ import os
 
 import pytest
 import tokenizers
+from helpers import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, processors
@@ -16,7 +17,7 @@ from nanopage.text.tokenizer import IncrementalDetokenizer, Tokenizer
 from nanopage.weights.hub import default_model
 
 REPLACEMENT = "\ufffd"
-fuzz = settings(max_examples=200, deadline=None, derandomize=True)
+fuzz = settings(max_examples=examples(200), deadline=None, derandomize=True)
 
 
 @pytest.fixture(scope="module")
@@ -144,7 +145,7 @@ def test_encoding_round_trips(byte_level):
 def test_tokens_are_those_of_transformers(byte_level):
     reference = AutoTokenizer.from_pretrained(default_model())
 
-    @settings(fuzz, max_examples=60)
+    @settings(fuzz, max_examples=examples(60))
     @given(TEXT)
     def check(text):
         ids = byte_level.encode(text)
@@ -367,7 +368,7 @@ def random_ids(byte_ids):
 
 @pytest.mark.parametrize("skip", [True, False])
 def test_random_tokens_stream_to_their_decoding(byte_level, byte_ids, skip):
-    @settings(fuzz, max_examples=400)
+    @settings(fuzz, max_examples=examples(400))
     @given(random_ids(byte_ids), TEXT)
     def check(ids, prompt):
         stream = Stream(byte_level, byte_level.encode(prompt), skip_special_tokens=skip)
@@ -445,7 +446,7 @@ SP_TEXT = st.lists(
 
 
 def test_sentence_piece_text_streams_to_its_decoding(sentence_piece):
-    @settings(fuzz, max_examples=400)
+    @settings(fuzz, max_examples=examples(400))
     @given(SP_TEXT, st.data())
     def check(text, data):
         ids = sentence_piece.encode(text)
@@ -465,7 +466,7 @@ def test_sentence_piece_ids_stream_to_their_decoding(sentence_piece):
     words = [range(259, 259 + len(SP_PIECES)), [0, 1, 2]]
     chars = [[3 + byte for byte in char.encode()] for char in ("你", "é", "🙂", "\n")]
 
-    @settings(fuzz, max_examples=400)
+    @settings(fuzz, max_examples=examples(400))
     @given(st.lists(st.sampled_from([[i] for ids in words for i in ids] + chars)), st.booleans(), st.booleans())
     def check(groups, after_prompt, skip):
         prompt = sentence_piece.encode("hello w") if after_prompt else []
@@ -563,7 +564,7 @@ def tokens_of(draw, tokenizer, text, byte_ids):
 
 @pytest.mark.parametrize("include", [False, True])
 def test_the_text_ends_at_the_earliest_stop_string(byte_level, byte_ids, include):
-    @settings(fuzz, max_examples=500)
+    @settings(fuzz, max_examples=examples(500))
     @given(text_and_stops(), st.data())
     def check(text_stops, data):
         text, stops = text_stops
@@ -581,7 +582,7 @@ def test_the_text_ends_at_the_earliest_stop_string(byte_level, byte_ids, include
 
 @pytest.mark.parametrize("include", [False, True])
 def test_the_stream_holds_back_just_what_may_become_a_stop_string(byte_level, byte_ids, include):
-    @settings(fuzz, max_examples=300)
+    @settings(fuzz, max_examples=examples(300))
     @given(text_and_stops())
     def check(text_stops):
         text, stops = text_stops
@@ -597,7 +598,7 @@ def test_the_stream_holds_back_just_what_may_become_a_stop_string(byte_level, by
 
 
 def test_stop_strings_count_only_from_when_they_are_searched(byte_level, byte_ids):
-    @settings(fuzz, max_examples=500)
+    @settings(fuzz, max_examples=examples(500))
     @given(text_and_stops(), st.data())
     def check(text_stops, data):
         text, stops = text_stops
@@ -619,7 +620,7 @@ def test_a_stop_string_passed_over_stays_in_the_text(byte_level):
 
 @pytest.mark.parametrize("include", [False, True])
 def test_stop_strings_end_random_tokens_as_they_end_their_decoding(byte_level, byte_ids, include):
-    @settings(fuzz, max_examples=300)
+    @settings(fuzz, max_examples=examples(300))
     @given(random_ids(byte_ids), st.data())
     def check(ids, data):
         text = byte_level.decode(ids)
@@ -643,7 +644,7 @@ def test_a_stop_string_in_front_of_an_unfinished_character_is_found(byte_level):
 
 
 def test_sentence_piece_stop_strings(sentence_piece):
-    @settings(fuzz, max_examples=300)
+    @settings(fuzz, max_examples=examples(300))
     @given(SP_TEXT, st.lists(SP_TEXT.filter(bool), min_size=1, max_size=3), st.booleans())
     def check(text, stops, include):
         stops = [stop[:4] for stop in stops]

@@ -5,11 +5,12 @@ import json
 import os
 import subprocess
 import sys
-from itertools import product
+from itertools import cycle, product
 from pathlib import Path
 
 import pytest
 import torch
+from helpers import LONG, examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_kernels import Pool, attention
@@ -90,10 +91,15 @@ def mixed(pool, lengths):
     return decodes, whole, {pool.add(length): length // 2 for length in lengths if length > 3}
 
 
+HEAD_SIZES, PAGE_SIZES = (64, 80, 96, 128, 256), (8, 16, 32)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["float32", "float16"])
 # Pages larger than a tile take the interpreter long: one of them will do.
 @pytest.mark.parametrize(
-    ("head_dim", "block_size"), [*product((64, 80, 96, 128, 256), (8, 16, 32)), (64, 256)], ids=lambda size: str(size)
+    ("head_dim", "block_size"),
+    [*(product(HEAD_SIZES, PAGE_SIZES) if LONG else zip(HEAD_SIZES, cycle(PAGE_SIZES))), (64, 256)],
+    ids=lambda size: str(size),
 )
 def test_attention_over_pages(head_dim, block_size, dtype):
     pool = Pool(2, head_dim, block_size, dtype, num_blocks=40)
@@ -102,8 +108,11 @@ def test_attention_over_pages(head_dim, block_size, dtype):
         check(pool, 2, kind)
 
 
-@pytest.mark.parametrize("group", [1, 2, 3, 4, 7, 8], ids=lambda group: f"GQA {group}")
-@pytest.mark.parametrize("window", [None, 1, 5, 40])
+@pytest.mark.parametrize(
+    ("group", "window"),
+    product((1, 2, 3, 4, 7, 8), (None, 1, 5, 40)) if LONG else [(1, None), (2, 5), (3, 1), (4, 40), (7, 5), (8, None)],
+    ids=lambda value: str(value),
+)
 def test_query_heads_that_share_a_kv_head(group, window):
     pool = Pool(3, 16, 16, torch.float32, num_blocks=60)
     decodes, whole, chunks = mixed(pool, [1, 15, 16, 17, 70])
@@ -111,8 +120,11 @@ def test_query_heads_that_share_a_kv_head(group, window):
 
 
 @pytest.mark.usefixtures("poisoned")
-@pytest.mark.parametrize("num_splits", [1, 2, 3, 8, 40])
-@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize(
+    ("num_splits", "window"),
+    product((1, 2, 3, 8, 40), (None, 100)) if LONG else [(1, 100), (2, None), (3, 100), (8, None), (40, 100)],
+    ids=lambda value: str(value),
+)
 def test_splits_of_a_decode(num_splits, window):
     """More than there are tiles, fewer, and more than are merged at once."""
     pool = Pool(2, 256, 16, torch.float32, num_blocks=150)  # tiles of 16 tokens
@@ -150,7 +162,7 @@ def test_sequences_that_share_pages():
     check(pool, 2, {first: 1, second: 1, third: 20}, num_splits=2)
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=examples(25))
 @given(st.data())
 def test_any_shapes(data):
     draw = data.draw

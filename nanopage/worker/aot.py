@@ -422,6 +422,8 @@ def main(spec: dict[str, Any], directory: Path) -> None:
         for stale in directory.glob(f"{SCRATCH}*"):  # of a process that was killed
             shutil.rmtree(stale, ignore_errors=True)
         missing = [name for name in _files(config, spec["quantization"]) if find_file(directory, name) is None]
+        if missing:
+            _probe_compiler()
         # Forked, so that nothing is imported again; each takes some 700 MB meanwhile.
         pool = ProcessPoolExecutor(min(spec["threads"], MAX_PROCESSES), multiprocessing.get_context("fork"))
         with pool:
@@ -451,6 +453,15 @@ def _make(spec: dict[str, Any], config: ModelConfig, directory: Path, name: str)
     layer = model.model.layers[0]
     pack(layer, spec["quantization"])
     compile_layer(layer, config, dtype, spec["block_size"], kind, directory / name)
+
+
+def _probe_compiler() -> None:
+    """Find the vector extensions that the C++ compiler supports, for seconds, before each graph's process does."""
+    from torch._inductor.cpu_vec_isa import valid_vec_isa_list
+    from torch._inductor.utils import fresh_cache
+
+    with fresh_cache():  # the probes are loaded: not from torch's shared cache
+        valid_vec_isa_list()
 
 
 def _register_lowering() -> None:
