@@ -5,6 +5,7 @@
     python bench.py throughput   many requests at once: output tok/s
     python bench.py serve        requests that arrive over time: TTFT, goodput
     python bench.py memory       what forks save, swap against recomputation
+    python bench.py host         what a step costs Python
     python bench.py compare      the same work on vLLM, OpenVINO, llama.cpp
     python bench.py kernels      attention's Triton kernels on a GPU
 
@@ -392,11 +393,12 @@ def memory(
     rng = random.Random(seed)
 
     def engine(**options):
-        from nanopage import EngineConfig, LLMEngine
+        from nanopage import EngineConfig
+        from nanopage.build import build_engine
 
         with errors_by_name():
-            made = LLMEngine(EngineConfig(model=str(path), **switches | options))
-            made.runner.use_graphs(wait=True)
+            made = build_engine(EngineConfig(model=str(path), **switches | options))
+            made.executor.compile()
             return made
 
     plain = engine(enable_prefix_caching=False)
@@ -409,6 +411,49 @@ def memory(
         benchmark.measure_waste(
             engine(max_num_seqs=256, enable_prefix_caching=False), rng, num_prompts, inputs, outputs, results
         )
+    exit_unless(record.written)
+
+
+@app.command()
+def host(
+    model: ModelOption = None,
+    num_seqs: Annotated[int, typer.Option(min=1, max=MAX_REQUESTS, help="Sequences that decode together.")] = 256,
+    device: DeviceOption = "auto",
+    num_iters: ItersOption = 3,
+    json_file: JsonOption = None,
+) -> None:
+    """Time the host's share of a step, which is Python's.
+
+    It limits small models on a GPU. A model with next to no layers, and the vocabulary and tokenizer of --model,
+    decodes. The table has what the host does in a step: scheduling, messages, inputs, results, text.
+
+    \b
+    python bench.py host --num-seqs 256
+    """
+    from benchmarks import host as benchmark
+
+    check_outputs({"--json": json_file})
+    check_engine({"device": device})
+    path, config = find_model(model)
+    if path.suffix == ".gguf":
+        refuse(f"{path.name}: its tokenizer is needed as a file of its own; give a directory", "--model")
+    check_lengths([(benchmark.PROMPT_LEN, benchmark.NUM_STEPS)], config, "--model")
+
+    def engine(path: Path):
+        from nanopage import EngineConfig
+        from nanopage.build import build_engine
+
+        options: dict[str, Any] = {"max_num_seqs": num_seqs, "max_num_batched_tokens": max(8192, num_seqs)}
+        options |= {"max_model_len": 128, "load_format": "dummy", "dtype": "float32", "device": device}
+        with errors_by_name():
+            made = build_engine(EngineConfig(model=str(path), enforce_eager=True, **options))
+        results["header"] = describe(made, f"host, {num_seqs} sequences")
+        show_header(results["header"])
+        return made
+
+    results: dict[str, Any] = {}
+    with recorded(json_file, lambda: results) as record, errors_by_name():
+        benchmark.measure(engine, path, num_seqs, num_iters, results)
     exit_unless(record.written)
 
 

@@ -97,10 +97,11 @@ def measure(
     tables = torch.randperm(batch * blocks, device="cuda").view(batch, blocks)
     q = torch.randn(batch * queries, heads, head_dim, device="cuda", dtype=dtype)
     query_lens, seq_lens = torch.full((batch,), queries), torch.full((batch,), tokens)
-    step = paged_attention.make_step(query_lens, seq_lens, kv_heads, q.device)
+    no_slots = torch.zeros(0, dtype=torch.int64, device="cuda")  # nothing is written
+    attention = paged_attention.make_attention(no_slots, tables, query_lens, seq_lens, kv_heads, q.device)
     row: dict[str, Any] = {"kind": kind, "batch": batch, "tokens": tokens, "heads": f"{heads}/{kv_heads} x {head_dim}"}
     # As the engine runs decodes: captured, so that no launch is waited for.
-    ours = captured(lambda: paged_attention.paged_attention(q, kv_cache, tables, step))
+    ours = captured(lambda: attention.attend(q, kv_cache))
     row["nanopage"] = time_of(ours, num_iters)
     num_bytes = 2 * batch * tokens * kv_heads * head_dim * q.itemsize
     row["gb_s"] = num_bytes / row["nanopage"] / 1e3

@@ -10,7 +10,7 @@ import typer
 from benchmarks.peers.nanopage import greedy, random_prompt
 from benchmarks.report import console, figure, show_table, spread, table_of
 from benchmarks.steps import listening
-from nanopage.request import StepStats
+from nanopage.outputs import StepStats
 
 FORK_LENGTHS = 512, 64  # tokens of the prompt and of each completion
 NUM_PREEMPTED = 32  # requests that are three times the pool

@@ -64,7 +64,7 @@ def bench(
     started = time.perf_counter()
     from benchmarks import utilization
     from nanopage import LLM, EngineConfig
-    from nanopage.worker.device import resolve_device
+    from nanopage.device import resolve_device
 
     imported = time.perf_counter()
     path, config = find_model(model)
@@ -82,7 +82,7 @@ def bench(
         bandwidth = utilization.bandwidth(device) if device.type == "cuda" else {}
         resolved = time.perf_counter()
         llm = LLM(**options)
-        llm.engine.runner.use_graphs(wait=True)
+        llm.engine.executor.compile()
         check_cache(lengths, llm.engine)
     loaded = time.perf_counter()
     bandwidth = bandwidth or utilization.bandwidth(device)
@@ -165,8 +165,11 @@ def load_peers(
     llm, lengths: list[tuple[int, int]], stop_peers: contextlib.ExitStack, failures: dict[str, str]
 ) -> dict[str, Engine]:
     """transformers' `generate`, and on a GPU its continuous batching as well; `failures` says why one is missing."""
+    import torch
+
     engine = llm.engine
-    options = engine.model_path, engine.dtype, engine.device, engine.config.load_format
+    device, dtype = torch.device(engine.capacity.device), getattr(torch, engine.capacity.dtype)
+    options = engine.model_path, dtype, device, engine.config.load_format
 
     def continuous() -> Engine:
         tokens = sum(max(i + o, transformers_continuous.PAGE_SIZE) for i, o in lengths)
@@ -175,7 +178,7 @@ def load_peers(
         return run
 
     peers = {"transformers": lambda: transformers_peer.runner(*options)}
-    if engine.device.type == "cuda":
+    if engine.capacity.device == "cuda":
         peers["transformers continuous"] = continuous
     engines = {}
     for name, load in peers.items():

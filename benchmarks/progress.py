@@ -11,7 +11,7 @@ from rich.live import Live
 from rich.text import Text
 
 from benchmarks.steps import listening
-from nanopage.request import StepStats
+from nanopage.outputs import StepStats
 
 
 @dataclass

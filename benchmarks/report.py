@@ -105,16 +105,16 @@ def describe(engine: Any, what: str, compare: str | None = None) -> dict[str, st
     weights = f", weights {config.quantization}" if config.quantization else ""
     weights += ", dummy weights" if config.load_format == "dummy" else ""
     hardware, gpu = cpu_name(), {}
-    if engine.device.type == "cuda":
+    if engine.capacity.device == "cuda":
         libraries.append("triton")
-        properties = torch.cuda.get_device_properties(engine.device)
+        properties = torch.cuda.get_device_properties(engine.capacity.device)
         hardware = properties.name
         if state := nvidia_smi(f"GPU-{properties.uuid}"):
             gpu = {"nvidia-smi": state}
     return {
         "bench": what,
-        "model": f"{engine.model_path.name}, {str(engine.dtype).removeprefix('torch.')}{weights}",
-        "device": f"{engine.device.type}: {hardware}, {torch.get_num_threads()} threads",
+        "model": f"{engine.model_path.name}, {engine.capacity.dtype}{weights}",
+        "device": f"{engine.capacity.device}: {hardware}, {torch.get_num_threads()} threads",
         **gpu,
         "switches": f"{'eager' if config.enforce_eager else 'compiled'}, {scheduling}, block size {config.block_size}",
         "versions": versions(*libraries),

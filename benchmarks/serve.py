@@ -26,7 +26,7 @@ from benchmarks.peers.protocol import Work
 from benchmarks.progress import progress
 from benchmarks.report import console, describe, errors_by_name, show_header
 from benchmarks.steps import listening
-from nanopage.request import StepStats
+from nanopage.outputs import StepStats
 
 GOODPUT_METRICS = ("ttft", "tpot", "e2el")
 MAX_NUMBERS = 100  # of a list: a picture has a part for each rate
@@ -61,7 +61,8 @@ def serve(
         num_warmups: requests, all at once, before the first rate.
     """
     started = time.perf_counter()
-    from nanopage import EngineConfig, LLMEngine
+    from nanopage import EngineConfig
+    from nanopage.build import build_engine
 
     rng = random.Random(seed)
     imported = time.perf_counter()
@@ -70,8 +71,8 @@ def serve(
         requests = source if isinstance(source, Requests) else source.requests(rng, path)
         check_lengths(requests.lengths, config, requests.options)
         resolved = time.perf_counter()
-        engine = LLMEngine(EngineConfig(model=str(path), **switches))
-        engine.runner.use_graphs(wait=True)
+        engine = build_engine(EngineConfig(model=str(path), **switches))
+        engine.executor.compile()
         check_cache(requests.lengths, engine)
     loaded = time.perf_counter()
     setup = {"import": round(imported - started, 3), "load and compile": round(loaded - resolved, 3)}

@@ -4,7 +4,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from nanopage.request import StepStats
+from nanopage.outputs import StepStats
 
 
 @contextlib.contextmanager

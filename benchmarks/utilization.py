@@ -20,7 +20,7 @@ from benchmarks import machine
 from benchmarks.outputs import write
 from benchmarks.peers.protocol import Engine, Work
 from benchmarks.report import console, figure, show_table, spread, table_of
-from nanopage.request import StepStats
+from nanopage.outputs import StepStats
 from nanopage.worker.kv_cache import block_bytes
 
 PHASES = {"decode": "decode steps", "all": "whole run"}
@@ -61,9 +61,9 @@ class StepRecorder:
 
     def __init__(self, engine: Any, bandwidth: dict[str, float]):
         self.bandwidth = bandwidth
-        self.weight_bytes = weight_bytes(engine.runner.model)
-        self.kv_bytes = block_bytes(engine.model_config, 1, engine.dtype)  # of a token
-        self._on_gpu = engine.device.type == "cuda"
+        self.weight_bytes = weight_bytes(engine.executor.worker.model)
+        self.kv_bytes = block_bytes(engine.model_config, 1, getattr(torch, engine.capacity.dtype))  # of a token
+        self._on_gpu = engine.capacity.device == "cuda"
         self.taken: list[Step] = []  # by the last call of take()
         self.cached_tokens = 0  # that these steps found in the prefix cache
         self._stats: list[StepStats] = []
@@ -75,11 +75,7 @@ class StepRecorder:
         taken = self._stats.copy()
         self._stats.clear()
         self.cached_tokens = sum(stats.cached_tokens for stats in taken)
-        if self._on_gpu:
-            torch.cuda.synchronize()
-            steps = on_device(taken)
-        else:
-            steps = [Step(stats, stats.seconds) for stats in taken]
+        steps = [Step(stats, stats.seconds, stats.device_seconds if self._on_gpu else None) for stats in taken]
         self.taken = steps
         decode = [step for step in steps if step.only_decodes]
         return {"decode": self._phase(decode) if decode else None, "all": self._phase(steps)}
@@ -92,7 +88,7 @@ class StepRecorder:
         busy = [step.busy_seconds for step in steps if step.busy_seconds is not None]
         host_us = {
             name: 1e6 * statistics.mean(getattr(step.stats, f"{name}_seconds") for step in steps)
-            for name in ("schedule", "model", "sample", "wait", "output")
+            for name in ("schedule", "prepare", "model", "sample", "wait", "update", "output")
         }
         mbu = {name: bytes_read / seconds / 1e9 / gb_s for name, gb_s in self.bandwidth.items()}
         return Phase(
@@ -100,26 +96,10 @@ class StepRecorder:
         )
 
 
-def on_device(taken: list[StepStats]) -> list[Step]:
-    """Steps with the device's times instead of the host's, which may run ahead of it; without those that launched
-    nothing.
-
-    A step lasts until the next one begins there, the last until its own end. The device counts as busy from a span's
-    begin to its end: an upper bound, since waits between the kernels of one step are in it (--profile shows them).
-    """
-    steps = []
-    spans = [(stats, *stats.device_span) for stats in taken if stats.device_span is not None]
-    for (stats, begin, end), following in zip(spans, [*spans[1:], None], strict=True):
-        busy = begin.elapsed_time(end)
-        period = begin.elapsed_time(following[1]) if following else busy
-        steps.append(Step(stats, period / 1000, busy / 1000))
-    return steps
-
-
 def weight_bytes(model: Any) -> int:
     """What a step reads of a model's weights: the decoder layers, the final norm and the head, in the form they have by
     now. Of an embedding only the step's tokens' rows are read; one that is the head counts as the head."""
-    streamed = nn.ModuleList([*model.model.layers, model.model.norm, model.lm_head])
+    streamed = nn.ModuleList([*model.layers, model.norm, model.lm_head])
     sizes = {}  # by address: a weight in oneDNN's layout has two tensors for the same memory
     for tensor in chain(streamed.parameters(), streamed.buffers()):
         if tensor.is_mkldnn:

@@ -18,10 +18,10 @@ _HOME = {
     "EngineArgs": "engine_args",
     "TextPrompt": "inputs",
     "TokensPrompt": "inputs",
-    "SamplingParams": "request",
-    "BeamSearchParams": "request",
-    "RequestOutput": "request",
-    "CompletionOutput": "request",
+    "SamplingParams": "params",
+    "BeamSearchParams": "params",
+    "RequestOutput": "outputs",
+    "CompletionOutput": "outputs",
 }
 __all__ = [
     "LLM",

@@ -9,17 +9,12 @@ import math
 import sys
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import ModuleType
 
 from nanopage.model_files import exists, read_json, shown
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 DEVICES = ("auto", "cpu", "cuda")
-ARCHITECTURES = {
-    "LlamaForCausalLM": "llama",
-    "MistralForCausalLM": "llama",
-    "Qwen2ForCausalLM": "qwen2",
-    "Qwen3ForCausalLM": "qwen3",
-}
 PREEMPTION_MODES = ("recompute", "swap")
 POLICIES = ("fcfs", "priority")
 QUANTIZATIONS = (None, "int8")
@@ -71,7 +66,7 @@ class EngineConfig:
     """Everything a user can set on an engine. Names and defaults are vLLM's where the meaning is the same.
 
     Args:
-        model: a Hugging Face directory, a .gguf file, a hub id, or None for SmolLM2-135M-Instruct (see hub.py).
+        model: a Hugging Face directory, a .gguf file, a hub id, or None for SmolLM2-135M-Instruct (see weights/hub.py).
         dtype: of weights, activations and KV; "auto" is the checkpoint's if the device computes in it natively.
         device: "auto" is CUDA if present, else the CPU.
         max_model_len: most tokens (prompt + output) of a sequence; None is the model's own limit, or what the
@@ -92,12 +87,12 @@ class EngineConfig:
         scheduling_policy: "fcfs", or "priority": requests with a lower `priority` go first, and take the blocks of
             those with a higher one.
         enforce_eager: compile and capture nothing. Otherwise, on a CPU in float32 and bfloat16, decoder layers are
-            compiled in the background from the second request on (see compiler.py); on a GPU they are at start, and
-            decode steps captured as CUDA graphs (see jit.py and decode_graphs.py).
+            compiled in the background from the second request on (see worker/aot.py). On a GPU they are compiled at
+            start, and decode steps are captured as CUDA graphs (see worker/jit.py and worker/cuda_graphs.py).
         quantization: "int8" keeps the weights of products, and of an embedding tied to the head, in a byte each (see
-            kernels/int8_linear.py); activations and KV stay in `dtype`. On a CPU. None: in `dtype`.
-        async_scheduling: launch a step before the tokens of the one before it are looked at, so that a GPU need not
-            wait for Python; outputs are the same, and come one call of `step` later. None: on a GPU.
+            quantization/int8.py); activations and KV stay in `dtype`. On a CPU. None: in `dtype`.
+        async_scheduling: submit a step before the results of the previous one have been read, so that a GPU need not
+            wait for Python. Outputs are the same, and come one call of `step` later. None: on a GPU.
         load_format: "auto" reads the model's weights. "dummy" draws random ones, to measure speed: a directory with
             config.json is enough then (see benchmarks/configs), and without tokenizer.json prompts are token ids.
         generation_config: where requests without parameters get them: "auto" is generation_config.json of the model,
@@ -206,7 +201,6 @@ class ModelConfig:
     """The shape of a decoder-only transformer, whatever config.json called it."""
 
     architecture: str
-    family: str  # a module of nanopage.models
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -234,7 +228,7 @@ class ModelConfig:
         file = path / "generation_config.json"
         if not exists(file):
             return config
-        fields = _Fields(read_json(file), str(file))
+        fields = Fields(read_json(file), str(file))
         eos_token_ids = fields.special_ids(config.vocab_size)
         return config if fields.values.get("eos_token_id") is None else replace(config, eos_token_ids=eos_token_ids)
 
@@ -247,8 +241,8 @@ class ModelConfig:
             ValueError: an architecture, rope type, activation or quantization that is not supported, or a field that
                 is missing, of the wrong type or out of range, by name.
         """
-        fields = _Fields(config, source)
-        architecture = _architecture(fields)
+        fields = Fields(config, source)
+        architecture, family = _find_family(fields)
         if config.get("quantization_config") is not None:
             method = fields.object("quantization_config").values.get("quant_method", "unknown")
             raise fields.error(
@@ -258,10 +252,8 @@ class ModelConfig:
             raise fields.error("hidden_act", f"{shown(config['hidden_act'])} is not supported; supported: silu")
         vocab_size = fields.size("vocab_size")
         hidden_size, num_heads = fields.size("hidden_size"), fields.size("num_attention_heads")
-        # Where a field is missing, its default is that of transformers' class for the architecture.
-        num_kv_heads = fields.size("num_key_value_heads", num_heads if architecture == "LlamaForCausalLM" else None)
-        head_dim = fields.size("head_dim", 128 if architecture == "Qwen3ForCausalLM" else hidden_size // num_heads)
-        num_layers = fields.size("num_hidden_layers")
+        special = family.read_config(fields, architecture)
+        num_kv_heads, head_dim = special["num_kv_heads"], special["head_dim"]
         if num_heads % num_kv_heads:
             problem = f"{num_heads} is not a multiple of num_key_value_heads={num_kv_heads}"
             raise fields.error("num_attention_heads", problem)
@@ -270,28 +262,23 @@ class ModelConfig:
         max_position_embeddings = fields.size("max_position_embeddings")
         return cls(
             architecture=architecture,
-            family=ARCHITECTURES[architecture],
             vocab_size=vocab_size,
             hidden_size=hidden_size,
             intermediate_size=fields.size("intermediate_size"),
-            num_layers=num_layers,
+            num_layers=fields.size("num_hidden_layers"),
             num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
             rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
             max_position_embeddings=max_position_embeddings,
             rope=_rope(fields, max_position_embeddings),
             tie_word_embeddings=fields.flag("tie_word_embeddings"),
-            attention_bias=fields.flag("attention_bias"),
-            mlp_bias=fields.flag("mlp_bias"),
-            sliding_windows=_sliding_windows(fields, architecture, num_layers),
             dtype=_dtype(fields),
             eos_token_ids=fields.special_ids(vocab_size),
+            **special,
         )
 
 
 @dataclass(frozen=True)
-class _Fields:
+class Fields:
     """Reads a JSON object field by field; a value of the wrong kind is a ValueError that names the file and field."""
 
     values: dict
@@ -324,11 +311,32 @@ class _Fields:
             raise self.error(name, f"must be true or false, got {shown(value)}")
         return value
 
-    def object(self, name: str) -> "_Fields":
+    def object(self, name: str) -> "Fields":
         value = self.values.get(name)
         if value is not None and not isinstance(value, dict):
             raise self.error(name, f"must be an object, got {shown(value)}")
-        return _Fields(dict(value or {}), self.source)
+        return Fields(dict(value or {}), self.source)
+
+    def windows(self, num_layers: int, default: int, from_layer: int = 0) -> tuple[int | None, ...]:
+        """`sliding_window` of each layer; None for those that see everything, by `layer_types` or `max_window_layers`.
+
+        Args:
+            default: where config.json has no `sliding_window`. Null there is no window.
+            from_layer: the first layer with a window, where config.json does not say. 0 ignores `max_window_layers`.
+        """
+        if self.values.get("sliding_window", default) is None:
+            return (None,) * num_layers
+        window = self.size("sliding_window", default)
+        kinds = self.values.get("layer_types")
+        if kinds is not None:
+            known = isinstance(kinds, list) and all(kind in ("full_attention", "sliding_attention") for kind in kinds)
+            if not known or len(kinds) != num_layers:
+                raise self.error("layer_types", f"{shown(kinds)} is not supported for {num_layers} layers")
+            return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+        first = self.values.get("max_window_layers", from_layer) if from_layer else 0
+        if not isinstance(first, int) or isinstance(first, bool) or first < 0:
+            raise self.error("max_window_layers", f"must be an integer of at least 0, got {shown(first)}")
+        return tuple(window if layer >= first else None for layer in range(num_layers))
 
     def special_ids(self, vocab_size: int) -> frozenset[int]:
         """The end-of-sequence ids. Checks the other special ids, too."""
@@ -348,17 +356,21 @@ class _Fields:
         return frozenset(ids)
 
 
-def _architecture(fields: _Fields) -> str:
+def _find_family(fields: Fields) -> tuple[str, ModuleType]:
+    """The architecture, and the module of nanopage.models that has it."""
+    from nanopage.models import find_family, load_families  # they import torch, which the engine does without
+
     names = fields.values.get("architectures")
     if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
         raise fields.error("architectures", f"must be a list of names, got {shown(names)}")
     for name in names or []:
-        if name in ARCHITECTURES:
-            return name
-    raise fields.error("architectures", f"{shown(names)} is not supported; supported: {', '.join(ARCHITECTURES)}")
+        if (family := find_family(name)) is not None:
+            return name, family
+    supported = ", ".join(name for family in load_families() for name in family.ARCHITECTURES)
+    raise fields.error("architectures", f"{shown(names)} is not supported; supported: {supported}")
 
 
-def _dtype(fields: _Fields) -> str:
+def _dtype(fields: Fields) -> str:
     value = fields.values.get("dtype")
     name = "torch_dtype" if value is None else "dtype"  # transformers 4 wrote torch_dtype
     value = fields.values.get(name)
@@ -369,7 +381,7 @@ def _dtype(fields: _Fields) -> str:
     return dtype
 
 
-def _rope(config: _Fields, max_position_embeddings: int) -> RopeConfig:
+def _rope(config: Fields, max_position_embeddings: int) -> RopeConfig:
     # transformers 5 writes rope_parameters, 4 wrote rope_theta beside rope_scaling (whose key was once "type").
     name = "rope_parameters" if config.values.get("rope_parameters") else "rope_scaling"
     rope = config.object(name)
@@ -389,7 +401,7 @@ def _rope(config: _Fields, max_position_embeddings: int) -> RopeConfig:
         params["original_max_position_embeddings"] = config.values["original_max_position_embeddings"]
     if rope_type == "yarn" and params.get("original_max_position_embeddings") is None:
         params["original_max_position_embeddings"] = max_position_embeddings
-    numbers = _Fields(params, f"{config.source}: {name} of type {rope_type!r}")
+    numbers = Fields(params, f"{config.source}: {name} of type {rope_type!r}")
     needed, optional = ROPE_NUMBERS[rope_type]
     for key in needed:
         params[key] = numbers.number(key)
@@ -401,24 +413,3 @@ def _rope(config: _Fields, max_position_embeddings: int) -> RopeConfig:
     if rope_type == "yarn":
         numbers.flag("truncate", True)
     return RopeConfig(theta, rope_type, params)
-
-
-def _sliding_windows(config: _Fields, architecture: str, num_layers: int) -> tuple[int | None, ...]:
-    qwen = architecture.startswith("Qwen")
-    window = config.values.get("sliding_window", None if architecture == "LlamaForCausalLM" else 4096)
-    # transformers' Llama has no window; Qwen writes one that is off unless use_sliding_window says otherwise.
-    if window is None or architecture == "LlamaForCausalLM" or (qwen and not config.flag("use_sliding_window")):
-        return (None,) * num_layers
-    window = config.size("sliding_window", window)
-    kinds = config.values.get("layer_types")
-    if kinds is not None:
-        known = isinstance(kinds, list) and all(kind in ("full_attention", "sliding_attention") for kind in kinds)
-        if not known or len(kinds) != num_layers:
-            raise config.error("layer_types", f"{shown(kinds)} is not supported for {num_layers} layers")
-        return tuple(window if kind == "sliding_attention" else None for kind in kinds)
-    if not qwen:
-        return (window,) * num_layers
-    first = config.values.get("max_window_layers", 28)
-    if not isinstance(first, int) or isinstance(first, bool) or first < 0:
-        raise config.error("max_window_layers", f"must be an integer of at least 0, got {shown(first)}")
-    return tuple(window if layer >= first else None for layer in range(num_layers))

@@ -9,6 +9,9 @@ import typing
 from nanopage.config import EngineConfig
 from nanopage.vllm_options import accept_engine
 
+if typing.TYPE_CHECKING:
+    from nanopage.engine.engine import LLMEngine
+
 
 class EngineArgs(EngineConfig):
     """An EngineConfig that also takes the options of vLLM that change nothing (see vllm_options.py).
@@ -18,6 +21,12 @@ class EngineArgs(EngineConfig):
 
     def __init__(self, **options):
         super().__init__(**accept_engine("EngineArgs()", options, option_names()))
+
+    def create_engine(self) -> "LLMEngine":
+        """An engine with these options. Raises as `nanopage.build.build_engine`."""
+        from nanopage.build import build_engine  # imports torch, which a parser of options does without
+
+        return build_engine(self)
 
     @staticmethod
     def add_cli_args(parser):

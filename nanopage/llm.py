@@ -21,12 +21,15 @@ from typing import Any, cast
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from nanopage.build import build_engine
 from nanopage.config import EngineConfig
 from nanopage.engine.engine import LLMEngine
-from nanopage.engine.input_processor import Prompt, Request
+from nanopage.engine.input_processor import Prompt
+from nanopage.engine.output_processor import Request
 from nanopage.engine_args import option_names
 from nanopage.metrics import Metric, Metrics
-from nanopage.request import BeamSearchParams, BeamSearchSequence, RequestOutput, SamplingParams, StepStats
+from nanopage.outputs import BeamSearchSequence, RequestOutput, StepStats
+from nanopage.params import BeamSearchParams, RequestOutputKind, SamplingParams
 from nanopage.vllm_options import CALL, accept, accept_engine
 
 logger = logging.getLogger("nanopage")
@@ -70,7 +73,7 @@ class LLM:
     Raises:
         TypeError: an option that does not exist.
         ValueError: an option of vLLM with a value that nanopage does not have.
-        Others: as LLMEngine.
+        Others: as `build_engine`.
     """
 
     def __init__(
@@ -83,7 +86,7 @@ class LLM:
     ):
         self._profile_directory = _profile_directory(profiler_config)
         options = accept_engine("LLM()", options | {"model": model}, option_names())
-        self.engine = LLMEngine(EngineConfig(**options), on_progress)
+        self.engine = build_engine(EngineConfig(**options), on_progress)
         self._ids = itertools.count()
         self._metrics = Metrics(self.engine.model_path.name)
         self._profiler: Any = None  # a torch.profiler.profile that runs
@@ -333,8 +336,12 @@ class LLM:
     def _run(self, requests: list[Request], show_progress: bool) -> list[RequestOutput]:
         if not isinstance(show_progress, bool):
             raise TypeError(f"use_tqdm must be True or False, not {show_progress!r}")
-        latest: dict[str, RequestOutput] = {}
-        num_tokens = num_finished = 0
+        for request in requests:
+            if isinstance(request.params, SamplingParams):
+                request.params.output_kind = RequestOutputKind.FINAL_ONLY
+        finished: dict[str, RequestOutput] = {}
+        left: list[RequestOutput] = []
+        num_tokens = 0
 
         def after_step(stats: StepStats) -> None:
             nonlocal num_tokens
@@ -352,23 +359,25 @@ class LLM:
                     disable=not show_progress,
                 ) as progress,
                 self._listening(after_step),
-                contextlib.closing(self._outputs(requests)) as outputs,
+                contextlib.closing(self._outputs(requests, left)) as outputs,
             ):
                 task = progress.add_task("", total=len(requests), speed="")
                 for output in outputs:
-                    latest[output.request_id] = output
-                    num_finished += output.finished
+                    finished[output.request_id] = output
                     elapsed = progress.tasks[task].elapsed
                     speed = f"{num_tokens / elapsed:.0f} output tok/s" if elapsed else ""
-                    progress.update(task, completed=num_finished, speed=speed)
+                    progress.update(task, completed=len(finished), speed=speed)
         except KeyboardInterrupt:
-            raise GenerationInterrupted(_so_far(requests, latest)) from None
+            raise GenerationInterrupted(_so_far(requests, [*finished.values(), *left])) from None
         except Exception as error:
-            raise GenerationError(str(error), _so_far(requests, latest)) from error
-        return [latest[request.group.request_id] for request in requests]
+            raise GenerationError(str(error), _so_far(requests, [*finished.values(), *left])) from error
+        return [finished[request.group.request_id] for request in requests]
 
-    def _outputs(self, requests: list[Request]) -> Generator[RequestOutput]:
-        """Submit requests and yield their outputs as they come. If the reader leaves, abort what is unfinished."""
+    def _outputs(self, requests: list[Request], left: list[RequestOutput] | None = None) -> Generator[RequestOutput]:
+        """Submit requests and yield their outputs as they come. If the reader leaves, abort what is unfinished.
+
+        Args: left: takes the outputs that the reader has not read, and those of the aborted requests.
+        """
         unfinished = {request.group.request_id for request in requests}
         inbox: deque[RequestOutput] = deque()
         try:
@@ -381,17 +390,21 @@ class LLM:
                     if not inbox:
                         self._step()
                 while inbox:
-                    output = inbox.popleft()
+                    output = inbox[0]
                     if output.finished:
                         unfinished.discard(output.request_id)
                         del self._inboxes[output.request_id]
                     yield output
+                    inbox.popleft()  # now the reader has it
         finally:
             with self._lock:
+                left = [] if left is None else left
+                left += inbox
                 for request_id in unfinished:
+                    self._inboxes.pop(request_id, None)
                     if (aborted := self.engine.abort(request_id)) is not None:
                         self._metrics.add_finished(aborted)
-                    self._inboxes.pop(request_id, None)
+                        left.append(aborted)
 
     @contextlib.contextmanager
     def _listening(self, listener: Callable[[StepStats], None]) -> Iterator[None]:
@@ -416,19 +429,11 @@ class LLM:
                 self.engine.abort(output.request_id)
 
 
-def _so_far(requests: list[Request], latest: dict[str, RequestOutput]) -> list[RequestOutput | None]:
-    """What each request has produced, the unfinished ones marked as aborted."""
-    outputs: list[RequestOutput | None] = []
-    for request in requests:
-        output = latest.get(request.group.request_id)
-        if output is not None and not output.finished:
-            completions = [
-                dataclasses.replace(completion, finish_reason=completion.finish_reason or "abort")
-                for completion in output.outputs
-            ]
-            output = dataclasses.replace(output, outputs=completions, finished=True)
-        outputs.append(output)
-    return outputs
+def _so_far(requests: list[Request], outputs: list[RequestOutput]) -> list[RequestOutput | None]:
+    """The output of each request; None where nothing was produced."""
+    outputs = [output for output in outputs if output.error or any(c.token_ids for c in output.outputs)]
+    by_id = {output.request_id: output for output in outputs}
+    return [by_id.get(request.group.request_id) for request in requests]
 
 
 def _with_token_ids(texts: Prompt | list[Prompt] | None, token_ids: list[int] | list[list[int]]) -> list[Prompt]:

@@ -7,7 +7,7 @@ import bisect
 import itertools
 from dataclasses import dataclass, field
 
-from nanopage.request import RequestOutput, StepStats
+from nanopage.outputs import RequestOutput, StepStats
 
 SECONDS = (
     0.001,

@@ -1,5 +1,129 @@
-"""What requests return, where vLLM's scripts import it from."""
+"""What comes back: outputs of requests, and statistics of steps. Names are those of vLLM."""
 
-from nanopage.request import BeamSearchSequence, CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from dataclasses import dataclass, field
 
-__all__ = ["BeamSearchSequence", "CompletionOutput", "Logprob", "RequestMetrics", "RequestOutput"]
+
+@dataclass(slots=True)
+class Logprob:
+    """One token's log-probability (natural log), its rank in the vocabulary (1 = most likely) and its text."""
+
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+@dataclass(slots=True)
+class RequestMetrics:
+    """Times of one request in seconds on `time.perf_counter`'s clock; None until they happen.
+
+    `token_times` has one entry for every step that brought the request tokens: with n = 1, one for each token.
+    """
+
+    arrival_time: float
+    first_scheduled_time: float | None = None
+    token_times: list[float] = field(default_factory=list)
+    finished_time: float | None = None
+    num_preemptions: int = 0
+
+    @property
+    def time_in_queue(self) -> float | None:
+        return None if self.first_scheduled_time is None else self.first_scheduled_time - self.arrival_time
+
+    @property
+    def first_token_time(self) -> float | None:
+        return self.token_times[0] if self.token_times else None
+
+    @property
+    def time_to_first_token(self) -> float | None:
+        return self.token_times[0] - self.arrival_time if self.token_times else None
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One completion so far. `text` and `token_ids` are cumulative; `delta` is the text added since the last output.
+
+    `finish_reason` is None while running, else "stop", "length", "abort" or "error" (RequestOutput.error says which);
+    `stop_reason` is the stop string or stop token id that ended it (None for end-of-sequence). `cumulative_logprob` and
+    `logprobs` are None unless asked (the former is there if completions compete); `score` is what a beam search ranks
+    by.
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    delta: str = ""
+    score: float | None = None
+
+
+@dataclass(slots=True)
+class BeamSearchSequence:
+    """One completion of a beam search, in the shape of vLLM's class of the same name.
+
+    `tokens` are those of the prompt and of the completion, and `text` is theirs, with special tokens. It is None if
+    the model has no tokenizer.
+    """
+
+    tokens: list[int]
+    cum_logprob: float
+    text: str | None
+    finish_reason: str | None
+    stop_reason: int | str | None
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """What a request has produced so far.
+
+    `prompt_logprobs[0]` is None: the first token has nothing before it. `error` says why a request could not be
+    completed; the completions that had not ended by then have the finish_reason "error". `sequences` are the
+    completions of `LLM.beam_search` as vLLM returns them; None for other requests.
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    metrics: RequestMetrics
+    num_cached_tokens: int = 0
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    error: str | None = None
+    sequences: list[BeamSearchSequence] | None = None
+
+
+@dataclass(slots=True)
+class StepStats:
+    """What one engine step did: progress bars, benches and metrics read this. Counts are of this step alone, except for
+    queues and blocks, which are as the step left them. With async scheduling the sampled tokens, and the wait for them,
+    are those of the previous batch."""
+
+    waiting: int = 0  # sequences in each queue
+    running: int = 0
+    swapped: int = 0
+    prefill_tokens: int = 0
+    decode_tokens: int = 0
+    context_tokens: int = 0  # whose K and V attention reads: of each sequence all up to the step's last, shared or not
+    stored_tokens: int = 0  # whose K and V the running sequences have in blocks, shared or not
+    cached_tokens: int = 0  # found in the prefix cache instead of computed
+    output_tokens: int = 0  # sampled; of a beam search, one for each live beam
+    finished: int = 0  # requests
+    free_blocks: int = 0
+    used_blocks: int = 0
+    cached_blocks: int = 0
+    preempted: int = 0  # requests
+    swapped_out: int = 0  # blocks
+    swapped_in: int = 0
+    copied: int = 0
+    seconds: float = 0.0  # the whole call of `step`, without its listeners
+    schedule_seconds: float = 0.0
+    prepare_seconds: float = 0.0  # the worker's table and inputs, moving blocks
+    model_seconds: float = 0.0  # the forward pass (its launch, on a GPU)
+    sample_seconds: float = 0.0
+    wait_seconds: float = 0.0  # for the device
+    device_seconds: float = 0.0  # from the first to the last of the batch's work on a GPU; 0 on a CPU
+    update_seconds: float = 0.0  # stop conditions, queues
+    output_seconds: float = 0.0  # text and outputs

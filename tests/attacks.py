@@ -249,14 +249,15 @@ MAKERS = {
 
 def attack(path: Path) -> str:
     """Load a model and let it write two tokens. Returns the outcome."""
-    from nanopage import EngineConfig, LLMEngine
+    from nanopage import EngineConfig
+    from nanopage.build import build_engine
 
     config = EngineConfig(
         model=str(path), device="cpu", dtype="float32", num_gpu_blocks_override=8, enforce_eager=True, swap_space=0
     )
     loaded = False
     try:
-        engine = LLMEngine(config)
+        engine = build_engine(config)
         loaded = True
         params = dataclasses.replace(engine.default_sampling_params, max_tokens=2, seed=0)
         engine.add_request("a", TEXT, params)

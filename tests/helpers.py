@@ -11,12 +11,22 @@ import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from nanopage.engine.scheduler import Batch, ScheduledSequence
-from nanopage.request import SamplingParams, Sequence, SequenceGroup
+from nanopage.layers.packed import pack
+from nanopage.quantization import int8
+from nanopage.step import (
+    Batch,
+    BlockUpdate,
+    NewSequence,
+    SamplingSettings,
+    batch_from_bytes,
+    result_from_bytes,
+    to_bytes,
+)
 from nanopage.weights import loader
 from nanopage.weights.gguf_checkpoint import GGUFCheckpoint
+from nanopage.worker.eager import Eager
 from nanopage.worker.kv_cache import KVCache
-from nanopage.worker.model_runner import ModelRunner
+from nanopage.worker.sequence_table import SequenceTable
 
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]  # ids 0, 1 (bos), 2 (eos)
 EOS = 2
@@ -134,7 +144,7 @@ def gguf_tensors(file: Path) -> dict[str, torch.Tensor]:
     pieces = defaultdict(list)
     for name, start, piece in GGUFCheckpoint(file).pieces():
         assert start == sum(map(len, pieces[name]))
-        pieces[name].append(piece)
+        pieces[name].append(torch.from_numpy(piece))
     return {name: torch.cat(parts) for name, parts in pieces.items()}
 
 
@@ -150,18 +160,45 @@ def reference_logits(hf_model, sequences):
         return [hf_model(torch.tensor([tokens]), use_cache=False).logits[0] for tokens in sequences]
 
 
+class BytesExecutor:
+    """An executor whose messages travel as bytes, as between processes."""
+
+    def __init__(self, executor):
+        self.executor, self.worker = executor, executor.worker
+
+    def submit(self, batch):
+        data = to_bytes(batch)
+        assert batch_from_bytes(data) == batch
+        self.executor.submit(batch_from_bytes(data))
+
+    def result(self):
+        return result_from_bytes(to_bytes(self.executor.result()))
+
+    def discard(self):
+        self.executor.discard()
+
+
 class Paged:
-    """Sequences that go step by step through a ModelRunner's model and KV cache.
+    """Sequences that go step by step through a model and its KV cache, by a way to run steps.
 
     Blocks are handed out at random, and everything in the cache that was never handed out is NaN.
+
+    Args: make_way: makes a way to run steps from (model, kv_cache, table, config).
     """
 
-    def __init__(self, directory, sequences, dtype=torch.float32, graphs=None, quantization=None, seed=0):
+    def __init__(self, directory, sequences, dtype=torch.float32, make_way=None, quantization=None, seed=0):
         config = loader.read_config(directory)
         model = loader.load_model(directory, config, dtype, CPU)
+        if quantization == "int8":
+            int8.quantize(model)
+        elif make_way is not None:
+            pack(model)
         num_blocks = 2 + sum(-(-len(tokens) // BLOCK_SIZE) for tokens in sequences)
+        self.model = model
         self.cache = KVCache(config, num_blocks, BLOCK_SIZE, dtype, CPU)
-        self.runner = ModelRunner(model, self.cache, CPU, graphs, quantization)
+        longest = max(map(len, sequences))
+        self.table = SequenceTable(len(sequences) + 1, longest, BLOCK_SIZE, config.vocab_size, CPU)
+        self.way = (make_way or (lambda *made: Eager(*made[:3])))(model, self.cache, self.table, config)
         self.free = random.Random(seed).sample(range(num_blocks), num_blocks)
         self.restart(sequences)
 
@@ -169,8 +206,7 @@ class Paged:
         """Forget all sequences, and begin these."""
         self.cache.tensor.fill_(torch.nan)
         self.free += [block for table in getattr(self, "tables", []) for block in table]
-        self.seqs = [Sequence(i, str(i), tokens, SamplingParams()) for i, tokens in enumerate(sequences)]
-        self.groups = [SequenceGroup([seq]) for seq in self.seqs]
+        self.sequences = sequences
         self.tables = [[] for _ in sequences]
         self.logits = [torch.empty(0) for _ in sequences]
 
@@ -182,25 +218,34 @@ class Paged:
         batch = Batch()
         for index, count in sorted(num_tokens.items(), key=lambda item: item[1] > 1):
             table, start = self.tables[index], self.done(index)
+            if start == 0:
+                # With prompt_logprobs, a way returns the hidden states of every token.
+                settings = SamplingSettings(prompt_logprobs=0)
+                tokens = self.sequences[index]
+                batch.new.append(NewSequence(index, tokens, len(tokens), 0, settings))
+            first = len(table)
             while len(table) * BLOCK_SIZE < start + count:
                 table.append(self.free.pop())
-                self.cache.clear(table[-1:])
-            seq = self.seqs[index]
-            batch.sequences.append(ScheduledSequence(self.groups[index], seq, start, count, table, [seq]))
+                batch.cleared.append(table[-1])
+            batch.blocks.append(BlockUpdate(index, first, table[first:]))
+            batch.rows.append(index)
+            batch.starts.append(start)
+            batch.counts.append(count)
         return batch
 
     @torch.inference_mode()
     def step(self, num_tokens):
         """Run the next `num_tokens[i]` tokens of each sequence i in one batch."""
         batch = self.batch(num_tokens)
-        logits = self.runner.model.lm_head(self.runner.model(*self.runner.prepare(batch)))
-        counts = [scheduled.num_tokens for scheduled in batch.sequences]
-        for scheduled, rows in zip(batch.sequences, logits.split(counts), strict=True):
-            index = scheduled.seq.seq_id
+        self.cache.move(batch)
+        self.table.update(batch)
+        assert self.way.fits(batch)
+        logits = self.model.lm_head(self.way.run(batch).hidden)
+        for index, rows in zip(batch.rows, logits.split(batch.counts), strict=True):
             self.logits[index] = torch.cat([self.logits[index], rows])
 
     def run(self, plan):
-        plan(self, [len(seq.token_ids) for seq in self.seqs])
+        plan(self, [len(tokens) for tokens in self.sequences])
         return self.logits
 
 

@@ -11,7 +11,7 @@ from helpers import LONG
 from transformers import AutoModelForCausalLM
 
 from nanopage import LLM, BeamSearchParams, SamplingParams
-from nanopage.worker.device import computes_natively
+from nanopage.device import computes_natively
 
 # transformers continues a prompt at 25 tokens a second, and compiling takes 40 s a dtype.
 NUM_PROMPTS, NUM_TOKENS = (20, 64) if LONG else (4, 32)
@@ -65,10 +65,11 @@ def generate_with_transformers(path, dtype, prompts, count) -> list[list[int]]:
 
 
 def load(path, eager, **options) -> LLM:
-    """Compiled unless `eager`; the graphs stay in the user's cache, beside the default model."""
+    """Compiled unless `eager`; the code stays in the user's cache, beside the default model."""
     llm = LLM(str(path), device="cpu", kv_cache_gib=0.5, enforce_eager=eager, **options)
-    llm.engine.runner.use_graphs(wait=True)
-    assert llm.engine.runner.compiled != eager
+    llm.engine.executor.compile()
+    compiled = llm.engine.executor.worker.compiled
+    assert compiled is None if eager else compiled.layers and compiled.head is not None
     return llm
 
 

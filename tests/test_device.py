@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from nanopage.worker import device
+from nanopage import device
 
 
 def write_group(directory, limit, current, **stat):

@@ -3,7 +3,8 @@
 A world is a tiny float64 model with a random pool, host pool, block size, token budget, policy and set of requests that
 arrive, share prefixes, fork into several completions or beams, get preempted, swapped and aborted at random. The oracle
 has one block per sequence, no prefix cache and no neighbours; it runs every completion by itself, and recomputes every
-beam from its tokens at every step. Rounding can not hide or fake a difference in float64.
+beam from its tokens at every step. Rounding cannot hide or fake a difference in float64. In half of the worlds, the
+messages between the engine and its worker travel as bytes.
 
     NANOPAGE_FUZZ_WORLDS=2000 pytest tests/test_fuzz.py -s      more worlds, and what happened in them
     NANOPAGE_FUZZ_SEED=7 ...                                    other worlds
@@ -18,14 +19,15 @@ from functools import partial
 
 import pytest
 import torch
-from helpers import LONG, tiny_model
+from helpers import LONG, BytesExecutor, tiny_model
 
 from nanopage import BeamSearchParams, EngineConfig, LLMEngine, RequestOutput, SamplingParams
+from nanopage.build import build_engine
 from nanopage.engine.beam_search import Beam, BeamSearch
 from nanopage.engine.input_processor import branch_seed
 from nanopage.kernels import paged_attention
-from nanopage.sampling.sampler import Sampler
-from nanopage.worker.cuda_graphs import DecodeGraphs
+from nanopage.worker.cuda_graphs import CUDAGraphs
+from nanopage.worker.eager import Eager
 from nanopage.worker.kv_cache import GIB, block_bytes
 
 WORLDS = int(os.environ.get("NANOPAGE_FUZZ_WORLDS", "50"))
@@ -50,7 +52,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def oracle(model):
-    return LLMEngine(
+    return build_engine(
         EngineConfig(
             model=str(model),
             dtype="float64",
@@ -91,11 +93,16 @@ class Planned:
 
     def receive(self, output: RequestOutput) -> None:
         self.output = output
-        if not self.searches and not self.params.ranks:
+        if not self.searches and not ranks(self.params):
             assert len(output.outputs) == self.params.n
             for completion in output.outputs:
                 self.streamed[completion.index] = (self.streamed[completion.index] or "") + completion.delta
                 assert self.streamed[completion.index] == completion.text
+
+
+def ranks(params: SamplingParams) -> bool:
+    """Whether completions compete, so that none has a place before all have ended."""
+    return params.num_sequences > params.n
 
 
 def draw_params(rng: random.Random, vocab_size: int) -> SamplingParams:
@@ -158,7 +165,7 @@ def draw_world(rng: random.Random, oracle: LLMEngine, block_sizes=(1, 2, 3, 4, 8
     }
     if options["preemption_mode"] != "recompute":
         config = oracle.model_config
-        size = block_bytes(config, block_size, oracle.dtype)
+        size = block_bytes(config, block_size, torch.float64)
         options["swap_space"] = rng.choice([0, 1, 3, blocks_of_one, 500]) * size / GIB
     prefixes = [[rng.randrange(vocab_size) for _ in range(max_model_len)] for _ in range(2)]
     salts = rng.choice([[""], [""], ["", "tenant"]])
@@ -172,7 +179,7 @@ def draw_world(rng: random.Random, oracle: LLMEngine, block_sizes=(1, 2, 3, 4, 8
         abort_at = arrival + rng.randrange(25) if rng.random() < 0.15 else None
         params = draw_search(rng) if rng.random() < 0.2 else draw_params(rng, vocab_size)
         plan = Planned(str(i), prompt, params, arrival, abort_at)
-        if not plan.searches and not params.ranks and rng.random() < 0.5:
+        if not plan.searches and not ranks(params) and rng.random() < 0.5:
             plan.abort_index = rng.randrange(params.num_sequences)
         if options["scheduling_policy"] == "priority":
             plan.priority = rng.choice([-1, 0, 0, 1])
@@ -182,9 +189,8 @@ def draw_world(rng: random.Random, oracle: LLMEngine, block_sizes=(1, 2, 3, 4, 8
 
 def watch(engine: LLMEngine) -> None:
     """Check every copy and swap bit for bit, and count them."""
-    cache, manager, launch, update = (
-        engine.kv_cache, engine.scheduler.block_manager, engine.runner.launch, engine.scheduler.update
-    )  # fmt: skip
+    worker, manager, scheduler = engine.executor.worker, engine.scheduler.block_manager, engine.scheduler
+    cache, launch, schedule, update = worker.kv_cache, worker.launch, scheduler.schedule, scheduler.update
     copy, swap_out, swap_in, fork = cache.copy, cache.swap_out, cache.swap_in, manager.fork
     swapped: dict[int, torch.Tensor] = {}
 
@@ -208,14 +214,18 @@ def watch(engine: LLMEngine) -> None:
         happened["forks"] += 1
         fork(*ids)
 
-    def counted_launch(batch, stats):
+    def counted_launch(batch):
         happened["steps"] += 1
-        happened["tokens read before they were known"] += sum(s.seq.pending for s in batch.sequences)
-        return launch(batch, stats)
+        return launch(batch)
 
-    def counted_update(batch, sampled):
-        taken = update(batch, sampled)
-        happened["tokens dropped"] += len(sampled) - len(taken)
+    def counted_schedule():
+        scheduled = schedule()
+        happened["tokens read before they were known"] += sum(seq.num_in_flight for seq in scheduled.sequences)
+        return scheduled
+
+    def counted_update(scheduled, result):
+        taken = update(scheduled, result)
+        happened["tokens dropped"] += len(result.token_ids) - len(taken)
         return taken
 
     cache.copy, cache.swap_out, cache.swap_in, manager.fork = (
@@ -224,26 +234,31 @@ def watch(engine: LLMEngine) -> None:
         checked_swap_in,
         counted_fork,
     )
-    engine.runner.launch, engine.scheduler.update = counted_launch, counted_update
+    worker.launch, scheduler.schedule, scheduler.update = counted_launch, counted_schedule, counted_update
 
 
-def run_as_on_a_gpu(engine: LLMEngine) -> None:
-    """Decodes on padded buffers, with what is captured there; and doubts about truncation are settled a step later."""
-    runner = engine.runner
-    runner.decode_graphs = DecodeGraphs(runner.model, engine.kv_cache, runner.sampled, engine.max_model_len)
-    runner.sampler = Sampler(defer=True)
-    run, settle = runner.decode_graphs.run, runner._settle
+def run_as_on_a_gpu(engine: LLMEngine, uses_triton: bool = False) -> None:
+    """Decodes on padded buffers, with what is captured there. Candidates of truncation are checked a step later."""
+    worker = engine.executor.worker
+    runner = worker.runner
+    graphs = CUDAGraphs(worker.model, worker.kv_cache, runner.table, engine.max_model_len, uses_triton)
+    make_attention = worker._make_attention if uses_triton else None
+    runner.ways = [graphs, Eager(worker.model, worker.kv_cache, runner.table, make_attention)]
+    runner.sampler.defer = True
+    run, launch = graphs.run, worker.launch
 
-    def counted_run():
+    def counted_run(batch):
         happened["steps on static buffers"] += 1
-        return run()
+        return run(batch)
 
-    def counted_settle():
-        before = runner._samples and runner._samples.tokens.clone()
-        settle()
-        happened["steps sampled again"] += before is not None and not torch.equal(before, runner._samples.tokens)
+    def counted_launch(batch):
+        if (samples := runner._samples) is not None:
+            before = samples.tokens.clone()
+            samples.settle()
+            happened["steps sampled again"] += not torch.equal(before, samples.tokens)
+        return launch(batch)
 
-    runner.decode_graphs.run, runner._settle = counted_run, counted_settle
+    graphs.run, worker.launch = counted_run, counted_launch
 
 
 def add(engine: LLMEngine, plan: Planned) -> None:
@@ -263,8 +278,8 @@ def add(engine: LLMEngine, plan: Planned) -> None:
 
 def fail_at_times(engine: LLMEngine, rng: random.Random) -> None:
     """Some steps raise before they moved any blocks, when they have moved them, or when all is done."""
-    launch, runner = engine.runner.launch, engine.runner
-    swap_out, model = engine.kv_cache.swap_out, runner.model.forward
+    worker = engine.executor.worker
+    launch, swap_out, model = worker.launch, worker.kv_cache.swap_out, worker.model.forward
     culprit = None
 
     def failing(name, function, *arguments):
@@ -275,7 +290,7 @@ def fail_at_times(engine: LLMEngine, rng: random.Random) -> None:
             raise RuntimeError(name)
         return result
 
-    def failing_launch(batch, stats):
+    def failing_launch(batch):
         nonlocal culprit
         fails = rng.random() < 0.1 and not engine.scheduler.suspects
         culprit = rng.choice(["before", "moves", "model", "launch"]) if fails else None
@@ -283,11 +298,11 @@ def fail_at_times(engine: LLMEngine, rng: random.Random) -> None:
         happened["steps that failed with copies or swaps"] += culprit is not None and bool(
             batch.copies or batch.swap_out
         )
-        return failing("before", failing, "launch", launch, batch, stats)
+        return failing("before", failing, "launch", launch, batch)
 
-    engine.runner.launch = failing_launch
-    engine.kv_cache.swap_out = partial(failing, "moves", swap_out)
-    runner.model.forward = partial(failing, "model", model)
+    worker.launch = failing_launch
+    worker.kv_cache.swap_out = partial(failing, "moves", swap_out)
+    worker.model.forward = partial(failing, "model", model)
 
 
 def run_world(engine: LLMEngine, plans: list[Planned]) -> None:
@@ -352,7 +367,7 @@ def completions_alone(oracle: LLMEngine, plan: Planned, max_model_len: int) -> l
 
 def _completions_alone(oracle: LLMEngine, plan: Planned, max_model_len: int) -> list[RequestOutput]:
     params = replace(plan.params, n=1, best_of=None)
-    if plan.params.ranks and params.logprobs is None:
+    if ranks(plan.params) and params.logprobs is None:
         params.logprobs = 0
     outputs = []
     for index in range(plan.params.num_sequences):
@@ -413,7 +428,7 @@ def check_search(oracle: LLMEngine, plan: Planned, max_model_len: int) -> None:
 
 def check_completions(oracle: LLMEngine, plan: Planned, max_model_len: int) -> None:
     alone = completions_alone(oracle, plan, max_model_len)
-    if plan.params.ranks:
+    if ranks(plan.params):
         if plan.aborted:  # who is ranked first depends on how far they came
             everything = [output.outputs[0].token_ids for output in alone]
             for completion in plan.output.outputs:
@@ -446,14 +461,12 @@ def test_nor_do_the_triton_kernels(world, model, oracle, monkeypatch):
     if not LONG:
         del plans[3:]  # the interpreter takes long
     with monkeypatch.context() as patch:
-        patch.setattr("nanopage.worker.model_runner.uses_triton", lambda device: True)
-        patch.setattr("nanopage.worker.cuda_graphs.uses_triton", lambda device: True)
         patch.setattr(paged_attention, "num_processors", lambda device: rng.choice([1, 8, 32]))
         patch.setattr(paged_attention, "TILE_BYTES", 1)
         patch.setattr(paged_attention, "SPLIT_TOKENS", 8)
         options["async_scheduling"] = world % 2 == 0
-        engine = LLMEngine(EngineConfig(model=str(model), dtype="float64", device="cpu", **options))
-        run_as_on_a_gpu(engine)
+        engine = build_engine(EngineConfig(model=str(model), dtype="float64", device="cpu", **options))
+        run_as_on_a_gpu(engine, uses_triton=True)
         run_world(engine, plans)
     for plan in plans:
         check = check_search if plan.searches else check_completions
@@ -465,13 +478,15 @@ def test_a_crowd_changes_no_answer(world, model, oracle, monkeypatch):
     monkeypatch.setattr("nanopage.sampling.sampler.CANDIDATES", 4)
     rng = random.Random(f"{SEED}-{world}")
     options, plans = draw_world(rng, oracle)
-    for async_scheduling, static in ((True, True), (True, False), (False, True), (False, False)):
+    for overlap, static in ((True, True), (True, False), (False, True), (False, False)):
         plans = [plan.again() for plan in plans]
-        options["async_scheduling"] = async_scheduling
-        engine = LLMEngine(EngineConfig(model=str(model), dtype="float64", device="cpu", **options))
+        options["async_scheduling"] = overlap
+        engine = build_engine(EngineConfig(model=str(model), dtype="float64", device="cpu", **options))
+        if world % 2:
+            engine.executor = BytesExecutor(engine.executor)
         if static:
             run_as_on_a_gpu(engine)
-        if async_scheduling == static:
+        if overlap == static:
             fail_at_times(engine, rng)
         run_world(engine, plans)
         for plan in plans:
@@ -481,13 +496,14 @@ def test_a_crowd_changes_no_answer(world, model, oracle, monkeypatch):
     manager = engine.scheduler.block_manager
     completions = [completion for plan in plans for completion in plan.output.outputs]
     happened["worlds"] += 1
+    happened["worlds through bytes"] += world % 2
     happened["requests"] += len(plans)
     happened["requests with several completions"] += sum(not p.searches and p.params.num_sequences > 1 for p in plans)
     happened["beam searches"] += sum(plan.searches for plan in plans)
     happened["tokens"] += sum(len(completion.token_ids) for completion in completions)
     happened["worlds that preempted"] += engine.scheduler.num_preemptions > 0
     happened["preemptions"] += engine.scheduler.num_preemptions
-    happened["worlds that swapped"] += engine.kv_cache.host is not None
+    happened["worlds that swapped"] += engine.executor.worker.kv_cache.host is not None
     happened["worlds with prefix-cache hits"] += manager.num_hit_tokens > 0
     happened["tokens found in the prefix cache"] += manager.num_hit_tokens
     happened["worlds that evicted"] += manager.num_evictions > 0

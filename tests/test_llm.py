@@ -7,12 +7,15 @@ import threading
 
 import pytest
 from helpers import tiny_model
+from rich.progress import Progress
 
 from nanopage import LLM, SamplingParams
-from nanopage.llm import GenerationError
+from nanopage.llm import GenerationError, GenerationInterrupted
+from nanopage.params import RequestOutputKind
 from nanopage.text.tokenizer import Tokenizer
 
 GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
+SAMPLED = SamplingParams(seed=7, max_tokens=10, ignore_eos=True)
 
 
 def conversation(text):
@@ -104,6 +107,54 @@ def test_an_interrupted_generate_leaves_nothing_behind(llm, monkeypatch):
     assert (dog.outputs[0].token_ids, dog.outputs[0].finish_reason) == (expected[1][:3], "abort")
 
 
+def test_an_interrupted_reader_loses_nothing_that_was_made(llm, monkeypatch):
+    """The first two end in one step, and the interrupt comes when the first of them has been read."""
+    params = [dataclasses.replace(SAMPLED, max_tokens=3), dataclasses.replace(SAMPLED, max_tokens=3, n=2)]
+    params += [dataclasses.replace(SAMPLED, n=2, best_of=3), SAMPLED]
+    prompts = ["the cat", "the dog", "the house", "the man"]
+    expected = llm.generate(prompts, params, use_tqdm=False)
+    monkeypatch.setattr(Progress, "update", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(GenerationInterrupted) as raised:
+        llm.generate([*prompts, "never reached " * 9], [*params, SAMPLED], use_tqdm=False)
+    cat, dog, house, man, _ = raised.value.outputs
+    assert [cat.outputs, dog.outputs] == [output.outputs for output in expected[:2]]
+    assert [completion.finish_reason for completion in house.outputs] == ["abort", "abort"]
+    assert man.outputs[0].token_ids == expected[3].outputs[0].token_ids[:3]
+    assert (man.finished, man.outputs[0].finish_reason) == (True, "abort")
+
+
+def test_what_had_produced_nothing_is_none(llm, monkeypatch):
+    step = llm.engine.step
+
+    def interrupted():
+        step()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(llm.engine, "step", interrupted)
+    monkeypatch.setattr(llm.engine.scheduler, "max_num_seqs", 1)
+    with pytest.raises(GenerationInterrupted) as raised:
+        llm.generate(["the cat", "the dog"], GREEDY, use_tqdm=False)
+    cat, dog = raised.value.outputs
+    assert (len(cat.outputs[0].token_ids), dog) == (1, None)
+
+
+def test_generate_has_no_output_made_for_every_token(llm, monkeypatch):
+    outputs, step, params = [], llm.engine.step, dataclasses.replace(GREEDY)
+
+    def counted():
+        made = step()
+        outputs.extend(made)
+        return made
+
+    monkeypatch.setattr(llm.engine, "step", counted)
+    assert llm.generate(["the cat", "the dog"], params, use_tqdm=False) == outputs
+    outputs.clear()
+    assert llm.chat(CONVERSATION, params, use_tqdm=False) == outputs
+    assert params.output_kind is RequestOutputKind.CUMULATIVE  # the caller's are not changed
+    assert len(list(llm.stream("the cat", params))) == 10
+    assert len(list(llm.stream("the cat", dataclasses.replace(params, output_kind=RequestOutputKind.FINAL_ONLY)))) == 1
+
+
 def test_an_error_between_steps_keeps_what_was_finished(llm):
     def fail(stats):
         if not stats.running:
@@ -117,7 +168,7 @@ def test_an_error_between_steps_keeps_what_was_finished(llm):
     finally:
         llm.engine.listeners.remove(fail)
     cat, dog = raised.value.outputs
-    assert (cat.outputs[0].token_ids, dog.outputs[0].token_ids) == (expected[0][:2], expected[1][:9])
+    assert (cat.outputs[0].token_ids, dog.outputs[0].token_ids) == (expected[0][:2], expected[1])
     assert isinstance(raised.value.__cause__, OSError)
 
 

@@ -232,7 +232,7 @@ def test_the_width_of_a_search_has_vllms_name_too():
 @pytest.mark.parametrize(
     ("module", "names"),
     [
-        ("sampling_params", ["BeamSearchParams", "SamplingParams"]),
+        ("sampling_params", ["BeamSearchParams", "RequestOutputKind", "SamplingParams"]),
         ("outputs", ["BeamSearchSequence", "CompletionOutput", "Logprob", "RequestMetrics", "RequestOutput"]),
         ("inputs", ["TextPrompt", "TokensPrompt"]),
         ("utils", ["FlexibleArgumentParser"]),

@@ -33,7 +33,7 @@ def make(options: Options):
         kv_cache_gib=options.kv_gib,
         max_model_len=options.max_model_len,
     )
-    llm.engine.runner.use_graphs(wait=True)
+    llm.engine.executor.compile()
     return llm
 
 

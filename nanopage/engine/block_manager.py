@@ -16,10 +16,8 @@ only be the last and partly filled one, gets a copy of it instead (copy-on-write
 
 Swapping: a second pool of `num_host_blocks` in host memory takes the blocks of preempted sequences, sharing included.
 
-The manager moves no data: it says which blocks are to be cleared (`take_new_blocks`) and copied (`take_copies`, and
-what `swap_out` and `swap_in` return), and whoever owns the tensors does it before the next forward pass.
-
-Pure Python: no torch here.
+The manager moves no data: it says which blocks are to be copied (`take_copies`, and what `swap_out` and `swap_in`
+return). The workers, who have the tensors, do it before the next forward pass.
 """
 
 from array import array
@@ -82,7 +80,6 @@ class BlockManager:
         self.ref_counts: list[int] = [0] * self.num_blocks
         self.host_tables: dict[int, list[int]] = {}  # of the swapped sequences
         self.host_ref_counts: list[int] = [0] * self.num_host_blocks
-        self.new_blocks: list[int] = []  # handed out since the last take_new_blocks()
         self.copies: list[tuple[int, int]] = []  # since the last take_copies()
 
         # A stack: the block that was freed last is the likeliest to be in the processor's cache.
@@ -112,17 +109,22 @@ class BlockManager:
 
     # Prefix cache
 
-    def lookup(self, token_ids: list[int], salt: str = "") -> list[Prefix]:
+    def lookup(self, token_ids: list[int], salt: str = "", hashes: list[bytes] | None = None) -> list[Prefix]:
         """The longest cached prefix of `token_ids`, block by block. At least one token is left to compute:
-        sampling needs the last token's logits, which are not cached."""
+        sampling needs the last token's logits, which are not cached.
+
+        Args: hashes: those of the first blocks of these tokens, as far as earlier calls have added them.
+        """
         chain: list[Prefix] = []
         if not self.enable_prefix_caching:
             return chain
-        parent, parent_hash = None, _root_hash(salt)
+        hashes = [] if hashes is None else hashes
+        parent = None
         for i in range((len(token_ids) - 1) // self.block_size):
             tokens = self._tokens_of_block(token_ids, i)
-            parent_hash = hash_block(parent_hash, tokens)
-            prefix = self._by_hash.get(parent_hash)
+            if i == len(hashes):
+                hashes.append(hash_block(hashes[-1] if hashes else _root_hash(salt), tokens))
+            prefix = self._by_hash.get(hashes[i])
             if prefix is None or not prefix.same_as(parent, tokens, salt):
                 break
             chain.append(prefix)
@@ -229,13 +231,7 @@ class BlockManager:
             block = self._take_block()
             self.ref_counts[block] = 1
             table.append(block)
-            self.new_blocks.append(block)
         return True
-
-    def take_new_blocks(self) -> list[int]:
-        """The blocks handed out since the last call. Their old contents must be cleared before they are read."""
-        new, self.new_blocks = self.new_blocks, []
-        return new
 
     def take_copies(self) -> list[tuple[int, int]]:
         """(from, to) of the blocks to be copied since the last call. All are read before any is written or cleared."""

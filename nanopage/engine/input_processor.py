@@ -9,52 +9,19 @@ from pathlib import Path
 
 from nanopage.config import EngineConfig, ModelConfig
 from nanopage.engine.beam_search import BeamSearch
+from nanopage.engine.output_processor import Completion, Request
+from nanopage.engine.sequence import Sequence, SequenceGroup
 from nanopage.model_files import exists, read_json
-from nanopage.request import (
-    BeamSearchParams,
-    CompletionOutput,
-    Logprob,
-    SamplingParams,
-    Sequence,
-    SequenceGroup,
-)
+from nanopage.params import BeamSearchParams, SamplingParams
+from nanopage.step import SamplingSettings
+from nanopage.text.detokenizer import IncrementalDetokenizer
 from nanopage.text.stop_strings import build_trie
-from nanopage.text.tokenizer import IncrementalDetokenizer, Tokenizer
+from nanopage.text.tokenizer import Tokenizer
 
 Prompt = str | list[int] | dict
 """Text, token ids, or a dict with "prompt" or "prompt_token_ids", and optionally "cache_salt" (vLLM's forms).
 
 A dict with both is of token ids; the text is only returned as `RequestOutput.prompt`."""
-
-
-@dataclasses.dataclass(slots=True)
-class Completion:
-    """What the engine keeps of one completion beside its sequence, to make its outputs.
-
-    `num_read` output tokens have been made into text and `logprobs`; `num_reported` of them, and `num_chars` characters
-    of the text, are in outputs. `reading` is true while a token is read: if it is found so, that was interrupted.
-    """
-
-    seq: Sequence
-    detokenizer: IncrementalDetokenizer | None
-    logprobs: list[dict[int, Logprob]] = dataclasses.field(default_factory=list)
-    num_read: int = 0
-    reading: bool = False
-    num_reported: int = 0
-    num_chars: int = 0
-    output: CompletionOutput | None = None  # the last one
-
-
-@dataclasses.dataclass(slots=True)
-class Request:
-    """What the engine keeps of a request beside its group, to make its outputs."""
-
-    group: SequenceGroup
-    params: SamplingParams | BeamSearchParams
-    prompt: str | None
-    prompt_token_ids: list[int]
-    completions: list[Completion]
-    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
 
 
 class InputProcessor:
@@ -106,47 +73,78 @@ class InputProcessor:
                 f"the prompt has {len(token_ids)} tokens and leaves no room for output in "
                 f"max_model_len={self.max_model_len}"
             )
-        beam_search = None
         if isinstance(params, BeamSearchParams):
-            max_tokens = min(params.max_tokens, room)
-            beam_search = BeamSearch(
-                params.width, max_tokens, params.length_penalty, params.early_stopping, self.model_config.eos_token_ids
-            )
-            sampling = SamplingParams(temperature=0, max_tokens=max_tokens)
-            name, count = "width", params.width
-        else:
-            sampling = params
-            name, count = "n" if params.best_of is None else "best_of", params.num_sequences
-        self._check_size(name, count, len(token_ids), sampling.max_tokens)
-        bad_words = self._check_tokens(sampling)
-        seed = self._seeds.getrandbits(63) if sampling.seed is None else sampling.seed
-        stop_strings = build_trie(list(sampling.stop)) if sampling.stop else None
-        completions = []
-        for index in range(count):
-            seq = Sequence(
+            return self._search_request(request_id, text, token_ids, cache_salt, params, room, priority)
+        name, count = "n" if params.best_of is None else "best_of", params.num_sequences
+        self._check_size(name, count, len(token_ids), params.max_tokens)
+        settings = self._settings(params, self._check_tokens(params))
+        seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
+        eos = self.model_config.eos_token_ids
+        limit = self.max_model_len if params.max_tokens is None else len(token_ids) + params.max_tokens
+        seqs = [
+            Sequence(
                 next(self._seq_ids),
-                request_id,
                 token_ids,
-                sampling,
+                settings,
                 seed=seed if index == 0 else branch_seed(seed, index),
-                eos_token_ids=self.model_config.eos_token_ids,
-                max_total_tokens=self.max_model_len,
+                eos_token_ids=frozenset() if params.ignore_eos else eos,
+                stop_token_ids=frozenset(params.stop_token_ids or ()),
+                max_total_tokens=min(limit, self.max_model_len),
+                num_logprobs=params.logprobs,
                 cache_salt=cache_salt,
-                bad_words_token_ids=bad_words,
-                num_candidates=beam_search.num_candidates if beam_search else 0,
             )
-            detokenizer = None
-            if isinstance(params, SamplingParams) and params.detokenize and self.tokenizer is not None:
-                detokenizer = IncrementalDetokenizer(
-                    self.tokenizer,
-                    token_ids,
-                    stop_strings,
-                    params.skip_special_tokens,
-                    params.include_stop_str_in_output,
-                )
-            completions.append(Completion(seq, detokenizer))
-        group = SequenceGroup([completion.seq for completion in completions], priority, beam_search)
+            for index in range(count)
+        ]
+        group = SequenceGroup(request_id, seqs, priority, ranks=params.ranks)
+        detokenizers: list[IncrementalDetokenizer | None] = [None] * count
+        if params.detokenize and self.tokenizer is not None:
+            stop_strings = build_trie(list(params.stop)) if params.stop else None
+            options = stop_strings, params.skip_special_tokens, params.include_stop_str_in_output
+            detokenizers = [IncrementalDetokenizer(self.tokenizer, token_ids, *options) for _ in seqs]
+        completions = [Completion(seq, detokenizer) for seq, detokenizer in zip(seqs, detokenizers, strict=True)]
         return Request(group, params, text, token_ids, completions)
+
+    def _search_request(
+        self,
+        request_id: str,
+        text: str | None,
+        token_ids: list[int],
+        cache_salt: str,
+        params: BeamSearchParams,
+        room: int,
+        priority: int,
+    ) -> Request:
+        max_tokens = min(params.max_tokens, room)
+        eos = self.model_config.eos_token_ids
+        search = BeamSearch(params.width, max_tokens, params.length_penalty, params.early_stopping, eos)
+        self._check_size("width", params.width, len(token_ids), max_tokens)
+        settings = SamplingSettings(temperature=0, logprobs=search.num_candidates)
+        limit = len(token_ids) + max_tokens
+        seqs = [
+            Sequence(next(self._seq_ids), token_ids, settings, max_total_tokens=limit, cache_salt=cache_salt)
+            for _ in range(params.width)
+        ]
+        return Request(SequenceGroup(request_id, seqs, priority, search), params, text, token_ids, [])
+
+    def _settings(self, params: SamplingParams, bad_words: list[list[int]]) -> SamplingSettings:
+        """What the worker has to know of the parameters, in plain numbers of at most 64 bits."""
+        ends = self.model_config.eos_token_ids | set(params.stop_token_ids or ())
+        return SamplingSettings(
+            temperature=float(params.temperature),
+            top_p=float(params.top_p),
+            top_k=min(params.top_k, self.model_config.vocab_size),
+            min_p=float(params.min_p),
+            repetition_penalty=float(params.repetition_penalty),
+            presence_penalty=float(params.presence_penalty),
+            frequency_penalty=float(params.frequency_penalty),
+            logit_bias={token_id: float(bias) for token_id, bias in (params.logit_bias or {}).items()},
+            allowed_token_ids=params.allowed_token_ids,
+            bad_words_token_ids=bad_words,
+            min_tokens=min(params.min_tokens, self.max_model_len),
+            ending_token_ids=sorted(ends),
+            logprobs=0 if params.logprobs is None and params.ranks else params.logprobs,
+            prompt_logprobs=params.prompt_logprobs,
+        )
 
     def require_tokenizer(self, what: str, instead: str) -> Tokenizer:
         """The tokenizer. Raises ValueError, saying `what` needs it and what to give `instead`, if there is none."""

@@ -16,16 +16,18 @@ sum of the exponentials and the weighted sum of V, rescaled when the maximum gro
 The grids follow from batch sizes alone, so that a captured graph serves any lengths: programs without work leave.
 """
 
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from nanopage.device import to_device
+from nanopage.kernels import cache_write
 from nanopage.kernels.cache_write import launch
-from nanopage.worker.device import to_device
 
 TILE_BYTES = 2**14  # of K, and as many of V
 STAGES = 5  # of a decode's pipeline: enough that the next tile is on its way while one is worked on
@@ -248,31 +250,77 @@ def prefill_kernel(
     tl.store(out_ptr + out_at, acc.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-class Step(NamedTuple):
-    """What the kernels need to know of a step of B sequences, those with one token first.
+@dataclass(slots=True)
+class TritonAttention:
+    """Attention of a step of T tokens of B sequences, those with one token first (see layers/attention.py).
 
-    query_start    int32 [B + 1], on the device: the first of the step's tokens that is each sequence's
-    seq_lens       int32 [B], on the device: tokens of each including this step's; 0 for one that only pads
-    num_decodes    how many have one token
-    max_query_len  the most tokens that one has
+    Decodes are computed by one kernel, prompts by another.
+
+    slot_mapping   int64 [T], on the device: block * block_size + offset of each token; -1 for padding
+    block_tables   int32 or int64 [B, max_blocks], on the device: physical block of each logical block
+    query_start    int32 [B + 1], on the device: index of the first of each sequence's tokens
+    seq_lens       int32 [B], on the device: tokens of each including this step's; 0 for padding
+    num_decodes    how many sequences have one token
+    max_query_len  the most tokens of one sequence
     num_splits     of every decode's context
     """
 
+    slot_mapping: Tensor
+    block_tables: Tensor
     query_start: Tensor
     seq_lens: Tensor
     num_decodes: int
     max_query_len: int
     num_splits: int
 
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, kv_cache: Tensor, window: int | None = None) -> Tensor:
+        cache_write.write(k, v, kv_cache, self.slot_mapping)
+        return self.attend(q, kv_cache, window)
 
-def make_step(query_lens: Tensor, seq_lens: Tensor, num_kv_heads: int, device: torch.device) -> Step:
-    """The Step of sequences with `query_lens` [B] tokens of `seq_lens` [B], both on the CPU."""
+    def attend(
+        self,
+        q: Tensor,
+        kv_cache: Tensor,
+        window: int | None = None,
+        scale: float | None = None,
+        softcap: float = 0.0,
+    ) -> Tensor:
+        """Causal attention of q [T, heads, head_dim] over each sequence's pages: [T, heads, head_dim].
+
+        Args:
+            kv_cache: one layer's (see pages.py); block_size a power of two.
+            window: attend only to the last `window` tokens, itself included.
+            scale: of the scores; default head_dim ** -0.5.
+            softcap: scores become softcap * tanh(scores / softcap); 0 for none (Gemma 2).
+        """
+        scale = q.shape[2] ** -0.5 if scale is None else scale
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        options, first = (window or 0, scale, softcap), self.num_decodes
+        if first:
+            decode(q, kv_cache, self.block_tables, self.seq_lens, out, first, self.num_splits, *options)
+        if first < len(self.block_tables):
+            tables, query_start, seq_lens = self.block_tables[first:], self.query_start[first:], self.seq_lens[first:]
+            prefill(q, kv_cache, tables, query_start, seq_lens, out, self.max_query_len, *options)
+        return out
+
+
+def make_attention(
+    slot_mapping: Tensor,
+    block_tables: Tensor,
+    query_lens: Tensor,
+    seq_lens: Tensor,
+    num_kv_heads: int,
+    device: torch.device,
+) -> TritonAttention:
+    """Attention of sequences with `query_lens` [B] tokens of `seq_lens` [B], both on the CPU. The others: as in
+    TritonAttention."""
     query_start = torch.zeros(len(query_lens) + 1, dtype=torch.int32)
     query_start[1:] = query_lens.cumsum(0)
     num_decodes = int((query_lens == 1).sum())
     num_splits = choose_splits(seq_lens[:num_decodes].tolist(), num_kv_heads, num_processors(device))
     lens = to_device(seq_lens.int(), device)
-    return Step(to_device(query_start, device), lens, num_decodes, int(query_lens.max()), num_splits)
+    query_start, longest = to_device(query_start, device), int(query_lens.max())
+    return TritonAttention(slot_mapping, block_tables, query_start, lens, num_decodes, longest, num_splits)
 
 
 def choose_splits(seq_lens: list[int], num_kv_heads: int, num_processors: int) -> int:
@@ -286,38 +334,6 @@ def choose_splits(seq_lens: list[int], num_kv_heads: int, num_processors: int) -
 def num_processors(device: torch.device) -> int:
     """Streaming multiprocessors; of a CPU, where the kernels run in Triton's interpreter, one."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-
-
-def paged_attention(
-    q: Tensor,
-    kv_cache: Tensor,
-    block_tables: Tensor,
-    step: Step,
-    window: int | None = None,
-    scale: float | None = None,
-    softcap: float = 0.0,
-) -> Tensor:
-    """Causal attention of q [T, heads, head_dim] over each sequence's pages: decodes by one kernel, prompts by another.
-
-    Args:
-        kv_cache: one layer's (see pages.py); block_size a power of two.
-        block_tables: int32 or int64 [B, blocks].
-        window: attend only to the last `window` tokens, itself included.
-        scale: of the scores; default head_dim ** -0.5.
-        softcap: scores become softcap * tanh(scores / softcap); 0 for none (Gemma 2).
-
-    Returns: [T, heads, head_dim]
-    """
-    scale = q.shape[2] ** -0.5 if scale is None else scale
-    out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    options = window or 0, scale, softcap
-    if step.num_decodes:
-        decode(q, kv_cache, block_tables, step.seq_lens, out, step.num_decodes, step.num_splits, *options)
-    if step.num_decodes < len(block_tables):
-        tables, seq_lens = block_tables[step.num_decodes :], step.seq_lens[step.num_decodes :]
-        query_start = step.query_start[step.num_decodes :]
-        prefill(q, kv_cache, tables, query_start, seq_lens, out, step.max_query_len, *options)
-    return out
 
 
 @torch.library.triton_op("nanopage::decode", mutates_args={"out"})

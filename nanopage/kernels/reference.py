@@ -7,13 +7,14 @@ is not computed. A decode is a chunk of one query.
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from nanopage.kernels.pages import gather
+from nanopage.kernels.pages import gather, write
 
 TILE_QUERIES = 128
 # Of a group, in elements: small enough for the next allocation to reuse the memory.
@@ -22,6 +23,26 @@ GROUP_KEYS = 2**20
 # Rounded to bfloat16 a score is off by 2^-9 of itself at most. Beyond this bound scores stay in float32: keys with
 # large biases (Qwen2's) would come out wrong.
 LARGEST_ROUNDED_SCORE = 256.0
+
+
+@dataclass(slots=True)
+class ReferenceAttention:
+    """Attention of a step's T tokens of B sequences (see layers/attention.py).
+
+    slot_mapping  int64 [T]              block * block_size + offset of each token
+    block_tables  int64 [B, max_blocks]  physical block of each logical block, padded with the sequence's first
+    query_lens    int64 [B], on the CPU  how many of the step's tokens are each sequence's
+    seq_lens      int64 [B], on the CPU  tokens of each sequence including this step's
+    """
+
+    slot_mapping: Tensor
+    block_tables: Tensor
+    query_lens: Tensor
+    seq_lens: Tensor
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, kv_cache: Tensor, window: int | None = None) -> Tensor:
+        write(k, v, kv_cache, self.slot_mapping)
+        return paged_attention(q, kv_cache, self.block_tables, self.query_lens, self.seq_lens, window)
 
 
 def paged_attention(
@@ -37,8 +58,8 @@ def paged_attention(
 
     Slots between a sequence's end and the end of its last block are read and masked: they must hold finite values.
 
-    Args: as in `layers.attention.AttentionMetadata`. `tile` takes the same as `attend`, is given what is a single tile,
-        and says whether it has done it.
+    Args: as in ReferenceAttention. `tile` takes the same as `attend_chunks`, is called for chunks of a single tile, and
+        returns whether it has computed them.
     Returns: [T, heads, head_dim]
     """
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
@@ -48,7 +69,7 @@ def paged_attention(
     for chunks in group_chunks(*lengths, q.shape[1], key_size, window, q.dtype, q.device):
         tables = block_tables[chunks.sequences, : -(-chunks.num_keys // block_size)]
         if tile is None or len(chunks.tiles) > 1 or not tile(chunks, q, kv_cache, tables, out):
-            attend(chunks, q, kv_cache, tables, out)
+            attend_chunks(chunks, q, kv_cache, tables, out)
     return out
 
 
@@ -131,7 +152,7 @@ def _largest_score(q: Tensor, k: Tensor) -> float:
     return math.sqrt(largest.item())
 
 
-def attend(chunks: Chunks, q: Tensor, kv_cache: Tensor, block_tables: Tensor, out: Tensor) -> None:
+def attend_chunks(chunks: Chunks, q: Tensor, kv_cache: Tensor, block_tables: Tensor, out: Tensor) -> None:
     """Causal attention of the chunks' queries over block_tables [chunks, blocks]; fills their rows of `out` [T, heads,
     head_dim]."""
     kv_heads, head_dim = kv_cache.shape[2], q.shape[2]

@@ -1,1 +1,15 @@
-"""Model families, one a file, each readable alone. `config.ARCHITECTURES` says which file an architecture is in."""
+"""Model families, one file each: the layers that config.json and GGUF files name, and what is special about them."""
+
+import importlib
+from types import ModuleType
+
+FAMILIES = ("llama", "qwen2", "qwen3")
+
+
+def find_family(architecture: str) -> ModuleType | None:
+    """The module of the family that has an architecture of config.json, such as "LlamaForCausalLM"."""
+    return next((family for family in load_families() if architecture in family.ARCHITECTURES), None)
+
+
+def load_families() -> list[ModuleType]:
+    return [importlib.import_module(f"nanopage.models.{name}") for name in FAMILIES]

@@ -107,7 +107,7 @@ def loader(options: dict, asked: dict, raw: bool) -> Callable:
         loading = f"Loading {name}: {weights_gb(path):.1f} GB of weights"
         with spinner(loading) as update:
             from nanopage import LLM
-            from nanopage.worker.device import resolve_device
+            from nanopage.device import resolve_device
 
             on_cpu = resolve_device(options["device"]).type == "cpu"
             chunk = {"max_num_batched_tokens": CHUNK} if on_cpu else {}

@@ -10,11 +10,11 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nanopage.request import SamplingParams
+from nanopage.params import SamplingParams
 from nanopage.terminal.prompt import edit
 from nanopage.terminal.session import Session, check_setting
 from nanopage.terminal.text import say, say_table
-from nanopage.text.tokenizer import REPLACEMENT
+from nanopage.text.detokenizer import REPLACEMENT
 
 if TYPE_CHECKING:
     from nanopage.terminal.conversation import Conversation

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from nanopage.llm import LLM
-from nanopage.request import SamplingParams
+from nanopage.params import SamplingParams
 from nanopage.terminal.commands import ALIASES, COMMANDS, RULE
 from nanopage.terminal.kept import Kept
 from nanopage.terminal.prompt import Prompt, unquoted
@@ -225,7 +225,7 @@ class Conversation:
 
     def describe_model(self) -> str:
         engine = self.llm.engine
-        return f"{self.session.model}, {str(engine.dtype).removeprefix('torch.')} on {engine.device}"
+        return f"{self.session.model}, {engine.capacity.dtype} on {engine.capacity.device}"
 
     def check_settings(self, params: SamplingParams) -> None:
         """Raises ValueError for settings that this model refuses, as tokens it does not have."""

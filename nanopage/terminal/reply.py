@@ -8,7 +8,8 @@ from collections.abc import Generator, Iterator, Sequence
 from typing import cast
 
 from nanopage.llm import LLM
-from nanopage.request import RequestOutput, SamplingParams, StepStats
+from nanopage.outputs import RequestOutput, StepStats
+from nanopage.params import SamplingParams
 from nanopage.terminal.guard import is_loop
 from nanopage.terminal.log import held_log
 from nanopage.terminal.signals import Interrupt
@@ -101,7 +102,7 @@ def encode(llm: LLM, prompt: str | list[dict]) -> list[int]:
     encode = llm.engine.input_processor.encode
     if isinstance(prompt, str):
         return encode(prompt)
-    return encode(llm.get_tokenizer().apply_chat_template(prompt), add_special_tokens=False)
+    return encode(llm.get_tokenizer().render_chat(prompt), add_special_tokens=False)
 
 
 def generate(

@@ -10,12 +10,12 @@ import tempfile
 from pathlib import Path
 
 from nanopage.config import read_json
-from nanopage.request import SamplingParams
+from nanopage.params import SamplingParams
 
 FORMAT, VERSION = "nanopage chat session", 1
 MAX_BYTES = 16 << 20  # of a session file: far more than any context holds
 # A conversation has one reply, shown as text: these could not do anything in it.
-NOT_SETTINGS = ("n", "best_of", "detokenize", "logprobs", "prompt_logprobs")
+NOT_SETTINGS = ("n", "best_of", "detokenize", "logprobs", "prompt_logprobs", "output_kind")
 SETTINGS = tuple(f.name for f in dataclasses.fields(SamplingParams) if f.name not in NOT_SETTINGS)
 
 

@@ -1,4 +1,4 @@
-"""Text to token ids and back: a thin layer over `tokenizers`, the chat template, and an incremental detokenizer."""
+"""Text to token ids and back: a thin layer over `tokenizers`, and the chat template."""
 
 from functools import cached_property
 from pathlib import Path
@@ -8,7 +8,6 @@ from tokenizers import Tokenizer as BackendTokenizer
 
 from nanopage.model_files import check_file, exists, read_json, read_text, rust_errors, shown
 from nanopage.text.chat_template import TemplateRenderer
-from nanopage.text.stop_strings import Node, StopStringSearch
 from nanopage.weights.gguf_checkpoint import GGUFCheckpoint
 
 
@@ -26,7 +25,6 @@ class Encoding(dict):
 
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 MAX_TOKENIZER = 2**27  # bytes of tokenizer.json; those of 260,000 tokens have about 2**25
-REPLACEMENT = "\ufffd"  # what bytes that are no character decode to
 
 
 class Tokenizer:
@@ -130,8 +128,11 @@ class Tokenizer:
         return Encoding(input_ids=ids, attention_mask=masks)
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
-        with rust_errors(f"{self.path} failed to decode {len(token_ids):,} tokens"):
+        try:
             return self.backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        except BaseException:  # to enter rust_errors for every token would take as long as to decode it
+            with rust_errors(f"{self.path} failed to decode {len(token_ids):,} tokens"):
+                raise
 
     def apply_chat_template(
         self,
@@ -230,105 +231,3 @@ def _chat_template(file: Path, template: Any) -> str | None:
 
 def _is_named_template(entry: Any) -> bool:
     return isinstance(entry, dict) and all(isinstance(entry.get(key), str) for key in ("name", "template"))
-
-
-class IncrementalDetokenizer:
-    """Turns one sequence's tokens into text as they come, and finds its stop strings.
-
-    `text` grows by whole characters: the bytes of an unfinished UTF-8 character are held back. What `certain_text`
-    returns also leaves out any end of the text that may turn out to begin a stop string, so it only ever grows.
-
-    Args:
-        tokenizer: the model's.
-        prompt_token_ids: gives the first tokens their context (a leading space, for SentencePiece).
-        stop_strings: the strings that end the sequence, from `build_trie`; None if there are none.
-        skip_special_tokens, include_stop_str: as in SamplingParams.
-    """
-
-    CONTEXT = 5  # prompt tokens that are enough context for any tokenizer (vLLM uses the same number)
-
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        prompt_token_ids: list[int],
-        stop_strings: Node | None = None,
-        skip_special_tokens: bool = True,
-        include_stop_str: bool = False,
-    ):
-        self.tokenizer = tokenizer
-        self.prompt_token_ids = prompt_token_ids
-        self.stop_strings = stop_strings
-        self.skip_special_tokens = skip_special_tokens
-        self.include_stop_str = include_stop_str
-        self.restart()
-
-    def restart(self) -> None:
-        """Forget all tokens added so far."""
-        self.text = ""
-        self._search = None if self.stop_strings is None else StopStringSearch(self.stop_strings)
-        # A token's text depends on its neighbours, so new tokens are decoded behind a few known ones. `_done` is how
-        # much of the window's text is known; a slide of the window leaves the tokens from `_next` on.
-        self._window = self._context(self.prompt_token_ids)
-        self._next = len(self._window)
-        self._prompt_text = self._decode()
-        self._done = len(self._prompt_text.rstrip(REPLACEMENT))
-        self._unfinished = False  # whether tokens were added that are not all in `text`
-
-    def add(self, token_id: int, search_stop: bool = True) -> str | None:
-        """Add the next token. Returns the stop string that ended the text, if one did."""
-        if self.skip_special_tokens and token_id in self.tokenizer.special_ids:
-            return None  # it has no text, and must not make the window grow
-        self._window.append(token_id)
-        text = self._decode()
-        whole = text.rstrip(REPLACEMENT)
-        self._unfinished = text != whole
-        if not self._unfinished:
-            self._pass_prompt(text)
-        new = whole[self._done :]
-        self.text += new
-        self._done += len(new)
-        if new and not self._unfinished:  # a window that shows nothing gives the next token no context
-            rest = self._window[self._next :]
-            # The end of a character that the prompt began is no text of its own.
-            if not self.tokenizer.decode(rest, self.skip_special_tokens).startswith(REPLACEMENT):
-                self._window = rest
-            self._next, self._prompt_text = len(self._window), ""
-            self._done = len(self._decode())
-        found = None if self._search is None else self._search.feed(new, search_stop)
-        if found is None:
-            return None
-        begin, stop = found
-        self.text = self.text[: begin + len(stop) if self.include_stop_str else begin]
-        self._search, self._unfinished = None, False
-        return stop
-
-    def finish(self) -> None:
-        """No more tokens: an unfinished character becomes the replacement character, as in `Tokenizer.decode`."""
-        if self._unfinished:
-            text = self._decode()
-            self._pass_prompt(text)
-            self.text, self._unfinished = self.text + text[self._done :], False
-        self._search = None
-
-    def certain_text(self) -> str:
-        """The text, without an end that may belong to a stop string."""
-        return self.text if self._search is None else self.text[: self._search.begun]
-
-    def _context(self, prompt_token_ids: list[int]) -> list[int]:
-        """The end of the prompt, from the beginning of a character on. It may end within one."""
-        end = len(prompt_token_ids)
-        for tail in range(min(4, end + 1)):  # tokens of a last, unfinished character
-            for size in range(self.CONTEXT, self.CONTEXT + 4):
-                start = max(0, end - tail - size)
-                text = self.tokenizer.decode(prompt_token_ids[start : end - tail], self.skip_special_tokens)
-                if REPLACEMENT not in text:
-                    return prompt_token_ids[start:]
-        return prompt_token_ids[-self.CONTEXT :]
-
-    def _pass_prompt(self, text: str) -> None:
-        """What the prompt ended in, be it a replacement character, is not output."""
-        if text.startswith(self._prompt_text):
-            self._done = max(self._done, len(self._prompt_text))
-
-    def _decode(self) -> str:
-        return self.tokenizer.decode(self._window, self.skip_special_tokens)

@@ -15,17 +15,12 @@ from typing import Any
 
 import gguf
 import numpy as np
-import torch
 from einops import rearrange
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
-from torch import Tensor
 
 from nanopage.config import MAX_SIZES, RANGES, ModelConfig, RopeConfig
-from nanopage.layers.rotary import inverse_frequencies
 from nanopage.model_files import rust_errors, shown
 from nanopage.weights.gguf_reader import TensorInfo, read_header, read_rows
-
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 
 TENSORS = {
     "token_embd": "model.embed_tokens",
@@ -37,8 +32,6 @@ LAYER_TENSORS = {
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
     "attn_v": "self_attn.v_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
     "attn_output": "self_attn.o_proj",
     "ffn_norm": "post_attention_layernorm",
     "ffn_gate": "mlp.gate_proj",
@@ -76,11 +69,15 @@ class GGUFCheckpoint:
         header = read_header(path)
         self.fields = header.fields
         self.architecture = self._string("general.architecture")
-        if self.architecture not in ARCHITECTURES:
-            supported = ", ".join(ARCHITECTURES)
+        from nanopage.models import load_families  # they import torch, which the tokenizer does without
+
+        families = {family.GGUF_ARCHITECTURE: family for family in load_families()}
+        if self.architecture not in families:
+            supported = ", ".join(families)
             raise ValueError(
                 f"{path}: GGUF architecture {shown(self.architecture)} is not supported; supported: {supported}"
             )
+        self.family = families[self.architecture]
         num_files = self._field("split.count", int, "an integer", 1)
         if num_files != 1:
             raise self._error("split.count", f"is {num_files}: merge them with llama.cpp's 'llama-gguf-split --merge'")
@@ -98,7 +95,7 @@ class GGUFCheckpoint:
         """The file's hyperparameters as the contents of a config.json."""
         num_heads = self._size("{arch}.attention.head_count", "num_attention_heads")
         config: dict[str, Any] = {
-            "architectures": [ARCHITECTURES[self.architecture]],
+            "architectures": [self.family.ARCHITECTURES[0]],
             "model_type": self.architecture,
             "vocab_size": len(self.tokens),
             "hidden_size": self._size("{arch}.embedding_length", "hidden_size"),
@@ -131,7 +128,7 @@ class GGUFCheckpoint:
             config["eos_token_id"] = sorted(ends) if len(ends) > 1 else ends.pop()
         return config
 
-    def pieces(self) -> Iterator[tuple[str, int, Tensor]]:
+    def pieces(self) -> Iterator[tuple[str, int, np.ndarray]]:
         """(name in transformers, first row, float32 rows) of every tensor, in pieces of about 2^17 elements.
 
         Raises: ValueError if rows cannot be divided among the heads.
@@ -295,8 +292,8 @@ class GGUFCheckpoint:
             return f"{TENSORS[stem]}.{kind}"
         if match := re.fullmatch(r"blk\.(0|[1-9][0-9]*)\.(\w+)", stem):
             layer, part = match.groups()
-            if part in LAYER_TENSORS:
-                return f"model.layers.{layer}.{LAYER_TENSORS[part]}.{kind}"
+            if found := (LAYER_TENSORS | self.family.GGUF_TENSORS).get(part):
+                return f"model.layers.{layer}.{found}.{kind}"
         raise ValueError(f"{self.path}: tensor {shown(name)} is not one of a {self.architecture} model")
 
     def _check_kind(self, kind: gguf.GGMLQuantizationType) -> None:
@@ -308,14 +305,14 @@ class GGUFCheckpoint:
             names = [tensor.name for tensor in self.weights.values() if tensor.kind == kind]
             raise ValueError(f"{self.path}: {error}: {shown(names)}") from None
 
-    def _dequantize(self, tensor: TensorInfo, start: int, stop: int) -> Tensor:
+    def _dequantize(self, tensor: TensorInfo, start: int, stop: int) -> np.ndarray:
         """Rows `start` to `stop` of a tensor, or all of a vector, in float32."""
         vector = len(tensor.shape) == 1
         data = read_rows(self.path, tensor, *((0, 1) if vector else (start, stop)))
         with np.errstate(all="ignore"):  # the loader reports values that are not finite
             # As one row: the package cuts more than 16 into groups, which costs time.
             values = gguf.dequantize(data.reshape(1, -1), tensor.kind)
-        return torch.from_numpy(values.astype(np.float32, copy=False)).view(stop - start, *tensor.shape[1:])
+        return values.astype(np.float32, copy=False).reshape(stop - start, *tensor.shape[1:])
 
     def _rope_scaling(self, head_dim: int, theta: float) -> dict[str, Any] | None:
         for name in ("attn_factor", "yarn_ext_factor", "yarn_attn_factor", "yarn_beta_fast", "yarn_beta_slow"):
@@ -347,9 +344,11 @@ class GGUFCheckpoint:
             "high_freq_factor": 4.0,
             "original_max_position_embeddings": 8192,  # of every Llama 3.x
         }
+        from nanopage.layers.rotary import inverse_frequencies  # imports torch
+
         plain, _ = inverse_frequencies(head_dim, RopeConfig(theta))
         scaled, _ = inverse_frequencies(head_dim, RopeConfig(theta, "llama3", scaling))
-        if not torch.allclose(plain / scaled, stored, rtol=1e-3):
+        if not np.allclose((plain / scaled).numpy(), stored, rtol=1e-3):
             raise problem
         return scaling
 
@@ -421,6 +420,6 @@ class GGUFCheckpoint:
         return tokenizer
 
 
-def _unpermute(weight: Tensor, num_heads: int) -> Tensor:
+def _unpermute(weight: np.ndarray, num_heads: int) -> np.ndarray:
     """llama.cpp rotates neighbouring rows of q and k, transformers the two halves of a head: put the rows back."""
     return rearrange(weight, "(h half two) ... -> (h two half) ...", h=num_heads, two=2)

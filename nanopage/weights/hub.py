@@ -258,7 +258,7 @@ def convert_gguf(gguf: Path, directory: Path, progress: Progress) -> None:
     weights = {name: torch.empty(tensor.shape, dtype=torch.bfloat16) for name, tensor in checkpoint.weights.items()}
     task = progress.add_task("Dequantizing", total=sum(tensor.nbytes for tensor in weights.values()))
     for name, start, piece in checkpoint.pieces():
-        rows = weights[name][start : start + len(piece)].copy_(piece)
+        rows = weights[name][start : start + len(piece)].copy_(torch.from_numpy(piece))
         progress.advance(task, rows.nbytes)
     save_file(weights, directory / WEIGHTS, metadata={"format": "pt"})
     for name, _, tensor in read_tensors([directory / WEIGHTS]):

@@ -7,7 +7,6 @@ slot, converted and moved on the way. Those of a .gguf file come in pieces, so t
 """
 
 import ctypes
-import importlib
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -16,11 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from nanopage.config import ModelConfig
+from nanopage.device import free_bytes
 from nanopage.layers.linear import Linear
 from nanopage.model_files import shown
+from nanopage.models.decoder import Decoder, meta_model
 from nanopage.weights.gguf_checkpoint import GGUFCheckpoint
 from nanopage.weights.safetensors_checkpoint import StoredTensor, read_tensors, safetensors_files, stored_tensors
-from nanopage.worker.device import free_bytes
 
 DUMMY_STD = 0.02  # the usual initializer_range
 # The types that weights may have in a safetensors file. Those of 8 bits and less need scales, which we do not apply.
@@ -56,7 +56,7 @@ def load_model(
     device: torch.device,
     load_format: str = "auto",
     on_progress: Callable[[int, int], None] | None = None,
-) -> nn.Module:
+) -> Decoder:
     """Build the model of `config` and fill it from `checkpoint`, or with `dummy_tensors`.
 
     Args:
@@ -88,7 +88,7 @@ def load_model(
     return model.eval().requires_grad_(False)
 
 
-def build_model(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> nn.Module:
+def build_model(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Decoder:
     """The model with its parameters allocated, not yet filled. Raises MemoryError as `load_model`."""
     model = meta_model(config)
     materialize(model, dtype, device)
@@ -115,13 +115,6 @@ def materialize(model: nn.Module, dtype: torch.dtype, device: torch.device) -> N
             layer.register_parameter(name, materialized[parameter])
         for name, buffer in layer.named_buffers(recurse=False):
             layer.register_buffer(name, buffer.to(device), persistent=False)
-
-
-def meta_model(config: ModelConfig) -> nn.Module:
-    """The model on the meta device: names and shapes, nothing allocated."""
-    module = importlib.import_module(f"nanopage.models.{config.family}")
-    with torch.device("meta"):
-        return getattr(module, f"{config.family.capitalize()}ForCausalLM")(config)
 
 
 def _prepare_heap(num_bytes: int) -> None:
@@ -152,11 +145,12 @@ def _prepare_heap(num_bytes: int) -> None:
         free(address)
 
 
-def slots(model: nn.Module) -> dict[str, Tensor]:
+def slots(model: Decoder) -> dict[str, Tensor]:
     """Checkpoint name -> the part of a parameter that it fills."""
     views: dict[str, Tensor] = {}
     seen: set[int] = set()
-    for path, module in model.named_modules():
+    for place, module in model.named_modules():
+        path = place if place == "lm_head" else f"model.{place}"  # as transformers names them
         for kind, parameter in module.named_parameters(recurse=False):
             if id(parameter) in seen:
                 continue  # tied
@@ -180,7 +174,7 @@ def contents(checkpoint: Checkpoint) -> tuple[list[StoredTensor], Pieces]:
     if isinstance(checkpoint, GGUFCheckpoint):
         weights = checkpoint.weights.items()
         stored = [StoredTensor(name, tensor.shape, "F32", checkpoint.path) for name, tensor in weights]
-        return stored, checkpoint.pieces()
+        return stored, ((name, start, torch.from_numpy(piece)) for name, start, piece in checkpoint.pieces())
     files = safetensors_files(checkpoint)
     # Old Llama checkpoints store the rotary table. It is computed from config.json.
     stored = [tensor for tensor in stored_tensors(files) if not tensor.name.endswith("rotary_emb.inv_freq")]
@@ -214,7 +208,7 @@ def check_fit(wanted: dict[str, Tensor], stored: list[StoredTensor], source: Pat
 
 
 def fill(
-    model: nn.Module,
+    model: Decoder,
     pieces: Pieces,
     stored: list[StoredTensor],
     on_progress: Callable[[int, int], None] | None = None,

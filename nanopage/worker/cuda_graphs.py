@@ -2,17 +2,16 @@
 
 A decode step of a small model takes a GPU less time than its kernels take to be launched one by one. So the whole step,
 from input ids to sampled ids, is captured once for every batch size and replayed from then on (CUDA Graphs; vLLM and
-gpt-fast do the same). A step writes its inputs to the buffers that the graphs read:
+gpt-fast do the same). A step writes which rows of the sequence table it is about, and their lengths:
 
-    input_ids, seq_lens, seeds   int64 [3, size]       ──▶ ┌─ one graph of `size` ──────────────────────┐
-    temperatures                 float [size]          ──▶ │ placeholders ◀── sampled, of the last step │
-    block_tables                 int32 [size, blocks]  ──▶ │ layers ─▶ head ─▶ logits ─▶ sampled        │ ──▶ the host
-                                                           └────────────────────────────────────────────┘
+    rows, seq_lens   int64 [2, size]  ──▶ ┌─ one graph of `size` ─────────────────────────────────────┐
+    sequence table                    ──▶ │ input ids ─▶ layers ─▶ head ─▶ logits ─▶ sampled ─▶ table │ ──▶ the host
+                                          └───────────────────────────────────────────────────────────┘
 
-Rows beyond the batch are padding, of length 0: they write no K and V and attend to nothing. Positions and slots follow
-from lengths and tables on the device.
+Everything else follows from the sequence table on the device. Beyond the batch, rows are padding: the table's last row,
+with length 0. They write no K and V and attend to nothing.
 
-Attention's grid is captured with the rest, so the number of splits of the contexts can not follow a step's lengths.
+Attention's grid is captured with the rest, so the number of splits of the contexts cannot follow a step's lengths.
 Each size is therefore captured with the splits that fill the GPU if all contexts are equal, and with GROWTH times as
 many and so on, for batches in which few sequences have most of the tokens, as far as the longest context can use them.
 
@@ -22,17 +21,20 @@ On a CPU the same code runs on the same buffers, without capture; it is there fo
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
 from rich.console import Console
 from rich.progress import track
 from torch import Tensor
 
-from nanopage.engine.scheduler import Batch, ScheduledSequence
-from nanopage.layers.attention import AttentionMetadata, uses_triton
-from nanopage.sampling.sampler import at_least_float32, gumbel_max, with_sampled
-from nanopage.worker.device import to_device
+from nanopage.device import to_device
+from nanopage.kernels.reference import ReferenceAttention
+from nanopage.layers.attention import Attention
+from nanopage.models.decoder import Decoder
+from nanopage.sampling.sampler import at_least_float32, gumbel_max
+from nanopage.step import Batch
+from nanopage.worker.eager import Output
 from nanopage.worker.kv_cache import KVCache
+from nanopage.worker.sequence_table import SequenceTable
 
 GROWTH = 4
 LARGEST_SIZE = 512  # a step of more sequences takes a GPU longer than its launches take the host
@@ -45,95 +47,88 @@ def batch_sizes(most: int) -> list[int]:
     return [size for size in sizes if size < most] + [most]
 
 
-class DecodeGraphs:
+class CUDAGraphs:
     """The static buffers of a model's decode steps, and on CUDA the graphs that work on them.
 
     Args:
         model: whose layers may be compiled.
         kv_cache: the pool its K and V are in.
-        sampled: int64 [max_num_seqs], on the device: what the last step sampled, read for placeholders and written.
+        table: of the sequences; its last row is for padding.
         max_model_len: tokens of the longest context.
+        uses_triton: whether attention is that of Triton's kernels.
         wrap: what the functions before and after the model are passed through, to be compiled.
     """
 
     def __init__(
         self,
-        model: Any,
+        model: Decoder,
         kv_cache: KVCache,
-        sampled: Tensor,
+        table: SequenceTable,
         max_model_len: int,
+        uses_triton: bool,
         wrap: Callable[[Callable], Callable] = lambda function: function,
     ):
-        self.model, self.kv_cache, self.sampled = model, kv_cache, sampled
-        self.before, self.after = wrap(inputs_of), wrap(sample)
-        self.device, self.max_model_len = sampled.device, max_model_len
-        self.sizes = batch_sizes(len(sampled))
-        most = self.sizes[-1]
-        dtype = kv_cache.tensor.dtype
-        exact = torch.promote_types(dtype, torch.float32)
-        self.ints = torch.zeros(3 * most, dtype=torch.int64, device=self.device)
-        self.temperatures = torch.zeros(most, dtype=exact, device=self.device)
-        blocks = -(-max_model_len // kv_cache.block_size)
-        self.block_tables = torch.zeros(most, blocks, dtype=torch.int32, device=self.device)
+        self.model, self.kv_cache, self.table, self.uses_triton = model, kv_cache, table, uses_triton
+        self.before, self.after = wrap(look_up), wrap(sample)
+        self.device, self.max_model_len = table.device, max_model_len
+        self.sizes = batch_sizes(len(table.tokens) - 1)
+        most, dtype = self.sizes[-1], kv_cache.tensor.dtype
+        self.ints = torch.zeros(2 * most, dtype=torch.int64, device=self.device)
         self.query_start = torch.arange(most + 1, dtype=torch.int32, device=self.device)
         self.logits = torch.empty(most, model.lm_head.out_features, dtype=dtype, device=self.device)
+        self.sampled = torch.zeros(most, dtype=torch.int64, device=self.device)
         self.graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}  # by size and number of splits
         self._splits: dict[int, list[int]] = {}  # splits_of each size that has been run
         self._pool: Any = None  # of the memory that they share
-        self._loaded = 0, 0, 0  # size, number of splits, sequences
 
-    def fit(self, batch: Batch) -> bool:
+    def fits(self, batch: Batch) -> bool:
         """Whether a batch is of decodes alone, each sampled for itself, and not larger than the largest size."""
-        sequences = batch.sequences
-        return len(sequences) <= self.sizes[-1] and all(s.num_tokens == 1 and s.samplers == [s.seq] for s in sequences)
+        return (
+            len(batch.rows) <= self.sizes[-1]
+            and batch.sampled_rows == batch.rows
+            and batch.num_tokens == len(batch.rows)
+        )
 
     @torch.inference_mode()
-    def load(self, sequences: list[ScheduledSequence]) -> None:
-        """Write the inputs of a batch that fits to the buffers."""
-        num_rows = len(sequences)
+    def run(self, batch: Batch) -> Output:
+        """The logits and tokens are valid until the next call."""
+        num_rows = len(batch.rows)
         size = next(size for size in self.sizes if size >= num_rows)
-        padding = [0] * (size - num_rows)
-        seq_lens = [s.start + 1 for s in sequences]
-        ids, seeds = [s.seq.token_ids[-1] for s in sequences], [s.seq.seed for s in sequences]
-        temperatures = [0.0 if s.seq.params.greedy else s.seq.params.temperature for s in sequences]
-        ints = [*ids, *padding, *seq_lens, *padding, *seeds, *padding]
-        self.ints[: 3 * size] = to_device(ints, self.device, torch.int64)
-        self.temperatures[:size] = to_device([*temperatures, *padding], self.device, self.temperatures.dtype)
-        tables = stack_tables(sequences)
-        self.block_tables[:num_rows, : tables.shape[1]] = to_device(tables.int(), self.device)
-        self._loaded = size, self._choose_splits(size, seq_lens), num_rows
-
-    @torch.inference_mode()
-    def run(self) -> Tensor:
-        """Run what was loaded. Returns its logits [B, vocab_size], valid until the next call, and leaves in `sampled` a
-        token for each sequence: at its temperature, without constraints and truncation."""
-        size, num_splits, num_rows = self._loaded
+        padding, seq_lens = size - num_rows, [start + 1 for start in batch.starts]
+        rows = batch.rows + [len(self.table.tokens) - 1] * padding
+        self.ints[: 2 * size] = to_device([*rows, *seq_lens, *[0] * padding], self.device, torch.int64)
+        num_splits = self._choose_splits(size, seq_lens)
         if self.graphs:
             self.graphs[size, num_splits].replay()
         else:
             self._step(size, num_splits, num_rows)
-        return self.logits[:num_rows]
+        return Output(self.logits[:num_rows], tokens=self.sampled[:num_rows])
 
     def _step(self, size: int, num_splits: int, num_rows: int) -> None:
-        """What is captured. Of `num_rows` without Triton: plain torch can not skip padding."""
-        ints, tables = self.ints[: 3 * size].view(3, size), self.block_tables[:size]
-        input_ids, positions, slots, seq_lens = self.before(ints, tables, self.sampled, self.kv_cache.block_size)
-        if uses_triton(self.device):
-            from nanopage.kernels.paged_attention import Step  # imports Triton
+        """What is captured. Of `num_rows` without Triton: plain torch cannot skip padding."""
+        rows, seq_lens = self.ints[: 2 * size].view(2, size).unbind()
+        table, sampling, block_size = self.table, self.table.sampling, self.kv_cache.block_size
+        input_ids, positions, slots, block_tables = self.before(
+            rows, seq_lens, table.tokens, table.block_tables, block_size
+        )
+        attention: Attention
+        if self.uses_triton:
+            from nanopage.kernels.paged_attention import TritonAttention  # imports Triton
 
-            step = Step(self.query_start[: size + 1], seq_lens, size, 1, num_splits)
-            metadata = AttentionMetadata(slots, tables, self.query_start, self.query_start, step=step)
+            starts = self.query_start[: size + 1]
+            attention = TritonAttention(slots, block_tables, starts, seq_lens.int(), size, 1, num_splits)
         else:
-            ones = torch.ones(num_rows, dtype=torch.int64)
-            metadata = AttentionMetadata(slots[:num_rows], tables[:num_rows], ones, seq_lens[:num_rows])
-        hidden = self.model(input_ids, positions, self.kv_cache.tensor, metadata)
+            attention = PaddedAttention(slots[:num_rows], block_tables[:num_rows], seq_lens[:num_rows])
+        hidden = self.model(input_ids, positions, self.kv_cache.tensor, attention)
         logits = self.model.lm_head(hidden)
+        tokens = self.after(logits, rows, seq_lens, sampling.temperature, sampling.seed)
         self.logits[:size] = logits
-        self.sampled[:size] = self.after(logits, self.temperatures[:size], ints)
+        self.sampled[:size] = tokens
+        table.tokens[rows, positions + 1] = tokens.clamp(min=0).to(table.tokens.dtype)
 
     def splits_of(self, size: int) -> list[int]:
         """The numbers of splits that a size is captured with."""
-        if not uses_triton(self.device):
+        if not self.uses_triton:
             return [1]
         from nanopage.kernels.paged_attention import choose_splits, num_processors
 
@@ -182,26 +177,36 @@ class DecodeGraphs:
         torch.cuda.synchronize(self.device)
 
 
-def stack_tables(sequences: list[ScheduledSequence]) -> Tensor:
-    """Their block tables, each padded with its first block to the longest: int64 [B, blocks], on the CPU."""
-    width = max(len(s.block_table) for s in sequences)
-    # NumPy reads nested lists three times as fast as torch.
-    return torch.from_numpy(
-        np.array([s.block_table + s.block_table[:1] * (width - len(s.block_table)) for s in sequences])
-    )
+class PaddedAttention:
+    """Plain attention of decodes of which only the first are sequences; the others are padding."""
+
+    def __init__(self, slots: Tensor, block_tables: Tensor, seq_lens: Tensor):
+        self.slots, self.block_tables, self.seq_lens = slots, block_tables, seq_lens
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, kv_cache: Tensor, window: int | None = None) -> Tensor:
+        size, block_size = len(self.slots), kv_cache.shape[3] // q.shape[2]
+        # Entries behind a sequence's last block may be anybody's blocks, whose values may be NaN.
+        own = torch.arange(self.block_tables.shape[1]) < -(-self.seq_lens[:, None] // block_size)
+        tables = torch.where(own, self.block_tables, self.block_tables[:, :1])
+        attention = ReferenceAttention(self.slots, tables, torch.ones_like(self.seq_lens), self.seq_lens)
+        out = torch.zeros_like(q, memory_format=torch.contiguous_format)
+        out[:size] = attention(q[:size], k[:size], v[:size], kv_cache, window)
+        return out
 
 
-def inputs_of(ints: Tensor, tables: Tensor, sampled: Tensor, block_size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(input_ids, positions, slot_mapping: int64 [size], seq_lens: int32 [size]) of a step's `ints` [3, size]."""
-    input_ids, seq_lens, _ = ints
+def look_up(
+    rows: Tensor, seq_lens: Tensor, tokens: Tensor, block_tables: Tensor, block_size: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(input_ids, positions, slot_mapping: int64 [size], block_tables [size, blocks]) of rows of the sequence table."""
     positions = (seq_lens - 1).clamp(min=0)
-    blocks = tables.gather(1, (positions // block_size)[:, None]).squeeze(1)
+    tables = block_tables.index_select(0, rows)
+    blocks = tables.gather(1, (positions // block_size)[:, None]).squeeze(1).long()
     slots = torch.where(seq_lens > 0, blocks * block_size + positions % block_size, -1)
-    return with_sampled(input_ids, sampled), positions, slots, seq_lens.int()
+    return tokens[rows, positions].long(), positions, slots, tables
 
 
-def sample(logits: Tensor, temperatures: Tensor, ints: Tensor) -> Tensor:
+def sample(logits: Tensor, rows: Tensor, seq_lens: Tensor, temperatures: Tensor, seeds: Tensor) -> Tensor:
     """A token for each row: int64 [size]."""
-    _, seq_lens, seeds = ints
+    logits = at_least_float32(logits)
     # A sequence's length is the position of the token to be sampled.
-    return gumbel_max(at_least_float32(logits), temperatures, seeds, seq_lens)
+    return gumbel_max(logits, temperatures[rows].to(logits.dtype), seeds[rows], seq_lens)

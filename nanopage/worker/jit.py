@@ -5,42 +5,84 @@ graph depends on nothing but the number of tokens. So one compilation serves all
 prompts alike, and another one a single token, whose shape torch specializes on. Both are made at start, and nothing is
 compiled while serving. torch keeps what Inductor makes on disk: a later start takes seconds. Products stay cuBLAS's.
 
-On a CPU layers are compiled ahead of time instead (compiler.py).
+On a CPU layers are compiled ahead of time instead (aot.py).
 """
 
 import logging
 import time
-from functools import partial
+from collections.abc import Callable
 from types import FunctionType
 from typing import Any
 from uuid import uuid4
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from nanopage.config import ModelConfig
+from nanopage.layers.attention import Attention
+from nanopage.models.decoder import Decoder
 
 logger = logging.getLogger("nanopage")
 
 
-def compile_model(model: Any, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
-    """Compile a model's layers, and what is around them, in place. Takes up to a minute the first time.
+def compile_model(model: Decoder, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+    """Replace a model's layers, and what is around them, by compiled ones. Takes up to a minute the first time.
 
     Args:
         dtype: of weights and activations.
     """
     started = time.perf_counter()
-    inner = model.model
-    parts = [(layer, name) for layer in inner.layers for name in ("before", "after")]
-    parts += [(inner.rotary, "forward"), (inner.norm, "forward")]
-    compiled: dict[tuple[type, str], Any] = {}
-    for module, name in parts:
+    compiled: dict[tuple[type, str], Callable] = {}
+
+    def compiled_once(module: nn.Module, name: str) -> Callable:
         key = type(module), name
         if key not in compiled:  # weights are inputs of the graph: one serves all modules of a kind
             compiled[key] = compile_afresh(getattr(type(module), name))
-        setattr(module, name, partial(compiled[key], module))
+        return compiled[key]
+
+    model.layers = nn.ModuleList(
+        CompiledLayer(layer, compiled_once(layer, "before"), compiled_once(layer, "after")) for layer in model.layers
+    )
+    for name in ("rotary", "norm"):
+        module = getattr(model, name)
+        setattr(model, name, CompiledModule(module, compiled_once(module, "forward")))
     warm_up(model, config, dtype, device)
     logger.info(f"compiled the decoder layer in {time.perf_counter() - started:.1f} s")
+
+
+class CompiledLayer(nn.Module):
+    """A DecoderLayer with compiled code before and after attention."""
+
+    def __init__(self, layer: nn.Module, before: Callable, after: Callable):
+        super().__init__()
+        self.layer: Any = layer
+        self.compiled_before, self.compiled_after = before, after
+
+    def forward(
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        kv_cache: Tensor,
+        attention: Attention,
+        rows: Tensor | None = None,
+    ) -> Tensor:
+        q, k, v = self.compiled_before(self.layer, x, cos, sin)
+        attended = attention(q, k, v, kv_cache, self.layer.self_attn.window)
+        if rows is not None:
+            x, attended = x[rows], attended[rows]
+        return self.compiled_after(self.layer, x, attended)
+
+
+class CompiledModule(nn.Module):
+    """A module with its `forward` compiled."""
+
+    def __init__(self, module: nn.Module, compiled: Callable):
+        super().__init__()
+        self.module, self.compiled = module, compiled
+
+    def forward(self, *inputs: Any) -> Any:
+        return self.compiled(self.module, *inputs)
 
 
 def compile_afresh(function: Any) -> Any:
@@ -51,19 +93,19 @@ def compile_afresh(function: Any) -> Any:
 
 
 @torch.inference_mode()
-def warm_up(model: Any, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+def warm_up(model: Decoder, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
     """Call every compiled part with several tokens and with one, so that there is nothing left to compile."""
 
     def zeros(*shape: int, kind: torch.dtype = dtype) -> Tensor:
         return any_length(torch.zeros(shape, dtype=kind, device=device))
 
-    inner, layer = model.model, model.model.layers[0]
+    compiled: Any = model.layers[0]
     for num_tokens in (32, 1):
         x = zeros(num_tokens, config.hidden_size)
-        cos, sin = map(any_length, inner.rotary(zeros(num_tokens, kind=torch.int64), dtype))
-        layer.before(x, cos, sin)
-        layer.after(x, zeros(num_tokens, config.num_heads, config.head_dim))
-        inner.norm(x)
+        cos, sin = map(any_length, model.rotary(zeros(num_tokens, kind=torch.int64), dtype))
+        compiled.compiled_before(compiled.layer, x, cos, sin)
+        compiled.compiled_after(compiled.layer, x, zeros(num_tokens, config.num_heads, config.head_dim))
+        model.norm(x)
 
 
 def any_length(tensor: Tensor) -> Tensor:

@@ -8,7 +8,8 @@ import psutil
 import torch
 
 from nanopage.config import EngineConfig, ModelConfig
-from nanopage.worker.device import free_bytes, to_device, total_ram
+from nanopage.device import free_bytes, to_device, total_ram
+from nanopage.step import Batch
 
 logger = logging.getLogger("nanopage")
 
@@ -42,6 +43,14 @@ class KVCache:
         self.num_host_blocks = num_host_blocks
         self.host: torch.Tensor | None = None
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # for copies to and from the host
+
+    def move(self, batch: Batch) -> None:
+        """Swap, copy and clear the blocks that a batch names."""
+        self.swap_out(batch.swap_out)
+        self.swap_in(batch.swap_in)
+        self.copy(batch.copies)
+        if self._stream is None:  # the kernels of a GPU read nothing beyond a sequence's end
+            self.clear(batch.cleared)
 
     def clear(self, blocks: list[int]) -> None:
         """Zero blocks in all layers. Attention reads whole blocks and masks what lies beyond a sequence's end; what it

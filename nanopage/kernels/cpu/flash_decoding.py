@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nanopage.kernels.pages import views
+from nanopage.kernels.pages import views, write
 
 # Short: little of a sequence's last split is empty. Long: little is left to merge.
 SPLIT_TOKENS = 64
@@ -38,6 +38,18 @@ class Splits:
     end: Tensor
     of: Tensor
     merged: Tensor
+
+
+@dataclass(slots=True)
+class FlashDecoding:
+    """Attention of a step in which every sequence has one token (see layers/attention.py). Run it compiled."""
+
+    slot_mapping: Tensor  # int64 [B]: block * block_size + offset of each token
+    splits: Splits
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, kv_cache: Tensor, window: int | None = None) -> Tensor:
+        write(k, v, kv_cache, self.slot_mapping)
+        return flash_decode(q, kv_cache, self.splits, window).to(q.dtype)
 
 
 def split(block_tables: Tensor, seq_lens: Tensor, block_size: int) -> Splits:

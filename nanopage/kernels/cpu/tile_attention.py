@@ -1,7 +1,7 @@
 """Attention of a few queries of each of several sequences, for Inductor: two batched products, a loop between them.
 
-The same as `reference.attend` does for chunks of a single tile, but masks, softmax and the copies around the products
-are fused: a prompt of a hundred tokens spends more time between small operators than in them.
+The same as `reference.attend_chunks` does for chunks of a single tile, but masks, softmax and the copies around the
+products are fused: a prompt of a hundred tokens spends more time between small operators than in them.
 """
 
 import torch

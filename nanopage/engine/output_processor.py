@@ -1,0 +1,276 @@
+"""OutputProcessor: tokens to text, stop strings, and the RequestOutputs that a step returns.
+
+A request is read when it has to be: after every token if somebody sees it grow or a stop string may end it, else once,
+when it has ended. Everything here can be interrupted at any point and called again: what has been read and what has
+been reported is counted, not remembered by where the code was.
+"""
+
+import dataclasses
+from collections.abc import Iterable
+
+from nanopage.engine.beam_search import Hypothesis
+from nanopage.engine.scheduler import Scheduler
+from nanopage.engine.sequence import Sequence, SequenceGroup
+from nanopage.outputs import CompletionOutput, Logprob, RequestOutput
+from nanopage.params import BeamSearchParams, RequestOutputKind, SamplingParams
+from nanopage.step import LogprobTable
+from nanopage.text.detokenizer import IncrementalDetokenizer
+from nanopage.text.tokenizer import Tokenizer
+
+
+@dataclasses.dataclass(slots=True)
+class Completion:
+    """A sequence and what has been made of its tokens.
+
+    `num_read` output tokens have been made into text and `logprobs`; `num_reported` of them, and `num_chars` characters
+    of the text, are in outputs. `reading` is true while a token is read: if it is found so, that was interrupted.
+    """
+
+    seq: Sequence
+    detokenizer: IncrementalDetokenizer | None
+    logprobs: list[dict[int, Logprob]] = dataclasses.field(default_factory=list)
+    num_read: int = 0
+    reading: bool = False
+    num_reported: int = 0
+    num_chars: int = 0
+    output: CompletionOutput | None = None  # the last one, once the completion has ended
+
+
+@dataclasses.dataclass(slots=True)
+class Request:
+    """A group and what its outputs are made of."""
+
+    group: SequenceGroup
+    params: SamplingParams | BeamSearchParams
+    prompt: str | None
+    prompt_token_ids: list[int]
+    completions: list[Completion]  # none for a beam search
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+
+    @property
+    def streams(self) -> bool:
+        """Whether there are outputs before it has ended."""
+        kind = RequestOutputKind.FINAL_ONLY if isinstance(self.params, BeamSearchParams) else self.params.output_kind
+        return kind is not RequestOutputKind.FINAL_ONLY and not self.group.ranks
+
+    @property
+    def is_read_as_it_comes(self) -> bool:
+        return self.streams or (isinstance(self.params, SamplingParams) and bool(self.params.stop))
+
+
+class OutputProcessor:
+    """Makes the outputs of a scheduler's requests.
+
+    Args:
+        scheduler: ends the sequences whose stop strings are found.
+        tokenizer: None if the model has none: texts are empty then.
+    """
+
+    def __init__(self, scheduler: Scheduler, tokenizer: Tokenizer | None):
+        self.scheduler, self.tokenizer = scheduler, tokenizer
+        self.requests: dict[str, Request] = {}
+        self.outputs: list[RequestOutput] = []  # made, and not returned yet
+        self._news: dict[str, None] = {}  # ids of requests that have something to report
+
+    def add(self, request: Request) -> None:
+        request.group.read_as_it_comes = request.is_read_as_it_comes
+        self.requests[request.group.request_id] = request
+
+    def read(self, groups: Iterable[SequenceGroup]) -> None:
+        """Make text of the new tokens of these groups."""
+        for group in groups:
+            request = self.requests.get(group.request_id)
+            if request is None or request.group is not group:  # it has ended, and its id may be in use again
+                continue
+            if group.read_as_it_comes or group.finished:
+                self._read(request)
+                if group.finished or request.streams:
+                    self._news[group.request_id] = None
+
+    def read_aborted(self, request_id: str) -> None:
+        """Report on a request even if it would only be at its end."""
+        self._read(self.requests[request_id])
+        self._news[request_id] = None
+
+    def report(self) -> None:
+        """Make outputs of what is new."""
+        outputs = []
+        for request_id in self._news:
+            if (request := self.requests.get(request_id)) is None:
+                continue
+            try:
+                outputs.append(self._output(request))
+            except Exception:
+                if request.group.error is None:
+                    raise
+                outputs.append(self._request_output(request, []))
+        self.outputs += outputs
+        self._remember(outputs)
+        self._news.clear()
+
+    def take(self) -> list[RequestOutput]:
+        """The outputs that have not been returned yet."""
+        outputs, self.outputs = self.outputs, []
+        return outputs
+
+    def recover(self) -> list[tuple[SequenceGroup, Exception]]:
+        """Catch up after an exception that struck anywhere. Returns the groups whose text cannot be made, and why."""
+        self._remember(self.outputs)
+        failed = []
+        for request in list(self.requests.values()):
+            group = request.group
+            try:
+                if group.finished or group.read_as_it_comes:
+                    self._read(request)
+                unreported = any(c.num_read > c.num_reported for c in request.completions)
+                if group.finished or (unreported and request.streams):
+                    self._news[group.request_id] = None
+                    self._output(request)
+            except Exception as error:
+                failed.append((group, error))
+        return failed
+
+    # Text
+
+    def _read(self, request: Request) -> None:
+        if request.group.error is not None and any(completion.reading for completion in request.completions):
+            return  # reading it has failed before
+        for completion in request.completions:
+            seq, detokenizer = completion.seq, completion.detokenizer
+            if completion.reading and detokenizer is not None:
+                detokenizer.restart()
+                completion.num_read = 0
+            completion.reading = True
+            while completion.num_read < seq.num_output_tokens:
+                if completion.num_read == 0 and seq.finished and not request.is_read_as_it_comes:
+                    self._read_all(request, completion)
+                else:
+                    self._read_token(request, completion)
+                    completion.num_read += 1
+            completion.reading = False
+
+    def _read_token(self, request: Request, completion: Completion) -> None:
+        seq, params, detokenizer = completion.seq, request.params, completion.detokenizer
+        assert isinstance(params, SamplingParams)
+        number = completion.num_read + 1
+        if seq.logprobs:
+            del completion.logprobs[number - 1 :]
+            completion.logprobs.append(self._decoded(seq.logprobs[number - 1]))
+        last = number == seq.num_output_tokens
+        if detokenizer is None or (last and self._is_hidden(seq, params)):
+            return
+        searching = number >= params.min_tokens and not (last and _ended_by_token(seq))
+        stop = detokenizer.add(seq.token_ids[seq.num_prompt_tokens + number - 1], searching)
+        if stop is not None and seq.finished:  # it was the last token allowed, too
+            seq.finish_reason, seq.stop_reason = "stop", stop
+        elif stop is not None:
+            self.scheduler.finish(request.group, seq, "stop", stop)
+
+    def _read_all(self, request: Request, completion: Completion) -> None:
+        """Read a completion that has ended and has no stop strings at once."""
+        seq, detokenizer = completion.seq, completion.detokenizer
+        assert isinstance(request.params, SamplingParams)
+        completion.logprobs = [self._decoded(table) for table in seq.logprobs]
+        if detokenizer is not None:
+            token_ids = seq.output_token_ids
+            detokenizer.add_all(token_ids[:-1] if self._is_hidden(seq, request.params) else token_ids)
+        completion.num_read = seq.num_output_tokens
+
+    def _is_hidden(self, seq: Sequence, params: SamplingParams) -> bool:
+        """Whether the last token is one that ended the sequence and is not part of the text."""
+        return _ended_by_token(seq) and not params.include_stop_str_in_output
+
+    def _decoded(self, table: LogprobTable) -> dict[int, Logprob]:
+        return {
+            token_id: Logprob(logprob, rank, self._decode([token_id], skip_special_tokens=False))
+            for token_id, (logprob, rank) in table.items()
+        }
+
+    def _decode(self, token_ids: list[int], skip_special_tokens: bool) -> str | None:
+        return None if self.tokenizer is None else self.tokenizer.decode(token_ids, skip_special_tokens)
+
+    # Outputs
+
+    def _remember(self, outputs: list[RequestOutput]) -> None:
+        """Note what these outputs have reported."""
+        for output in outputs:
+            request = self.requests.get(output.request_id)
+            if request is None:
+                continue
+            if not request.group.ranks:  # those that compete are shown once only
+                for completion, made in zip(request.completions, output.outputs, strict=False):
+                    completion.num_reported, completion.num_chars = len(made.token_ids), len(made.text)
+                    completion.output = made if made.finish_reason else None
+            if output.finished:
+                del self.requests[output.request_id]
+
+    def _output(self, request: Request) -> RequestOutput:
+        """What a request has produced. Changes nothing but detokenizers that have come to their end."""
+        group = request.group
+        if group.beam_search is not None:
+            outputs = self._beams(request)
+        else:
+            completions = request.completions
+            if group.ranks:
+                assert isinstance(request.params, SamplingParams)
+                completions = sorted(completions, key=lambda c: -c.seq.cumulative_logprob)[: request.params.n]
+            outputs = [self._completion(index, completion) for index, completion in enumerate(completions)]
+        wanted = group.seqs[0].settings.prompt_logprobs is not None
+        if wanted and request.prompt_logprobs is None and group.metrics.token_times:
+            request.prompt_logprobs = [None, *map(self._decoded, group.prompt_logprobs)]
+        return self._request_output(request, outputs)
+
+    def _request_output(self, request: Request, outputs: list[CompletionOutput]) -> RequestOutput:
+        group = request.group
+        return RequestOutput(
+            group.request_id,
+            request.prompt,
+            request.prompt_token_ids,
+            outputs,
+            group.finished,
+            group.metrics,
+            group.num_cached_tokens,
+            request.prompt_logprobs,
+            group.error,
+        )
+
+    def _completion(self, index: int, completion: Completion) -> CompletionOutput:
+        seq, detokenizer = completion.seq, completion.detokenizer
+        if completion.output is not None:  # it has ended before, its siblings have not
+            return dataclasses.replace(completion.output, delta="")
+        output = CompletionOutput(index, "", seq.output_token_ids, None, None, seq.finish_reason, seq.stop_reason)
+        if detokenizer is not None:
+            if seq.finished and not completion.reading:
+                detokenizer.finish()
+            output.text = detokenizer.text if seq.finished else detokenizer.certain_text()
+            output.delta = output.text[completion.num_chars :]
+        if seq.settings.logprobs is not None:
+            output.cumulative_logprob = seq.cumulative_logprob
+        if seq.num_logprobs is not None:
+            output.logprobs = list(completion.logprobs)
+        return output
+
+    def _beams(self, request: Request) -> list[CompletionOutput]:
+        """The hypotheses of a beam search, best first, and after them the live beams if it did not come to its end."""
+        search, params = request.group.beam_search, request.params
+        assert search is not None and isinstance(params, BeamSearchParams)
+        hypotheses = list(search.hypotheses)
+        if not search.finished:
+            beams = [seq for seq in request.group.seqs if not seq.dormant]
+            reason = "abort" if request.group.error is None else "error"
+            hypotheses += [Hypothesis(b.output_token_ids, b.cumulative_logprob, None, reason) for b in beams]
+        return [
+            CompletionOutput(
+                index,
+                self._decode(hypothesis.token_ids, params.skip_special_tokens) or "",
+                hypothesis.token_ids,
+                hypothesis.cumulative_logprob,
+                finish_reason=hypothesis.finish_reason,
+                score=hypothesis.score,
+            )
+            for index, hypothesis in enumerate(hypotheses[: params.width])
+        ]
+
+
+def _ended_by_token(seq: Sequence) -> bool:
+    return seq.finish_reason == "stop" and not isinstance(seq.stop_reason, str)

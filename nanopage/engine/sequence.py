@@ -1,0 +1,191 @@
+"""Sequence and SequenceGroup: what the engine knows of a completion, and of a request.
+
+A request for one completion is a group with one sequence. With `n` or beams it has several, which begin with the same
+prompt and share its blocks.
+"""
+
+import time
+from dataclasses import dataclass, field
+from enum import Enum
+
+from nanopage.engine.beam_search import BeamSearch, BeamStep
+from nanopage.outputs import RequestMetrics
+from nanopage.step import LogprobTable, SamplingSettings
+
+
+class Status(Enum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    SWAPPED = "swapped"
+    FINISHED = "finished"
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One completion while it lives.
+
+    `token_ids` is the prompt and the output that is known. `num_in_flight` more tokens have been sampled, or are about
+    to be, and have not come back from the worker. `num_computed_tokens` of all these tokens have their K and V in the
+    cache. A sequence with one token left to compute is decoding; with more it is in prefill.
+
+    Args:
+        seq_id: unique in the engine.
+        token_ids: the prompt.
+        settings: for the worker's sampler.
+        eos_token_ids, stop_token_ids: end the sequence, once it has `settings.min_tokens` output tokens.
+        max_total_tokens: most tokens, prompt and output.
+        num_logprobs: top log-probabilities to keep for the outputs; None for none.
+    """
+
+    seq_id: int
+    token_ids: list[int]
+    settings: SamplingSettings
+    seed: int = 0
+    eos_token_ids: frozenset[int] = frozenset()
+    stop_token_ids: frozenset[int] = frozenset()
+    max_total_tokens: int = 2**62
+    num_logprobs: int | None = None
+    cache_salt: str = ""
+
+    num_prompt_tokens: int = 0
+    num_in_flight: int = 0
+    num_computed_tokens: int = 0
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    logprobs: list[LogprobTable] = field(default_factory=list)
+    cumulative_logprob: float = 0.0
+    block_hashes: list[bytes] = field(default_factory=list)  # of its full blocks, as far as they were needed
+
+    group: "SequenceGroup" = field(init=False)
+
+    # What the worker knows of it
+    row: int | None = None  # of the sequence table, while it runs
+    num_sent_blocks: int = 0
+    parent: "Sequence | None" = None  # it was forked from this one, and has not run since
+
+    # Of a beam
+    dormant: bool = False  # not in use
+    candidates: dict[int, float] = field(default_factory=dict)  # its next tokens, until all beams have theirs
+
+    def __post_init__(self):
+        self.token_ids = list(self.token_ids)
+        self.num_prompt_tokens = len(self.token_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        """With those in flight."""
+        return len(self.token_ids) + self.num_in_flight
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Those that are known."""
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        return self.token_ids[self.num_prompt_tokens :]
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+    @property
+    def full(self) -> bool:
+        """Whether it has, or will have, all the tokens it may have."""
+        return len(self.token_ids) + self.num_in_flight >= self.max_total_tokens
+
+    def append(self, token_id: int, logprobs: LogprobTable | None) -> None:
+        """Take in a token that was in flight."""
+        total, end = self.cumulative_logprob, len(self.token_ids)
+        if logprobs is not None:
+            total += logprobs[token_id][0]
+            if self.num_logprobs is not None:
+                del self.logprobs[self.num_output_tokens :]  # of a call that was interrupted before the next line
+                self.logprobs.append(logprobs)
+        # Assignments alone: no signal handler runs between them.
+        self.token_ids[end:], self.cumulative_logprob, self.num_in_flight = (token_id,), total, self.num_in_flight - 1
+
+    def find_ending(self) -> tuple[str, int | None] | None:
+        """(finish_reason, stop_reason) if the last token ends the sequence. A stop wins over a length, as in vLLM."""
+        last = self.token_ids[-1]
+        if self.num_output_tokens >= self.settings.min_tokens:
+            if last in self.eos_token_ids:
+                return "stop", None
+            if last in self.stop_token_ids:
+                return "stop", last
+        return ("length", None) if len(self.token_ids) >= self.max_total_tokens else None
+
+    def restart(self) -> None:
+        """Forget its K and V, and results that were in flight."""
+        self.num_in_flight = self.num_computed_tokens = 0
+        self.candidates = {}
+        self.leave_table()
+
+    def leave_table(self) -> None:
+        """The worker no longer knows it."""
+        self.row = self.parent = None
+        self.num_sent_blocks = 0
+
+    def __repr__(self) -> str:
+        return f"Sequence({self.seq_id}, {self.num_computed_tokens}/{self.num_tokens} computed)"
+
+
+class SequenceGroup:
+    """A request: the sequences that begin with its prompt. The scheduler admits, preempts and swaps it whole.
+
+    At first, and again after a preemption by recomputation, only its leader (the first live sequence) has blocks:
+    it computes the `shared_len` tokens that all live sequences begin with, then the others fork from it.
+
+    Args:
+        seqs: equal prompts, different seeds; for a beam search `width` sequences, of which only the first is awake.
+        priority: lower runs first.
+        beam_search: what chooses the next beams, if the request is one.
+        ranks: whether completions compete, so that none can be shown before all have ended.
+    """
+
+    def __init__(
+        self,
+        request_id: str,
+        seqs: list[Sequence],
+        priority: int = 0,
+        beam_search: BeamSearch | None = None,
+        ranks: bool = False,
+    ):
+        self.request_id = request_id
+        self.seqs = seqs
+        self.priority = priority
+        self.beam_search = beam_search
+        self.ranks = ranks
+        for seq in seqs:
+            seq.group = self
+            seq.dormant = beam_search is not None and seq is not seqs[0]
+        self.status = Status.WAITING
+        self.order = -1  # of arrival; the scheduler numbers it
+        self.forked = len(seqs) == 1
+        self.shared_len = seqs[0].num_prompt_tokens
+        self.num_cached_tokens = 0  # of the prompt, found in the prefix cache when first scheduled
+        # What a beam search has decided and the sequences do not show yet: a step, and of each beam that goes on its
+        # (sequence, tokens, cumulative log-probability).
+        self.next_beams: tuple[BeamStep, list[tuple[Sequence, list[int], float]]] | None = None
+        self.error: str | None = None  # why the request could not be completed
+        self.read_as_it_comes = True  # whether its tokens are made into text before it has ended
+        self.prompt_logprobs: list[LogprobTable] = []
+        self.metrics = RequestMetrics(time.perf_counter())
+
+    @property
+    def live(self) -> list[Sequence]:
+        if len(self.seqs) == 1:
+            return [] if self.seqs[0].finish_reason is not None else self.seqs
+        return [seq for seq in self.seqs if seq.finish_reason is None and not seq.dormant]
+
+    @property
+    def num_unfinished(self) -> int:
+        """How many sequences it may run at once: a search wakes its dormant beams."""
+        return sum(seq.finish_reason is None for seq in self.seqs)
+
+    @property
+    def finished(self) -> bool:
+        return self.status is Status.FINISHED
+
+    def __repr__(self) -> str:
+        return f"SequenceGroup({self.request_id!r}, {self.status.value}, {self.seqs})"

@@ -1,0 +1,81 @@
+"""Linear layers and the embedding with weights in oneDNN's blocked layout, for a CPU: see kernels/cpu/packed_linear.py.
+
+`pack` puts them in the places of plain ones once the weights are loaded.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nanopage.kernels.cpu import packed_linear
+from nanopage.layers.embedding import Embedding
+from nanopage.layers.linear import Linear
+
+
+class PackedLinear(nn.Module):
+    """A Linear whose weight exists only in oneDNN's layout: products stream it about twice as fast."""
+
+    packed: Tensor
+    tiles: Tensor | None
+    bias: Tensor | None
+
+    def __init__(self, linear: Linear):
+        super().__init__()
+        self.out_features = linear.out_features
+        weight = linear.weight.data
+        self.register_buffer("packed", packed_linear.pack(weight), persistent=False)
+        self.register_buffer("tiles", packed_linear.tiles_of(self.packed, weight), persistent=False)
+        self.bias = linear.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.ops.nanopage.packed_linear(x, self.packed, self.bias)
+
+
+class PackedRowLinear(PackedLinear):
+    """The same for a single row of input, to be compiled: a loop over the tiles, if there are any."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.tiles is None:
+            return super().forward(x)
+        return packed_linear.matvec(x, self.tiles, self.bias)
+
+
+class PackedEmbedding(nn.Module):
+    """An embedding tied to a packed head: it reads its rows out of the head's tiles, so there is still one matrix."""
+
+    tiles: Tensor
+
+    def __init__(self, tiles: Tensor):
+        super().__init__()
+        self.register_buffer("tiles", tiles, persistent=False)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return packed_linear.rows(self.tiles, input_ids)
+
+
+def pack(module: nn.Module, kind: type[PackedLinear] = PackedLinear) -> None:
+    """Pack every Linear in a module, and the embedding if it is tied to one of them and that has tiles."""
+    replace_linears(module, kind, lambda head: None if head.tiles is None else PackedEmbedding(head.tiles))
+
+
+def replace_linears(
+    module: nn.Module, replace: Callable[[Linear], Any], replace_tied: Callable[[Any], nn.Module | None]
+) -> None:
+    """Replace every Linear in a module. Only one matrix at a time exists twice.
+
+    Args: replace_tied: makes an embedding out of what has replaced the Linear it is tied to; None leaves it as it is.
+    """
+    children = [(parent, name, child) for parent in module.modules() for name, child in parent.named_children()]
+    for parent, name, child in children:
+        if not isinstance(child, Linear):
+            continue
+        replacement = replace(child)
+        setattr(parent, name, replacement)
+        for place, place_name, other in children:
+            tied = isinstance(other, Embedding) and other.weight is child.weight
+            if tied and (embedding := replace_tied(replacement)) is not None:
+                setattr(place, place_name, embedding)
+                other.register_parameter("weight", None)
+        child.register_parameter("weight", None)

@@ -1,0 +1,137 @@
+"""A decoder-only transformer: what all model families share.
+
+token ids ─▶ embed_tokens ─▶ layers ─▶ norm ─▶ hidden states ─▶ lm_head ─▶ logits
+
+a layer:   x = x + attention(norm(x))
+           x = x + mlp(norm(x))
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from nanopage.config import ModelConfig
+from nanopage.layers.attention import Attention
+from nanopage.layers.embedding import Embedding
+from nanopage.layers.linear import Linear
+from nanopage.layers.norm import RMSNorm
+from nanopage.layers.rotary import RotaryEmbedding, rotate
+
+Layer = Callable[[Tensor, Tensor, Tensor, Tensor, Attention, Tensor | None], Tensor]
+"""A DecoderLayer, or what computes the same."""
+
+
+class Decoder(nn.Module):
+    """The model.
+
+    Args:
+        layers: a DecoderLayer for each of `config.num_layers`.
+    """
+
+    def __init__(self, config: ModelConfig, layers: Sequence[nn.Module]):
+        super().__init__()
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
+        self.rotary = RotaryEmbedding(config.head_dim, config.rope)
+        self.layers = nn.ModuleList(layers)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.lm_head = Linear(config.hidden_size, config.vocab_size)
+        if config.tie_word_embeddings:
+            self.lm_head.weight = self.embed_tokens.weight
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        kv_cache: Tensor,
+        attention: Attention,
+        rows: Tensor | None = None,
+        layers: Sequence[Layer] | None = None,
+    ) -> Tensor:
+        """Hidden states of T tokens, of which `lm_head` makes logits: [T, hidden_size].
+
+        Args:
+            input_ids, positions: [T].
+            kv_cache: [layers, 2, blocks, kv_heads, head_dim * block_size].
+            attention: of this step.
+            rows: only these of the T tokens. The last layer, too, then leaves out the others after attention.
+            layers: what computes the layers, if it is not the modules themselves.
+        """
+        x = self.embed_tokens(input_ids)
+        cos, sin = self.rotary(positions, x.dtype)
+        all_layers: Sequence[Layer] = layers or list(self.layers)
+        *others, last = zip(all_layers, kv_cache.unbind(0), strict=True)
+        for layer, layer_cache in others:
+            x = layer(x, cos, sin, layer_cache, attention, None)
+        layer, layer_cache = last
+        return self.norm(layer(x, cos, sin, layer_cache, attention, rows))
+
+
+class DecoderLayer(nn.Module):
+    """Attention and a feed-forward layer, each behind a norm."""
+
+    def __init__(self, config: ModelConfig, self_attn: "SelfAttention", mlp: nn.Module):
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = self_attn
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = mlp
+
+    def forward(
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        kv_cache: Tensor,
+        attention: Attention,
+        rows: Tensor | None = None,
+    ) -> Tensor:
+        q, k, v = self.before(x, cos, sin)
+        attended = attention(q, k, v, kv_cache, self.self_attn.window)
+        if rows is not None:
+            x, attended = x[rows], attended[rows]
+        return self.after(x, attended)
+
+    def before(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """What comes before attention: q, k and v."""
+        return self.self_attn.project(self.input_layernorm(x), cos, sin)
+
+    def after(self, x: Tensor, attended: Tensor) -> Tensor:
+        """What comes after it, row by row: attended [T, num_heads, head_dim]."""
+        x = x + self.self_attn.o_proj(attended.flatten(1))
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class SelfAttention(nn.Module):
+    """The projections around grouped-query attention with rotary positions.
+
+    Args:
+        qkv_bias, o_bias: whether those projections have biases.
+    """
+
+    def __init__(self, config: ModelConfig, index: int, qkv_bias: bool = False, o_bias: bool = False):
+        super().__init__()
+        self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
+        self.window = config.sliding_windows[index]
+        q_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        parts = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
+        self.qkv_proj = Linear(config.hidden_size, parts, qkv_bias)
+        self.o_proj = Linear(q_size, config.hidden_size, o_bias)
+
+    def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q [T, num_heads, head_dim], k and v [T, num_kv_heads, head_dim], rotated."""
+        heads = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim))  # [T, q heads + k heads + v heads, head_dim]
+        qk, v = heads.split([self.num_heads + self.num_kv_heads, self.num_kv_heads], dim=1)
+        q, k = rotate(qk, cos, sin).split([self.num_heads, self.num_kv_heads], dim=1)
+        return q, k, v
+
+
+def meta_model(config: ModelConfig) -> Decoder:
+    """The model on the meta device: names and shapes, nothing allocated."""
+    from nanopage.models import find_family
+
+    family = find_family(config.architecture)
+    if family is None:
+        raise ValueError(f"architecture {config.architecture!r} is not supported")
+    with torch.device("meta"):
+        return Decoder(config, [family.make_layer(config, index) for index in range(config.num_layers)])

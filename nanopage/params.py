@@ -1,0 +1,233 @@
+"""What a user asks for: SamplingParams and BeamSearchParams. Names, defaults and meanings are those of vLLM."""
+
+import copy
+from dataclasses import KW_ONLY, dataclass
+from enum import Enum
+
+from nanopage.vllm_options import BEAM_SEARCH, SAMPLING, accepts_options
+
+MAX_STOP_CHARS = 16_384  # of all stop strings of a request: their trie takes some 250 bytes a character
+MAX_LOGPROBS = 20  # vLLM's default `max_logprobs`: bounds the top-k a request can make the sampler compute
+
+
+class RequestOutputKind(Enum):
+    """When a request has outputs: after every token, with all that it has produced; or only when it has ended."""
+
+    CUMULATIVE = 0
+    FINAL_ONLY = 2
+
+
+@accepts_options(SAMPLING)
+@dataclass
+class SamplingParams:
+    """How to sample one request. Names, defaults and meanings are those of vLLM's `SamplingParams`.
+
+    The parameters up to `prompt_logprobs` can be given by position, in vLLM's order. Options of vLLM that change
+    nothing, such as structured_outputs=None, are accepted (see vllm_options.py).
+
+    Args:
+        n: completions per prompt, each with a seed of its own; the prompt is computed once and its blocks shared.
+        best_of: sample so many and return the `n` with the highest cumulative log-probability, best first; None
+            means `n`. Outputs come only at the end if it is more than `n`.
+        temperature: divides the logits, in [0, 100]; 0 means greedy.
+        top_p: keep the smallest set of most likely tokens whose mass reaches `top_p`, in (0, 1]. The token
+            that crosses the line is kept, and so is every token tied with it (Holtzman et al. 2020).
+        top_k: keep the `top_k` most likely tokens and those tied with the last; 0 or -1 keeps all.
+        min_p: keep tokens at least `min_p` times as likely as the likeliest, in [0, 1].
+        repetition_penalty: divides positive and multiplies negative logits of every token of the prompt or the
+            output (Keskar et al. 2019), in [0.01, 100]; 1 is off.
+        presence_penalty: subtracted from the logits of tokens already in the output, in [-2, 2].
+        frequency_penalty: subtracted once per occurrence in the output, in [-2, 2].
+        logit_bias: token id -> number in [-100, 100] added to its logit.
+        allowed_token_ids: only these ids can be sampled.
+        bad_words: strings whose token sequences can not be completed.
+        seed: makes the request reproducible whatever runs beside it; None draws from the engine's seed.
+        max_tokens: most output tokens; None means up to the model's length.
+        min_tokens: no end-of-sequence, stop token or stop string before this many output tokens.
+        stop: strings that end the output; not part of it unless `include_stop_str_in_output`. The first to end in the
+            text counts, of those that end together the longest. At most 16,384 characters in all.
+        stop_token_ids: tokens that end the output.
+        ignore_eos: go on after end-of-sequence tokens.
+        include_stop_str_in_output: keep the stop string or stop token in the text.
+        skip_special_tokens: leave special tokens out of the text.
+        detokenize: False leaves `text` empty and saves the work. A model without a tokenizer (see `load_format` in
+            EngineConfig) has nothing to detokenize: its `text` is always empty.
+        logprobs: also return the log-probabilities of the sampled token and of this many top tokens, up to 20.
+            They are the model's own, before penalties, temperature and truncation.
+        prompt_logprobs: the same for each prompt token but the first.
+        output_kind: when there are outputs. `LLM.generate` and `LLM.chat` always take the last one.
+
+    Raises:
+        ValueError, TypeError: a value out of range or of the wrong type, or an option that does not exist, by name.
+    """
+
+    n: int = 1
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool = False
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    _: KW_ONLY  # from here on, vLLM's versions differ in their order
+    best_of: int | None = None
+    logit_bias: dict[int, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    detokenize: bool = True
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+
+    def __post_init__(self):
+        if self.stop is None:
+            self.stop = []
+        elif isinstance(self.stop, str):
+            self.stop = [self.stop]
+        self.stop = _list_of("stop", self.stop, str)
+        self.stop_token_ids = _list_of(
+            "stop_token_ids", [] if self.stop_token_ids is None else self.stop_token_ids, int
+        )
+        self.bad_words = _list_of("bad_words", [] if self.bad_words is None else self.bad_words, str)
+        if self.allowed_token_ids is not None:
+            self.allowed_token_ids = _list_of("allowed_token_ids", self.allowed_token_ids, int)
+            if not self.allowed_token_ids:
+                raise ValueError("allowed_token_ids must not be empty")
+        for name in ("stop", "bad_words"):
+            if any(not text for text in getattr(self, name)):
+                raise ValueError(f"{name} must not contain an empty string")
+        if (num_chars := sum(map(len, self.stop))) > MAX_STOP_CHARS:
+            raise ValueError(
+                f"stop has {len(self.stop):,} strings with {num_chars:,} characters in all: at most {MAX_STOP_CHARS:,} "
+                "characters are allowed"
+            )
+        if self.logit_bias is not None:
+            if not isinstance(self.logit_bias, dict):
+                raise TypeError(f"logit_bias must be a dict of token id -> bias, not {self.logit_bias!r}")
+            _list_of("logit_bias ids", list(self.logit_bias), int)
+            for token_id, bias in self.logit_bias.items():
+                _number(f"logit_bias[{token_id}]", bias, -100, 100)
+            self.logit_bias = dict(self.logit_bias)
+
+        _integer("n", self.n, 1)
+        if self.best_of is not None:
+            _integer("best_of", self.best_of, 1)
+            if self.best_of < self.n:
+                raise ValueError(f"best_of={self.best_of} is less than n={self.n}")
+        _number("temperature", self.temperature, 0, 100)
+        if self.greedy and self.num_sequences > 1:
+            name = "n" if self.best_of is None else "best_of"
+            raise ValueError(f"{name}={self.num_sequences} with temperature=0: greedy completions are all the same")
+        _number("top_p", self.top_p, 0, 1)
+        if self.top_p == 0:
+            raise ValueError("top_p must be in (0, 1], got 0")
+        _integer("top_k", self.top_k, -1)
+        _number("min_p", self.min_p, 0, 1)
+        _number("repetition_penalty", self.repetition_penalty, 0.01, 100)
+        _number("presence_penalty", self.presence_penalty, -2, 2)
+        _number("frequency_penalty", self.frequency_penalty, -2, 2)
+        if self.seed is not None:
+            _integer("seed", self.seed, -(2**63), 2**63 - 1)
+        _integer("min_tokens", self.min_tokens, 0)
+        if self.max_tokens is not None:
+            _integer("max_tokens", self.max_tokens, 1)
+            if self.min_tokens > self.max_tokens:
+                raise ValueError(f"min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}")
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                _integer(name, getattr(self, name), 0, MAX_LOGPROBS)
+        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "detokenize"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name} must be True or False, not {getattr(self, name)!r}")
+        if self.stop and not self.detokenize:
+            raise ValueError("stop strings need detokenize=True")
+        if not isinstance(self.output_kind, RequestOutputKind):
+            raise TypeError(f"output_kind must be a RequestOutputKind, not {self.output_kind!r}")
+
+    def clone(self) -> "SamplingParams":
+        """A copy that shares nothing with this one."""
+        return copy.deepcopy(self)
+
+    @property
+    def num_sequences(self) -> int:
+        return self.n if self.best_of is None else self.best_of
+
+    @property
+    def ranks(self) -> bool:
+        """Whether completions compete for being returned, so that none can be shown before all have ended."""
+        return self.num_sequences > self.n
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature < 1e-5  # vLLM's threshold; smaller temperatures overflow the scaled logits
+
+
+@accepts_options(BEAM_SEARCH, {"beam_width": "width"})
+@dataclass
+class BeamSearchParams:
+    """How to search one request's completions with `LLM.beam_search`. The meanings are those of transformers.
+
+    Args:
+        width: beams kept at every step, and completions returned (`num_beams`). `beam_width`, as in vLLM, is the same.
+        max_tokens: most output tokens.
+        length_penalty: a completion's score is its cumulative log-probability / its length ** length_penalty; the
+            length counts the end-of-sequence token. In [-10, 10].
+        early_stopping: True stops at `width` complete beams; False when no live beam scores better as it is; "never"
+            when none could at any length.
+        skip_special_tokens: leave special tokens out of the text.
+
+    Raises:
+        ValueError, TypeError: a value out of range or of the wrong type, by name.
+    """
+
+    width: int
+    max_tokens: int = 16
+    _: KW_ONLY
+    length_penalty: float = 1.0
+    early_stopping: bool | str = False
+    skip_special_tokens: bool = True
+
+    def __post_init__(self):
+        _integer("width", self.width, 1)
+        _integer("max_tokens", self.max_tokens, 1)
+        _number("length_penalty", self.length_penalty, -10, 10)
+        if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
+            raise ValueError(f'early_stopping must be True, False or "never", got {self.early_stopping!r}')
+        if not isinstance(self.skip_special_tokens, bool):
+            raise TypeError(f"skip_special_tokens must be True or False, not {self.skip_special_tokens!r}")
+
+    @property
+    def beam_width(self) -> int:
+        return self.width
+
+
+def _integer(name: str, value, low: int, high: int | None = None) -> None:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{name} must be an integer, not {value!r}")
+    if value < low or (high is not None and value > high):
+        raise ValueError(f"{name} must be {f'at least {low}' if high is None else f'in [{low}, {high}]'}, got {value}")
+
+
+def _number(name: str, value, low: float, high: float) -> None:
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise TypeError(f"{name} must be a number, not {value!r}")
+    # Comparisons, not math.isfinite, which an integer too large for a float would break.
+    if not low <= value <= high:
+        raise ValueError(f"{name} must be in [{low}, {high}], got {value}")
+
+
+def _list_of(name: str, values, kind: type) -> list:
+    if not isinstance(values, list | tuple | set | frozenset):
+        raise TypeError(f"{name} must be a list of {kind.__name__}, not {values!r}")
+    for value in values:
+        if not isinstance(value, kind) or isinstance(value, bool):
+            raise TypeError(f"{name} must contain only {kind.__name__}, not {value!r}")
+    return list(values)

@@ -1,0 +1,78 @@
+"""Repetition, presence and frequency penalties, from counts of the tokens that a sequence has.
+
+The counts are on the device and each sampled token is added there, so the next step need not wait for the host.
+"""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nanopage.device import to_device
+
+
+class TokenCounts:
+    """How often each token of the vocabulary is in the output of a sequence, and whether it is in the sequence at all.
+
+    Only rows of the sequence table that are penalized have an entry here.
+    """
+
+    def __init__(self, vocab_size: int, device: torch.device):
+        self.device = device
+        self.output = torch.zeros(0, vocab_size, dtype=torch.int32, device=device)
+        self.seen = torch.zeros(0, vocab_size, dtype=torch.bool, device=device)
+        self._entries: dict[int, int] = {}  # row -> entry
+        self._free: list[int] = []
+
+    def add(self, row: int, token_ids: list[int], num_prompt_tokens: int) -> None:
+        """Count the tokens of a sequence."""
+        entry = self._take(row)
+        tokens = to_device(token_ids, self.device, torch.int64)
+        self.seen[entry] = False
+        self.seen[entry, tokens] = True
+        output = tokens[num_prompt_tokens:]
+        self.output[entry] = 0
+        self.output[entry].index_add_(0, output, torch.ones_like(output, dtype=torch.int32))
+
+    def fork(self, pairs: list[tuple[int, int]]) -> None:
+        """Copy the counts of (parent, row)."""
+        for parent, row in pairs:
+            entry, source = self._take(row), self._entries[parent]
+            self.seen[entry], self.output[entry] = self.seen[source], self.output[source]
+
+    def drop(self, row: int) -> None:
+        """The row belongs to another sequence now."""
+        if row in self._entries:
+            self._free.append(self._entries.pop(row))
+
+    def count(self, rows: np.ndarray, tokens: Tensor) -> None:
+        """Count one more output token of each row: int64 [rows], on the device. A negative one counts as token 0."""
+        entries = self._index(rows)
+        tokens = tokens.clamp(min=0)
+        self.seen[entries, tokens] = True
+        self.output[entries, tokens] += 1
+
+    def penalize(self, logits: Tensor, rows: np.ndarray, penalties: list[Tensor]) -> Tensor:
+        """Logits [rows, vocab_size] with the penalties applied: repetition, presence, frequency, each [rows]."""
+        entries = self._index(rows)
+        repetition, presence, frequency = (penalty.to(logits.dtype)[:, None] for penalty in penalties)
+        seen, counts = self.seen[entries], self.output[entries]
+        logits = torch.where(seen, torch.where(logits > 0, logits / repetition, logits * repetition), logits)
+        logits = logits - frequency * counts
+        return logits - presence * (counts > 0)
+
+    def _index(self, rows: np.ndarray) -> Tensor:
+        return to_device([self._entries[row] for row in rows.tolist()], self.device)
+
+    def _take(self, row: int) -> int:
+        if row in self._entries:
+            return self._entries[row]
+        if not self._free:
+            size, vocab_size = self.seen.shape
+            more = max(1, size)
+            seen = torch.cat((self.seen, self.seen.new_zeros(more, vocab_size)))
+            output = torch.cat((self.output, self.output.new_zeros(more, vocab_size)))
+            free = list(range(size, size + more))
+            # Assignments alone: no signal handler runs between them.
+            self.seen, self.output, self._free = seen, output, free
+        self._entries[row] = self._free.pop()
+        return self._entries[row]

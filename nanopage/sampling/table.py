@@ -1,0 +1,77 @@
+"""SamplingTable: the sampling settings of each row of the sequence table.
+
+Numbers are in tensors on the device, so a sampler picks those of its rows with one operation. Flags are on the host:
+they say which rows need which step at all, and what no row needs is not computed.
+"""
+
+import numpy as np
+import torch
+
+from nanopage.device import to_device
+from nanopage.sampling.penalties import TokenCounts
+from nanopage.step import Fork, NewSequence, SamplingSettings
+
+GREEDY_BELOW = 1e-5  # vLLM's threshold: smaller temperatures overflow the scaled logits
+NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+
+
+class SamplingTable:
+    """Args: num_rows: as many as the sequence table has."""
+
+    def __init__(self, num_rows: int, vocab_size: int, device: torch.device):
+        self.device = device
+        self.settings = [SamplingSettings()] * num_rows
+        self.numbers = torch.ones(len(NUMBERS), num_rows, dtype=torch.float64, device=device)
+        self.temperature, self.top_p, self.min_p, *self.penalties = self.numbers  # float64 [rows] each
+        self.integers = torch.zeros(2, num_rows, dtype=torch.int64, device=device)
+        self.seed, self.top_k = self.integers  # int64 [rows] each; top_k is the vocabulary's size if it is off
+        self.vocab_size = vocab_size
+        self.counts = TokenCounts(vocab_size, device)
+        # bool [rows], on the host
+        self.greedy, self.truncated, self.penalized, self.constrained = np.zeros((4, num_rows), dtype=bool)
+        self.num_logprobs = np.full(num_rows, -1)  # -1: none at all
+        self.version = 0  # changes with every row
+
+    def add(self, sequences: list[NewSequence]) -> None:
+        """Take in the settings of sequences that begin to run."""
+        if not sequences:
+            return
+        rows = [new.row for new in sequences]
+        numbers = [[getattr(new.sampling, name) for new in sequences] for name in NUMBERS]
+        numbers[0] = [temperature if temperature >= GREEDY_BELOW else 0.0 for temperature in numbers[0]]
+        top_k = [new.sampling.top_k for new in sequences]
+        integers = [[new.seed for new in sequences], [k if 0 < k < self.vocab_size else self.vocab_size for k in top_k]]
+        index = to_device(rows, self.device)
+        self.numbers.index_copy_(1, index, to_device(numbers, self.device, torch.float64))
+        self.integers.index_copy_(1, index, to_device(integers, self.device, torch.int64))
+        for new in sequences:
+            self._set(new.row, new.sampling)
+            self.counts.drop(new.row)
+            if self.penalized[new.row]:
+                self.counts.add(new.row, new.token_ids, new.num_prompt_tokens)
+
+    def fork(self, forks: list[Fork]) -> None:
+        parents, rows = [fork.parent for fork in forks], [fork.row for fork in forks]
+        source, target = to_device(parents, self.device), to_device(rows, self.device)
+        for table in (self.numbers, self.integers):
+            table.index_copy_(1, target, table.index_select(1, source))
+        self.seed.index_copy_(0, target, to_device([fork.seed for fork in forks], self.device, torch.int64))
+        for parent, row in zip(parents, rows, strict=True):
+            self._set(row, self.settings[parent])
+        self.counts.fork([(p, r) for p, r in zip(parents, rows, strict=True) if self.penalized[p]])
+
+    def _set(self, row: int, settings: SamplingSettings) -> None:
+        self.settings[row] = settings
+        self.greedy[row] = settings.temperature < GREEDY_BELOW
+        self.truncated[row] = 0 < settings.top_k < self.vocab_size or settings.top_p < 1 or settings.min_p > 0
+        self.penalized[row] = (
+            settings.repetition_penalty != 1 or settings.presence_penalty != 0 or settings.frequency_penalty != 0
+        )
+        self.constrained[row] = bool(
+            settings.allowed_token_ids is not None
+            or settings.bad_words_token_ids
+            or settings.logit_bias
+            or settings.min_tokens
+        )
+        self.num_logprobs[row] = -1 if settings.logprobs is None else settings.logprobs
+        self.version += 1

@@ -1,0 +1,211 @@
+"""The messages between the engine and its workers: one Batch and one BatchResult a step.
+
+Both are plain data. With one device they are passed as objects; between processes they travel as MessagePack, which
+msgspec reads and writes. It checks the types while it reads, and it cannot run code.
+
+A worker keeps a table with a row for each running sequence (worker/sequence_table.py). The engine says which row: it
+gives a sequence a free one when it begins to run, and takes it back when it ends or gives up its blocks. A Batch holds
+a sequence's tokens and sampling settings once, when it begins to run; after that only what changes.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import msgspec
+
+NO_TOKEN = -1  # sampled from logits of which the largest is NaN or infinite
+
+
+@dataclass(slots=True)
+class SamplingSettings:
+    """What the sampler has to know of a sequence. The meanings are those of `SamplingParams`.
+
+    bad_words_token_ids  token ids of each word
+    ending_token_ids     not sampled before `min_tokens`
+    logprobs             how many of the top log-probabilities to return with the sampled token's; None for none at all
+    prompt_logprobs      the same for each token of the prompt but the first
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = field(default_factory=dict)
+    allowed_token_ids: list[int] | None = None
+    bad_words_token_ids: list[list[int]] = field(default_factory=list)
+    min_tokens: int = 0
+    ending_token_ids: list[int] = field(default_factory=list)
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+
+
+@dataclass(slots=True)
+class NewSequence:
+    """A sequence that begins to run, for the first time or again: all its tokens, and how to sample it."""
+
+    row: int
+    token_ids: list[int]
+    num_prompt_tokens: int
+    seed: int
+    sampling: SamplingSettings
+
+
+@dataclass(slots=True)
+class Fork:
+    """A sequence that begins as a copy of another: of its first `num_tokens` tokens, their blocks, and its settings."""
+
+    parent: int  # row
+    row: int
+    num_tokens: int
+    seed: int
+
+
+@dataclass(slots=True)
+class BlockUpdate:
+    """The physical blocks of a row from its logical block `first` on."""
+
+    row: int
+    first: int
+    blocks: list[int]
+
+
+@dataclass(slots=True)
+class Batch:
+    """One step's work. A worker applies it in the order of the fields.
+
+    idle                 no request has begun before this batch: a worker may change the way it runs steps
+    swap_out, swap_in    [(block, host block)], [(host block, block)]: blocks to be copied
+    copies               [(from, to)]. All blocks of one of these lists are read before any of it is written
+    cleared              blocks to be filled with zeros
+    new, forks, blocks   changes of the sequence table
+    tokens               [(row, position, token id)] that the engine has chosen: the next tokens of beams
+    rows                 the B sequences that run, those with one token first
+    starts, counts       the position of each one's first token, and how many tokens of it run
+    sampled_from         indices into `rows`: sequences whose last token's logits are sampled
+    sampled_rows         for each of these, the row to sample for: the same, or one that has just been forked from it
+    """
+
+    idle: bool = False
+    swap_out: list[tuple[int, int]] = field(default_factory=list)
+    swap_in: list[tuple[int, int]] = field(default_factory=list)
+    copies: list[tuple[int, int]] = field(default_factory=list)
+    cleared: list[int] = field(default_factory=list)
+    new: list[NewSequence] = field(default_factory=list)
+    forks: list[Fork] = field(default_factory=list)
+    blocks: list[BlockUpdate] = field(default_factory=list)
+    tokens: list[tuple[int, int, int]] = field(default_factory=list)
+    rows: list[int] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
+    sampled_from: list[int] = field(default_factory=list)
+    sampled_rows: list[int] = field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.counts)
+
+
+LogprobTable = dict[int, tuple[float, int]]
+"""Token id -> (natural log-probability, rank from 1): the token itself first, then the top ones."""
+
+
+@dataclass(slots=True)
+class PromptLogprobs:
+    """Log-probabilities of the prompt tokens of a row from position `start` on."""
+
+    row: int
+    start: int
+    tables: list[LogprobTable]
+
+
+@dataclass(slots=True)
+class BatchResult:
+    """What a Batch has given.
+
+    token_ids        one for each of its `sampled_rows`; NO_TOKEN where the logits were not finite
+    logprobs         index into token_ids -> its table, for the sequences that asked
+    prompt_logprobs  of the prompts that asked
+    """
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: dict[int, LogprobTable] = field(default_factory=dict)
+    prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
+    prepare_seconds: float = 0.0  # the table, the inputs, moving blocks
+    model_seconds: float = 0.0  # the forward pass; on a GPU, its launch
+    sample_seconds: float = 0.0
+    wait_seconds: float = 0.0  # for the device
+    device_seconds: float = 0.0  # from the first to the last of the batch's work on a GPU; 0 on a CPU
+
+
+@dataclass(slots=True)
+class Capacity:
+    """What the workers have room for, once the model is loaded."""
+
+    device: str
+    dtype: str
+    num_blocks: int
+    num_host_blocks: int
+    max_model_len: int
+
+
+class Executor(Protocol):
+    """Takes batches to the workers and results back (worker/executor.py).
+
+    A step that is submitted follows all earlier ones, so the engine may submit one before it has the result of the
+    previous one.
+    """
+
+    def start(self) -> Capacity:
+        """Load the model and size the KV cache.
+
+        Raises: ValueError for options that the model or the device does not allow; MemoryError.
+        """
+
+    def submit(self, batch: Batch) -> None:
+        """Begin a step. Does not wait for it."""
+
+    def result(self) -> BatchResult:
+        """Wait for the oldest step whose result has not been fetched."""
+
+    def discard(self) -> None:
+        """Drop the results that have not been fetched."""
+
+    def compile(self) -> None:
+        """Compile what can be compiled, and wait for it. Raises: RuntimeError if that fails."""
+
+    def shutdown(self) -> None: ...
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode_batch = msgspec.msgpack.Decoder(Batch).decode
+_decode_result = msgspec.msgpack.Decoder(BatchResult).decode
+
+
+def to_bytes(message: Batch | BatchResult) -> bytes:
+    return _encode(message)
+
+
+def batch_from_bytes(data: bytes) -> Batch:
+    """Raises: msgspec.DecodeError for anything but a Batch; its subclass msgspec.ValidationError names the field."""
+    with _refusing():
+        return _decode_batch(data)
+
+
+def result_from_bytes(data: bytes) -> BatchResult:
+    """Raises: as `batch_from_bytes`."""
+    with _refusing():
+        return _decode_result(data)
+
+
+@contextlib.contextmanager
+def _refusing() -> Iterator[None]:
+    """What msgspec raises for bytes that are nested too deeply becomes its DecodeError, too."""
+    try:
+        yield
+    except RecursionError as error:
+        raise msgspec.DecodeError(str(error)) from None

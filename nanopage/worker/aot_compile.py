@@ -1,0 +1,215 @@
+"""Compiles decoder layers: the process that `aot.py` starts, `python -m nanopage.worker.aot_compile SPEC DIRECTORY`."""
+
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from filelock import FileLock
+from torch import Tensor, nn
+
+from nanopage.config import ModelConfig
+from nanopage.kernels import pages
+from nanopage.kernels.cpu.flash_decoding import FlashDecoding, Splits, split
+from nanopage.kernels.cpu.int8_linear import product_of_few
+from nanopage.kernels.cpu.packed_linear import TILE, matvec
+from nanopage.kernels.cpu.tile_attention import attend_tile
+from nanopage.layers.packed import PackedLinear, PackedRowLinear, pack
+from nanopage.quantization.int8 import Int8Linear, Int8RowsLinear, quantize
+from nanopage.weights import loader
+from nanopage.worker.aot import HEAD, digest, file_kinds, find_file, tensors_in, tensors_of
+
+OPTIONS: dict[str, Any] = {
+    "size_asserts": False,  # packed weights have no strides to assert on
+    "alignment_asserts": False,
+    "assert_indirect_indexing": False,  # of pages, in the innermost loops
+    "cpp.enable_floating_point_contract_flag": "fast",  # fused multiply-add
+}
+MAX_PROCESSES = 4  # that compile at once
+SCRATCH = "scratch-"  # begins the names of directories to compile in
+
+
+class _Part(nn.Module):
+    """What compiled code of one kind does of a layer's work."""
+
+    def __init__(self, layer: nn.Module, kind: str):
+        super().__init__()
+        self.layer: Any = layer
+        self.kind = kind
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        if self.kind == "after":
+            return self.layer.after(*inputs)
+        if self.kind == "tile":
+            q, kv_cache, block_tables, rows, positions, out = inputs
+            return attend_tile(q, kv_cache, block_tables, rows, positions, out, self.layer.self_attn.window)
+        x, cos, sin, kv_cache, slot_mapping, *splits = inputs
+        if self.kind == "before":
+            q, k, v = self.layer.before(x, cos, sin)
+            pages.write(k, v, kv_cache, slot_mapping)
+            return q.contiguous()  # as the code that takes it assumes
+        return self.layer(x, cos, sin, kv_cache, FlashDecoding(slot_mapping, Splits(*splits)))
+
+
+class _Exported(nn.Module):
+    """A part of a layer as a function of tensors."""
+
+    def __init__(self, part: _Part):
+        super().__init__()
+        self.part = [part]  # in a list: its weights are not constants of this module
+        self.names = [f"layer.{name}" for name in tensors_of(part.layer)]
+
+    def forward(self, inputs: list[Tensor], weights: list[Tensor]) -> Tensor:
+        tensors = dict(zip(self.names, weights, strict=True))
+        return torch.func.functional_call(self.part[0], tensors, tuple(inputs))
+
+
+def compile_layer(layer: Any, config: ModelConfig, dtype: torch.dtype, block_size: int, kind: str, file: Path):
+    """Compile one kind of a decoder layer to `file`. Takes up to tens of seconds."""
+    inputs, dims = example(config, dtype, block_size, kind)
+    # A single token takes so little time that allocating for it shows: a twentieth of a step.
+    options = {"memory_planning": kind == "one"}
+    # oneDNN's tensors are opaque; plain ones of their shape are traced in their place.
+    stand_ins = [torch.empty(t.shape, dtype=t.dtype) if t.is_mkldnn else t for t in tensors_of(layer).values()]
+    _export(_Exported(_Part(layer, kind)), [inputs, stand_ins], [dims, [None] * len(stand_ins)], file, options)
+
+
+class _ExportedHead(nn.Module):
+    """The head as a function of tensors: the vocabulary may have any size."""
+
+    def forward(self, x, tiles, scales=None):
+        return matvec(x, tiles, None) if scales is None else product_of_few(x, tiles, scales)
+
+
+def compile_head(config: ModelConfig, dtype: torch.dtype, quantized: bool, file: Path):
+    """Compile the head, for one row or for several, to `file`."""
+    any_size = {0: torch.export.Dim.DYNAMIC}
+    num_rows, many = (1, None) if file.name == HEAD else (16, any_size)
+    num_tiles = 500
+    if quantized:
+        weight = [torch.zeros(num_tiles, config.hidden_size, TILE, dtype=torch.int8), torch.zeros(num_tiles, TILE)]
+    else:
+        per_word = 4 // dtype.itemsize
+        word = torch.int32 if per_word == 2 else torch.float32
+        weight = [torch.zeros(num_tiles, config.hidden_size // per_word, TILE, dtype=word)]
+    inputs = [torch.zeros(num_rows, config.hidden_size, dtype=dtype), *weight]
+    _export(_ExportedHead(), inputs, [many, *[any_size] * len(weight)], file, {})
+
+
+@torch.no_grad()
+def _export(module: nn.Module, inputs: list[Any], dims: list[Any], file: Path, options: dict[str, Any]) -> None:
+    from torch._inductor import aoti_compile_and_package
+
+    with tempfile.TemporaryDirectory(dir=file.parent, prefix=SCRATCH) as scratch:
+        program = torch.export.export(module, tuple(inputs), dynamic_shapes=tuple(dims), strict=False)
+        made = Path(scratch, file.name)
+        aoti_compile_and_package(program, package_path=str(made), inductor_configs=OPTIONS | options)
+        os.replace(made, file.with_name(f"{file.stem}.{digest(made)}.pt2"))  # it appears whole or not at all
+
+
+def example(config: ModelConfig, dtype: torch.dtype, block_size: int, kind: str) -> tuple[list[Tensor], list[Any]]:
+    """(inputs without the weights, their dynamic dimensions). Sizes are hints of what is worth a thread."""
+    from torch.export import Dim
+
+    num_tokens = {"one": 1, "decode": 16}.get(kind, 90)
+    many, any_size = None if kind == "one" else Dim.DYNAMIC, Dim.DYNAMIC
+    x = torch.zeros(num_tokens, config.hidden_size, dtype=dtype)
+    cos, sin = torch.zeros(2, num_tokens, 1, config.head_dim // 2, dtype=dtype)
+    q = torch.zeros(num_tokens, config.num_heads, config.head_dim, dtype=dtype)
+    kv_cache = torch.zeros(2, 8, config.num_kv_heads, config.head_dim * block_size, dtype=dtype)
+    if kind == "after":
+        return [x, q], [{0: many}, {0: many}]
+    if kind == "tile":
+        tables, rows = torch.zeros(2, 20, dtype=torch.int64), torch.zeros(2, 45, dtype=torch.int64)
+        any_table = {0: any_size, 1: any_size}
+        inputs = [q, kv_cache, tables, rows, rows.int(), q.clone()]
+        return inputs, [{0: many}, {1: any_size}, any_table, any_table, any_table, {0: many}]
+    inputs = [x, cos, sin, kv_cache, torch.zeros(num_tokens, dtype=torch.int64)]
+    dims = [{0: many}, {0: many}, {0: many}, {1: any_size}, {0: many}]
+    if kind != "before":
+        seq_lens = torch.full((num_tokens,), 1000)
+        tables = torch.zeros(num_tokens, -(-1000 // block_size), dtype=torch.int64)
+        inputs += tensors_in(split(tables, seq_lens, block_size))
+        dims += [*[{0: any_size}] * 4, *[{0: many, 1: any_size}] * 2]
+    return inputs, dims
+
+
+def main(spec: dict[str, Any], directory: Path) -> None:
+    """Compile what `spec` needs and `directory` does not have, as many parts at a time as there are threads."""
+    os.umask(0o077)
+    threading.Thread(target=_end_with_the_parent, daemon=True).start()
+    os.nice(19)  # where there is no SCHED_IDLE
+    torch._inductor.config.force_disable_caches = True  # ours is the cache
+    _register_lowering()
+    config = loader.read_config(Path(spec["path"]))
+    with FileLock(directory / "lock"):
+        for stale in directory.glob(f"{SCRATCH}*"):  # of a process that was killed
+            shutil.rmtree(stale, ignore_errors=True)
+        missing = [name for name in file_kinds(config, spec["quantization"]) if find_file(directory, name) is None]
+        if missing:
+            _probe_compiler()
+        # Forked, so that nothing is imported again; each takes some 700 MB meanwhile.
+        pool = ProcessPoolExecutor(min(spec["threads"], MAX_PROCESSES), multiprocessing.get_context("fork"))
+        with pool:
+            for _ in pool.map(partial(_make, spec, config, directory), missing):
+                pass  # an exception comes out here
+
+
+def _end_with_the_parent() -> None:
+    """The parent holds the other end of our standard input, and never writes."""
+    os.read(0, 1)
+    if os.getpgrp() == os.getpid():  # the parent has given us a group of our own: the C++ compilers end, too
+        os.killpg(0, signal.SIGKILL)
+    os._exit(1)
+
+
+def _make(spec: dict[str, Any], config: ModelConfig, directory: Path, name: str) -> None:
+    """Compile one part, in a process of its own."""
+    torch.set_num_threads(spec["threads"])
+    dtype = getattr(torch, spec["dtype"])
+    kind, window = file_kinds(config, spec["quantization"])[name]
+    if kind == "head":
+        compile_head(config, dtype, spec["quantization"] is not None, directory / name)
+        return
+    # The smallest model with such a layer; its weights are never filled.
+    small = replace(config, num_layers=1, sliding_windows=(window,), vocab_size=64)
+    layer = loader.build_model(small, dtype, torch.device("cpu")).layers[0]
+    if spec["quantization"]:
+        quantize(layer, Int8RowsLinear if kind in ("one", "decode") else Int8Linear)
+    else:
+        pack(layer, PackedRowLinear if kind == "one" else PackedLinear)
+    compile_layer(layer, config, dtype, spec["block_size"], kind, directory / name)
+
+
+def _probe_compiler() -> None:
+    """Find the vector extensions that the C++ compiler supports, for seconds, before each part's process does."""
+    from torch._inductor.cpu_vec_isa import valid_vec_isa_list
+    from torch._inductor.utils import fresh_cache
+
+    with fresh_cache():  # the probes are loaded: not from torch's shared cache
+        valid_vec_isa_list()
+
+
+def _register_lowering() -> None:
+    """Have Inductor call oneDNN for nanopage::packed_linear from C++, not our Python function."""
+    from torch._inductor.ir import TensorBox
+    from torch._inductor.lowering import register_lowering
+    from torch._inductor.mkldnn_ir import LinearUnary
+
+    @register_lowering(torch.ops.nanopage.packed_linear.default, type_promotion_kind=None)
+    def _(x, packed_weight, bias):
+        return TensorBox.create(LinearUnary.create(x, packed_weight, bias, "none", [], ""))
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]), Path(sys.argv[2]))

@@ -1,0 +1,129 @@
+"""The eager way to run a step: the model's own modules, one operator after the other. It can run any batch.
+
+Ways to run a step have two methods: `fits(batch)` says whether a way can run a batch, and `run(batch)` runs it.
+`model_runner.py` chooses. The others are `aot.py` (a CPU) and `cuda_graphs.py` (a GPU).
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nanopage.device import to_device
+from nanopage.kernels.reference import ReferenceAttention
+from nanopage.layers.attention import Attention
+from nanopage.models.decoder import Decoder, Layer
+from nanopage.step import Batch
+from nanopage.worker.kv_cache import KVCache
+from nanopage.worker.sequence_table import SequenceTable
+
+
+@dataclass(slots=True)
+class Inputs:
+    """A batch of T tokens of B sequences as tensors. All are on the device but the lengths.
+
+    input_ids, positions  int64 [T]
+    slot_mapping          int64 [T]              block * block_size + offset of each token
+    block_tables          [B, max_blocks]        physical block of each logical block, padded with the sequence's first
+    query_lens, seq_lens  int64 [B], on the CPU  tokens of each sequence in this step, and including this step
+    """
+
+    input_ids: Tensor
+    positions: Tensor
+    slot_mapping: Tensor
+    block_tables: Tensor
+    query_lens: Tensor
+    seq_lens: Tensor
+
+
+@dataclass(slots=True)
+class Output:
+    """What running a batch has given.
+
+    logits  [S, vocab_size] of its S `sampled_rows`; None if there are none
+    hidden  [T, hidden_size] of all tokens, if a prompt's log-probabilities were asked for
+    tokens  int64 [S], if the way samples, too: at each row's temperature, without constraints and truncation. They are
+            in the sequence table
+    """
+
+    logits: Tensor | None
+    hidden: Tensor | None = None
+    tokens: Tensor | None = None
+
+
+class Eager:
+    """Args: make_attention: makes a step's attention out of its inputs."""
+
+    def __init__(
+        self,
+        model: Decoder,
+        kv_cache: KVCache,
+        table: SequenceTable,
+        make_attention: Callable[[Inputs], Attention] | None = None,
+    ):
+        self.model, self.kv_cache, self.table = model, kv_cache, table
+        self.make_attention = make_attention or reference_attention
+
+    def fits(self, batch: Batch) -> bool:
+        return True
+
+    def run(self, batch: Batch) -> Output:
+        inputs = prepare(batch, self.table)
+        return run_model(self.model, batch, inputs, self.make_attention(inputs), self.kv_cache, self.table)
+
+
+def prepare(batch: Batch, table: SequenceTable) -> Inputs:
+    """Look up a batch's tokens and blocks in the sequence table."""
+    rows, starts, counts = (np.array(values) for values in (batch.rows, batch.starts, batch.counts))
+    seq_lens, block_size = starts + counts, table.block_size
+    num_blocks = -(-seq_lens // block_size)
+    sequence = np.repeat(np.arange(len(rows)), counts)  # of each token
+    positions = np.arange(len(sequence)) + np.repeat(starts - (counts.cumsum() - counts), counts)
+    token_rows, sequence, positions = to_device(
+        torch.from_numpy(np.stack([rows[sequence], sequence, positions])), table.device
+    )
+    each_row, each_num_blocks = to_device(torch.from_numpy(np.stack([rows, num_blocks])), table.device)
+    block_tables = table.block_tables[:, : int(num_blocks.max())].index_select(0, each_row)
+    # What is behind a sequence's last block belongs to others: their values, even if masked, must not be read.
+    own = torch.arange(block_tables.shape[1], device=table.device) < each_num_blocks[:, None]
+    block_tables = torch.where(own, block_tables, block_tables[:, :1])
+    slots = block_tables[sequence, positions // block_size].long() * block_size + positions % block_size
+    input_ids = table.tokens[token_rows, positions].long()
+    return Inputs(input_ids, positions, slots, block_tables, torch.from_numpy(counts), torch.from_numpy(seq_lens))
+
+
+def reference_attention(inputs: Inputs) -> Attention:
+    return ReferenceAttention(inputs.slot_mapping, inputs.block_tables, inputs.query_lens, inputs.seq_lens)
+
+
+def run_model(
+    model: Decoder,
+    batch: Batch,
+    inputs: Inputs,
+    attention: Attention,
+    kv_cache: KVCache,
+    table: SequenceTable,
+    layers: Sequence[Layer] | None = None,
+    head: Callable[[Tensor], Tensor] | None = None,
+) -> Output:
+    """Run the model.
+
+    Args: layers, head: what computes the decoder layers and the language-model head, if not the model's own modules.
+    """
+    scored = any(table.sampling.settings[row].prompt_logprobs is not None for row in batch.rows)
+    sampled = np.array(batch.sampled_from, dtype=np.int64)
+    used = np.unique(sampled)  # completions that are about to fork from one prompt share one
+    last = np.cumsum(batch.counts)[used] - 1
+    everything = len(last) == len(inputs.input_ids)
+    # At least one: oneDNN has no products without rows.
+    rows = None if scored or everything else to_device(last.tolist() or [0], table.device)
+    hidden = model(inputs.input_ids, inputs.positions, kv_cache.tensor, attention, rows, layers)
+    if not len(used):
+        return Output(None, hidden if scored else None)
+    chosen = hidden if not scored or everything else hidden[to_device(last.tolist(), table.device)]
+    logits = (head or model.lm_head)(chosen)
+    if len(used) < len(sampled):
+        logits = logits[to_device(np.searchsorted(used, sampled).tolist(), table.device)]
+    return Output(logits, hidden if scored else None)

@@ -1,0 +1,51 @@
+"""Executors: how a Batch gets to the workers and its BatchResult back. What they have in common: `step.Executor`."""
+
+from collections import deque
+from collections.abc import Callable
+
+from nanopage.config import EngineConfig, ModelConfig
+from nanopage.step import Batch, BatchResult, Capacity
+from nanopage.weights.loader import Checkpoint
+from nanopage.worker.model_runner import Launched
+from nanopage.worker.worker import Worker
+
+
+class LocalExecutor:
+    """One worker, in this process: messages are passed as objects.
+
+    Args:
+        checkpoint: of the model that `model_config` describes.
+        on_progress: called while weights load, with the number of those that have been read and of all.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        model_config: ModelConfig,
+        checkpoint: Checkpoint,
+        on_progress: Callable[[int, int], None] | None = None,
+    ):
+        self._arguments = config, model_config, checkpoint, on_progress
+        self.worker: Worker
+        self._launched: deque[Launched] = deque()
+
+    def start(self) -> Capacity:
+        self.worker = Worker(*self._arguments)
+        del self._arguments  # the vocabulary of a .gguf file takes tens of megabytes
+        return self.worker.capacity
+
+    def submit(self, batch: Batch) -> None:
+        self._launched.append(self.worker.launch(batch))
+
+    def result(self) -> BatchResult:
+        return self._launched.popleft().result()
+
+    def discard(self) -> None:
+        self._launched.clear()
+
+    def compile(self) -> None:
+        self.worker.compile()
+
+    def shutdown(self) -> None:
+        self._launched.clear()
+        self.worker.shutdown()

@@ -1,0 +1,75 @@
+"""SequenceTable: what a worker knows of each sequence that runs, in tensors that have a row for each.
+
+    tokens         [rows, max_model_len + 1]   all its tokens; what is sampled is written behind them, on the device
+    block_tables   [rows, max_blocks]          the physical block of each of its logical blocks
+    sampling       see sampling/table.py
+
+The tables are on the device and updated in place by what a Batch says has changed. A step takes its input tokens from
+`tokens`, so a token that one step samples is there for the next one before the host has seen it.
+"""
+
+from itertools import chain
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nanopage.device import to_device
+from nanopage.sampling.table import SamplingTable
+from nanopage.step import Batch, Fork
+
+
+class SequenceTable:
+    """Args: num_rows: most sequences that run at once."""
+
+    def __init__(self, num_rows: int, max_model_len: int, block_size: int, vocab_size: int, device: torch.device):
+        self.block_size, self.device = block_size, device
+        # int32 on a GPU, which its kernels read; int64 on a CPU, where torch's indexing is faster with it.
+        dtype = torch.int32 if device.type == "cuda" else torch.int64
+        self.tokens = zeros(num_rows, max_model_len + 1, dtype, device)
+        self.block_tables = zeros(num_rows, -(-max_model_len // block_size), dtype, device)
+        self.num_prompt_tokens = np.zeros(num_rows, dtype=np.int64)
+        self.sampling = SamplingTable(num_rows, vocab_size, device)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of its two large tables."""
+        return self.tokens.nbytes + self.block_tables.nbytes
+
+    def update(self, batch: Batch) -> None:
+        """Apply what has changed since the last batch."""
+        write_entries(self.tokens, [(new.row, 0, new.token_ids) for new in batch.new])
+        for new in batch.new:
+            self.num_prompt_tokens[new.row] = new.num_prompt_tokens
+        self.sampling.add(batch.new)
+        if batch.forks:
+            self._fork(batch.forks)
+        write_entries(self.block_tables, [(update.row, update.first, update.blocks) for update in batch.blocks])
+        write_entries(self.tokens, [(row, position, [token_id]) for row, position, token_id in batch.tokens])
+
+    def _fork(self, forks: list[Fork]) -> None:
+        parents, rows = [fork.parent for fork in forks], [fork.row for fork in forks]
+        source, target = to_device(parents, self.device), to_device(rows, self.device)
+        num_tokens = max(fork.num_tokens for fork in forks)
+        for table, width in ((self.tokens, num_tokens), (self.block_tables, -(-num_tokens // self.block_size))):
+            table = table[:, :width]
+            table.index_copy_(0, target, table.index_select(0, source))
+        self.num_prompt_tokens[rows] = self.num_prompt_tokens[parents]
+        self.sampling.fork(forks)
+
+
+def zeros(num_rows: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    if device.type == "cpu":  # NumPy's zeros take memory only where they are written to
+        return torch.from_numpy(np.zeros((num_rows, width), dtype=np.int64 if dtype == torch.int64 else np.int32))
+    return torch.zeros(num_rows, width, dtype=dtype, device=device)
+
+
+def write_entries(table: Tensor, entries: list[tuple[int, int, list[int]]]) -> None:
+    """table[row, first : first + len(values)] = values, for each (row, first, values)."""
+    if not entries:
+        return
+    width = table.shape[1]
+    places = [np.arange(row * width + first, row * width + first + len(values)) for row, first, values in entries]
+    index = to_device(torch.from_numpy(np.concatenate(places)), table.device)
+    values = to_device(list(chain.from_iterable(values for _, _, values in entries)), table.device, table.dtype)
+    table.view(-1).index_copy_(0, index, values)

@@ -1,0 +1,232 @@
+"""Worker: one device with its model, its KV cache and its runner."""
+
+import logging
+import time
+from collections.abc import Callable
+
+import torch
+
+from nanopage.config import EngineConfig, ModelConfig
+from nanopage.device import resolve_device, resolve_dtype, set_cuda_precision
+from nanopage.kernels.cpu.packed_linear import can_pack
+from nanopage.layers.packed import pack
+from nanopage.params import MAX_LOGPROBS
+from nanopage.quantization import int8
+from nanopage.step import Batch, BlockUpdate, Capacity, NewSequence, SamplingSettings
+from nanopage.weights import loader
+from nanopage.weights.gguf_checkpoint import GGUFCheckpoint
+from nanopage.worker.aot import Compiled
+from nanopage.worker.cuda_graphs import CUDAGraphs
+from nanopage.worker.eager import Eager, Inputs
+from nanopage.worker.jit import compile_afresh, compile_model
+from nanopage.worker.kv_cache import GIB, KVCache, block_bytes, num_blocks_that_fit, num_host_blocks
+from nanopage.worker.model_runner import Launched, ModelRunner, Way
+from nanopage.worker.sequence_table import SequenceTable
+from nanopage.worker.threads import limit_threads
+
+logger = logging.getLogger("nanopage")
+
+
+class Worker:
+    """Loads the model, sizes the KV cache, and runs batches.
+
+    Args:
+        checkpoint: of the model that `model_config` describes.
+        on_progress: called while weights load, with the number of those that have been read and of all.
+
+    Raises:
+        ValueError: options that the device does not allow, or weights that are broken, by name.
+        MemoryError: the device has no memory for the weights or the KV cache.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        model_config: ModelConfig,
+        checkpoint: loader.Checkpoint,
+        on_progress: Callable[[int, int], None] | None = None,
+    ):
+        self.config, self.model_config = config, model_config
+        self.path = checkpoint.path if isinstance(checkpoint, GGUFCheckpoint) else checkpoint
+        self.device = resolve_device(config.device)
+        self.uses_triton = self.device.type == "cuda"
+        self._check_options()
+        self.dtype, why = resolve_dtype(config.dtype, model_config.dtype, self.device)
+        if why:
+            logger.info(why)
+        if self.device.type == "cpu":
+            limit_threads()
+        else:
+            set_cuda_precision()
+        self.model = loader.load_model(
+            checkpoint, model_config, self.dtype, self.device, config.load_format, on_progress
+        )
+        del checkpoint  # the vocabulary of a .gguf file takes tens of megabytes
+        self._replace_modules()
+        longest = config.max_model_len or model_config.max_position_embeddings
+        step_bytes = self._measure_step(longest) if self.device.type == "cuda" else 0
+        num_blocks = num_blocks_that_fit(config, model_config, longest, self.dtype, self.device, step_bytes)
+        max_model_len = self._fit_length(longest, num_blocks * config.block_size)
+        host_blocks = num_host_blocks(config, num_blocks, block_bytes(model_config, config.block_size, self.dtype))
+        name = str(self.dtype).removeprefix("torch.")
+        self.capacity = Capacity(self.device.type, name, num_blocks, host_blocks, max_model_len)
+        self.kv_cache = KVCache(model_config, num_blocks, config.block_size, self.dtype, self.device, host_blocks)
+        table = SequenceTable(
+            config.max_num_seqs + 1, max_model_len, config.block_size, model_config.vocab_size, self.device
+        )
+        self.compiled: Compiled | None = None
+        self.runner = ModelRunner(self.model, self.kv_cache, table, self._choose_ways(table, max_model_len))
+        self._log_start()
+
+    def launch(self, batch: Batch) -> Launched:
+        """Begin a step. Does not synchronize with a GPU."""
+        return self.runner.launch(batch)
+
+    def compile(self) -> None:
+        """Compile what can be compiled, and wait for it. Raises: RuntimeError if that fails."""
+        if self.compiled is not None:
+            self.compiled.compile()
+
+    def shutdown(self) -> None:
+        if self.compiled is not None:
+            self.compiled.stop()
+
+    # How steps run
+
+    def _choose_ways(self, table: SequenceTable, max_model_len: int) -> list[Way]:
+        """The ways to run a step, in the order in which they are tried, and a line that says so."""
+        eager = Eager(self.model, self.kv_cache, table, self._make_attention if self.uses_triton else None)
+        if self.config.enforce_eager:
+            self.way = "eagerly"
+            return [eager]
+        if self.device.type == "cuda":
+            graphs = self._capture_graphs(table, max_model_len)
+            self.way = "decodes as CUDA graphs, others with compiled layers"
+            return [graphs, eager]
+        if not can_pack(self.dtype):
+            self.way = f"eagerly: {self.capacity.dtype} is not compiled on this CPU"
+            return [eager]
+        quantization = self.config.quantization
+        self.compiled = Compiled(
+            self.model, self.kv_cache, table, self.path, self.model_config, self.dtype, quantization
+        )
+        self.way = "with compiled layers" if self.compiled.layers else "eagerly until the layers are compiled"
+        return [self.compiled, eager]
+
+    def _replace_modules(self) -> None:
+        """Put packed, quantized or compiled modules in the places of the plain ones."""
+        if self.device.type == "cuda":
+            if not self.config.enforce_eager:
+                compile_model(self.model, self.model_config, self.dtype, self.device)
+        elif self.config.quantization == "int8":
+            int8.quantize(self.model)
+        elif can_pack(self.dtype):
+            pack(self.model)
+
+    def _make_attention(self, inputs: Inputs):
+        from nanopage.kernels import paged_attention  # imports Triton, which would double the time to start on a CPU
+
+        return paged_attention.make_attention(
+            inputs.slot_mapping,
+            inputs.block_tables,
+            inputs.query_lens,
+            inputs.seq_lens,
+            self.model_config.num_kv_heads,
+            self.device,
+        )
+
+    def _capture_graphs(self, table: SequenceTable, max_model_len: int) -> CUDAGraphs:
+        started, free = time.perf_counter(), torch.cuda.mem_get_info(self.device)[0]
+        graphs = CUDAGraphs(self.model, self.kv_cache, table, max_model_len, self.uses_triton, compile_afresh)
+        graphs.capture(graphs.sizes)
+        used = (free - torch.cuda.mem_get_info(self.device)[0]) / GIB
+        seconds = time.perf_counter() - started
+        logger.info(f"captured {len(graphs.graphs)} CUDA graphs of decode steps in {seconds:.1f} s, {used:.2f} GiB")
+        return graphs
+
+    # Memory
+
+    @torch.inference_mode()
+    def _measure_step(self, longest: int) -> int:
+        """Bytes of the GPU's memory that steps take beside weights and KV cache.
+
+        Runs the largest step there can be on a cache of one block. If steps are to be captured, captures the largest,
+        whose memory the others will share, and the smallest, for what a graph takes beside that.
+        """
+        config, device = self.config, self.device
+        cache = KVCache(self.model_config, 1, config.block_size, self.dtype, device)
+        table = SequenceTable(config.max_num_seqs + 1, longest, config.block_size, self.model_config.vocab_size, device)
+        table_bytes = table.num_bytes
+        runner = ModelRunner(self.model, cache, table, [Eager(self.model, cache, table, self._make_attention)])
+        batch = largest_batch(config.max_num_batched_tokens, config.max_num_seqs, longest, config.block_size)
+        cache.clear([0])
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        runner.launch(batch).result()
+        most = torch.cuda.max_memory_allocated(device) - before + table_bytes
+        del runner
+        torch.cuda.empty_cache()
+        if config.enforce_eager:
+            return most
+        free = [torch.cuda.mem_get_info(device)[0]]
+        graphs = CUDAGraphs(self.model, cache, table, longest, self.uses_triton, compile_afresh)
+        for sizes in (graphs.sizes[-1:], graphs.sizes[:1]):
+            graphs.capture(sizes)
+            torch.cuda.empty_cache()
+            free.append(torch.cuda.mem_get_info(device)[0])
+        each = max(0, free[1] - free[2]) // len(graphs.splits_of(graphs.sizes[0]))
+        others = sum(len(graphs.splits_of(size)) for size in graphs.sizes[:-1])
+        del graphs, table, cache
+        torch.cuda.empty_cache()
+        return most + free[0] - free[1] + each * others
+
+    def _fit_length(self, longest: int, pool: int) -> int:
+        """The max_model_len to use with a pool of that many tokens, so that any accepted request fits it alone."""
+        if longest <= pool:
+            return longest
+        if self.config.max_model_len is not None:
+            raise MemoryError(
+                f"the KV cache holds {pool:,} tokens, less than one request of max_model_len={longest:,}: "
+                "raise kv_cache_gib or gpu_memory_utilization, or lower max_model_len"
+            )
+        logger.info(f"max_model_len is {pool:,}, what the KV cache holds, not the model's {longest:,}")
+        return pool
+
+    def _check_options(self) -> None:
+        config = self.config
+        if config.quantization and self.device.type != "cpu":
+            raise ValueError(
+                f"quantization={config.quantization!r} works on a CPU only, and this engine is on {self.device}"
+            )
+        if self.uses_triton and config.block_size & (config.block_size - 1):
+            raise ValueError(f"block_size={config.block_size} must be a power of two on a GPU")
+
+    def _log_start(self) -> None:
+        config, capacity = self.config, self.capacity
+        tokens = capacity.num_blocks * config.block_size
+        gib = capacity.num_blocks * block_bytes(self.model_config, config.block_size, self.dtype) / GIB
+        kinds = [kind for kind in ("dummy" if config.load_format == "dummy" else None, config.quantization) if kind]
+        weights = f" with {' '.join(kinds)} weights" if kinds else ""
+        logger.info(
+            f"{self.path.name} in {capacity.dtype}{weights} on {capacity.device}; KV cache {gib:.2f} GiB = "
+            f"{tokens:,} tokens = {tokens / capacity.max_model_len:.1f} requests of {capacity.max_model_len:,} tokens"
+        )
+        logger.info(f"steps run {self.way}")
+
+
+def largest_batch(num_tokens: int, num_seqs: int, max_model_len: int, block_size: int) -> Batch:
+    """A step of `num_tokens` prompt tokens of `num_seqs` sequences, sampled in the way that takes the most memory. All
+    of it goes to block 0: for measuring only."""
+    settings = SamplingSettings(temperature=1.0, top_p=0.9, repetition_penalty=1.1, logprobs=MAX_LOGPROBS)
+    num_seqs = min(num_seqs, num_tokens)
+    batch = Batch(idle=True)
+    for row in range(num_seqs):  # shorter ones first, as single tokens must be
+        length = min((num_tokens + row) // num_seqs, max_model_len)
+        batch.new.append(NewSequence(row, [0] * length, length, row, settings))
+        batch.blocks.append(BlockUpdate(row, 0, [0] * -(-length // block_size)))
+        batch.rows.append(row)
+        batch.starts.append(0)
+        batch.counts.append(length)
+        batch.sampled_from.append(row)
+        batch.sampled_rows.append(row)
+    return batch

@@ -1,0 +1,375 @@
+"""The Triton kernels, in Triton's interpreter where there is no GPU: against attention spelled out, and compiled ahead
+of time for GPUs that are not there."""
+
+import json
+import os
+import subprocess
+import sys
+from itertools import cycle, product
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import LONG, examples
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_kernels import Pool
+from test_kernels import attention as plain_attention
+
+from benchmarks import kernel_resources
+from nanopage.kernels import cache_write, pages, reference
+from nanopage.kernels import paged_attention as kernels
+
+ROOT = Path(__file__).parents[2]
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3}
+
+
+NO_SLOTS = torch.zeros(0, dtype=torch.int64, device=DEVICE)  # nothing is written
+
+
+def attention_of(tables, query_lens, seq_lens, num_splits) -> kernels.TritonAttention:
+    query_start = torch.zeros(len(query_lens) + 1, dtype=torch.int32)
+    query_start[1:] = torch.tensor(query_lens).cumsum(0)
+    num_decodes = query_lens.count(1)
+    lens = torch.tensor(seq_lens, dtype=torch.int32)
+    lengths = query_start.to(DEVICE), lens.to(DEVICE)
+    return kernels.TritonAttention(NO_SLOTS, tables, *lengths, num_decodes, max(query_lens), num_splits)
+
+
+def attended(q, k, v, window=None, softcap=0.0):
+    """In float64."""
+    if not softcap:
+        return plain_attention(q.double(), k.double(), v.double(), window)
+    k, v = (x.double().repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
+    scores = softcap * torch.tanh(torch.einsum("qhd,khd->hqk", q.double(), k) / q.shape[2] ** 0.5 / softcap)
+    keys = torch.arange(len(k))
+    hidden = keys > keys[len(k) - len(q) :, None]
+    return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v)
+
+
+def check(pool, group, query_lens, window=None, softcap=0.0, num_splits=1, padding=0):
+    """Run {sequence: number of its last tokens that are queries} by the kernels; `padding` more rows of no sequence."""
+    query_lens = dict(sorted(query_lens.items(), key=lambda item: item[1] > 1))
+    tables, counts, seq_lens = pool.metadata(query_lens)
+    q = pool.random(sum(query_lens.values()) + padding, group * pool.kv_heads, pool.head_dim)
+    if padding:  # as a captured graph has it: decodes without a context
+        assert set(query_lens.values()) == {1}
+        tables = torch.cat((tables, torch.zeros(padding, tables.shape[1], dtype=tables.dtype)))
+        counts, seq_lens = torch.cat((counts, torch.ones(padding))), torch.cat((seq_lens, torch.zeros(padding)))
+    attention = attention_of(tables.to(DEVICE), counts.int().tolist(), seq_lens.int().tolist(), num_splits)
+    out = attention.attend(q.to(DEVICE), pool.cache.to(DEVICE), window, softcap=softcap).cpu()
+    assert out.dtype == q.dtype
+    if not padding and not softcap:
+        plain = reference.paged_attention(q, pool.cache, tables, counts, seq_lens, window)
+        assert (out - plain).abs().max() / plain.abs().max() < 2 * TOLERANCE[pool.dtype]
+    rows = q.split([*query_lens.values(), *[1] * padding])
+    for index, q_rows, out_rows in zip(query_lens, rows, out.split(list(map(len, rows))), strict=False):
+        _, k, v = pool.sequences[index]
+        expected = attended(q_rows, k, v, window, softcap)
+        error = (out_rows.double() - expected).abs().max() / expected.abs().max()
+        assert error < TOLERANCE[pool.dtype], (index, error)
+    assert not out[len(out) - padding :].any()
+
+
+@pytest.fixture
+def poisoned(monkeypatch):
+    """New memory is NaN, so that what is not written shows."""
+
+    def poisoning(make):
+        def made(*arguments, **options):
+            tensor = make(*arguments, **options)
+            return tensor.fill_(torch.nan) if tensor.is_floating_point() else tensor
+
+        return made
+
+    monkeypatch.setattr(torch, "empty_like", poisoning(torch.empty_like))
+    monkeypatch.setattr(torch.Tensor, "new_empty", poisoning(torch.Tensor.new_empty))
+
+
+def mixed(pool, lengths):
+    """Decodes, whole prompts and later chunks of such lengths."""
+    decodes = {pool.add(length): 1 for length in lengths}
+    whole = {pool.add(length): length for length in lengths if length > 1}
+    return decodes, whole, {pool.add(length): length // 2 for length in lengths if length > 3}
+
+
+HEAD_SIZES, PAGE_SIZES = (64, 80, 96, 128, 256), (8, 16, 32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["float32", "float16"])
+# Pages larger than a tile take the interpreter long: one of them will do.
+@pytest.mark.parametrize(
+    ("head_dim", "block_size"),
+    [*(product(HEAD_SIZES, PAGE_SIZES) if LONG else zip(HEAD_SIZES, cycle(PAGE_SIZES))), (64, 256)],
+    ids=lambda size: str(size),
+)
+def test_attention_over_pages(head_dim, block_size, dtype):
+    pool = Pool(2, head_dim, block_size, dtype, num_blocks=40)
+    lengths = [1, block_size - 1, block_size + 1, min(3 * block_size + 2, 300)]
+    for kind in mixed(pool, lengths):
+        check(pool, 2, kind)
+
+
+@pytest.mark.parametrize(
+    ("group", "window"),
+    product((1, 2, 3, 4, 7, 8), (None, 1, 5, 40)) if LONG else [(1, None), (2, 5), (3, 1), (4, 40), (7, 5), (8, None)],
+    ids=lambda value: str(value),
+)
+def test_query_heads_that_share_a_kv_head(group, window):
+    pool = Pool(3, 16, 16, torch.float32, num_blocks=60)
+    decodes, whole, chunks = mixed(pool, [1, 15, 16, 17, 70])
+    check(pool, group, decodes | whole | chunks, window)
+
+
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize(
+    ("num_splits", "window"),
+    product((1, 2, 3, 8, 40), (None, 100)) if LONG else [(1, 100), (2, None), (3, 100), (8, None), (40, 100)],
+    ids=lambda value: str(value),
+)
+def test_splits_of_a_decode(num_splits, window):
+    """More than there are tiles, fewer, and more than are merged at once."""
+    pool = Pool(2, 256, 16, torch.float32, num_blocks=150)  # tiles of 16 tokens
+    check(pool, 3, {pool.add(length): 1 for length in (1, 15, 16, 17, 33, 700)}, window, num_splits=num_splits)
+
+
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("num_splits", [1, 4])
+def test_rows_that_only_pad_give_zeros(num_splits):
+    pool = Pool(2, 32, 16, torch.float32)
+    check(pool, 2, {pool.add(length): 1 for length in (3, 50)}, num_splits=num_splits, padding=3)
+
+
+@pytest.mark.parametrize("softcap", [0.5, 30.0])
+def test_softcap(softcap):
+    pool = Pool(2, 32, 16, torch.float32)
+    decodes, whole, _ = mixed(pool, [3, 40])
+    check(pool, 2, decodes | whole, softcap=softcap, num_splits=2)
+
+
+@pytest.mark.parametrize("num_splits", [1, 3])
+def test_what_stands_behind_a_sequence_does_not_matter(num_splits):
+    pool = Pool(2, 256, 16, torch.float32)  # tiles of 16 tokens
+    queries = {pool.add(length): count for length, count in ((5, 1), (30, 1), (13, 13), (40, 7))}
+    k_pages, v_pages = pages.views(pool.cache, 256)
+    for table, k, _ in pool.sequences:
+        k_pages[table[-1], :, :, (len(k) - 1) % 16 + 1 :] = v_pages[table[-1], :, (len(k) - 1) % 16 + 1 :] = torch.nan
+    check(pool, 2, queries, num_splits=num_splits)
+
+
+def test_sequences_that_share_pages():
+    pool = Pool(2, 64, 8, torch.float32)
+    first = pool.add(40)
+    second, third = pool.add(29, first, 3), pool.add(44, first, 5)
+    check(pool, 2, {first: 1, second: 1, third: 20}, num_splits=2)
+
+
+@settings(deadline=None, max_examples=examples(25))
+@given(st.data())
+def test_any_shapes(data):
+    draw = data.draw
+    block_size = draw(st.sampled_from([1, 2, 8, 16, 64]))
+    pool = Pool(draw(st.integers(1, 3)), draw(st.integers(1, 70)), block_size, torch.float32, num_blocks=300)
+    lengths = draw(st.lists(st.integers(1, 70), min_size=1, max_size=4))
+    queries = {pool.add(length): draw(st.integers(1, length)) for length in lengths}
+    window = draw(st.none() | st.integers(1, 80))
+    check(pool, draw(st.integers(1, 9)), queries, window, num_splits=draw(st.integers(1, 9)))
+
+
+def test_a_page_size_that_is_no_power_of_two_is_refused():
+    pool = Pool(1, 16, 12, torch.float32)
+    with pytest.raises(ValueError, match="block_size=12"):
+        check(pool, 1, {pool.add(5): 1})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("head_dim", "block_size"), [(64, 16), (80, 8), (6, 32), (128, 256)])
+def test_writes_equal_the_plain_ones(head_dim, block_size, dtype):
+    generator = torch.Generator().manual_seed(0)
+    fused = torch.randn(7, 4 + 2 + 2, head_dim, generator=generator).to(dtype)
+    _, k, v = fused.split([4, 2, 2], dim=1)  # strided views
+    cache = torch.full((2, 5, 2, head_dim * block_size), torch.nan, dtype=dtype)
+    slots = torch.randperm(5 * block_size, generator=generator)[:7]
+    expected = cache.clone()
+    pages.write(k, v, expected, slots)
+    padded = torch.cat((slots, torch.tensor([-1, -1])))  # as a captured graph has them
+    garbage = torch.full((2, 8, head_dim), 7.0, dtype=dtype)
+    fused = torch.cat((fused, garbage)).to(DEVICE)
+    cache = cache.to(DEVICE)
+    cache_write.write(fused[:, 4:6], fused[:, 6:], cache, padded.to(DEVICE))
+    assert torch.equal(cache.cpu().view(torch.uint8), expected.view(torch.uint8))
+
+
+def without_interpreter(*arguments) -> subprocess.CompletedProcess:
+    """Python in another process, whose kernels are compiled."""
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | {"PYTHONPATH": str(ROOT)}
+    return subprocess.run([sys.executable, *arguments], cwd=ROOT, env=env, capture_output=True, text=True)
+
+
+ALL_KERNELS = os.environ.get("NANOPAGE_ALL_KERNELS", "0") != "0"
+
+
+@pytest.mark.parametrize("architecture", [75, 80, 90, 100] if ALL_KERNELS else [90])
+def test_what_the_engine_launches_compiles_ahead_of_time(architecture):
+    """The common specializations for an H100; all of them for every architecture with NANOPAGE_ALL_KERNELS=1."""
+    which = "every" if ALL_KERNELS else "common"
+    done = without_interpreter("-m", "benchmarks.kernel_resources", which, str(architecture), "--json")
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(done.stdout)
+    assert len(rows) >= 16
+    for row in rows:
+        assert 0 < row["registers"] <= 255, row
+        assert row["shared"] <= kernel_resources.SHARED[architecture] * 1024, row
+        if architecture in (80, 90):
+            assert row["stack"] == 0, row  # nothing is spilled
+
+
+TRACED = """
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from nanopage.kernels import paged_attention
+
+def layer(q, k, v, cache, slots, tables, starts, lens):
+    attention = paged_attention.TritonAttention(slots, tables, starts, lens, 2, 9, 3)
+    return attention(2 * q, k, v, cache, window=7) + 1
+
+graphs = []
+def backend(graph, inputs):
+    graphs.append(graph)
+    return graph.forward
+
+with FakeTensorMode():
+    q, k, v = (torch.empty(11, heads, 64, dtype=torch.bfloat16) for heads in (8, 2, 2))
+    cache = torch.empty(2, 30, 2, 64 * 16, dtype=torch.bfloat16)
+    sizes = torch.empty(11, dtype=torch.int64), torch.empty(3, 5, dtype=torch.int64)
+    lengths = torch.empty(4, dtype=torch.int32), torch.empty(3, dtype=torch.int32)
+    out = torch.compile(layer, fullgraph=True, backend=backend)(q, k, v, cache, *sizes, *lengths)
+assert out.shape == q.shape and out.dtype == q.dtype
+(graph,) = graphs
+print(*[node.target for node in graph.graph.nodes if "nanopage" in str(node.target)])
+"""
+
+
+def test_the_compiler_sees_one_graph_around_the_kernels():
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", TRACED], cwd=ROOT, env=env | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == [f"nanopage.{name}.default" for name in ("write_pages", "decode", "prefill")]
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("num_splits", [1, 7])
+def test_the_same_from_every_launch_into_poisoned_memory(dtype, num_splits):
+    pool = Pool(4, 128, 16, dtype, num_blocks=700)
+    decodes, whole, chunks = mixed(pool, [1, 16, 17, 300, 1000])
+    query_lens = decodes | whole | chunks
+    tables, counts, seq_lens = pool.metadata(query_lens)
+    q = pool.random(int(counts.sum()), 16, 128).to(DEVICE)
+    attention = attention_of(tables.to(DEVICE), counts.tolist(), seq_lens.tolist(), num_splits)
+    cache = pool.cache.to(DEVICE)
+    outs = [attention.attend(q, cache) for _ in range(20)]
+    assert all(torch.equal(out, outs[0]) for out in outs) and not outs[0].isnan().any()
+    for index, rows, out in zip(
+        query_lens, q.cpu().split(counts.tolist()), outs[0].cpu().split(counts.tolist()), strict=True
+    ):
+        _, k, v = pool.sequences[index]
+        expected = attended(rows, k, v)
+        assert (out.double() - expected).norm() / expected.norm() < {torch.bfloat16: 1e-2}.get(dtype, 2e-3)
+
+
+@pytest.mark.gpu
+def test_a_cache_of_more_elements_than_an_int32_counts():
+    kv_heads, head_dim, num_blocks = 8, 128, 140_000
+    cache = torch.zeros(2, num_blocks, kv_heads, head_dim * 16, dtype=torch.bfloat16, device=DEVICE)
+    k, v = torch.randn(2, 40, kv_heads, head_dim, dtype=torch.bfloat16, device=DEVICE)
+    table = torch.arange(num_blocks - 3, num_blocks, device=DEVICE)
+    slots = (table[:, None] * 16 + torch.arange(16, device=DEVICE)).flatten()[:40]
+    cache_write.write(k, v, cache, slots)
+    q = torch.randn(1, 32, head_dim, dtype=torch.bfloat16, device=DEVICE)
+    out = attention_of(table[None], [1], [40], num_splits=2).attend(q, cache).cpu()
+    expected = attended(q.cpu(), k.cpu(), v.cpu())
+    assert (out.double() - expected).norm() / expected.norm() < 1e-2
+
+
+@pytest.mark.gpu
+def test_what_varies_from_step_to_step_compiles_nothing_anew():
+    pool = Pool(2, 64, 16, torch.float16, num_blocks=200)
+    indices = [pool.add(20) for _ in range(5)]
+
+    def variants():
+        every = (kernels.decode_kernel, kernels.merge_kernel, kernels.prefill_kernel)
+        return [sum(map(len, (cache[0] for cache in kernel.device_caches.values()))) for kernel in every]
+
+    seen = []
+    for num_splits in (2, 16, 17):
+        for width in (2, 16, 17):
+            for num_decodes in range(1, 5):
+                counts = [1] * num_decodes + [7]
+                tables = torch.zeros(len(counts), width, dtype=torch.int64)
+                tables[:, :2] = torch.tensor([pool.sequences[index][0] for index in indices[: len(counts)]])
+                q = torch.randn(sum(counts), 4, 64, dtype=torch.float16, device=DEVICE)
+                attention_of(tables.to(DEVICE), counts, [20] * len(counts), num_splits).attend(q, pool.cache.to(DEVICE))
+                seen.append(variants())
+    assert seen[-1] == seen[0]
+
+
+@pytest.mark.gpu
+def test_a_captured_graph_serves_other_lengths():
+    pool = Pool(2, 64, 16, torch.float16, num_blocks=300)
+    batches = [{pool.add(length): 1 for length in lengths} for lengths in ([700, 3, 40], [1, 500, 900])]
+    width = max(len(table) for table, _, _ in pool.sequences)
+    q = pool.random(3, 4, 64).to(DEVICE)
+    tables = torch.zeros(3, width, dtype=torch.int64, device=DEVICE)
+    attention = attention_of(tables, [1, 1, 1], [1, 1, 1], num_splits=5)
+    cache = pool.cache.to(DEVICE)
+    graph = torch.cuda.CUDAGraph()
+    attention.attend(q, cache)  # compiles
+    with torch.cuda.graph(graph):
+        out = attention.attend(q, cache)
+    for batch in batches:
+        for row, index in enumerate(batch):
+            table, k, _ = pool.sequences[index]
+            tables[row, : len(table)] = torch.tensor(table, device=DEVICE)
+            attention.seq_lens[row] = len(k)
+        graph.replay()
+        for row, index in enumerate(batch):
+            expected = attended(q[row : row + 1].cpu(), *pool.sequences[index][1:])
+            assert (out[row].cpu().double() - expected[0]).norm() / expected.norm() < 2e-3
+
+
+def test_attention_of_a_step_writes_what_it_attends_over():
+    """As a worker makes it out of a step's inputs: lengths on the CPU, the rest on the device."""
+    pool = Pool(2, 32, 16, torch.float32)
+    query_lens = {pool.add(length): count for length, count in ((40, 1), (5, 1), (30, 7))}
+    tables, counts, seq_lens = pool.metadata(query_lens)
+    rows = [
+        (i, length - count + j) for i, (length, count) in enumerate(((40, 1), (5, 1), (30, 7))) for j in range(count)
+    ]
+    slots = torch.tensor([pool.sequences[i][0][p // 16] * 16 + p % 16 for i, p in rows])
+    expected = pool.cache.clone()
+    nan = torch.full((9, 2, 32), torch.nan)
+    pages.write(nan, nan, pool.cache, slots)  # not there before
+    q = pool.random(9, 4, 32)
+    k, v = (torch.stack([pool.sequences[i][which][p] for i, p in rows]) for which in (1, 2))
+    cache = pool.cache.to(DEVICE)
+    attention = kernels.make_attention(slots.to(DEVICE), tables.to(DEVICE), counts, seq_lens, 2, DEVICE)
+    assert (attention.num_decodes, attention.max_query_len, attention.num_splits) == (2, 7, 1)
+    assert attention.query_start.tolist() == [0, 1, 2, 9]
+    out = attention(q.to(DEVICE), k.to(DEVICE), v.to(DEVICE), cache, 20).cpu()
+    assert torch.equal(cache.cpu().view(torch.uint8), expected.view(torch.uint8))
+    plain = reference.paged_attention(q, expected, tables, counts, seq_lens, 20)
+    torch.testing.assert_close(out, plain, rtol=1e-4, atol=1e-4)
+
+
+def test_splits_share_the_work_of_two_programs_a_processor():
+    choose = kernels.choose_splits
+    assert choose([4096] * 64, 8, 132) == 1  # there is work enough
+    assert choose([32768], 8, 132) == 33  # 8 x 33 programs
+    assert choose([200], 8, 132) == 1  # too little to split
+    assert choose([32768] + [100] * 63, 8, 132) > 8  # the longest is not left to eight programs
+    assert choose([], 8, 132) == 1

@@ -1,0 +1,415 @@
+"""Every model family against transformers: the logits of every position, through the paged cache."""
+
+import json
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+from helpers import (
+    BLOCK_SIZE,
+    CPU,
+    EOS,
+    Paged,
+    assert_all_close,
+    random_tokens,
+    reference_logits,
+    tiny_hf_model,
+    tiny_model,
+)
+from transformers import AutoModelForCausalLM
+
+from nanopage import models
+from nanopage.config import ModelConfig
+from nanopage.engine.block_manager import BlockManager
+from nanopage.engine.scheduler import Scheduler
+from nanopage.engine.sequence import Sequence, SequenceGroup
+from nanopage.layers.linear import Linear
+from nanopage.layers.packed import PackedLinear
+from nanopage.models import FAMILIES, find_family, load_families
+from nanopage.step import Batch, BlockUpdate, Fork, NewSequence, SamplingSettings
+from nanopage.weights import loader
+from nanopage.worker.eager import Eager, prepare, reference_attention
+from nanopage.worker.kv_cache import KVCache
+from nanopage.worker.model_runner import ModelRunner
+from nanopage.worker.sequence_table import SequenceTable
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+LENGTHS = [1, 7, 8, 9, 40, 150]
+
+
+def rope(rope_type, **params):
+    return {"rope_parameters": {"rope_type": rope_type, "rope_theta": 10000.0, **params}}
+
+
+def stretched(rope_type, **params):
+    return rope(rope_type, factor=4.0, original_max_position_embeddings=64, **params)
+
+
+# name: (family, config overrides). The longest sequence is longer than every window and original context here.
+WINDOWS = {
+    "mistral, window": ("mistral", {"sliding_window": 6}),
+    "mistral, window of one page": ("mistral", {"sliding_window": BLOCK_SIZE, "num_key_value_heads": 4}),
+    "mistral, window of one": ("mistral", {"sliding_window": 1}),
+    "qwen2, window in the last layers": (
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1, "num_hidden_layers": 3},
+    ),
+    "qwen2, window in every layer": (
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 0},
+    ),
+    "qwen3, window by layer type": (
+        "qwen3",
+        {
+            "use_sliding_window": True,
+            "sliding_window": 7,
+            "num_hidden_layers": 3,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
+}
+ROPES = {
+    "llama, rope theta": ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}),
+    "llama, linear rope": ("llama", rope("linear", factor=2.5)),
+    "llama, llama3 rope": ("llama", stretched("llama3", low_freq_factor=1.0, high_freq_factor=4.0)),
+    "llama, yarn": ("llama", stretched("yarn")),
+    "llama, yarn with attention_factor": ("llama", stretched("yarn", attention_factor=0.7)),
+    "llama, yarn with mscale": ("llama", stretched("yarn", mscale=1.3, mscale_all_dim=0.4)),
+    "llama, yarn with betas": ("llama", stretched("yarn", beta_fast=4.0, beta_slow=0.25, head_dim=32)),
+    "llama, yarn without truncation": ("llama", stretched("yarn", beta_fast=3.0, truncate=False)),
+    "llama, yarn of its own context": ("llama", rope("yarn", factor=4.0) | {"max_position_embeddings": 64}),
+    "mistral, yarn": ("mistral", stretched("yarn")),
+    "qwen2, yarn": ("qwen2", stretched("yarn")),
+    "qwen3, linear rope": ("qwen3", rope("linear", factor=8.0)),
+}
+CASES = {
+    "llama": ("llama", {}),
+    "llama, MHA": ("llama", {"num_key_value_heads": 4}),
+    "llama, GQA of 3": ("llama", {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 2}),
+    "llama, GQA of 4": ("llama", {"num_attention_heads": 8, "num_key_value_heads": 2}),
+    "llama, MQA": ("llama", {"num_key_value_heads": 1}),
+    "llama, wide heads": ("llama", {"head_dim": 40}),
+    "llama, narrow heads": ("llama", {"head_dim": 6}),
+    "llama, attention bias": ("llama", {"attention_bias": True}),
+    "llama, mlp bias": ("llama", {"mlp_bias": True}),
+    "llama, both biases, tied": ("llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
+    "llama, tied": ("llama", {"tie_word_embeddings": True}),
+    "llama, large eps": ("llama", {"rms_norm_eps": 0.5}),
+    "mistral": ("mistral", {}),
+    "mistral, wide heads, tied": ("mistral", {"head_dim": 24, "tie_word_embeddings": True}),
+    "qwen2": ("qwen2", {}),
+    "qwen2, MQA, tied": ("qwen2", {"num_key_value_heads": 1, "tie_word_embeddings": True}),
+    "qwen2, a window that is off": (
+        "qwen2",
+        {"use_sliding_window": False, "sliding_window": 3, "max_window_layers": 0},
+    ),
+    "qwen3": ("qwen3", {}),
+    "qwen3, MHA, tied": ("qwen3", {"num_key_value_heads": 4, "tie_word_embeddings": True}),
+    "qwen3, attention bias, GQA of 3": (
+        "qwen3",
+        {"attention_bias": True, "num_attention_heads": 6, "num_key_value_heads": 2},
+    ),
+    **WINDOWS,
+    **ROPES,
+}
+
+
+def each_alone_then_decoded(paged, lengths):
+    """A prefill in one go, then the last tokens one by one."""
+    for index, length in enumerate(lengths):
+        first = max(1, length - 5)
+        paged.step({index: first})
+        for _ in range(length - first):
+            paged.step({index: 1})
+
+
+def all_decoded_together(paged, lengths):
+    """Every sequence token by token from its first, the whole batch at once; the short ones leave early."""
+    for position in range(max(lengths)):
+        paged.step({index: 1 for index, length in enumerate(lengths) if position < length})
+
+
+def chunks_and_decodes_mixed(paged, lengths):
+    """A new sequence joins each step; prompts run in chunks of 11, their last tokens one by one."""
+    arrived = 0
+    while any(paged.done(index) < length for index, length in enumerate(lengths)):
+        arrived = min(arrived + 1, len(lengths))
+        step = {}
+        for index in range(arrived):
+            left = lengths[index] - paged.done(index)
+            if left:
+                step[index] = min(11, left - 4) if left > 4 else 1
+        if step:
+            paged.step(step)
+
+
+PLANS = [each_alone_then_decoded, all_decoded_together, chunks_and_decodes_mixed]
+
+
+def packed(model, kv_cache, table, config):
+    """For Paged: the model's own modules, its weights packed as an engine's on a CPU."""
+    return Eager(model, kv_cache, table)
+
+
+@pytest.fixture(scope="module", params=CASES)
+def case(request, tmp_path_factory):
+    family, overrides = CASES[request.param]
+    directory = tmp_path_factory.mktemp("model")
+    hf_model = tiny_hf_model(family, **overrides)
+    hf_model.save_pretrained(directory)
+    sequences = random_tokens(LENGTHS)
+    return SimpleNamespace(
+        directory=directory, sequences=sequences, expected=reference_logits(hf_model, sequences), hf_model=hf_model
+    )
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=lambda plan: plan.__name__)
+def test_logits_of_every_position_equal_transformers(case, plan):
+    paged = Paged(case.directory, case.sequences, make_way=packed)
+    assert not any(isinstance(module, Linear) for module in paged.model.modules())
+    assert_all_close(paged.run(plan), case.expected)
+
+
+def test_logits_of_weights_that_are_not_packed_equal_transformers(case):
+    paged = Paged(case.directory, case.sequences)
+    assert not any(isinstance(module, PackedLinear) for module in paged.model.modules())
+    assert_all_close(paged.run(chunks_and_decodes_mixed), case.expected)
+
+
+@pytest.mark.parametrize("make_way", [None, packed], ids=["plain", "packed"])
+@pytest.mark.parametrize("lengths", [[21], [17, 1, 8], [2], [1, 1, 1]], ids=str)
+def test_the_model_computes_only_the_rows_that_are_asked_for(tmp_path, make_way, lengths):
+    tiny_hf_model("llama").save_pretrained(tmp_path)
+    paged = Paged(tmp_path, random_tokens(lengths), make_way=make_way)
+    whole = hidden_states(paged, lengths)
+    for rows in ([sum(lengths) - 1, 0][: len(lengths)], [0], list(range(len(whole)))[::2]):
+        some = hidden_states(paged, lengths, rows=torch.tensor(rows))
+        torch.testing.assert_close(some, whole[rows], rtol=1e-4, atol=1e-4)
+
+
+def hidden_states(paged, lengths, rows=None, layers=None):
+    """Of the whole sequences, in one step that any number of calls may run."""
+    paged.restart(paged.sequences)
+    batch = paged.batch(dict(enumerate(lengths)))
+    paged.cache.move(batch)
+    paged.table.update(batch)
+    inputs = prepare(batch, paged.table)
+    with torch.inference_mode():
+        return paged.model(
+            inputs.input_ids, inputs.positions, paged.cache.tensor, reference_attention(inputs), rows, layers
+        )
+
+
+def test_layers_may_be_computed_by_something_else(tmp_path):
+    """Each is called in the place of its module, with its own layer's cache; only the last is told the rows."""
+    tiny_hf_model("qwen3", num_hidden_layers=3).save_pretrained(tmp_path)
+    paged, lengths, calls = Paged(tmp_path, random_tokens([9, 4])), [9, 4], []
+
+    def standing_in_for(index, layer):
+        def compute(x, cos, sin, kv_cache, attention, rows):
+            assert kv_cache.data_ptr() == paged.cache.tensor[index].data_ptr()
+            calls.append((index, rows))
+            return layer(x, cos, sin, kv_cache, attention, rows)
+
+        return compute
+
+    rows = torch.tensor([12, 8])
+    expected = hidden_states(paged, lengths, rows)
+    layers = [standing_in_for(index, layer) for index, layer in enumerate(paged.model.layers)]
+    assert torch.equal(hidden_states(paged, lengths, rows, layers), expected)
+    assert calls == [(0, None), (1, None), (2, rows)]
+    with pytest.raises(ValueError, match="longer"):
+        hidden_states(paged, lengths, rows, layers[:2])
+
+
+def test_a_family_is_a_file_and_a_name():
+    """CONTRIBUTING.md says so: a file in models/, its name in models/__init__.py, and cases in this file."""
+    folder = Path(models.__file__).parent
+    assert {*FAMILIES, "decoder", "__init__"} == {file.stem for file in folder.glob("*.py")}
+    families = load_families()
+    assert [family.__name__ for family in families] == [f"nanopage.models.{name}" for name in FAMILIES]
+    architectures = [name for family in families for name in family.ARCHITECTURES]
+    assert len(set(architectures)) == len(architectures)
+    assert len({family.GGUF_ARCHITECTURE for family in families}) == len(families)
+    for family in families:
+        assert all(find_family(name) is family for name in family.ARCHITECTURES)
+    assert find_family("GPT2LMHeadModel") is None
+    tested = {type(tiny_hf_model(name)).__name__ for name, _ in CASES.values()}
+    assert tested == set(architectures)
+    others = [file for file in folder.parent.rglob("*.py") if file.parent != folder]
+    for name in FAMILIES:
+        assert not [file for file in others if f"models.{name}" in file.read_text()]
+
+
+def test_a_family_that_is_added_needs_nothing_else(tmp_path, monkeypatch):
+    """Here one whose layers are Qwen2's, under another name."""
+    hf_model = tiny_hf_model("qwen2")
+    hf_model.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text()) | {"architectures": ["NewForCausalLM"]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"NewForCausalLM.* is not supported"):
+        loader.read_config(tmp_path)
+    family = ModuleType("nanopage.models.new")
+    family.__dict__.update(vars(find_family("Qwen2ForCausalLM")) | {"__name__": "nanopage.models.new"})
+    family.ARCHITECTURES, family.GGUF_ARCHITECTURE = ("NewForCausalLM",), "new"
+    monkeypatch.setitem(sys.modules, "nanopage.models.new", family)
+    monkeypatch.setattr(models, "FAMILIES", (*FAMILIES, "new"))
+    sequences = random_tokens([9, 4])
+    logits = Paged(tmp_path, sequences).run(chunks_and_decodes_mixed)
+    assert_all_close(logits, reference_logits(hf_model, sequences))
+
+
+@pytest.mark.parametrize("name", [*WINDOWS, *ROPES])
+def test_the_reference_applies_the_option(name):
+    family, overrides = CASES[name]
+    plain = {
+        key: value
+        for key, value in overrides.items()
+        if key in ("num_hidden_layers", "num_key_value_heads", "head_dim")
+    }
+    sequences = random_tokens(LENGTHS)
+    with_option = reference_logits(tiny_hf_model(family, **overrides), sequences)
+    without = reference_logits(tiny_hf_model(family, **plain), sequences)
+    last = (with_option[-1][-1] - without[-1][-1]).abs().max()
+    assert last > 0.1 * without[-1].std()
+
+
+INT8 = ("llama", "llama, both biases, tied", "mistral, wide heads, tied", "qwen2", "qwen3")
+
+
+@pytest.mark.parametrize("name", INT8)
+def test_int8_weights_are_those_of_transformers_rounded_to_255_steps(tmp_path, name):
+    family, overrides = CASES[name]
+    hf_model = tiny_hf_model(family, **overrides)
+    hf_model.save_pretrained(tmp_path)
+    with torch.no_grad():
+        for module in hf_model.modules():
+            if isinstance(module, torch.nn.Linear):  # a tied embedding is the head's
+                step = module.weight.abs().amax(1, keepdim=True) / 127
+                module.weight.copy_((module.weight / step).round() * step)
+    sequences = random_tokens(LENGTHS)
+    paged = Paged(tmp_path, sequences, quantization="int8")
+    assert_all_close(paged.run(PLANS[0]), reference_logits(hf_model, sequences))
+
+
+@pytest.mark.parametrize("poisoned", ["shorter", "longer"])
+@pytest.mark.parametrize("decode", [True, False], ids=["decodes", "chunks"])
+def test_pages_of_another_sequence_in_the_batch_do_not_matter(tmp_path, poisoned, decode):
+    hf_model = tiny_hf_model("llama")
+    hf_model.save_pretrained(tmp_path)
+    sequences = random_tokens([21, 60])
+    paged = Paged(tmp_path, sequences)
+    last = 1 if decode else 3
+    paged.step({0: 21 - last, 1: 60 - last})
+    victim, survivor = (0, 1) if poisoned == "shorter" else (1, 0)
+    paged.cache.tensor[:, :, paged.tables[victim]] = torch.nan
+    paged.step({0: last, 1: last})
+    assert_all_close([paged.logits[survivor]], reference_logits(hf_model, [sequences[survivor]]))
+    assert paged.logits[victim][-1].isnan().all()
+
+
+@pytest.mark.parametrize("forked", [False, True], ids=["prefix", "fork"])
+def test_sequences_may_share_the_pages_of_a_common_prefix(tmp_path, forked):
+    hf_model = tiny_hf_model("llama")
+    hf_model.save_pretrained(tmp_path)
+    prefix, *ends = random_tokens([2 * BLOCK_SIZE, 5, 13])
+    sequences = [prefix + end for end in ends]
+    paged = Paged(tmp_path, sequences)
+    paged.step({0: len(prefix)})
+    paged.tables[1], paged.logits[1] = paged.tables[0][:], paged.logits[0].clone()
+    if forked:
+        batch = Batch(forks=[Fork(0, 1, len(prefix), 0)])
+        batch.tokens = [(1, len(prefix) + i, token) for i, token in enumerate(ends[1])]
+    else:
+        settings = SamplingSettings(prompt_logprobs=0)
+        batch = Batch(new=[NewSequence(1, sequences[1], len(sequences[1]), 0, settings)])
+        batch.blocks = [BlockUpdate(1, 0, paged.tables[1])]
+    paged.table.update(batch)
+    paged.step({0: 5, 1: 12})
+    paged.step({1: 1})
+    assert_all_close(paged.logits, reference_logits(hf_model, sequences))
+
+
+def test_a_reused_block_shows_nothing_of_its_former_owner(tmp_path):
+    hf_model = tiny_hf_model("llama")
+    hf_model.save_pretrained(tmp_path)
+    config = loader.read_config(tmp_path)
+    model = loader.load_model(tmp_path, config, torch.float32, CPU)
+    cache = KVCache(config, 8, BLOCK_SIZE, torch.float32, CPU)
+    table = SequenceTable(2, 8 * BLOCK_SIZE, BLOCK_SIZE, config.vocab_size, CPU)
+    runner = ModelRunner(model, cache, table, [Eager(model, cache, table)])
+    cache.tensor.fill_(torch.nan)
+    scheduler = Scheduler(BlockManager(8, BLOCK_SIZE), 2, 7)
+    seqs = []
+    for i, prompt in enumerate(random_tokens([BLOCK_SIZE + 3, 5])):
+        settings = SamplingSettings(temperature=0)
+        seqs.append(Sequence(i, prompt, settings, max_total_tokens=len(prompt) + 9))
+        scheduler.add(SequenceGroup(str(i), [seqs[-1]]))
+    while scheduler.has_unfinished():
+        schedule = scheduler.schedule()
+        launched = runner.launch(schedule.batch)
+        scheduler.advance(schedule)
+        scheduler.update(schedule, launched.result())
+    for seq, logits in zip(seqs, reference_logits(hf_model, [seq.token_ids for seq in seqs]), strict=True):
+        assert seq.num_output_tokens == 9
+        assert seq.output_token_ids == logits[seq.num_prompt_tokens - 1 : -1].argmax(-1).tolist()
+
+
+def test_the_config_of_each_family_is_read_as_transformers_reads_it(case):
+    theirs, ours = case.hf_model.config, loader.read_config(case.directory)
+    assert ours.architecture == theirs.architectures[0]
+    assert ours.eos_token_ids == {EOS}
+    assert ours.head_dim == case.hf_model.model.layers[0].self_attn.head_dim
+    assert ours.rope.theta == theirs.rope_parameters["rope_theta"]
+    assert ours.rope.rope_type == theirs.rope_parameters["rope_type"]
+    assert ours.tie_word_embeddings == theirs.tie_word_embeddings
+    windows = getattr(theirs, "layer_types", None)
+    window = getattr(theirs, "sliding_window", None)
+    if windows is None:
+        assert ours.sliding_windows == (window,) * theirs.num_hidden_layers
+    else:
+        assert ours.sliding_windows == tuple(window if kind == "sliding_attention" else None for kind in windows)
+
+
+def test_a_config_as_transformers_4_wrote_it_means_the_same(case, tmp_path):
+    config = json.loads((case.directory / "config.json").read_text())
+    new = ModelConfig.from_dict(config)
+    rope = config.pop("rope_parameters")
+    config["rope_theta"] = rope.pop("rope_theta")
+    kind = rope.pop("rope_type")
+    config["rope_scaling"] = None if kind == "default" else {"type": kind, **rope}
+    config["torch_dtype"] = config.pop("dtype")
+    windows = [window is not None for window in new.sliding_windows]
+    if windows == sorted(windows):  # what max_window_layers can say
+        config.pop("layer_types", None)
+    assert ModelConfig.from_dict(config) == new
+
+
+@pytest.mark.skipif(not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="oneDNN has no bfloat16 on this CPU")
+@pytest.mark.parametrize(
+    ("family", "overrides"),
+    [("llama", {"tie_word_embeddings": True}), ("qwen2", {}), ("qwen3", {}), ("llama", {"mlp_bias": True})],
+    ids=["llama, tied", "qwen2", "qwen3", "llama, mlp bias"],
+)
+def test_bfloat16_with_packed_weights_is_as_close_to_float32_as_transformers_is(tmp_path, family, overrides):
+    # A smaller spread of the weights than elsewhere, so that rounding does not grow from layer to layer.
+    tiny_model(tmp_path, family, torch.bfloat16, initializer_range=0.08, **overrides)
+    sequences = random_tokens(LENGTHS)
+    exact = reference_logits(AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32), sequences)
+    theirs = reference_logits(AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16), sequences)
+    paged = Paged(tmp_path, sequences, torch.bfloat16, make_way=packed)
+    assert not any(isinstance(module, Linear) for module in paged.model.modules())
+    assert isinstance(paged.model.lm_head, PackedLinear)
+
+    def error(logits):
+        return torch.cat([(a.float() - b).flatten() for a, b in zip(logits, exact, strict=True)]).square().mean().sqrt()
+
+    spread = torch.cat(exact).std()
+    for plan in PLANS:
+        paged.restart(sequences)
+        got = paged.run(plan)
+        assert error(got) < 0.05 * spread
+        assert error(got) < 1.5 * error(theirs)

@@ -1,0 +1,155 @@
+"""The installed command `nanopage`, which answers as chat.py does."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pexpect
+import pytest
+from helpers import tiny_model
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = Path(sysconfig.get_path("scripts")) / "nanopage"
+ENV = os.environ | {"PYTHONPATH": str(ROOT), "NO_COLOR": "1", "TERM": "dumb", "COLUMNS": "120"}
+CHAT = {  # the name it goes by -> how it is called
+    "chat.py": [sys.executable, str(ROOT / "chat.py")],
+    "nanopage chat": [str(SCRIPT), "chat"],
+    "python -m nanopage chat": [sys.executable, "-m", "nanopage", "chat"],
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A tiny model that talks for a long time: its end-of-sequence token is very unlikely."""
+    return tiny_model(tmp_path_factory.mktemp("model"), max_position_embeddings=16384, eos_token_id=299)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _is_installed():
+    assert SCRIPT.exists(), f"no {SCRIPT}: run pip install -e ."
+
+
+def run(command: list[str], cwd: Path = ROOT, stdin: str = "") -> subprocess.CompletedProcess:
+    return subprocess.run(command, cwd=cwd, env=ENV, input=stdin, capture_output=True, text=True, timeout=120)
+
+
+def test_the_command_lists_its_subcommands_and_refuses_others():
+    for command in ([str(SCRIPT)], [sys.executable, "-m", "nanopage"]):
+        done = run([*command, "--help"])
+        assert (done.returncode, done.stderr) == (0, "")
+        assert re.search(r"\n  chat +Talk to a model in the terminal\.\n", done.stdout)
+        assert run(command).returncode == 2
+        done = run([*command, "chta"])
+        assert (done.returncode, done.stdout) == (2, "")
+        assert "No such command 'chta'" in done.stderr
+    assert run([str(SCRIPT), "--help"]).stdout.startswith("Usage: nanopage [OPTIONS] COMMAND")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (["--help"], 0),
+        (["--no-such-option"], 2),
+        (["-p", "hi", "you"], 2),
+        (["-p", "hi", "--top-p", "2"], 1),
+        (["--temperature", "0", "--max-tokens", "12", "where is"], 0),
+    ],
+)
+def test_chat_is_the_same_program_however_it_is_called(model, arguments, code):
+    seen = {}
+    for name, command in CHAT.items():
+        options = [] if code == 2 or arguments == ["--help"] else ["--model", str(model), "--eager"]
+        done = run([*command, *options, *arguments], stdin="the cat?")
+        assert done.returncode == code, done.stderr
+        shown = done.stdout + done.stderr
+        assert ("Usage: " in shown) == (f"Usage: {name} [OPTIONS]" in shown)
+        figures = r"[\d,.]+(?= (s,|tok/s))"
+        seen[name] = done.stdout.replace(name, "NAME"), re.sub(figures, "N", done.stderr.replace(name, "NAME"))
+    assert len(set(seen.values())) == 1, seen
+    assert any(seen["chat.py"])
+
+
+def test_an_answer_as_json(model):
+    options = ["--model", str(model), "--eager", "--temperature", "0", "--max-tokens", "12", "--json"]
+    done = run([*CHAT["nanopage chat"], *options, "-p", "hi"])
+    assert done.returncode == 0, done.stderr
+    reply = json.loads(done.stdout)
+    assert reply["text"] and (reply["num_output_tokens"], reply["finish_reason"]) == (12, "length")
+
+
+@pytest.mark.parametrize(
+    ("command", "code", "err"),
+    [
+        ("chat --model {} -p hi >&-", 1, "error: stdout is closed"),
+        ("--help >/dev/full", 1, "No space left on device"),
+        ("chat --model {} --eager -p hi --max-tokens 3000 | head -c 5", 0, ""),
+    ],
+)
+def test_streams_that_are_closed_or_full_are_no_tracebacks(model, command, code, err):
+    command = f"set -o pipefail; {SCRIPT} {command.format(model)}"
+    done = subprocess.run(
+        ["bash", "-c", command], env=ENV, capture_output=True, text=True, errors="replace", timeout=120
+    )
+    assert done.returncode == code, done.stderr
+    assert err in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def in_a_terminal(model, state, *arguments):
+    """`nanopage chat` in a pseudo-terminal, with its conversations in the directory `state`."""
+    return pexpect.spawn(
+        str(SCRIPT),
+        ["chat", "--model", str(model), "--eager", "--temperature", "0", *arguments],
+        env=ENV | {"XDG_STATE_HOME": str(state)},
+        encoding="utf-8",
+        timeout=60,
+        dimensions=(24, 120),
+        # A test run that was started in the background hands down an ignored Ctrl-C.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+
+
+def exit_code(child) -> int:
+    child.expect(pexpect.EOF)
+    child.close()
+    return child.exitstatus
+
+
+def test_a_conversation_says_how_the_program_goes_on_with_it(model, tmp_path):
+    child = in_a_terminal(model, tmp_path, "--max-tokens", "5")
+    child.expect("> ")
+    child.sendline("where is the cat?")
+    child.expect("tokens in")
+    child.expect("> ")
+    child.sendeof()
+    child.expect("The conversation is kept: nanopage chat --continue goes on with it")
+    assert exit_code(child) == 0
+    child = in_a_terminal(model, tmp_path, "--continue")
+    child.expect(r"1 turn\(s\)")
+    child.expect("> ")
+    child.sendeof()
+    assert exit_code(child) == 0
+
+
+def test_ctrl_c_ends_an_answer_with_130(model, tmp_path):
+    child = in_a_terminal(model, tmp_path, "--max-tokens", "15000", "talk")
+    child.expect(r"\S{3}")
+    child.sendintr()
+    child.expect("stopped by Ctrl-C")
+    assert exit_code(child) == 130
+
+
+def test_nothing_in_the_current_directory_is_imported(model, tmp_path):
+    for name in ("nanopage", "typer", "torch", "rich", "json"):
+        (tmp_path / f"{name}.py").write_text(f"raise SystemExit('{name}.py of the current directory was run')\n")
+    assert "was run" in run([sys.executable, "-c", "import torch"], tmp_path).stderr
+    options = ["--model", str(model), "--eager", "--temperature", "0", "--max-tokens", "5"]
+    done = run([*CHAT["nanopage chat"], *options, "-p", "hi"], tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
+    assert run([str(SCRIPT), "--help"], tmp_path).returncode == 0

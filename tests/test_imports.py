@@ -1,0 +1,122 @@
+"""Which part of nanopage may import which: read from the sources, and seen in a process of its own."""
+
+import ast
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PROGRAMS = ("nanopage.__main__", "chat", "bench", "benchmarks")
+PARTS_OF_PROGRAMS = ("nanopage.terminal",)
+
+# What the files of a folder, or a file, may never import, at their top or in a function.
+RULES = {
+    "nanopage/engine": (
+        "torch",
+        "nanopage.worker",
+        "nanopage.build",
+        "nanopage.models",
+        "nanopage.layers",
+        "nanopage.kernels",
+    ),
+    "nanopage/worker": ("nanopage.engine", "nanopage.llm", "nanopage.build", "nanopage.text"),
+    "nanopage/step.py": ("torch", "nanopage"),
+    "nanopage/params.py": ("torch", "nanopage.engine", "nanopage.worker"),
+    "nanopage/outputs.py": ("torch", "nanopage.engine", "nanopage.worker"),
+    "nanopage/text": ("torch", "nanopage.engine", "nanopage.worker"),
+    "nanopage/sampling": ("nanopage.engine", "nanopage.models", "nanopage.layers", "nanopage.kernels"),
+    "nanopage/models": ("nanopage.engine", "nanopage.worker", "nanopage.weights", "nanopage.quantization"),
+    "nanopage/layers": ("nanopage.engine", "nanopage.worker", "nanopage.weights", "nanopage.models"),
+    "nanopage/kernels": (
+        "nanopage.engine",
+        "nanopage.worker",
+        "nanopage.weights",
+        "nanopage.models",
+        "nanopage.layers",
+    ),
+    "nanopage/quantization": ("nanopage.engine", "nanopage.worker", "nanopage.weights", "nanopage.models"),
+    # Features plug in elsewhere.
+    "nanopage/worker/model_runner.py": ("nanopage.quantization", "nanopage.worker.aot", "nanopage.worker.cuda_graphs"),
+    "nanopage/worker/eager.py": ("nanopage.quantization", "nanopage.worker.aot", "nanopage.worker.cuda_graphs"),
+    "nanopage": ("torch.distributed",),
+}
+
+
+def imported_modules(file):
+    """Every module that `file` imports, at its top or in a function, and every name that could be one."""
+    package = ".".join(file.relative_to(ROOT).parent.parts)
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        if isinstance(node, ast.ImportFrom):
+            module = importlib.util.resolve_name("." * node.level + (node.module or ""), package)
+            yield from (module, *(f"{module}.{alias.name}" for alias in node.names))
+
+
+def is_within(module, packages):
+    return any(f"{module}.".startswith(f"{package}.") for package in packages)
+
+
+def test_only_programs_import_programs():
+    for file in ROOT.glob("nanopage/**/*.py"):
+        name = ".".join(file.relative_to(ROOT).with_suffix("").parts)
+        allowed = PARTS_OF_PROGRAMS if is_within(name, [*PROGRAMS, *PARTS_OF_PROGRAMS]) else []
+        forbidden = {*PROGRAMS, *PARTS_OF_PROGRAMS}.difference(allowed)
+        assert not [module for module in imported_modules(file) if is_within(module, forbidden)], name
+    main = {*imported_modules(ROOT / "nanopage" / "__main__.py")}
+    assert "nanopage.terminal.chat" in main  # what is looked for can be found
+
+
+def test_importing_the_package_and_all_of_its_names_imports_no_program():
+    script = "import sys, nanopage; from nanopage import *; print('torch' in sys.modules, *sys.modules)"
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
+    torch, *modules = done.stdout.split()
+    assert torch == "True"
+    assert not [module for module in modules if is_within(module, [*PROGRAMS, *PARTS_OF_PROGRAMS])]
+
+
+def runtime_imports(file):
+    """Those of `imported_modules` that are not only for type checkers."""
+    tree = ast.parse(file.read_text())
+    typing_only = {
+        child
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+        for child in ast.walk(node)
+    }
+    for node in ast.walk(tree):
+        if node in typing_only:
+            continue
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        if isinstance(node, ast.ImportFrom):
+            yield from (node.module or "", *(f"{node.module}.{alias.name}" for alias in node.names))
+
+
+@pytest.mark.parametrize("place", RULES)
+def test_no_part_imports_what_it_must_not_know(place):
+    path = ROOT / place
+    files = [path] if path.suffix == ".py" else [*path.rglob("*.py")]
+    assert files and all(file.is_file() for file in files)
+    for file in files:
+        found = [module for module in runtime_imports(file) if is_within(module, RULES[place])]
+        assert not found, f"{file.relative_to(ROOT)} imports {found}"
+
+
+def test_the_rules_would_find_an_import(tmp_path):
+    file = tmp_path / "x.py"
+    file.write_text("def f():\n    from torch import nn\nif TYPE_CHECKING:\n    import nanopage.worker.worker\n")
+    found = [*runtime_imports(file)]
+    assert is_within(found[0], ["torch"]) and not any(is_within(module, ["nanopage"]) for module in found)
+
+
+def test_the_engine_runs_where_torch_cannot_be_imported():
+    script = """
+import sys
+sys.modules["torch"] = None  # an import of it raises ImportError
+import nanopage.engine.engine, nanopage.step, nanopage.params, nanopage.outputs, nanopage.text.chat_template
+"""
+    subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True)

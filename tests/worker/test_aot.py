@@ -1,0 +1,630 @@
+"""aot.py: compiled layers equal those they stand for, are made once, in the background, and leave nothing behind."""
+
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from helpers import CPU, Paged, assert_all_close, random_tokens, reference_logits, tiny_model
+from test_models import LENGTHS, PLANS, packed
+from transformers import AutoModelForCausalLM
+
+from nanopage import EngineConfig, LLMEngine, SamplingParams
+from nanopage.build import build_engine
+from nanopage.engine.scheduler import Schedule
+from nanopage.kernels.cpu.flash_decoding import FlashDecoding, split
+from nanopage.kernels.cpu.packed_linear import can_pack
+from nanopage.layers.linear import Linear
+from nanopage.layers.packed import PackedLinear, pack
+from nanopage.quantization import int8
+from nanopage.step import SamplingSettings
+from nanopage.weights import hub, loader
+from nanopage.worker import aot
+from nanopage.worker.eager import prepare, reference_attention
+from nanopage.worker.kv_cache import KVCache
+from nanopage.worker.sequence_table import SequenceTable
+
+ROOT = Path(__file__).parents[2]
+LONG = os.environ.get("NANOPAGE_LONG_TESTS", "0") != "0"
+# Layers with windows, biases, and sizes that oneDNN keeps in tiles (the MLP's are not). In a long run the layers differ
+# in their windows. The default model, which test_default_model.py compiles, has none.
+MODEL = {"family": "qwen2", "use_sliding_window": True, "sliding_window": 7, "max_window_layers": int(LONG)}
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    """A cache of compiled code of this module's own."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield hub.cache_directory()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return tiny_model(tmp_path_factory.mktemp("model"), **MODEL)
+
+
+def compiled_of(path, dtype=torch.float32, block_size=8, quantization=None) -> aot.Compiled:
+    """For a model that is never filled."""
+    config = loader.read_config(path)
+    model = loader.build_model(config, dtype, CPU)
+    if quantization:
+        int8.quantize(model)
+    elif can_pack(dtype):
+        pack(model)
+    cache = KVCache(config, 4, block_size, dtype, CPU)
+    table = SequenceTable(2, 4 * block_size, block_size, config.vocab_size, CPU)
+    return aot.Compiled(model, cache, table, path, config, dtype, quantization)
+
+
+def paged(model, compiled, dtype=torch.float32, quantization=None) -> Paged:
+    """With room for any nine of the sequences that tests run."""
+    sequences = random_tokens([*LENGTHS, 40, 40, 40])
+
+    def make_way(*made):
+        return aot.Compiled(*made[:3], model, made[3], dtype, quantization) if compiled else packed(*made)
+
+    made = Paged(model, sequences, dtype, make_way, quantization)
+    if compiled:
+        assert len(made.way.layers) == made.way.config.num_layers
+    return made
+
+
+def assert_compiled_equals_eager(model, all_lengths, quantization=None):
+    compiled, eager = (paged(model, compiled, quantization=quantization) for compiled in (True, False))
+    for lengths in all_lengths:
+        sequences = random_tokens(lengths, seed=len(lengths))
+        for plan in PLANS:
+            compiled.restart(sequences)
+            eager.restart(sequences)
+            assert_all_close(compiled.run(plan), eager.run(plan))
+
+
+def kinds_in(directory: Path) -> set[str]:
+    return {file.name.split(".")[0] for file in directory.glob("*.pt2")}
+
+
+@pytest.fixture(scope="module")
+def directory(model, cache) -> Path:
+    """Of the model's compiled code, which has been made."""
+    compiled = compiled_of(model)
+    compiled.compile()
+    assert compiled.layers
+    return compiled.directory
+
+
+def test_the_compiling_process_reads_nothing_of_a_model_but_its_config(model, tmp_path):
+    (tmp_path / "config.json").write_bytes((model / "config.json").read_bytes())
+    compiled = compiled_of(tmp_path)
+    compiled.directory = tmp_path / "made"
+    pretend_to_be_made(compiled)
+    compiled._spawn().wait(300)
+    assert compiled._log.read_text() == ""
+    (tmp_path / "config.json").unlink()
+    assert compiled._spawn().wait(300) != 0
+    assert "config.json" in compiled._log.read_text()
+
+
+def pretend_to_be_made(compiled):
+    """So that nothing is left to compile."""
+    compiled.directory.mkdir(parents=True, mode=0o700)
+    for file in compiled.files:
+        (compiled.directory / file.replace(".pt2", ".0123456789abcdef.pt2")).touch()
+
+
+IMPORTS = """
+import sys
+import nanopage.worker.aot_compile
+print(*sorted(name for name in sys.modules if name.startswith(("nanopage.", "torch._inductor", "triton"))))
+"""
+
+
+def test_the_compiling_process_imports_no_engine():
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    made = subprocess.run([sys.executable, "-c", IMPORTS], env=env, capture_output=True, text=True, timeout=120)
+    imported = made.stdout.split()
+    assert "nanopage.layers.packed" in imported, made.stderr
+    unneeded = ("engine", "text", "llm", "build", "sampling.sampler", "worker.worker", "worker.model_runner")
+    unneeded = tuple(f"nanopage.{name}" for name in (*unneeded, "worker.jit", "worker.cuda_graphs"))
+    # The compiler itself is imported when there is something to compile.
+    assert not [name for name in imported if name.startswith((*unneeded, "torch._inductor", "triton"))]
+
+
+def test_the_compiling_process_runs_no_code_in_the_working_directory(model, tmp_path, cache, monkeypatch):
+    directory = tmp_path / "a model of somebody else"
+    directory.mkdir()
+    for name in ("nanopage", "torch", "filelock"):
+        (directory / f"{name}.py").write_text(f"open({str(tmp_path / 'sprung')!r}, 'w')\nraise SystemExit(3)\n")
+    monkeypatch.chdir(directory)
+    compiled = compiled_of(model)
+    compiled.directory = tmp_path / "made"
+    pretend_to_be_made(compiled)
+    monkeypatch.setattr(compiled, "ready", lambda: False)
+    compiled.start()
+    assert compiled._process.wait(timeout=300) == 0, compiled._log.read_text()
+    assert not (tmp_path / "sprung").exists()
+
+
+def engine_of(model, **options) -> LLMEngine:
+    defaults = {"dtype": "float32", "max_model_len": 128, "num_gpu_blocks_override": 32, "block_size": 8}
+    return build_engine(EngineConfig(model=str(model), device="cpu", **defaults | options))
+
+
+def compiled_in(engine) -> aot.Compiled | None:
+    """The compiled code that the engine's steps run by, if they do."""
+    compiled = engine.executor.worker.compiled
+    return compiled if compiled is not None and compiled.layers else None
+
+
+def run(engine) -> list[list[int]]:
+    for i, prompt in enumerate(random_tokens([17, 1, 8])):
+        engine.add_request(str(i), prompt, SamplingParams(temperature=0, max_tokens=12, ignore_eos=True))
+    done = {}
+    while engine.has_unfinished_requests():
+        done |= {output.request_id: output.outputs[0].token_ids for output in engine.step() if output.finished}
+    return [done[str(i)] for i in range(3)]
+
+
+def test_compiled_layers_equal_the_eager_ones_at_any_size(model, directory):
+    assert_compiled_equals_eager(model, (LENGTHS, [40], [2], [1], [3, 3], [17, 1], [1] * 9))
+
+
+@pytest.mark.skipif(not LONG, reason="compiles for 50 s; runs with NANOPAGE_LONG_TESTS=1")
+def test_compiled_layers_of_int8_weights_equal_the_eager_ones(tmp_path, cache):
+    # Sizes that fill their tiles and some that do not, a tied head that does not.
+    model = tiny_model(tmp_path, hidden_size=96, num_attention_heads=6, mlp_bias=True, tie_word_embeddings=True)
+    compiled = compiled_of(model, quantization="int8")
+    compiled.compile()
+    assert kinds_in(compiled.directory) == {"head", "head-of-few", "before", "after", "one", "decode", "tile"}
+    assert_compiled_equals_eager(model, (LENGTHS, [3, 3], [17, 1], [1] * 9), "int8")
+    engines = [engine_of(model, quantization="int8", enforce_eager=eager) for eager in (True, False)]
+    assert compiled_in(engines[1]).head.of_few is not None
+    assert run(engines[0]) == run(engines[1])
+
+
+@pytest.mark.skipif(not LONG, reason="compiles for 50 s; runs with NANOPAGE_LONG_TESTS=1")
+@pytest.mark.skipif(not can_pack(torch.bfloat16), reason="oneDNN has no bfloat16 on this CPU")
+def test_compiled_layers_in_bfloat16_are_as_close_to_float32_as_transformers_is(tmp_path, cache):
+    # A smaller spread of the weights than elsewhere, so that rounding does not grow from layer to layer.
+    options = {"initializer_range": 0.08, "tie_word_embeddings": True, "vocab_size": 320}
+    model = tiny_model(tmp_path, "qwen2", torch.bfloat16, **options)
+    compiled_of(model, torch.bfloat16).compile()
+    sequences = random_tokens(LENGTHS)
+    exact, theirs = (
+        reference_logits(AutoModelForCausalLM.from_pretrained(model, dtype=dtype), sequences)
+        for dtype in (torch.float32, torch.bfloat16)
+    )
+    compiled = paged(model, True, torch.bfloat16)
+
+    def error(logits):
+        return torch.cat([(a.float() - b).flatten() for a, b in zip(logits, exact, strict=True)]).square().mean().sqrt()
+
+    for plan in PLANS:
+        compiled.restart(sequences)
+        assert error(compiled.run(plan)) < 1.5 * error(theirs)
+    assert compiled.way.head is not None
+    head, x = compiled.model.lm_head, torch.randn(1, compiled.way.config.hidden_size).bfloat16()
+    torch.testing.assert_close(compiled.way.head(x), head(x), rtol=2**-6, atol=0.01)
+
+
+@pytest.mark.parametrize("num_rows", [1, 2])
+def test_the_head_of_a_single_row_serves_any_vocabulary(directory, num_rows):
+    for vocab_size in (64, 320):
+        linear = Linear(64, vocab_size).requires_grad_(False)
+        linear.weight.copy_(torch.randn(linear.weight.shape, generator=torch.Generator().manual_seed(0)))
+        head = PackedLinear(linear)
+        if head.tiles is None:
+            pytest.skip("this version of oneDNN lays out a matrix of this size differently")
+        x = torch.randn(num_rows, 64, generator=torch.Generator().manual_seed(1))
+        compiled = aot.CompiledHead(aot._load(aot.find_file(directory, aot.HEAD)), None, [head.tiles], head)
+        torch.testing.assert_close(compiled(x), head(x), rtol=1e-5, atol=1e-5)
+
+
+def test_a_head_without_tiles_stays_as_it_is(model, directory, tmp_path):
+    """The vocabulary of 300 does not fill its tiles; one of 320 does, and has the same layers."""
+    filling = tiny_model(tmp_path, **MODEL, vocab_size=320)
+    for path, has_tiles in ((model, False), (filling, True)):
+        engine = engine_of(path)
+        compiled = compiled_in(engine)
+        assert compiled.directory == directory
+        assert (compiled.model.lm_head.tiles is not None) == (compiled.head is not None) == has_tiles
+        assert run(engine) == run(engine_of(path, enforce_eager=True))
+
+
+@pytest.mark.parametrize("lengths", [[21], [17, 1, 8], [40, 40], [2], [1, 1], [1, 1, 1]], ids=str)
+def test_the_last_layer_computes_only_the_rows_that_are_asked_for(model, directory, lengths):
+    sequences = random_tokens(lengths)
+    for compiled in (False, True):
+        made = paged(model, compiled)
+        made.restart(sequences)
+        batch = made.batch(dict(enumerate(lengths)))
+        made.cache.move(batch)
+        made.table.update(batch)
+        inputs = prepare(batch, made.table)
+        attention = reference_attention(inputs)
+        if compiled and set(lengths) == {1}:
+            attention = FlashDecoding(inputs.slot_mapping, split(inputs.block_tables, inputs.seq_lens, 8))
+        everything = inputs.input_ids, inputs.positions, made.cache.tensor, attention
+        layers = made.way.layers if compiled else None
+        for rows in ([sum(lengths) - 1, 0][: len(lengths)], [0]):
+            rows = torch.tensor(rows)
+            with torch.inference_mode():
+                whole = made.model(*everything, None, layers)
+                some = made.model(*everything, rows, layers)
+            torch.testing.assert_close(some, whole[rows], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("lengths", [[1, 1, 1], [1, 1, 9, 17], [1], [6]], ids=str)
+@pytest.mark.parametrize("sampled_from", [[0], [1], [2], [0, 2], [0, 0, 1, 1, 1], [0, 1, 2], [1, 3], []], ids=str)
+def test_logits_are_those_of_the_rows_that_are_sampled(model, directory, lengths, sampled_from):
+    """Some sequences only compute a chunk; completions that are about to fork share a prompt's logits."""
+    sampled_from = [index for index in sampled_from if index < len(lengths)]
+    outputs = []
+    for compiled in (False, True):
+        made = paged(model, compiled)
+        made.restart(random_tokens(lengths))
+        batch = made.batch(dict(enumerate(lengths)))
+        for new in batch.new:
+            new.sampling = SamplingSettings()  # without prompt_logprobs
+        batch.sampled_from, batch.sampled_rows = sampled_from, list(range(len(sampled_from)))
+        made.cache.move(batch)
+        made.table.update(batch)
+        with torch.inference_mode():
+            outputs.append(made.way.run(batch))
+    eager, compiled = outputs
+    assert eager.hidden is compiled.hidden is None
+    if not sampled_from:
+        assert eager.logits is compiled.logits is None
+        return
+    assert len(eager.logits) == len(sampled_from)
+    assert_all_close([compiled.logits], [eager.logits])
+
+
+def test_a_prompt_in_chunks_of_which_most_sample_nothing(model, directory):
+    engines = [engine_of(model, max_num_batched_tokens=5, enforce_eager=eager) for eager in (True, False)]
+    assert [bool(compiled_in(engine)) for engine in engines] == [False, True]
+    assert run(engines[0]) == run(engines[1])
+
+
+def test_there_is_a_file_for_each_kind_of_step_and_window_not_for_each_layer(directory):
+    kinds = {"head", "before", "after", "one-window-7", "decode-window-7", "tile-window-7"}
+    assert kinds_in(directory) == (kinds | {"one", "decode", "tile"} if LONG else kinds)
+
+
+SERVE = """
+import sys
+from nanopage import LLM, SamplingParams
+llm = LLM(sys.argv[1], device="cpu", dtype="float32", max_model_len=128, num_gpu_blocks_override=32, block_size=8)
+assert llm.engine.executor.worker.compiled.layers
+prompts = [[5] * n for n in (1, 40, 3, 9, 9)]
+outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=9, ignore_eos=True), use_tqdm=False)
+print(sum(len(output.outputs[0].token_ids) for output in outputs))
+print(*{"torch._dynamo", "torch._inductor", "nanopage.worker.aot_compile", "triton"} & set(sys.modules))
+"""
+
+
+def test_a_second_start_never_wakes_the_compiler(model, directory):
+    files = {file: file.stat().st_mtime_ns for file in directory.iterdir()}
+    result = subprocess.run(
+        [sys.executable, "-c", SERVE, str(model)], env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.split() == ["45"]
+    assert {file: file.stat().st_mtime_ns for file in directory.iterdir()} == files
+
+
+def test_what_the_code_depends_on_is_in_the_key(model, directory, tmp_path):
+    assert compiled_of(model).directory == directory
+    others = [compiled_of(model, block_size=16), compiled_of(model, dtype=torch.bfloat16)]
+    others.append(compiled_of(model, quantization="int8"))
+    others.append(compiled_of(tiny_model(tmp_path / "wider", **MODEL, hidden_size=128)))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(threads + 1)
+    others.append(compiled_of(model))
+    torch.set_num_threads(threads)
+    assert len({directory, *(other.directory for other in others)}) == 6
+    deeper = tiny_model(tmp_path / "deeper", **MODEL, num_hidden_layers=3)
+    assert compiled_of(deeper).directory == directory  # one layer's code serves any number
+
+
+@pytest.fixture
+def not_ready(directory, monkeypatch):
+    """As if nothing had been compiled; call it for the moment in which everything has."""
+    is_ready = False
+
+    def become_ready():
+        nonlocal is_ready
+        is_ready = True
+
+    monkeypatch.setattr(aot.Compiled, "ready", lambda self: is_ready)
+    monkeypatch.setattr(aot.Compiled, "start", lambda self: None)
+    return become_ready
+
+
+def test_the_engine_works_meanwhile_and_changes_over_between_requests(model, not_ready):
+    expected = run(engine_of(model, enforce_eager=True))
+    engine = engine_of(model)
+    engine.add_request("first", [5, 6, 7], SamplingParams(max_tokens=5, ignore_eos=True))
+    engine.step()
+    not_ready()
+    engine.add_request("second", [5, 6, 7], SamplingParams(max_tokens=5, ignore_eos=True))
+    while engine.has_unfinished_requests():
+        engine.step()
+        assert not compiled_in(engine)  # one is at work
+    assert run(engine) == expected
+    assert compiled_in(engine)
+
+
+@pytest.mark.parametrize("interruption", ["a preemption", "a swap", "a failed step"])
+def test_a_request_that_is_interrupted_goes_on_as_it_began(model, not_ready, monkeypatch, interruption):
+    mode = "swap" if interruption == "a swap" else "recompute"
+    engine = engine_of(model, preemption_mode=mode)
+    scheduler = engine.scheduler
+    engine.add_request("first", [5, 6, 7], SamplingParams(temperature=0, max_tokens=9, ignore_eos=True))
+    engine.step()
+    engine.step()
+    not_ready()
+    if interruption == "a failed step":
+        launch = engine.executor.worker.launch
+
+        def fail(batch):
+            monkeypatch.setattr(engine.executor.worker, "launch", launch)
+            raise RuntimeError("for once")
+
+        monkeypatch.setattr(engine.executor.worker, "launch", fail)
+        engine.step()
+    else:
+        schedule = Schedule()
+        scheduler._preempt(scheduler.running.pop(), schedule)
+        engine.executor.submit(schedule.batch)
+        engine.executor.result()
+    assert not scheduler.running
+    steps = 0
+    while engine.has_unfinished_requests():
+        outputs = engine.step()
+        assert not compiled_in(engine)
+        steps += 1
+    assert steps >= 7 and len(outputs[0].outputs[0].token_ids) == 9
+    assert outputs[0].outputs[0].finish_reason == "length"
+    run(engine)
+    assert compiled_in(engine)
+
+
+def test_compiling_begins_with_the_second_request(model, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    started = []
+    monkeypatch.setattr(aot.Compiled, "start", lambda self: started.append(self))
+    engine = engine_of(model)
+    for number in range(2):
+        params = SamplingParams(n=3, temperature=1.0, max_tokens=4)  # three completions are one request
+        engine.add_request(str(number), [5, 6, 7], params)
+        assert not started
+        while engine.has_unfinished_requests():
+            engine.step()
+        assert bool(started) == (number == 1)
+
+
+def test_enforce_eager_compiles_nothing(model, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    engine = engine_of(model, enforce_eager=True)
+    engine.executor.compile()  # nothing
+    assert run(engine)
+    assert engine.executor.worker.compiled is None
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_how_steps_run_is_logged_at_start(model, directory, tmp_path, monkeypatch, caplog):
+    def said(**options):
+        caplog.clear()
+        with caplog.at_level(logging.INFO, logger="nanopage"):
+            engine_of(model, **options)
+        return [message for message in caplog.messages if message.startswith("steps run")]
+
+    assert said() == ["steps run with compiled layers"]
+    assert said(enforce_eager=True) == ["steps run eagerly"]
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert said() == ["steps run eagerly until the layers are compiled"]
+
+
+def test_a_dtype_there_is_no_compiled_code_for_is_said_to_run_eagerly(model, caplog):
+    with caplog.at_level(logging.INFO, logger="nanopage"):
+        assert engine_of(model, dtype="float64").executor.worker.compiled is None
+    assert "steps run eagerly: float64 is not compiled on this CPU" in caplog.text
+
+
+def test_without_a_cpp_compiler_it_says_so_once_and_stays_eager(model, tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    engine = engine_of(model)
+    with pytest.raises(RuntimeError, match="compiling the decoder layer failed"):
+        engine.executor.compile()
+    with caplog.at_level(logging.WARNING, logger="nanopage"):
+        first, second = run(engine), run(engine)
+    assert not compiled_in(engine)
+    assert first == second == run(engine_of(model, enforce_eager=True))
+    assert caplog.text.count("compiling the decoder layer failed") <= 1
+
+
+@pytest.fixture
+def copy(directory, tmp_path, monkeypatch):
+    """The same compiled code in a directory of its own, to be spoilt. Engines look there."""
+    made = tmp_path / "copy"
+    shutil.copytree(directory, made)
+    made.chmod(0o700)
+    monkeypatch.setattr(aot, "_key", lambda *_: str(made))
+    return made
+
+
+ONE = "one-window-7.pt2"
+SPOIL = {
+    "empty": lambda file: file.write_bytes(b""),
+    "garbage": lambda file: file.write_bytes(bytes(range(256)) * 40),
+    "truncated": lambda file: file.write_bytes(file.read_bytes()[:-1000]),
+    "one bit": lambda file: file.write_bytes(file.read_bytes()[:-5000] + b"!" + file.read_bytes()[-4999:]),
+    "another graph": lambda file: file.write_bytes(next(file.parent.glob("after.*")).read_bytes()),
+}
+
+
+@pytest.mark.parametrize("spoil", SPOIL.values(), ids=SPOIL.keys())
+def test_a_damaged_file_is_named_set_aside_and_made_again(model, copy, monkeypatch, caplog, spoil):
+    file = aot.find_file(copy, ONE)
+    whole = file.read_bytes()
+    spoil(file)
+    made = []
+
+    def make_again(self):
+        made.append(aot.find_file(self.directory, ONE))
+        file.write_bytes(whole)
+        return subprocess.Popen(["true"])
+
+    monkeypatch.setattr(aot.Compiled, "_spawn", make_again)
+    with caplog.at_level(logging.WARNING, "nanopage"):
+        engine = engine_of(model)
+    assert not compiled_in(engine)
+    assert [r.message for r in caplog.records if str(file) in r.message and "damaged" in r.message]
+    assert len(caplog.records) == 1
+    assert file.with_suffix(".damaged").exists()
+    assert run(engine) == run(engine_of(model, enforce_eager=True))
+    assert made == [None]
+    assert run(engine) == run(engine_of(model, enforce_eager=True))
+    assert compiled_in(engine)
+
+
+def test_compiling_now_makes_a_damaged_file_again(model, copy, monkeypatch):
+    file = aot.find_file(copy, ONE)
+    whole = file.read_bytes()
+    compiled = compiled_of(model)
+    compiled.layers = []  # as if it had not been ready at first
+    file.write_bytes(b"")
+    monkeypatch.setattr(aot.Compiled, "_spawn", lambda self: (file.write_bytes(whole), subprocess.Popen(["true"]))[1])
+    compiled.compile()
+    assert compiled.layers
+
+
+def test_a_file_that_is_damaged_again_is_left_alone(model, copy, monkeypatch, caplog):
+    file = aot.find_file(copy, ONE)
+    monkeypatch.setattr(aot.Compiled, "_spawn", lambda self: (file.touch(), subprocess.Popen(["true"]))[1])
+    file.write_bytes(b"")
+    engine = engine_of(model)
+    for _ in range(4):
+        assert run(engine)
+    assert not compiled_in(engine)
+    assert caplog.text.count("is damaged again") == 1
+    with pytest.raises(RuntimeError, match="compiling the decoder layer failed"):
+        engine.executor.compile()
+
+
+def test_code_that_cannot_be_unpacked_leaves_the_engine_eager(model, directory, tmp_path, monkeypatch, caplog):
+    expected = run(engine_of(model, enforce_eager=True))
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "file"))  # read by torch's C++ code
+    engine = engine_of(model)
+    assert run(engine) == run(engine) == expected
+    assert not compiled_in(engine)
+    assert caplog.text.count("cannot be loaded") == 1 and str(directory) in caplog.text
+
+
+@pytest.mark.parametrize("shared", ["directory", "file"])
+def test_code_that_others_can_write_is_not_loaded(model, copy, caplog, shared):
+    (copy if shared == "directory" else aot.find_file(copy, ONE)).chmod(0o777)
+    assert not compiled_in(engine_of(model))
+    assert "other users may write to it" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "obstacle", ["no directory", "a file is in the way", "no process", "no memory", "writable by others"]
+)
+def test_where_nothing_can_be_compiled_requests_are_answered_eagerly(model, tmp_path, monkeypatch, caplog, obstacle):
+    home = tmp_path / "cache"
+    if obstacle == "no directory":
+        home = Path("/dev/null/cache")
+    elif obstacle == "a file is in the way":
+        home.mkdir()
+        (home / "nanopage").touch()
+    elif obstacle == "writable by others":
+        shared = home / "nanopage" / "compiled"
+        shared.mkdir(parents=True)
+        monkeypatch.setattr(aot, "_key", lambda *_: "key")
+        (shared / "key").mkdir()
+        (shared / "key").chmod(0o777)
+    else:
+        error = BlockingIOError(11, "no process") if obstacle == "no process" else OSError(12, "no memory")
+
+        def refuse(*args, **options):
+            raise error
+
+        monkeypatch.setattr(aot.subprocess, "Popen", refuse)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(home))
+    expected = run(engine_of(model, enforce_eager=True))
+    engine = engine_of(model)
+    assert run(engine) == run(engine) == expected
+    assert caplog.text.count("the decoder layer cannot be compiled") == 1
+    assert not compiled_in(engine)
+
+
+def test_a_priority_that_is_refused_does_not_matter(model, tmp_path, monkeypatch):
+    def refuse(*_):
+        raise PermissionError(1, "not permitted")
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(aot.os, "sched_setscheduler", refuse, raising=False)
+    monkeypatch.setattr(aot.Compiled, "_spawn", lambda self: subprocess.Popen(["sleep", "60"], start_new_session=True))
+    engine = engine_of(model)
+    assert run(engine)
+    process = engine.executor.worker.compiled._process
+    assert process.poll() is None
+    engine.shutdown()
+    assert process.poll() is not None
+
+
+def test_nothing_is_imported_from_the_current_directory(model, tmp_path, monkeypatch):
+    for name in ("nanopage", "torch", "filelock", "hashlib"):
+        (tmp_path / f"{name}.py").write_text("open('was_run', 'w').close(); raise SystemExit('imported')")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(["", ".", str(ROOT)]))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    compiled = compiled_of(model)
+    pretend_to_be_made(compiled)
+    assert compiled._spawn().wait(120) == 0, compiled._log.read_text()
+    assert not list(tmp_path.rglob("was_run"))
+
+
+WORK = """
+import sys, time
+from nanopage import LLM, SamplingParams
+llm = LLM(sys.argv[1], device="cpu", dtype="float32", max_model_len=128, num_gpu_blocks_override=32, block_size=8)
+llm.generate([[5], [6]], SamplingParams(max_tokens=2), use_tqdm=False)
+print(llm.engine.executor.worker.compiled._process.pid, flush=True)
+time.sleep(120)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=lambda number: number.name)
+def test_what_is_still_compiling_ends_when_its_parent_is_killed(model, tmp_path, number):
+    env = os.environ | {"PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(tmp_path)}
+    with subprocess.Popen([sys.executable, "-c", WORK, str(model)], env=env, stdout=subprocess.PIPE) as parent:
+        compiling = psutil.Process(int(parent.stdout.readline()))
+        family = [compiling, *compiling.children(recursive=True)]
+        parent.send_signal(number)
+        parent.wait(60)
+    psutil.wait_procs(family, timeout=60)
+    assert not [process for process in family if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
+
+
+def test_what_is_still_compiling_ends_with_the_engines_process(model, tmp_path):
+    script = SERVE.replace("assert llm", "assert not llm")
+    env = os.environ | {"PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(tmp_path)}
+    result = subprocess.run(
+        [sys.executable, "-c", script, str(model)], env=env, capture_output=True, text=True, timeout=120
+    )
+    assert result.returncode == 0, result.stderr
+    time.sleep(0.2)
+    assert not [p for p in psutil.process_iter(["cmdline"]) if str(tmp_path) in " ".join(p.info["cmdline"] or [])]

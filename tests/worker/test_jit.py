@@ -1,0 +1,65 @@
+from functools import partial
+
+import pytest
+import torch
+from helpers import CPU, Paged, assert_all_close, random_tokens, reference_logits, tiny_hf_model
+
+from nanopage.weights import loader
+from nanopage.worker import jit
+from nanopage.worker.cuda_graphs import sample
+
+LENGTHS = [11, 5, 1, 23]
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_nothing_is_compiled_after_the_warm_up_and_logits_are_the_same(family, tmp_path, monkeypatch):
+    """By Dynamo and AOTAutograd; what Inductor would make of it is left out here."""
+    graphs = []
+
+    def counting(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counting))
+    hf_model = tiny_hf_model(family, num_hidden_layers=3)
+    hf_model.save_pretrained(tmp_path)
+    sequences = random_tokens(LENGTHS)
+    # float64: weights stay as they are, as on a GPU, and are not packed for a CPU.
+    paged = Paged(tmp_path, sequences, torch.float64)
+    jit.compile_model(paged.model, loader.read_config(tmp_path), torch.float64, CPU)
+    assert len(graphs) == 8  # before, after, rotary and norm; of many tokens and of one
+    assert_compiled(paged.model)
+    with torch.compiler.set_stance("fail_on_recompile"):
+        while any(paged.done(i) < length for i, length in enumerate(LENGTHS)):
+            left = {i: length - paged.done(i) for i, length in enumerate(LENGTHS) if paged.done(i) < length}
+            most = 1 if len(left) == 1 else 7
+            paged.step({i: min(n, most) for i, n in left.items()})
+    assert len(graphs) == 8
+    assert_all_close(paged.logits, reference_logits(hf_model.double(), sequences), 1e-5)
+
+
+def assert_compiled(model):
+    assert all(isinstance(layer, jit.CompiledLayer) for layer in model.layers)
+    assert isinstance(model.rotary, jit.CompiledModule) and isinstance(model.norm, jit.CompiledModule)
+
+
+def test_engines_of_any_number_and_size_do_not_share_what_is_compiled(tmp_path, monkeypatch):
+    graphs = []
+
+    def counting(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counting))
+    for number in range(5):  # torch keeps eight graphs of a function, two of which are an engine's
+        directory = tmp_path / str(number)
+        tiny_hf_model(hidden_size=32 + 16 * number, intermediate_size=32).save_pretrained(directory)
+        config = loader.read_config(directory)
+        model = loader.load_model(directory, config, torch.float64, CPU)
+        jit.compile_model(model, config, torch.float64, CPU)
+        after = jit.compile_afresh(sample)
+        for size in (3, 2, 1):
+            logits, ints = torch.randn(size, 128 * (1 + number)), torch.zeros(size, dtype=torch.int64)
+            temperatures, seeds = torch.zeros(9), torch.zeros(9, dtype=torch.int64)  # of rows of the sequence table
+            assert torch.equal(after(logits, ints, ints, temperatures, seeds), logits.argmax(dim=-1))
+    assert len(graphs) == 5 * (8 + 3)
