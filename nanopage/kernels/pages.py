@@ -32,6 +32,18 @@ def write(k: Tensor, v: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
     kv_cache[which, blocks[:, None, None], heads, elements[:, :, None]] = torch.stack((k, v))
 
 
+def pad_tables(block_tables: Tensor, num_blocks: Tensor) -> Tensor:
+    """Block tables [B, max_blocks] with each sequence's first block in place of what lies behind its `num_blocks` [B].
+
+    Plain attention gathers whole rows and masks afterwards. What lies behind may be another sequence's blocks, whose
+    values may be NaN, and a mask does not hide NaN.
+    """
+    width = block_tables.shape[1]
+    if int(num_blocks.min()) == width:
+        return block_tables
+    return torch.where(torch.arange(width) < num_blocks[:, None], block_tables, block_tables[:, :1])
+
+
 def gather(kv_cache: Tensor, block_tables: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
     """The pages of block_tables [B, blocks] in order: K [B, kv_heads, head_dim, tokens], V [B, kv_heads, tokens,
     head_dim]."""

@@ -170,8 +170,7 @@ class Samples:
 
     def _record(self) -> None:
         """Put the tokens into the sequence table, where the next step finds them."""
-        index = to_device(torch.from_numpy(np.stack([self.rows, self.positions])), self.tokens.device)
-        self.table.tokens[index[0], index[1]] = self.tokens.clamp(min=0).to(self.table.tokens.dtype)
+        self.table.record(self.rows, self.positions, self.tokens)
         penalized = np.flatnonzero(self.table.sampling.penalized[self.rows])
         if len(penalized):
             tokens = self.tokens[to_device(torch.from_numpy(penalized), self.tokens.device)]

@@ -27,6 +27,7 @@ from rich.progress import track
 from torch import Tensor
 
 from nanopage.device import to_device
+from nanopage.kernels.pages import pad_tables
 from nanopage.kernels.reference import ReferenceAttention
 from nanopage.layers.attention import Attention
 from nanopage.models.decoder import Decoder
@@ -124,7 +125,7 @@ class CUDAGraphs:
         tokens = self.after(logits, rows, seq_lens, sampling.temperature, sampling.seed)
         self.logits[:size] = logits
         self.sampled[:size] = tokens
-        table.tokens[rows, positions + 1] = tokens.clamp(min=0).to(table.tokens.dtype)
+        table.record(rows, positions + 1, tokens)
 
     def splits_of(self, size: int) -> list[int]:
         """The numbers of splits that a size is captured with."""
@@ -185,9 +186,7 @@ class PaddedAttention:
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, kv_cache: Tensor, window: int | None = None) -> Tensor:
         size, block_size = len(self.slots), kv_cache.shape[3] // q.shape[2]
-        # Entries behind a sequence's last block may be anybody's blocks, whose values may be NaN.
-        own = torch.arange(self.block_tables.shape[1]) < -(-self.seq_lens[:, None] // block_size)
-        tables = torch.where(own, self.block_tables, self.block_tables[:, :1])
+        tables = pad_tables(self.block_tables, -(-self.seq_lens // block_size))
         attention = ReferenceAttention(self.slots, tables, torch.ones_like(self.seq_lens), self.seq_lens)
         out = torch.zeros_like(q, memory_format=torch.contiguous_format)
         out[:size] = attention(q[:size], k[:size], v[:size], kv_cache, window)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from nanopage.device import to_device
+from nanopage.kernels.pages import pad_tables
 from nanopage.kernels.reference import ReferenceAttention
 from nanopage.layers.attention import Attention
 from nanopage.models.decoder import Decoder, Layer
@@ -26,7 +27,7 @@ class Inputs:
 
     input_ids, positions  int64 [T]
     slot_mapping          int64 [T]              block * block_size + offset of each token
-    block_tables          [B, max_blocks]        physical block of each logical block, padded with the sequence's first
+    block_tables          [B, max_blocks]        physical block of each logical block; on a CPU, see pages.pad_tables
     query_lens, seq_lens  int64 [B], on the CPU  tokens of each sequence in this step, and including this step
     """
 
@@ -84,11 +85,10 @@ def prepare(batch: Batch, table: SequenceTable) -> Inputs:
     token_rows, sequence, positions = to_device(
         torch.from_numpy(np.stack([rows[sequence], sequence, positions])), table.device
     )
-    each_row, each_num_blocks = to_device(torch.from_numpy(np.stack([rows, num_blocks])), table.device)
+    each_row = to_device(torch.from_numpy(rows), table.device)
     block_tables = table.block_tables[:, : int(num_blocks.max())].index_select(0, each_row)
-    # What is behind a sequence's last block belongs to others: their values, even if masked, must not be read.
-    own = torch.arange(block_tables.shape[1], device=table.device) < each_num_blocks[:, None]
-    block_tables = torch.where(own, block_tables, block_tables[:, :1])
+    if table.device.type == "cpu":  # the kernels of a GPU read nothing behind a sequence's last block
+        block_tables = pad_tables(block_tables, torch.from_numpy(num_blocks))
     slots = block_tables[sequence, positions // block_size].long() * block_size + positions % block_size
     input_ids = table.tokens[token_rows, positions].long()
     return Inputs(input_ids, positions, slots, block_tables, torch.from_numpy(counts), torch.from_numpy(seq_lens))

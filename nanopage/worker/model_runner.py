@@ -1,6 +1,5 @@
 """ModelRunner: a Batch to tensors, through the model and the sampler, to a BatchResult."""
 
-import logging
 import time
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -16,8 +15,6 @@ from nanopage.step import Batch, BatchResult, PromptLogprobs
 from nanopage.worker.eager import Output
 from nanopage.worker.kv_cache import KVCache
 from nanopage.worker.sequence_table import SequenceTable
-
-logger = logging.getLogger("nanopage")
 
 PROMPT_LOGPROB_ROWS = 256  # prompt positions whose logits exist at once: [256, vocab_size]
 

@@ -47,6 +47,13 @@ class SequenceTable:
         write_entries(self.block_tables, [(update.row, update.first, update.blocks) for update in batch.blocks])
         write_entries(self.tokens, [(row, position, [token_id]) for row, position, token_id in batch.tokens])
 
+    def record(self, rows: Tensor | np.ndarray, positions: Tensor | np.ndarray, tokens: Tensor) -> None:
+        """Write sampled tokens, int64 [B] on the device, at these positions of these rows, where the next step finds
+        them. NO_TOKEN is written as token 0: its sequence ends, but may already be in the next batch."""
+        places = rows * self.tokens.shape[1] + positions
+        index = places if isinstance(places, Tensor) else to_device(torch.from_numpy(places), self.device)
+        self.tokens.view(-1).index_copy_(0, index, tokens.clamp(min=0).to(self.tokens.dtype))
+
     def _fork(self, forks: list[Fork]) -> None:
         parents, rows = [fork.parent for fork in forks], [fork.row for fork in forks]
         source, target = to_device(parents, self.device), to_device(rows, self.device)
