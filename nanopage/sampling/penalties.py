@@ -23,21 +23,14 @@ class TokenCounts:
         self._entries: dict[int, int] = {}  # row -> entry
         self._free: list[int] = []
 
-    def add(self, row: int, token_ids: list[int], num_prompt_tokens: int) -> None:
-        """Count the tokens of a sequence."""
-        entry = self._take(row)
-        tokens = to_device(token_ids, self.device, torch.int64)
+    def add(self, row: int, tokens: Tensor, num_prompt_tokens: int) -> None:
+        """Count the tokens of a sequence, integers [num_tokens] on the device."""
+        entry, tokens = self._take(row), tokens.long()
         self.seen[entry] = False
         self.seen[entry, tokens] = True
         output = tokens[num_prompt_tokens:]
         self.output[entry] = 0
         self.output[entry].index_add_(0, output, torch.ones_like(output, dtype=torch.int32))
-
-    def fork(self, pairs: list[tuple[int, int]]) -> None:
-        """Copy the counts of (parent, row)."""
-        for parent, row in pairs:
-            entry, source = self._take(row), self._entries[parent]
-            self.seen[entry], self.output[entry] = self.seen[source], self.output[source]
 
     def drop(self, row: int) -> None:
         """The row belongs to another sequence now."""

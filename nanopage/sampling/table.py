@@ -6,6 +6,7 @@ they say which rows need which step at all, and what no row needs is not compute
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from nanopage.device import to_device
 from nanopage.sampling.penalties import TokenCounts
@@ -48,17 +49,26 @@ class SamplingTable:
             self._set(new.row, new.sampling)
             self.counts.drop(new.row)
             if self.penalized[new.row]:
-                self.counts.add(new.row, new.token_ids, new.num_prompt_tokens)
+                tokens = to_device(new.token_ids, self.device, torch.int64)
+                self.counts.add(new.row, tokens, new.num_prompt_tokens)
 
-    def fork(self, forks: list[Fork]) -> None:
+    def fork(self, forks: list[Fork], tokens: Tensor, num_prompt_tokens: np.ndarray) -> None:
+        """Give forked sequences their parents' settings.
+
+        Args:
+            tokens: of each row of the sequence table, the forked ones included: [rows, max_model_len + 1].
+            num_prompt_tokens: [rows].
+        """
         parents, rows = [fork.parent for fork in forks], [fork.row for fork in forks]
         source, target = to_device(parents, self.device), to_device(rows, self.device)
         for table in (self.numbers, self.integers):
             table.index_copy_(1, target, table.index_select(1, source))
         self.seed.index_copy_(0, target, to_device([fork.seed for fork in forks], self.device, torch.int64))
-        for parent, row in zip(parents, rows, strict=True):
-            self._set(row, self.settings[parent])
-        self.counts.fork([(p, r) for p, r in zip(parents, rows, strict=True) if self.penalized[p]])
+        for fork in forks:
+            self._set(fork.row, self.settings[fork.parent])
+            self.counts.drop(fork.row)
+            if self.penalized[fork.row]:  # the parent may have more tokens than it shares
+                self.counts.add(fork.row, tokens[fork.row, : fork.num_tokens], int(num_prompt_tokens[fork.row]))
 
     def _set(self, row: int, settings: SamplingSettings) -> None:
         self.settings[row] = settings

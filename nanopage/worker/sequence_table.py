@@ -62,7 +62,7 @@ class SequenceTable:
             table = table[:, :width]
             table.index_copy_(0, target, table.index_select(0, source))
         self.num_prompt_tokens[rows] = self.num_prompt_tokens[parents]
-        self.sampling.fork(forks)
+        self.sampling.fork(forks, self.tokens, self.num_prompt_tokens)
 
 
 def zeros(num_rows: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -859,10 +859,11 @@ class Table:
         self.rows[row] = seq
         self.update(Batch(new=[seq.new(row)]))
 
-    def fork(self, parent: int, row: int, seed: int) -> None:
+    def fork(self, parent: int, row: int, seed: int, num_tokens: int | None = None) -> None:
         source = self.rows[parent]
-        self.rows[row] = replace(source, token_ids=list(source.token_ids), seed=seed)
-        self.update(Batch(forks=[Fork(parent, row, len(source.token_ids), seed)]))
+        token_ids = source.token_ids[:num_tokens]
+        self.rows[row] = replace(source, token_ids=token_ids, position=len(token_ids), seed=seed)
+        self.update(Batch(forks=[Fork(parent, row, len(token_ids), seed)]))
 
     def step(self, rows: list[int]) -> list[int]:
         """Sample for some rows, in this order. Checks that each token is that of its sequence alone."""
@@ -915,8 +916,9 @@ def test_a_fork_has_counts_of_its_own():
     table.add(0, sequence(prompt=[4, 7], output=[9, 9], seed=1, **PENALTIES))
     table.fork(0, 4, seed=2)
     table.fork(0, 6, seed=3)
-    outputs = [tuple(table.step([4, 0, 6])) for _ in range(6)]
-    assert len(set(zip(*outputs, strict=True))) == 3
+    table.fork(0, 2, seed=5, num_tokens=3)  # of fewer tokens than its parent has
+    outputs = [tuple(table.step([4, 0, 6, 2])) for _ in range(6)]
+    assert len(set(zip(*outputs, strict=True))) == 4
     table.step([0])
     table.fork(4, 0, seed=9)  # a row that had counts
     for _ in range(4):
