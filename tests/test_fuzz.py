@@ -342,7 +342,7 @@ def check_queues(scheduler) -> None:
     assert manager.block_tables.keys() == ids
     ids = {seq.seq_id for group in scheduler.swapped for seq in (group.live if group.forked else group.live[:1])}
     assert manager.host_tables.keys() == ids
-    assert sum(group.num_unfinished for group in scheduler.running) <= scheduler.max_num_seqs
+    assert sum(group.num_unfinished for group in scheduler.running) <= scheduler.admission.max_num_seqs
     assert all(seq.num_computed_tokens == 0 for group in scheduler.waiting for seq in group.live)
 
 

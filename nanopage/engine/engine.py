@@ -15,7 +15,8 @@ from nanopage.config import EngineConfig, ModelConfig
 from nanopage.engine.block_manager import BlockManager
 from nanopage.engine.input_processor import InputProcessor, Prompt, default_sampling_params
 from nanopage.engine.output_processor import OutputProcessor, Request
-from nanopage.engine.scheduler import Schedule, Scheduler
+from nanopage.engine.schedule import Schedule
+from nanopage.engine.scheduler import Scheduler
 from nanopage.engine.sequence import SequenceGroup
 from nanopage.outputs import RequestOutput, StepStats
 from nanopage.params import BeamSearchParams, SamplingParams

@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass, field
 from enum import Enum
 
-from nanopage.engine.beam_search import BeamSearch, BeamStep
+from nanopage.engine.beam_search import Beam, BeamSearch, BeamStep
 from nanopage.outputs import RequestMetrics
 from nanopage.step import LogprobTable, SamplingSettings
 
@@ -187,5 +187,51 @@ class SequenceGroup:
     def finished(self) -> bool:
         return self.status is Status.FINISHED
 
+    def choose_beams(self) -> tuple[list[Sequence], list[tuple[Sequence, Sequence]]]:
+        """Choose the next beams when all beams have their candidates. `take_beams` makes the choice the group's state.
+
+        Returns: the beams that end; (parent, sequence) for each beam that forks from another.
+        """
+        search, parents = self.beam_search, self.live
+        assert search is not None
+        step = search.choose([Beam(seq.output_token_ids, seq.cumulative_logprob, seq.candidates) for seq in parents])
+        survivors = set() if step.finished else {index for index, _, _ in step.live}
+        ending = [seq for index, seq in enumerate(parents) if index not in survivors]
+        spare = [seq for seq in self.seqs if seq.dormant] + ending
+        forks, live = [], []
+        for index, token_id, cumulative_logprob in [] if step.finished else step.live:
+            seq = parent = parents[index]
+            if index in survivors:  # its first successor is the same sequence
+                survivors.remove(index)
+            else:
+                seq = spare.pop()
+                forks.append((parent, seq))
+            live.append((seq, [*parent.token_ids, token_id], cumulative_logprob))
+        self.next_beams = step, live
+        return ending, forks
+
+    def take_beams(self) -> None:
+        """Make `next_beams` the state of the group. If an exception interrupts this, call it again."""
+        assert self.beam_search is not None and self.next_beams is not None
+        step, live = self.next_beams
+        self.beam_search.accept(step)
+        for seq in self.seqs:
+            seq.candidates = {}
+            seq.dormant = not step.finished and all(seq is not other for other, _, _ in live)
+        for seq, token_ids, cumulative_logprob in live:
+            seq.token_ids, seq.cumulative_logprob, seq.block_hashes = token_ids, cumulative_logprob, []
+        self.next_beams = None
+
     def __repr__(self) -> str:
         return f"SequenceGroup({self.request_id!r}, {self.status.value}, {self.seqs})"
+
+
+def common_length(seqs: list[Sequence]) -> int:
+    """How many tokens all the sequences begin with. Tokens in flight count only for a single sequence."""
+    if len(seqs) == 1:
+        return seqs[0].num_tokens
+    shortest = min(len(seq.token_ids) for seq in seqs)
+    for i in range(seqs[0].num_prompt_tokens, shortest):
+        if len({seq.token_ids[i] for seq in seqs}) > 1:
+            return i
+    return shortest

@@ -236,7 +236,7 @@ def test_a_request_that_makes_every_step_fail_ends_with_an_error_and_the_others_
     scheduler, worker, processor = engine.scheduler, engine.executor.worker, engine.output_processor
     launched = []  # (whether it is in the batch, what launching it has given)
     owner, name, is_bad = {
-        "schedule": (scheduler, "_work", lambda group, *_: group is bad.group),
+        "schedule": (scheduler, "_add_work", lambda _, work, *__: any(seq.group is bad.group for seq, _ in work)),
         "launch": (worker, "launch", lambda batch, _: in_batch(batch)),
         "result": (Launched, "result", lambda step, _: any(step is other and failing for failing, other in launched)),
         "update": (scheduler, "update", in_schedule),

@@ -309,7 +309,7 @@ def play(engine, disturbance) -> dict:
     manager.check_invariants()
     assert manager.num_free_blocks == manager.num_blocks
     assert not (engine.has_unfinished_requests() or engine.scheduler.has_unfinished() or engine.scheduler.suspects)
-    assert sorted(engine.scheduler._free_rows) == list(range(engine.config.max_num_seqs))
+    assert sorted(engine.scheduler.writer.free_rows) == list(range(engine.config.max_num_seqs))
     engine.reset_prefix_cache()
     return done
 

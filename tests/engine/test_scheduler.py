@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 import nanopage
 from nanopage.engine.block_manager import BlockManager
-from nanopage.engine.scheduler import Schedule, Scheduler
+from nanopage.engine.schedule import Schedule
+from nanopage.engine.scheduler import Scheduler
 from nanopage.engine.sequence import Sequence, SequenceGroup, Status
 from nanopage.step import Batch, BatchResult, BlockUpdate, Fork, NewSequence, SamplingSettings
 
@@ -250,14 +251,14 @@ class World:
     def check_rows(self):
         """Rows are those of running sequences, each its own, and the others are free."""
         rows = [seq.row for seq in self.sequences if seq.row is not None]
-        assert sorted(rows + self.scheduler._free_rows) == list(range(self.scheduler.max_num_seqs))
+        assert sorted(rows + self.scheduler.writer.free_rows) == list(range(self.scheduler.admission.max_num_seqs))
         assert all(seq.row is None or seq.group.status is Status.RUNNING for seq in self.sequences)
 
     def check_queues(self):
         running, waiting = self.running, self.waiting
         ids = [seq.seq_id for seq in [*running, *waiting]]
         assert ids == sorted(ids), "running ones are the oldest, and both queues are in order of arrival"
-        assert len(running) <= self.scheduler.max_num_seqs
+        assert len(running) <= self.scheduler.admission.max_num_seqs
         assert self.manager.block_tables.keys() == {seq.seq_id for seq in running}
         assert all(seq.group.status is Status.RUNNING for seq in running)
         assert all(seq.group.status is Status.WAITING and seq.num_computed_tokens == 0 for seq in waiting)
@@ -300,7 +301,7 @@ class World:
             assert not admitted
         elif (
             scheduler.waiting
-            and len(scheduler.running) < scheduler.max_num_seqs
+            and len(scheduler.running) < scheduler.admission.max_num_seqs
             and schedule.batch.num_tokens < scheduler.max_num_batched_tokens
         ):
             seq = self.waiting[0]
@@ -969,7 +970,7 @@ def test_a_row_is_given_back_at_the_end_and_used_again():
     assert again.rows == batch.rows
     assert [new.token_ids for new in again.new] == [[2, 3]]
     assert second.row is None
-    assert world.scheduler._free_rows == [0]
+    assert world.scheduler.writer.free_rows == [0]
 
 
 def test_an_aborted_sequence_gives_back_its_row():
@@ -978,7 +979,7 @@ def test_an_aborted_sequence_gives_back_its_row():
     world.step()
     row = a.row
     world.finish(a, "abort")
-    assert a.row is None and world.scheduler._free_rows == [row]
+    assert a.row is None and world.scheduler.writer.free_rows == [row]
     world.check_rows()
     c = world.add([3], max_tokens=4)
     world.step()

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from nanopage import EngineConfig, LLMEngine, SamplingParams
 from nanopage.build import build_engine
-from nanopage.engine.scheduler import Schedule
+from nanopage.engine.schedule import Schedule
 from nanopage.kernels.cpu.flash_decoding import FlashDecoding, split
 from nanopage.kernels.cpu.packed_linear import can_pack
 from nanopage.layers.linear import Linear

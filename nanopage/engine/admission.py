@@ -1,0 +1,128 @@
+"""Admission: whether a waiting or swapped group may start to run, and which groups to preempt for it.
+
+A group fits if there are free blocks for all of its present tokens, and one more for each sequence of several. So a
+long prompt does not start only to be preempted. Blocks that admitted groups have yet to take are reserved for them, and
+one percent of the pool (the watermark) stays free so that running groups can grow. If nothing runs, both are ignored.
+"""
+
+from collections import Counter
+from collections.abc import Iterable
+
+from nanopage.engine.block_manager import BlockManager, Prefix
+from nanopage.engine.schedule import Work, blocks_to_grow, next_work
+from nanopage.engine.sequence import SequenceGroup, Status, common_length
+
+
+class Admission:
+    """The rules of admission over a pool of blocks.
+
+    Args:
+        max_num_seqs: most sequences running at once.
+    """
+
+    def __init__(self, block_manager: BlockManager, max_num_seqs: int):
+        self.block_manager, self.max_num_seqs = block_manager, max_num_seqs
+        self.watermark = block_manager.num_blocks // 100
+
+    def find_prefix(self, group: SequenceGroup) -> list[Prefix]:
+        """The cached prefix of a waiting group's tokens."""
+        live = group.live
+        if live[0].settings.prompt_logprobs is not None:  # they need every position computed
+            return []
+        known = live[0].token_ids[: common_length(live)]
+        return self.block_manager.lookup(known, live[0].cache_salt, live[0].block_hashes)
+
+    def is_being_computed(self, group: SequenceGroup, prefix: list[Prefix], chunks: Work) -> bool:
+        """Whether the chunks of this step compute the block after a waiting group's cached prefix. In the next step,
+        that block is in the prefix cache."""
+        leader, size = group.live[0], self.block_manager.block_size
+        end = (len(prefix) + 1) * size
+        if not self.block_manager.enable_prefix_caching or leader.settings.prompt_logprobs is not None:
+            return False
+        if end >= common_length(group.live):  # the last token has to be computed anyway
+            return False
+        return any(
+            seq.num_computed_tokens < end <= seq.num_computed_tokens + num_tokens
+            and seq.cache_salt == leader.cache_salt
+            and seq.token_ids[:end] == leader.token_ids[:end]
+            for seq, num_tokens in chunks
+        )
+
+    def fits(
+        self,
+        group: SequenceGroup,
+        prefix: list[Prefix],
+        running: list[SequenceGroup],
+        reserved: int,
+        victims: Iterable[SequenceGroup] = (),
+        growth: int = 0,
+    ) -> bool:
+        """Whether a group can be admitted beside those that run.
+
+        Args:
+            prefix: its cached prefix, if it is waiting.
+            reserved: blocks that are reserved for `running`.
+            victims: further groups that run now and would be preempted.
+            growth: blocks that `running` would take first.
+        """
+        manager = self.block_manager
+        if sum(other.num_unfinished for other in running) + group.num_unfinished > self.max_num_seqs:
+            return False
+        given_up = Counter(
+            block
+            for victim in victims
+            for seq in victim.live
+            for block in manager.block_tables.get(seq.seq_id, ())
+        )  # fmt: skip
+        free = manager.num_free_blocks - growth
+        free += sum(count == manager.ref_counts[block] for block, count in given_up.items())
+        if running:
+            free -= self.watermark + reserved
+        wanted = self._blocks_wanted(group)
+        if group.status is Status.SWAPPED:
+            present = len(manager.host_blocks_of([seq.seq_id for seq in group.live]))
+            # Beside others, it must have blocks to grow, or it would be swapped out again at once.
+            return (max(wanted, present + len(group.live)) if running else present) <= free
+        in_use = sum(manager.ref_counts[p.block] > given_up[p.block] for p in prefix)
+        return wanted - in_use <= free
+
+    def blocks_reserved(self, group: SequenceGroup) -> int:
+        """Blocks that a running group was admitted with and has not taken yet."""
+        live = group.live
+        leader = live[0]
+        if group.forked and len(leader.token_ids) + leader.num_in_flight - leader.num_computed_tokens <= 1:
+            return 0
+        held = self.block_manager.blocks_of([seq.seq_id for seq in live])
+        return max(0, self._blocks_wanted(group) - len(held))
+
+    def choose_victims(self, first: SequenceGroup, running: list[SequenceGroup], budget: int) -> list[SequenceGroup]:
+        """The fewest running groups of lower priority, latest first, whose preemption admits the first waiting group
+        now. None if it fits without, or if even all of them would not be enough.
+
+        Args: budget: tokens of the step.
+        """
+        if not running or running[-1].priority <= first.priority:
+            return []
+        prefix = self.find_prefix(first)
+        reserved = [self.blocks_reserved(group) for group in running]
+        if self.fits(first, prefix, running, sum(reserved)):
+            return []
+        num_lower = sum(group.priority > first.priority for group in running)
+        for num_victims in range(1, num_lower + 1):
+            kept, victims = running[:-num_victims], running[-num_victims:]
+            growth, left = 0, budget
+            for group in kept:
+                work = next_work(group, left)
+                growth += blocks_to_grow(self.block_manager, work)
+                left -= sum(num_tokens for _, num_tokens in work)
+            if left > 0 and self.fits(first, prefix, kept, sum(reserved[:-num_victims]), victims, growth):
+                return victims[::-1]
+        return []
+
+    def _blocks_wanted(self, group: SequenceGroup) -> int:
+        """Blocks for all present tokens of a group, with one of its own for each sequence of several."""
+        live, manager = group.live, self.block_manager
+        if len(live) == 1:
+            return manager.blocks_for(live[0].num_tokens)
+        shared = common_length(live) // manager.block_size
+        return shared + sum(max(1, manager.blocks_for(seq.num_tokens) - shared) for seq in live)

@@ -1,0 +1,167 @@
+"""Schedule: what the scheduler has decided for a step. BatchWriter puts it into the message to the workers.
+
+A worker keeps a table with a row for each running sequence (see step.py). BatchWriter gives each sequence a row when it
+starts to run, takes the row back when the sequence leaves, and sends only what the workers do not know yet.
+"""
+
+from dataclasses import dataclass, field
+
+from nanopage.engine.block_manager import BlockManager
+from nanopage.engine.sequence import Sequence, SequenceGroup
+from nanopage.step import Batch, BlockUpdate, Fork, NewSequence
+
+Work = list[tuple[Sequence, int]]
+"""Sequences, and how many tokens of each to compute."""
+
+
+@dataclass(slots=True)
+class Schedule:
+    """One step: the message to the workers, and the sequences it is about.
+
+    sequences  those of `batch.rows`, in the same order
+    samplers   those of `batch.sampled_rows`, in the same order
+    chunks     work of several tokens, which goes behind the single tokens
+    """
+
+    batch: Batch = field(default_factory=Batch)
+    sequences: list[Sequence] = field(default_factory=list)
+    samplers: list[Sequence] = field(default_factory=list)
+    chunks: Work = field(default_factory=list)
+    preempted: list[SequenceGroup] = field(default_factory=list)
+    num_cached_tokens: int = 0  # that admitted sequences found in the prefix cache
+
+    @property
+    def must_be_awaited(self) -> bool:
+        """Whether the next step depends on this step's results: a beam search chooses its beams by them."""
+        return any(seq.group.beam_search is not None for seq in self.samplers)
+
+    @property
+    def groups(self) -> list[SequenceGroup]:
+        """The groups that get a token."""
+        return list(dict.fromkeys(seq.group for seq in self.samplers))
+
+
+class BatchWriter:
+    """Writes sequences into batches, and gives out the rows of the workers' tables.
+
+    Args:
+        num_rows: of the workers' tables.
+    """
+
+    def __init__(self, block_manager: BlockManager, num_rows: int):
+        self.block_manager, self.num_rows = block_manager, num_rows
+        self.reset()
+
+    def reset(self) -> None:
+        """Take back all rows."""
+        self.free_rows = list(range(self.num_rows - 1, -1, -1))
+
+    def add_decode(self, schedule: Schedule, group: SequenceGroup) -> bool:
+        """Add the common case: a single sequence with one more token in a block that it has already.
+
+        Returns: False, adding nothing, if the group is not such a case.
+        """
+        seq = group.seqs[0]
+        start = len(seq.token_ids) + seq.num_in_flight - 1
+        if (
+            len(group.seqs) > 1
+            or seq.num_computed_tokens != start
+            or seq.row is None
+            or start % self.block_manager.block_size == 0
+            or start + 1 >= seq.max_total_tokens
+            or group.beam_search is not None
+        ):
+            return False
+        batch = schedule.batch
+        index = len(batch.rows)
+        batch.rows.append(seq.row)
+        batch.starts.append(start)
+        batch.counts.append(1)
+        batch.sampled_from.append(index)
+        batch.sampled_rows.append(seq.row)
+        schedule.sequences.append(seq)
+        schedule.samplers.append(seq)
+        return True
+
+    def grow(self, batch: Batch, seq: Sequence, num_tokens: int) -> None:
+        """Give a sequence the blocks for its next tokens, and send what the workers do not know of it yet."""
+        manager, start, end = self.block_manager, seq.num_computed_tokens, seq.num_computed_tokens + num_tokens
+        num_copies, table = len(manager.copies), manager.block_tables[seq.seq_id]
+        num_blocks = len(table)
+        if not manager.grow(seq.seq_id, start, end):
+            raise RuntimeError(f"no free blocks for {seq}, although they were counted before")
+        if len(table) > num_blocks and end % manager.block_size:
+            batch.cleared.append(table[-1])  # this step fills the other new blocks
+        self._enter(batch, seq, start)
+        assert seq.row is not None
+        first = seq.num_sent_blocks
+        if len(manager.copies) > num_copies:  # copy-on-write has replaced a block that was sent
+            first = min(first, start // manager.block_size)
+        if first < len(table):
+            batch.blocks.append(BlockUpdate(seq.row, first, table[first:]))
+            seq.num_sent_blocks = len(table)
+        if seq.group.beam_search is not None and seq.num_output_tokens and num_tokens == 1:
+            batch.tokens.append((seq.row, start, seq.token_ids[start]))  # chosen by the search, not by the sampler
+
+    def add(self, schedule: Schedule, seq: Sequence, num_tokens: int) -> None:
+        """Add the next tokens of a sequence. If they reach its last token, its next token is sampled, and so are those
+        of its siblings that are about to fork from it."""
+        batch, group = schedule.batch, seq.group
+        end = seq.num_computed_tokens + num_tokens
+        assert seq.row is not None
+        schedule.sequences.append(seq)
+        batch.rows.append(seq.row)
+        batch.starts.append(seq.num_computed_tokens)
+        batch.counts.append(num_tokens)
+        if not (group.forked or end == group.shared_len):
+            return
+        for sampler in [seq] if group.forked else group.live:
+            if sampler.num_tokens == end and not sampler.candidates:
+                if sampler is not seq:
+                    sampler.parent = seq
+                    self._enter(batch, sampler, end)
+                assert sampler.row is not None
+                schedule.samplers.append(sampler)
+                batch.sampled_from.append(len(batch.rows) - 1)
+                batch.sampled_rows.append(sampler.row)
+
+    def leave(self, seq: Sequence) -> None:
+        """Take back the row of a sequence, if it has one."""
+        if seq.row is not None:
+            self.free_rows.append(seq.row)
+        seq.leave_table()
+
+    def _enter(self, batch: Batch, seq: Sequence, num_shared: int) -> None:
+        """Make sure that a sequence has a row.
+
+        Args: num_shared: tokens that the row of its parent has already, if it has a parent. At most one more token
+            follows, which `grow` sends.
+        """
+        if seq.row is not None:
+            return
+        seq.row = self.free_rows.pop()
+        if seq.parent is not None and seq.parent.row is not None:
+            batch.forks.append(Fork(seq.parent.row, seq.row, num_shared, seq.seed))
+        else:
+            new = NewSequence(seq.row, list(seq.token_ids), seq.num_prompt_tokens, seq.seed, seq.settings)
+            batch.new.append(new)
+        seq.parent = None
+
+
+def next_work(group: SequenceGroup, budget: int) -> Work:
+    """The sequences of a running group that have tokens to compute, and how many of them the budget allows."""
+    work = []
+    for seq in group.live if group.forked else group.live[:1]:
+        end = seq.num_tokens if group.forked else group.shared_len
+        num_tokens = 0 if group.forked and seq.full else min(end - seq.num_computed_tokens, budget)
+        if num_tokens > 0:  # a beam may have to wait for the others
+            work.append((seq, num_tokens))
+            budget -= num_tokens
+    return work
+
+
+def blocks_to_grow(manager: BlockManager, work: Work) -> int:
+    """How many free blocks this work takes."""
+    return manager.blocks_to_grow(
+        [(seq.seq_id, seq.num_computed_tokens, seq.num_computed_tokens + num_tokens) for seq, num_tokens in work]
+    )
