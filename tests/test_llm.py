@@ -131,7 +131,7 @@ def test_what_had_produced_nothing_is_none(llm, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(llm.engine, "step", interrupted)
-    monkeypatch.setattr(llm.engine.scheduler, "max_num_seqs", 1)
+    monkeypatch.setattr(llm.engine.scheduler.admission, "max_num_seqs", 1)
     with pytest.raises(GenerationInterrupted) as raised:
         llm.generate(["the cat", "the dog"], GREEDY, use_tqdm=False)
     cat, dog = raised.value.outputs

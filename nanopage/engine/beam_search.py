@@ -1,7 +1,7 @@
-"""Beam search: which continuations of a request's beams live on, and which of those that ended are kept.
+"""Beam search: which continuations become the next beams, and which completed hypotheses are kept.
 
 The rules are those of transformers' `generate(num_beams=...)` (5.x), so that both return the same sequences with the
-same scores. Pure Python; the KV cache follows by fork and free, see `Scheduler`.
+same scores. The scheduler updates block tables by forking and freeing sequences (`Scheduler._advance_beams`).
 """
 
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ class Hypothesis:
 
 @dataclass(slots=True)
 class Beam:
-    """A live beam, and what may follow it: token id -> log-probability."""
+    """A live beam, and its candidates for the next token: token id -> log-probability."""
 
     token_ids: list[int]
     cumulative_logprob: float
@@ -31,8 +31,8 @@ class BeamStep:
     """What one step of a search decides.
 
     live        the next live beams: (index into the beams, token id, cumulative log-probability)
-    hypotheses  those to keep, best first
-    finished    whether the search is over; `live` is meaningless then
+    hypotheses  the hypotheses to keep, best first
+    finished    whether the search is over; `live` then has no meaning
     """
 
     live: list[tuple[int, int, float]]
@@ -45,10 +45,10 @@ class BeamSearch:
 
     Args:
         width: live beams, and hypotheses returned.
-        max_tokens: of the output, end-of-sequence included.
-        length_penalty: the exponent of the length in a hypothesis' score: above 0 longer ones gain.
-        early_stopping: True stops with `width` hypotheses; False when the best live beam's score at its present length
-            is no better than the worst of them; "never" when it could not be at any length.
+        max_tokens: most output tokens, including end-of-sequence.
+        length_penalty: the exponent of the length in a hypothesis' score. Above 0 it favors longer hypotheses.
+        early_stopping: once there are `width` hypotheses, True stops. False stops if the best live beam's score at its
+            present length is not better than the worst hypothesis; "never", if it could not be better at any length.
         eos_token_ids: end a beam.
     """
 
@@ -65,7 +65,7 @@ class BeamSearch:
         self.length_penalty = length_penalty
         self.early_stopping = early_stopping
         self.eos_token_ids = eos_token_ids
-        # So many that `width` of them go on, even if each beam's end is among them.
+        # Enough for `width` beams to continue even if every end-of-sequence token of every beam is among them.
         self.num_candidates = max(2, 1 + len(eos_token_ids)) * width
         self.hypotheses: list[Hypothesis] = []  # best first, at most `width`
         self.finished = False

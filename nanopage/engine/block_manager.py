@@ -1,23 +1,23 @@
 """BlockManager: which physical block holds which tokens of which sequence.
 
 The KV cache is a pool of `num_blocks` blocks of `block_size` token slots (PagedAttention, Kwon et al., SOSP 2023).
-Each sequence has a block table: the physical block of each of its logical blocks. At any time a block is
+Each sequence has a block table: the physical block of each of its logical blocks. A block is always one of
 
-    free       on the free list, contents meaningless
-    used       in at least one table; its reference count is the number of tables it is in
-    cached     in no table, but its contents are a known prefix; evictable, least recently used first
+    free       on the free list; its contents have no meaning
+    used       in at least one table; its reference count is the number of tables
+    cached     in no table, but its contents are a known prefix; evicted when needed, least recently used first
 
-Prefix caching: a *full* block whose K and V are written is registered under a chained hash of everything up to and
-including it: sha256(parent hash, its tokens). The root of the chain is the hash of the request's salt. A hash only
-finds a candidate: the tokens of the whole chain are compared before a block is shared.
+Prefix caching: a *full* block whose K and V are written is registered under a chained hash of all tokens up to its end:
+sha256(parent hash, its tokens). The root of the chain is the hash of the request's salt. A hash only finds a candidate:
+the tokens of the whole chain are compared before a block is shared.
 
-Forking: a child's table is a copy of its parent's. The first of them to write into a block that they share, which can
-only be the last and partly filled one, gets a copy of it instead (copy-on-write).
+Forking: a child's table is a copy of its parent's. Only the last block, partly filled, can still be written to. While
+it is shared, the first sequence to write to it gets a copy instead (copy-on-write).
 
 Swapping: a second pool of `num_host_blocks` in host memory takes the blocks of preempted sequences, sharing included.
 
-The manager moves no data: it says which blocks are to be copied (`take_copies`, and what `swap_out` and `swap_in`
-return). The workers, who have the tensors, do it before the next forward pass.
+The manager moves no data. `take_copies`, `swap_out` and `swap_in` return which blocks to copy; the workers, which have
+the tensors, copy them before the next forward pass.
 """
 
 from array import array
@@ -68,32 +68,32 @@ class BlockManager:
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
         self.num_host_blocks = num_host_blocks
-        # Ever; a request that comes back after a preemption asks again.
+        # Totals. A request that was preempted looks up its prefix again, and counts again.
         self.num_query_tokens = 0
         self.num_hit_tokens = 0
         self.num_evictions = 0
         self.reset()
 
     def reset(self) -> None:
-        """Take back all blocks, on the host as well, and forget all prefixes, whatever state the books are in."""
+        """Take back all blocks, on the host as well, and forget all prefixes. Works in any state."""
         self.block_tables: dict[int, list[int]] = {}  # seq_id -> physical blocks
         self.ref_counts: list[int] = [0] * self.num_blocks
         self.host_tables: dict[int, list[int]] = {}  # of the swapped sequences
         self.host_ref_counts: list[int] = [0] * self.num_host_blocks
         self.copies: list[tuple[int, int]] = []  # since the last take_copies()
 
-        # A stack: the block that was freed last is the likeliest to be in the processor's cache.
+        # A stack: the block freed last is the most likely to be in the processor's cache.
         self._free: list[int] = list(range(self.num_blocks - 1, -1, -1))
         self._cached: OrderedDict[int, Prefix] = OrderedDict()  # in no table, least recently used first
         self._by_hash: dict[bytes, Prefix] = {}
         self._by_block: dict[int, Prefix] = {}
-        # seq_id -> the registered prefixes of its leading full blocks; None if they are not to be registered any more
+        # seq_id -> the prefixes of its first full blocks; None if the sequence registers no more blocks
         self._chains: dict[int, list[Prefix] | None] = {}
         self._host_free: list[int] = list(range(self.num_host_blocks - 1, -1, -1))
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks that can be handed out: free ones and cached ones that nobody uses."""
+        """Blocks that can be handed out: free ones and cached ones."""
         return len(self._free) + len(self._cached)
 
     @property
@@ -110,10 +110,10 @@ class BlockManager:
     # Prefix cache
 
     def lookup(self, token_ids: list[int], salt: str = "", hashes: list[bytes] | None = None) -> list[Prefix]:
-        """The longest cached prefix of `token_ids`, block by block. At least one token is left to compute:
-        sampling needs the last token's logits, which are not cached.
+        """The longest cached prefix of `token_ids`, block by block. It leaves at least one token to compute, because
+        sampling needs the last token's logits.
 
-        Args: hashes: those of the first blocks of these tokens, as far as earlier calls have added them.
+        Args: hashes: the hashes of the first blocks, kept between calls. This adds the hashes it computes.
         """
         chain: list[Prefix] = []
         if not self.enable_prefix_caching:
@@ -132,7 +132,7 @@ class BlockManager:
         return chain
 
     def register(self, seq_id: int, token_ids: list[int], num_written: int, salt: str = "") -> None:
-        """Enter into the cache the full blocks among the first `num_written` tokens, whose K and V are written."""
+        """Register the full blocks among the first `num_written` tokens, whose K and V are written."""
         if not self.enable_prefix_caching:
             return
         chain, table = self._chains[seq_id], self.block_tables[seq_id]
@@ -147,13 +147,13 @@ class BlockManager:
                 prefix = Prefix(key, parent, tokens, salt, table[i])
                 self._by_hash[key] = self._by_block[table[i]] = prefix
             elif not prefix.same_as(parent, tokens, salt):
-                # A true collision: this block keeps its own entry in the chain, but is never found.
+                # A true collision: this block has an entry in the chain, but no lookup finds it.
                 prefix = Prefix(key, parent, tokens, salt, table[i])
-            # else another sequence wrote the same prefix first: its block stays the cached one.
+            # Otherwise another sequence has registered the same prefix first: its block stays the cached one.
             chain.append(prefix)
 
     def reset_prefix_cache(self) -> None:
-        """Forget all prefixes. Sequences that hold blocks keep them, but register none any more."""
+        """Forget all prefixes. Sequences keep their blocks, but register no more of them."""
         self._free += reversed(self._cached)
         self._cached.clear()
         self._by_hash.clear()
@@ -163,9 +163,9 @@ class BlockManager:
     # Tables
 
     def allocate(self, seq_id: int, prefix: list[Prefix] | None = None, num_tokens: int = 0) -> int:
-        """Start a block table with the blocks of `prefix`, from a `lookup` of `num_tokens` tokens.
+        """Start a block table with the blocks of `prefix`, which `lookup` has found for `num_tokens` tokens.
 
-        Returns the number of tokens they hold.
+        Returns: the number of tokens in these blocks.
         """
         if seq_id in self.block_tables or seq_id in self.host_tables:
             raise ValueError(f"sequence {seq_id} already has a block table")
@@ -180,7 +180,7 @@ class BlockManager:
         return len(prefix) * self.block_size
 
     def fork(self, parent_id: int, child_id: int) -> None:
-        """Start the child's table with all blocks of the parent's."""
+        """Start the child's table as a copy of the parent's."""
         if child_id in self.block_tables or child_id in self.host_tables:
             raise ValueError(f"sequence {child_id} already has a block table")
         self.block_tables[child_id] = list(self.block_tables[parent_id])
@@ -190,7 +190,7 @@ class BlockManager:
         self._chains[child_id] = None if chain is None else list(chain)
 
     def rename(self, seq_id: int, new_id: int) -> bool:
-        """Hand a sequence's table, here or on the host, to another that has none. Returns whether it had one."""
+        """Give a sequence's table, on the device or the host, to another that has none. Returns whether it had one."""
         for tables in (self.block_tables, self.host_tables):
             if seq_id in tables:
                 tables[new_id] = tables.pop(seq_id)
@@ -199,22 +199,22 @@ class BlockManager:
         return False
 
     def blocks_to_grow(self, work: list[tuple[int, int, int]]) -> int:
-        """How many free blocks `grow` would take for all of (seq_id, num_written, num_tokens), copies included."""
+        """How many free blocks `grow` takes for all (seq_id, num_written, num_tokens) of `work`, copies included."""
         missing = 0
-        writers: list[int] = []  # one entry for each table about to write into a block it shares
+        writers: list[int] = []  # one entry for each table that will write to a block it shares
         for seq_id, num_written, num_tokens in work:
             table = self.block_tables[seq_id]
             missing += max(0, self.blocks_for(num_tokens) - len(table))
             first = num_written // self.block_size
             if first < len(table) and self.ref_counts[table[first]] > 1:
                 writers.append(table[first])
-        # The last of a block's owners that comes to write has it to itself.
+        # The last owner of a block to write needs no copy.
         return missing + sum(min(writers.count(block), self.ref_counts[block] - 1) for block in set(writers))
 
     def grow(self, seq_id: int, num_written: int, num_tokens: int) -> bool:
-        """Make the table ready for the tokens from `num_written` up to `num_tokens` to be written.
+        """Make the table ready for writing the tokens from `num_written` up to `num_tokens`.
 
-        Returns False, and changes nothing, if blocks are short.
+        Returns: False, changing nothing, if there are too few free blocks.
         """
         table = self.block_tables[seq_id]
         first = num_written // self.block_size
@@ -234,13 +234,13 @@ class BlockManager:
         return True
 
     def take_copies(self) -> list[tuple[int, int]]:
-        """(from, to) of the blocks to be copied since the last call. All are read before any is written or cleared."""
+        """(from, to) of the blocks to copy, since the last call. All are read before any is written or cleared."""
         copies, self.copies = self.copies, []
         return copies
 
     def free(self, seq_id: int) -> None:
-        """Drop the sequence's table, if it has one. Blocks nobody else uses become cached if registered, else free."""
-        # Tail first, so that the LRU order evicts the end of a prefix before its beginning.
+        """Drop the sequence's table, if it has one. Blocks in no other table become cached if registered, else free."""
+        # Last block first, so that the end of a prefix is evicted before its start.
         for block in reversed(self.block_tables.pop(seq_id, [])):
             self.ref_counts[block] -= 1
             if self.ref_counts[block] == 0:
@@ -255,15 +255,15 @@ class BlockManager:
                 self._host_free.append(block)
 
     def blocks_of(self, seq_ids: list[int]) -> set[int]:
-        """The blocks in any of these sequences' tables."""
+        """The blocks in these sequences' tables."""
         return {block for seq_id in seq_ids for block in self.block_tables.get(seq_id, ())}
 
     # Swapping
 
     def swap_out(self, seq_ids: list[int]) -> list[tuple[int, int]] | None:
-        """Move the tables of these sequences to the host pool; those without one are passed over.
+        """Move the tables of these sequences to the host pool. Sequences without a table are skipped.
 
-        Returns: (block, host block) of every block to be copied, or None, changing nothing, if the host pool is short.
+        Returns: (block, host block) of every block to copy; None, changing nothing, if the host pool has too few.
         """
         blocks = self.blocks_of(seq_ids)
         if len(blocks) > len(self._host_free):
@@ -275,7 +275,7 @@ class BlockManager:
                 registers = self._chains[seq_id] is not None
                 self.free(seq_id)
                 self.host_tables[seq_id] = host_table
-                self._chains[seq_id] = [] if registers else None  # from the first block again, once it is back
+                self._chains[seq_id] = [] if registers else None  # registers from the first block again after swap_in
                 for block in host_table:
                     self.host_ref_counts[block] += 1
         return list(moved.items())
@@ -286,8 +286,9 @@ class BlockManager:
     def swap_in(self, seq_ids: list[int]) -> list[tuple[int, int]]:
         """Move the tables of these sequences back from the host pool.
 
-        The pool must have `len(host_blocks_of(seq_ids))` free blocks. Returns: (host block, block) of every block to
-        be copied.
+        The pool must have `len(host_blocks_of(seq_ids))` free blocks.
+
+        Returns: (host block, block) of every block to copy.
         """
         moved = {block: self._take_block() for block in sorted(self.host_blocks_of(seq_ids))}
         for seq_id in seq_ids:
@@ -315,7 +316,7 @@ class BlockManager:
     # For tests and debugging
 
     def check_invariants(self) -> None:
-        """Raise AssertionError unless the books balance. Linear in the pool; meant for tests."""
+        """Raise AssertionError if the tables, counts and lists disagree. Takes time linear in the pool."""
         owners = [0] * self.num_blocks
         for table in self.block_tables.values():
             assert len(set(table)) == len(table), f"a block twice in one table: {table}"

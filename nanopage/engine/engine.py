@@ -1,7 +1,7 @@
 """LLMEngine: requests in, outputs out, one step at a time.
 
 InputProcessor ─▶ Scheduler ─▶ Batch ─▶ executor ─▶ BatchResult ─▶ Scheduler ─▶ OutputProcessor
-   requests        who runs             (workers)      tokens       who ends        outputs
+   requests        what runs            (workers)      tokens       what ends       outputs
 """
 
 import contextlib
@@ -30,7 +30,7 @@ logger = logging.getLogger("nanopage")
 
 
 class LLMEngine:
-    """A model behind an executor, and the requests for it. `nanopage.build.build_engine` makes one from options.
+    """Runs requests on the model of an executor. `nanopage.build.build_engine` makes an engine from options.
 
         engine = build_engine(EngineConfig())
         engine.add_request("a", "Once upon a time", SamplingParams())
@@ -41,11 +41,11 @@ class LLMEngine:
     Not safe for threads: `LLM` puts a lock around it.
 
     Args:
-        model_path: a directory or a .gguf file: for messages, and for the sampling parameters that it recommends.
+        model_path: a directory or a .gguf file. Used for messages and for the sampling parameters it recommends.
         tokenizer: None if the model has none, which only load_format="dummy" allows.
-        executor: runs the steps. It is started here.
+        executor: runs the steps. The constructor starts it.
 
-    Raises: what `Executor.start` raises; ValueError for recommended sampling parameters that are not valid.
+    Raises: as `Executor.start`; ValueError for recommended sampling parameters that are not valid.
     """
 
     def __init__(
@@ -77,13 +77,13 @@ class LLMEngine:
         self.async_scheduling = on_gpu if config.async_scheduling is None else config.async_scheduling
         self.last_step = StepStats()
         self.listeners: list[Callable[[StepStats], None]] = []
-        self._scheduled: Schedule | None = None  # of this call of step, until it has advanced
-        self._in_flight: Schedule | None = None  # the last batch, until its results are taken in
-        self._in_call = False  # true between calls, too, if an exception ended the last one
+        self._scheduled: Schedule | None = None  # by this call of step, until `advance` is done
+        self._in_flight: Schedule | None = None  # the last batch, until `update` is done
+        self._in_call = False  # still true between calls if an exception ended the last call
 
     @staticmethod
     def from_engine_args(engine_args: "EngineArgs") -> "LLMEngine":
-        """vLLM's way to make an engine. Raises as `nanopage.build.build_engine`."""
+        """Make an engine, as in vLLM. Raises: as `nanopage.build.build_engine`."""
         return engine_args.create_engine()
 
     # Requests
@@ -103,9 +103,9 @@ class LLMEngine:
             priority: lower goes first, with scheduling_policy="priority".
 
         Raises:
-            ValueError, TypeError: an id that is in use, an empty prompt, one that leaves no room for output, a token
-                id outside the vocabulary, more completions than could ever run, text without a tokenizer, by name.
-                Nothing is queued then.
+            ValueError, TypeError: an id that is in use, an empty prompt, a prompt as long as max_model_len, a token id
+                outside the vocabulary, more completions than could ever run, text without a tokenizer. The message
+                names the argument. Nothing is queued.
         """
         self.submit(self.make_request(request_id, prompt, params, priority))
 
@@ -122,7 +122,7 @@ class LLMEngine:
         return self.input_processor.make_request(request_id, prompt, params, priority)
 
     def submit(self, request: Request) -> None:
-        """Queue what `make_request` made. Raises ValueError if its id has come into use meanwhile."""
+        """Queue a request of `make_request`. Raises: ValueError if its id has come into use since."""
         group = request.group
         if group.request_id in self.output_processor.requests:
             raise ValueError(f"request_id {group.request_id!r} is in use")
@@ -134,9 +134,9 @@ class LLMEngine:
     def abort(self, request_id: str, index: int | None = None) -> RequestOutput | None:
         """End a request now, or only its completion `index`, and free the blocks.
 
-        Returns: what it has so far; None if there is no such request or completion (it may just have finished).
-        Raises: ValueError for the `index` of a beam search or of `best_of` more than `n`, whose completions have no
-            place before all have ended.
+        Returns: its output so far; None if there is no such request or completion (it may just have finished).
+        Raises: ValueError for an `index` with beam search or with `best_of` larger than `n`: these completions compete,
+            and have no index before all have ended.
         """
         self._recover()
         request = self.output_processor.requests.get(request_id)
@@ -155,7 +155,7 @@ class LLMEngine:
         mine = [output for output in outputs if output.request_id == request_id]
         if not mine:
             return None
-        *earlier, output = mine  # earlier ones are of steps that could not return them
+        *earlier, output = mine  # the earlier ones are of steps that an exception ended
         for i, completion in enumerate(output.outputs):
             completion.delta = "".join(before.outputs[i].delta for before in earlier) + completion.delta
         self.output_processor.outputs = [output for output in outputs if output.request_id != request_id]
@@ -165,29 +165,28 @@ class LLMEngine:
         return bool(self.output_processor.requests or self.output_processor.outputs)
 
     def reset_prefix_cache(self) -> None:
-        """Forget all cached prefixes, for instance after the weights were changed. Running requests go on."""
+        """Forget all cached prefixes, for instance after a change of the weights. Running requests continue."""
         self.scheduler.block_manager.reset_prefix_cache()
 
     def shutdown(self) -> None:
-        """End the workers. The engine cannot be used any more."""
+        """Shut the workers down. The engine cannot be used afterwards."""
         self.executor.shutdown()
 
     # Steps
 
     def step(self) -> list[RequestOutput]:
-        """Run one batch. Returns an output for each request that got a token, finished or not; for a beam search, for
-        `best_of` more than `n` and for FINAL_ONLY, only when it has finished. `last_step` says what the step did.
+        """Run one batch. Returns an output for each request that got a token. A beam search, a request with `best_of`
+        larger than `n` and a FINAL_ONLY request have only one output, when they finish. `last_step` has the statistics.
 
-        With async scheduling the batch is submitted before the results of the previous one are looked at, and the
-        outputs are those of the previous one. A sequence that has ended by then runs once too often; that token is
-        dropped.
+        With async scheduling, this submits a batch before it reads the results of the previous batch, and returns the
+        outputs of the previous batch. A sequence that the previous batch ended runs once more; that token is dropped.
 
-        If the batch fails, its requests run again, one at a time. Those that fail alone end with
-        `RequestOutput.error`; the others get the tokens that they would have got. A KeyboardInterrupt can come at any
-        point: the next call goes on with every request.
+        If the batch fails, its requests run again, one at a time. A request that fails alone ends with
+        `RequestOutput.error`. The others get the same tokens as without the failure. After a KeyboardInterrupt, at
+        whatever point, the next call continues with every request.
 
-        At its end a step calls each of `listeners` with its StepStats. A listener may raise: the step is complete by
-        then, and the next call of `step` or `abort` returns the outputs.
+        At the end, `step` calls each of `listeners` with the StepStats. A listener may raise: the step is complete, and
+        the next call of `step` or `abort` returns its outputs.
         """
         stats, started = StepStats(), time.perf_counter()
         unfinished = len(self.output_processor.requests)
@@ -196,12 +195,10 @@ class LLMEngine:
             try:
                 if self.scheduler.has_unfinished() or self._in_flight is not None:
                     self._run_batch(stats)
-                else:  # only outputs are left
-                    self._count(Schedule(), stats)
                 self._report(stats)
             except Exception as error:
                 self._isolate(error, suspect)
-                self._count(Schedule(), stats)
+            self._count_state(stats)
         stats.finished = unfinished - len(self.output_processor.requests)
         stats.seconds = time.perf_counter() - started
         for listener in self.listeners:
@@ -218,10 +215,10 @@ class LLMEngine:
         self._in_flight, self._scheduled = schedule, None
         if not self.async_scheduling or schedule.must_be_awaited or self.scheduler.suspects:
             self._complete(stats)
-        self._count(schedule, stats)
+        self._count_batch(schedule, stats)
 
     def _complete(self, stats: StepStats) -> None:
-        """Wait for the batch that is in flight, take in its tokens, and make text of them."""
+        """Wait for the batch in flight, update the sequences with its tokens, and make text of them."""
         schedule = self._in_flight
         if schedule is None:
             return
@@ -245,12 +242,8 @@ class LLMEngine:
         self.output_processor.report()
         stats.output_seconds += time.perf_counter() - started
 
-    def _count(self, schedule: Schedule, stats: StepStats) -> None:
-        scheduler, manager, batch = self.scheduler, self.scheduler.block_manager, schedule.batch
-        stats.waiting = sum(len(group.live) for group in scheduler.waiting)
-        running = [seq for group in scheduler.running for seq in group.live]
-        stats.running, stats.stored_tokens = len(running), sum(seq.num_computed_tokens for seq in running)
-        stats.swapped = sum(len(group.live) for group in scheduler.swapped)
+    def _count_batch(self, schedule: Schedule, stats: StepStats) -> None:
+        batch = schedule.batch
         stats.decode_tokens = sum(
             count
             for seq, start, count in zip(schedule.sequences, batch.starts, batch.counts, strict=True)
@@ -259,26 +252,33 @@ class LLMEngine:
         stats.prefill_tokens = batch.num_tokens - stats.decode_tokens
         stats.context_tokens = sum(batch.starts) + batch.num_tokens
         stats.cached_tokens = schedule.num_cached_tokens
-        stats.cached_blocks = manager.num_cached_blocks
-        stats.free_blocks = manager.num_free_blocks - stats.cached_blocks
-        stats.used_blocks = manager.num_blocks - manager.num_free_blocks
         stats.preempted = len(schedule.preempted)
         stats.swapped_out, stats.swapped_in = len(batch.swap_out), len(batch.swap_in)
         stats.copied = len(batch.copies)
+
+    def _count_state(self, stats: StepStats) -> None:
+        scheduler, manager = self.scheduler, self.scheduler.block_manager
+        running = [seq for group in scheduler.running for seq in group.live]
+        stats.running, stats.stored_tokens = len(running), sum(seq.num_computed_tokens for seq in running)
+        stats.waiting = sum(len(group.live) for group in scheduler.waiting)
+        stats.swapped = sum(len(group.live) for group in scheduler.swapped)
+        stats.cached_blocks = manager.num_cached_blocks
+        stats.free_blocks = manager.num_free_blocks - stats.cached_blocks
+        stats.used_blocks = manager.num_blocks - manager.num_free_blocks
         self.last_step = stats
 
     # Failures
 
     @contextlib.contextmanager
     def _call(self) -> Iterator[None]:
-        """What changes the engine's state happens in here. After an exception the next call recovers first."""
+        """Surrounds every change of the engine's state. If an exception ends it, the next call recovers first."""
         self._recover()
         self._in_call = True
         yield
         self._in_call = False
 
     def _recover(self) -> None:
-        """If an exception has ended the last call, begin every request again from the tokens that it has."""
+        """If an exception has ended the last call, start every request again from the tokens it has."""
         if not self._in_call:
             return
         self._in_flight = self._scheduled = None
@@ -289,7 +289,7 @@ class LLMEngine:
         self._in_call = False
 
     def _isolate(self, error: Exception, suspect: SequenceGroup | None) -> None:
-        """A batch has failed. Have each of its requests run alone. If it was of a suspect alone, end that request."""
+        """A batch has failed: run each of its requests alone. If it was the batch of a suspect, end that request."""
         message = f"{type(error).__name__}: {error}"
         schedules = [schedule for schedule in (self._scheduled, self._in_flight) if schedule is not None]
         groups = list(dict.fromkeys(seq.group for schedule in schedules for seq in schedule.sequences))

@@ -1,8 +1,8 @@
 """OutputProcessor: tokens to text, stop strings, and the RequestOutputs that a step returns.
 
-A request is read when it has to be: after every token if somebody sees it grow or a stop string may end it, else once,
-when it has ended. Everything here can be interrupted at any point and called again: what has been read and what has
-been reported is counted, not remembered by where the code was.
+A request's tokens become text after every step if its output is streamed or a stop string may end it. Otherwise they
+become text once, when the request has ended. An exception may interrupt everything here at any point: counters say what
+has been read and reported, so the next call continues from there.
 """
 
 import dataclasses
@@ -20,10 +20,10 @@ from nanopage.text.tokenizer import Tokenizer
 
 @dataclasses.dataclass(slots=True)
 class Completion:
-    """A sequence and what has been made of its tokens.
+    """A sequence and its text.
 
-    `num_read` output tokens have been made into text and `logprobs`; `num_reported` of them, and `num_chars` characters
-    of the text, are in outputs. `reading` is true while a token is read: if it is found so, that was interrupted.
+    `num_read` output tokens are in the text and in `logprobs`. The outputs so far hold `num_reported` of these tokens
+    and `num_chars` characters. `reading` is true while tokens are read, and stays true if an exception interrupts that.
     """
 
     seq: Sequence
@@ -33,12 +33,12 @@ class Completion:
     reading: bool = False
     num_reported: int = 0
     num_chars: int = 0
-    output: CompletionOutput | None = None  # the last one, once the completion has ended
+    output: CompletionOutput | None = None  # its last output, once the completion has ended
 
 
 @dataclasses.dataclass(slots=True)
 class Request:
-    """A group and what its outputs are made of."""
+    """A group, and what its outputs need beside it."""
 
     group: SequenceGroup
     params: SamplingParams | BeamSearchParams
@@ -49,7 +49,7 @@ class Request:
 
     @property
     def streams(self) -> bool:
-        """Whether there are outputs before it has ended."""
+        """Whether it has outputs before it ends."""
         kind = RequestOutputKind.FINAL_ONLY if isinstance(self.params, BeamSearchParams) else self.params.output_kind
         return kind is not RequestOutputKind.FINAL_ONLY and not self.group.ranks
 
@@ -63,13 +63,13 @@ class OutputProcessor:
 
     Args:
         scheduler: ends the sequences whose stop strings are found.
-        tokenizer: None if the model has none: texts are empty then.
+        tokenizer: None if the model has none. Texts are then empty.
     """
 
     def __init__(self, scheduler: Scheduler, tokenizer: Tokenizer | None):
         self.scheduler, self.tokenizer = scheduler, tokenizer
         self.requests: dict[str, Request] = {}
-        self.outputs: list[RequestOutput] = []  # made, and not returned yet
+        self.outputs: list[RequestOutput] = []  # not returned yet
         self._news: dict[str, None] = {}  # ids of requests that have something to report
 
     def add(self, request: Request) -> None:
@@ -80,7 +80,7 @@ class OutputProcessor:
         """Make text of the new tokens of these groups."""
         for group in groups:
             request = self.requests.get(group.request_id)
-            if request is None or request.group is not group:  # it has ended, and its id may be in use again
+            if request is None or request.group is not group:  # it has ended; another request may have its id
                 continue
             if group.read_as_it_comes or group.finished:
                 self._read(request)
@@ -88,12 +88,12 @@ class OutputProcessor:
                     self._news[group.request_id] = None
 
     def read_aborted(self, request_id: str) -> None:
-        """Report on a request even if it would only be at its end."""
+        """Report on a request now, even if it reports only at its end."""
         self._read(self.requests[request_id])
         self._news[request_id] = None
 
     def report(self) -> None:
-        """Make outputs of what is new."""
+        """Make an output for each request that has news."""
         outputs = []
         for request_id in self._news:
             if (request := self.requests.get(request_id)) is None:
@@ -114,7 +114,7 @@ class OutputProcessor:
         return outputs
 
     def recover(self) -> list[tuple[SequenceGroup, Exception]]:
-        """Catch up after an exception that struck anywhere. Returns the groups whose text cannot be made, and why."""
+        """Catch up after an exception. Returns the groups whose text cannot be made, and why."""
         self._remember(self.outputs)
         failed = []
         for request in list(self.requests.values()):
@@ -134,7 +134,7 @@ class OutputProcessor:
 
     def _read(self, request: Request) -> None:
         if request.group.error is not None and any(completion.reading for completion in request.completions):
-            return  # reading it has failed before
+            return  # reading it is what failed
         for completion in request.completions:
             seq, detokenizer = completion.seq, completion.detokenizer
             if completion.reading and detokenizer is not None:
@@ -161,13 +161,13 @@ class OutputProcessor:
             return
         searching = number >= params.min_tokens and not (last and _ended_by_token(seq))
         stop = detokenizer.add(seq.token_ids[seq.num_prompt_tokens + number - 1], searching)
-        if stop is not None and seq.finished:  # it was the last token allowed, too
+        if stop is not None and seq.finished:  # the length has ended it, but a stop string wins
             seq.finish_reason, seq.stop_reason = "stop", stop
         elif stop is not None:
             self.scheduler.finish(request.group, seq, "stop", stop)
 
     def _read_all(self, request: Request, completion: Completion) -> None:
-        """Read a completion that has ended and has no stop strings at once."""
+        """Read all tokens at once, for a completion that has ended and has no stop strings."""
         seq, detokenizer = completion.seq, completion.detokenizer
         assert isinstance(request.params, SamplingParams)
         completion.logprobs = [self._decoded(table) for table in seq.logprobs]
@@ -177,7 +177,7 @@ class OutputProcessor:
         completion.num_read = seq.num_output_tokens
 
     def _is_hidden(self, seq: Sequence, params: SamplingParams) -> bool:
-        """Whether the last token is one that ended the sequence and is not part of the text."""
+        """Whether the last token has ended the sequence and is not part of the text."""
         return _ended_by_token(seq) and not params.include_stop_str_in_output
 
     def _decoded(self, table: LogprobTable) -> dict[int, Logprob]:
@@ -192,12 +192,12 @@ class OutputProcessor:
     # Outputs
 
     def _remember(self, outputs: list[RequestOutput]) -> None:
-        """Note what these outputs have reported."""
+        """Count what these outputs report."""
         for output in outputs:
             request = self.requests.get(output.request_id)
             if request is None:
                 continue
-            if not request.group.ranks:  # those that compete are shown once only
+            if not request.group.ranks:  # competing completions are reported only once
                 for completion, made in zip(request.completions, output.outputs, strict=False):
                     completion.num_reported, completion.num_chars = len(made.token_ids), len(made.text)
                     completion.output = made if made.finish_reason else None
@@ -205,7 +205,7 @@ class OutputProcessor:
                 del self.requests[output.request_id]
 
     def _output(self, request: Request) -> RequestOutput:
-        """What a request has produced. Changes nothing but detokenizers that have come to their end."""
+        """What a request has produced. Changes only the detokenizers of sequences that have ended."""
         group = request.group
         if group.beam_search is not None:
             outputs = self._beams(request)
@@ -236,7 +236,7 @@ class OutputProcessor:
 
     def _completion(self, index: int, completion: Completion) -> CompletionOutput:
         seq, detokenizer = completion.seq, completion.detokenizer
-        if completion.output is not None:  # it has ended before, its siblings have not
+        if completion.output is not None:  # it has ended, but its siblings have not
             return dataclasses.replace(completion.output, delta="")
         output = CompletionOutput(index, "", seq.output_token_ids, None, None, seq.finish_reason, seq.stop_reason)
         if detokenizer is not None:
@@ -251,7 +251,7 @@ class OutputProcessor:
         return output
 
     def _beams(self, request: Request) -> list[CompletionOutput]:
-        """The hypotheses of a beam search, best first, and after them the live beams if it did not come to its end."""
+        """The hypotheses of a beam search, best first, followed by the live beams if the search was cut short."""
         search, params = request.group.beam_search, request.params
         assert search is not None and isinstance(params, BeamSearchParams)
         hypotheses = list(search.hypotheses)

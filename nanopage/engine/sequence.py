@@ -1,7 +1,7 @@
 """Sequence and SequenceGroup: what the engine knows of a completion, and of a request.
 
-A request for one completion is a group with one sequence. With `n` or beams it has several, which begin with the same
-prompt and share its blocks.
+A request for one completion is a group with one sequence. With `n` or beams, the group has several sequences, which
+start with the same prompt and share its blocks.
 """
 
 import time
@@ -22,19 +22,19 @@ class Status(Enum):
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One completion while it lives.
+    """One completion while it runs.
 
-    `token_ids` is the prompt and the output that is known. `num_in_flight` more tokens have been sampled, or are about
-    to be, and have not come back from the worker. `num_computed_tokens` of all these tokens have their K and V in the
-    cache. A sequence with one token left to compute is decoding; with more it is in prefill.
+    `token_ids` is the prompt and the output that is known. `num_in_flight` more tokens are sampled by steps whose
+    results have not come back from the worker. `num_computed_tokens` of all these tokens have their K and V in the
+    cache. A sequence with one token left to compute is decoding; with more, it is in prefill.
 
     Args:
         seq_id: unique in the engine.
         token_ids: the prompt.
         settings: for the worker's sampler.
-        eos_token_ids, stop_token_ids: end the sequence, once it has `settings.min_tokens` output tokens.
+        eos_token_ids, stop_token_ids: they end the sequence, once it has `settings.min_tokens` output tokens.
         max_total_tokens: most tokens, prompt and output.
-        num_logprobs: top log-probabilities to keep for the outputs; None for none.
+        num_logprobs: how many top log-probabilities the outputs show; None for none.
     """
 
     seq_id: int
@@ -54,14 +54,14 @@ class Sequence:
     stop_reason: int | str | None = None
     logprobs: list[LogprobTable] = field(default_factory=list)
     cumulative_logprob: float = 0.0
-    block_hashes: list[bytes] = field(default_factory=list)  # of its full blocks, as far as they were needed
+    block_hashes: list[bytes] = field(default_factory=list)  # of its first full blocks, computed when needed
 
     group: "SequenceGroup" = field(init=False)
 
     # What the worker knows of it
-    row: int | None = None  # of the sequence table, while it runs
+    row: int | None = None  # in the sequence table, while it runs
     num_sent_blocks: int = 0
-    parent: "Sequence | None" = None  # it was forked from this one, and has not run since
+    parent: "Sequence | None" = None  # the sequence it was forked from, until it runs
 
     # Of a beam
     dormant: bool = False  # not in use
@@ -73,12 +73,12 @@ class Sequence:
 
     @property
     def num_tokens(self) -> int:
-        """With those in flight."""
+        """Known tokens and tokens in flight."""
         return len(self.token_ids) + self.num_in_flight
 
     @property
     def num_output_tokens(self) -> int:
-        """Those that are known."""
+        """Output tokens that are known."""
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
@@ -91,22 +91,23 @@ class Sequence:
 
     @property
     def full(self) -> bool:
-        """Whether it has, or will have, all the tokens it may have."""
+        """Whether it has reached its length limit, counting tokens in flight."""
         return len(self.token_ids) + self.num_in_flight >= self.max_total_tokens
 
     def append(self, token_id: int, logprobs: LogprobTable | None) -> None:
-        """Take in a token that was in flight."""
+        """Append a token that was in flight."""
         total, end = self.cumulative_logprob, len(self.token_ids)
         if logprobs is not None:
             total += logprobs[token_id][0]
             if self.num_logprobs is not None:
-                del self.logprobs[self.num_output_tokens :]  # of a call that was interrupted before the next line
+                del self.logprobs[self.num_output_tokens :]  # left by a call that was interrupted
                 self.logprobs.append(logprobs)
-        # Assignments alone: no signal handler runs between them.
+        # One statement of plain assignments: no signal handler can run in the middle.
         self.token_ids[end:], self.cumulative_logprob, self.num_in_flight = (token_id,), total, self.num_in_flight - 1
 
     def find_ending(self) -> tuple[str, int | None] | None:
-        """(finish_reason, stop_reason) if the last token ends the sequence. A stop wins over a length, as in vLLM."""
+        """(finish_reason, stop_reason) if the last token ends the sequence. A stop token wins over the length, as in
+        vLLM."""
         last = self.token_ids[-1]
         if self.num_output_tokens >= self.settings.min_tokens:
             if last in self.eos_token_ids:
@@ -116,7 +117,7 @@ class Sequence:
         return ("length", None) if len(self.token_ids) >= self.max_total_tokens else None
 
     def restart(self) -> None:
-        """Forget its K and V, and results that were in flight."""
+        """Forget its K and V, and the tokens in flight."""
         self.num_in_flight = self.num_computed_tokens = 0
         self.candidates = {}
         self.leave_table()
@@ -131,16 +132,16 @@ class Sequence:
 
 
 class SequenceGroup:
-    """A request: the sequences that begin with its prompt. The scheduler admits, preempts and swaps it whole.
+    """A request: the sequences that start with its prompt. The scheduler admits, preempts and swaps it whole.
 
-    At first, and again after a preemption by recomputation, only its leader (the first live sequence) has blocks:
-    it computes the `shared_len` tokens that all live sequences begin with, then the others fork from it.
+    At first, and again after a preemption by recomputation, only the leader (the first live sequence) has blocks. It
+    computes the `shared_len` tokens that all live sequences start with. Then the others fork from it.
 
     Args:
-        seqs: equal prompts, different seeds; for a beam search `width` sequences, of which only the first is awake.
+        seqs: equal prompts, different seeds. For a beam search, `width` sequences, of which only the first is live.
         priority: lower runs first.
-        beam_search: what chooses the next beams, if the request is one.
-        ranks: whether completions compete, so that none can be shown before all have ended.
+        beam_search: chooses the next beams, if the request is a beam search.
+        ranks: whether completions compete, so that none can be returned before all have ended.
     """
 
     def __init__(
@@ -160,15 +161,15 @@ class SequenceGroup:
             seq.group = self
             seq.dormant = beam_search is not None and seq is not seqs[0]
         self.status = Status.WAITING
-        self.order = -1  # of arrival; the scheduler numbers it
+        self.order = -1  # of arrival; set by the scheduler
         self.forked = len(seqs) == 1
         self.shared_len = seqs[0].num_prompt_tokens
-        self.num_cached_tokens = 0  # of the prompt, found in the prefix cache when first scheduled
-        # What a beam search has decided and the sequences do not show yet: a step, and of each beam that goes on its
-        # (sequence, tokens, cumulative log-probability).
+        self.num_cached_tokens = 0  # of the prompt, when it was first scheduled
+        # What a beam search has chosen and the sequences do not show yet: its step, and (sequence, tokens, cumulative
+        # log-probability) of each next beam.
         self.next_beams: tuple[BeamStep, list[tuple[Sequence, list[int], float]]] | None = None
         self.error: str | None = None  # why the request could not be completed
-        self.read_as_it_comes = True  # whether its tokens are made into text before it has ended
+        self.read_as_it_comes = True  # whether tokens become text before the request ends
         self.prompt_logprobs: list[LogprobTable] = []
         self.metrics = RequestMetrics(time.perf_counter())
 
@@ -180,7 +181,7 @@ class SequenceGroup:
 
     @property
     def num_unfinished(self) -> int:
-        """How many sequences it may run at once: a search wakes its dormant beams."""
+        """How many sequences may run at once, dormant beams included: a search may use them in any step."""
         return sum(seq.finish_reason is None for seq in self.seqs)
 
     @property

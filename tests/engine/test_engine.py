@@ -614,7 +614,7 @@ def test_outputs_that_a_failing_step_could_not_return_come_with_the_next_or_with
     expected = run(make_engine(model), a=("the cat", GREEDY), b=("the dog", GREEDY))
     for request_id, prompt in (("a", "the cat"), ("b", "the dog")):
         engine.add_request(request_id, prompt, GREEDY)
-    count, failing, deltas, last = engine._count, True, {"a": "", "b": ""}, {}
+    count, failing, deltas, last = engine._count_state, True, {"a": "", "b": ""}, {}
 
     def fails_every_other_time(*arguments):
         nonlocal failing
@@ -623,7 +623,7 @@ def test_outputs_that_a_failing_step_could_not_return_come_with_the_next_or_with
             raise KeyboardInterrupt
         count(*arguments)
 
-    monkeypatch.setattr(engine, "_count", fails_every_other_time)
+    monkeypatch.setattr(engine, "_count_state", fails_every_other_time)
     while engine.has_unfinished_requests():
         outputs = []
         try:
