@@ -96,6 +96,18 @@ class RequestOutput:
 
 
 @dataclass(slots=True)
+class RequestEvent:
+    """A change of a request's state.
+
+    kind: "added" to the queue; "started", with blocks of its own, for the first time or again; "preempted", without
+        blocks again; "swapped out" to host memory, "swapped in" from there; "finished", whatever the reason.
+    """
+
+    kind: str
+    request_id: str
+
+
+@dataclass(slots=True)
 class StepStats:
     """What one engine step did: progress bars, benches and metrics read this. Counts are of this step alone, except for
     queues and blocks, which are as the step left them. With async scheduling the sampled tokens, and the wait for them,
@@ -127,3 +139,4 @@ class StepStats:
     device_seconds: float = 0.0  # from the first to the last of the batch's work on a GPU; 0 on a CPU
     update_seconds: float = 0.0  # stop conditions, queues
     output_seconds: float = 0.0  # text and outputs
+    events: list[RequestEvent] = field(default_factory=list)  # since the previous step, in order

@@ -26,6 +26,8 @@ from nanopage.build import build_engine
 from nanopage.engine.beam_search import Beam, BeamSearch
 from nanopage.engine.input_processor import branch_seed
 from nanopage.kernels import paged_attention
+from nanopage.outputs import RequestEvent
+from nanopage.params import RequestOutputKind
 from nanopage.worker.cuda_graphs import CUDAGraphs
 from nanopage.worker.eager import Eager
 from nanopage.worker.kv_cache import GIB, block_bytes
@@ -93,6 +95,8 @@ class Planned:
 
     def receive(self, output: RequestOutput) -> None:
         self.output = output
+        if not self.searches and self.params.output_kind is RequestOutputKind.FINAL_ONLY:
+            assert output.finished or self.aborted
         if not self.searches and not ranks(self.params):
             assert len(output.outputs) == self.params.n
             for completion in output.outputs:
@@ -181,6 +185,8 @@ def draw_world(rng: random.Random, oracle: LLMEngine, block_sizes=(1, 2, 3, 4, 8
         plan = Planned(str(i), prompt, params, arrival, abort_at)
         if not plan.searches and not ranks(params) and rng.random() < 0.5:
             plan.abort_index = rng.randrange(params.num_sequences)
+        if not plan.searches and rng.random() < 0.3:
+            params.output_kind = RequestOutputKind.FINAL_ONLY
         if options["scheduling_policy"] == "priority":
             plan.priority = rng.choice([-1, 0, 0, 1])
         plans.append(plan)
@@ -309,6 +315,7 @@ def run_world(engine: LLMEngine, plans: list[Planned]) -> None:
     by_id = {plan.request_id: plan for plan in plans}
     manager, scheduler = engine.scheduler.block_manager, engine.scheduler
     watch(engine)
+    states: dict[str, str] = {}  # of the requests, as the events tell
     step = 0
     while engine.has_unfinished_requests() or any(plan.arrival >= step for plan in plans):
         for plan in plans:
@@ -324,6 +331,12 @@ def run_world(engine: LLMEngine, plans: list[Planned]) -> None:
         manager.check_invariants()
         check_queues(scheduler)
         stats = engine.last_step
+        follow(states, stats.events)
+        assert states == {
+            group.request_id: group.status.value
+            for queue in (scheduler.waiting, scheduler.running, scheduler.swapped)
+            for group in queue
+        }
         assert stats.used_blocks + stats.free_blocks + stats.cached_blocks == manager.num_blocks
         happened["copies"] += stats.copied
         happened["blocks swapped out"] += stats.swapped_out
@@ -332,6 +345,26 @@ def run_world(engine: LLMEngine, plans: list[Planned]) -> None:
         assert step < 5000, "no progress"
     assert manager.num_free_blocks == manager.num_blocks
     assert manager.num_free_host_blocks == len(manager.host_ref_counts)
+
+
+def follow(states: dict[str, str], events: list[RequestEvent]) -> None:
+    """Apply events to the states of requests. Each must be possible where it happens."""
+    changes = {
+        "added": (None, "waiting"),
+        "started": ("waiting", "running"),
+        "preempted": ("running", "waiting"),
+        "swapped out": ("running", "swapped"),
+        "swapped in": ("swapped", "running"),
+    }
+    for event in events:
+        happened[f"requests {event.kind}"] += 1
+        state = states.pop(event.request_id, None)
+        if event.kind == "finished":
+            assert state is not None
+            continue
+        before, after = changes[event.kind]
+        assert state == before or (event.kind == "preempted" and state == "swapped")  # by a failed step
+        states[event.request_id] = after
 
 
 def check_queues(scheduler) -> None:
@@ -449,6 +482,8 @@ def check_completions(oracle: LLMEngine, plan: Planned, max_model_len: int) -> N
         assert (completion.finish_reason, completion.stop_reason) == (expected.finish_reason, expected.stop_reason)
         if plan.params.logprobs is not None:
             assert rounded(completion.logprobs) == rounded(expected.logprobs)
+        if plan.output.prompt_logprobs is not None:
+            assert len(plan.output.prompt_logprobs) == len(plan.prompt["prompt_token_ids"])
         if plan.output.prompt_logprobs is not None or not plan.aborted:
             assert rounded(plan.output.prompt_logprobs) == rounded(output.prompt_logprobs)
 

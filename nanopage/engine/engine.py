@@ -200,6 +200,7 @@ class LLMEngine:
                 self._isolate(error, suspect)
             self._count_state(stats)
         stats.finished = unfinished - len(self.output_processor.requests)
+        stats.events = self.scheduler.take_events()
         stats.seconds = time.perf_counter() - started
         for listener in self.listeners:
             listener(stats)

@@ -32,6 +32,7 @@ from nanopage.engine.admission import Admission
 from nanopage.engine.block_manager import BlockManager, Prefix
 from nanopage.engine.schedule import BatchWriter, Schedule, Work, blocks_to_grow, next_work
 from nanopage.engine.sequence import Sequence, SequenceGroup, Status, common_length
+from nanopage.outputs import RequestEvent
 from nanopage.step import NO_TOKEN, BatchResult
 
 NOT_FINITE = (
@@ -67,14 +68,21 @@ class Scheduler:
         self.running: list[SequenceGroup] = []
         self.swapped: list[SequenceGroup] = []
         self.num_preemptions = 0
+        self.events: list[RequestEvent] = []  # since `take_events`
         self._num_added = 0
 
     def add(self, group: SequenceGroup) -> None:
         self._number(group)
         insort(self.waiting, group, key=_order)
+        self._record("added", group)
 
     def has_unfinished(self) -> bool:
         return bool(self.waiting or self.running or self.swapped)
+
+    def take_events(self) -> list[RequestEvent]:
+        """What has happened to requests since the last call, in order."""
+        events, self.events = self.events, []
+        return events
 
     def schedule(self) -> Schedule:
         """Choose the next step's work and give it blocks. Computes nothing."""
@@ -170,6 +178,8 @@ class Scheduler:
                 seq.restart()
                 if not seq.finished and (ending := self._find_ending(group, seq)):
                     seq.finish_reason, seq.stop_reason = ending
+            if group.status in (Status.RUNNING, Status.SWAPPED):
+                self._record("preempted", group)
             group.status = Status.WAITING
         self.waiting = sorted(groups, key=_order)
         for group in groups:
@@ -213,6 +223,7 @@ class Scheduler:
             self.suspects.remove(group)
         group.status = Status.FINISHED
         group.metrics.finished_time = time.perf_counter()
+        self._record("finished", group)
 
     def _queue(self, group: SequenceGroup) -> list[SequenceGroup]:
         return {Status.WAITING: self.waiting, Status.RUNNING: self.running, Status.SWAPPED: self.swapped}[group.status]
@@ -222,6 +233,9 @@ class Scheduler:
         return bool(self.running or self.swapped) or any(
             seq.num_output_tokens for group in self.waiting for seq in group.seqs
         )
+
+    def _record(self, kind: str, group: SequenceGroup) -> None:
+        self.events.append(RequestEvent(kind, group.request_id))
 
     def _number(self, group: SequenceGroup) -> None:
         if group.order < 0:
@@ -295,6 +309,7 @@ class Scheduler:
             self._queue(group).pop(0)
             if swapped:
                 schedule.batch.swap_in += self.block_manager.swap_in([seq.seq_id for seq in group.live])
+                self._record("swapped in", group)
             else:
                 self._start(group, prefix, schedule)
             insort(self.running, group, key=_order)
@@ -316,6 +331,7 @@ class Scheduler:
         if group.metrics.first_scheduled_time is None:
             group.metrics.first_scheduled_time = time.perf_counter()
             group.num_cached_tokens = leader.num_computed_tokens
+        self._record("started", group)
 
     # Preemption
 
@@ -340,6 +356,7 @@ class Scheduler:
             for seq in live:
                 self.writer.leave(seq)
             insort(self.swapped, group, key=_order)
+            self._record("swapped out", group)
         else:
             self._begin_again(group)
             insort(self.waiting, group, key=_order)
@@ -354,6 +371,7 @@ class Scheduler:
             seq.num_computed_tokens = 0
             self.writer.leave(seq)
         group.status = Status.WAITING
+        self._record("preempted", group)
 
     # Beam search
 

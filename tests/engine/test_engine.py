@@ -645,10 +645,11 @@ def test_outputs_that_a_failing_step_could_not_return_come_with_the_next_or_with
 def test_listeners_see_every_step_and_lose_nothing_by_raising(model, overlap):
     engine = make_engine(model, async_scheduling=overlap)
     expected = run(engine, a=("the cat", GREEDY))["a"].outputs[0]
-    seen = []
+    seen, events = [], []
 
     def listen(stats):
         seen.append(stats.prefill_tokens + stats.decode_tokens)
+        events.extend((event.request_id, event.kind) for event in stats.events)
         if len(seen) % 3 == 0:
             raise KeyError("stop here")
 
@@ -664,4 +665,29 @@ def test_listeners_see_every_step_and_lose_nothing_by_raising(model, overlap):
         text += "".join(output.outputs[0].delta for output in outputs)
     assert (text, outputs[-1].outputs[0].token_ids) == (expected.text, expected.token_ids)
     assert len(seen) == calls and sum(seen) >= len(expected.token_ids)
+    assert events == [("a", "added"), ("a", "started"), ("a", "finished")]
     assert idle(engine)
+
+
+def test_events_tell_of_a_failed_step_and_of_an_abort_between_steps(model, monkeypatch):
+    engine = make_engine(model)
+    engine.add_request("a", "the cat", GREEDY)
+    engine.add_request("b", "the dog", GREEDY)
+    engine.step()
+    launch = engine.executor.worker.launch
+
+    def fail(batch):
+        monkeypatch.setattr(engine.executor.worker, "launch", launch)
+        raise ValueError("once")
+
+    kinds = []
+    engine.listeners.append(lambda stats: kinds.append([(e.request_id, e.kind) for e in stats.events]))
+    monkeypatch.setattr(engine.executor.worker, "launch", fail)
+    engine.step()
+    engine.step()
+    engine.abort("b")
+    finish(engine)
+    assert kinds[0] == [("a", "preempted"), ("b", "preempted")]
+    assert kinds[1] == [("a", "started")]
+    assert kinds[2] == [("b", "finished")]
+    assert kinds[-1] == [("a", "finished")]
