@@ -453,6 +453,23 @@ def test_without_a_cpp_compiler_it_says_so_once_and_stays_eager(model, tmp_path,
     assert caplog.text.count("compiling the decoder layer failed") <= 1
 
 
+def test_two_processes_that_compile_at_once_write_to_logs_of_their_own(model, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    slow = tmp_path / "python"
+    slow.write_text("#!/bin/sh\nfor i in 1 2 3 4 5 6 7 8 9; do echo $$ $i; sleep 0.05; done\nexit 1\n")
+    slow.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(slow))
+    both = [compiled_of(model) for _ in range(2)]
+    for compiled in both:
+        compiled.start()
+    assert both[0].directory == both[1].directory
+    for compiled in both:
+        process = compiled._process
+        with pytest.raises(RuntimeError, match=f"{process.pid} 9") as raised:
+            compiled.compile()
+        assert str(raised.value).splitlines()[1:] == [f"{process.pid} {i}" for i in range(1, 10)]
+
+
 @pytest.fixture
 def copy(directory, tmp_path, monkeypatch):
     """The same compiled code in a directory of its own, to be spoilt. Engines look there."""
