@@ -557,7 +557,7 @@ def test_the_worlds_were_not_easy():
         assert happened[what] > WORLDS * 0.1, what
     assert happened["tokens read before they were known"] > happened["tokens"] / 4
     assert happened["tokens dropped"] > WORLDS / 10
-    assert happened["steps on static buffers"] > happened["steps"] / 4
+    assert happened["steps on static buffers"] > happened["steps"] / 5
     assert happened["steps sampled again"] > WORLDS / 10
     assert happened["steps that failed with copies or swaps"] > WORLDS / 20
     for what in ("worlds that swapped", "requests with several completions", "beam searches", "forks", "copies"):
