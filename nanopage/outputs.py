@@ -1,4 +1,4 @@
-"""What comes back: outputs of requests, and statistics of steps. Names are those of vLLM."""
+"""What comes back: outputs of requests, errors that carry them, and statistics of steps. Names are those of vLLM."""
 
 from dataclasses import dataclass, field
 
@@ -93,6 +93,31 @@ class RequestOutput:
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     error: str | None = None
     sequences: list[BeamSearchSequence] | None = None
+
+
+class GenerationInterrupted(KeyboardInterrupt):
+    """Ctrl-C during `LLM.generate`, `chat` or `beam_search`.
+
+    Args:
+        outputs: one entry for each prompt, in order: what the request had produced by then, or None if it had produced
+            nothing. The `finish_reason` of a completion that had not ended is "abort".
+    """
+
+    def __init__(self, outputs: list[RequestOutput | None]):
+        super().__init__()
+        self.outputs = outputs
+
+
+class GenerationError(RuntimeError):
+    """`LLM.generate`, `chat` or `beam_search` ended by an error that does not belong to a single request.
+
+    Args:
+        outputs: as in GenerationInterrupted.
+    """
+
+    def __init__(self, message: str, outputs: list[RequestOutput | None]):
+        super().__init__(message)
+        self.outputs = outputs
 
 
 @dataclass(slots=True)
