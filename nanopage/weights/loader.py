@@ -41,6 +41,11 @@ def open_checkpoint(path: Path) -> Checkpoint:
     return GGUFCheckpoint(path) if path.suffix == ".gguf" else path
 
 
+def path_of(checkpoint: Checkpoint) -> Path:
+    """The directory, or the path of the .gguf file."""
+    return checkpoint.path if isinstance(checkpoint, GGUFCheckpoint) else checkpoint
+
+
 def read_config(checkpoint: Checkpoint) -> ModelConfig:
     """Raises: as ModelConfig.from_directory and GGUFCheckpoint."""
     checkpoint = open_checkpoint(checkpoint) if isinstance(checkpoint, Path) else checkpoint
@@ -69,7 +74,7 @@ def load_model(
         MemoryError: the device has no room for the weights. Nothing has been allocated then.
     """
     checkpoint = open_checkpoint(checkpoint) if isinstance(checkpoint, Path) else checkpoint
-    source = checkpoint.path if isinstance(checkpoint, GGUFCheckpoint) else checkpoint
+    source = path_of(checkpoint)
     model = meta_model(config)
     stored: list[StoredTensor] = []
     pieces: Pieces
