@@ -21,6 +21,8 @@ from benchmarks.peers import llamacpp
 from benchmarks.peers.protocol import Options, Output, Run, Work, measure
 from benchmarks.report import console
 
+pytestmark = pytest.mark.usefixtures("fast_and_wide")
+
 SCHEMA = ROOT / "benchmarks" / "serve.schema.json"
 ENGINE = """
 import os
@@ -61,19 +63,6 @@ def load(options):
 
 serve(load, PREPARE)
 """
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return tiny_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(autouse=True)
-def fast_and_wide(monkeypatch):
-    """Do not measure the memory's bandwidth, do not wait between two runs, and do not wrap lines."""
-    monkeypatch.setattr(compare, "read_bandwidth", lambda threads: 25.0)
-    monkeypatch.setattr(compare, "SETTLE", 0)
-    monkeypatch.setattr(console, "width", 160)
 
 
 def fake_engine(environments, name, script):
