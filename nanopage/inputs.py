@@ -10,14 +10,14 @@ AnyParams = SamplingParams | BeamSearchParams
 
 
 class TextPrompt(TypedDict):
-    """A prompt of text. Requests share cached prefixes only with those of the same `cache_salt`."""
+    """A prompt of text. Requests share cached prefixes only if they have the same `cache_salt`."""
 
     prompt: str
     cache_salt: NotRequired[str]
 
 
 class TokensPrompt(TypedDict):
-    """A prompt of token ids. `prompt` is their text, if it is to be returned as `RequestOutput.prompt`."""
+    """A prompt of token ids. `prompt` is the text to return as `RequestOutput.prompt`."""
 
     prompt_token_ids: list[int]
     prompt: NotRequired[str]

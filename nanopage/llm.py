@@ -35,14 +35,14 @@ class LLM:
 
     Args:
         model: a Hugging Face directory, a .gguf file, a hub id, or None for SmolLM2-135M-Instruct.
-        on_progress: called while weights load, with the number of those that have been read and of all.
+        on_progress: called while weights load, with the number of weights read so far and the total.
         profiler_config: where `start_profile` writes (see `Profiler`).
-        options: those of `EngineConfig`, by name. Options of vLLM that change nothing, such as
+        options: options of `EngineConfig`, by name. Options of vLLM that change nothing, such as
             tensor_parallel_size=1, are accepted (see vllm_options.py).
 
     Raises:
         TypeError: an option that does not exist.
-        ValueError: an option of vLLM with a value that nanopage does not have.
+        ValueError: an option of vLLM with a value that nanopage does not support.
         Others: as `build_engine`.
     """
 
@@ -59,17 +59,17 @@ class LLM:
         self.engine = build_engine(EngineConfig(**options), on_progress)
         self._ids = itertools.count()
         self._metrics = Metrics(self.engine.model_path.name)
-        self._lock = threading.RLock()  # of the engine and the inboxes
-        # request_id -> where its outputs go. Each reader (a call of generate, a stream) has an inbox for its requests.
+        self._lock = threading.RLock()  # guards the engine and the inboxes
+        # request_id -> the inbox for its outputs. A reader (a call of generate, a stream) has one for all its requests.
         self._inboxes: dict[str, deque[RequestOutput]] = {}
 
     @property
     def llm_engine(self) -> LLMEngine:
-        """vLLM's name of `engine`."""
+        """vLLM's name for `engine`."""
         return self.engine
 
     def get_tokenizer(self):
-        """None if the model has none, which only load_format="dummy" allows."""
+        """The model's tokenizer; None if it has none, which only load_format="dummy" allows."""
         return self.engine.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
@@ -83,7 +83,7 @@ class LLM:
         return True
 
     def get_metrics(self) -> list[Metric]:
-        """What has been counted so far, by vLLM's names (see metrics.py)."""
+        """The metrics so far, under vLLM's names (see metrics.py)."""
         with self._lock:
             scheduler = self.engine.scheduler
             num_waiting = len(scheduler.waiting) + len(scheduler.swapped)
@@ -117,18 +117,18 @@ class LLM:
         """Complete prompts, all of them batched together.
 
         Args:
-            prompts: one or a list of: text, token ids, {"prompt": text} or {"prompt_token_ids": ids}.
+            prompts: one prompt or a list: text, token ids, {"prompt": text} or {"prompt_token_ids": ids}.
             sampling_params: for all, or one for each prompt; None uses `get_default_sampling_params`.
-            prompt_token_ids: the ids of one prompt or of a list of them; any `prompts` beside them are their texts.
+            prompt_token_ids: the token ids of one prompt or of each prompt in a list; `prompts` are then their texts.
             use_tqdm: show a progress bar on stderr.
-            lora_request, tokenization_kwargs: None, for vLLM's scripts that say so.
-            priority: one for each prompt, lower goes first, with scheduling_policy="priority".
+            lora_request, tokenization_kwargs: accepted for vLLM's scripts; must be None.
+            priority: an integer for each prompt, with scheduling_policy="priority"; lower goes first.
 
-        Returns: one finished RequestOutput for each prompt, in order. The `error` of one that could not be completed
+        Returns: one finished RequestOutput for each prompt, in order. If a request could not be completed, its `error`
             says why.
 
         Raises:
-            ValueError, TypeError: a prompt or parameter that is not usable; nothing has run then.
+            ValueError, TypeError: an invalid prompt or parameter; nothing has run then.
             GenerationInterrupted, GenerationError: with the outputs so far.
         """
         accept("generate()", {"lora_request": lora_request, "tokenization_kwargs": tokenization_kwargs}, (), CALL)
@@ -146,9 +146,9 @@ class LLM:
         use_tqdm: bool = True,
         concurrency_limit: None = None,
     ) -> list[RequestOutput]:
-        """Search the likeliest completions of prompts, all of them batched together.
+        """Search for the likeliest completions of prompts, all of them batched together.
 
-        Args: as `generate`; concurrency_limit: None, for vLLM's scripts that say so.
+        Args: as `generate`. concurrency_limit is accepted for vLLM's scripts and must be None.
 
         Returns: one RequestOutput for each prompt, in order; its `outputs` are the `width` best completions, best
             first, with `score` and `cumulative_logprob`. An end-of-sequence token is part of `token_ids`. `sequences`
@@ -201,8 +201,8 @@ class LLM:
             add_generation_prompt: end the prompt with the opening of the assistant's reply.
             continue_final_message: have the model go on with the last message; needs add_generation_prompt=False.
             tools: JSON schemas of the functions that the model may call. Calls come as text, in the model's own form.
-            chat_template_kwargs: more variables of the template, such as {"enable_thinking": False}.
-            lora_request, mm_processor_kwargs, tokenization_kwargs: None, for vLLM's scripts that say so.
+            chat_template_kwargs: more variables for the template, such as {"enable_thinking": False}.
+            lora_request, mm_processor_kwargs, tokenization_kwargs: accepted for vLLM's scripts; must be None.
 
         Returns: as `generate`; `RequestOutput.prompt` is the text that the template made.
         """
@@ -228,8 +228,8 @@ class LLM:
     def stream(
         self, prompt: Prompt | list[dict], sampling_params: SamplingParams | None = None
     ) -> Iterator[RequestOutput]:
-        """Complete one prompt, or reply to one conversation, yielding a RequestOutput after every token (with `best_of`
-        more than `n`, one at the end).
+        """Complete one prompt, or reply to one conversation. Yields a RequestOutput after every token; with `best_of`
+        more than `n`, only one at the end.
 
         `output.outputs[0].delta` is the new text; the deltas add up to the final text. Closing the iterator, or
         leaving its loop, aborts the request. Raises as `generate`, before anything runs.
@@ -240,7 +240,7 @@ class LLM:
         return self._outputs([request])
 
     def count_tokens(self, messages: list[dict]) -> int:
-        """How many prompt tokens a conversation makes."""
+        """The number of prompt tokens of a conversation."""
         return len(self._chat_prompt(messages)["prompt_token_ids"])
 
     def _chat_prompt(self, messages: list[dict], **template: Any) -> dict:
@@ -294,7 +294,7 @@ class LLM:
     def _outputs(self, requests: list[Request], left: list[RequestOutput] | None = None) -> Generator[RequestOutput]:
         """Submit requests and yield their outputs as they come. If the reader leaves, abort what is unfinished.
 
-        Args: left: takes the outputs that the reader has not read, and those of the aborted requests.
+        Args: left: gets the outputs that the reader has not read, and the outputs of aborted requests.
         """
         unfinished = {request.group.request_id for request in requests}
         inbox: deque[RequestOutput] = deque()

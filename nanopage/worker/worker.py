@@ -31,7 +31,7 @@ class Worker:
 
     Args:
         checkpoint: of the model that `model_config` describes.
-        on_progress: called while weights load, with the number of those that have been read and of all.
+        on_progress: called while weights load, with the number of weights read so far and the total.
 
     Raises:
         ValueError: options that the device does not allow, or weights that are broken, by name.
