@@ -276,7 +276,7 @@ def test_an_engine_that_dies_is_named_and_the_others_go_on(model, tmp_path):
         (["--environments", "~nobody-of-this-name"], "--environments"),
         (["--dtype", "float16"], "float16"),
         (["--quantization", "int3"], "int3"),
-        (["--quantization", "int8", "--engines", "nanopage,vllm"], "'vllm' is not one of those that run with"),
+        (["--quantization", "int8", "--engines", "nanopage,vllm"], "'vllm' is not one of the engines with"),
         (["--threads", "0"], "--threads"),
         (["--threads", 10**30], "--threads"),
         (["--seed", -1], "--seed"),
