@@ -482,7 +482,7 @@ def compare(
     """Run the same requests on nanopage and its peers, in turn.
 
     Each engine has a process of its own. The first lines of a peer's file in benchmarks/peers say how to install it.
-    --eager is nanopage's. With --quantization int8 each engine runs its own kind of int8; those that have none are left
+    --eager is nanopage's. With --quantization int8 each engine runs its own kind of int8; engines without one are left
     out.
 
     \b

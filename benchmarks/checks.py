@@ -29,7 +29,7 @@ def shown(value: Any) -> str:
 
 
 def check_choice(value: str | None, choices: Sequence[str], option: str) -> None:
-    """Accept None and one of the choices."""
+    """Refuse everything but None and the choices."""
     if value is not None and value not in choices:
         refuse(f"{shown(value)} is not one of: {', '.join(choices)}", option)
 
@@ -78,7 +78,7 @@ def check_lengths(lengths: list[tuple[int, int]], config: ModelConfig, options: 
 
     Args:
         lengths: tokens in and out of each request.
-        options: which set the lengths.
+        options: the ones that set the lengths.
     """
     longest, limit = max(i + o for i, o in lengths), config.max_position_embeddings
     if longest > limit:

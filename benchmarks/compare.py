@@ -1,7 +1,7 @@
 """The same requests on nanopage and on its peers, each in its own process, in turn.
 
-A workload fixes the lengths; the prompts are random token ids, new in every iteration, so that a prefix cache, which
-every engine that has one may use, helps within an iteration and never across two. One engine works at a time.
+A workload fixes the lengths. The prompts are random token ids, new in every iteration: a prefix cache, which every
+engine may use, helps within an iteration and never across two. One engine works at a time.
 """
 
 import ast
@@ -42,7 +42,7 @@ WORKLOADS = {
 # The engines that need an environment of their own, and the package that it must have.
 PACKAGES = {"vllm": "vllm", "openvino": "openvino_genai", "llamacpp": "llama_cpp"}
 ENGINES = ("nanopage", "transformers", "transformers_continuous", *PACKAGES)
-WITH_INT8 = ("nanopage", "openvino", "llamacpp")  # those that take --quantization
+WITH_INT8 = ("nanopage", "openvino", "llamacpp")  # engines that take --quantization
 ROOT = Path(__file__).parent.parent
 GIB = 2**30
 SETTLE = 0.3  # seconds between two runs: OpenMP threads spin for up to 200 ms after their last work
@@ -82,7 +82,7 @@ class Peer:
         return Run(**self.answer())
 
     def answer(self) -> dict:
-        """The next line that the engine says. Raises PeerError."""
+        """The next line that the engine writes. Raises PeerError."""
         line = self.answers.readline()
         if not line.endswith("\n"):
             raise self.error()
@@ -103,7 +103,7 @@ class Peer:
         return total
 
     def processes(self) -> list[psutil.Process]:
-        """The process and its descendants, those in sessions of their own, too. Empty when it has ended."""
+        """The process and its descendants, also in sessions of their own. Empty when the process has ended."""
         if self.process.poll() is not None:  # its id may be another process's by now
             return []
         try:
@@ -113,7 +113,7 @@ class Peer:
             return []
 
     def close(self) -> None:
-        """Let the engine end by itself, and kill what has not ended then."""
+        """Let the engine end by itself, then kill what is left."""
         with contextlib.suppress(BrokenPipeError):  # it has ended
             self.requests.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -127,7 +127,7 @@ class Peer:
         for each in self.processes():
             with contextlib.suppress(psutil.NoSuchProcess):
                 each.kill()
-        with contextlib.suppress(ProcessLookupError):  # what outlived its parent
+        with contextlib.suppress(ProcessLookupError):  # processes that outlived their parent
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
         self.log.close()
@@ -139,10 +139,10 @@ class Results:
 
     header: dict[str, str]
     bandwidth_gb_s: dict[str, float] = field(default_factory=dict)  # workload -> measured just before it
-    roofline_tok_s: dict[str, float] = field(default_factory=dict)  # workload -> of the workloads with one request
+    roofline_tok_s: dict[str, float] = field(default_factory=dict)  # workload -> only for workloads with one request
     start: dict[str, dict[str, dict[str, float]]] = field(default_factory=dict)  # dtype -> engine -> what -> value
     runs: dict[str, dict[str, list[Run]]] = field(default_factory=dict)
-    idle_cpu_share: dict[str, float] = field(default_factory=dict)  # CPU seconds of those not at work, a second
+    idle_cpu_share: dict[str, float] = field(default_factory=dict)  # CPU seconds a second of engines not at work
     failures: dict[str, str] = field(default_factory=dict)
 
 
@@ -195,7 +195,7 @@ def compare(
     show_header(results.header)
     with recorded(json_file, lambda: asdict(results)) as record:
         try:
-            for batch_dtype in dict.fromkeys((dtype, "float32")):  # one after the other, for the sake of memory
+            for batch_dtype in dict.fromkeys((dtype, "float32")):  # one after the other, to save memory
                 batch = {name: work[name] for name in work if ("float32" if name == "W5" else dtype) == batch_dtype}
                 if batch:
                     compare_in(batch_dtype, batch, setup, results)
@@ -228,7 +228,7 @@ def compare_in(dtype: str, work: dict[str, list[list[Work]]], setup: Setup, resu
 def start_all(
     peers: dict[str, Peer], dtype: str, work: dict[str, list[list[Work]]], setup: Setup, results: Results
 ) -> None:
-    """Start the engines one after another, each until it has answered a short request; add them to `peers`."""
+    """Start the engines in turn and add them to `peers`. Each answers a short request before the next one starts."""
     arguments = peer_arguments(dtype, work, setup)
     short = Work([random.Random(0).randrange(setup.config.vocab_size) for _ in range(8)], 1)
     start = results.start.setdefault(dtype, {})
@@ -339,7 +339,7 @@ def show_workload(name: str, dtype: str, results: Results, work: list[Work]) -> 
         table.add_row(*cells)
     show_table(table)
     if (share := results.idle_cpu_share[name]) > 0.05:
-        console.print(f"Engines that should have been idle used {share:.0%} of a core meanwhile.", style="yellow")
+        console.print(f"Engines that should have been idle used {share:.0%} of a core.", style="yellow")
 
 
 def show_start(results: Results) -> None:
@@ -355,12 +355,12 @@ def show_start(results: Results) -> None:
 
 
 def python_of_engines(engines: list[str] | None, environments: Path, quantization: str | None) -> dict[str, str]:
-    """Engine -> its interpreter, for those named, or all that are installed. Raises BadParameter."""
+    """Engine -> its interpreter, for the named engines or all that are installed. Raises BadParameter."""
     pythons = {}
     known = WITH_INT8 if quantization else ENGINES
     for name in engines if engines is not None else known:
         if name not in known:
-            which = f"one of those that run with --quantization {quantization}" if quantization else "one of"
+            which = f"one of the engines with --quantization {quantization}" if quantization else "one of"
             refuse(f"{shown(name)} is not {which}: {', '.join(known)}", "--engines")
         if name not in PACKAGES:
             pythons[name] = sys.executable
@@ -428,13 +428,13 @@ def make_work(
 
 
 def kv_bytes(config: ModelConfig, dtype: str) -> int:
-    """Of one token."""
+    """Bytes of one token's K and V."""
     return 2 * config.num_layers * config.num_kv_heads * config.head_dim * {"bfloat16": 2, "float32": 4}[dtype]
 
 
 def bytes_of_a_step(path: Path, config: ModelConfig, dtype: str, quantization: str | None, work: Work) -> float:
-    """What one decode step of a request has to read: all weights once, less an embedding that is not also the head, and
-    the KV of the tokens before it, on average over the output."""
+    """Bytes that one decode step of a request has to read, on average over the output: the weights once, without an
+    embedding that is not also the head, and the KV of the tokens before it."""
     from safetensors import safe_open
 
     skipped = "lm_head.weight" if config.tie_word_embeddings else "model.embed_tokens.weight"

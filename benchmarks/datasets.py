@@ -27,7 +27,7 @@ OUTPUT_FIELDS = ("output_len", "output_tokens", "max_tokens")
 
 @dataclass
 class Entry:
-    """A request as a file has it. `output` is a number of tokens, or a text that has as many."""
+    """A request as a file has it. `output` is a number of tokens, or a text with that many."""
 
     where: str  # file and line, for messages
     prompt: str | list[int]
@@ -39,13 +39,13 @@ class Requests:
     """Requests whose lengths are known: tokens in and out of each."""
 
     lengths: list[tuple[int, int]]
-    options: list[str]  # which set the lengths
+    options: list[str]  # the ones that set the lengths
     prompts: list[list[int]] | None = None  # None: random
     prefix_len: int = 0  # common to all random prompts; part of their lengths
     arrivals: list[float] | None = None  # of a trace: seconds after the first
 
     def work(self, rng: random.Random, engine: Any) -> list[Work]:
-        """The requests; random prompts are new in every call, and their prefix is, too."""
+        """The requests. Random prompts and their prefix are new in every call."""
         if self.prompts is not None:
             return [Work(prompt, o) for prompt, (_, o) in zip(self.prompts, self.lengths, strict=True)]
         prefix = random_prompt(rng, engine, self.prefix_len)
@@ -54,7 +54,7 @@ class Requests:
 
 @dataclass
 class Dataset:
-    """Where requests come from, checked as far as that goes without the model."""
+    """Where requests come from, checked as far as possible without the model."""
 
     what: str  # for the header
     num_prompts: int | None  # None: all that the file has
@@ -63,11 +63,11 @@ class Dataset:
     prefix_len: int = 0
     entries: list[Entry] | None = None
     sharegpt: bool = False
-    override_output: bool = False  # --output-len was given: it goes before what the file says
+    override_output: bool = False  # --output-len was given: it overrides the file
 
     @property
     def count(self) -> int:
-        """How many requests there will be; of ShareGPT at most so many."""
+        """How many requests there will be; for ShareGPT, the most there can be."""
         return self.num_prompts or len(self.entries or ())
 
     def requests(self, rng: random.Random, model_path: Path) -> Requests:
@@ -129,9 +129,9 @@ def dataset(
     custom    one prompt a line; in a file *.jsonl an object a line, with prompt (text) or prompt_token_ids, and
               optionally output_len (or output_tokens, max_tokens); other fields are not read
     sharegpt  JSON: [{"conversations": [{"value": text}, ...]}, ...]. The first turn is the prompt, and the output has
-              the tokens of the second, or --output-len. In random order; left out as in vLLM are conversations of
-              fewer than two turns, prompts and outputs of fewer than 4 tokens (outputs not if --output-len is given),
-              prompts of more than 1024 tokens, and more than 2048 in all
+              the tokens of the second, or --output-len. In random order. As in vLLM, these are left
+              out: conversations of fewer than two turns, prompts of fewer than 4 tokens or more than 1024, outputs of
+              fewer than 4 tokens (unless --output-len is given), and more than 2048 tokens in all
     """
     check_choice(name, NAMES, "--dataset-name")
     output_range = parse_range("--output-len", OUTPUT_LEN if output_len is None else output_len)

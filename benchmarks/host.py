@@ -1,4 +1,4 @@
-"""What a step costs the host, that is Python: a batch of decodes of a model with next to no layers."""
+"""What a step costs the host (Python), measured with a batch of decodes of a model with next to no layers."""
 
 import json
 import random
@@ -27,7 +27,7 @@ PARTS = {
 
 
 class ThroughBytes:
-    """An executor behind which messages travel as bytes, as between processes; it adds up what that costs."""
+    """Wraps an executor: messages travel as bytes, as between processes. Adds up how long that takes."""
 
     def __init__(self, executor: Any):
         self.executor, self.seconds, self.num_bytes = executor, 0.0, 0

@@ -1,9 +1,9 @@
-"""What the Triton kernels take of a GPU: compiled ahead of time, which needs none.
+"""What the Triton kernels take of a GPU, by compiling them ahead of time. No GPU is needed.
 
     python -m benchmarks.kernel_resources          the specializations of common models, as a table
     python -m benchmarks.kernel_resources every    and those of uncommon ones
 
-Registers and stack are those that the assembler wrote into the cubin; a stack means that registers were spilled.
+Registers and stack are read from the cubin; a stack means that registers were spilled.
 """
 
 import json
@@ -50,7 +50,7 @@ class Resources:
 
 
 def common() -> Iterator[Specialization]:
-    """Those of Llama-like models: heads of 64 and 128, pages of 16."""
+    """Specializations for Llama-like models: heads of 64 and 128, pages of 16."""
     for dtype in DTYPES:
         for head_dim in (64, 128):
             yield Specialization("write_kernel", dtype, head_dim)
@@ -99,7 +99,7 @@ def compile_ahead(one: Specialization, architecture: int) -> Resources:
     signature, attributes = {}, {}
     for i, name in enumerate(kernel.arg_names):
         signature[name] = "constexpr" if name in constants else types.get(name, "i32")
-        # As at launch: addresses and strides of these sizes are multiples of 16, but of what varies nothing is known.
+        # As at launch: addresses and strides are multiples of 16, but nothing is known about values that vary.
         varies = [name for names in paged_attention.VARYING.values() for name in names]
         if name not in constants and name not in varies:
             attributes[(i,)] = [["tt.divisibility", 16]]
@@ -110,7 +110,7 @@ def compile_ahead(one: Specialization, architecture: int) -> Resources:
 
 
 def resource_usage(cubin: bytes) -> dict[str, str]:
-    """By NVIDIA's cuobjdump, which comes with Triton."""
+    """Resource usage by NVIDIA's cuobjdump, which comes with Triton."""
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
@@ -128,7 +128,7 @@ def main(
     architecture: Annotated[int | None, typer.Argument(help="75, 80, 90 or 100 [default: all].")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
-    """Compile the Triton kernels for GPUs that need not be there, and say what they take."""
+    """Compile the Triton kernels, without a GPU, and print what they take of one."""
     if which not in ("common", "every"):
         raise typer.BadParameter(f"{which!r} is not one of: common, every")
     if architecture is not None and architecture not in ARCHITECTURES:

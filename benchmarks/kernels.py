@@ -1,7 +1,7 @@
 """The Triton kernels by themselves: time and bandwidth over batch, context and heads, beside what torch has.
 
 A decode must read the K and V of every token once: bytes / time is set against a copy's bandwidth, measured in the same
-run. SDPA and FlexAttention get K and V lying together, which a paged cache can not give them: a bound, not a rival.
+run. SDPA and FlexAttention get contiguous K and V, which a paged cache cannot give them: they are only a bound.
 """
 
 import statistics
@@ -28,8 +28,8 @@ def kernels(dtype: torch.dtype, num_iters: int, header: dict[str, str], json_fil
     """Measure everything, print the tables, write the JSON."""
     if not torch.cuda.is_available():
         console.print(
-            "time and bandwidth of the Triton kernels need a GPU, and torch sees none here: not measured. What they "
-            "take of one's registers and shared memory can be said: python -m benchmarks.kernel_resources",
+            "time and bandwidth of the Triton kernels need a GPU, and torch sees none here: not measured. The "
+            "registers and shared memory they take can be printed: python -m benchmarks.kernel_resources",
             highlight=False,
         )
         raise typer.Exit(1)
@@ -88,7 +88,7 @@ def time_of(function: Callable[[], Any], num_iters: int) -> float:
 def measure(
     kind: str, heads: int, kv_heads: int, head_dim: int, batch: int, tokens: int, dtype: torch.dtype, num_iters: int
 ) -> dict[str, Any]:
-    """One row: `batch` sequences with `tokens` of context, of which the last or all are queries."""
+    """One row: `batch` sequences of `tokens` tokens. Queries are the last token of each, or all of them."""
     from nanopage.kernels import paged_attention, reference
 
     queries = 1 if kind == "decode" else tokens
@@ -100,7 +100,7 @@ def measure(
     no_slots = torch.zeros(0, dtype=torch.int64, device="cuda")  # nothing is written
     attention = paged_attention.make_attention(no_slots, tables, query_lens, seq_lens, kv_heads, q.device)
     row: dict[str, Any] = {"kind": kind, "batch": batch, "tokens": tokens, "heads": f"{heads}/{kv_heads} x {head_dim}"}
-    # As the engine runs decodes: captured, so that no launch is waited for.
+    # Captured, as the engine runs decodes, so that launches take no time.
     ours = captured(lambda: attention.attend(q, kv_cache))
     row["nanopage"] = time_of(ours, num_iters)
     num_bytes = 2 * batch * tokens * kv_heads * head_dim * q.itemsize
@@ -121,16 +121,16 @@ def measure(
 
 
 def time_if_it_runs(make: Callable[[], Callable[[], Any]], num_iters: int) -> float | None:
-    """Of the function that `make` returns; None, and why, where a peer does not take these shapes or this memory."""
+    """The time of the function that `make` returns. If making or running it fails, prints why and returns None."""
     try:
         return time_of(make(), num_iters)
-    except Exception as error:  # compilers raise whatever they meet
+    except Exception as error:  # compilers raise many kinds of exceptions
         console.print(f"left out: {str(error).splitlines()[0]}", style="dim", highlight=False)
         return None
 
 
 def captured(function: Callable[[], Any]) -> Callable[[], None]:
-    """The same as a CUDA graph."""
+    """The function as a CUDA graph."""
     for _ in range(3):
         function()
     torch.cuda.synchronize()
@@ -147,7 +147,7 @@ def flex(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Callable[[], Tensor]:
     def before(b, h, query, key):
         return query >= key
 
-    torch._dynamo.reset()  # beyond some shapes it would go on without compiling
+    torch._dynamo.reset()  # after some shapes it would go on without compiling
     mask = create_block_mask(before, None, None, q.shape[2], k.shape[2]) if causal else None
     compiled = torch.compile(flex_attention, dynamic=False, fullgraph=True)
     return lambda: compiled(q, k, v, block_mask=mask, enable_gqa=True)

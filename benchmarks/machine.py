@@ -15,7 +15,7 @@ GIB = 2**30
 
 
 def versions(*libraries: str) -> str:
-    """Of nanopage, with its commit, of torch, these libraries and Python."""
+    """Versions of nanopage (with its commit), torch, these libraries and Python."""
     known = nanopage_peer.versions() | {name: importlib.import_module(name).__version__ for name in libraries}
     known["Python"] = platform.python_version()
     return ", ".join(f"{name} {version}" for name, version in known.items())
@@ -43,7 +43,7 @@ def nvidia_smi(gpu: str) -> str | None:
 def read_bandwidth(threads: int) -> float:
     """GB/s at which all threads together read a buffer of 1 GiB, far more than caches hold: the best of 7 readings.
 
-    The buffer is in pages of 2 MiB if the system has them: in small ones the figure depends on where they lie.
+    The buffer is in pages of 2 MiB if the system has them: with small pages the figure depends on where they lie.
     """
     import torch
 
@@ -51,11 +51,11 @@ def read_bandwidth(threads: int) -> float:
     memory = mmap.mmap(-1, GIB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
-    buffer = torch.frombuffer(memory, dtype=torch.float32).fill_(1)  # until it is written it is a single page
+    buffer = torch.frombuffer(memory, dtype=torch.float32).fill_(1)  # until it is written, all of it is one page
     best = math.inf
     for _ in range(7):
         started = time.perf_counter()
-        buffer.amax()  # of torch's reductions the one that waits for nothing but memory
+        buffer.amax()  # the one reduction of torch that is limited by memory alone
         best = min(best, time.perf_counter() - started)
     return GIB / best / 1e9
 

@@ -1,4 +1,4 @@
-"""The memory manager's worth: parallel sampling, preemption by swap and by recomputation, slots never filled."""
+"""What the memory manager is worth: parallel sampling, preemption by swap and by recomputation, slots never filled."""
 
 import random
 import statistics
@@ -81,8 +81,8 @@ def measure_preemption(engine_of: Callable, rng: random.Random, num_iters: int, 
 def measure_waste(
     engine, rng: random.Random, num_prompts: int, inputs: tuple[int, int], outputs: tuple[int, int], results: dict
 ) -> None:
-    """Slots that are allocated and not filled, as a share of those allocated, over all steps of a trace. No prefix
-    cache, so that no two sequences share a block. Fills "waste"."""
+    """The share of allocated slots that are not filled, over all steps of a trace. There is no prefix cache, so no two
+    sequences share a block. Fills "waste"."""
     for i in range(num_prompts):
         prompt = random_prompt(rng, engine, rng.randint(*inputs))
         engine.add_request(str(i), prompt, greedy(rng.randint(*outputs)))

@@ -31,7 +31,7 @@ WIDTH = 50  # of the table
 
 @dataclass
 class Served:
-    """What became of a request; times in seconds since the run began."""
+    """The result of a request. Times are in seconds since the run began."""
 
     arrival: float
     input_len: int
@@ -49,7 +49,7 @@ class Served:
 
     @property
     def tpot(self) -> float | None:
-        """None of a single token."""
+        """None for an output of a single token."""
         return (self.e2el - self.ttft) / (self.output_len - 1) if self.output_len > 1 else None
 
     @property
@@ -59,7 +59,7 @@ class Served:
 
 @dataclass
 class Sample:
-    """The queues when a step had ended, `time` seconds after the run began."""
+    """The queues at the end of a step, `time` seconds after the run began."""
 
     time: float
     waiting: int  # arrived and not running: held back, queued, or preempted

@@ -76,9 +76,9 @@ def bench(
         check_lengths(lengths, config, requests.options)
         options = {"model": str(path), "max_num_seqs": max(256, len(lengths))} | switches
         device = resolve_device(EngineConfig(**options).device)
-        if compare and device.type == "cuda":  # the peers need memory, too: blocks for all requests, and some room
+        if compare and device.type == "cuda":  # the peers need memory, too: blocks for all requests, and some more
             options["num_gpu_blocks_override"] = sum(-(-(i + o) // 16) for i, o in lengths) * 5 // 4 + 16
-        # Of a GPU before the engine takes its memory, of a CPU as late as can be: its speed drifts.
+        # On a GPU before the engine takes its memory; on a CPU as late as possible, because its speed drifts.
         bandwidth = utilization.bandwidth(device) if device.type == "cuda" else {}
         resolved = time.perf_counter()
         llm = LLM(**options)
@@ -130,14 +130,14 @@ def bench(
 def take_turns(
     results: Results, runners: dict[str, Engine], requests: Requests, rng: random.Random, engine: Any, label: str
 ) -> None:
-    """Run the same requests on every engine. A peer that fails leaves `runners`.
+    """Run the same requests on every engine. A peer that fails is removed from `runners`.
 
     Args:
         engine: nanopage's LLMEngine.
         label: of the iteration; "warm-up" does not count.
     """
     work = requests.work(rng, engine)
-    engine.reset_prefix_cache()  # the prompts of a file come again
+    engine.reset_prefix_cache()  # the prompts of a file repeat
     for name, run in list(runners.items()):
         with errors_by_name() if name == "nanopage" else left_out_if_it_fails(name, results.failures):
             with progress(engine, f"{name} {label}", len(work)):
@@ -188,7 +188,7 @@ def load_peers(
 
 
 def report(runs: dict[str, list[Run]], setup: dict[str, float], hits: int, command: str) -> None:
-    """Medians, with the lowest and highest run. Decoding is that of one request."""
+    """Print medians, with the lowest and highest run. The decode speed is that of one request."""
     title = f"{command}: median [lowest-highest] of {len(runs['nanopage'])}"
     peers = [name for name in runs if name != "nanopage"]
     ratio = "ratio, pair by pair" if len(peers) == 1 else "nanopage / {}, pair by pair"

@@ -1,5 +1,5 @@
-"""The files that bench.py writes. Measuring takes minutes, so no file may cost the results: paths are checked before, a
-run that is stopped writes what it has measured, and what cannot be written is kept elsewhere."""
+"""The files that bench.py writes. Measuring takes minutes, so results must not be lost: paths are checked first, a run
+that is stopped writes what it has measured, and a file that cannot be written is kept elsewhere."""
 
 import contextlib
 import json
@@ -34,7 +34,7 @@ class Stopped(SystemExit):
 def stopped_by_signals() -> Iterator[None]:
     """Make the first SIGINT, SIGTERM or SIGHUP raise Stopped in the main thread. Until the block ends, later ones are
     ignored, so that they do not disturb the writing of results."""
-    # One that is ignored already stays so: SIGHUP under nohup.
+    # A signal that is ignored already stays ignored, such as SIGHUP under nohup.
     before = {number: signal.getsignal(number) for number in SIGNALS}
     handled = [number for number, handler in before.items() if handler != signal.SIG_IGN]
 
@@ -82,7 +82,7 @@ def check_writable(path: Path, option: str) -> None:
     """Open the file, and remove it if it is new. Raises OSError."""
     existed = path.exists()
     if existed and not (path.is_file() or path.is_dir() or stat.S_ISCHR(path.stat().st_mode)):
-        refuse(f"{path}: not a regular file", option)  # to open a FIFO waits for a reader
+        refuse(f"{path}: not a regular file", option)  # opening a FIFO waits for a reader
     with open(path, "ab"):
         pass
     if not existed:
@@ -103,7 +103,7 @@ def check_plot(file: Path | None) -> None:
 
 @dataclass
 class Record:
-    """The file of --json: whether what was measured is all that was asked for, and whether the file was written."""
+    """The file of --json: whether everything asked for was measured, and whether the file was written."""
 
     complete: bool = False
     written: bool = True
@@ -146,7 +146,7 @@ def write(file: Path, data: bytes) -> bool:
 
 
 def keep(file: Path, data: bytes) -> None:
-    """Write the data to a temporary file, or print what is text."""
+    """Write the data to a temporary file; if that fails, print it if it is text."""
     try:
         number, name = tempfile.mkstemp(prefix="bench-", suffix=file.suffix)
         with open(number, "wb") as kept:

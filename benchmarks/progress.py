@@ -1,4 +1,4 @@
-"""A live line on stderr while requests run: how many are done, and what the engine's last step left behind."""
+"""A live line on stderr while requests run: how many are done, and the state after the engine's last step."""
 
 import contextlib
 import time
@@ -60,7 +60,7 @@ class State:
 
 @contextlib.contextmanager
 def progress(engine: Any, label: str, total: int) -> Iterator[None]:
-    """Show a line about `total` requests while `engine` steps. Without a terminal the engine is not even watched."""
+    """Show a line about `total` requests while `engine` steps. Without a terminal, do nothing and add no listener."""
     console = Console(stderr=True)
     if not console.is_terminal:
         yield
@@ -68,7 +68,7 @@ def progress(engine: Any, label: str, total: int) -> Iterator[None]:
     state, started = State(label, total), time.perf_counter()
 
     def draw() -> Text:
-        # Less than the width: in the last column some terminals wrap.
+        # Less than the width: some terminals wrap in the last column.
         return Text(state.line(console.width - 1, time.perf_counter() - started), no_wrap=True, overflow="crop")
 
     # stdout may be a file.

@@ -1,4 +1,4 @@
-"""What the commands of bench.py print with."""
+"""How the commands of bench.py print."""
 
 import contextlib
 import math
@@ -25,7 +25,7 @@ def plain(text: str) -> str:
 
 @contextlib.contextmanager
 def errors_by_name() -> Iterator[None]:
-    """What the engine refuses ends the program with its message."""
+    """End the program with a message if the engine refuses something."""
     try:
         yield
     except (ValueError, TypeError, OSError, RuntimeError, MemoryError) as error:
@@ -35,7 +35,7 @@ def errors_by_name() -> Iterator[None]:
 
 @contextlib.contextmanager
 def left_out_if_it_fails(name: str, failures: dict[str, str]) -> Iterator[None]:
-    """A peer's error, of whatever kind its libraries raise, is said and kept under its name; the run goes on."""
+    """If a peer fails, with any kind of error, print it, keep it under the peer's name, and go on."""
     try:
         yield
     except Exception as error:
@@ -75,8 +75,8 @@ def show_table(table: Table) -> None:
 
 
 def figure(value: float | None) -> str:
-    """Three significant digits, but no more than three decimals and no fewer than all before the point. Integers have
-    all their digits, and None is "-"."""
+    """Three significant digits, with at most three decimals and all digits before the point. Integers have all their
+    digits, and None is "-"."""
     if value is None:
         return "-"
     if isinstance(value, int):
@@ -96,7 +96,7 @@ def spread(values: Sequence[float | None]) -> str:
 
 
 def describe(engine: Any, what: str, compare: str | None = None) -> dict[str, str]:
-    """What a reader must know to believe or repeat the figures."""
+    """What a reader must know to judge or repeat the figures."""
     import torch
 
     libraries = ["transformers"] if compare else []

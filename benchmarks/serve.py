@@ -54,7 +54,7 @@ def serve(
 
     Args:
         switches: options of EngineConfig.
-        source: the data; Requests are a trace's, with the arrivals in place of `rates`.
+        source: the data. If it is Requests, they are a trace's, and their arrivals replace `rates`.
         what: for the header.
         goodput: metric -> milliseconds.
         shown: the metrics of the table; the JSON file has all.
@@ -98,7 +98,7 @@ def serve(
         for label in labels:
             arrivals = requests.arrivals or arrival_times(len(requests.lengths), float(label), burstiness, seed)
             work = requests.work(rng, engine)
-            engine.reset_prefix_cache()  # the prompts of a file come again
+            engine.reset_prefix_cache()  # the prompts of a file repeat
             runs.append(run := planned(work, arrivals))
             title = f"rate {label:g}" if isinstance(label, float) else "trace" if label == "trace" else "all at once"
             try:
@@ -117,7 +117,7 @@ def serve(
 
 
 def warm_up_work(requests: Requests, rng: random.Random, engine: Any, count: int) -> list[Work]:
-    """So many requests, more than once around if there are fewer."""
+    """`count` requests. They repeat if there are fewer."""
     work: list[Work] = []
     while len(work) < count:
         work += requests.work(rng, engine)
@@ -190,7 +190,7 @@ def drive(
 
 
 def take_output(served: Served, output: Any, start: float) -> None:
-    """What became of a request that has finished."""
+    """Record a request that has finished."""
     served.token_times = [t - start for t in output.metrics.token_times]
     if (count := len(output.outputs[0].token_ids)) != served.output_len:
         reason = output.outputs[0].finish_reason

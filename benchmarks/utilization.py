@@ -70,8 +70,8 @@ class StepRecorder:
         engine.listeners.append(self._stats.append)
 
     def take(self) -> dict[str, Phase | None]:
-        """What the steps since the last call came to: "decode" of those without prompt tokens, None if there were
-        none, and "all"."""
+        """Summarize the steps since the last call: "decode" for steps without prompt tokens, None if there were none,
+        and "all"."""
         taken = self._stats.copy()
         self._stats.clear()
         self.cached_tokens = sum(stats.cached_tokens for stats in taken)
@@ -97,8 +97,8 @@ class StepRecorder:
 
 
 def weight_bytes(model: Any) -> int:
-    """What a step reads of a model's weights: the decoder layers, the final norm and the head, in the form they have by
-    now. Of an embedding only the step's tokens' rows are read; one that is the head counts as the head."""
+    """Bytes of a model's weights that a step reads: the decoder layers, the final norm and the head, in their present
+    form. An embedding counts only if it is the head, because a step reads few rows of it."""
     streamed = nn.ModuleList([*model.layers, model.norm, model.lm_head])
     sizes = {}  # by address: a weight in oneDNN's layout has two tensors for the same memory
     for tensor in chain(streamed.parameters(), streamed.buffers()):
@@ -110,8 +110,8 @@ def weight_bytes(model: Any) -> int:
 
 
 def bandwidth(device: torch.device) -> dict[str, float]:
-    """GB/s, "measured" and, of a GPU whose clock and bus torch knows, by the "data sheet". Measured is a copy's on a
-    GPU, bytes read and bytes written, and on a CPU that of reading, with as many threads as torch has."""
+    """GB/s: "measured" and, for a GPU whose clock and bus torch knows, "data sheet". On a GPU a copy is measured, bytes
+    read and written; on a CPU reading is, with as many threads as torch has."""
     if device.type == "cpu":
         return {"measured": machine.read_bandwidth(torch.get_num_threads())}
     from benchmarks.kernels import copy_bandwidth

@@ -14,7 +14,7 @@ def build_engine(config: EngineConfig, on_progress: Callable[[int, int], None] |
     """Find the model, read its configuration and tokenizer, and start an engine for it.
 
     Args:
-        on_progress: called while weights load, with the number of those that have been read and of all.
+        on_progress: called while weights load, with the number of weights read so far and the total.
 
     Raises:
         FileNotFoundError, ValueError: a model that is not there, is broken or is not supported.

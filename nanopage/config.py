@@ -1,8 +1,8 @@
 """Configuration: EngineConfig (what the user sets) and ModelConfig (config.json read as data).
 
-config.json is never executed: `auto_map`, attention back-end names and whatever else it carries that is not read here
-do nothing. What would change the result and is not supported is an error. Sizes and numbers have bounds, because they
-are read before the weights, and a wrong one must not allocate memory or run a loop.
+Nothing in config.json is executed. Fields that are not read here, such as `auto_map` and attention back-end names, have
+no effect. A field that would change the result and is not supported is an error. Sizes and numbers have bounds, because
+they are read before the weights, and a wrong one must not allocate much memory or start a long loop.
 """
 
 import math
@@ -22,8 +22,8 @@ LOAD_FORMATS = ("auto", "dummy")
 GENERATION_CONFIGS = ("auto", "vllm")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
-# The largest sizes that are believed, by their names in config.json: several times those of any known model. A model of
-# these sizes can still be built without allocating its weights, which the loader does to compare it with its files.
+# The largest accepted sizes, by their names in config.json: several times the sizes of any known model. The loader can
+# still build a model of these sizes without allocating its weights, to compare it with its files.
 MAX_SIZES = {
     "vocab_size": 2**24,
     "hidden_size": 2**18,
@@ -35,7 +35,7 @@ MAX_SIZES = {
     "max_position_embeddings": 2**31 - 1,
     "sliding_window": 2**31 - 1,
 }
-# The range of each number: outside of it float32 overflows, or the result has nothing to do with a trained model.
+# The accepted range of each number. Outside it float32 overflows, or no trained model has such a value.
 RANGES = {
     "rms_norm_eps": (1e-30, 1.0),
     "rope_theta": (2.0, 1e15),
@@ -49,7 +49,7 @@ RANGES = {
     "mscale": (0.0, 1e3),
     "mscale_all_dim": (0.0, 1e3),
 }
-# The numbers that a rope type needs, and those that may be there.
+# rope type -> (required numbers, optional numbers)
 ROPE_NUMBERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "default": ((), ()),
     "linear": (("factor",), ()),
@@ -75,29 +75,29 @@ class EngineConfig:
         max_num_batched_tokens: most tokens in one step; longer prompts are prefilled in chunks.
         block_size: tokens per KV cache block; on a GPU a power of two.
         kv_cache_gib: size of the KV cache in GiB. None: see `gpu_memory_utilization`.
-        gpu_memory_utilization: the share of the device's memory (of RAM, on a CPU) that weights and KV cache may
-            take together, on a GPU with what steps take. None: 0.9 on a GPU; on a CPU the KV cache gets a quarter of
-            the available RAM, at most 4 GiB.
-        num_gpu_blocks_override: size of the KV cache in blocks instead, on any device; for tests.
+        gpu_memory_utilization: the share of the device's memory (on a CPU: of the RAM) that weights and KV cache may
+            take together; on a GPU the memory of a step counts, too. None: 0.9 on a GPU; on a CPU the KV cache gets a
+            quarter of the available RAM, at most 4 GiB.
+        num_gpu_blocks_override: size of the KV cache in blocks, on any device; for tests.
         enable_prefix_caching: share the KV of equal prefixes between requests.
         preemption_mode: what happens to a request's KV when another needs its blocks: "recompute" or "swap". None: see
             the rule in scheduler.py.
         swap_space: GiB of host memory for swapped KV, taken when first needed. None: as much as the KV cache, but at
             most a quarter of the available RAM and 4 GiB. When it is full, or 0, requests are recomputed.
-        scheduling_policy: "fcfs", or "priority": requests with a lower `priority` go first, and take the blocks of
-            those with a higher one.
+        scheduling_policy: "fcfs", or "priority": requests with a lower `priority` go first, and may take the blocks of
+            requests with a higher one.
         enforce_eager: compile and capture nothing. Otherwise, on a CPU in float32 and bfloat16, decoder layers are
             compiled in the background from the second request on (see worker/aot.py). On a GPU they are compiled at
             start, and decode steps are captured as CUDA graphs (see worker/jit.py and worker/cuda_graphs.py).
-        quantization: "int8" keeps the weights of products, and of an embedding tied to the head, in a byte each (see
-            quantization/int8.py); activations and KV stay in `dtype`. On a CPU. None: in `dtype`.
+        quantization: "int8" stores each weight of linear layers, and of an embedding tied to the head, in one byte (see
+            quantization/int8.py); activations and KV stay in `dtype`. Only on a CPU. None: weights are in `dtype`.
         async_scheduling: submit a step before the results of the previous one have been read, so that a GPU need not
-            wait for Python. Outputs are the same, and come one call of `step` later. None: on a GPU.
+            wait for Python. Outputs are the same, but come one call of `step` later. None: only on a GPU.
         load_format: "auto" reads the model's weights. "dummy" draws random ones, to measure speed: a directory with
             config.json is enough then (see benchmarks/configs), and without tokenizer.json prompts are token ids.
         generation_config: where requests without parameters get them: "auto" is generation_config.json of the model,
             "vllm" is SamplingParams(). The end-of-sequence ids are read from generation_config.json with both.
-        seed: of the requests that bring no seed of their own.
+        seed: for requests without a seed of their own.
 
     Raises:
         ValueError, TypeError: an option out of range, by name.
@@ -318,11 +318,13 @@ class Fields:
         return Fields(dict(value or {}), self.source)
 
     def windows(self, num_layers: int, default: int, from_layer: int = 0) -> tuple[int | None, ...]:
-        """`sliding_window` of each layer; None for those that see everything, by `layer_types` or `max_window_layers`.
+        """The sliding window of each layer, or None for a layer that attends to everything.
+
+        `layer_types` or `max_window_layers` says which layers have a window.
 
         Args:
             default: where config.json has no `sliding_window`. Null there is no window.
-            from_layer: the first layer with a window, where config.json does not say. 0 ignores `max_window_layers`.
+            from_layer: the first layer with a window, if config.json does not say. 0 ignores `max_window_layers`.
         """
         if self.values.get("sliding_window", default) is None:
             return (None,) * num_layers
@@ -358,7 +360,7 @@ class Fields:
 
 def _find_family(fields: Fields) -> tuple[str, ModuleType]:
     """The architecture, and the module of nanopage.models that has it."""
-    from nanopage.models import find_family, load_families  # they import torch, which the engine does without
+    from nanopage.models import find_family, load_families  # they import torch, which the engine must not
 
     names = fields.values.get("architectures")
     if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):

@@ -24,13 +24,13 @@ class EngineArgs(EngineConfig):
 
     def create_engine(self) -> "LLMEngine":
         """An engine with these options. Raises as `nanopage.build.build_engine`."""
-        from nanopage.build import build_engine  # imports torch, which a parser of options does without
+        from nanopage.build import build_engine  # imports torch, which parsing options does not need
 
         return build_engine(self)
 
     @staticmethod
     def add_cli_args(parser):
-        """Add an option for each one of EngineConfig to a parser, or to a group of one. Returns it."""
+        """Add the options of EngineConfig to a parser, or to an argument group. Returns `parser`."""
         kinds = typing.get_type_hints(EngineConfig)
         for field in dataclasses.fields(EngineConfig):
             kind, option = _kind(kinds[field.name]), "--" + field.name.replace("_", "-")
@@ -42,7 +42,7 @@ class EngineArgs(EngineConfig):
 
     @classmethod
     def from_cli_args(cls, args: argparse.Namespace) -> "EngineArgs":
-        """From what a parser with `add_cli_args` has parsed."""
+        """Make EngineArgs from the arguments of a parser with `add_cli_args`."""
         return cls(**{name: getattr(args, name) for name in option_names()})
 
 
@@ -56,7 +56,7 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
 
 
 def option_names() -> list[str]:
-    """Those of EngineConfig."""
+    """The names of EngineConfig's options."""
     return [field.name for field in dataclasses.fields(EngineConfig)]
 
 

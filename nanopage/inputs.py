@@ -1,18 +1,87 @@
-"""Prompts as dicts, under vLLM's names."""
+"""Prompts as dicts, under vLLM's names, and the arguments of `LLM`'s methods, checked and paired."""
 
-from typing import NotRequired, TypedDict
+from collections.abc import Sequence
+from typing import NotRequired, TypedDict, cast
+
+from nanopage.engine.input_processor import Prompt
+from nanopage.params import BeamSearchParams, SamplingParams
+
+AnyParams = SamplingParams | BeamSearchParams
 
 
 class TextPrompt(TypedDict):
-    """A prompt of text. Requests share cached prefixes only with those of the same `cache_salt`."""
+    """A prompt of text. Requests share cached prefixes only if they have the same `cache_salt`."""
 
     prompt: str
     cache_salt: NotRequired[str]
 
 
 class TokensPrompt(TypedDict):
-    """A prompt of token ids. `prompt` is their text, if it is to be returned as `RequestOutput.prompt`."""
+    """A prompt of token ids. `prompt` is the text to return as `RequestOutput.prompt`."""
 
     prompt_token_ids: list[int]
     prompt: NotRequired[str]
     cache_salt: NotRequired[str]
+
+
+def list_prompts(prompts: Prompt | list[Prompt]) -> list[Prompt]:
+    """A list as it is, and a single prompt as a list of one. Raises TypeError for anything else."""
+    if isinstance(prompts, str | dict) or (isinstance(prompts, list) and prompts and isinstance(prompts[0], int)):
+        prompts = [cast(Prompt, prompts)]
+    if not isinstance(prompts, list | tuple):
+        raise TypeError(f"prompts must be a prompt or a list of prompts, not {prompts!r}")
+    return cast(list[Prompt], prompts)
+
+
+def prompts_of_token_ids(
+    token_ids: list[int] | list[list[int]], texts: Prompt | list[Prompt] | None = None
+) -> list[Prompt]:
+    """Prompts from the token ids of one prompt, or of a list of them.
+
+    Args:
+        texts: the text of each prompt, or None.
+
+    Raises: TypeError, ValueError: arguments of another type, or another number of texts than of prompts.
+    """
+    if not isinstance(token_ids, list | tuple):
+        raise TypeError(f"prompt_token_ids must be token ids or a list of them, not {token_ids!r}")
+    one = bool(token_ids) and isinstance(token_ids[0], int)
+    prompts: list[dict] = [{"prompt_token_ids": ids} for ids in ([token_ids] if one else token_ids)]
+    if texts is not None:
+        texts = list_prompts(texts)
+        if not all(isinstance(text, str) for text in texts):
+            raise TypeError("prompts beside prompt_token_ids must be their texts")
+        if len(texts) != len(prompts):
+            raise ValueError(f"{len(texts)} prompts beside {len(prompts)} prompt_token_ids")
+        for prompt, text in zip(prompts, texts, strict=True):
+            prompt["prompt"] = text
+    return cast(list[Prompt], prompts)
+
+
+def match_parameters(
+    prompts: list[Prompt],
+    params: AnyParams | Sequence[AnyParams],
+    priority: list[int] | None = None,
+    kind: type[AnyParams] = SamplingParams,
+) -> list[tuple[Prompt, AnyParams, int]]:
+    """Each prompt with its parameters and its priority.
+
+    Args:
+        params: of type `kind`: one object for all prompts, or one for each.
+        priority: one integer for each prompt; None: 0 for all.
+
+    Raises: TypeError, ValueError: arguments of another type, or lists of another length than `prompts`.
+    """
+    if not isinstance(params, list | tuple):
+        params = [cast(AnyParams, params)] * len(prompts)
+    if len(params) != len(prompts):
+        raise ValueError(f"{len(params)} sampling_params for {len(prompts)} prompts")
+    for each in params:
+        if not isinstance(each, kind):
+            raise TypeError(f"sampling_params must be {kind.__name__}, not {each!r}")
+    priority = [0] * len(prompts) if priority is None else priority
+    if not isinstance(priority, list | tuple):
+        raise TypeError(f"priority must be a list, one integer for each prompt, not {priority!r}")
+    if len(priority) != len(prompts):
+        raise ValueError(f"{len(priority)} values of priority for {len(prompts)} prompts")
+    return list(zip(prompts, params, priority, strict=True))

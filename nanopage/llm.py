@@ -10,16 +10,10 @@ for output in llm.generate(["Once upon a time"], SamplingParams(max_tokens=50)):
 import contextlib
 import dataclasses
 import itertools
-import logging
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
-from pathlib import Path
 from typing import Any, cast
-
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from nanopage.build import build_engine
 from nanopage.config import EngineConfig
@@ -27,36 +21,13 @@ from nanopage.engine.engine import LLMEngine
 from nanopage.engine.input_processor import Prompt
 from nanopage.engine.output_processor import Request
 from nanopage.engine_args import option_names
+from nanopage.inputs import AnyParams, list_prompts, match_parameters, prompts_of_token_ids
 from nanopage.metrics import Metric, Metrics
-from nanopage.outputs import BeamSearchSequence, RequestOutput, StepStats
+from nanopage.outputs import BeamSearchSequence, GenerationError, GenerationInterrupted, RequestOutput
 from nanopage.params import BeamSearchParams, RequestOutputKind, SamplingParams
+from nanopage.profiler import Profiler
+from nanopage.progress import progress_bar
 from nanopage.vllm_options import CALL, accept, accept_engine
-
-logger = logging.getLogger("nanopage")
-
-AnyParams = SamplingParams | BeamSearchParams
-PROFILE_DIRECTORY = "nanopage_profile"
-
-
-class GenerationInterrupted(KeyboardInterrupt):
-    """Ctrl-C during `generate`, `chat` or `beam_search`.
-
-    `outputs` has an entry for each prompt, in order: its RequestOutput, with what it had produced (`finish_reason` is
-    "abort" where it had not ended), or None if it had produced nothing.
-    """
-
-    def __init__(self, outputs: list[RequestOutput | None]):
-        super().__init__()
-        self.outputs = outputs
-
-
-class GenerationError(RuntimeError):
-    """An error that is not that of a single request ended `generate`, `chat` or `beam_search`. `outputs` as in
-    GenerationInterrupted."""
-
-    def __init__(self, message: str, outputs: list[RequestOutput | None]):
-        super().__init__(message)
-        self.outputs = outputs
 
 
 class LLM:
@@ -64,15 +35,14 @@ class LLM:
 
     Args:
         model: a Hugging Face directory, a .gguf file, a hub id, or None for SmolLM2-135M-Instruct.
-        on_progress: called while weights load, with the number of those that have been read and of all.
-        profiler_config: where `start_profile` writes, as vLLM has it: {"profiler": "torch", "torch_profiler_dir":
-            directory}. None: to the directory nanopage_profile.
-        options: those of `EngineConfig`, by name. Options of vLLM that change nothing, such as
+        on_progress: called while weights load, with the number of weights read so far and the total.
+        profiler_config: where `start_profile` writes (see `Profiler`).
+        options: options of `EngineConfig`, by name. Options of vLLM that change nothing, such as
             tensor_parallel_size=1, are accepted (see vllm_options.py).
 
     Raises:
         TypeError: an option that does not exist.
-        ValueError: an option of vLLM with a value that nanopage does not have.
+        ValueError: an option of vLLM with a value that nanopage does not support.
         Others: as `build_engine`.
     """
 
@@ -84,23 +54,22 @@ class LLM:
         profiler_config: dict | None = None,
         **options,
     ):
-        self._profile_directory = _profile_directory(profiler_config)
+        self._profiler = Profiler(profiler_config)
         options = accept_engine("LLM()", options | {"model": model}, option_names())
         self.engine = build_engine(EngineConfig(**options), on_progress)
         self._ids = itertools.count()
         self._metrics = Metrics(self.engine.model_path.name)
-        self._profiler: Any = None  # a torch.profiler.profile that runs
-        self._lock = threading.RLock()  # of the engine and the inboxes
-        # request_id -> where its outputs go. Each reader (a call of generate, a stream) has an inbox for its requests.
+        self._lock = threading.RLock()  # guards the engine and the inboxes
+        # request_id -> the inbox for its outputs. A reader (a call of generate, a stream) has one for all its requests.
         self._inboxes: dict[str, deque[RequestOutput]] = {}
 
     @property
     def llm_engine(self) -> LLMEngine:
-        """vLLM's name of `engine`."""
+        """vLLM's name for `engine`."""
         return self.engine
 
     def get_tokenizer(self):
-        """None if the model has none, which only load_format="dummy" allows."""
+        """The model's tokenizer; None if it has none, which only load_format="dummy" allows."""
         return self.engine.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
@@ -114,45 +83,25 @@ class LLM:
         return True
 
     def get_metrics(self) -> list[Metric]:
-        """What has been counted so far, by vLLM's names (see metrics.py)."""
+        """The metrics so far, under vLLM's names (see metrics.py)."""
         with self._lock:
             scheduler = self.engine.scheduler
             num_waiting = len(scheduler.waiting) + len(scheduler.swapped)
             return self._metrics.snapshot(len(scheduler.running), num_waiting)
 
     def start_profile(self, profile_prefix: str | None = None) -> None:
-        """Have torch's profiler record what this thread computes, and the GPU if there is one, until `stop_profile`.
+        """Record with torch's profiler what this thread computes, and the GPU if there is one, until `stop_profile`.
 
         Args:
             profile_prefix: how the file's name begins.
 
-        Raises: RuntimeError if it records already.
+        Raises: as `Profiler.start`.
         """
-        from torch.profiler import profile
-
-        if profile_prefix is not None and Path(profile_prefix).name != profile_prefix:
-            raise ValueError(f"profile_prefix must be the beginning of a file's name, not {profile_prefix!r}")
-        if self._profiler is not None:
-            raise RuntimeError("the profiler has been started already: call stop_profile()")
-        self._profile_directory.mkdir(parents=True, exist_ok=True)
-        name = f"{profile_prefix or 'nanopage'}-{time.time_ns()}.json.gz"
-        self._profile_file = self._profile_directory / name
-        self._profiler = profile()
-        self._profiler.start()
+        self._profiler.start(profile_prefix)
 
     def stop_profile(self) -> None:
-        """Write the recording as a Chrome trace (ui.perfetto.dev) to a new file, and log its name.
-
-        Raises: RuntimeError if `start_profile` was not called, OSError if the file cannot be written.
-        """
-        if self._profiler is None:
-            raise RuntimeError("the profiler has not been started: call start_profile()")
-        profiler, self._profiler = self._profiler, None
-        profiler.stop()
-        profiler.export_chrome_trace(str(self._profile_file))
-        if not self._profile_file.exists():  # torch only logs it
-            raise OSError(f"the profiler could not write {self._profile_file}")
-        logger.info(f"profile written to {self._profile_file}")
+        """Write the recording to a new file, and log its name. Raises as `Profiler.stop`."""
+        self._profiler.stop()
 
     def generate(
         self,
@@ -168,26 +117,26 @@ class LLM:
         """Complete prompts, all of them batched together.
 
         Args:
-            prompts: one or a list of: text, token ids, {"prompt": text} or {"prompt_token_ids": ids}.
+            prompts: one prompt or a list: text, token ids, {"prompt": text} or {"prompt_token_ids": ids}.
             sampling_params: for all, or one for each prompt; None uses `get_default_sampling_params`.
-            prompt_token_ids: the ids of one prompt or of a list of them; any `prompts` beside them are their texts.
+            prompt_token_ids: the token ids of one prompt or of each prompt in a list; `prompts` are then their texts.
             use_tqdm: show a progress bar on stderr.
-            lora_request, tokenization_kwargs: None, for vLLM's scripts that say so.
-            priority: one for each prompt, lower goes first, with scheduling_policy="priority".
+            lora_request, tokenization_kwargs: accepted for vLLM's scripts; must be None.
+            priority: an integer for each prompt, with scheduling_policy="priority"; lower goes first.
 
-        Returns: one finished RequestOutput for each prompt, in order. The `error` of one that could not be completed
+        Returns: one finished RequestOutput for each prompt, in order. If a request could not be completed, its `error`
             says why.
 
         Raises:
-            ValueError, TypeError: a prompt or parameter that is not usable; nothing has run then.
+            ValueError, TypeError: an invalid prompt or parameter; nothing has run then.
             GenerationInterrupted, GenerationError: with the outputs so far.
         """
         accept("generate()", {"lora_request": lora_request, "tokenization_kwargs": tokenization_kwargs}, (), CALL)
         if prompts is None and prompt_token_ids is None:
             raise TypeError("generate() needs prompts")
         if prompt_token_ids is not None:
-            prompts = _with_token_ids(prompts, prompt_token_ids)
-        return self._run(self._requests(_list_of_prompts(cast(Prompt, prompts)), sampling_params, priority), use_tqdm)
+            prompts = prompts_of_token_ids(prompt_token_ids, prompts)
+        return self._run(self._requests(list_prompts(cast(Prompt, prompts)), sampling_params, priority), use_tqdm)
 
     def beam_search(
         self,
@@ -197,9 +146,9 @@ class LLM:
         use_tqdm: bool = True,
         concurrency_limit: None = None,
     ) -> list[RequestOutput]:
-        """Search the likeliest completions of prompts, all of them batched together.
+        """Search for the likeliest completions of prompts, all of them batched together.
 
-        Args: as `generate`; concurrency_limit: None, for vLLM's scripts that say so.
+        Args: as `generate`. concurrency_limit is accepted for vLLM's scripts and must be None.
 
         Returns: one RequestOutput for each prompt, in order; its `outputs` are the `width` best completions, best
             first, with `score` and `cumulative_logprob`. An end-of-sequence token is part of `token_ids`. `sequences`
@@ -210,12 +159,13 @@ class LLM:
         accept("beam_search()", {"lora_request": lora_request, "concurrency_limit": concurrency_limit}, (), CALL)
         if params is None:
             raise TypeError("params must be BeamSearchParams, not None")
-        outputs = self._run(self._requests(_list_of_prompts(prompts), params, kind=BeamSearchParams), use_tqdm)
+        outputs = self._run(self._requests(list_prompts(prompts), params, kind=BeamSearchParams), use_tqdm)
         for output in outputs:
             output.sequences = self._sequences(output)
         return outputs
 
     def _sequences(self, output: RequestOutput) -> list[BeamSearchSequence]:
+        """The completions of a beam search in vLLM's shape."""
         sequences = []
         for completion in output.outputs:
             tokens, text = output.prompt_token_ids + completion.token_ids, None
@@ -251,8 +201,8 @@ class LLM:
             add_generation_prompt: end the prompt with the opening of the assistant's reply.
             continue_final_message: have the model go on with the last message; needs add_generation_prompt=False.
             tools: JSON schemas of the functions that the model may call. Calls come as text, in the model's own form.
-            chat_template_kwargs: more variables of the template, such as {"enable_thinking": False}.
-            lora_request, mm_processor_kwargs, tokenization_kwargs: None, for vLLM's scripts that say so.
+            chat_template_kwargs: more variables for the template, such as {"enable_thinking": False}.
+            lora_request, mm_processor_kwargs, tokenization_kwargs: accepted for vLLM's scripts; must be None.
 
         Returns: as `generate`; `RequestOutput.prompt` is the text that the template made.
         """
@@ -265,15 +215,21 @@ class LLM:
         accept("chat()", vllm_options, (), CALL)
         several = isinstance(messages, list) and bool(messages) and isinstance(messages[0], list)
         conversations = cast(list[list[dict]], messages if several else [messages])
-        template = (chat_template, add_generation_prompt, tools, continue_final_message, chat_template_kwargs)
-        prompts: list[Prompt] = [self._chat_prompt(conversation, *template) for conversation in conversations]
+        template = {
+            "chat_template": chat_template,
+            "add_generation_prompt": add_generation_prompt,
+            "tools": tools,
+            "continue_final_message": continue_final_message,
+            "chat_template_kwargs": chat_template_kwargs,
+        }
+        prompts: list[Prompt] = [self._chat_prompt(conversation, **template) for conversation in conversations]
         return self._run(self._requests(prompts, sampling_params), use_tqdm)
 
     def stream(
         self, prompt: Prompt | list[dict], sampling_params: SamplingParams | None = None
     ) -> Iterator[RequestOutput]:
-        """Complete one prompt, or reply to one conversation, yielding a RequestOutput after every token (with `best_of`
-        more than `n`, one at the end).
+        """Complete one prompt, or reply to one conversation. Yields a RequestOutput after every token; with `best_of`
+        more than `n`, only one at the end.
 
         `output.outputs[0].delta` is the new text; the deltas add up to the final text. Closing the iterator, or
         leaving its loop, aborts the request. Raises as `generate`, before anything runs.
@@ -284,22 +240,13 @@ class LLM:
         return self._outputs([request])
 
     def count_tokens(self, messages: list[dict]) -> int:
-        """How many prompt tokens a conversation makes."""
+        """The number of prompt tokens of a conversation."""
         return len(self._chat_prompt(messages)["prompt_token_ids"])
 
-    def _chat_prompt(
-        self,
-        messages: list[dict],
-        chat_template: str | None = None,
-        add_generation_prompt: bool = True,
-        tools: list[dict] | None = None,
-        continue_final_message: bool = False,
-        chat_template_kwargs: dict | None = None,
-    ) -> dict:
+    def _chat_prompt(self, messages: list[dict], **template: Any) -> dict:
+        """The prompt of a conversation. `template`: further arguments of `Tokenizer.render_chat`."""
         tokenizer = self.engine.input_processor.require_tokenizer("a conversation", "prompt_token_ids to generate()")
-        text = tokenizer.render_chat(
-            messages, chat_template, add_generation_prompt, tools, continue_final_message, chat_template_kwargs
-        )
+        text = tokenizer.render_chat(messages, **template)
         # The template writes the special tokens itself; the request carries ids so that none is added twice.
         ids = self.engine.input_processor.encode(text, add_special_tokens=False)
         return {"prompt": text, "prompt_token_ids": ids}
@@ -311,29 +258,18 @@ class LLM:
         priority: list[int] | None = None,
         kind: type[AnyParams] = SamplingParams,
     ) -> list[Request]:
-        if sampling_params is None:
-            sampling_params = self.get_default_sampling_params()
-        if not isinstance(sampling_params, list | tuple):
-            sampling_params = [cast(AnyParams, sampling_params)] * len(prompts)
-        if len(sampling_params) != len(prompts):
-            raise ValueError(f"{len(sampling_params)} sampling_params for {len(prompts)} prompts")
-        for params in sampling_params:
-            if not isinstance(params, kind):
-                raise TypeError(f"sampling_params must be {kind.__name__}, not {params!r}")
-        priority = [0] * len(prompts) if priority is None else priority
-        if not isinstance(priority, list | tuple):
-            raise TypeError(f"priority must be a list, one integer for each prompt, not {priority!r}")
-        if len(priority) != len(prompts):
-            raise ValueError(f"{len(priority)} values of priority for {len(prompts)} prompts")
+        """Make a request of each prompt, without submitting it. Errors name the prompt."""
+        params = self.get_default_sampling_params() if sampling_params is None else sampling_params
         requests: list[Request] = []
-        for i, (prompt, params, place) in enumerate(zip(prompts, sampling_params, priority, strict=True)):
+        for i, arguments in enumerate(match_parameters(prompts, params, priority, kind)):
             try:
-                requests.append(self.engine.make_request(str(next(self._ids)), prompt, params, place))
+                requests.append(self.engine.make_request(str(next(self._ids)), *arguments))
             except (ValueError, TypeError) as error:
                 raise type(error)(f"prompts[{i}]: {error}" if len(prompts) > 1 else str(error)) from None
         return requests
 
     def _run(self, requests: list[Request], show_progress: bool) -> list[RequestOutput]:
+        """Run requests to their end. Returns their final outputs, in order."""
         if not isinstance(show_progress, bool):
             raise TypeError(f"use_tqdm must be True or False, not {show_progress!r}")
         for request in requests:
@@ -341,32 +277,14 @@ class LLM:
                 request.params.output_kind = RequestOutputKind.FINAL_ONLY
         finished: dict[str, RequestOutput] = {}
         left: list[RequestOutput] = []
-        num_tokens = 0
-
-        def after_step(stats: StepStats) -> None:
-            nonlocal num_tokens
-            num_tokens += stats.output_tokens
-
         try:
             with (
-                Progress(
-                    TextColumn("Generating"),
-                    BarColumn(),
-                    MofNCompleteColumn(),
-                    TextColumn("{task.fields[speed]}"),
-                    TimeElapsedColumn(),
-                    console=Console(stderr=True),
-                    disable=not show_progress,
-                ) as progress,
-                self._listening(after_step),
+                progress_bar(len(requests), self.engine.listeners, self._lock, show_progress) as advance,
                 contextlib.closing(self._outputs(requests, left)) as outputs,
             ):
-                task = progress.add_task("", total=len(requests), speed="")
                 for output in outputs:
                     finished[output.request_id] = output
-                    elapsed = progress.tasks[task].elapsed
-                    speed = f"{num_tokens / elapsed:.0f} output tok/s" if elapsed else ""
-                    progress.update(task, completed=len(finished), speed=speed)
+                    advance()
         except KeyboardInterrupt:
             raise GenerationInterrupted(_so_far(requests, [*finished.values(), *left])) from None
         except Exception as error:
@@ -376,7 +294,7 @@ class LLM:
     def _outputs(self, requests: list[Request], left: list[RequestOutput] | None = None) -> Generator[RequestOutput]:
         """Submit requests and yield their outputs as they come. If the reader leaves, abort what is unfinished.
 
-        Args: left: takes the outputs that the reader has not read, and those of the aborted requests.
+        Args: left: gets the outputs that the reader has not read, and the outputs of aborted requests.
         """
         unfinished = {request.group.request_id for request in requests}
         inbox: deque[RequestOutput] = deque()
@@ -406,18 +324,8 @@ class LLM:
                         self._metrics.add_finished(aborted)
                         left.append(aborted)
 
-    @contextlib.contextmanager
-    def _listening(self, listener: Callable[[StepStats], None]) -> Iterator[None]:
-        """Call `listener` with the StepStats of every step, whoever makes it."""
-        with self._lock:
-            self.engine.listeners.append(listener)
-        try:
-            yield
-        finally:
-            with self._lock:
-                self.engine.listeners.remove(listener)
-
     def _step(self) -> None:
+        """Run one step and hand its outputs to their readers. The caller holds the lock."""
         outputs = self.engine.step()
         self._metrics.add_step(self.engine.last_step)
         for output in outputs:
@@ -434,43 +342,3 @@ def _so_far(requests: list[Request], outputs: list[RequestOutput]) -> list[Reque
     outputs = [output for output in outputs if output.error or any(c.token_ids for c in output.outputs)]
     by_id = {output.request_id: output for output in outputs}
     return [by_id.get(request.group.request_id) for request in requests]
-
-
-def _with_token_ids(texts: Prompt | list[Prompt] | None, token_ids: list[int] | list[list[int]]) -> list[Prompt]:
-    """Prompts of token ids, and the texts that belong to them, if there are any."""
-    if not isinstance(token_ids, list | tuple):
-        raise TypeError(f"prompt_token_ids must be token ids or a list of them, not {token_ids!r}")
-    one = bool(token_ids) and isinstance(token_ids[0], int)
-    prompts: list[dict] = [{"prompt_token_ids": ids} for ids in ([token_ids] if one else token_ids)]
-    if texts is not None:
-        texts = _list_of_prompts(texts)
-        if not all(isinstance(text, str) for text in texts):
-            raise TypeError("prompts beside prompt_token_ids must be their texts")
-        if len(texts) != len(prompts):
-            raise ValueError(f"{len(texts)} prompts beside {len(prompts)} prompt_token_ids")
-        for prompt, text in zip(prompts, texts, strict=True):
-            prompt["prompt"] = text
-    return cast(list[Prompt], prompts)
-
-
-def _profile_directory(profiler_config: dict | None) -> Path:
-    if profiler_config is None:
-        return Path(PROFILE_DIRECTORY)
-    if not isinstance(profiler_config, dict):
-        raise TypeError(f"profiler_config must be a dict, not {profiler_config!r}")
-    if unknown := profiler_config.keys() - {"profiler", "torch_profiler_dir"}:
-        raise ValueError(f"profiler_config has fields that are not supported: {', '.join(sorted(map(str, unknown)))}")
-    if profiler_config.get("profiler", "torch") != "torch":
-        raise ValueError(f"profiler_config: profiler {profiler_config['profiler']!r} is not supported, only 'torch'")
-    directory = profiler_config.get("torch_profiler_dir", PROFILE_DIRECTORY)
-    if not isinstance(directory, str | Path):
-        raise TypeError(f"profiler_config: torch_profiler_dir must be a path, not {directory!r}")
-    return Path(directory)
-
-
-def _list_of_prompts(prompts: Prompt | list[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str | dict) or (isinstance(prompts, list) and prompts and isinstance(prompts[0], int)):
-        prompts = [cast(Prompt, prompts)]
-    if not isinstance(prompts, list | tuple):
-        raise TypeError(f"prompts must be a prompt or a list of prompts, not {prompts!r}")
-    return cast(list[Prompt], prompts)

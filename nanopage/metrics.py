@@ -1,6 +1,6 @@
 """Metrics of an LLM, in the shape of vLLM's `LLM.get_metrics`.
 
-Counts are of tokens and requests since the LLM was made. What concerns a request as a whole is counted when it ends.
+Tokens and requests are counted from the start of the LLM. What concerns a whole request is counted when it ends.
 """
 
 import bisect
@@ -49,14 +49,14 @@ class Counter(Metric):
 
 @dataclass
 class Gauge(Metric):
-    """A number of this moment."""
+    """A number as it is now, which can rise and fall."""
 
     value: float
 
 
 @dataclass
 class Vector(Metric):
-    """Several counters in order. No metric here is one: vLLM's are of speculative decoding."""
+    """Several counters in order. nanopage has none: vLLM's belong to speculative decoding."""
 
     values: list[int]
 
@@ -75,7 +75,7 @@ class Observations:
     """The values that a histogram is made of, sorted into buckets as they come."""
 
     bounds: tuple[float, ...]
-    counts: list[int] = field(init=False)  # of values above the bound before and at most this one; the last has none
+    counts: list[int] = field(init=False)  # above the previous bound, up to this one; the last has no bound
     sum: float = 0.0
 
     def __post_init__(self):
@@ -92,7 +92,7 @@ class Observations:
 
 
 class Metrics:
-    """What is counted.
+    """Counts what `snapshot` reports.
 
     Args:
         model_name: a label of every metric.
@@ -121,7 +121,7 @@ class Metrics:
         self.last_step = stats
 
     def add_finished(self, output: RequestOutput) -> None:
-        """A request that has come to its end."""
+        """Count a request that has ended."""
         times, histograms = output.metrics, self.histograms
         num_prompt_tokens = len(output.prompt_token_ids)
         if times.first_scheduled_time is not None:
@@ -141,7 +141,7 @@ class Metrics:
                 self.ended[completion.finish_reason] += 1
 
     def snapshot(self, num_running: int, num_waiting: int) -> list[Metric]:
-        """All metrics, by vLLM's names, given the numbers of requests that run and wait."""
+        """All metrics under vLLM's names, given the numbers of requests that run and wait."""
         step = self.last_step
         num_blocks = step.used_blocks + step.free_blocks + step.cached_blocks
         gauges = {

@@ -13,7 +13,7 @@ MAX_TEXT = 2**25  # bytes of a JSON file or a template; the index of a checkpoin
 
 
 def check_file(path: Path) -> None:
-    """Check that `path` is a regular file, or a link to one: to open a FIFO or a device could block forever.
+    """Check that `path` is a regular file, or a link to one: opening a FIFO or a device could block forever.
 
     Raises: FileNotFoundError, ValueError; both name the file.
     """
@@ -28,7 +28,7 @@ def check_file(path: Path) -> None:
 
 
 def exists(path: Path) -> bool:
-    """Whether there is anything of that name. A link that leads nowhere counts: it is an error to be reported."""
+    """Whether there is anything at this path. A dangling link counts, so that reading it reports the error."""
     return os.path.lexists(path)
 
 

@@ -1,4 +1,4 @@
-"""What comes back: outputs of requests, and statistics of steps. Names are those of vLLM."""
+"""What comes back: outputs of requests, errors that carry them, and statistics of steps. Names are those of vLLM."""
 
 from dataclasses import dataclass, field
 
@@ -16,7 +16,7 @@ class Logprob:
 class RequestMetrics:
     """Times of one request in seconds on `time.perf_counter`'s clock; None until they happen.
 
-    `token_times` has one entry for every step that brought the request tokens: with n = 1, one for each token.
+    `token_times` has one entry for each step in which the request got tokens: with n = 1, one for each token.
     """
 
     arrival_time: float
@@ -43,9 +43,9 @@ class CompletionOutput:
     """One completion so far. `text` and `token_ids` are cumulative; `delta` is the text added since the last output.
 
     `finish_reason` is None while running, else "stop", "length", "abort" or "error" (RequestOutput.error says which);
-    `stop_reason` is the stop string or stop token id that ended it (None for end-of-sequence). `cumulative_logprob` and
-    `logprobs` are None unless asked (the former is there if completions compete); `score` is what a beam search ranks
-    by.
+    `stop_reason` is the stop string or stop token id that ended it (None for end-of-sequence). `logprobs` and
+    `cumulative_logprob` are None unless requested; where completions compete there is always a `cumulative_logprob`.
+    `score` is what a beam search ranks by.
     """
 
     index: int
@@ -63,8 +63,8 @@ class CompletionOutput:
 class BeamSearchSequence:
     """One completion of a beam search, in the shape of vLLM's class of the same name.
 
-    `tokens` are those of the prompt and of the completion, and `text` is theirs, with special tokens. It is None if
-    the model has no tokenizer.
+    `tokens` are the prompt's tokens and the completion's. `text` is their text, with special tokens; None if the model
+    has no tokenizer.
     """
 
     tokens: list[int]
@@ -79,7 +79,7 @@ class RequestOutput:
     """What a request has produced so far.
 
     `prompt_logprobs[0]` is None: the first token has nothing before it. `error` says why a request could not be
-    completed; the completions that had not ended by then have the finish_reason "error". `sequences` are the
+    completed; completions that had not ended by then have the finish_reason "error". `sequences` are the
     completions of `LLM.beam_search` as vLLM returns them; None for other requests.
     """
 
@@ -93,6 +93,31 @@ class RequestOutput:
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     error: str | None = None
     sequences: list[BeamSearchSequence] | None = None
+
+
+class GenerationInterrupted(KeyboardInterrupt):
+    """Ctrl-C during `LLM.generate`, `chat` or `beam_search`.
+
+    Args:
+        outputs: one entry for each prompt, in order: what the request had produced by then, or None if it had produced
+            nothing. The `finish_reason` of a completion that had not ended is "abort".
+    """
+
+    def __init__(self, outputs: list[RequestOutput | None]):
+        super().__init__()
+        self.outputs = outputs
+
+
+class GenerationError(RuntimeError):
+    """`LLM.generate`, `chat` or `beam_search` ended by an error that does not belong to a single request.
+
+    Args:
+        outputs: as in GenerationInterrupted.
+    """
+
+    def __init__(self, message: str, outputs: list[RequestOutput | None]):
+        super().__init__(message)
+        self.outputs = outputs
 
 
 @dataclass(slots=True)
@@ -109,17 +134,19 @@ class RequestEvent:
 
 @dataclass(slots=True)
 class StepStats:
-    """What one engine step did: progress bars, benches and metrics read this. Counts are of this step alone, except for
-    queues and blocks, which are as the step left them. With async scheduling the sampled tokens, and the wait for them,
-    are those of the previous batch."""
+    """What one engine step did, for progress bars, benchmarks and metrics.
+
+    Counts cover this step alone, except for queues and blocks, which show the state after it. With async scheduling,
+    the sampled tokens and the wait for them belong to the previous batch.
+    """
 
     waiting: int = 0  # sequences in each queue
     running: int = 0
     swapped: int = 0
     prefill_tokens: int = 0
     decode_tokens: int = 0
-    context_tokens: int = 0  # whose K and V attention reads: of each sequence all up to the step's last, shared or not
-    stored_tokens: int = 0  # whose K and V the running sequences have in blocks, shared or not
+    context_tokens: int = 0  # whose K and V attention reads: each sequence's up to its last; shared ones repeat
+    stored_tokens: int = 0  # whose K and V the running sequences have in blocks; shared ones repeat
     cached_tokens: int = 0  # found in the prefix cache instead of computed
     output_tokens: int = 0  # sampled; of a beam search, one for each live beam
     finished: int = 0  # requests
@@ -136,7 +163,7 @@ class StepStats:
     model_seconds: float = 0.0  # the forward pass (its launch, on a GPU)
     sample_seconds: float = 0.0
     wait_seconds: float = 0.0  # for the device
-    device_seconds: float = 0.0  # from the first to the last of the batch's work on a GPU; 0 on a CPU
+    device_seconds: float = 0.0  # from the start to the end of the batch's work on a GPU; 0 on a CPU
     update_seconds: float = 0.0  # stop conditions, queues
     output_seconds: float = 0.0  # text and outputs
     events: list[RequestEvent] = field(default_factory=list)  # since the previous step, in order

@@ -27,8 +27,8 @@ class SamplingParams:
 
     Args:
         n: completions per prompt, each with a seed of its own; the prompt is computed once and its blocks shared.
-        best_of: sample so many and return the `n` with the highest cumulative log-probability, best first; None
-            means `n`. Outputs come only at the end if it is more than `n`.
+        best_of: the number of completions to sample. The `n` with the highest cumulative log-probability are returned,
+            best first. None means `n`. If it is more than `n`, outputs come only at the end.
         temperature: divides the logits, in [0, 100]; 0 means greedy.
         top_p: keep the smallest set of most likely tokens whose mass reaches `top_p`, in (0, 1]. The token
             that crosses the line is kept, and so is every token tied with it (Holtzman et al. 2020).
@@ -40,12 +40,12 @@ class SamplingParams:
         frequency_penalty: subtracted once per occurrence in the output, in [-2, 2].
         logit_bias: token id -> number in [-100, 100] added to its logit.
         allowed_token_ids: only these ids can be sampled.
-        bad_words: strings whose token sequences can not be completed.
+        bad_words: strings whose token sequences cannot be completed.
         seed: makes the request reproducible whatever runs beside it; None draws from the engine's seed.
         max_tokens: most output tokens; None means up to the model's length.
         min_tokens: no end-of-sequence, stop token or stop string before this many output tokens.
-        stop: strings that end the output; not part of it unless `include_stop_str_in_output`. The first to end in the
-            text counts, of those that end together the longest. At most 16,384 characters in all.
+        stop: strings that end the output; not part of it unless `include_stop_str_in_output`. The string that ends
+            first in the text counts; if several end at the same place, the longest. At most 16,384 characters in all.
         stop_token_ids: tokens that end the output.
         ignore_eos: go on after end-of-sequence tokens.
         include_stop_str_in_output: keep the stop string or stop token in the text.
@@ -55,7 +55,7 @@ class SamplingParams:
         logprobs: also return the log-probabilities of the sampled token and of this many top tokens, up to 20.
             They are the model's own, before penalties, temperature and truncation.
         prompt_logprobs: the same for each prompt token but the first.
-        output_kind: when there are outputs. `LLM.generate` and `LLM.chat` always take the last one.
+        output_kind: when outputs are made. `LLM.generate` and `LLM.chat` always use FINAL_ONLY.
 
     Raises:
         ValueError, TypeError: a value out of range or of the wrong type, or an option that does not exist, by name.
@@ -180,8 +180,8 @@ class BeamSearchParams:
         max_tokens: most output tokens.
         length_penalty: a completion's score is its cumulative log-probability / its length ** length_penalty; the
             length counts the end-of-sequence token. In [-10, 10].
-        early_stopping: True stops at `width` complete beams; False when no live beam scores better as it is; "never"
-            when none could at any length.
+        early_stopping: True stops when `width` beams are complete. False stops when no live beam has a better score at
+            its present length, "never" when none could have one at any length.
         skip_special_tokens: leave special tokens out of the text.
 
     Raises:
@@ -219,7 +219,7 @@ def _integer(name: str, value, low: int, high: int | None = None) -> None:
 def _number(name: str, value, low: float, high: float) -> None:
     if not isinstance(value, int | float) or isinstance(value, bool):
         raise TypeError(f"{name} must be a number, not {value!r}")
-    # Comparisons, not math.isfinite, which an integer too large for a float would break.
+    # Not math.isfinite, which raises for an integer too large for a float.
     if not low <= value <= high:
         raise ValueError(f"{name} must be in [{low}, {high}], got {value}")
 

@@ -1,4 +1,4 @@
-"""Files that nobody but this user can have written. What nanopage caches is checked here before it is loaded."""
+"""Private files: only this user can have written them. Cached files are checked here before they are loaded."""
 
 import os
 import stat

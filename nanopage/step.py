@@ -3,9 +3,9 @@
 Both are plain data. With one device they are passed as objects; between processes they travel as MessagePack, which
 msgspec reads and writes. It checks the types while it reads, and it cannot run code.
 
-A worker keeps a table with a row for each running sequence (worker/sequence_table.py). The engine says which row: it
-gives a sequence a free one when it begins to run, and takes it back when it ends or gives up its blocks. A Batch holds
-a sequence's tokens and sampling settings once, when it begins to run; after that only what changes.
+A worker keeps a table with a row for each running sequence (worker/sequence_table.py). The engine assigns the rows: a
+sequence gets a free row when it begins to run, and gives it back when it ends or gives up its blocks. A Batch holds a
+sequence's tokens and sampling settings once, when the sequence begins to run; after that only what changes.
 """
 
 import contextlib
@@ -15,16 +15,16 @@ from typing import Protocol
 
 import msgspec
 
-NO_TOKEN = -1  # sampled from logits of which the largest is NaN or infinite
+NO_TOKEN = -1  # sampled where the largest logit is NaN or infinite
 
 
 @dataclass(slots=True)
 class SamplingSettings:
-    """What the sampler has to know of a sequence. The meanings are those of `SamplingParams`.
+    """What the sampler needs to know about a sequence. Fields mean the same as in `SamplingParams`.
 
     bad_words_token_ids  token ids of each word
     ending_token_ids     not sampled before `min_tokens`
-    logprobs             how many of the top log-probabilities to return with the sampled token's; None for none at all
+    logprobs             how many top log-probabilities to return besides the sampled token's; None returns none
     prompt_logprobs      the same for each token of the prompt but the first
     """
 
@@ -57,7 +57,7 @@ class NewSequence:
 
 @dataclass(slots=True)
 class Fork:
-    """A sequence that begins as a copy of another: of its first `num_tokens` tokens, their blocks, and its settings."""
+    """A sequence that begins as a copy of another: the first `num_tokens` tokens, their blocks, and the settings."""
 
     parent: int  # row
     row: int
@@ -80,14 +80,14 @@ class Batch:
 
     idle                 no request has begun before this batch: a worker may change the way it runs steps
     swap_out, swap_in    [(block, host block)], [(host block, block)]: blocks to be copied
-    copies               [(from, to)]. All blocks of one of these lists are read before any of it is written
+    copies               [(from, to)]. In each of these lists, all blocks are read before any is written
     cleared              blocks to be filled with zeros
     new, forks, blocks   changes of the sequence table
     tokens               [(row, position, token id)] that the engine has chosen: the next tokens of beams
     rows                 the B sequences that run, those with one token first
-    starts, counts       the position of each one's first token, and how many tokens of it run
+    starts, counts       for each of `rows`, the position of its first token and the number of its tokens
     sampled_from         indices into `rows`: sequences whose last token's logits are sampled
-    sampled_rows         for each of these, the row to sample for: the same, or one that has just been forked from it
+    sampled_rows         for each of `sampled_from`, the row that gets the token: its own, or a row just forked from it
     """
 
     idle: bool = False
@@ -125,11 +125,11 @@ class PromptLogprobs:
 
 @dataclass(slots=True)
 class BatchResult:
-    """What a Batch has given.
+    """The results of a Batch.
 
     token_ids        one for each of its `sampled_rows`; NO_TOKEN where the logits were not finite
-    logprobs         index into token_ids -> its table, for the sequences that asked
-    prompt_logprobs  of the prompts that asked
+    logprobs         index into token_ids -> its table, for the sequences that requested logprobs
+    prompt_logprobs  of the prompts that requested them
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -139,12 +139,12 @@ class BatchResult:
     model_seconds: float = 0.0  # the forward pass; on a GPU, its launch
     sample_seconds: float = 0.0
     wait_seconds: float = 0.0  # for the device
-    device_seconds: float = 0.0  # from the first to the last of the batch's work on a GPU; 0 on a CPU
+    device_seconds: float = 0.0  # from the start to the end of the batch's work on a GPU; 0 on a CPU
 
 
 @dataclass(slots=True)
 class Capacity:
-    """What the workers have room for, once the model is loaded."""
+    """How much the workers can hold once the model is loaded."""
 
     device: str
     dtype: str
@@ -156,8 +156,8 @@ class Capacity:
 class Executor(Protocol):
     """Takes batches to the workers and results back (worker/executor.py).
 
-    A step that is submitted follows all earlier ones, so the engine may submit one before it has the result of the
-    previous one.
+    Steps run in the order in which they are submitted, so the engine may submit a step before it has the result of the
+    previous step.
     """
 
     def start(self) -> Capacity:
@@ -167,10 +167,10 @@ class Executor(Protocol):
         """
 
     def submit(self, batch: Batch) -> None:
-        """Begin a step. Does not wait for it."""
+        """Start a step, without waiting for it."""
 
     def result(self) -> BatchResult:
-        """Wait for the oldest step whose result has not been fetched."""
+        """Wait for the oldest step whose result has not been fetched, and return the result."""
 
     def discard(self) -> None:
         """Drop the results that have not been fetched."""
@@ -204,7 +204,7 @@ def result_from_bytes(data: bytes) -> BatchResult:
 
 @contextlib.contextmanager
 def _refusing() -> Iterator[None]:
-    """What msgspec raises for bytes that are nested too deeply becomes its DecodeError, too."""
+    """Turn what msgspec raises for bytes that are nested too deeply into its DecodeError."""
     try:
         yield
     except RecursionError as error:

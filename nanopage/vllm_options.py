@@ -9,8 +9,8 @@ import functools
 import reprlib
 from collections.abc import Callable, Collection
 
-ANY = object()  # both settings are the same here
-Neutral = dict[str, tuple[object, str]]  # option -> (the values that change nothing, or ANY; why there are no others)
+ANY = object()  # every value means the same here
+Neutral = dict[str, tuple[object, str]]  # option -> (the values that change nothing, or ANY; why others are refused)
 
 ENGINE: Neutral = {
     "tensor_parallel_size": ((1,), "one device computes the whole model"),
@@ -52,7 +52,7 @@ ENGINE: Neutral = {
     "override_generation_config": ((None, {}), "give SamplingParams instead"),
     "max_logprobs": ((20,), "at most 20 log-probabilities a token are returned"),
 }
-# Where None means "the default" in vLLM; nanopage's own option has a default and takes no None.
+# Options for which vLLM takes None as "the default". nanopage's own have defaults and do not take None.
 DEFAULT_IF_NONE = ("seed", "max_num_seqs", "max_num_batched_tokens", "block_size", "enable_prefix_caching")
 DTYPES = {"half": "float16", "float": "float32"}  # vLLM's other names
 
@@ -64,7 +64,7 @@ SAMPLING: Neutral = {
     "truncate_prompt_tokens": ((None,), "prompts are never shortened"),
     "flat_logprobs": ((False,), "logprobs are a list of dicts"),
     "logprob_token_ids": ((None,), "logprobs are those of the likeliest tokens"),
-    "extra_args": ((None, {}), "there is nobody to read them"),
+    "extra_args": ((None, {}), "nothing reads them"),
 }
 BEAM_SEARCH: Neutral = {
     "temperature": ((0, 0.0), "beams are ranked by the model's own probabilities"),

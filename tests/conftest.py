@@ -21,6 +21,14 @@ def default_model():
     return hub.default_model()
 
 
+@pytest.fixture(scope="session")
+def model(tmp_path_factory):
+    """The directory of a tiny model, for tests that write nothing into it."""
+    from helpers import tiny_model  # takes seconds to import
+
+    return tiny_model(tmp_path_factory.mktemp("model"))
+
+
 @pytest.fixture(autouse=True)
 def _compile_nothing_by_accident(request, monkeypatch):
     """An engine of a tiny model would start a process that compiles for a minute beside the tests."""

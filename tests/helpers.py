@@ -11,6 +11,7 @@ import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from benchmarks.host import ThroughBytes
 from nanopage.layers.packed import pack
 from nanopage.quantization import int8
 from nanopage.step import (
@@ -19,7 +20,6 @@ from nanopage.step import (
     NewSequence,
     SamplingSettings,
     batch_from_bytes,
-    result_from_bytes,
     to_bytes,
 )
 from nanopage.weights import loader
@@ -160,22 +160,12 @@ def reference_logits(hf_model, sequences):
         return [hf_model(torch.tensor([tokens]), use_cache=False).logits[0] for tokens in sequences]
 
 
-class BytesExecutor:
-    """An executor whose messages travel as bytes, as between processes."""
-
-    def __init__(self, executor):
-        self.executor, self.worker = executor, executor.worker
+class BytesExecutor(ThroughBytes):
+    """Also asserts that each Batch is the same after its journey as bytes."""
 
     def submit(self, batch):
-        data = to_bytes(batch)
-        assert batch_from_bytes(data) == batch
-        self.executor.submit(batch_from_bytes(data))
-
-    def result(self):
-        return result_from_bytes(to_bytes(self.executor.result()))
-
-    def discard(self):
-        self.executor.discard()
+        assert batch_from_bytes(to_bytes(batch)) == batch
+        super().submit(batch)
 
 
 class Paged:

@@ -115,7 +115,7 @@ def test_an_interrupted_reader_loses_nothing_that_was_made(llm, monkeypatch):
     expected = llm.generate(prompts, params, use_tqdm=False)
     monkeypatch.setattr(Progress, "update", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(GenerationInterrupted) as raised:
-        llm.generate([*prompts, "never reached " * 9], [*params, SAMPLED], use_tqdm=False)
+        llm.generate([*prompts, "never reached " * 9], [*params, SAMPLED])
     cat, dog, house, man, _ = raised.value.outputs
     assert [cat.outputs, dog.outputs] == [output.outputs for output in expected[:2]]
     assert [completion.finish_reason for completion in house.outputs] == ["abort", "abort"]
@@ -312,10 +312,12 @@ def test_logprobs_have_vllms_shape(llm):
     assert plain.outputs[0].logprobs is plain.outputs[0].cumulative_logprob is plain.prompt_logprobs is None
 
 
-def test_the_progress_bar_is_on_stderr_and_can_be_off(llm, capfd):
+def test_the_progress_bar_is_on_stderr_and_can_be_off(llm, capfd, monkeypatch):
     llm.generate(["the cat", "the dog"], GREEDY)
     shown = capfd.readouterr()
     assert "2/2" in shown.err
     assert shown.out == ""
+    assert llm.engine.listeners == []
+    monkeypatch.setattr(llm.engine, "listeners", ())  # nothing can be added
     llm.generate("the cat", GREEDY, use_tqdm=False)
     assert capfd.readouterr() == ("", "")

@@ -3,10 +3,10 @@
     python3 -m venv ~/.cache/nanopage/peers/llamacpp
     CMAKE_ARGS=-DGGML_NATIVE=ON ~/.cache/nanopage/peers/llamacpp/bin/pip install llama-cpp-python gguf
 
-The loop is that of llama.cpp's server: each batch holds one token of every running sequence, then prompts. What all
-prompts begin with is computed once and shared by llama_memory_seq_cp. The KV cache is float16 with bfloat16 weights, as
-shipped. Models of the architecture LlamaForCausalLM without rope scaling; no vocabulary is written, since prompts are
-token ids.
+The loop is that of llama.cpp's server: each batch holds one token of every running sequence, then prompts. A
+prefix common to all prompts is computed once and shared by llama_memory_seq_cp. The KV cache is float16 with bfloat16
+weights, as shipped. Models must have the architecture LlamaForCausalLM, without rope scaling. No vocabulary is written,
+since prompts are token ids.
 """
 
 import ctypes
@@ -29,18 +29,18 @@ def load(options: Options) -> tuple[dict[str, str], Engine]:
         str(gguf_file(options)).encode(), llama_cpp.llama_model_default_params()
     )
     if not model:
-        raise RuntimeError(f"llama.cpp can not load {gguf_file(options)}")
+        raise RuntimeError(f"llama.cpp cannot load {gguf_file(options)}")
     exact = options.dtype == "float32"
     params = llama_cpp.llama_context_default_params()
     params.n_ctx = options.kv_tokens
     params.n_batch = BATCH
     params.n_seq_max = MAX_SEQUENCES
-    params.kv_unified = True  # otherwise n_ctx is cut in as many equal parts
+    params.kv_unified = True  # otherwise each sequence gets an equal part of n_ctx
     params.n_threads = params.n_threads_batch = options.threads
     params.type_k = params.type_v = llama_cpp.GGML_TYPE_F32 if exact else llama_cpp.GGML_TYPE_F16
     context = llama_cpp.llama_init_from_model(model, params)
     if not context:
-        raise RuntimeError("llama.cpp can not make a context")
+        raise RuntimeError("llama.cpp cannot make a context")
     memory = llama_cpp.llama_get_memory(context)
     vocab_size = llama_cpp.llama_n_vocab(llama_cpp.llama_model_get_vocab(model))
     batch = llama_cpp.llama_batch_init(BATCH, 0, 1)
@@ -60,7 +60,7 @@ def load(options: Options) -> tuple[dict[str, str], Engine]:
         running = list(range(len(work)))
         while running:
             entries: list[tuple[int, int, int, bool]] = []
-            # Those with one token left to compute, that is those that decode, go first.
+            # Sequences that decode, with one token left to compute, go first.
             for seq in sorted(running, key=lambda seq: len(texts[seq]) - computed[seq] > 1):
                 end = min(len(texts[seq]), computed[seq] + BATCH - len(entries))
                 entries += [(seq, i, texts[seq][i], i == len(texts[seq]) - 1) for i in range(computed[seq], end)]
@@ -91,7 +91,7 @@ def load(options: Options) -> tuple[dict[str, str], Engine]:
 
 
 def common_prefix(texts: list[list[int]]) -> int:
-    """How many tokens all texts begin with; at most one less than the shortest has, whose last is needed for logits."""
+    """The length of the common prefix of all texts. It leaves out the last token of a text, whose logits are needed."""
     first, last = min(texts), max(texts)
     most = min(len(text) for text in texts) - 1
     return next((i for i in range(most) if first[i] != last[i]), most)
@@ -166,7 +166,7 @@ def quantize(source: Path, target: Path) -> None:
     params.ftype = llama_cpp.LLAMA_FTYPE_MOSTLY_Q8_0
     with written_whole(target) as file:
         if llama_cpp.llama_model_quantize(str(source).encode(), str(file).encode(), ctypes.byref(params)):
-            raise RuntimeError(f"llama.cpp can not quantize {source}")
+            raise RuntimeError(f"llama.cpp cannot quantize {source}")
 
 
 def float32_tensors(path: Path):

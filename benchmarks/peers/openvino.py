@@ -33,7 +33,7 @@ def load(options: Options) -> tuple[dict[str, str], Engine]:
         "INFERENCE_NUM_THREADS": options.threads,
     }
     if options.quantization is None:
-        properties["DYNAMIC_QUANTIZATION_GROUP_SIZE"] = 0  # off: of activations, which is its default for int8 weights
+        properties["DYNAMIC_QUANTIZATION_GROUP_SIZE"] = 0  # off: int8 weights turn it on by default
     pipeline = openvino_genai.ContinuousBatchingPipeline(str(ir(options)), scheduler, "CPU", properties)
 
     def run(work: list[Work]) -> list[Output]:

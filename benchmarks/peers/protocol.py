@@ -3,8 +3,8 @@
     DIR/vllm/bin/python -m benchmarks.peers.vllm MODEL --dtype bfloat16 --threads 2 --kv-gib 2 --max-model-len 4096
 
 The engine loads and answers {"versions": {...}}. From then on every line
-{"prompts": [[ids], ...], "output_lens": [...]} is answered with a `Run`, until stdin is closed. The standard library is
-all that this file needs: it runs in any environment.
+{"prompts": [[ids], ...], "output_lens": [...]} is answered with a `Run`, until stdin is closed. This file needs only
+the standard library, so it runs in any environment.
 """
 
 import argparse
@@ -28,13 +28,13 @@ from typing import TextIO
 
 @dataclass
 class Options:
-    """What every engine is told. An engine that can not do as it is told raises."""
+    """The options of every engine. An engine that cannot follow them raises."""
 
     model: Path  # a Hugging Face directory
     dtype: str  # of weights, activations and KV: bfloat16 or float32
     threads: int
     kv_tokens: int  # that the KV cache must hold at least
-    kv_gib: int  # the same as a size, of the engines that take one
+    kv_gib: int  # the same as a size, for engines that take one
     max_model_len: int  # tokens of the longest request, prompt and output
     eager: bool  # nanopage only: nothing compiled
     quantization: str | None  # of the weights: "int8", for the engines in compare.QUANTIZATIONS
@@ -50,7 +50,7 @@ class Work:
 
 @dataclass
 class Output:
-    """What became of one request; times of its first and last token on `time.perf_counter`'s clock, if known."""
+    """The result of one request; times of its first and last token on `time.perf_counter`'s clock, if known."""
 
     token_ids: list[int]
     first: float | None = None
@@ -99,7 +99,7 @@ def measure(engine: Engine, work: list[Work]) -> Run:
 def serve(
     load: Callable[[Options], tuple[dict[str, str], Engine]], prepare: Callable[[Options], None] = lambda options: None
 ) -> None:
-    """Be the engine's process.
+    """Run an engine in this process: answer requests until stdin is closed.
 
     Args:
         load: returns versions by name, and the engine.
@@ -137,7 +137,7 @@ def end_with(parent: int) -> None:
     """Wait until `parent`, bench.py, has died, and kill this process and its descendants, whatever they are doing. A
     parent that lives closes stdin when it needs no more answers: then the engine ends by itself."""
     hangup = select.poll()
-    hangup.register(0, 0)  # asks for nothing: that the other end is closed is always reported
+    hangup.register(0, 0)  # no events: a closed end is always reported
     hangup.poll()
     while os.getppid() == parent:
         time.sleep(0.1)
@@ -164,7 +164,7 @@ def peak_rss() -> int | None:
 def process_tree() -> Iterator[int]:
     """The ids of this process and of its descendants, parents first."""
     pids = [os.getpid()]
-    for pid in pids:  # grows meanwhile
+    for pid in pids:  # grows during the loop
         yield pid
         with contextlib.suppress(OSError):  # it has ended, or there is no /proc
             for task in Path(f"/proc/{pid}/task").iterdir():
@@ -172,7 +172,7 @@ def process_tree() -> Iterator[int]:
 
 
 def converted(options: Options, form: str) -> Path:
-    """Where this environment keeps the model in a form of its own. Another path once the model's files change."""
+    """Where this environment keeps the model in a form of its own. The path changes when the model's files do."""
     files = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in sorted(options.model.iterdir())]
     key = hashlib.sha256(repr((options.model.resolve(), files)).encode()).hexdigest()[:12]
     return Path(sys.prefix) / "models" / f"{options.model.resolve().name}-{key}-{form}"

@@ -1,4 +1,4 @@
-"""transformers `generate`: one left-padded batch that runs to its longest output. nanopage depends on it, so that it is
+"""transformers `generate`: one left-padded batch that runs to its longest output. nanopage depends on it, so it is
 installed already; it runs in bench.py's own environment. On a GPU its cache is the static one, whose decode steps
 `generate` compiles by itself.
 """
@@ -19,8 +19,8 @@ def load(options: Options) -> tuple[dict[str, str], Engine]:
 
 
 def runner(model: Path, dtype, device, load_format: str = "auto") -> Engine:
-    """`generate` as an Engine: of each request the tokens asked for, though it runs to the longest. `load_format` as in
-    nanopage's EngineConfig."""
+    """`generate` as an Engine. The batch runs to its longest output; a request gets the tokens asked for. `load_format`
+    as in nanopage's EngineConfig."""
     import torch
     from transformers.generation.streamers import BaseStreamer
 
@@ -77,7 +77,7 @@ def load_model(path: Path, dtype, device, load_format: str):
 
 
 def dummy_model(path: Path, dtype, device):
-    """The model of a config.json, with the very tensors that nanopage's load_format="dummy" draws."""
+    """The model of a config.json, with exactly the tensors that nanopage's load_format="dummy" draws."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 

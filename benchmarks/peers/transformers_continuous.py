@@ -1,5 +1,5 @@
 """transformers' continuous batching: the manager behind `generate_batch`, which takes a length for each request, too.
-nanopage depends on transformers, so that it is installed already; it runs in bench.py's own environment.
+nanopage depends on transformers, so it is installed already; it runs in bench.py's own environment.
 """
 
 from collections.abc import Callable
@@ -8,7 +8,7 @@ from pathlib import Path
 from benchmarks.peers.protocol import Engine, Options, Output, Work, serve
 from benchmarks.peers.transformers import load_model
 
-PAGE_SIZE = 256  # tokens: transformers' default, of an option that was renamed meanwhile
+PAGE_SIZE = 256  # tokens: transformers' default. The option's name depends on the version
 
 
 def load(options: Options) -> tuple[dict[str, str], Engine]:
@@ -22,11 +22,11 @@ def load(options: Options) -> tuple[dict[str, str], Engine]:
 
 
 def runner(model: Path, dtype, device, load_format: str, kv_tokens: int) -> tuple[Engine, Callable[[], None]]:
-    """The manager as an Engine, and what ends its thread: until then the process lives on.
+    """The manager as an Engine, and a function that ends its thread, which keeps the process alive.
 
     Args:
         load_format: as in nanopage's EngineConfig.
-        kv_tokens: of all requests that run at once; of each at least PAGE_SIZE, for pages are not shared.
+        kv_tokens: of all requests that run at once, at least PAGE_SIZE for each, because pages are not shared.
     """
     from transformers import ContinuousBatchingConfig, GenerationConfig
 

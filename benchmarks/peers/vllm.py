@@ -58,8 +58,8 @@ def load(options: Options) -> tuple[dict[str, str], Engine]:
 
 
 def preload_openmp() -> None:
-    """Start this process again with torch's libgomp preloaded: vLLM does so for the workers that it spawns, and without
-    it one that is bound to cores, as this one will be, uses only one of them."""
+    """Start this process again with torch's libgomp preloaded, as vLLM does for its workers. Without it, a process that
+    is bound to cores, as this one will be, uses only one core."""
     spec = importlib.util.find_spec("torch")
     libraries = sorted((Path(str(spec and spec.origin)).parent / "lib").glob("libgomp*.so*"))
     if libraries and "libgomp" not in os.environ.get("LD_PRELOAD", ""):

@@ -28,9 +28,9 @@ class InputProcessor:
     """Makes an engine's requests.
 
     Args:
-        path: of the model, for messages.
+        path: the model's, for messages.
         tokenizer: None if the model has none: requests are then of token ids, and text is refused.
-        max_model_len: most tokens of a sequence.
+        max_model_len: the most tokens that a sequence may have.
         num_blocks: of the KV cache.
     """
 
@@ -65,7 +65,7 @@ class InputProcessor:
         params = SamplingParams() if params is None else params
         if not isinstance(params, SamplingParams | BeamSearchParams):
             raise TypeError(f"sampling_params must be SamplingParams, not {params!r}")
-        params = dataclasses.replace(params)  # a copy, checked again: the caller's may have been changed, or will be
+        params = dataclasses.replace(params)  # a copy, checked again: the caller may change the original
         text, token_ids, cache_salt = self._read_prompt(prompt)
         room = self.max_model_len - len(token_ids)
         if room < 1:
@@ -127,7 +127,7 @@ class InputProcessor:
         return Request(SequenceGroup(request_id, seqs, priority, search), params, text, token_ids, [])
 
     def _settings(self, params: SamplingParams, bad_words: list[list[int]]) -> SamplingSettings:
-        """What the worker has to know of the parameters, in plain numbers of at most 64 bits."""
+        """The parameters as the worker needs them, in plain numbers of at most 64 bits."""
         ends = self.model_config.eos_token_ids | set(params.stop_token_ids or ())
         return SamplingSettings(
             temperature=float(params.temperature),
@@ -156,7 +156,7 @@ class InputProcessor:
         """The tokens of a prompt.
 
         Raises: ValueError if the model has no tokenizer, if the text holds a lone surrogate, which cannot be encoded,
-            or if it is so long that its tokens, were they all as long as the longest there is, would be too many.
+            or if it is longer than max_model_len tokens of the greatest length.
         """
         tokenizer = self.require_tokenizer("a prompt of text", "prompt_token_ids")
         if len(text) > self.max_model_len and len(text) > self.max_model_len * tokenizer.max_chars_per_token:
@@ -272,6 +272,6 @@ def default_sampling_params(path: Path) -> SamplingParams:
 
 
 def branch_seed(seed: int, index: int) -> int:
-    """The seed of completion `index` of a request: 63 bits that have nothing to do with its siblings'."""
+    """The seed of completion `index` of a request: 63 bits, independent of the other completions' seeds."""
     digest = hashlib.sha256(f"{seed}/{index}".encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1

@@ -1,6 +1,6 @@
 """Attention as the models see it: an object made for each step, which knows where every token's K and V are.
 
-There is one for each way to compute it: `kernels.reference.ReferenceAttention` in plain torch,
+There is one class for each way to compute it: `kernels.reference.ReferenceAttention` in plain torch,
 `kernels.cpu.flash_decoding.FlashDecoding` for compiled decodes on a CPU, and `kernels.paged_attention.TritonAttention`.
 """
 

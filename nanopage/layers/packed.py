@@ -1,6 +1,6 @@
 """Linear layers and the embedding with weights in oneDNN's blocked layout, for a CPU: see kernels/cpu/packed_linear.py.
 
-`pack` puts them in the places of plain ones once the weights are loaded.
+`pack` replaces plain layers with them once the weights are loaded.
 """
 
 from collections.abc import Callable
@@ -34,7 +34,7 @@ class PackedLinear(nn.Module):
 
 
 class PackedRowLinear(PackedLinear):
-    """The same for a single row of input, to be compiled: a loop over the tiles, if there are any."""
+    """A PackedLinear for a single row of input, to be compiled: a loop over the tiles, if there are any."""
 
     def forward(self, x: Tensor) -> Tensor:
         if self.tiles is None:
@@ -43,7 +43,7 @@ class PackedRowLinear(PackedLinear):
 
 
 class PackedEmbedding(nn.Module):
-    """An embedding tied to a packed head: it reads its rows out of the head's tiles, so there is still one matrix."""
+    """An embedding tied to a packed head: it reads its rows from the head's tiles, so the matrix exists only once."""
 
     tiles: Tensor
 
@@ -56,7 +56,7 @@ class PackedEmbedding(nn.Module):
 
 
 def pack(module: nn.Module, kind: type[PackedLinear] = PackedLinear) -> None:
-    """Pack every Linear in a module, and the embedding if it is tied to one of them and that has tiles."""
+    """Pack every Linear in a module, and the embedding if it is tied to a Linear that then has tiles."""
     replace_linears(module, kind, lambda head: None if head.tiles is None else PackedEmbedding(head.tiles))
 
 
@@ -65,7 +65,7 @@ def replace_linears(
 ) -> None:
     """Replace every Linear in a module. Only one matrix at a time exists twice.
 
-    Args: replace_tied: makes an embedding out of what has replaced the Linear it is tied to; None leaves it as it is.
+    Args: replace_tied: makes a tied embedding from the layer that replaced its Linear, or returns None to keep it.
     """
     children = [(parent, name, child) for parent in module.modules() for name, child in parent.named_children()]
     for parent, name, child in children:

@@ -19,7 +19,7 @@ class RotaryEmbedding(nn.Module):
         self.register_buffer("frequencies", frequencies, persistent=False)
 
     def forward(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        # bfloat16 can not tell position 256 from 257: angles are float32.
+        # bfloat16 cannot tell position 256 from 257: angles are float32.
         angles = positions[:, None, None].float() * self.frequencies
         return (angles.cos() * self.scale).to(dtype), (angles.sin() * self.scale).to(dtype)
 
@@ -44,7 +44,7 @@ def inverse_frequencies(head_dim: int, rope: RopeConfig) -> tuple[Tensor, float]
 
 
 def _llama3(frequencies: Tensor, params: dict) -> Tensor:
-    """Llama 3.1: stretch the wavelengths that do not fit the original context often enough, blend in between."""
+    """Llama 3.1: stretch wavelengths that fit too few times into the original context, and blend in between."""
     turns = params["original_max_position_embeddings"] * frequencies / (2 * math.pi)  # in the original context
     low, high = params["low_freq_factor"], params["high_freq_factor"]
     keep = ((turns - low) / (high - low)).clamp(0, 1)

@@ -19,7 +19,7 @@ from nanopage.layers.norm import RMSNorm
 from nanopage.layers.rotary import RotaryEmbedding, rotate
 
 Layer = Callable[[Tensor, Tensor, Tensor, Tensor, Attention, Tensor | None], Tensor]
-"""A DecoderLayer, or what computes the same."""
+"""A DecoderLayer, or a replacement that computes the same."""
 
 
 class Decoder(nn.Module):
@@ -48,14 +48,14 @@ class Decoder(nn.Module):
         rows: Tensor | None = None,
         layers: Sequence[Layer] | None = None,
     ) -> Tensor:
-        """Hidden states of T tokens, of which `lm_head` makes logits: [T, hidden_size].
+        """Hidden states of T tokens, [T, hidden_size]. `lm_head` turns them into logits.
 
         Args:
             input_ids, positions: [T].
             kv_cache: [layers, 2, blocks, kv_heads, head_dim * block_size].
             attention: of this step.
-            rows: only these of the T tokens. The last layer, too, then leaves out the others after attention.
-            layers: what computes the layers, if it is not the modules themselves.
+            rows: the tokens to return, if not all. The last layer then skips the others after attention.
+            layers: replacements that compute the layers instead of the modules.
         """
         x = self.embed_tokens(input_ids)
         cos, sin = self.rotary(positions, x.dtype)
@@ -97,7 +97,7 @@ class DecoderLayer(nn.Module):
         return self.self_attn.project(self.input_layernorm(x), cos, sin)
 
     def after(self, x: Tensor, attended: Tensor) -> Tensor:
-        """What comes after it, row by row: attended [T, num_heads, head_dim]."""
+        """What comes after attention, row by row. attended: [T, num_heads, head_dim]."""
         x = x + self.self_attn.o_proj(attended.flatten(1))
         return x + self.mlp(self.post_attention_layernorm(x))
 

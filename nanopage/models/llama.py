@@ -11,11 +11,11 @@ from nanopage.models.decoder import DecoderLayer, SelfAttention
 
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM")
 GGUF_ARCHITECTURE = "llama"
-GGUF_TENSORS: dict[str, str] = {}  # beyond those of every family
+GGUF_TENSORS: dict[str, str] = {}  # in addition to those of every family
 
 
 def read_config(fields: Fields, architecture: str) -> dict[str, Any]:
-    """Fields of ModelConfig that are particular to the family. What is missing has transformers' default."""
+    """Fields of ModelConfig that are particular to the family. Missing ones have transformers' defaults."""
     mistral, num_heads = architecture == "MistralForCausalLM", fields.size("num_attention_heads")
     num_layers = fields.size("num_hidden_layers")
     return {

@@ -1,1 +1,1 @@
-"""Quantized layers, one file a kind. Each takes the places of plain ones once the weights are loaded."""
+"""Quantized layers, one file for each kind. They replace plain layers once the weights are loaded."""

@@ -24,7 +24,7 @@ from nanopage.terminal.signals import interruptible, orderly_exit, unechoed
 from nanopage.terminal.spinner import spinner
 from nanopage.terminal.text import say, say_error
 
-CHUNK = 256  # tokens of a prompt that a CPU reads between two looks at Ctrl-C
+CHUNK = 256  # tokens of a prompt that a CPU reads between two checks for Ctrl-C
 
 
 def chat(
@@ -119,7 +119,7 @@ def loader(options: dict, asked: dict, raw: bool) -> Callable:
         if not raw and llm.get_tokenizer().chat_template is None:
             raise ValueError(f"{name} has no chat template: it is a base model. --raw lets it go on with your text")
         params = llm.get_default_sampling_params()
-        if params == SamplingParams():  # the model recommends nothing: a small one is at its best without chance
+        if params == SamplingParams():  # the model recommends nothing: greedy decoding is best for small models
             params = SamplingParams(temperature=0)
         # Small models do not always find an end.
         return llm, name, dataclasses.replace(params, **{"max_tokens": 1024} | asked)
@@ -141,7 +141,7 @@ def converse(
 
     Args:
         changes: go on with the last conversation, with these changes of its settings; None begins a new one.
-        program: what the user called, as it is to be called again.
+        program: the command with which the user can start the program again.
     """
     from nanopage.terminal.kept import Kept, may_keep
     from nanopage.terminal.session import state_directory
@@ -188,7 +188,7 @@ def read_prompt(prompt: str | None, words: list[str] | None) -> str | None:
 
 
 def decoded(text: str, name: str) -> str:
-    """`text` without the bytes that Python could not decode and keeps as surrogates. If there are any, says so."""
+    """Replace bytes that Python could not decode, which it keeps as surrogates, by U+FFFD. Says so if there are any."""
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -31,8 +31,8 @@ class Conversation:
         raw: use no chat template. The model goes on with one text, to which each message is added as it is.
         plain: show replies as text, not as rendered Markdown.
         verbose: say more, and show the tracebacks of errors.
-        kept: writes the conversation to disk while it goes on; None keeps neither it nor a history.
-        model: the argument with which `load` has made `llm`.
+        kept: writes the conversation to disk while it goes on; None writes neither the conversation nor a history.
+        model: the argument with which `load` made `llm`.
         load: makes another LLM, with its name and its settings, for /model.
     """
 
@@ -80,7 +80,7 @@ class Conversation:
                 if text is None:
                     break
                 self._take_safely(text)
-        except KeyboardInterrupt:  # twice
+        except KeyboardInterrupt:  # Ctrl-C twice
             return 130
         finally:
             self._keep()
@@ -106,7 +106,7 @@ class Conversation:
             self.take(text)
         except KeyboardInterrupt:
             say("Stopped.")
-        except (SystemExit, BrokenPipeError):  # nobody reads stdout any more
+        except (SystemExit, BrokenPipeError):  # stdout has no reader any more
             raise
         except BaseException as error:  # what tokenizers raises when Rust panics is not an Exception
             say(describe_error(error, self.verbose), "red")
@@ -198,9 +198,9 @@ class Conversation:
         return self.session.prompt(messages, first)
 
     def _fit(self, messages: list[dict], num_begun: int) -> int:
-        """The first message to send: as before, or later if there would be no room for a reply (RULE).
+        """The index of the first message to send: as before, or later if a reply would not fit (RULE).
 
-        Many turns go at once, for what follows them has to be computed anew. `num_begun` tokens follow the messages.
+        Many turns go at once, because what follows them is computed again. `num_begun` tokens follow the messages.
         """
 
         def count(first: int) -> int:
@@ -228,7 +228,7 @@ class Conversation:
         return f"{self.session.model}, {engine.capacity.dtype} on {engine.capacity.device}"
 
     def check_settings(self, params: SamplingParams) -> None:
-        """Raises ValueError for settings that this model refuses, as tokens it does not have."""
+        """Raises ValueError for settings that this model refuses, such as tokens that it does not have."""
         self.llm.engine.make_request("check", {"prompt_token_ids": [0]}, params)
 
     def undo(self) -> str:
@@ -299,7 +299,7 @@ class Conversation:
         """Load another model, with its own settings except for `changed`, which the user has set."""
         if self._load is None:
             raise RuntimeError("there is no way to load a model here")
-        self._llm = None  # freed first: there may be no room for two
+        self._llm = None  # freed first: two models may not fit into memory
         gc.collect()
         with unechoed():
             self._llm, name, defaults = self._load(model)

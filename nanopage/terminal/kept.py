@@ -22,7 +22,7 @@ class Kept:
     """The file of the present conversation, and those of earlier ones.
 
     Args:
-        directory: where they are; made when first needed.
+        directory: where the files are; made when first needed.
     """
 
     def __init__(self, directory: Path):
@@ -30,9 +30,9 @@ class Kept:
         self.begin()
 
     def begin(self, file: Path | None = None, session: Session | None = None) -> None:
-        """The next `keep` is of another conversation, which was read from `file` as `session` or is new.
+        """Let the next `keep` write another conversation: a new one, or `session`, which was read from `file`.
 
-        If `file` is one of ours it is replaced, under a new name: it may go on in another terminal, too.
+        A kept `file` is then replaced by one with a new name, because another terminal may be writing to `file`.
         """
         self._before = file if file is not None and file.parent == self.directory else None
         self._written = session.to_json() if self._before is not None and session is not None else None

@@ -1,8 +1,8 @@
 """Markdown to a terminal while it is being written.
 
 A block (a paragraph, a list, a table) is printed once, when the next one has begun. A line of fenced code is printed as
-soon as it is whole. What is printed belongs to the scrollback. Only the end of the output, which still grows, is drawn
-over and over.
+soon as it is whole. What is printed belongs to the scrollback. Only the end of the output, which still grows, is
+redrawn.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ from rich.text import Text
 from nanopage.terminal.text import terminal_reflows
 
 UP, ERASE_BELOW = "\x1b[{}A", "\r\x1b[J"
-# Rows that are drawn over must be single rows even where the terminal and rich disagree on how wide a glyph is.
+# Rows that are redrawn must be single rows even if the terminal and rich disagree on how wide a glyph is.
 WRAP_OFF, WRAP_ON = "\x1b[?7l", "\x1b[?7h"
 STYLE = re.compile("\x1b\\[[0-9;]*m")
 # A frame is shown whole (synchronized output); terminals that do not know it ignore it.
@@ -36,7 +36,7 @@ CONTEXT = 30  # lines of code that are looked at, at least, to highlight the nex
 # Without HTML and link definitions, which rich would not show, every block means by itself what it means in the text.
 PARSER = MarkdownIt("commonmark", {"html": False}).enable(["table", "strikethrough"]).disable("reference")
 BLOCKS = MarkdownIt("commonmark", {"html": False}).enable("table").disable(["reference", "inline"])
-INDENT = "\ufdd0"  # no character, by Unicode's word
+INDENT = "\ufdd0"  # a noncharacter in Unicode
 
 
 def _keep_indents(state: StateCore) -> None:
@@ -56,13 +56,13 @@ CONTINUE = ("bullet_list_open", "ordered_list_open", "code_block")  # these can 
 class BlockSplitter:
     """Cuts a growing Markdown text into top-level blocks, the same ones however the text arrives.
 
-    `rest` is the block that is not finished. A line counts once it is whole: the start of one can mean anything.
+    `rest` is the unfinished block. Only whole lines are read, because the beginning of a line can become anything.
     """
 
     def __init__(self):
         self.rest = ""
-        self.fence: Token | None = None  # that `rest` begins with, as far as its lines are whole
-        self._seen = 0  # of `rest`, up to the end of the last whole line
+        self.fence: Token | None = None  # the fence that `rest` begins with, by its whole lines
+        self._seen = 0  # characters of `rest` up to the end of its last whole line
 
     def feed(self, text: str) -> list[str]:
         """Returns the blocks that have ended: a blank line closed them, or the next one has begun."""
@@ -87,7 +87,7 @@ class BlockSplitter:
         return self.rest[self._seen :]
 
     def finish(self) -> list[str]:
-        """No more text: what is left, as blocks."""
+        """End the text. Returns what is left, as blocks."""
         starts = [*_blocks(self.rest)[0], len(self.rest)]
         blocks = [self.rest[a:b] for a, b in itertools.pairwise(starts)]
         self.rest, self.fence, self._seen = "", None, 0
@@ -115,16 +115,16 @@ class _Code:
 class ReplyPrinter:
     """Shows one reply, which must be free of control characters, on a terminal as it comes; thoughts are dimmed.
 
-    The lines of fenced code are printed one by one, as they are: neither filled up nor broken.
+    The lines of fenced code are printed one by one, as they are: neither padded nor wrapped.
 
-    A resize is followed from the next frame on. Where the terminal is known to wrap the rows of the unfinished block
-    anew, they are counted anew. Rows that a smaller window has pushed into the scrollback stay there.
+    The first frame after a resize uses the new size. If the terminal is known to rewrap rows, the rows of the
+    unfinished block are counted again. Rows that a smaller window has pushed into the scrollback stay there.
 
     Args:
         file: a terminal.
         thinking: the reply begins within the model's thoughts: its template has written <think>.
-        interval: least seconds between two frames.
-        reflows: the terminal wraps rows anew when it is made narrower.
+        interval: the minimum of seconds between two frames.
+        reflows: the terminal rewraps rows when it is made narrower.
     """
 
     def __init__(self, file: TextIO, thinking: bool = False, interval: float = 0.1, reflows: bool | None = None):
@@ -133,7 +133,7 @@ class ReplyPrinter:
         self.console = Console(file=file, force_terminal=True, legacy_windows=False)
         self.blocks = BlockSplitter()
         self.thinking: bool | None = True if thinking else None  # None: too early to tell
-        self._head = ""  # text of which it is not yet known whether it is thought, or a line of thought not yet whole
+        self._head = ""  # text that may still turn out to be thought, or an unfinished line of thought
         self._finished: list[RenderableType | _Code] = []  # for the next frame to print
         self._code_printed = 0  # lines of the fenced code that is not finished
         self._drawn: list[int] = []  # columns of each drawn row of the unfinished block
@@ -141,11 +141,11 @@ class ReplyPrinter:
         self._next_frame = 0.0
 
     def skip(self, text: str) -> None:
-        """Take in what was shown before. Only the block that it leaves unfinished is drawn again."""
+        """Take in text that was shown before. Only the block that it leaves unfinished is drawn again."""
         self._take(text)
 
     def draw_anew(self) -> None:
-        """The next frame goes below the cursor: other programs have written on the terminal."""
+        """Draw the next frame below the cursor, because other programs have written on the terminal."""
         self._drawn = []
 
     def feed(self, delta: str) -> None:
@@ -157,7 +157,7 @@ class ReplyPrinter:
             self._next_frame = time.monotonic() + max(self.interval, 10 * (time.monotonic() - now))
 
     def finish(self) -> None:
-        """The reply is over, be it whole or not: print the rest."""
+        """End the reply, complete or not, and print the rest."""
         if self.thinking:
             self._finished += [Text(self._head.rstrip("\n"), style="dim")] if self._head.strip() else []
         elif self._head:
@@ -206,7 +206,7 @@ class ReplyPrinter:
         return [code] if code.start < len(code.lines) else []
 
     def _draw(self, live: bool) -> None:
-        """One frame, written at once: the unfinished block goes, what has finished is printed, the rest is drawn."""
+        """Write a frame at once: erase the unfinished block, print what has finished, and draw the rest."""
         columns, rows = self._size()
         above = self._rows_above(columns)
         out = [BEGIN_FRAME, UP.format(above) if above else "", ERASE_BELOW]
@@ -219,7 +219,7 @@ class ReplyPrinter:
             self._printed = True
         self._finished, self._drawn = [], []
         if live:
-            # Its last rows, with room for the cursor below them: what is above the window cannot be drawn over.
+            # Only its last rows, with a row for the cursor below them: rows above the window cannot be redrawn.
             lines = self._unfinished(columns - 1, rows)[-max(1, rows - 2) :]
             self._drawn = [cell_len(STYLE.sub("", line).rstrip("\n")) for line in lines]
             out += [WRAP_OFF, *lines, WRAP_ON] if lines else []
@@ -239,7 +239,7 @@ class ReplyPrinter:
         text = self._head if self.thinking else self.blocks.rest
         if not text.strip():
             return []
-        # Only so much source as the window could show: the work of a frame does not grow with the block.
+        # Only as much source as the window can show, so the work of a frame does not grow with the block.
         tail = "".join(text[-2 * columns * rows :].splitlines(keepends=True)[-rows:])
         return self._spaced(
             self._render(Text(tail.rstrip("\n"), style="dim") if self.thinking else _markdown(tail), columns)
@@ -264,7 +264,7 @@ class ReplyPrinter:
         return ["\n", *lines] if self._printed and lines else lines
 
     def _render(self, renderable: RenderableType, columns: int) -> list[str]:
-        """Its rows with their line ends, as the terminal wants them: neither blank at first or last, nor filled up."""
+        """Its rows with the terminal's line ends, without padding, and without blank rows at the start and the end."""
         options = self.console.options.update(width=max(columns, 10), height=None)
         lines = [_right_stripped(line) for line in self.console.render_lines(renderable, options, pad=False)]
         while lines and not lines[0]:
@@ -292,7 +292,7 @@ class ReplyPrinter:
 
 
 def _joined(pieces: list[RenderableType | _Code]) -> list[RenderableType | _Code]:
-    """The same, with lines of code that follow each other in one piece."""
+    """The same pieces, with consecutive lines of code joined into one."""
     joined: list[RenderableType | _Code] = []
     for piece in pieces:
         if isinstance(piece, _Code) and piece.start and joined and isinstance(joined[-1], _Code):
@@ -317,7 +317,7 @@ def _language(token: Token) -> str:
 
 
 def _highlighted(code: _Code) -> list[Text]:
-    """The lines from `code.start` on. Those far before them are not looked at: each line costs the same."""
+    """The lines from `code.start` on. Lines far before it are not read, so each line costs the same."""
     context = max(0, code.start // CONTEXT - 1) * CONTEXT
     syntax = Syntax("", code.language, theme="ansi_dark", tab_size=0)
     text = syntax.highlight("\n".join(code.lines[context:]))

@@ -35,7 +35,7 @@ class Prompt:
 
     Args:
         history: the file to keep messages in, made readable by the user alone; None, or a dumb terminal, keeps none.
-        commands: name -> the words its argument can be, or None where that is a path.
+        commands: name -> the possible words of its argument, or None if the argument is a path.
     """
 
     def __init__(self, history: Path | None, commands: Mapping[str, Iterable[str] | None]):
@@ -87,9 +87,9 @@ class Prompt:
 
 
 class _Renderer(Renderer):
-    """Erases the prompt where the terminal has become narrower and has wrapped the prompt's rows anew.
+    """Erases the prompt after the terminal has become narrower and has rewrapped the prompt's rows.
 
-    prompt_toolkit goes up as many rows as it has drawn.
+    prompt_toolkit by itself goes up only as many rows as it has drawn.
     """
 
     def erase(self, leave_alternate_screen: bool = True) -> None:
@@ -97,7 +97,7 @@ class _Renderer(Renderer):
         super().erase(leave_alternate_screen)
 
     def _wrapped_rows(self) -> int:
-        """Rows above the cursor that were not drawn, but made by the terminal."""
+        """Rows above the cursor that the terminal has added by rewrapping."""
         screen, columns, cursor = self.last_rendered_screen, self.output.get_size().columns, self._cursor_pos
         if screen is None:
             return 0
@@ -129,7 +129,7 @@ def edit(text: str) -> str | None:
         file = Path(directory) / "message.md"
         file.write_text(text, encoding="utf-8")
         before = file.stat().st_mtime_ns
-        previous = signal.signal(signal.SIGINT, lambda signum, frame: None)  # Ctrl-C is the editor's
+        previous = signal.signal(signal.SIGINT, lambda signum, frame: None)  # Ctrl-C is for the editor
         try:
             code = subprocess.run([*shlex.split(command), str(file)]).returncode
         except OSError as error:
@@ -144,7 +144,7 @@ def edit(text: str) -> str | None:
 
 
 def is_open(text: str) -> bool:
-    """Whether a triple-quoted block, of a message or of a command's argument, still wants its end."""
+    """Whether a triple-quoted block, of a message or of a command's argument, is not closed yet."""
     start = text.lstrip()
     if start.startswith("/") and not start.startswith("//"):
         start = start.partition(" ")[2].lstrip()
@@ -152,7 +152,7 @@ def is_open(text: str) -> bool:
 
 
 def unquoted(text: str) -> tuple[str, bool]:
-    """The text without triple quotes around it, if there are any, and whether there were."""
+    """(the text without triple quotes around it, whether there were any)."""
     block = text.strip()
     if len(block) >= 6 and block.startswith(QUOTES) and block.endswith(QUOTES):
         return block[3:-3].strip("\n"), True
@@ -168,7 +168,7 @@ def _private_file(path: Path) -> History:
 
 class _History(FileHistory):
     def store_string(self, string: str) -> None:
-        """In one write, so that two conversations at once do not mix their lines."""
+        """Store in one write, so that two conversations at once do not mix their lines."""
         entry = f"\n# {datetime.now()}\n" + "".join(f"+{line}\n" for line in string.split("\n"))
         # A disk that is full must not cost the message.
         with contextlib.suppress(OSError), open(self.filename, "ab", buffering=0) as file:

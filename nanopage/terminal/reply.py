@@ -16,9 +16,9 @@ from nanopage.terminal.signals import Interrupt
 from nanopage.terminal.spinner import spinner
 from nanopage.terminal.text import printable
 
-COLUMNS = 80  # that the footer fits
+COLUMNS = 80  # the footer's greatest width
 SPINNER_DELAY = 0.2  # seconds
-CHECK_EVERY = 16  # tokens between two looks for a loop
+CHECK_EVERY = 16  # tokens between two checks for a loop
 
 
 @dataclasses.dataclass
@@ -66,7 +66,7 @@ class Reply:
         )
 
     def footer(self, max_model_len: int) -> str:
-        """The figures in a line of at most 80 columns: those that matter least are left out first."""
+        """The figures in a line of at most 80 columns: the least important ones are left out first."""
         used = len(self.token_ids) / max_model_len
         parts = [f"{self.num_prompt_tokens:,} tokens in ({self.num_cached_tokens:,} cached)"]
         parts += [f"{self.num_output_tokens:,} out"]
@@ -88,11 +88,11 @@ class Reply:
 
 
 class _StoppedWhileReading(Exception):
-    """Raised within a step by our listener: the prompt is not to be read further."""
+    """Raised by a listener, to stop reading the prompt."""
 
 
 def shows_markdown(plain: bool) -> bool:
-    """Whether stdout is for eyes that want Markdown rendered (https://no-color.org)."""
+    """Whether to render Markdown: stdout is a terminal that can, without `plain` or NO_COLOR (https://no-color.org)."""
     smart = os.environ.get("TERM", "dumb") != "dumb"
     return not plain and not os.environ.get("NO_COLOR") and smart and sys.stdout.isatty()
 

@@ -14,7 +14,7 @@ from nanopage.params import SamplingParams
 
 FORMAT, VERSION = "nanopage chat session", 1
 MAX_BYTES = 16 << 20  # of a session file: far more than any context holds
-# A conversation has one reply, shown as text: these could not do anything in it.
+# Settings without an effect in a conversation, which has one reply, shown as text.
 NOT_SETTINGS = ("n", "best_of", "detokenize", "logprobs", "prompt_logprobs", "output_kind")
 SETTINGS = tuple(f.name for f in dataclasses.fields(SamplingParams) if f.name not in NOT_SETTINGS)
 
@@ -67,7 +67,7 @@ class Session:
         write_atomically(file, self.to_json())
 
     def load(self, file: Path) -> str:
-        """Become what `file` holds. Returns the name of the model it was saved with.
+        """Take over what `file` holds. Returns the name of the model it was saved with.
 
         Raises: ValueError, OSError naming the file and what is wrong with it; nothing has changed then.
         """
@@ -89,7 +89,7 @@ class Session:
 
 
 def _read_file(file: Path) -> dict:
-    """A session file's object. Never waits for a pipe or a device, nor reads one without end."""
+    """The object in a session file. Refuses pipes and devices, which could block or never end."""
     if not file.exists():
         raise FileNotFoundError(f"no file {file}")
     if not file.is_file():
@@ -145,7 +145,7 @@ def parse_value(name: str, text: str):
 
 
 def _setting(name: str, value):
-    """A setting as JSON has it, which has no integers for keys, and can have text that is none."""
+    """A setting from its JSON value: keys of logit_bias become integers, and text is checked."""
     if name == "logit_bias" and isinstance(value, dict):
         return {int(key) if str(key).lstrip("-").isdecimal() else key: bias for key, bias in value.items()}
     for text in value if isinstance(value, list) else [value]:
@@ -155,7 +155,7 @@ def _setting(name: str, value):
 
 
 def check_text(name: str, text: str) -> None:
-    """Raises ValueError if a part of `text` is no character: a tokenizer cannot read it."""
+    """Raises ValueError if `text` has a lone surrogate, which a tokenizer cannot read."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -171,14 +171,14 @@ def check_setting(name: str) -> str:
 
 
 def nearest(name: str, names) -> str:
-    """How to say which of `names` was perhaps meant."""
+    """The end of an error message: which of `names` the user may have meant, if one is similar."""
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     return f": did you mean {close[0]}?" if close else ""
 
 
 def write_atomically(file: Path, text: str) -> None:
     """The file appears whole or not at all, readable by the user alone."""
-    descriptor, scratch = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}-")  # which makes it 0600
+    descriptor, scratch = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}-")  # creates it with mode 0600
     try:
         with open(descriptor, "w", encoding="utf-8") as out:
             out.write(text)

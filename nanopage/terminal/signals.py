@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM, SIGHUP and Ctrl-Z while something runs, and the terminal's modes meanwhile."""
+"""Ctrl-C, SIGTERM, SIGHUP and Ctrl-Z while something runs, and the terminal's modes during that time."""
 
 import contextlib
 import os
@@ -11,7 +11,7 @@ TERMINATING = [signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") el
 
 
 def _handle(signums: list[signal.Signals], handler: Callable) -> dict:
-    """Install `handler`, but leave a signal ignored that was ignored (nohup). Returns the handlers to restore."""
+    """Install `handler`, except for signals that are ignored already (nohup). Returns the handlers to restore."""
     return {s: signal.signal(s, handler) for s in signums if signal.getsignal(s) not in (signal.SIG_IGN, None)}
 
 
@@ -22,7 +22,7 @@ def _restore(handlers: dict) -> None:
 
 @contextlib.contextmanager
 def orderly_exit() -> Iterator[None]:
-    """SIGTERM and SIGHUP leave through every cleanup, with exit code 128 + signal. The terminal gets its modes back."""
+    """On SIGTERM and SIGHUP, run every cleanup and exit with code 128 + signal. The terminal gets its modes back."""
 
     def leave(signum, frame):
         raise SystemExit(128 + signum)
@@ -40,7 +40,7 @@ class Interrupt:
 
     `signum` is the signal that asked, or None. `notice` is called at once when it arrives, by another thread: Python
     runs signal handlers only between two operations of torch, which can take seconds. `over` says that the work has
-    ended, so that a second signal has nothing to stop. `resumed` says that the program was suspended meanwhile.
+    ended, so that a second signal has nothing to stop. `resumed` says that the program was suspended and goes on.
     """
 
     def __init__(self):
@@ -54,8 +54,8 @@ class Interrupt:
 def interruptible() -> Iterator[Interrupt]:
     """SIGINT, SIGTERM and SIGHUP only set a flag. The second one raises KeyboardInterrupt.
 
-    After SIGTERM or SIGHUP the block is left by SystemExit, with code 128 + signal. Keys typed meanwhile are not shown
-    and wait for the next prompt.
+    After SIGTERM or SIGHUP the block is left by SystemExit, with code 128 + signal. Typed keys are not shown during
+    the block; the next prompt reads them.
     """
     interrupt = Interrupt()
 
@@ -103,7 +103,7 @@ def _noticed_at_once(signums: list[signal.Signals], interrupt: Interrupt) -> Ite
 
 @contextlib.contextmanager
 def unechoed(resumed: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """Typed keys are not shown and wait for the next prompt. Ctrl-Z gives the shell its echo back.
+    """Do not show typed keys; the next prompt reads them. Ctrl-Z gives the shell its echo back.
 
     Args:
         resumed: called when the program goes on after Ctrl-Z.
@@ -136,7 +136,7 @@ def unechoed(resumed: Callable[[], None] = lambda: None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _modes_restored() -> Iterator[list | None]:
-    """Yields the modes of the terminal, which it has again afterwards; None if this process may not set them."""
+    """Yields the terminal's modes and restores them afterwards; None if this process must not set them."""
     if not _in_foreground():
         yield None
         return
@@ -151,7 +151,7 @@ def _modes_restored() -> Iterator[list | None]:
 
 
 def _in_foreground() -> bool:
-    """Whether stdin is a terminal, on Unix, and this process in its foreground: setting modes would stop it elsewhere.
+    """Whether this process is in the foreground of a Unix terminal. In the background, setting its modes would stop it.
 
     False once the terminal has hung up.
     """

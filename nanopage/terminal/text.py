@@ -20,7 +20,7 @@ UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 # What the engine raises for input it refuses, and what the system raises: the message says all.
 ERRORS = (ValueError, TypeError, OSError, RuntimeError, MemoryError)
 
-# What tmux and terminals that wrap rows anew after a resize leave in the environment.
+# Variables that tmux and terminals that rewrap rows after a resize set in the environment.
 REFLOWING = {
     *("TMUX", "VTE_VERSION", "KONSOLE_VERSION", "KITTY_WINDOW_ID", "ALACRITTY_WINDOW_ID", "WEZTERM_PANE"),
     *("GHOSTTY_RESOURCES_DIR", "ITERM_SESSION_ID", "WT_SESSION"),
@@ -36,7 +36,7 @@ def printable(text: str) -> str:
 
 
 def discard(stream: TextIO) -> None:
-    """Send what is still written to `stream` to nowhere. Python flushes it at exit, and would fail again."""
+    """Send what is still written to `stream` nowhere. Python flushes it at exit, and would fail again."""
     with contextlib.suppress(OSError, ValueError):  # no file descriptor
         devnull = os.open(os.devnull, os.O_WRONLY)
         os.dup2(devnull, stream.fileno())
@@ -44,7 +44,7 @@ def discard(stream: TextIO) -> None:
 
 
 def open_missing_streams() -> None:
-    """Streams that are closed become /dev/null, before another file gets their number.
+    """Open closed standard streams on /dev/null, before another file gets their number.
 
     Raises: ValueError if stdout is closed.
     """
@@ -58,7 +58,7 @@ def open_missing_streams() -> None:
     if sys.stdout is None:
         sys.stdout = open(1, "w")  # noqa: SIM115
         raise ValueError("stdout is closed: there is nowhere to write an answer")
-    sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]  # a terminal need not know all characters
+    sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]  # a terminal may not support all characters
 
 
 class _Stderr(Console):
@@ -99,7 +99,7 @@ def say_error(message: str) -> None:
 
 
 def describe_error(error: BaseException, verbose: bool) -> str:
-    """What to say of an exception: its message, its type too if nobody expected it, its traceback if `verbose`."""
+    """An exception as a message: its text, its type if it was not expected, its traceback if `verbose`."""
     expected = isinstance(error, ERRORS) and str(error)
     message = str(error) if expected else f"internal error: {type(error).__name__}: {error}"
     if verbose:
@@ -108,9 +108,9 @@ def describe_error(error: BaseException, verbose: bool) -> str:
 
 
 def terminal_reflows() -> bool:
-    """Whether the terminal is known to wrap rows anew when it is made narrower.
+    """Whether the terminal is known to rewrap rows when it is made narrower.
 
-    A wrong yes would erase rows that were finished, a wrong no leaves rows of the unfinished block behind.
+    A wrong True would erase finished rows; a wrong False leaves rows of the unfinished block behind.
     """
     if "STY" in os.environ:  # GNU screen does not, wherever it runs
         return False

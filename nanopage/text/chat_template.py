@@ -1,4 +1,4 @@
-"""Chat templates: Jinja from a model's directory, written by anybody.
+"""Chat templates: Jinja from a model's directory, which is not trusted.
 
 Many of Jinja's filters can fill the memory or run for hours, so a separate process renders templates, with limits on
 memory, time and output. `template_process.py` is that process, and says what templates see.
@@ -111,7 +111,7 @@ class TemplateRenderer:
 
     def _ask(self, request: bytes) -> dict:
         process = self._process
-        # After os.fork(), the copy of this program starts a process of its own: poll() reports an end there, too.
+        # After os.fork(), the child starts a process of its own, because poll() reports there that this one has ended.
         if process is None or process.poll() is not None:
             process = self._start()
         start = time.monotonic()
@@ -158,8 +158,8 @@ def normalize_messages(messages: list[dict]) -> list[dict]:
     Args:
         messages: dicts with "role" and "content", and optionally "name", "tool_calls", "tool_call_id" and
             "reasoning_content". The content is a string, or a list of parts {"type": "text", "text": ...}, which are
-            joined by newlines, as in vLLM. An assistant's message with tool calls needs none. The arguments of a tool
-            call are an object, or one written as JSON.
+            joined by newlines, as in vLLM. An assistant's message with tool calls needs no content. The arguments of a
+            tool call are an object, or the JSON text of one.
 
     Returns: new messages, with all contents strings and all arguments objects.
 
@@ -250,7 +250,7 @@ def _check_variables(variables: dict | None) -> dict:
 
 
 def _check_json(value, name: str):
-    """The value as JSON has it, so that nothing else crosses to the process that renders."""
+    """The value after a round trip through JSON, so that the rendering process gets plain JSON only."""
     try:
         text = json.dumps(value, ensure_ascii=False, allow_nan=False)
         text.encode()

@@ -3,14 +3,14 @@
 from nanopage.text.stop_strings import Node, StopStringSearch
 from nanopage.text.tokenizer import Tokenizer
 
-REPLACEMENT = "\ufffd"  # what bytes that are no character decode to
+REPLACEMENT = "\ufffd"  # what invalid UTF-8 decodes to
 
 
 class IncrementalDetokenizer:
     """Turns one sequence's tokens into text as they come, and finds its stop strings.
 
-    `text` grows by whole characters: the bytes of an unfinished UTF-8 character are held back. What `certain_text`
-    returns also leaves out any end of the text that may turn out to begin a stop string, so it only ever grows.
+    `text` grows by whole characters: the bytes of an unfinished UTF-8 character are held back. `certain_text` also
+    leaves out an end of the text that may be the beginning of a stop string, so it only ever grows.
 
     Args:
         tokenizer: the model's.
@@ -40,13 +40,13 @@ class IncrementalDetokenizer:
         """Forget all tokens added so far."""
         self.text = ""
         self._search = None if self.stop_strings is None else StopStringSearch(self.stop_strings)
-        # A token's text depends on its neighbours, so new tokens are decoded behind a few known ones. `_done` is how
-        # much of the window's text is known; a slide of the window leaves the tokens from `_next` on.
+        # A token's text depends on its neighbours, so new tokens are decoded after a few earlier ones. `_done` is the
+        # length of the window's text that is known. When the window slides, it keeps the tokens from `_next` on.
         self._window = self._context(self.prompt_token_ids)
         self._next = len(self._window)
         self._prompt_text = self._decode()
         self._done = len(self._prompt_text.rstrip(REPLACEMENT))
-        self._unfinished = False  # whether tokens were added that are not all in `text`
+        self._unfinished = False  # whether `text` lacks some of the added tokens
 
     def add(self, token_id: int, search_stop: bool = True) -> str | None:
         """Add the next token. Returns the stop string that ended the text, if one did."""
@@ -61,9 +61,9 @@ class IncrementalDetokenizer:
         new = whole[self._done :]
         self.text += new
         self._done += len(new)
-        if new and not self._unfinished:  # a window that shows nothing gives the next token no context
+        if new and not self._unfinished:  # tokens without text are no context for the next one
             rest = self._window[self._next :]
-            # The end of a character that the prompt began is no text of its own.
+            # Tokens that begin within a character do not decode on their own: the window keeps its earlier tokens.
             if not self.tokenizer.decode(rest, self.skip_special_tokens).startswith(REPLACEMENT):
                 self._window = rest
             self._next, self._prompt_text = len(self._window), ""
@@ -77,12 +77,12 @@ class IncrementalDetokenizer:
         return stop
 
     def add_all(self, token_ids: list[int]) -> None:
-        """Add all tokens at once, where nobody has to see them one by one. `finish` makes their text."""
+        """Add all tokens at once, for an output that is not streamed. `finish` decodes them."""
         self._window += token_ids
         self._unfinished = True
 
     def finish(self) -> None:
-        """No more tokens: an unfinished character becomes the replacement character, as in `Tokenizer.decode`."""
+        """End the text: an unfinished character becomes the replacement character, as in `Tokenizer.decode`."""
         if self._unfinished:
             text = self._decode()
             self._pass_prompt(text)
@@ -105,7 +105,7 @@ class IncrementalDetokenizer:
         return prompt_token_ids[-self.CONTEXT :]
 
     def _pass_prompt(self, text: str) -> None:
-        """What the prompt ended in, be it a replacement character, is not output."""
+        """Leave the prompt's own text out of the output, even a replacement character at its end."""
         if text.startswith(self._prompt_text):
             self._done = max(self._done, len(self._prompt_text))
 

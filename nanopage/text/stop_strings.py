@@ -11,7 +11,7 @@ END = ""
 
 
 def build_trie(strings: list[str]) -> Node:
-    """The trie of some strings. It is not changed by searches, so searches can share it."""
+    """The trie of some strings. Searches do not change it, so they can share it."""
     root: Node = {}
     for string in strings:
         node = root
@@ -22,7 +22,7 @@ def build_trie(strings: list[str]) -> Node:
 
 
 class StopStringSearch:
-    """A search in one text. `begun` is where the earliest string begins that the end of the text may be a part of."""
+    """A search in one text. `begun` is where the earliest unfinished match begins; without one, the text's length."""
 
     def __init__(self, trie: Node):
         self.trie = trie
@@ -34,8 +34,8 @@ class StopStringSearch:
         return self._partial[0][0] if self._partial else self.length
 
     def feed(self, text: str, search: bool = True) -> tuple[int, str] | None:
-        """Append `text`. Returns (where it begins, string) for the string that ends first, the longest of those that
-        end together. Strings that end while `search` is false are passed over."""
+        """Append `text`. Returns (where it begins, string) for the string that ends first; if several end at the same
+        place, for the longest. Ignores strings that end while `search` is false."""
         for character in text:
             places = [*self._partial, (self.length, self.trie)]
             self.length += 1

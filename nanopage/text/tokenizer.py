@@ -130,7 +130,7 @@ class Tokenizer:
     def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
         try:
             return self.backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
-        except BaseException:  # to enter rust_errors for every token would take as long as to decode it
+        except BaseException:  # entering rust_errors for every token would take as long as decoding it
             with rust_errors(f"{self.path} failed to decode {len(token_ids):,} tokens"):
                 raise
 

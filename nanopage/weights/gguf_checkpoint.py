@@ -1,6 +1,6 @@
 """A .gguf file read as if it were a Hugging Face directory: config, tokenizer and tensors under their usual names.
 
-gguf_reader.py reads the file and the `gguf` package dequantizes. What is done here is to undo llama.cpp's conversion:
+gguf_reader.py reads the file and the `gguf` package dequantizes. This module undoes llama.cpp's conversion:
 its names, its reordering of q and k rows in the llama architecture, its flat list of vocabulary and merges.
 """
 
@@ -51,7 +51,7 @@ UNDEFINED, NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(7)  # to
 MAX_PIECE = 256  # characters of a SentencePiece token; SentencePiece's own limit is 16 unless a trainer raises it
 PIECE_ELEMENTS = 2**17  # dequantized at once: few enough for a core's cache, which makes it twice as fast
 
-_REQUIRED: Any = object()  # the default of a field that must be there
+_REQUIRED: Any = object()  # the default of a field that must be present
 
 
 class GGUFCheckpoint:
@@ -69,7 +69,7 @@ class GGUFCheckpoint:
         header = read_header(path)
         self.fields = header.fields
         self.architecture = self._string("general.architecture")
-        from nanopage.models import load_families  # they import torch, which the tokenizer does without
+        from nanopage.models import load_families  # they import torch, which reading the tokenizer does not need
 
         families = {family.GGUF_ARCHITECTURE: family for family in load_families()}
         if self.architecture not in families:
@@ -170,7 +170,7 @@ class GGUFCheckpoint:
             if token_type in (UNKNOWN, CONTROL, USER_DEFINED)
         ]
         bos = self._token_id("bos")
-        # Where the file says nothing, llama.cpp's defaults.
+        # llama.cpp's defaults, if the file says nothing.
         adds_bos = kind == "llama" or self._string("tokenizer.ggml.pre", "") == "llama-bpe"
         adds_bos = self._flag("tokenizer.ggml.add_bos_token", adds_bos)
         if self._flag("tokenizer.ggml.add_eos_token", False):
@@ -220,7 +220,7 @@ class GGUFCheckpoint:
         return ValueError(f"{self.path}: {self._key(key)} {problem}")
 
     def _unsupported(self, key: str) -> ValueError:
-        """The refusal of a field that would change the output."""
+        """The error for a field that would change the output."""
         return self._error(key, f"= {shown(self.fields[self._key(key)])} is not supported")
 
     def _key(self, key: str) -> str:
@@ -249,7 +249,7 @@ class GGUFCheckpoint:
         return value
 
     def _number(self, key: str, name: str, default: Any = _REQUIRED) -> float:
-        """A number that config.json calls `name`, within its range, as the decimal it was before it was a float32."""
+        """A number that config.json calls `name`, within its range, as the shortest decimal of that float32."""
         value = self._field(key, (int, float), "a number", default)
         low, high = RANGES[name]
         if not low <= value <= high:
@@ -310,7 +310,7 @@ class GGUFCheckpoint:
         vector = len(tensor.shape) == 1
         data = read_rows(self.path, tensor, *((0, 1) if vector else (start, stop)))
         with np.errstate(all="ignore"):  # the loader reports values that are not finite
-            # As one row: the package cuts more than 16 into groups, which costs time.
+            # As one row: the package splits more than 16 rows into groups, which is slower.
             values = gguf.dequantize(data.reshape(1, -1), tensor.kind)
         return values.astype(np.float32, copy=False).reshape(stop - start, *tensor.shape[1:])
 
@@ -329,8 +329,8 @@ class GGUFCheckpoint:
         return scaling
 
     def _llama3_scaling(self, tensor: TensorInfo, head_dim: int, theta: float) -> dict[str, Any]:
-        """The rope scaling that llama.cpp stored as one divisor per frequency; checked, not believed."""
-        problem = ValueError(f"{self.path}: rope_freqs.weight is not Llama 3's rope scaling, which is all we have")
+        """Llama 3's rope scaling, stored by llama.cpp as divisors of frequencies. Raises ValueError for any other."""
+        problem = ValueError(f"{self.path}: rope_freqs.weight is not Llama 3's rope scaling, the only one supported")
         if tensor.shape != (head_dim // 2,) or tensor.kind != gguf.GGMLQuantizationType.F32:
             raise problem
         stored = self._dequantize(tensor, 0, head_dim // 2)
@@ -382,7 +382,7 @@ class GGUFCheckpoint:
         return tokenizer
 
     def _sentencepiece_bpe(self) -> Tokenizer:
-        """SentencePiece BPE keeps scores, not merges: any pair whose result is in the vocabulary merges, best first."""
+        """SentencePiece BPE has scores instead of merges: any pair whose result is a token merges, best score first."""
         types, scores = self._token_types(), self._one_for_each_token("tokenizer.ggml.scores", "f", "numbers")
         if not all(map(math.isfinite, scores)):
             raise self._error("tokenizer.ggml.scores", "has values that are not finite")
@@ -421,5 +421,5 @@ class GGUFCheckpoint:
 
 
 def _unpermute(weight: np.ndarray, num_heads: int) -> np.ndarray:
-    """llama.cpp rotates neighbouring rows of q and k, transformers the two halves of a head: put the rows back."""
+    """Reorder rows of q or k: llama.cpp rotates neighbouring rows, transformers the two halves of a head."""
     return rearrange(weight, "(h half two) ... -> (h two half) ...", h=num_heads, two=2)

@@ -1,7 +1,7 @@
 """The metadata and the table of tensors of a GGUF file, versions 2 and 3, read without trusting the file.
 
 The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Every length and count in it is compared with the
-bytes that are left before anything is read, so reading takes no more than a few times the metadata's size. Tensors do
+bytes that are left before anything is read, so reading takes at most a few times the memory of the metadata. Tensors do
 not overlap, so the weights of a model are never much larger than its file.
 """
 
@@ -187,12 +187,12 @@ class _Reader:
     def check_count(self, count: int, least: int, most: int, what: str) -> None:
         """Check that `count` things of at least `least` bytes each fit into what is left of the file."""
         if count * least > self.size - self.position:
-            raise _Malformed(f"it has no room for {count:,} {what} (truncated?)")
+            raise _Malformed(f"it is too short for {count:,} {what} (truncated?)")
         if count > most:
             raise _Malformed(f"it has {count:,} {what}, more than {most:,}")
 
     def tensor(self) -> TensorInfo:
-        """An entry of the table; its offset is from the beginning of the data."""
+        """The next entry of the table. Its offset is from the beginning of the data."""
         self.place = "the table of tensors"
         name = self.string()
         self.place = f"tensor {shown(name)}"
@@ -213,7 +213,7 @@ class _Reader:
         return TensorInfo(name, shape, kind, offset, prod(shape) // block_size * block_bytes)
 
     def placed(self, table: list[TensorInfo], alignment: Any) -> dict[str, TensorInfo]:
-        """The tensors by name, with offsets from the beginning of the file; checked to be in it and apart."""
+        """The tensors by name, with offsets from the start of the file. Checks that they are in it and apart."""
         if not isinstance(alignment, int) or isinstance(alignment, bool) or alignment < 1 or alignment.bit_count() > 1:
             raise _Malformed(f"general.alignment must be a power of two, got {shown(alignment)}")
         start = -(-self.position // alignment) * alignment

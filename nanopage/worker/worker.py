@@ -14,7 +14,6 @@ from nanopage.params import MAX_LOGPROBS
 from nanopage.quantization import int8
 from nanopage.step import Batch, BlockUpdate, Capacity, NewSequence, SamplingSettings
 from nanopage.weights import loader
-from nanopage.weights.gguf_checkpoint import GGUFCheckpoint
 from nanopage.worker.aot import Compiled
 from nanopage.worker.cuda_graphs import CUDAGraphs
 from nanopage.worker.eager import Eager, Inputs
@@ -32,7 +31,7 @@ class Worker:
 
     Args:
         checkpoint: of the model that `model_config` describes.
-        on_progress: called while weights load, with the number of those that have been read and of all.
+        on_progress: called while weights load, with the number of weights read so far and the total.
 
     Raises:
         ValueError: options that the device does not allow, or weights that are broken, by name.
@@ -47,7 +46,7 @@ class Worker:
         on_progress: Callable[[int, int], None] | None = None,
     ):
         self.config, self.model_config = config, model_config
-        self.path = checkpoint.path if isinstance(checkpoint, GGUFCheckpoint) else checkpoint
+        self.path = loader.path_of(checkpoint)
         self.device = resolve_device(config.device)
         self.uses_triton = self.device.type == "cuda"
         self._check_options()

@@ -37,17 +37,7 @@ from nanopage.worker.model_runner import Launched, record_event
 
 ROOT = Path(__file__).parents[2]
 
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return tiny_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(autouse=True)
-def fast_and_wide(monkeypatch):
-    """Do not measure the memory's bandwidth, which takes a second each time, and do not wrap lines."""
-    monkeypatch.setattr(machine, "read_bandwidth", lambda threads: 25.0)
-    monkeypatch.setattr(console, "width", 160)
+pytestmark = pytest.mark.usefixtures("fast_and_wide")
 
 
 def in_a_process(*arguments, cwd=None, timeout=120) -> subprocess.CompletedProcess:

@@ -21,6 +21,8 @@ from benchmarks.peers import llamacpp
 from benchmarks.peers.protocol import Options, Output, Run, Work, measure
 from benchmarks.report import console
 
+pytestmark = pytest.mark.usefixtures("fast_and_wide")
+
 SCHEMA = ROOT / "benchmarks" / "serve.schema.json"
 ENGINE = """
 import os
@@ -61,19 +63,6 @@ def load(options):
 
 serve(load, PREPARE)
 """
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return tiny_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(autouse=True)
-def fast_and_wide(monkeypatch):
-    """Do not measure the memory's bandwidth, do not wait between two runs, and do not wrap lines."""
-    monkeypatch.setattr(compare, "read_bandwidth", lambda threads: 25.0)
-    monkeypatch.setattr(compare, "SETTLE", 0)
-    monkeypatch.setattr(console, "width", 160)
 
 
 def fake_engine(environments, name, script):
@@ -287,7 +276,7 @@ def test_an_engine_that_dies_is_named_and_the_others_go_on(model, tmp_path):
         (["--environments", "~nobody-of-this-name"], "--environments"),
         (["--dtype", "float16"], "float16"),
         (["--quantization", "int3"], "int3"),
-        (["--quantization", "int8", "--engines", "nanopage,vllm"], "'vllm' is not one of those that run with"),
+        (["--quantization", "int8", "--engines", "nanopage,vllm"], "'vllm' is not one of the engines with"),
         (["--threads", "0"], "--threads"),
         (["--threads", 10**30], "--threads"),
         (["--seed", -1], "--seed"),

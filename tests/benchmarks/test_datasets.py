@@ -7,14 +7,9 @@ from pathlib import Path
 
 import pytest
 import typer
-from helpers import tiny_model, tiny_tokenizer
+from helpers import tiny_tokenizer
 
 from benchmarks.datasets import dataset, read_prompts, read_sharegpt, read_trace
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return tiny_model(tmp_path_factory.mktemp("model"))
 
 
 class Engine:

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from helpers import run_bench, tiny_model
+from helpers import run_bench
 
 from benchmarks import metrics, plots, serve
 from benchmarks.datasets import Requests
@@ -238,11 +238,6 @@ def test_gaps_too_small_for_a_float_are_no_gaps(monkeypatch):
     """One gap of a very small shape is often 0, and the last arrival with it."""
     monkeypatch.setattr(np.random, "default_rng", lambda seed: SimpleNamespace(gamma=lambda *_: np.zeros(2)))
     assert serve.arrival_times(2, 4.0, 0.01, 0) == pytest.approx([0.25, 0.5])
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return tiny_model(tmp_path_factory.mktemp("model"))
 
 
 def run_serve(model, tmp_path, *arguments):

@@ -16,11 +16,6 @@ from nanopage.worker.model_runner import Launched
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return tiny_model(tmp_path_factory.mktemp("model"))
-
-
 def make_engine(model, **options) -> LLMEngine:
     defaults = {"dtype": "float64", "device": "cpu", "max_model_len": 128, "num_gpu_blocks_override": 64}
     return build_engine(EngineConfig(model=str(model), **defaults | options))

@@ -19,11 +19,6 @@ GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 PROMPT = list(range(20, 53))  # 33 tokens: two blocks and one slot of a third
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return tiny_model(tmp_path_factory.mktemp("model"))
-
-
 def make_engine(model, host_blocks=None, **options) -> LLMEngine:
     defaults = {"dtype": "float64", "device": "cpu", "max_model_len": 128, "num_gpu_blocks_override": 64}
     engine = build_engine(EngineConfig(model=str(model), **defaults | options))

@@ -3,7 +3,7 @@
 import dataclasses
 
 import pytest
-from helpers import EOS, tiny_model
+from helpers import EOS
 
 from nanopage import EngineConfig, SamplingParams
 from nanopage.build import build_engine
@@ -15,11 +15,6 @@ from nanopage.text.detokenizer import IncrementalDetokenizer
 FINAL = RequestOutputKind.FINAL_ONLY
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 SAMPLED = SamplingParams(seed=7, max_tokens=12, ignore_eos=True)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return tiny_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(params=[False, True], ids=["in turn", "one step ahead"])
