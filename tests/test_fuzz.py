@@ -28,7 +28,7 @@ from nanopage.engine.input_processor import branch_seed
 from nanopage.kernels import paged_attention
 from nanopage.worker.cuda_graphs import CUDAGraphs
 from nanopage.worker.eager import Eager
-from nanopage.worker.kv_cache import GIB, block_bytes
+from nanopage.worker.memory import GIB, block_bytes
 
 WORLDS = int(os.environ.get("NANOPAGE_FUZZ_WORLDS", "50"))
 TRITON_WORLDS = int(os.environ.get("NANOPAGE_FUZZ_TRITON_WORLDS", "2"))
