@@ -21,7 +21,7 @@ from benchmarks.outputs import write
 from benchmarks.peers.protocol import Engine, Work
 from benchmarks.report import console, figure, show_table, spread, table_of
 from nanopage.outputs import StepStats
-from nanopage.worker.kv_cache import block_bytes
+from nanopage.worker.memory import block_bytes
 
 PHASES = {"decode": "decode steps", "all": "whole run"}
 

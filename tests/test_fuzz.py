@@ -30,7 +30,7 @@ from nanopage.outputs import RequestEvent
 from nanopage.params import RequestOutputKind
 from nanopage.worker.cuda_graphs import CUDAGraphs
 from nanopage.worker.eager import Eager
-from nanopage.worker.kv_cache import GIB, block_bytes
+from nanopage.worker.memory import GIB, block_bytes
 
 WORLDS = int(os.environ.get("NANOPAGE_FUZZ_WORLDS", "50"))
 TRITON_WORLDS = int(os.environ.get("NANOPAGE_FUZZ_TRITON_WORLDS", "2"))

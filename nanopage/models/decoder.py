@@ -77,6 +77,11 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = mlp
 
+    @property
+    def window(self) -> int | None:
+        """How many of the last tokens attention sees; None for all."""
+        return self.self_attn.window
+
     def forward(
         self,
         x: Tensor,
@@ -87,7 +92,7 @@ class DecoderLayer(nn.Module):
         rows: Tensor | None = None,
     ) -> Tensor:
         q, k, v = self.before(x, cos, sin)
-        attended = attention(q, k, v, kv_cache, self.self_attn.window)
+        attended = attention(q, k, v, kv_cache, self.window)
         if rows is not None:
             x, attended = x[rows], attended[rows]
         return self.after(x, attended)

@@ -1,23 +1,33 @@
-"""Log-probabilities of tokens and of the likeliest ones beside them."""
+"""Log-probabilities of tokens, and of the most likely tokens at the same positions."""
 
+import torch
 from torch import Tensor
 
 from nanopage.step import LogprobTable
 
 
 def top_logprobs(logits: Tensor, tokens: Tensor, num: int) -> list[Tensor]:
-    """Of each row of logits [R, vocab_size]: its token's log-probability and rank, [R] each, and the `num` highest
-    log-probabilities and their token ids, [R, num] each. For NO_TOKEN, what comes out is meaningless."""
-    logprobs = logits.log_softmax(dim=-1)
+    """The log-probability of one token in each row, and the `num` highest of each row. That of NO_TOKEN is meaningless.
+
+    Args:
+        logits: [R, vocab_size], of any floating type; computed in float32 at least.
+        tokens: int64 [R].
+
+    Returns: the tokens' log-probabilities and ranks, [R] each; the `num` highest log-probabilities and their token ids,
+        [R, num] each.
+    """
+    logprobs = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(dim=-1)
     chosen = logprobs.gather(1, tokens[:, None].clamp(min=0))
     ranks = (logprobs > chosen).sum(dim=-1).add_(1)
     return [chosen.squeeze(1), ranks, *logprobs.topk(min(num, logprobs.shape[-1]), dim=-1)]
 
 
 def make_tables(tokens: list[int], top: list[Tensor], counts: list[int]) -> list[LogprobTable]:
-    """Of each token the table of its log-probability and those of as many of the top ones as `counts` says.
+    """A table for each token: its own log-probability, and the highest ones of its row.
 
-    Args: `top`: from `top_logprobs` of these tokens, on the CPU.
+    Args:
+        top: what `top_logprobs` returns for these tokens, on the CPU.
+        counts: how many of the highest to put into each table.
     """
     tables = []
     for token, chosen, rank, values, ids, count in zip(

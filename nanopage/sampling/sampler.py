@@ -9,9 +9,8 @@ softmax (the Gumbel-max trick, Maddison et al. 2014).
 """
 
 import math
-from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -19,10 +18,10 @@ from torch import Tensor
 
 from nanopage.device import to_device, to_host
 from nanopage.sampling.constraints import Constraints
-from nanopage.sampling.logprobs import make_tables, top_logprobs
 from nanopage.sampling.noise import gumbel_noise
+from nanopage.sampling.samples import Check, Samples
 from nanopage.sampling.truncation import CANDIDATES, sample_among, sample_truncated, truncate_among
-from nanopage.step import NO_TOKEN, LogprobTable
+from nanopage.step import NO_TOKEN
 
 if TYPE_CHECKING:
     from nanopage.worker.sequence_table import SequenceTable
@@ -41,7 +40,7 @@ class Sampler:
         self.table, self.defer = table, defer
         self.constraints = Constraints(table)
 
-    def __call__(self, logits: Tensor, rows: np.ndarray, positions: np.ndarray) -> "Samples":
+    def __call__(self, logits: Tensor, rows: np.ndarray, positions: np.ndarray) -> Samples:
         """Sample a token for each row.
 
         Args:
@@ -75,7 +74,7 @@ class Sampler:
         return logits
 
     def sample(
-        self, logits: Tensor, rows: np.ndarray, positions: np.ndarray, checks: "list[Check] | None" = None
+        self, logits: Tensor, rows: np.ndarray, positions: np.ndarray, checks: list[Check] | None = None
     ) -> Tensor:
         """Token ids int64 [B]; NO_TOKEN for a row whose largest logit is not finite.
 
@@ -116,95 +115,6 @@ class Sampler:
             again = partial(sample_truncated, scaled, limits, seeds, position)
             checks.append(Check(to_host(exact), target, again))
         return tokens
-
-
-class Check(NamedTuple):
-    """Rows that were sampled from their first candidates, and what samples them from as many as it takes."""
-
-    exact: Tensor  # bool, on its way to the host: whether the first were enough
-    rows: Tensor | slice
-    again: Callable[[], Tensor]
-
-
-class Samples:
-    """Sampled tokens on their way to the host. Nothing waits for them before `settle` or `result`.
-
-    Args:
-        table: of the sequences; takes the tokens in.
-        tokens: int64 [B], on the device.
-        logits: [B, vocab_size] as the model made them, for log-probabilities.
-        rows, positions: those that were sampled, [B].
-        checks: of truncated rows. While there are any, the tokens may still change.
-        recorded: whether the sequence table has the tokens already.
-    """
-
-    def __init__(
-        self,
-        table: "SequenceTable",
-        tokens: Tensor,
-        logits: Tensor,
-        rows: np.ndarray,
-        positions: np.ndarray,
-        checks: list[Check],
-        recorded: bool = False,
-    ):
-        self.table, self.tokens, self.rows, self.positions, self._checks = table, tokens, rows, positions, checks
-        self.num_logprobs = table.sampling.num_logprobs[rows]
-        self._logits = logits if checks else None  # they are large: kept only if they may be needed again
-        self._send(logits)
-        if not checks and not recorded:
-            self._record()
-
-    def _send(self, logits: Tensor) -> None:
-        coming = [self.tokens]
-        which = np.flatnonzero(self.num_logprobs >= 0)
-        if len(which):
-            index = to_device(torch.from_numpy(which), self.tokens.device)
-            most = int(self.num_logprobs.max())
-            coming += top_logprobs(at_least_float32(logits[index]), self.tokens[index], most)
-        self._coming = [to_host(tensor) for tensor in coming]
-        self._arrived = None
-        if self.tokens.is_cuda:
-            self._arrived = torch.cuda.Event()
-            self._arrived.record()
-
-    def _record(self) -> None:
-        """Put the tokens into the sequence table, where the next step finds them."""
-        self.table.record(self.rows, self.positions, self.tokens)
-        penalized = np.flatnonzero(self.table.sampling.penalized[self.rows])
-        if len(penalized):
-            tokens = self.tokens[to_device(torch.from_numpy(penalized), self.tokens.device)]
-            self.table.sampling.counts.count(self.rows[penalized], tokens)
-
-    @torch.inference_mode()
-    def settle(self) -> None:
-        """Sample again what was sampled from too few candidates, before anybody reads it. Synchronizes with the device
-        if there are checks."""
-        checks, self._checks = self._checks, []
-        if not checks:
-            return
-        if self._arrived is not None:
-            self._arrived.synchronize()
-        wrong = [check for check in checks if not bool(check.exact)]
-        for check in wrong:
-            self.tokens[check.rows] = check.again()
-        if wrong:
-            assert self._logits is not None
-            self._send(self._logits)
-        self._logits = None
-        self._record()
-
-    def result(self) -> tuple[list[int], dict[int, LogprobTable]]:
-        """The tokens, and the log-probabilities of those rows that asked. Synchronizes with the device."""
-        self.settle()
-        if self._arrived is not None:
-            self._arrived.synchronize()
-        tokens = self._coming[0].tolist()
-        which = np.flatnonzero(self.num_logprobs >= 0).tolist()
-        if not which:
-            return tokens, {}
-        tables = make_tables([tokens[i] for i in which], self._coming[1:], self.num_logprobs[which].tolist())
-        return tokens, dict(zip(which, tables, strict=True))
 
 
 def at_least_float32(logits: Tensor) -> Tensor:

@@ -25,8 +25,9 @@ from torch import Tensor, nn
 
 import nanopage
 from nanopage.config import ModelConfig
-from nanopage.kernels import reference
+from nanopage.kernels.chunks import Chunks, chunks_of
 from nanopage.kernels.cpu.flash_decoding import FlashDecoding, Splits, split
+from nanopage.kernels.reference import LARGEST_ROUNDED_SCORE, ReferenceAttention, attend_chunks
 from nanopage.layers.attention import Attention
 from nanopage.models import find_family
 from nanopage.models.decoder import Decoder
@@ -259,21 +260,26 @@ class CompiledLayer:
             inputs = [x, cos, sin, kv_cache, attention.slot_mapping, *tensors_in(attention.splits)]
             x = self.parts[kind]([*inputs, *self.weights])[0]
             return x if rows is None else x[rows]
-        assert isinstance(attention, reference.ReferenceAttention)
+        assert isinstance(attention, ReferenceAttention)
         q = self.parts["before"]([x, cos, sin, kv_cache, attention.slot_mapping, *self.weights])[0]
-        lengths = attention.query_lens, attention.seq_lens
-        attended = reference.paged_attention(
-            q, kv_cache, attention.block_tables, *lengths, self.window, self._attend_tile
-        )
+        attended = self._attend(q, kv_cache, attention)
         if rows is not None:
             x, attended = x[rows], attended[rows]
         return self.parts["after"]([x, attended, *self.weights])[0]
 
-    def _attend_tile(
-        self, chunks: reference.Chunks, q: Tensor, kv_cache: Tensor, block_tables: Tensor, out: Tensor
-    ) -> bool:
+    def _attend(self, q: Tensor, kv_cache: Tensor, attention: ReferenceAttention) -> Tensor:
+        """As `reference.paged_attention`, with compiled code for the groups that have a single tile."""
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        lengths = attention.query_lens, attention.seq_lens
+        for chunks, tables in chunks_of(q, kv_cache, attention.block_tables, *lengths, self.window):
+            if len(chunks.tiles) > 1 or not self._attend_tile(chunks, q, kv_cache, tables, out):
+                attend_chunks(chunks, q, kv_cache, tables, out)
+        return out
+
+    def _attend_tile(self, chunks: Chunks, q: Tensor, kv_cache: Tensor, block_tables: Tensor, out: Tensor) -> bool:
+        """Run the compiled code. Returns whether its result is exact enough: the scores were not rounded too far."""
         (bound,) = self.parts["tile"]([q, kv_cache, block_tables, chunks.rows, chunks.positions, out, *self.weights])
-        return q.dtype == torch.float32 or bound.item() <= reference.LARGEST_ROUNDED_SCORE**2
+        return q.dtype == torch.float32 or bound.item() <= LARGEST_ROUNDED_SCORE**2
 
 
 class CompiledHead:

@@ -52,7 +52,7 @@ class _Part(nn.Module):
             return self.layer.after(*inputs)
         if self.kind == "tile":
             q, kv_cache, block_tables, rows, positions, out = inputs
-            return attend_tile(q, kv_cache, block_tables, rows, positions, out, self.layer.self_attn.window)
+            return attend_tile(q, kv_cache, block_tables, rows, positions, out, self.layer.window)
         x, cos, sin, kv_cache, slot_mapping, *splits = inputs
         if self.kind == "before":
             q, k, v = self.layer.before(x, cos, sin)

@@ -19,8 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from nanopage.config import ModelConfig
-from nanopage.layers.attention import Attention
-from nanopage.models.decoder import Decoder
+from nanopage.models.decoder import Decoder, DecoderLayer
 
 logger = logging.getLogger("nanopage")
 
@@ -50,27 +49,22 @@ def compile_model(model: Decoder, config: ModelConfig, dtype: torch.dtype, devic
     logger.info(f"compiled the decoder layer in {time.perf_counter() - started:.1f} s")
 
 
-class CompiledLayer(nn.Module):
-    """A DecoderLayer with compiled code before and after attention."""
+class CompiledLayer(DecoderLayer):
+    """Wraps a decoder layer and runs compiled code before and after attention."""
 
     def __init__(self, layer: nn.Module, before: Callable, after: Callable):
-        super().__init__()
+        nn.Module.__init__(self)  # not DecoderLayer's: the modules are those of `layer`
         self.layer: Any = layer
         self.compiled_before, self.compiled_after = before, after
 
-    def forward(
-        self,
-        x: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        kv_cache: Tensor,
-        attention: Attention,
-        rows: Tensor | None = None,
-    ) -> Tensor:
-        q, k, v = self.compiled_before(self.layer, x, cos, sin)
-        attended = attention(q, k, v, kv_cache, self.layer.self_attn.window)
-        if rows is not None:
-            x, attended = x[rows], attended[rows]
+    @property
+    def window(self) -> int | None:
+        return self.layer.window
+
+    def before(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self.compiled_before(self.layer, x, cos, sin)
+
+    def after(self, x: Tensor, attended: Tensor) -> Tensor:
         return self.compiled_after(self.layer, x, attended)
 
 
@@ -99,12 +93,12 @@ def warm_up(model: Decoder, config: ModelConfig, dtype: torch.dtype, device: tor
     def zeros(*shape: int, kind: torch.dtype = dtype) -> Tensor:
         return any_length(torch.zeros(shape, dtype=kind, device=device))
 
-    compiled: Any = model.layers[0]
+    layer: Any = model.layers[0]
     for num_tokens in (32, 1):
         x = zeros(num_tokens, config.hidden_size)
         cos, sin = map(any_length, model.rotary(zeros(num_tokens, kind=torch.int64), dtype))
-        compiled.compiled_before(compiled.layer, x, cos, sin)
-        compiled.compiled_after(compiled.layer, x, zeros(num_tokens, config.num_heads, config.head_dim))
+        layer.before(x, cos, sin)
+        layer.after(x, zeros(num_tokens, config.num_heads, config.head_dim))
         model.norm(x)
 
 

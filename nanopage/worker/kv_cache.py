@@ -1,21 +1,18 @@
-"""KVCache: the paged tensor that holds every sequence's keys and values, and how large it may be."""
+"""KVCache: the paged tensor that holds every sequence's keys and values, and the host pool for swapped blocks.
+
+`memory.py` decides how large both are.
+"""
 
 import contextlib
-import logging
 from collections.abc import Iterator
 
-import psutil
 import torch
 
-from nanopage.config import EngineConfig, ModelConfig
-from nanopage.device import free_bytes, to_device, total_ram
+from nanopage.config import ModelConfig
+from nanopage.device import to_device
 from nanopage.step import Batch
 
-logger = logging.getLogger("nanopage")
-
-GIB = 2**30
 SWAP_BYTES = 2**26
-CPU_SHARE, CPU_MOST = 0.25, 4 * GIB  # of the RAM available once the weights are loaded
 
 
 class KVCache:
@@ -110,84 +107,3 @@ class KVCache:
             return contextlib.nullcontext()
         self._stream.wait_stream(torch.cuda.current_stream(self.tensor.device))
         return torch.cuda.stream(self._stream)
-
-
-def block_bytes(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
-    """Bytes of one block over all layers."""
-    return config.num_layers * 2 * block_size * config.num_kv_heads * config.head_dim * dtype.itemsize
-
-
-def num_blocks_that_fit(
-    engine: EngineConfig,
-    model: ModelConfig,
-    max_model_len: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    step_bytes: int = 0,
-) -> int:
-    """How many blocks the options and the memory that is free now (with the weights loaded) give.
-
-    Never more than `max_num_seqs` sequences of `max_model_len` can use.
-
-    Args:
-        step_bytes: that steps will take of a GPU's memory beside weights and KV cache.
-
-    Raises: MemoryError, saying what is there and which options help, if not even one block fits; on a GPU also if the
-        `max_model_len` that was asked for does not.
-    """
-    if engine.num_gpu_blocks_override is not None:
-        return engine.num_gpu_blocks_override
-    size = block_bytes(model, engine.block_size, dtype)
-    useful = engine.max_num_seqs * -(-max_model_len // engine.block_size)
-    free = free_bytes(device)
-    if engine.kv_cache_gib is not None:
-        budget = engine.kv_cache_gib * GIB
-        if budget > free:
-            raise MemoryError(f"kv_cache_gib={engine.kv_cache_gib:g} is more than the {free / GIB:.2f} GiB there are")
-    elif device.type == "cuda":
-        total = torch.cuda.get_device_properties(device).total_memory
-        return min(blocks_of_gpu(engine, size, total, total - free, step_bytes), useful)
-    elif engine.gpu_memory_utilization is not None:
-        used = psutil.Process().memory_info().rss
-        budget = min(engine.gpu_memory_utilization * total_ram() - used, free)
-    else:
-        budget = min(CPU_SHARE * free, CPU_MOST)
-    if budget < size:
-        raise MemoryError(
-            f"no room for the KV cache: {free / GIB:.2f} GiB are free on {device.type}, the options leave it "
-            f"{budget / GIB:.2f} GiB, and one block of {engine.block_size} tokens takes {size / GIB:.4f} GiB. "
-            "Raise kv_cache_gib or gpu_memory_utilization, or use a smaller model"
-        )
-    return min(int(budget // size), useful)
-
-
-def blocks_of_gpu(engine: EngineConfig, size: int, total: int, used: int, step_bytes: int) -> int:
-    """How many blocks of `size` bytes fit into the share of a GPU's `total` memory that `gpu_memory_utilization` gives,
-    less what is `used` already and what steps will take. Raises MemoryError as `num_blocks_that_fit`."""
-    share = engine.gpu_memory_utilization or 0.9
-    left = max(0, int(share * total) - used - step_bytes)
-    tokens, needed = left // size * engine.block_size, engine.max_model_len or engine.block_size
-    sizes = (
-        f"of the GPU's {total / GIB:.2f} GiB, gpu_memory_utilization={share:g} gives {share * total / GIB:.2f}; "
-        f"weights and what else is there take {used / GIB:.2f}, the largest step takes {step_bytes / GIB:.2f}; "
-        f"the {left / GIB:.2f} GiB left for the KV cache hold {tokens:,} tokens"
-    )
-    if tokens < needed:
-        raise MemoryError(f"{sizes}, not {needed:,}: raise gpu_memory_utilization, or lower max_num_batched_tokens")
-    logger.info(sizes)
-    return left // size
-
-
-def num_host_blocks(engine: EngineConfig, num_blocks: int, size: int) -> int:
-    """How many blocks of `size` bytes the host pool has: `swap_space`, else as many as the KV cache, within limits.
-
-    Raises: MemoryError if `swap_space` is more than the RAM there is.
-    """
-    if engine.preemption_mode == "recompute":
-        return 0
-    free = free_bytes(torch.device("cpu"))
-    if engine.swap_space is None:
-        return min(num_blocks, int(min(CPU_SHARE * free, CPU_MOST)) // size)
-    if engine.swap_space * GIB > free:
-        raise MemoryError(f"swap_space={engine.swap_space:g} is more than the {free / GIB:.2f} GiB there are")
-    return round(engine.swap_space * GIB) // size

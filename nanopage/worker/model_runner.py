@@ -10,7 +10,8 @@ from torch import Tensor
 
 from nanopage.models.decoder import Decoder
 from nanopage.sampling.logprobs import make_tables, top_logprobs
-from nanopage.sampling.sampler import Sampler, Samples, at_least_float32
+from nanopage.sampling.sampler import Sampler
+from nanopage.sampling.samples import Samples
 from nanopage.step import Batch, BatchResult, PromptLogprobs
 from nanopage.worker.eager import Output
 from nanopage.worker.kv_cache import KVCache
@@ -88,7 +89,7 @@ class ModelRunner:
             tables = []
             for begin in range(start, end, PROMPT_LOGPROB_ROWS):
                 stop = min(begin + PROMPT_LOGPROB_ROWS, end)
-                logits = at_least_float32(self.model.lm_head(part[begin - start : stop - start]))
+                logits = self.model.lm_head(part[begin - start : stop - start])
                 targets = self.table.tokens[row, begin + 1 : stop + 1].long()  # position i predicts token i + 1
                 top = [tensor.cpu() for tensor in top_logprobs(logits, targets, num)]
                 tables += make_tables(targets.tolist(), top, [num] * len(targets))

@@ -10,15 +10,15 @@ from nanopage.config import EngineConfig, ModelConfig
 from nanopage.device import resolve_device, resolve_dtype, set_cuda_precision
 from nanopage.kernels.cpu.packed_linear import can_pack
 from nanopage.layers.packed import pack
-from nanopage.params import MAX_LOGPROBS
 from nanopage.quantization import int8
-from nanopage.step import Batch, BlockUpdate, Capacity, NewSequence, SamplingSettings
+from nanopage.step import Batch, Capacity
 from nanopage.weights import loader
 from nanopage.worker.aot import Compiled
 from nanopage.worker.cuda_graphs import CUDAGraphs
 from nanopage.worker.eager import Eager, Inputs
 from nanopage.worker.jit import compile_afresh, compile_model
-from nanopage.worker.kv_cache import GIB, KVCache, block_bytes, num_blocks_that_fit, num_host_blocks
+from nanopage.worker.kv_cache import KVCache
+from nanopage.worker.memory import GIB, block_bytes, fit_length, measure_step, num_blocks_that_fit, num_host_blocks
 from nanopage.worker.model_runner import Launched, ModelRunner, Way
 from nanopage.worker.sequence_table import SequenceTable
 from nanopage.worker.threads import limit_threads
@@ -63,9 +63,13 @@ class Worker:
         del checkpoint  # the vocabulary of a .gguf file takes tens of megabytes
         self._replace_modules()
         longest = config.max_model_len or model_config.max_position_embeddings
-        step_bytes = self._measure_step(longest) if self.device.type == "cuda" else 0
+        step_bytes = 0
+        if self.device.type == "cuda":
+            step_bytes = measure_step(
+                config, model_config, self.model, longest, self.dtype, self.device, self._make_attention
+            )
         num_blocks = num_blocks_that_fit(config, model_config, longest, self.dtype, self.device, step_bytes)
-        max_model_len = self._fit_length(longest, num_blocks * config.block_size)
+        max_model_len = fit_length(config, longest, num_blocks * config.block_size)
         host_blocks = num_host_blocks(config, num_blocks, block_bytes(model_config, config.block_size, self.dtype))
         name = str(self.dtype).removeprefix("torch.")
         self.capacity = Capacity(self.device.type, name, num_blocks, host_blocks, max_model_len)
@@ -143,54 +147,6 @@ class Worker:
         logger.info(f"captured {len(graphs.graphs)} CUDA graphs of decode steps in {seconds:.1f} s, {used:.2f} GiB")
         return graphs
 
-    # Memory
-
-    @torch.inference_mode()
-    def _measure_step(self, longest: int) -> int:
-        """Bytes of the GPU's memory that steps take beside weights and KV cache.
-
-        Runs the largest step there can be on a cache of one block. If steps are to be captured, captures the largest,
-        whose memory the others will share, and the smallest, for what a graph takes beside that.
-        """
-        config, device = self.config, self.device
-        cache = KVCache(self.model_config, 1, config.block_size, self.dtype, device)
-        table = SequenceTable(config.max_num_seqs + 1, longest, config.block_size, self.model_config.vocab_size, device)
-        table_bytes = table.num_bytes
-        runner = ModelRunner(self.model, cache, table, [Eager(self.model, cache, table, self._make_attention)])
-        batch = largest_batch(config.max_num_batched_tokens, config.max_num_seqs, longest, config.block_size)
-        cache.clear([0])
-        torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
-        runner.launch(batch).result()
-        most = torch.cuda.max_memory_allocated(device) - before + table_bytes
-        del runner
-        torch.cuda.empty_cache()
-        if config.enforce_eager:
-            return most
-        free = [torch.cuda.mem_get_info(device)[0]]
-        graphs = CUDAGraphs(self.model, cache, table, longest, self.uses_triton, compile_afresh)
-        for sizes in (graphs.sizes[-1:], graphs.sizes[:1]):
-            graphs.capture(sizes)
-            torch.cuda.empty_cache()
-            free.append(torch.cuda.mem_get_info(device)[0])
-        each = max(0, free[1] - free[2]) // len(graphs.splits_of(graphs.sizes[0]))
-        others = sum(len(graphs.splits_of(size)) for size in graphs.sizes[:-1])
-        del graphs, table, cache
-        torch.cuda.empty_cache()
-        return most + free[0] - free[1] + each * others
-
-    def _fit_length(self, longest: int, pool: int) -> int:
-        """The max_model_len to use with a pool of that many tokens, so that any accepted request fits it alone."""
-        if longest <= pool:
-            return longest
-        if self.config.max_model_len is not None:
-            raise MemoryError(
-                f"the KV cache holds {pool:,} tokens, less than one request of max_model_len={longest:,}: "
-                "raise kv_cache_gib or gpu_memory_utilization, or lower max_model_len"
-            )
-        logger.info(f"max_model_len is {pool:,}, what the KV cache holds, not the model's {longest:,}")
-        return pool
-
     def _check_options(self) -> None:
         config = self.config
         if config.quantization and self.device.type != "cpu":
@@ -211,21 +167,3 @@ class Worker:
             f"{tokens:,} tokens = {tokens / capacity.max_model_len:.1f} requests of {capacity.max_model_len:,} tokens"
         )
         logger.info(f"steps run {self.way}")
-
-
-def largest_batch(num_tokens: int, num_seqs: int, max_model_len: int, block_size: int) -> Batch:
-    """A step of `num_tokens` prompt tokens of `num_seqs` sequences, sampled in the way that takes the most memory. All
-    of it goes to block 0: for measuring only."""
-    settings = SamplingSettings(temperature=1.0, top_p=0.9, repetition_penalty=1.1, logprobs=MAX_LOGPROBS)
-    num_seqs = min(num_seqs, num_tokens)
-    batch = Batch(idle=True)
-    for row in range(num_seqs):  # shorter ones first, as single tokens must be
-        length = min((num_tokens + row) // num_seqs, max_model_len)
-        batch.new.append(NewSequence(row, [0] * length, length, row, settings))
-        batch.blocks.append(BlockUpdate(row, 0, [0] * -(-length // block_size)))
-        batch.rows.append(row)
-        batch.starts.append(0)
-        batch.counts.append(length)
-        batch.sampled_from.append(row)
-        batch.sampled_rows.append(row)
-    return batch

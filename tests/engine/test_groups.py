@@ -12,7 +12,7 @@ from nanopage import LLM, BeamSearchParams, EngineConfig, LLMEngine, SamplingPar
 from nanopage.build import build_engine
 from nanopage.engine.beam_search import Beam, BeamSearch
 from nanopage.engine.input_processor import branch_seed
-from nanopage.worker.kv_cache import GIB, block_bytes
+from nanopage.worker.memory import GIB, block_bytes
 
 SAMPLED = SamplingParams(temperature=1.0, seed=7, max_tokens=12, ignore_eos=True)
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)

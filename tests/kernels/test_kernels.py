@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from nanopage.kernels import pages, reference
+from nanopage.kernels.chunks import group_chunks
 from nanopage.kernels.cpu import flash_decoding, int8_linear, packed_linear
 from nanopage.kernels.cpu.tile_attention import attend_tile
 from nanopage.layers.embedding import Embedding
@@ -208,7 +209,7 @@ class TestTiles:
         block_tables, queries, lengths = pool.metadata(query_lens)
         out = torch.full_like(q, torch.nan)
         queries, lengths = tuple(queries.tolist()), tuple(lengths.tolist())
-        groups = reference.group_chunks(queries, lengths, q.shape[1], 2 * 16, window, q.dtype, q.device)
+        groups = group_chunks(queries, lengths, q.shape[1], 2 * 16, window, q.dtype, q.device)
         for chunks in groups:
             reference.attend_chunks(chunks, q, pool.cache, self.tables_of(chunks, block_tables, pool), out)
         return out, groups, block_tables
@@ -247,10 +248,10 @@ class TestTiles:
         assert max(len(chunks.tiles) for chunks in groups) == 3  # 300 queries
 
     def test_what_goes_together_is_bounded_in_size_and_in_padding(self, monkeypatch):
-        monkeypatch.setattr(reference, "GROUP_SCORES", 4 * 100 * 100 * 3)
-        reference.group_chunks.cache_clear()
-        groups = reference.group_chunks((100,) * 7 + (10,), (100,) * 8, 4, 8, None, torch.float64, torch.device("cpu"))
-        reference.group_chunks.cache_clear()
+        monkeypatch.setattr("nanopage.kernels.chunks.GROUP_SCORES", 4 * 100 * 100 * 3)
+        group_chunks.cache_clear()
+        groups = group_chunks((100,) * 7 + (10,), (100,) * 8, 4, 8, None, torch.float64, torch.device("cpu"))
+        group_chunks.cache_clear()
         assert sorted(len(chunks.rows) for chunks in groups) == [1, 1, 3, 3]
         assert len(groups) == 4
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from scipy import stats
 from transformers import RepetitionPenaltyLogitsProcessor
 
-from nanopage.sampling import sampler
+from nanopage.sampling import sampler, samples
 from nanopage.sampling.logprobs import make_tables, top_logprobs
 from nanopage.sampling.noise import gumbel_noise
 from nanopage.sampling.sampler import Sampler, argmax
@@ -1014,8 +1014,9 @@ def test_what_a_step_does_not_need_is_not_computed(monkeypatch):
     def refuse(*arguments):
         raise AssertionError("not needed")
 
-    for name in ("gumbel_max", "truncate_among", "sample_truncated", "top_logprobs"):
+    for name in ("gumbel_max", "truncate_among", "sample_truncated"):
         monkeypatch.setattr(sampler, name, refuse)
+    monkeypatch.setattr(samples, "top_logprobs", refuse)
     greedy = [sequence(temperature=0, top_k=3, top_p=0.4, seed=row) for row in range(4)]
     logits = random_logits(4, 40)
     assert [token.token_id for token in run(logits, greedy)] == logits.argmax(dim=-1).tolist()

@@ -15,9 +15,8 @@ from nanopage.build import build_engine
 from nanopage.step import Batch, BlockUpdate, Fork, NewSequence, SamplingSettings
 from nanopage.worker.cuda_graphs import CUDAGraphs, batch_sizes, look_up, sample
 from nanopage.worker.eager import Eager
-from nanopage.worker.kv_cache import GIB, blocks_of_gpu
+from nanopage.worker.memory import GIB, blocks_of_gpu, largest_batch, measure_step
 from nanopage.worker.model_runner import ModelRunner
-from nanopage.worker.worker import largest_batch
 
 MIXED = [
     SamplingParams(temperature=0, max_tokens=12, ignore_eos=True),
@@ -290,11 +289,11 @@ def test_another_error_while_capturing_comes_out_as_it_is(model, fake_cuda, monk
 
 def test_the_largest_step_there_can_be_is_measured(model, fake_cuda, monkeypatch):
     worker = make_engine(model, max_num_seqs=6, num_gpu_blocks_override=4, max_num_batched_tokens=100).executor.worker
-    worker.uses_triton = True
+    arguments = worker.model_config, worker.model, 64, worker.dtype, worker.device, worker._make_attention
     launch, batches = ModelRunner.launch, []
     monkeypatch.setattr(ModelRunner, "launch", lambda self, batch: batches.append(batch) or launch(self, batch))
     table_bytes = worker.runner.table.num_bytes
-    assert worker._measure_step(64) == 250 + table_bytes
+    assert measure_step(worker.config, *arguments) == 250 + table_bytes
     (batch,) = batches
     assert batch.num_tokens == 100
     assert batch.counts == [16, 16, 17, 17, 17, 17]
@@ -302,10 +301,10 @@ def test_the_largest_step_there_can_be_is_measured(model, fake_cuda, monkeypatch
     # Before; with the graph of size 6; with that of size 1, too. The others are 1, 2 and 4, with their splits.
     free = iter([9000, 7000, 6900])
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (next(free), 10_000))
-    monkeypatch.setattr("nanopage.worker.worker.compile_afresh", lambda function: function)
+    monkeypatch.setattr("nanopage.worker.memory.compile_afresh", lambda function: function)
     monkeypatch.setattr(CUDAGraphs, "splits_of", lambda self, size: [1] if size == 1 else [1, 2])
-    worker.config = replace(worker.config, enforce_eager=False)
-    assert worker._measure_step(64) == 250 + table_bytes + 2000 + 5 * 100
+    config = replace(worker.config, enforce_eager=False)
+    assert measure_step(config, *arguments) == 250 + table_bytes + 2000 + 5 * 100
     assert len(batches) == 2
 
 

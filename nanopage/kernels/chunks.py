@@ -1,0 +1,110 @@
+"""Groups the chunks of a step, so that plain attention runs a few large operators instead of many small ones.
+
+A chunk is the queries of one sequence in a step; a decode is a chunk of one query. Chunks of similar sizes form a group
+and are padded to its largest. A group is cut into tiles of TILE_QUERIES queries: attention then skips the keys that lie
+behind a tile's last query.
+"""
+
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+TILE_QUERIES = 128
+# The largest sizes of a group, in elements. They are small enough for the allocator to reuse the memory.
+GROUP_SCORES = 2**22
+GROUP_KEYS = 2**20
+
+
+class Chunks(NamedTuple):
+    """A group of chunks, padded to the most queries and keys of any of them.
+
+    sequences  the sequence of each chunk
+    rows       index into q of each query: int64 [chunks, queries]
+    positions  position of each query in its sequence: int32 [chunks, queries]
+    num_keys   length of the longest sequence
+    tiles      (begin, end, first, last, mask): queries `begin` to `end`. They see all keys before `first`, none from
+               `last` on, and those between according to `mask`: 0 or -inf, [chunks, 1, end - begin, last - first]. None
+               if they see all of these
+    """
+
+    sequences: slice | list[int]
+    rows: Tensor
+    positions: Tensor
+    num_keys: int
+    tiles: list[tuple[int, int, int, int, Tensor | None]]
+
+
+def chunks_of(
+    q: Tensor, kv_cache: Tensor, block_tables: Tensor, query_lens: Tensor, seq_lens: Tensor, window: int | None
+) -> Iterator[tuple[Chunks, Tensor]]:
+    """The groups of a step's chunks, each with its part of the block tables, [chunks, blocks].
+
+    Args: as in `reference.paged_attention`.
+    """
+    num_heads, head_dim = q.shape[1:]
+    block_size = kv_cache.shape[3] // head_dim
+    lengths = tuple(query_lens.tolist()), tuple(seq_lens.tolist())
+    for chunks in group_chunks(*lengths, num_heads, kv_cache.shape[2] * head_dim, window, q.dtype, q.device):
+        yield chunks, block_tables[chunks.sequences, : -(-chunks.num_keys // block_size)]
+
+
+@lru_cache(maxsize=4)  # every layer of a step needs the same groups
+def group_chunks(
+    query_lens: tuple[int, ...],
+    seq_lens: tuple[int, ...],
+    num_heads: int,
+    key_size: int,
+    window: int | None,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> list[Chunks]:
+    """Group the chunks of a step, whose queries follow each other in q. Padding adds at most a quarter to the scores of
+    a group.
+
+    Args: key_size: elements of one token's keys in a layer.
+    """
+    chunks = []  # (queries, keys, first row, sequence)
+    row = 0
+    for sequence, (num_queries, num_keys) in enumerate(zip(query_lens, seq_lens, strict=True)):
+        chunks.append((num_queries, num_keys, row, sequence))
+        row += num_queries
+    groups: list[list[tuple[int, int, int, int]]] = []
+    most_keys = area = 0  # of the last group; area is its number of scores without padding
+    for chunk in sorted(chunks):  # by queries, so each chunk has the most queries of its group so far
+        num_queries, num_keys, *_ = chunk
+        most_keys, area = max(most_keys, num_keys), area + num_queries * num_keys
+        keys = (len(groups[-1]) + 1 if groups else 1) * most_keys
+        fits = keys * key_size <= GROUP_KEYS and keys * num_heads * min(num_queries, TILE_QUERIES) <= GROUP_SCORES
+        if groups and fits and keys * num_queries <= 1.25 * area:
+            groups[-1].append(chunk)
+        else:
+            groups.append([chunk])
+            most_keys, area = num_keys, num_queries * num_keys
+    return [_pad(group, window, dtype, device) for group in groups]
+
+
+def _pad(
+    group: list[tuple[int, int, int, int]], window: int | None, dtype: torch.dtype, device: torch.device
+) -> Chunks:
+    """The indices and masks of one group."""
+    num_queries, num_keys, row, sequences = (list(column) for column in zip(*group, strict=True))
+    most = torch.tensor(num_queries)[:, None] - 1
+    offsets = torch.arange(max(num_queries)).minimum(most)  # a chunk with fewer queries repeats its last one
+    positions = offsets + torch.tensor(num_keys)[:, None] - 1 - most
+    tiles: list[tuple[int, int, int, int, Tensor | None]] = []
+    for begin in range(0, max(num_queries), TILE_QUERIES):
+        end = min(begin + TILE_QUERIES, max(num_queries))
+        inside = positions[:, begin:end, None]
+        first, last = 0 if window is not None else int(inside.min()), int(inside.max()) + 1
+        keys = torch.arange(first, last)
+        hidden = keys > inside
+        if window is not None:
+            hidden |= keys <= inside - window
+        mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -torch.inf)[:, None].to(device)
+        tiles.append((begin, end, first, last, mask if hidden.any() else None))
+    rows = offsets + torch.tensor(row)[:, None]
+    which = sequences if len(group) > 1 else slice(sequences[0], sequences[0] + 1)
+    return Chunks(which, rows.to(device), positions.int().to(device), max(num_keys), tiles)

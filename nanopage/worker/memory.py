@@ -1,0 +1,192 @@
+"""How much memory a worker uses: what a step takes on a GPU, and the sizes of the KV cache and of the host pool.
+
+A worker calls these functions once it has loaded the weights, in this order:
+
+    measure_step          on a GPU: runs the largest possible step and returns the memory it takes
+    num_blocks_that_fit   the size of the KV cache
+    fit_length            max_model_len, so that one request always fits the KV cache
+    num_host_blocks       the size of the host pool, which takes swapped blocks
+"""
+
+import logging
+from collections.abc import Callable
+
+import psutil
+import torch
+
+from nanopage.config import EngineConfig, ModelConfig
+from nanopage.device import free_bytes, total_ram
+from nanopage.layers.attention import Attention
+from nanopage.models.decoder import Decoder
+from nanopage.params import MAX_LOGPROBS
+from nanopage.step import Batch, BlockUpdate, NewSequence, SamplingSettings
+from nanopage.worker.cuda_graphs import CUDAGraphs
+from nanopage.worker.eager import Eager, Inputs
+from nanopage.worker.jit import compile_afresh
+from nanopage.worker.kv_cache import KVCache
+from nanopage.worker.model_runner import ModelRunner
+from nanopage.worker.sequence_table import SequenceTable
+
+logger = logging.getLogger("nanopage")
+
+GIB = 2**30
+CPU_SHARE, CPU_MOST = 0.25, 4 * GIB  # of the RAM that is free once the weights are loaded
+
+
+@torch.inference_mode()
+def measure_step(
+    config: EngineConfig,
+    model_config: ModelConfig,
+    model: Decoder,
+    max_model_len: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    make_attention: Callable[[Inputs], Attention],
+) -> int:
+    """Bytes of GPU memory that steps take in addition to the weights and the KV cache.
+
+    Runs the largest possible step eagerly, on a KV cache of one block. With CUDA graphs, also captures the largest
+    graph, whose memory the others share, and the smallest, to measure what each additional graph takes.
+    """
+    cache = KVCache(model_config, 1, config.block_size, dtype, device)
+    table = SequenceTable(config.max_num_seqs + 1, max_model_len, config.block_size, model_config.vocab_size, device)
+    table_bytes = table.num_bytes
+    runner = ModelRunner(model, cache, table, [Eager(model, cache, table, make_attention)])
+    batch = largest_batch(config.max_num_batched_tokens, config.max_num_seqs, max_model_len, config.block_size)
+    cache.clear([0])
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    runner.launch(batch).result()
+    eager_bytes = torch.cuda.max_memory_allocated(device) - before + table_bytes
+    del runner
+    torch.cuda.empty_cache()
+    if config.enforce_eager:
+        return eager_bytes
+    free = [torch.cuda.mem_get_info(device)[0]]
+    graphs = CUDAGraphs(model, cache, table, max_model_len, uses_triton=True, wrap=compile_afresh)
+    for sizes in (graphs.sizes[-1:], graphs.sizes[:1]):
+        graphs.capture(sizes)
+        torch.cuda.empty_cache()
+        free.append(torch.cuda.mem_get_info(device)[0])
+    each = max(0, free[1] - free[2]) // len(graphs.splits_of(graphs.sizes[0]))
+    others = sum(len(graphs.splits_of(size)) for size in graphs.sizes[:-1])
+    del graphs, table, cache
+    torch.cuda.empty_cache()
+    return eager_bytes + free[0] - free[1] + each * others
+
+
+def largest_batch(num_tokens: int, num_seqs: int, max_model_len: int, block_size: int) -> Batch:
+    """A step of `num_tokens` prompt tokens of `num_seqs` sequences, with the sampling settings that take the most
+    memory. All tokens go to block 0: use it only to measure."""
+    settings = SamplingSettings(temperature=1.0, top_p=0.9, repetition_penalty=1.1, logprobs=MAX_LOGPROBS)
+    num_seqs = min(num_seqs, num_tokens)
+    batch = Batch(idle=True)
+    for row in range(num_seqs):  # shortest first: a batch lists sequences with a single token first
+        length = min((num_tokens + row) // num_seqs, max_model_len)
+        batch.new.append(NewSequence(row, [0] * length, length, row, settings))
+        batch.blocks.append(BlockUpdate(row, 0, [0] * -(-length // block_size)))
+        batch.rows.append(row)
+        batch.starts.append(0)
+        batch.counts.append(length)
+        batch.sampled_from.append(row)
+        batch.sampled_rows.append(row)
+    return batch
+
+
+def block_bytes(model_config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
+    """Bytes of one block in all layers."""
+    return model_config.num_layers * 2 * block_size * model_config.num_kv_heads * model_config.head_dim * dtype.itemsize
+
+
+def num_blocks_that_fit(
+    config: EngineConfig,
+    model_config: ModelConfig,
+    max_model_len: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    step_bytes: int = 0,
+) -> int:
+    """How many blocks the KV cache can have, given the options and the memory that is free now.
+
+    Never more than `max_num_seqs` sequences of `max_model_len` tokens can use.
+
+    Args:
+        step_bytes: GPU memory that steps take, as `measure_step` returns it.
+
+    Raises: MemoryError if not even one block fits, and on a GPU also if a `max_model_len` that the user has set does
+        not fit. The message gives the sizes and names the options that help.
+    """
+    if config.num_gpu_blocks_override is not None:
+        return config.num_gpu_blocks_override
+    size = block_bytes(model_config, config.block_size, dtype)
+    useful = config.max_num_seqs * -(-max_model_len // config.block_size)
+    free = free_bytes(device)
+    if config.kv_cache_gib is not None:
+        budget = config.kv_cache_gib * GIB
+        if budget > free:
+            raise MemoryError(f"kv_cache_gib={config.kv_cache_gib:g} is more than the {free / GIB:.2f} GiB free")
+    elif device.type == "cuda":
+        total = torch.cuda.get_device_properties(device).total_memory
+        return min(blocks_of_gpu(config, size, total, total - free, step_bytes), useful)
+    elif config.gpu_memory_utilization is not None:
+        used = psutil.Process().memory_info().rss
+        budget = min(config.gpu_memory_utilization * total_ram() - used, free)
+    else:
+        budget = min(CPU_SHARE * free, CPU_MOST)
+    if budget < size:
+        raise MemoryError(
+            f"no room for the KV cache: {free / GIB:.2f} GiB are free on {device.type}, the options leave it "
+            f"{budget / GIB:.2f} GiB, and one block of {config.block_size} tokens takes {size / GIB:.4f} GiB. "
+            "Raise kv_cache_gib or gpu_memory_utilization, or use a smaller model"
+        )
+    return min(int(budget // size), useful)
+
+
+def blocks_of_gpu(config: EngineConfig, size: int, total: int, used: int, step_bytes: int) -> int:
+    """How many blocks of `size` bytes a GPU with `total` bytes of memory can hold: the share that
+    `gpu_memory_utilization` allows, minus the `used` bytes and `step_bytes`. Raises: as `num_blocks_that_fit`."""
+    share = config.gpu_memory_utilization or 0.9
+    left = max(0, int(share * total) - used - step_bytes)
+    tokens, needed = left // size * config.block_size, config.max_model_len or config.block_size
+    sizes = (
+        f"of the GPU's {total / GIB:.2f} GiB, gpu_memory_utilization={share:g} gives {share * total / GIB:.2f}; "
+        f"weights and what else is there take {used / GIB:.2f}, the largest step takes {step_bytes / GIB:.2f}; "
+        f"the {left / GIB:.2f} GiB left for the KV cache hold {tokens:,} tokens"
+    )
+    if tokens < needed:
+        raise MemoryError(f"{sizes}, not {needed:,}: raise gpu_memory_utilization, or lower max_num_batched_tokens")
+    logger.info(sizes)
+    return left // size
+
+
+def fit_length(config: EngineConfig, max_model_len: int, num_tokens: int) -> int:
+    """The max_model_len for a KV cache of `num_tokens` tokens: each request must fit the whole cache by itself.
+
+    Raises: MemoryError if the KV cache is smaller than the max_model_len that the user has set.
+    """
+    if max_model_len <= num_tokens:
+        return max_model_len
+    if config.max_model_len is not None:
+        raise MemoryError(
+            f"the KV cache holds {num_tokens:,} tokens, less than one request of max_model_len={max_model_len:,}: "
+            "raise kv_cache_gib or gpu_memory_utilization, or lower max_model_len"
+        )
+    logger.info(f"max_model_len is {num_tokens:,}, not the model's {max_model_len:,}: the KV cache holds no more")
+    return num_tokens
+
+
+def num_host_blocks(config: EngineConfig, num_blocks: int, size: int) -> int:
+    """How many blocks of `size` bytes the host pool has.
+
+    `swap_space` sets the size. By default the pool is as large as the KV cache, within CPU_SHARE and CPU_MOST.
+
+    Raises: MemoryError if `swap_space` is more than the free RAM.
+    """
+    if config.preemption_mode == "recompute":
+        return 0
+    free = free_bytes(torch.device("cpu"))
+    if config.swap_space is None:
+        return min(num_blocks, int(min(CPU_SHARE * free, CPU_MOST)) // size)
+    if config.swap_space * GIB > free:
+        raise MemoryError(f"swap_space={config.swap_space:g} is more than the {free / GIB:.2f} GiB free")
+    return round(config.swap_space * GIB) // size
