@@ -1,6 +1,6 @@
-"""Linear layers and the embedding with weights in oneDNN's blocked layout, for a CPU: see kernels/cpu/packed_linear.py.
+"""Linear layers and an embedding for a CPU, with weights in oneDNN's blocked layout (see kernels/cpu/packed_linear.py).
 
-`pack` puts them in the places of plain ones once the weights are loaded.
+`pack` replaces plain modules with these once the weights are loaded.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from nanopage.layers.linear import Linear
 
 
 class PackedLinear(nn.Module):
-    """A Linear whose weight exists only in oneDNN's layout: products stream it about twice as fast."""
+    """A Linear whose weight exists only in oneDNN's layout, which products read about twice as fast."""
 
     packed: Tensor
     tiles: Tensor | None
@@ -34,7 +34,7 @@ class PackedLinear(nn.Module):
 
 
 class PackedRowLinear(PackedLinear):
-    """The same for a single row of input, to be compiled: a loop over the tiles, if there are any."""
+    """A PackedLinear for a single row of input, to be compiled: a loop over the tiles, if there are any."""
 
     def forward(self, x: Tensor) -> Tensor:
         if self.tiles is None:
@@ -43,7 +43,7 @@ class PackedRowLinear(PackedLinear):
 
 
 class PackedEmbedding(nn.Module):
-    """An embedding tied to a packed head: it reads its rows out of the head's tiles, so there is still one matrix."""
+    """An embedding tied to a packed head. It reads rows from the head's tiles, so the two still share one matrix."""
 
     tiles: Tensor
 
@@ -56,16 +56,19 @@ class PackedEmbedding(nn.Module):
 
 
 def pack(module: nn.Module, kind: type[PackedLinear] = PackedLinear) -> None:
-    """Pack every Linear in a module, and the embedding if it is tied to one of them and that has tiles."""
+    """Pack every Linear in a module, and the embedding if it is tied to a Linear that has tiles."""
     replace_linears(module, kind, lambda head: None if head.tiles is None else PackedEmbedding(head.tiles))
 
 
 def replace_linears(
     module: nn.Module, replace: Callable[[Linear], Any], replace_tied: Callable[[Any], nn.Module | None]
 ) -> None:
-    """Replace every Linear in a module. Only one matrix at a time exists twice.
+    """Replace every Linear in a module, one after the other, so that at most one matrix exists twice.
 
-    Args: replace_tied: makes an embedding out of what has replaced the Linear it is tied to; None leaves it as it is.
+    Args:
+        replace: makes the replacement of a Linear.
+        replace_tied: makes the replacement of an embedding that is tied to a Linear, from the Linear's replacement. If
+            it returns None, the embedding stays as it is.
     """
     children = [(parent, name, child) for parent in module.modules() for name, child in parent.named_children()]
     for parent, name, child in children:
