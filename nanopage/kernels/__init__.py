@@ -1,3 +1,7 @@
-"""The computations PyTorch has no single operator for: `cache_write.py` and `paged_attention.py` are Triton kernels for
-a GPU, `reference.py` has attention in plain torch, for every device; `flash_decoding.py`, `tile_attention.py`,
-`packed_linear.py` and `int8_linear.py` are loops for compiled code on a CPU."""
+"""The computations for which PyTorch has no single operator.
+
+pages.py                              the layout of the KV cache
+reference.py, chunks.py               paged attention in plain PyTorch, for every device
+cache_write.py, paged_attention.py    Triton kernels for a GPU
+cpu/                                  loops that are compiled for a CPU
+"""

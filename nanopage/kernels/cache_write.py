@@ -1,12 +1,12 @@
-"""Writes this step's K and V to their slots of the paged cache: one Triton program a token and KV head.
+"""Writes this step's K and V to their slots of the paged cache: one Triton program for each token and KV head.
 
     k [T, kv_heads, head_dim]  --- slot_mapping[t] = block * block_size + offset --->  page of (block, head):
 
         K  [head_dim, block_size]      a column, one element every block_size
         V  [block_size, head_dim]      a row
 
-A slot of -1 writes nothing: a CUDA graph of a fixed number of tokens pads with it. k and v may be views of a fused
-projection: only their last dimension must be contiguous. (vLLM's reshape_and_cache; the layout is in pages.py.)
+A slot of -1 writes nothing: CUDA graphs use it for padding. k and v may be views of a fused projection, because only
+their last dimension must be contiguous. pages.py describes the layout. vLLM's kernel for this is reshape_and_cache.
 """
 
 from typing import Any
@@ -50,19 +50,19 @@ def write_kernel(
 
 @torch.library.triton_op("nanopage::write_pages", mutates_args={"kv_cache"})
 def write(k: Tensor, v: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
-    """k and v [T, kv_heads, head_dim] to slots [T] of one layer's cache: block * block_size + offset, -1 for none."""
+    """Write k and v [T, kv_heads, head_dim] to slots [T] of one layer's cache. A slot of -1 writes nothing."""
     arguments = k, v, kv_cache, slot_mapping, *k.stride()[:2], *v.stride()[:2], *kv_cache.stride()[:3]
     launch(write_kernel, (k.shape[0], k.shape[1]), *arguments, **write_options(k, kv_cache))
 
 
 def write_options(k: Tensor, kv_cache: Tensor) -> dict[str, int]:
-    """What write_kernel is specialized on, and how many warps run a program."""
+    """The constants that write_kernel is specialized on, and the number of warps of a program."""
     head_dim = k.shape[2]
     lanes = triton.next_power_of_2(head_dim)
     return {"HEAD_DIM": head_dim, "BLOCK_SIZE": kv_cache.shape[3] // head_dim, "LANES": lanes, "num_warps": 1}
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
-    """Run a kernel, so that torch.compile sees it; in Triton's interpreter there is nothing to see."""
+    """Launch a kernel such that torch.compile can trace it. A kernel in Triton's interpreter cannot be traced."""
     kernel = torch.library.wrap_triton(kernel) if isinstance(kernel, triton.JITFunction) else kernel
     kernel[grid](*arguments, **options)

@@ -1,8 +1,9 @@
-"""Paged attention on a GPU: two Triton kernels for decodes and prompts, and one that merges what decodes were split in.
+"""Paged attention on a GPU: Triton kernels for decodes and for prompts, and one that merges the splits of decodes.
 
-All query heads of a KV head share a tile of ROWS rows, so a page is read once for them; the context comes in tiles of
-TILE tokens, gathered through the block table, whatever the size of a page. Softmax is online: a running maximum, the
-sum of the exponentials and the weighted sum of V, rescaled when the maximum grows (FlashAttention, Dao et al. 2022).
+All query heads that share a KV head are rows of one tile of ROWS rows, so they read a page only once. A program reads
+the context in tiles of TILE tokens, gathered through the block table, whatever the size of a block. Softmax is online:
+it keeps a running maximum, the sum of the exponentials and the weighted sum of V, and rescales them when the maximum
+grows (FlashAttention, Dao et al. 2022).
 
     decode   a program: one sequence, one KV head, one split of the context       merge    a program: a sequence, a head
              q [heads of it, head_dim]                                                     all its splits, each weighed
@@ -13,7 +14,8 @@ sum of the exponentials and the weighted sum of V, rescaled when the maximum gro
                                                   at the same time (Flash-Decoding, Dao et al. 2023)
     prefill  a program: one sequence, one KV head, ROWS // (heads of it) queries; tiles up to its last query's position
 
-The grids follow from batch sizes alone, so that a captured graph serves any lengths: programs without work leave.
+The grid of decodes depends only on the batch size and the number of splits, so a captured graph serves any lengths.
+Programs without work return at once.
 """
 
 from dataclasses import dataclass
@@ -29,12 +31,13 @@ from nanopage.device import to_device
 from nanopage.kernels import cache_write
 from nanopage.kernels.cache_write import launch
 
-TILE_BYTES = 2**14  # of K, and as many of V
-STAGES = 5  # of a decode's pipeline: enough that the next tile is on its way while one is worked on
-SPLIT_TOKENS = 256  # a split of fewer costs more to merge than it gains
+TILE_BYTES = 2**14  # of K in a tile; V has as many
+STAGES = 5  # of a decode's pipeline: the next tiles are loaded while one is computed
+SPLIT_TOKENS = 256  # a smaller split costs more to merge than it gains
 MERGED = 16  # splits that `merge_kernel` reads at once
 
-# Integers and addresses that change from step to step: each kind of them (1, a multiple of 16) would be compiled anew.
+# Integers and addresses that change from step to step. Triton would specialize on each kind of value (1, a multiple of
+# 16) and compile the kernels again.
 VARYING: dict[str, list[str]] = {
     "do_not_specialize": ["num_splits", "table_stride"],
     "do_not_specialize_on_alignment": ["table_ptr", "seq_len_ptr", "query_start_ptr"],
@@ -44,10 +47,10 @@ VARYING: dict[str, list[str]] = {
 @triton.jit
 def attend(
     q,  # [ROWS, LANES]
-    oldest,  # [ROWS] the first and the last position that each row sees
-    newest,
-    begin,  # of the tiles; a multiple of TILE
-    end,  # of what may be read
+    oldest,  # [ROWS] the first position that each row sees
+    newest,  # [ROWS] the last position that each row sees
+    begin,  # the first position to read, a multiple of TILE
+    end,  # the position after the last one to read
     table_ptr,  # the sequence's row of the block table
     k_ptr,  # of the KV head in block 0
     v_ptr,
@@ -60,21 +63,21 @@ def attend(
     SOFTCAP: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Online softmax over tiles: (weighted sum of V [ROWS, LANES], maximum [ROWS], sum of exponentials [ROWS])."""
-    RUN: tl.constexpr = min(TILE, BLOCK_SIZE)  # tokens of a tile that lie together
+    """Online softmax over tiles: weighted sum of V [ROWS, LANES], maximum [ROWS] and sum of exponentials [ROWS]."""
+    RUN: tl.constexpr = min(TILE, BLOCK_SIZE)  # tokens of a tile that are contiguous
     dim, lane = tl.arange(0, LANES), tl.arange(0, TILE)
     inside = dim < HEAD_DIM
-    EXACT: tl.constexpr = tl.float64 if q.dtype == tl.float64 else tl.float32  # what is summed in
+    EXACT: tl.constexpr = tl.float64 if q.dtype == tl.float64 else tl.float32  # the dtype of sums
     acc = tl.zeros((q.shape[0], LANES), EXACT)
     highest = tl.full((q.shape[0],), float("-inf"), EXACT)
     total = tl.zeros((q.shape[0],), EXACT)
     for start in range(begin, end, TILE):
         position = start + lane
-        written = position < end  # beyond it anything may stand, and 0 * NaN is NaN
+        written = position < end  # slots beyond may hold anything, and 0 * NaN is NaN
         block = tl.load(table_ptr + tl.minimum(position, end - 1) // BLOCK_SIZE).to(tl.int64) * block_stride
         token = position % BLOCK_SIZE
-        # K [head_dim, block_size] and V [block_size, head_dim] of a page (see pages.py). The compiler can not know
-        # that the tokens of a page lie together, for it does not know the table.
+        # K [head_dim, block_size] and V [block_size, head_dim] of a page (see pages.py). The compiler does not know the
+        # table, so it has to be told that the tokens of a page are contiguous.
         column = tl.max_contiguous(tl.multiple_of(block + token, RUN), RUN)
         k = tl.load(k_ptr + column[None, :] + dim[:, None] * BLOCK_SIZE, mask=inside[:, None], other=0.0).to(q.dtype)
         v_at = (block + token * HEAD_DIM)[:, None] + dim[None, :]
@@ -85,7 +88,7 @@ def attend(
         seen = (position[None, :] >= oldest[:, None]) & (position[None, :] <= newest[:, None])
         scores = tl.where(seen, scores * 1.4426950408889634, float("-inf"))  # log2(e): exponentials are powers of two
         higher = tl.maximum(highest, tl.max(scores, 1))
-        reference = tl.where(higher == float("-inf"), 0.0, higher)  # of a row that has seen nothing yet
+        reference = tl.where(higher == float("-inf"), 0.0, higher)  # the row has seen nothing yet
         weights = tl.exp2(scores - reference[:, None])
         faded = tl.exp2(highest - reference)
         total = total * faded + tl.sum(weights, 1)
@@ -96,7 +99,7 @@ def attend(
 
 @triton.jit
 def split_of(seq_len, split, num_splits, WINDOW: tl.constexpr, TILE: tl.constexpr):
-    """(begin, end) of a split of what a decode sees, and how many splits are not empty."""
+    """Returns: begin and end of one split of the tokens that a decode sees, and how many splits are not empty."""
     oldest = tl.maximum(seq_len - WINDOW, 0) if WINDOW else 0
     first_tile = oldest // TILE
     num_tiles = tl.cdiv(seq_len, TILE) - first_tile
@@ -136,7 +139,7 @@ def decode_kernel(
     sequence, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     seq_len = tl.load(seq_len_ptr + sequence)
     begin, end, _ = split_of(seq_len, split, num_splits, WINDOW, TILE)
-    if SPLIT:  # noqa: SIM102 (known when this is compiled, unlike what is under it)
+    if SPLIT:  # noqa: SIM102 (known when the kernel is compiled, unlike the condition inside)
         if begin >= end:
             return
     row, dim = tl.arange(0, ROWS), tl.arange(0, LANES)
@@ -151,7 +154,7 @@ def decode_kernel(
         q, oldest, newest, begin, end, table_ptr + sequence.to(tl.int64) * table_stride, k_ptr, k_ptr + kv_stride,
         block_stride, HEAD_DIM, LANES, BLOCK_SIZE, TILE, SCALE, SOFTCAP, PRECISION,
     )  # fmt: skip
-    acc = acc / tl.where(total == 0, 1.0, total)[:, None]  # a row of padding has no context: zeros
+    acc = acc / tl.where(total == 0, 1.0, total)[:, None]  # padding has no context: its output is 0
     at = sequence.to(tl.int64) * tl.num_programs(1) * GROUP + head
     if SPLIT:
         at = at * num_splits + split
@@ -225,7 +228,7 @@ def prefill_kernel(
     sequence, kv_head = tl.program_id(2), tl.program_id(1)
     first_row = tl.load(query_start_ptr + sequence)
     num_queries = tl.load(query_start_ptr + sequence + 1) - first_row
-    first_query = (tl.num_programs(0) - 1 - tl.program_id(0)) * QUERIES  # those with the longest contexts begin
+    first_query = (tl.num_programs(0) - 1 - tl.program_id(0)) * QUERIES  # the longest contexts start first
     if first_query >= num_queries:
         return
     seq_len = tl.load(seq_len_ptr + sequence)
@@ -254,15 +257,15 @@ def prefill_kernel(
 class TritonAttention:
     """Attention of a step of T tokens of B sequences, those with one token first (see layers/attention.py).
 
-    Decodes are computed by one kernel, prompts by another.
+    One kernel computes decodes, another one prompts.
 
     slot_mapping   int64 [T], on the device: block * block_size + offset of each token; -1 for padding
     block_tables   int32 or int64 [B, max_blocks], on the device: physical block of each logical block
-    query_start    int32 [B + 1], on the device: index of the first of each sequence's tokens
-    seq_lens       int32 [B], on the device: tokens of each including this step's; 0 for padding
-    num_decodes    how many sequences have one token
-    max_query_len  the most tokens of one sequence
-    num_splits     of every decode's context
+    query_start    int32 [B + 1], on the device: index of each sequence's first token in the step
+    seq_lens       int32 [B], on the device: tokens of each sequence, including this step's; 0 for padding
+    num_decodes    how many sequences have one token in the step
+    max_query_len  the most tokens of one sequence in the step
+    num_splits     how many splits the context of each decode is cut into
     """
 
     slot_mapping: Tensor
@@ -288,8 +291,8 @@ class TritonAttention:
         """Causal attention of q [T, heads, head_dim] over each sequence's pages: [T, heads, head_dim].
 
         Args:
-            kv_cache: one layer's (see pages.py); block_size a power of two.
-            window: attend only to the last `window` tokens, itself included.
+            kv_cache: one layer's cache (see pages.py). block_size must be a power of two.
+            window: attend only to the last `window` tokens, including the token itself. None: to all.
             scale: of the scores; default head_dim ** -0.5.
             softcap: scores become softcap * tanh(scores / softcap); 0 for none (Gemma 2).
         """
@@ -312,8 +315,10 @@ def make_attention(
     num_kv_heads: int,
     device: torch.device,
 ) -> TritonAttention:
-    """Attention of sequences with `query_lens` [B] tokens of `seq_lens` [B], both on the CPU. The others: as in
-    TritonAttention."""
+    """Make the attention of a step.
+
+    Args: query_lens, seq_lens: int64 [B], on the CPU; the others as in TritonAttention.
+    """
     query_start = torch.zeros(len(query_lens) + 1, dtype=torch.int32)
     query_start[1:] = query_lens.cumsum(0)
     num_decodes = int((query_lens == 1).sum())
@@ -324,15 +329,18 @@ def make_attention(
 
 
 def choose_splits(seq_lens: list[int], num_kv_heads: int, num_processors: int) -> int:
-    """So many that the longest context's splits are no larger than what two programs a processor have to do on average;
-    of SPLIT_TOKENS at least."""
+    """How many splits to cut contexts into.
+
+    A split of the longest context has at most the average work of a program, if each processor runs two programs. But
+    the longest context has at most one split for every SPLIT_TOKENS tokens, rounded up.
+    """
     tokens = triton.cdiv(sum(seq_lens) * num_kv_heads, 2 * num_processors)
     return max(1, triton.cdiv(max(seq_lens, default=0), max(tokens, SPLIT_TOKENS)))
 
 
 @lru_cache
 def num_processors(device: torch.device) -> int:
-    """Streaming multiprocessors; of a CPU, where the kernels run in Triton's interpreter, one."""
+    """The number of streaming multiprocessors; 1 on a CPU, where the kernels run in Triton's interpreter."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
@@ -349,11 +357,11 @@ def decode(
     scale: float,
     softcap: float,
 ) -> None:
-    """The first `num_decodes` rows of q and out, one a sequence. window 0: none."""
+    """Compute the first `num_decodes` rows of out, one for each sequence. A window of 0 means none."""
     num_heads, head_dim = q.shape[1:]
     split = num_splits > 1
     options = decode_options(q, kv_cache, window, scale, softcap, split, has_tensor_cores(q.device))
-    partial, lse = out, out  # not touched
+    partial, lse = out, out  # placeholders
     if split:
         exact = torch.promote_types(q.dtype, torch.float32)
         partial = q.new_empty(num_decodes, num_heads, num_splits, head_dim, dtype=exact)
@@ -381,7 +389,7 @@ def prefill(
     scale: float,
     softcap: float,
 ) -> None:
-    """Rows query_start[0] to query_start[-1] of q and out, any number a sequence. window 0: none."""
+    """Compute rows query_start[0] to query_start[-1] of out, any number for each sequence. A window of 0 means none."""
     options = prefill_options(q, kv_cache, window, scale, softcap, has_tensor_cores(q.device))
     grid = triton.cdiv(max_query_len, options["ROWS"] // options["GROUP"]), kv_cache.shape[2], len(block_tables)
     launch(
@@ -394,14 +402,14 @@ def prefill(
 def decode_options(
     q: Tensor, kv_cache: Tensor, window: int, scale: float, softcap: float, split: bool, fast: bool
 ) -> dict[str, Any]:
-    """What decode_kernel is specialized on, and how many warps run a program. `fast` is has_tensor_cores."""
+    """The constants that decode_kernel is specialized on, and its warps and stages. `fast`: see has_tensor_cores."""
     options, row_bytes = _options(q, kv_cache, window, scale, softcap, fast)
     rows = max(16, triton.next_power_of_2(options["GROUP"]))
     return options | {"SPLIT": split, "ROWS": rows, "num_warps": 8 if row_bytes > 512 else 4, "num_stages": STAGES}
 
 
 def merge_options(decode: dict[str, Any]) -> dict[str, Any]:
-    """The same of merge_kernel, which must split as decode_kernel with these options did."""
+    """The same for merge_kernel. It must split the contexts as decode_kernel does with the options `decode`."""
     shared = {name: decode[name] for name in ("HEAD_DIM", "LANES", "TILE", "WINDOW")}
     return shared | {"MERGED": MERGED, "num_warps": 4}
 
@@ -409,7 +417,7 @@ def merge_options(decode: dict[str, Any]) -> dict[str, Any]:
 def prefill_options(
     q: Tensor, kv_cache: Tensor, window: int, scale: float, softcap: float, fast: bool
 ) -> dict[str, Any]:
-    """The same of prefill_kernel: as many rows as leave room in the registers."""
+    """The same for prefill_kernel, with as many rows as its registers can hold."""
     options, row_bytes = _options(q, kv_cache, window, scale, softcap, fast)
     num_bytes = 2**14 if fast and q.itemsize == 2 else 2**13
     rows = max(min(max(num_bytes // row_bytes, 16), 128), triton.next_power_of_2(options["GROUP"]))
@@ -419,13 +427,13 @@ def prefill_options(
 def _options(
     q: Tensor, kv_cache: Tensor, window: int, scale: float, softcap: float, fast: bool
 ) -> tuple[dict[str, Any], int]:
-    """What both are specialized on, and the bytes of a row. Raises ValueError for pages of no power of two."""
+    """The constants of both kernels, and the bytes of a row. Raises: ValueError if block_size is not a power of two."""
     head_dim = q.shape[2]
     block_size = kv_cache.shape[3] // head_dim
     if block_size & (block_size - 1):
-        raise ValueError(f"block_size={block_size} is not a power of two, which attention on a GPU needs")
+        raise ValueError(f"block_size={block_size} is not a power of two, as attention on a GPU requires")
     lanes = max(16, triton.next_power_of_2(head_dim))
-    row_bytes = lanes * (q.itemsize if fast else max(q.itemsize, 4))  # without tensor cores it is multiplied in float32
+    row_bytes = lanes * (q.itemsize if fast else max(q.itemsize, 4))  # without tensor cores products are in float32
     return {
         "GROUP": q.shape[1] // kv_cache.shape[2],
         "HEAD_DIM": head_dim,
@@ -435,12 +443,12 @@ def _options(
         "WINDOW": window,
         "SCALE": scale,
         "SOFTCAP": softcap,
-        # float32 in three products of TF32, off by 2^-22 or so
+        # three products of TF32 for one of float32; the relative error is about 2^-22
         "PRECISION": "tf32x3" if fast and q.dtype == torch.float32 else "ieee",
     }, row_bytes
 
 
 @lru_cache
 def has_tensor_cores(device: torch.device) -> bool:
-    """Of the kind that Triton uses, Ampere's and later. A CPU, where the interpreter runs, has all there is."""
+    """Whether the GPU has tensor cores that Triton uses: Ampere and later. True on a CPU, for the interpreter."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 0)

@@ -1,8 +1,9 @@
-"""A page of the KV cache: how the K and V of a block's tokens lie in it, and how they are written and read plainly.
+"""The layout of the KV cache, and plain functions that write and read it.
 
-One layer's cache is [2, num_blocks, kv_heads, head_dim * block_size]. A head's V is [block_size, head_dim], one token
-after the other; its K is [head_dim, block_size], transposed. So both products of attention run along memory, with a
-vector of tokens for the scores and of dimensions for the output (the layout of vLLM's first kernels).
+One layer's cache is [2, num_blocks, kv_heads, head_dim * block_size]. A page holds the K or V of one block and one
+head. A page of V is [block_size, head_dim], one token after the other. A page of K is transposed, [head_dim,
+block_size]. Both products of attention then read memory in order: vectors of tokens for the scores, and vectors of
+dimensions for the output (the layout of vLLM's first kernels).
 """
 
 import torch
@@ -10,13 +11,13 @@ from torch import Tensor
 
 
 def views(kv_cache: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
-    """K [num_blocks, kv_heads, head_dim, block_size] and V [num_blocks, kv_heads, block_size, head_dim]."""
+    """Views of K [num_blocks, kv_heads, head_dim, block_size] and V [num_blocks, kv_heads, block_size, head_dim]."""
     k, v = kv_cache.unbind(0)
     return k.unflatten(2, (head_dim, -1)), v.unflatten(2, (-1, head_dim))
 
 
 def write(k: Tensor, v: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
-    """k and v [T, kv_heads, head_dim] to slots [T]: block * block_size + offset."""
+    """Write k and v [T, kv_heads, head_dim] to slots [T] of a layer's cache: block * block_size + offset."""
     _, num_heads, head_dim = k.shape
     block_size = kv_cache.shape[3] // head_dim
     blocks, offsets = slot_mapping // block_size, slot_mapping % block_size
@@ -25,7 +26,7 @@ def write(k: Tensor, v: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
         k_pages[blocks, :, :, offsets] = k
         v_pages[blocks, :, offsets] = v
         return
-    # Element by element: what a graph writes through a view it writes back as a copy of the whole cache.
+    # Element by element: compiled code that writes through a view copies the whole cache.
     dims, offsets = torch.arange(head_dim), offsets[:, None]
     elements = torch.stack((dims * block_size + offsets, offsets * head_dim + dims))  # [2, T, head_dim]
     which, heads = torch.arange(2)[:, None, None, None], torch.arange(num_heads)[:, None]
@@ -33,10 +34,10 @@ def write(k: Tensor, v: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
 
 
 def pad_tables(block_tables: Tensor, num_blocks: Tensor) -> Tensor:
-    """Block tables [B, max_blocks] with each sequence's first block in place of what lies behind its `num_blocks` [B].
+    """Replace the entries after each sequence's `num_blocks` [B] in block tables [B, max_blocks] with its first block.
 
-    Plain attention gathers whole rows and masks afterwards. What lies behind may be another sequence's blocks, whose
-    values may be NaN, and a mask does not hide NaN.
+    Plain attention gathers whole rows and masks them afterwards. The replaced entries may name blocks of other
+    sequences, whose values may be NaN, and a mask does not hide NaN.
     """
     width = block_tables.shape[1]
     if int(num_blocks.min()) == width:
@@ -45,8 +46,10 @@ def pad_tables(block_tables: Tensor, num_blocks: Tensor) -> Tensor:
 
 
 def gather(kv_cache: Tensor, block_tables: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
-    """The pages of block_tables [B, blocks] in order: K [B, kv_heads, head_dim, tokens], V [B, kv_heads, tokens,
-    head_dim]."""
+    """Gather the pages of block_tables [B, blocks].
+
+    Returns: K [B, kv_heads, head_dim, tokens] and V [B, kv_heads, tokens, head_dim].
+    """
     ids = block_tables.flatten()
     k, v = (x.index_select(0, ids).unflatten(0, block_tables.shape) for x in views(kv_cache, head_dim))
     return k.permute(0, 2, 3, 1, 4).flatten(3), v.transpose(1, 2).flatten(2, 3)  # from [B, blocks, kv_heads, ...]

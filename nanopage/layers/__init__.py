@@ -1,1 +1,1 @@
-"""Neural-network layers, one a file. Activations are flat: [T, hidden_size], T tokens of all sequences in a row."""
+"""Neural-network layers, one in each file. Activations are flat, [T, hidden_size]: the T tokens of all sequences."""

@@ -1,4 +1,4 @@
-"""Token embedding: a row of a matrix for each token. The language-model head, a Linear, may share that matrix."""
+"""Token embedding: one row of a matrix for each token. The language-model head, a Linear, may share the matrix."""
 
 import torch
 import torch.nn.functional as F
@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 
 class Embedding(nn.Module):
-    """[T] token ids -> [T, hidden_size]."""
+    """Looks up embeddings. Shape: [T] token ids -> [T, hidden_size]."""
 
     def __init__(self, vocab_size: int, hidden_size: int):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Linear layers: y = x Wᵀ + b, with several of a checkpoint's matrices fused into one where they share an input."""
+"""Linear layers, y = x Wᵀ + b. Several matrices of a checkpoint are fused into one if they share an input."""
 
 import torch
 import torch.nn.functional as F
@@ -11,7 +11,8 @@ class Linear(nn.Module):
     Args:
         in_features: size of the input.
         parts: checkpoint name -> output features; `{"q_proj": 576, "k_proj": 192, "v_proj": 192}` is one
-            [960, in] matrix whose rows come from three tensors of the checkpoint. One part named "" is a plain layer.
+            [960, in] matrix whose rows come from three tensors of the checkpoint. A number makes a plain layer, with
+            one part named "".
         bias: whether every part has a bias.
 
     Shapes: x [..., in_features] -> [..., sum of parts].

@@ -7,7 +7,7 @@ from nanopage.layers.linear import Linear
 
 
 class MLP(nn.Module):
-    """[T, hidden_size] -> [T, hidden_size]; gate and up are one product."""
+    """Computes gate and up in one product. Shape: [T, hidden_size] -> same."""
 
     def __init__(self, hidden_size: int, intermediate_size: int, bias: bool = False):
         super().__init__()

@@ -13,7 +13,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        # Not F.rms_norm: on a CPU it is more than one kernel, and several times slower on long prompts.
+        # Not F.rms_norm: on a CPU it is several kernels, and several times slower on long prompts.
         y = x.to(torch.promote_types(x.dtype, torch.float32))
         y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps)
         return y.to(x.dtype) * self.weight

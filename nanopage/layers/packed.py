@@ -1,6 +1,6 @@
-"""Linear layers and the embedding with weights in oneDNN's blocked layout, for a CPU: see kernels/cpu/packed_linear.py.
+"""Linear layers and an embedding for a CPU, with weights in oneDNN's blocked layout (see kernels/cpu/packed_linear.py).
 
-`pack` replaces plain layers with them once the weights are loaded.
+`pack` replaces plain modules with these once the weights are loaded.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from nanopage.layers.linear import Linear
 
 
 class PackedLinear(nn.Module):
-    """A Linear whose weight exists only in oneDNN's layout: products stream it about twice as fast."""
+    """A Linear whose weight exists only in oneDNN's layout, which products read about twice as fast."""
 
     packed: Tensor
     tiles: Tensor | None
@@ -43,7 +43,7 @@ class PackedRowLinear(PackedLinear):
 
 
 class PackedEmbedding(nn.Module):
-    """An embedding tied to a packed head: it reads its rows from the head's tiles, so the matrix exists only once."""
+    """An embedding tied to a packed head. It reads rows from the head's tiles, so the two still share one matrix."""
 
     tiles: Tensor
 
@@ -56,16 +56,19 @@ class PackedEmbedding(nn.Module):
 
 
 def pack(module: nn.Module, kind: type[PackedLinear] = PackedLinear) -> None:
-    """Pack every Linear in a module, and the embedding if it is tied to a Linear that then has tiles."""
+    """Pack every Linear in a module, and the embedding if it is tied to a Linear that has tiles."""
     replace_linears(module, kind, lambda head: None if head.tiles is None else PackedEmbedding(head.tiles))
 
 
 def replace_linears(
     module: nn.Module, replace: Callable[[Linear], Any], replace_tied: Callable[[Any], nn.Module | None]
 ) -> None:
-    """Replace every Linear in a module. Only one matrix at a time exists twice.
+    """Replace every Linear in a module, one after the other, so that at most one matrix exists twice.
 
-    Args: replace_tied: makes a tied embedding from the layer that replaced its Linear, or returns None to keep it.
+    Args:
+        replace: makes the replacement of a Linear.
+        replace_tied: makes the replacement of an embedding that is tied to a Linear, from the Linear's replacement. If
+            it returns None, the embedding stays as it is.
     """
     children = [(parent, name, child) for parent in module.modules() for name, child in parent.named_children()]
     for parent, name, child in children:

@@ -9,7 +9,7 @@ from nanopage.config import RopeConfig
 
 
 class RotaryEmbedding(nn.Module):
-    """Positions [T] -> (cos, sin), each [T, 1, head_dim / 2] in `dtype`, to be applied to every head of every layer."""
+    """Computes the rotations of all heads and layers: positions [T] -> (cos, sin), [T, 1, head_dim / 2] in `dtype`."""
 
     frequencies: Tensor
 
@@ -19,19 +19,19 @@ class RotaryEmbedding(nn.Module):
         self.register_buffer("frequencies", frequencies, persistent=False)
 
     def forward(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        # bfloat16 cannot tell position 256 from 257: angles are float32.
+        # Angles are float32: bfloat16 cannot tell position 256 from 257.
         angles = positions[:, None, None].float() * self.frequencies
         return (angles.cos() * self.scale).to(dtype), (angles.sin() * self.scale).to(dtype)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate heads: x [T, heads, head_dim] by cos and sin [T, 1, head_dim / 2] of RotaryEmbedding."""
+    """Rotate the heads of x [T, heads, head_dim] by the cos and sin [T, 1, head_dim / 2] of RotaryEmbedding."""
     x1, x2 = x.chunk(2, dim=-1)
     return torch.cat((torch.addcmul(x1 * cos, x2, sin, value=-1), torch.addcmul(x2 * cos, x1, sin)), dim=-1)
 
 
 def inverse_frequencies(head_dim: int, rope: RopeConfig) -> tuple[Tensor, float]:
-    """(float32 [head_dim / 2] on the CPU, scale of cos and sin) for the rope types of `config.ROPE_TYPES`."""
+    """The frequencies, float32 [head_dim / 2] on the CPU, and the scale of cos and sin. For all `config.ROPE_TYPES`."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim
     frequencies = 1.0 / rope.theta**exponents
     if rope.rope_type == "linear":  # position interpolation, Chen et al. 2023
@@ -44,7 +44,8 @@ def inverse_frequencies(head_dim: int, rope: RopeConfig) -> tuple[Tensor, float]
 
 
 def _llama3(frequencies: Tensor, params: dict) -> Tensor:
-    """Llama 3.1: stretch wavelengths that fit too few times into the original context, and blend in between."""
+    """Llama 3.1: stretch the dimensions that turn rarely in the original context, keep those that turn often, and blend
+    in between."""
     turns = params["original_max_position_embeddings"] * frequencies / (2 * math.pi)  # in the original context
     low, high = params["low_freq_factor"], params["high_freq_factor"]
     keep = ((turns - low) / (high - low)).clamp(0, 1)

@@ -1,4 +1,4 @@
-"""A decoder-only transformer: what all model families share.
+"""A decoder-only transformer: the part that all model families share.
 
 token ids ─▶ embed_tokens ─▶ layers ─▶ norm ─▶ hidden states ─▶ lm_head ─▶ logits
 
@@ -19,14 +19,14 @@ from nanopage.layers.norm import RMSNorm
 from nanopage.layers.rotary import RotaryEmbedding, rotate
 
 Layer = Callable[[Tensor, Tensor, Tensor, Tensor, Attention, Tensor | None], Tensor]
-"""A DecoderLayer, or a replacement that computes the same."""
+"""A DecoderLayer, or a function that computes the same."""
 
 
 class Decoder(nn.Module):
-    """The model.
+    """Computes the hidden states of tokens. `lm_head` turns hidden states into logits.
 
     Args:
-        layers: a DecoderLayer for each of `config.num_layers`.
+        layers: `config.num_layers` decoder layers.
     """
 
     def __init__(self, config: ModelConfig, layers: Sequence[nn.Module]):
@@ -48,14 +48,16 @@ class Decoder(nn.Module):
         rows: Tensor | None = None,
         layers: Sequence[Layer] | None = None,
     ) -> Tensor:
-        """Hidden states of T tokens, [T, hidden_size]. `lm_head` turns them into logits.
+        """Compute the hidden states of T tokens.
 
         Args:
             input_ids, positions: [T].
-            kv_cache: [layers, 2, blocks, kv_heads, head_dim * block_size].
-            attention: of this step.
-            rows: the tokens to return, if not all. The last layer then skips the others after attention.
-            layers: replacements that compute the layers instead of the modules.
+            kv_cache: [layers, 2, blocks, kv_heads, head_dim * block_size]; written in place.
+            attention: the attention of this step.
+            rows: return only these rows. The last layer then drops the others after attention. None: all.
+            layers: replace the decoder layers. None: the model's own.
+
+        Returns: [T, hidden_size], or [len(rows), hidden_size].
         """
         x = self.embed_tokens(input_ids)
         cos, sin = self.rotary(positions, x.dtype)
@@ -68,7 +70,7 @@ class Decoder(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Attention and a feed-forward layer, each behind a norm."""
+    """Attention and a feed-forward layer, each after a norm."""
 
     def __init__(self, config: ModelConfig, self_attn: "SelfAttention", mlp: nn.Module):
         super().__init__()
@@ -98,11 +100,11 @@ class DecoderLayer(nn.Module):
         return self.after(x, attended)
 
     def before(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """What comes before attention: q, k and v."""
+        """The part before attention: q, k and v (see `SelfAttention.project`)."""
         return self.self_attn.project(self.input_layernorm(x), cos, sin)
 
     def after(self, x: Tensor, attended: Tensor) -> Tensor:
-        """What comes after attention, row by row. attended: [T, num_heads, head_dim]."""
+        """The part after attention: x [T, hidden_size] and attended [T, num_heads, head_dim] -> [T, hidden_size]."""
         x = x + self.self_attn.o_proj(attended.flatten(1))
         return x + self.mlp(self.post_attention_layernorm(x))
 
@@ -111,7 +113,8 @@ class SelfAttention(nn.Module):
     """The projections around grouped-query attention with rotary positions.
 
     Args:
-        qkv_bias, o_bias: whether those projections have biases.
+        index: of the layer.
+        qkv_bias, o_bias: whether the projections to q, k and v, and the output projection, have biases.
     """
 
     def __init__(self, config: ModelConfig, index: int, qkv_bias: bool = False, o_bias: bool = False):
@@ -124,7 +127,7 @@ class SelfAttention(nn.Module):
         self.o_proj = Linear(q_size, config.hidden_size, o_bias)
 
     def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """q [T, num_heads, head_dim], k and v [T, num_kv_heads, head_dim], rotated."""
+        """Compute q [T, num_heads, head_dim], k and v [T, num_kv_heads, head_dim]. q and k are rotated."""
         heads = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim))  # [T, q heads + k heads + v heads, head_dim]
         qk, v = heads.split([self.num_heads + self.num_kv_heads, self.num_kv_heads], dim=1)
         q, k = rotate(qk, cos, sin).split([self.num_heads, self.num_kv_heads], dim=1)
@@ -132,7 +135,7 @@ class SelfAttention(nn.Module):
 
 
 def meta_model(config: ModelConfig) -> Decoder:
-    """The model on the meta device: names and shapes, nothing allocated."""
+    """Build the model on the meta device: no memory is allocated. Raises: ValueError for an unknown architecture."""
     from nanopage.models import find_family
 
     family = find_family(config.architecture)

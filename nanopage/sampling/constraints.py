@@ -1,8 +1,8 @@
-"""What a request says about tokens before any is drawn: allowed ids, bad words, minimum length, logit bias.
+"""Constraints on the tokens that may be sampled: allowed ids, bad words, minimum length and logit bias.
 
-All of it becomes a few lists of (row, token), applied with one operation each. The lists stay the same from step to
-step while the same sequences run, so they are made once and kept on the device. Only words of several tokens have to
-be compared with what was sampled; that, too, happens on the device.
+They become a few lists of (row, token), and each list is applied with one operation. The lists stay the same while the
+same sequences run, so they are made once and kept on the device. Only bad words of several tokens depend on the tokens
+sampled so far, and these are compared on the device, too.
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Constraints:
-    """The constraints of the rows of a sequence table."""
+    """Applies the constraints of rows of a sequence table to their logits."""
 
     def __init__(self, table: "SequenceTable"):
         self.table = table
@@ -28,9 +28,12 @@ class Constraints:
         self._lists: Lists | None = None
 
     def apply(self, logits: Tensor, rows: np.ndarray, positions: np.ndarray) -> Tensor:
-        """Logits [B, vocab_size] of these rows, with everything that is forbidden at -inf. Copied if it changes.
+        """Set the logits of forbidden tokens to -inf, and add biases. Returns a copy if anything changes.
 
-        Args: positions: of the tokens to be sampled, [B].
+        Args:
+            logits: [B, vocab_size].
+            rows: of the sequence table, [B].
+            positions: of the tokens to be sampled, [B].
         """
         sampling = self.table.sampling
         constrained = sampling.constrained[rows]
@@ -64,7 +67,7 @@ class Constraints:
         return logits
 
     def _complete_words(self, lists: "Lists", rows: np.ndarray, positions: np.ndarray) -> Tensor:
-        """Which words of several tokens lack only their last one: bool [words]."""
+        """Whether each word lacks only its last token: bool [W], for the bad words of several tokens."""
         device = self.table.device
         row, position, num_prompt = to_device(
             torch.from_numpy(np.stack([rows, positions, self.table.num_prompt_tokens[rows]])), device
@@ -72,21 +75,23 @@ class Constraints:
         length = lists.beginnings.shape[1]
         places = position[:, None] - length + torch.arange(length, device=device)
         before = self.table.tokens[row[:, None], places.clamp(min=0)]
-        equal = (before == lists.beginnings) | (lists.beginnings < 0)  # shorter ones are padded in front
+        equal = (before == lists.beginnings) | (lists.beginnings < 0)  # shorter words are padded in front
         return equal.all(dim=1) & (position - num_prompt >= lists.lengths)
 
 
 @dataclass(slots=True)
 class Lists:
-    """The constraints of a batch. Rows are those of its logits.
+    """The constraints of a batch as lists of indices. A row is a row of the logits.
 
     allowing    int64 [A]        rows that allow only some tokens
     allowed     int64 [2, n]     (index into `allowing`, token)
     banned      int64 [2, n]     (row, token)
-    biased      int64 [2, n]     (row, token), and what to add: biases float64 [n]
-    word_rows   int64 [W]        rows of words of several tokens
-    beginnings  int64 [W, L]     their tokens but the last, behind padding of -1; lengths int64 [W]: how many
-    lasts       int64 [W]        their last tokens
+    biased      int64 [2, n]     (row, token)
+    biases      float64 [n]      what to add to these logits
+    word_rows   int64 [W]        the row of each bad word of several tokens
+    beginnings  int64 [W, L]     all tokens of the word except the last, padded in front with -1
+    lengths     int64 [W]        the number of tokens in `beginnings`
+    lasts       int64 [W]        the last token of the word
     """
 
     allowing: Tensor
@@ -101,7 +106,13 @@ class Lists:
 
 
 def make_lists(which: list[int], settings: list, too_short: list[bool], device: torch.device) -> Lists:
-    """The lists of a batch of which rows `which` have these settings; `too_short` ones may not end yet."""
+    """Make the lists of a batch.
+
+    Args:
+        which: the rows of the logits that have constraints.
+        settings: the SamplingSettings of each of these rows.
+        too_short: whether each of them has fewer than `min_tokens` tokens, so that it may not end yet.
+    """
     allowing: list[int] = []
     allowed: list[tuple[int, int]] = []
     banned: list[tuple[int, int]] = []

@@ -1,6 +1,6 @@
 """Noise that is a pure function of (seed, position, token id): a counter-based generator (Salmon et al. 2011).
 
-So a seeded request samples the same tokens whatever its neighbours, batch or preemptions are.
+A seeded request therefore samples the same tokens, whatever its neighbours, batches and preemptions are.
 """
 
 import torch
@@ -13,7 +13,7 @@ def gumbel_noise(seeds: Tensor, positions: Tensor, token_ids: Tensor) -> Tensor:
     Args: seeds, positions: int64 [B]; token_ids: int64 [C] or [B, C].
     """
     key = _mix64(_mix64(seeds) + positions)[:, None]
-    # Two rounds of a 32-bit mixer, one for each half of the key; int32 because this is vocabulary-sized.
+    # Two rounds of a 32-bit mixer, one for each half of the key; int32 because this is as large as the vocabulary.
     bits = _mix32(token_ids.to(torch.int32) ^ key.to(torch.int32))
     bits = _mix32(bits ^ (key >> 32).to(torch.int32))
     uniform = ((bits >> 9) & 0x7FFFFF).to(torch.float32).add_(0.5).mul_(2.0**-23)  # in (0, 1): exact with 23 bits

@@ -1,6 +1,6 @@
-"""Repetition, presence and frequency penalties, from counts of the tokens that a sequence has.
+"""Repetition, presence and frequency penalties, from counts of the tokens of a sequence.
 
-The counts are on the device and each sampled token is added there, so the next step need not wait for the host.
+The counts are on the device, and each sampled token is counted there, so the next step does not wait for the host.
 """
 
 import numpy as np
@@ -11,9 +11,10 @@ from nanopage.device import to_device
 
 
 class TokenCounts:
-    """How often each token of the vocabulary is in the output of a sequence, and whether it is in the sequence at all.
+    """Counts the tokens of sequences. Only rows of the sequence table that have penalties have an entry.
 
-    Only rows of the sequence table that are penalized have an entry here.
+    output  int32 [entries, vocab_size]  how often the output contains each token
+    seen    bool [entries, vocab_size]   whether the prompt or the output contains it
     """
 
     def __init__(self, vocab_size: int, device: torch.device):
@@ -33,19 +34,22 @@ class TokenCounts:
         self.output[entry].index_add_(0, output, torch.ones_like(output, dtype=torch.int32))
 
     def drop(self, row: int) -> None:
-        """The row belongs to another sequence now."""
+        """Free the entry of a row, if it has one. The row now belongs to another sequence."""
         if row in self._entries:
             self._free.append(self._entries.pop(row))
 
     def count(self, rows: np.ndarray, tokens: Tensor) -> None:
-        """Count one more output token of each row: int64 [rows], on the device. A negative one counts as token 0."""
+        """Count one more output token of each row: int64 [B], on the device. NO_TOKEN counts as token 0."""
         entries = self._index(rows)
         tokens = tokens.clamp(min=0)
         self.seen[entries, tokens] = True
         self.output[entries, tokens] += 1
 
     def penalize(self, logits: Tensor, rows: np.ndarray, penalties: list[Tensor]) -> Tensor:
-        """Logits [rows, vocab_size] with the penalties applied: repetition, presence, frequency, each [rows]."""
+        """Apply penalties to logits [B, vocab_size].
+
+        Args: rows: of the sequence table, [B]; penalties: repetition, presence and frequency, [B] each.
+        """
         entries = self._index(rows)
         repetition, presence, frequency = (penalty.to(logits.dtype)[:, None] for penalty in penalties)
         seen, counts = self.seen[entries], self.output[entries]
@@ -65,7 +69,7 @@ class TokenCounts:
             seen = torch.cat((self.seen, self.seen.new_zeros(more, vocab_size)))
             output = torch.cat((self.output, self.output.new_zeros(more, vocab_size)))
             free = list(range(size, size + more))
-            # Assignments alone: no signal handler runs between them.
+            # Plain assignments: no signal handler can run between them.
             self.seen, self.output, self._free = seen, output, free
         self._entries[row] = self._free.pop()
         return self._entries[row]

@@ -1,11 +1,11 @@
-"""Sampler: logits of a whole batch to one token for each row. What no row asks for is not computed.
+"""Sampler: turns the logits of a batch into one token for each row. Steps that no row needs are skipped.
 
     logits ─▶ constraints ─▶ penalties ─▶ greedy rows:     argmax
                                           plain rows:      argmax(logits + temperature * noise)
-                                          truncated rows:  the same among what top-k, top-p and min-p keep
+                                          truncated rows:  the same among the tokens that top-k, top-p and min-p keep
 
-The argmax of logits / temperature + Gumbel noise, which is that of logits + temperature * noise, is a sample of the
-softmax (the Gumbel-max trick, Maddison et al. 2014).
+With Gumbel noise, argmax(logits + temperature * noise) is a sample of softmax(logits / temperature). This is the
+Gumbel-max trick (Maddison et al. 2014).
 """
 
 import math
@@ -28,12 +28,12 @@ if TYPE_CHECKING:
 
 
 class Sampler:
-    """Samples for rows of a sequence table.
+    """Samples tokens for rows of a sequence table.
 
     Args:
-        table: of the sequences.
-        defer: leave it to `Samples.settle` to find out whether the first candidates of truncation were enough, so that
-            sampling does not synchronize with a GPU.
+        table: the sequence table.
+        defer: do not synchronize with a GPU to see whether truncation looked at enough candidates. Instead, return a
+            check that `Samples.settle` evaluates later.
     """
 
     def __init__(self, table: "SequenceTable", defer: bool = False):
@@ -54,11 +54,12 @@ class Sampler:
         return Samples(self.table, tokens, logits, rows, positions, checks or [])
 
     def needs_more_than_noise(self, rows: np.ndarray) -> bool:
-        """Whether anything but temperature decides for one of these rows."""
+        """Whether any of these rows has constraints, penalties or truncation."""
         sampling = self.table.sampling
         return bool((sampling.constrained | sampling.penalized | sampling.truncated)[rows].any())
 
     def _penalize(self, logits: Tensor, rows: np.ndarray) -> Tensor:
+        """Apply the penalties of the rows that have some. Returns a copy if anything changes."""
         sampling = self.table.sampling
         which = np.flatnonzero(sampling.penalized[rows])
         if not len(which):
@@ -76,9 +77,12 @@ class Sampler:
     def sample(
         self, logits: Tensor, rows: np.ndarray, positions: np.ndarray, checks: list[Check] | None = None
     ) -> Tensor:
-        """Token ids int64 [B]; NO_TOKEN for a row whose largest logit is not finite.
+        """Sample a token for each row, without constraints and penalties.
 
-        Args: checks: takes those of truncated rows. Without it, they are sampled from as many candidates as needed.
+        Args: checks: a list to which the checks of truncated rows are added. None: sample these rows from as many
+            candidates as needed.
+
+        Returns: int64 [B]; NO_TOKEN for a row whose largest logit is not finite.
         """
         sampling = self.table.sampling
         greedy = sampling.greedy[rows]
@@ -122,20 +126,22 @@ def at_least_float32(logits: Tensor) -> Tensor:
 
 
 def gumbel_max(logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
-    """A sample of each row of [B, vocab_size] at its temperature, at 0 its argmax: int64 [B]; NO_TOKEN as `argmax`.
+    """Sample a token from each row of logits [B, vocab_size] at its temperature. A temperature of 0 gives the argmax.
 
     Args: temperatures, seeds, positions: [B].
+    Returns: int64 [B]; NO_TOKEN as in `argmax`.
     """
     ids = torch.arange(logits.shape[-1], device=logits.device)
     return argmax(logits + temperatures[:, None] * gumbel_noise(seeds, positions, ids))
 
 
 def argmax(logits: Tensor) -> Tensor:
-    """The largest of each row of [B, vocab_size], the first of equals: int64 [B]. NO_TOKEN where it is not finite: the
-    row holds NaN, infinity, or nothing else than -infinity.
+    """The token with the largest logit in each row of [B, vocab_size], the first one among equals: int64 [B].
 
-    Of blocks first, then within one: torch's argmax is not vectorized on a CPU and takes ten times as long, and
-    Inductor's gives a whole row to one of a GPU's programs.
+    NO_TOKEN if the largest logit is not finite: the row contains NaN or infinity, or only -infinity.
+
+    Finds the block with the largest logit first, then the token within that block. On a CPU, torch's argmax is not
+    vectorized and takes ten times as long. On a GPU, Inductor's argmax gives a whole row to a single program.
     """
     size = 1 if logits.is_cuda and not torch.compiler.is_compiling() else math.gcd(logits.shape[-1], 256)
     if size < 16:

@@ -1,7 +1,7 @@
 """SamplingTable: the sampling settings of each row of the sequence table.
 
-Numbers are in tensors on the device, so a sampler picks those of its rows with one operation. Flags are on the host:
-they say which rows need which step at all, and what no row needs is not computed.
+Numbers are in tensors on the device, so the sampler selects its rows with one operation. Flags are on the host. They
+say which steps of sampling each row needs. Steps that no row needs are skipped.
 """
 
 import numpy as np
@@ -17,7 +17,10 @@ NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_pena
 
 
 class SamplingTable:
-    """Args: num_rows: as many as the sequence table has."""
+    """Holds the sampling settings of all running sequences.
+
+    Args: num_rows: the number of rows of the sequence table.
+    """
 
     def __init__(self, num_rows: int, vocab_size: int, device: torch.device):
         self.device = device
@@ -25,16 +28,16 @@ class SamplingTable:
         self.numbers = torch.ones(len(NUMBERS), num_rows, dtype=torch.float64, device=device)
         self.temperature, self.top_p, self.min_p, *self.penalties = self.numbers  # float64 [rows] each
         self.integers = torch.zeros(2, num_rows, dtype=torch.int64, device=device)
-        self.seed, self.top_k = self.integers  # int64 [rows] each; top_k is the vocabulary's size if it is off
+        self.seed, self.top_k = self.integers  # int64 [rows] each; top_k is the size of the vocabulary if it is off
         self.vocab_size = vocab_size
         self.counts = TokenCounts(vocab_size, device)
         # bool [rows], on the host
         self.greedy, self.truncated, self.penalized, self.constrained = np.zeros((4, num_rows), dtype=bool)
-        self.num_logprobs = np.full(num_rows, -1)  # -1: none at all
-        self.version = 0  # changes with every row
+        self.num_logprobs = np.full(num_rows, -1)  # -1: none, not even the sampled token's
+        self.version = 0  # increases whenever a row changes
 
     def add(self, sequences: list[NewSequence]) -> None:
-        """Take in the settings of sequences that begin to run."""
+        """Add the settings of sequences that begin to run."""
         if not sequences:
             return
         rows = [new.row for new in sequences]
@@ -53,11 +56,12 @@ class SamplingTable:
                 self.counts.add(new.row, tokens, new.num_prompt_tokens)
 
     def fork(self, forks: list[Fork], tokens: Tensor, num_prompt_tokens: np.ndarray) -> None:
-        """Give forked sequences their parents' settings.
+        """Copy the settings of parents to the rows of their forks, and count the forks' tokens. Each fork has its own
+        seed.
 
         Args:
-            tokens: of each row of the sequence table, the forked ones included: [rows, max_model_len + 1].
-            num_prompt_tokens: [rows].
+            tokens: of the sequence table, with the forks' tokens already copied: [rows, max_model_len + 1].
+            num_prompt_tokens: of the sequence table, [rows].
         """
         parents, rows = [fork.parent for fork in forks], [fork.row for fork in forks]
         source, target = to_device(parents, self.device), to_device(rows, self.device)

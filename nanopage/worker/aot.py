@@ -1,9 +1,10 @@
-"""Decoder layers compiled ahead of time: torch.export and AOTInductor once, a shared library on disk ever after.
+"""Compiled: runs steps on a CPU with decoder layers that torch.export and AOTInductor compile ahead of time.
 
-One layer's code serves all layers of its kind, because weights are inputs: compiling takes a minute whatever the depth.
-It is done by a process of the lowest priority (`aot_compile.py`) while the engine works eagerly. A later start only
-maps the libraries: milliseconds, without importing the compiler. Calling one costs microseconds, because there are no
-guards to evaluate and the kernels are called from C++. In turn, nothing checks the shapes of inputs.
+Weights are inputs of the compiled code, so the code of one layer serves all layers of its kind, and compiling takes a
+minute whatever the depth. A process of the lowest priority (`aot_compile.py`) compiles while the engine works eagerly,
+and writes shared libraries to the cache directory. A later start only loads these, which takes milliseconds and does
+not import the compiler. A call costs microseconds, because there are no guards to evaluate and C++ calls the kernels.
+In return, nothing checks the shapes of inputs.
 """
 
 import atexit
@@ -40,24 +41,25 @@ from nanopage.worker.sequence_table import SequenceTable
 
 logger = logging.getLogger("nanopage")
 
-# The compiled parts of a layer. Whole: for one token; for several sequences of one token each. For steps with prompts:
-# what comes before attention and the write to the cache, attention of a tile, and what comes after it.
+# The compiled parts of a layer:
+#   one, decode          the whole layer, for a single token and for several sequences with one token each
+#   before, tile, after  for steps with prompts: up to the write to the cache; attention of a tile; the rest
 KINDS = ("one", "decode", "before", "tile", "after")
-WITH_WINDOW = ("one", "decode", "tile")  # those that depend on the layer's window
-HEAD = "head.pt2"  # the language-model head of one row
-HEAD_OF_FEW = "head-of-few.pt2"  # and of several, with int8 weights
+WITH_WINDOW = ("one", "decode", "tile")  # the kinds that depend on the layer's window
+HEAD = "head.pt2"  # the head, for one row
+HEAD_OF_FEW = "head-of-few.pt2"  # the head with int8 weights, for several rows
 
 
 class Compiled:
-    """Runs steps with compiled decoder layers and head, as soon as another process has compiled them.
+    """Runs steps with compiled decoder layers and a compiled head, once another process has compiled them.
 
-    They are taken up between requests, not within one, because compiled code rounds differently. Compiling begins with
-    the second sequence: a single question is answered before it could pay. If anything goes wrong, it is logged once,
-    and steps run eagerly: compiled code is an optimization.
+    Switches to compiled code only while no request runs, because it rounds differently. Compiling starts with the
+    second sequence: a single question is answered before compiling could pay. Any failure is logged once, and steps run
+    eagerly from then on.
 
     Args:
-        path: of the model.
-        config: the same model's.
+        path: the directory or file of the model.
+        config: of the same model.
         dtype: of weights, activations and KV: float32 or bfloat16 (see kernels/cpu/packed_linear.py).
         quantization: of the weights, as in EngineConfig.
     """
@@ -78,7 +80,7 @@ class Compiled:
             "dtype": str(dtype).removeprefix("torch."),
             "block_size": kv_cache.block_size,
             "quantization": quantization,
-            "threads": torch.get_num_threads(),  # the code divides its loops by them
+            "threads": torch.get_num_threads(),  # the compiled loops are divided among them
         }
         self.files = file_kinds(config, quantization)
         self.directory = hub.cache_directory() / "compiled" / _key(config, self.spec)
@@ -86,9 +88,9 @@ class Compiled:
         self.head: CompiledHead | None = None
         self._num_sequences = 0
         self._process: subprocess.Popen | None = None
-        self._log: Path | None = None  # what that process prints
+        self._log: Path | None = None  # what the process prints
         self._given_up = False
-        self._damaged: set[str] = set()  # names of compiled parts
+        self._damaged: set[str] = set()  # names of parts whose files were damaged
         self._load_if_ready()
 
     def fits(self, batch: Batch) -> bool:
@@ -109,7 +111,7 @@ class Compiled:
 
     def compile(self) -> None:
         """Compile and load everything now. Raises RuntimeError with the end of the log if that fails."""
-        while not self.layers and not self._given_up:  # again if a file was damaged
+        while not self.layers and not self._given_up:  # a second time if a file is damaged
             self.start()
             if self._process is not None:
                 self._process.wait()
@@ -129,7 +131,7 @@ class Compiled:
         return False
 
     def start(self) -> None:
-        """Have another process compile. It ends with this one."""
+        """Start the process that compiles, if it is needed. It ends when this process ends."""
         if self._process is not None or self._given_up or self.ready():
             return
         try:
@@ -137,17 +139,17 @@ class Compiled:
         except OSError as error:
             self._give_up(f"the decoder layer cannot be compiled: {error}")
             return
-        if hasattr(os, "SCHED_IDLE"):  # Linux: it runs when nobody else wants to, from its first import on
-            with contextlib.suppress(OSError):  # some containers forbid it; the process is nice, too
+        if hasattr(os, "SCHED_IDLE"):  # Linux: it runs only when the CPU is idle, from its first import on
+            with contextlib.suppress(OSError):  # some containers forbid this; the process also calls nice
                 os.sched_setscheduler(self._process.pid, os.SCHED_IDLE, os.sched_param(0))
         atexit.register(self.stop)
-        logger.info("compiling the decoder layer in the background; until that is done it runs eagerly")
+        logger.info("compiling the decoder layer in the background; steps run eagerly until that is done")
 
     def _spawn(self) -> subprocess.Popen:
         make_private(self.directory)
         descriptor, log = tempfile.mkstemp(dir=self.directory, prefix="log-")
         self._log = Path(log)
-        # -P and the working directory: what lies in the user's current directory must not be imported.
+        # -P and `cwd` keep the process from importing files in the user's current directory.
         command = [
             sys.executable,
             "-P",
@@ -160,7 +162,7 @@ class Compiled:
         paths = [str(Path(nanopage.__file__).parents[1]), *filter(os.path.isabs, inherited)]
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "PYTHONSAFEPATH": "1"}
         try:
-            # The process reads from a pipe that this one holds open: it ends with this one, however that ends.
+            # The process reads from a pipe that this one holds open, so it ends however this one ends.
             return subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=descriptor, stderr=descriptor, start_new_session=True,
                 cwd=self.directory, env=environment,
@@ -169,9 +171,9 @@ class Compiled:
             os.close(descriptor)
 
     def stop(self) -> None:
-        """End the process that `start` began, if it is still at work."""
+        """Kill the process that compiles, if it still runs."""
         if self._process is not None and self._process.poll() is None:
-            os.killpg(self._process.pid, signal.SIGKILL)  # its C++ compilers, too
+            os.killpg(self._process.pid, signal.SIGKILL)  # the C++ compilers that it runs, too
             self._process.wait()
 
     def _load_if_ready(self) -> None:
@@ -183,7 +185,7 @@ class Compiled:
         except DamagedFile as damaged:
             self._set_aside(damaged.file)
             return
-        except Exception as error:  # torch raises what its C++ code threw, as several types
+        except Exception as error:  # torch's C++ code raises several types
             where = f"{self.directory} (unpacked in {tempfile.gettempdir()})"
             self._give_up(f"the compiled code in {where} cannot be loaded: {error}")
             return
@@ -195,7 +197,7 @@ class Compiled:
             self._log.unlink(missing_ok=True)
 
     def _make_head(self, loaded: dict[str, Any]) -> "CompiledHead | None":
-        """None if oneDNN's layout of the head has no tiles that compiled code could read."""
+        """The compiled head; None if the head has no tiles, because oneDNN chose another layout for it."""
         head: Any = self.model.lm_head
         if head.tiles is None:
             return None
@@ -203,7 +205,7 @@ class Compiled:
         return CompiledHead(loaded[HEAD], loaded.get(HEAD_OF_FEW), weights, head)
 
     def _set_aside(self, file: Path) -> None:
-        """Have a damaged file made again, but not twice."""
+        """Rename a damaged file, so that its part is compiled again. Give up if that part was damaged before."""
         name = file.name.split(".")[0]
         again = name in self._damaged
         self._damaged.add(name)
@@ -211,12 +213,12 @@ class Compiled:
         try:
             file.rename(file.with_suffix(".damaged"))
         except OSError as error:
-            self._give_up(f"the compiled code in {file} is damaged, and cannot be set aside: {error}")
+            self._give_up(f"the compiled code in {file} is damaged and cannot be renamed: {error}")
             return
         if again:
             self._give_up(f"the compiled code in {file} is damaged again")
         else:
-            logger.warning(f"the compiled code in {file} is damaged: it is set aside, and will be made again")
+            logger.warning(f"the compiled code in {file} is damaged: it has been renamed, and will be compiled again")
 
     def _give_up(self, why: str) -> None:
         self._given_up = True
@@ -224,7 +226,7 @@ class Compiled:
 
 
 class DamagedFile(Exception):
-    """A compiled file whose contents are not those that were written."""
+    """The contents of a compiled file are not what was written."""
 
     def __init__(self, file: Path):
         super().__init__(f"{file} is damaged")
@@ -232,15 +234,18 @@ class DamagedFile(Exception):
 
 
 def find_file(directory: Path, name: str) -> Path | None:
-    """The file of the compiled part `name`. The digest of its contents is part of its name."""
+    """The file of the compiled part `name`, or None. The name of the file contains a digest of its contents."""
     stem = name.removesuffix(".pt2")
     return next((file for file in sorted(directory.glob(f"{stem}.*.pt2")) if file.name.count(".") == 2), None)
 
 
 class CompiledLayer:
-    """Computes what a DecoderLayer does, by its compiled parts.
+    """Computes the same as a DecoderLayer, with compiled parts.
 
-    Args: weights: the layer's, in the order of `tensors_of`.
+    Args:
+        parts: kind -> the compiled function.
+        weights: of the layer, in the order of `tensors_of`.
+        window: of the layer's attention.
     """
 
     def __init__(self, parts: dict[str, Any], weights: list[Tensor], window: int | None):
@@ -268,7 +273,7 @@ class CompiledLayer:
         return self.parts["after"]([x, attended, *self.weights])[0]
 
     def _attend(self, q: Tensor, kv_cache: Tensor, attention: ReferenceAttention) -> Tensor:
-        """As `reference.paged_attention`, with compiled code for the groups that have a single tile."""
+        """Does the same as `reference.paged_attention`, with compiled code for groups of a single tile."""
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         lengths = attention.query_lens, attention.seq_lens
         for chunks, tables in chunks_of(q, kv_cache, attention.block_tables, *lengths, self.window):
@@ -277,13 +282,13 @@ class CompiledLayer:
         return out
 
     def _attend_tile(self, chunks: Chunks, q: Tensor, kv_cache: Tensor, block_tables: Tensor, out: Tensor) -> bool:
-        """Run the compiled code. Returns whether its result is exact enough: the scores were not rounded too far."""
+        """Compute a group of a single tile. Returns False if its scores were too large to be rounded to bfloat16."""
         (bound,) = self.parts["tile"]([q, kv_cache, block_tables, chunks.rows, chunks.positions, out, *self.weights])
         return q.dtype == torch.float32 or bound.item() <= LARGEST_ROUNDED_SCORE**2
 
 
 class CompiledHead:
-    """Computes what the head does: one row by compiled code, more by other compiled code or, without it, by `head`."""
+    """Computes logits: of one row with `of_one`, of several rows with `of_few`, or with `head` if that is None."""
 
     def __init__(self, of_one: Any, of_few: Any, weights: list[Tensor], head: nn.Module):
         self.of_one, self.of_few, self.weights, self.head = of_one, of_few, weights, head
@@ -296,11 +301,12 @@ class CompiledHead:
 
 
 def tensors_of(layer: nn.Module) -> dict[str, Tensor]:
-    """What compiled code of a layer takes beside activations, by name."""
+    """The tensors that compiled code of a layer takes in addition to activations, by name."""
     return dict(layer.named_parameters()) | dict(layer.named_buffers())
 
 
 def tensors_in(splits: Splits) -> list[Tensor]:
+    """The tensors of `splits`, in the order in which compiled code takes them."""
     return [splits.blocks, splits.owner, splits.start, splits.end, splits.of, splits.merged]
 
 
@@ -309,14 +315,14 @@ def file_name(kind: str, window: int | None) -> str:
 
 
 def file_kinds(config: ModelConfig, quantization: str | None) -> dict[str, tuple[str, int | None]]:
-    """File -> what it is compiled from: the kind, and the window of the layers it is for."""
+    """The files to compile: name -> (kind, window of the layers that it serves)."""
     windows = dict.fromkeys(config.sliding_windows)
     files = {file_name(kind, window): (kind, window) for kind in KINDS for window in windows}
     return files | dict.fromkeys([HEAD] if quantization is None else [HEAD, HEAD_OF_FEW], ("head", None))
 
 
 def _key(config: ModelConfig, spec: dict[str, Any]) -> str:
-    """Of everything the code depends on: our source, torch, this kind of CPU, and the sizes it is made for."""
+    """A digest of everything that compiled code depends on: our sources, torch, the CPU and the model's sizes."""
     here = Path(nanopage.__file__).parent
     family = find_family(config.architecture)
     assert family is not None and family.__file__ is not None
@@ -324,7 +330,7 @@ def _key(config: ModelConfig, spec: dict[str, Any]) -> str:
     sources += [*sorted(here.glob("layers/*.py")), here / "models" / "decoder.py", here / "quantization" / "int8.py"]
     sources += [Path(__file__), Path(__file__).with_name("aot_compile.py")]
     sizes = asdict(config) | {"num_layers": None, "vocab_size": None, "max_position_embeddings": None}
-    sizes["sliding_windows"] = None  # in the name of the file
+    sizes["sliding_windows"] = None  # part of the name of a file
     processor = sorted(torch.cpu.get_capabilities().items()), torch.backends.cpu.get_cpu_capability()
     parts = [torch.__version__, *processor, spec["dtype"], spec["block_size"]]
     parts += [spec["threads"], spec["quantization"], sorted((name, repr(value)) for name, value in sizes.items())]
@@ -335,12 +341,12 @@ def _key(config: ModelConfig, spec: dict[str, Any]) -> str:
 
 
 def _load(file: Path | None) -> Any:
-    """Raises: DamagedFile; FileNotFoundError if there is no file any more; and what torch raises."""
+    """Load a compiled function. Raises: DamagedFile; FileNotFoundError if the file is gone; any error of torch."""
     from torch._C._aoti import AOTIModelPackageLoader
 
     if file is None:
-        raise FileNotFoundError("a file has just been removed")
-    # torch does not notice a changed byte, and would run what it makes of it.
+        raise FileNotFoundError("a compiled file has just been removed")
+    # torch does not check the contents, and would run damaged code.
     if digest(file) != file.name.split(".")[1]:
         raise DamagedFile(file)
     return AOTIModelPackageLoader(str(file), "model", True, 1, -1).boxed_run

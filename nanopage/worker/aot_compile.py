@@ -1,4 +1,8 @@
-"""Compiles decoder layers: the process that `aot.py` starts, `python -m nanopage.worker.aot_compile SPEC DIRECTORY`."""
+"""Compiles decoder layers ahead of time: `python -m nanopage.worker.aot_compile SPEC DIRECTORY`, started by `aot.py`.
+
+Each part of a layer (see `aot.KINDS`) is exported as a function of its inputs and weights, and compiled to a file.
+Several parts are compiled at the same time, in processes of their own.
+"""
 
 import json
 import multiprocessing
@@ -32,15 +36,15 @@ from nanopage.worker.aot import HEAD, digest, file_kinds, find_file, tensors_in,
 OPTIONS: dict[str, Any] = {
     "size_asserts": False,  # packed weights have no strides to assert on
     "alignment_asserts": False,
-    "assert_indirect_indexing": False,  # of pages, in the innermost loops
+    "assert_indirect_indexing": False,  # pages are indexed in the innermost loops
     "cpp.enable_floating_point_contract_flag": "fast",  # fused multiply-add
 }
-MAX_PROCESSES = 4  # that compile at once
-SCRATCH = "scratch-"  # begins the names of directories to compile in
+MAX_PROCESSES = 4  # that compile at the same time
+SCRATCH = "scratch-"  # prefix of the names of temporary directories
 
 
 class _Part(nn.Module):
-    """What compiled code of one kind does of a layer's work."""
+    """Computes the part of a layer that compiled code of one kind computes."""
 
     def __init__(self, layer: nn.Module, kind: str):
         super().__init__()
@@ -57,16 +61,16 @@ class _Part(nn.Module):
         if self.kind == "before":
             q, k, v = self.layer.before(x, cos, sin)
             pages.write(k, v, kv_cache, slot_mapping)
-            return q.contiguous()  # as the code that takes it assumes
+            return q.contiguous()  # the compiled `tile` assumes this layout
         return self.layer(x, cos, sin, kv_cache, FlashDecoding(slot_mapping, Splits(*splits)))
 
 
 class _Exported(nn.Module):
-    """A part of a layer as a function of tensors."""
+    """Computes a part of a layer as a function of its inputs and weights."""
 
     def __init__(self, part: _Part):
         super().__init__()
-        self.part = [part]  # in a list: its weights are not constants of this module
+        self.part = [part]  # in a list, so that its weights do not become constants
         self.names = [f"layer.{name}" for name in tensors_of(part.layer)]
 
     def forward(self, inputs: list[Tensor], weights: list[Tensor]) -> Tensor:
@@ -75,17 +79,17 @@ class _Exported(nn.Module):
 
 
 def compile_layer(layer: Any, config: ModelConfig, dtype: torch.dtype, block_size: int, kind: str, file: Path):
-    """Compile one kind of a decoder layer to `file`. Takes up to tens of seconds."""
+    """Compile one part of a decoder layer to `file`. Takes tens of seconds at most."""
     inputs, dims = example(config, dtype, block_size, kind)
-    # A single token takes so little time that allocating for it shows: a twentieth of a step.
+    # Memory planning saves allocations, which take a twentieth of a step of a single token.
     options = {"memory_planning": kind == "one"}
-    # oneDNN's tensors are opaque; plain ones of their shape are traced in their place.
+    # oneDNN's tensors are opaque: tracing uses plain tensors of the same shape instead.
     stand_ins = [torch.empty(t.shape, dtype=t.dtype) if t.is_mkldnn else t for t in tensors_of(layer).values()]
     _export(_Exported(_Part(layer, kind)), [inputs, stand_ins], [dims, [None] * len(stand_ins)], file, options)
 
 
 class _ExportedHead(nn.Module):
-    """The head as a function of tensors: the vocabulary may have any size."""
+    """Computes the head as a function of its input and weights, for a vocabulary of any size."""
 
     def forward(self, x, tiles, scales=None):
         return matvec(x, tiles, None) if scales is None else product_of_few(x, tiles, scales)
@@ -114,11 +118,14 @@ def _export(module: nn.Module, inputs: list[Any], dims: list[Any], file: Path, o
         program = torch.export.export(module, tuple(inputs), dynamic_shapes=tuple(dims), strict=False)
         made = Path(scratch, file.name)
         aoti_compile_and_package(program, package_path=str(made), inductor_configs=OPTIONS | options)
-        os.replace(made, file.with_name(f"{file.stem}.{digest(made)}.pt2"))  # it appears whole or not at all
+        os.replace(made, file.with_name(f"{file.stem}.{digest(made)}.pt2"))  # atomic: never a partial file
 
 
 def example(config: ModelConfig, dtype: torch.dtype, block_size: int, kind: str) -> tuple[list[Tensor], list[Any]]:
-    """(inputs without the weights, their dynamic dimensions). Sizes are hints of what is worth a thread."""
+    """Example inputs of a part, and their dynamic dimensions. Weights are left out.
+
+    Inductor decides by the sizes which loops are worth several threads.
+    """
     from torch.export import Dim
 
     num_tokens = {"one": 1, "decode": 16}.get(kind, 90)
@@ -145,43 +152,43 @@ def example(config: ModelConfig, dtype: torch.dtype, block_size: int, kind: str)
 
 
 def main(spec: dict[str, Any], directory: Path) -> None:
-    """Compile what `spec` needs and `directory` does not have, as many parts at a time as there are threads."""
+    """Compile the parts that `spec` needs and `directory` does not have. `aot.Compiled` makes `spec`."""
     os.umask(0o077)
     threading.Thread(target=_end_with_the_parent, daemon=True).start()
-    os.nice(19)  # where there is no SCHED_IDLE
-    torch._inductor.config.force_disable_caches = True  # ours is the cache
+    os.nice(19)  # for systems without SCHED_IDLE
+    torch._inductor.config.force_disable_caches = True  # `directory` is the cache
     _register_lowering()
     config = loader.read_config(Path(spec["path"]))
     with FileLock(directory / "lock"):
-        for stale in directory.glob(f"{SCRATCH}*"):  # of a process that was killed
+        for stale in directory.glob(f"{SCRATCH}*"):  # left by a process that was killed
             shutil.rmtree(stale, ignore_errors=True)
         missing = [name for name in file_kinds(config, spec["quantization"]) if find_file(directory, name) is None]
         if missing:
             _probe_compiler()
-        # Forked, so that nothing is imported again; each takes some 700 MB meanwhile.
+        # Forked processes import nothing again. Each takes about 700 MB.
         pool = ProcessPoolExecutor(min(spec["threads"], MAX_PROCESSES), multiprocessing.get_context("fork"))
         with pool:
             for _ in pool.map(partial(_make, spec, config, directory), missing):
-                pass  # an exception comes out here
+                pass  # raises the exceptions of the processes
 
 
 def _end_with_the_parent() -> None:
-    """The parent holds the other end of our standard input, and never writes."""
+    """End this process when its parent ends. The parent holds the other end of standard input and never writes."""
     os.read(0, 1)
-    if os.getpgrp() == os.getpid():  # the parent has given us a group of our own: the C++ compilers end, too
+    if os.getpgrp() == os.getpid():  # as `aot.py` starts it: end its C++ compilers, too
         os.killpg(0, signal.SIGKILL)
     os._exit(1)
 
 
 def _make(spec: dict[str, Any], config: ModelConfig, directory: Path, name: str) -> None:
-    """Compile one part, in a process of its own."""
+    """Compile one part. Runs in a forked process."""
     torch.set_num_threads(spec["threads"])
     dtype = getattr(torch, spec["dtype"])
     kind, window = file_kinds(config, spec["quantization"])[name]
     if kind == "head":
         compile_head(config, dtype, spec["quantization"] is not None, directory / name)
         return
-    # The smallest model with such a layer; its weights are never filled.
+    # The smallest model with such a layer. Its weights are never filled.
     small = replace(config, num_layers=1, sliding_windows=(window,), vocab_size=64)
     layer = loader.build_model(small, dtype, torch.device("cpu")).layers[0]
     if spec["quantization"]:
@@ -192,16 +199,16 @@ def _make(spec: dict[str, Any], config: ModelConfig, directory: Path, name: str)
 
 
 def _probe_compiler() -> None:
-    """Find the vector extensions that the C++ compiler supports, for seconds, before each part's process does."""
+    """Find the vector extensions that the C++ compiler supports. Takes seconds, so it is done once, before forking."""
     from torch._inductor.cpu_vec_isa import valid_vec_isa_list
     from torch._inductor.utils import fresh_cache
 
-    with fresh_cache():  # the probes are loaded: not from torch's shared cache
+    with fresh_cache():  # probes are loaded, so they must not come from torch's shared cache
         valid_vec_isa_list()
 
 
 def _register_lowering() -> None:
-    """Have Inductor call oneDNN for nanopage::packed_linear from C++, not our Python function."""
+    """Make Inductor call oneDNN from C++ for nanopage::packed_linear, instead of our Python function."""
     from torch._inductor.ir import TensorBox
     from torch._inductor.lowering import register_lowering
     from torch._inductor.mkldnn_ir import LinearUnary

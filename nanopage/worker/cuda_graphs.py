@@ -1,21 +1,22 @@
-"""Steps of nothing but decodes, on static buffers padded to one of a few batch sizes: on CUDA one graph replay each.
+"""CUDAGraphs: runs steps that have only decodes, each by replaying a CUDA graph.
 
-A decode step of a small model takes a GPU less time than its kernels take to be launched one by one. So the whole step,
-from input ids to sampled ids, is captured once for every batch size and replayed from then on (CUDA Graphs; vLLM and
-gpt-fast do the same). A step writes which rows of the sequence table it is about, and their lengths:
+For a small model, launching the kernels of a decode step one by one takes longer than running them. So the whole step,
+from input ids to sampled ids, is captured once for each of a few batch sizes and then replayed (vLLM and gpt-fast do
+the same). The input of a graph is the rows of the sequence table that the step computes, and their lengths:
 
     rows, seq_lens   int64 [2, size]  ──▶ ┌─ one graph of `size` ─────────────────────────────────────┐
     sequence table                    ──▶ │ input ids ─▶ layers ─▶ head ─▶ logits ─▶ sampled ─▶ table │ ──▶ the host
                                           └───────────────────────────────────────────────────────────┘
 
-Everything else follows from the sequence table on the device. Beyond the batch, rows are padding: the table's last row,
-with length 0. They write no K and V and attend to nothing.
+The graph looks up everything else in the sequence table on the device. A batch is padded to the size of a graph with
+the table's last row and length 0. Padding writes no K and V and attends to nothing.
 
-Attention's grid is captured with the rest, so the number of splits of the contexts cannot follow a step's lengths.
-Each size is therefore captured with the splits that fill the GPU if all contexts are equal, and with GROWTH times as
-many and so on, for batches in which few sequences have most of the tokens, as far as the longest context can use them.
+A graph fixes the grid of the attention kernel, so the number of splits of the contexts cannot depend on a step's
+lengths. Each size is therefore captured several times: with the number of splits that fills the GPU if all contexts are
+equally long, then with GROWTH times as many, and so on, up to the number that the longest context can use. The larger
+numbers serve batches in which a few sequences have most of the tokens.
 
-On a CPU the same code runs on the same buffers, without capture; it is there for the tests.
+On a CPU, for the tests, the same code runs on the same buffers without capture.
 """
 
 from collections.abc import Callable
@@ -37,27 +38,27 @@ from nanopage.worker.eager import Output
 from nanopage.worker.kv_cache import KVCache
 from nanopage.worker.sequence_table import SequenceTable
 
-GROWTH = 4
-LARGEST_SIZE = 512  # a step of more sequences takes a GPU longer than its launches take the host
+GROWTH = 4  # from one captured number of splits to the next
+LARGEST_SIZE = 512  # with more sequences, a step takes a GPU longer than its launches take the host
 
 
 def batch_sizes(most: int) -> list[int]:
-    """1, 2, 4, 8, 16, then by 16 to 64 and by 32 to `most`, or to LARGEST_SIZE."""
+    """The batch sizes to capture: 1, 2, 4, 8, then every 16 up to 64 and every 32 up to `most` or LARGEST_SIZE."""
     most = min(most, LARGEST_SIZE)
     sizes = [1, 2, 4, 8, *range(16, 64, 16), *range(64, most + 1, 32)]
     return [size for size in sizes if size < most] + [most]
 
 
 class CUDAGraphs:
-    """The static buffers of a model's decode steps, and on CUDA the graphs that work on them.
+    """Runs decode steps on static buffers. On CUDA, captures them as graphs and replays these.
 
     Args:
-        model: whose layers may be compiled.
-        kv_cache: the pool its K and V are in.
-        table: of the sequences; its last row is for padding.
-        max_model_len: tokens of the longest context.
-        uses_triton: whether attention is that of Triton's kernels.
-        wrap: what the functions before and after the model are passed through, to be compiled.
+        model: its layers may be compiled.
+        kv_cache: the pages of K and V.
+        table: the state of each running sequence. Its last row is for padding.
+        max_model_len: the most tokens of a context.
+        uses_triton: whether Triton kernels compute attention.
+        wrap: compiles the functions that run before and after the model.
     """
 
     def __init__(
@@ -78,12 +79,12 @@ class CUDAGraphs:
         self.query_start = torch.arange(most + 1, dtype=torch.int32, device=self.device)
         self.logits = torch.empty(most, model.lm_head.out_features, dtype=dtype, device=self.device)
         self.sampled = torch.zeros(most, dtype=torch.int64, device=self.device)
-        self.graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}  # by size and number of splits
-        self._splits: dict[int, list[int]] = {}  # splits_of each size that has been run
-        self._pool: Any = None  # of the memory that they share
+        self.graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}  # key: size, number of splits
+        self._splits: dict[int, list[int]] = {}  # results of `splits_of`
+        self._pool: Any = None  # the memory pool that all graphs share
 
     def fits(self, batch: Batch) -> bool:
-        """Whether a batch is of decodes alone, each sampled for itself, and not larger than the largest size."""
+        """Whether a batch has only decodes, samples each of them once, and is no larger than the largest size."""
         return (
             len(batch.rows) <= self.sizes[-1]
             and batch.sampled_rows == batch.rows
@@ -92,7 +93,7 @@ class CUDAGraphs:
 
     @torch.inference_mode()
     def run(self, batch: Batch) -> Output:
-        """The logits and tokens are valid until the next call."""
+        """Run a batch that fits. The next call overwrites the logits and tokens that this one returns."""
         num_rows = len(batch.rows)
         size = next(size for size in self.sizes if size >= num_rows)
         padding, seq_lens = size - num_rows, [start + 1 for start in batch.starts]
@@ -106,7 +107,10 @@ class CUDAGraphs:
         return Output(self.logits[:num_rows], tokens=self.sampled[:num_rows])
 
     def _step(self, size: int, num_splits: int, num_rows: int) -> None:
-        """What is captured. Of `num_rows` without Triton: plain torch cannot skip padding."""
+        """Run a step on the static buffers. This is what a graph captures.
+
+        Args: num_rows: rows that are not padding. Only plain attention uses it, because it cannot skip padding.
+        """
         rows, seq_lens = self.ints[: 2 * size].view(2, size).unbind()
         table, sampling, block_size = self.table, self.table.sampling, self.kv_cache.block_size
         input_ids, positions, slots, block_tables = self.before(
@@ -141,7 +145,7 @@ class CUDAGraphs:
         return splits
 
     def _choose_splits(self, size: int, seq_lens: list[int]) -> int:
-        """The smallest number there is whose programs are at most twice as long as these lengths ask for."""
+        """The smallest captured number of splits that is at least half of what is best for these lengths."""
         if size not in self._splits:
             self._splits[size] = self.splits_of(size)
         captured = self._splits[size]
@@ -154,16 +158,16 @@ class CUDAGraphs:
 
     @torch.inference_mode()
     def capture(self, sizes: list[int]) -> None:
-        """Capture these sizes, the largest first, so that the others find room in its memory.
+        """Capture graphs of these sizes. The largest is captured first, and the others reuse its memory.
 
-        Raises: MemoryError, naming the size at which the GPU's memory ran out and the options that help.
+        Raises: MemoryError if the GPU's memory runs out. The message names the size and the options that help.
         """
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         cases = [(size, splits) for size in reversed(sizes) for splits in self.splits_of(size)]
         console = Console(stderr=True)
         for size, splits in track(cases, "Capturing CUDA graphs", console=console, transient=True):
             try:
-                self._step(size, splits, 0)  # whatever is made at a first call can not be made while capturing
+                self._step(size, splits, 0)  # a first call allocates and compiles, which capturing does not allow
                 graph = torch.cuda.CUDAGraph()
                 with torch.cuda.graph(graph, pool=self._pool):
                     self._step(size, splits, 0)
@@ -179,7 +183,7 @@ class CUDAGraphs:
 
 
 class PaddedAttention:
-    """Plain attention of decodes of which only the first are sequences; the others are padding."""
+    """Plain attention of a padded batch of decodes. Computes the sequences and returns zeros for the padding."""
 
     def __init__(self, slots: Tensor, block_tables: Tensor, seq_lens: Tensor):
         self.slots, self.block_tables, self.seq_lens = slots, block_tables, seq_lens
@@ -196,7 +200,10 @@ class PaddedAttention:
 def look_up(
     rows: Tensor, seq_lens: Tensor, tokens: Tensor, block_tables: Tensor, block_size: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(input_ids, positions, slot_mapping: int64 [size], block_tables [size, blocks]) of rows of the sequence table."""
+    """Look up the inputs of a step in the sequence table.
+
+    Returns: input_ids, positions and slot_mapping, int64 [size] each, and block_tables [size, blocks].
+    """
     positions = (seq_lens - 1).clamp(min=0)
     tables = block_tables.index_select(0, rows)
     blocks = tables.gather(1, (positions // block_size)[:, None]).squeeze(1).long()
@@ -205,7 +212,7 @@ def look_up(
 
 
 def sample(logits: Tensor, rows: Tensor, seq_lens: Tensor, temperatures: Tensor, seeds: Tensor) -> Tensor:
-    """A token for each row: int64 [size]."""
+    """Sample a token for each row at its temperature: int64 [size]."""
     logits = at_least_float32(logits)
     # A sequence's length is the position of the token to be sampled.
     return gumbel_max(logits, temperatures[rows].to(logits.dtype), seeds[rows], seq_lens)

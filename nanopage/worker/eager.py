@@ -1,7 +1,7 @@
 """The eager way to run a step: the model's own modules, one operator after the other. It can run any batch.
 
-Ways to run a step have two methods: `fits(batch)` says whether a way can run a batch, and `run(batch)` runs it.
-`model_runner.py` chooses. The others are `aot.py` (a CPU) and `cuda_graphs.py` (a GPU).
+Each way to run a step has two methods: `fits(batch)` says whether the way can run a batch, and `run(batch)` runs it.
+`model_runner.py` chooses the way. The other ways are `aot.py`, for a CPU, and `cuda_graphs.py`, for a GPU.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,12 +23,13 @@ from nanopage.worker.sequence_table import SequenceTable
 
 @dataclass(slots=True)
 class Inputs:
-    """A batch of T tokens of B sequences as tensors. All are on the device but the lengths.
+    """A batch of T tokens of B sequences as tensors. All are on the device except the lengths.
 
     input_ids, positions  int64 [T]
     slot_mapping          int64 [T]              block * block_size + offset of each token
-    block_tables          [B, max_blocks]        physical block of each logical block; on a CPU, see pages.pad_tables
-    query_lens, seq_lens  int64 [B], on the CPU  tokens of each sequence in this step, and including this step
+    block_tables          [B, max_blocks]        physical block of each logical block; on a CPU, padded by pad_tables
+    query_lens            int64 [B], on the CPU  tokens of each sequence in this step
+    seq_lens              int64 [B], on the CPU  tokens of each sequence, including this step's
     """
 
     input_ids: Tensor
@@ -41,12 +42,12 @@ class Inputs:
 
 @dataclass(slots=True)
 class Output:
-    """What running a batch has given.
+    """What the model computes for a batch.
 
-    logits  [S, vocab_size] of its S `sampled_rows`; None if there are none
-    hidden  [T, hidden_size] of all tokens, if a prompt's log-probabilities were asked for
-    tokens  int64 [S], if the way samples, too: at each row's temperature, without constraints and truncation. They are
-            in the sequence table
+    logits  [S, vocab_size] of the S `sampled_rows`; None if there are none
+    hidden  [T, hidden_size] of all tokens, if a sequence asked for log-probabilities of its prompt
+    tokens  int64 [S], if the way also samples: at each row's temperature, without constraints, penalties or truncation.
+            The sequence table already has them
     """
 
     logits: Tensor | None
@@ -55,7 +56,10 @@ class Output:
 
 
 class Eager:
-    """Args: make_attention: makes a step's attention out of its inputs."""
+    """Runs any batch with the model's own modules.
+
+    Args: make_attention: makes the attention of a step from its inputs. None: plain attention.
+    """
 
     def __init__(
         self,
@@ -80,7 +84,7 @@ def prepare(batch: Batch, table: SequenceTable) -> Inputs:
     rows, starts, counts = (np.array(values) for values in (batch.rows, batch.starts, batch.counts))
     seq_lens, block_size = starts + counts, table.block_size
     num_blocks = -(-seq_lens // block_size)
-    sequence = np.repeat(np.arange(len(rows)), counts)  # of each token
+    sequence = np.repeat(np.arange(len(rows)), counts)  # the sequence of each token
     positions = np.arange(len(sequence)) + np.repeat(starts - (counts.cumsum() - counts), counts)
     token_rows, sequence, positions = to_device(
         torch.from_numpy(np.stack([rows[sequence], sequence, positions])), table.device
@@ -95,6 +99,7 @@ def prepare(batch: Batch, table: SequenceTable) -> Inputs:
 
 
 def reference_attention(inputs: Inputs) -> Attention:
+    """Plain attention (kernels/reference.py)."""
     return ReferenceAttention(inputs.slot_mapping, inputs.block_tables, inputs.query_lens, inputs.seq_lens)
 
 
@@ -108,16 +113,16 @@ def run_model(
     layers: Sequence[Layer] | None = None,
     head: Callable[[Tensor], Tensor] | None = None,
 ) -> Output:
-    """Run the model.
+    """Run the model on a batch, and its head on the rows to be sampled.
 
-    Args: layers, head: what computes the decoder layers and the language-model head, if not the model's own modules.
+    Args: layers, head: replace the decoder layers and the head. None: the model's own modules.
     """
     scored = any(table.sampling.settings[row].prompt_logprobs is not None for row in batch.rows)
     sampled = np.array(batch.sampled_from, dtype=np.int64)
-    used = np.unique(sampled)  # completions that are about to fork from one prompt share one
+    used = np.unique(sampled)  # completions that fork from one prompt share its logits
     last = np.cumsum(batch.counts)[used] - 1
     everything = len(last) == len(inputs.input_ids)
-    # At least one: oneDNN has no products without rows.
+    # At least one row: oneDNN cannot multiply matrices without rows.
     rows = None if scored or everything else to_device(last.tolist() or [0], table.device)
     hidden = model(inputs.input_ids, inputs.positions, kv_cache.tensor, attention, rows, layers)
     if not len(used):

@@ -1,4 +1,4 @@
-"""Executors: how a Batch gets to the workers and its BatchResult back. What they have in common: `step.Executor`."""
+"""Executors bring batches to the workers and results back. `step.Executor` is their interface."""
 
 from collections import deque
 from collections.abc import Callable
@@ -11,10 +11,10 @@ from nanopage.worker.worker import Worker
 
 
 class LocalExecutor:
-    """One worker, in this process: messages are passed as objects.
+    """Runs one worker in this process. Messages are passed as objects.
 
     Args:
-        checkpoint: of the model that `model_config` describes.
+        checkpoint: the weights of the model that `model_config` describes.
         on_progress: called while weights load, with the number of weights read so far and the total.
     """
 
@@ -31,7 +31,7 @@ class LocalExecutor:
 
     def start(self) -> Capacity:
         self.worker = Worker(*self._arguments)
-        del self._arguments  # the vocabulary of a .gguf file takes tens of megabytes
+        del self._arguments  # frees the vocabulary of a .gguf file, tens of megabytes
         return self.worker.capacity
 
     def submit(self, batch: Batch) -> None:

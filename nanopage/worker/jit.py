@@ -1,11 +1,12 @@
-"""Decoder layers compiled just in time, for a GPU: torch.compile of what comes before and what comes after attention.
+"""Compiles decoder layers for a GPU with torch.compile, when the engine starts.
 
-Attention itself stays between the two as it is: its kernels have nothing beside them to be fused with, and without it a
-graph depends on nothing but the number of tokens. So one compilation serves all layers in all steps, decodes and
-prompts alike, and another one a single token, whose shape torch specializes on. Both are made at start, and nothing is
-compiled while serving. torch keeps what Inductor makes on disk: a later start takes seconds. Products stay cuBLAS's.
+The code before attention and the code after it are compiled separately. Attention itself is not compiled: its kernels
+would not be fused with anything, and without it a graph depends only on the number of tokens. One compilation therefore
+serves all layers and all steps, decodes and prompts alike. A second one serves steps of a single token, because torch
+specializes on that shape. Nothing is compiled while serving. Inductor caches its code on disk, so a later start takes
+seconds. cuBLAS still computes the matrix products.
 
-On a CPU layers are compiled ahead of time instead (aot.py).
+On a CPU, layers are compiled ahead of time instead (aot.py).
 """
 
 import logging
@@ -25,7 +26,7 @@ logger = logging.getLogger("nanopage")
 
 
 def compile_model(model: Decoder, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
-    """Replace a model's layers, and what is around them, by compiled ones. Takes up to a minute the first time.
+    """Replace a model's layers, rotary embedding and last norm by compiled ones. Takes a minute or less the first time.
 
     Args:
         dtype: of weights and activations.
@@ -35,7 +36,7 @@ def compile_model(model: Decoder, config: ModelConfig, dtype: torch.dtype, devic
 
     def compiled_once(module: nn.Module, name: str) -> Callable:
         key = type(module), name
-        if key not in compiled:  # weights are inputs of the graph: one serves all modules of a kind
+        if key not in compiled:  # weights are inputs of a graph, so it serves all modules of a type
             compiled[key] = compile_afresh(getattr(type(module), name))
         return compiled[key]
 
@@ -69,7 +70,7 @@ class CompiledLayer(DecoderLayer):
 
 
 class CompiledModule(nn.Module):
-    """A module with its `forward` compiled."""
+    """Wraps a module and runs compiled code in place of its `forward`."""
 
     def __init__(self, module: nn.Module, compiled: Callable):
         super().__init__()
@@ -80,15 +81,18 @@ class CompiledModule(nn.Module):
 
 
 def compile_afresh(function: Any) -> Any:
-    """torch.compile for this engine alone. torch keeps eight graphs of a function at most, and a size that is not the
-    one it has seen before (by the function's name and place) becomes dynamic: engines must not share them."""
+    """torch.compile a copy of a function under a new name, so that engines do not share its graphs.
+
+    torch identifies a function by its name and place. It keeps at most eight graphs of a function, and it makes a size
+    dynamic if it has seen another one before.
+    """
     code = function.__code__.replace(co_name=f"{function.__name__}_{uuid4().hex}")
     return torch.compile(FunctionType(code, function.__globals__, closure=function.__closure__), fullgraph=True)
 
 
 @torch.inference_mode()
 def warm_up(model: Decoder, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
-    """Call every compiled part with several tokens and with one, so that there is nothing left to compile."""
+    """Call every compiled part with several tokens and with one, so that nothing is left to compile while serving."""
 
     def zeros(*shape: int, kind: torch.dtype = dtype) -> Tensor:
         return any_length(torch.zeros(shape, dtype=kind, device=device))
@@ -103,7 +107,7 @@ def warm_up(model: Decoder, config: ModelConfig, dtype: torch.dtype, device: tor
 
 
 def any_length(tensor: Tensor) -> Tensor:
-    """Tell torch.compile that there may be any number of rows, unless it is one: that is a shape of its own."""
+    """Mark the number of rows as dynamic for torch.compile, unless it is 1: torch compiles that separately."""
     if len(tensor) > 1:
         torch._dynamo.mark_dynamic(tensor, 0)
     return tensor

@@ -12,16 +12,19 @@ from nanopage.config import ModelConfig
 from nanopage.device import to_device
 from nanopage.step import Batch
 
-SWAP_BYTES = 2**26
+SWAP_BYTES = 2**26  # of temporary device memory for a swap
 
 
 class KVCache:
-    """One tensor [num_layers, 2, num_blocks, num_kv_heads, head_dim * block_size]; [l, 0] is K and [l, 1] is V. What
-    is in a block: kernels/pages.py.
+    """Holds the keys and values of all sequences, and moves blocks.
 
-    On a CPU its memory is only reserved: the system backs it with RAM as blocks are first cleared and used. The host
-    pool, [num_host_blocks, num_layers, 2, num_kv_heads, head_dim * block_size], is made by the first swap; beside a GPU
-    it is pinned, and takes all its memory then.
+    tensor  [num_layers, 2, num_blocks, num_kv_heads, head_dim * block_size]: K in [l, 0] and V in [l, 1] of layer l.
+            kernels/pages.py describes the layout of a block
+    host    the host pool, [num_host_blocks, num_layers, 2, num_kv_heads, head_dim * block_size]; None before the first
+            swap
+
+    On a CPU, `tensor` takes RAM only as blocks are first written. With a GPU, the host pool is pinned, so the first
+    swap takes the memory of the whole pool.
     """
 
     def __init__(
@@ -50,13 +53,16 @@ class KVCache:
             self.clear(batch.cleared)
 
     def clear(self, blocks: list[int]) -> None:
-        """Zero blocks in all layers. Attention reads whole blocks and masks what lies beyond a sequence's end; what it
-        masks must be finite (NaN times a weight of 0 is NaN), so no former owner's values may remain."""
+        """Zero blocks in all layers.
+
+        Attention on a CPU reads whole blocks and masks the slots beyond a sequence's end. The masked values must be
+        finite, because NaN times a weight of 0 is NaN, so the values of a block's previous owner must not remain.
+        """
         if blocks:
             self.tensor.index_fill_(2, self._index(blocks), 0)
 
     def copy(self, pairs: list[tuple[int, int]]) -> None:
-        """Copy blocks (from, to) in all layers. All are read before any is written."""
+        """Copy blocks in all layers: (from, to). All blocks are read before any is written."""
         if pairs:
             sources, targets = zip(*pairs, strict=True)
             self.tensor.index_copy_(2, self._index(targets), self.tensor.index_select(2, self._index(sources)))
@@ -86,7 +92,7 @@ class KVCache:
             self.tensor.index_copy_(2, self._index([block for _, block in some]), coming.movedim(0, 2))
 
     def _batched(self, pairs: list[tuple[int, int]]) -> Iterator[list[tuple[int, int]]]:
-        """So many at a time as take SWAP_BYTES of the device's memory on their way."""
+        """Split pairs into parts whose blocks take at most SWAP_BYTES, or into single pairs if a block takes more."""
         count = max(1, SWAP_BYTES * self.num_blocks // self.tensor.nbytes)
         for begin in range(0, len(pairs), count):
             yield pairs[begin : begin + count]
@@ -97,12 +103,12 @@ class KVCache:
     def _host_pool(self) -> torch.Tensor:
         if self.host is None:
             layers, two, _, *rest = self.tensor.shape
-            shape = (self.num_host_blocks, layers, two, *rest)  # a block in one piece
+            shape = (self.num_host_blocks, layers, two, *rest)  # each block is contiguous
             self.host = torch.empty(shape, dtype=self.tensor.dtype, pin_memory=self._stream is not None)
         return self.host
 
     def _copying(self) -> contextlib.AbstractContextManager:
-        """Copies begin when the work so far is done, and later work need not wait for them."""
+        """A context in which copies run on their own stream, after all earlier work, without delaying later work."""
         if self._stream is None:
             return contextlib.nullcontext()
         self._stream.wait_stream(torch.cuda.current_stream(self.tensor.device))

@@ -1,4 +1,7 @@
-"""ModelRunner: a Batch to tensors, through the model and the sampler, to a BatchResult."""
+"""ModelRunner: runs a Batch through the model and the sampler, and returns a BatchResult.
+
+`launch` starts a step and returns a `Launched`. Its `result` waits for the step and reads the tokens.
+"""
 
 import time
 from dataclasses import dataclass, field
@@ -17,11 +20,11 @@ from nanopage.worker.eager import Output
 from nanopage.worker.kv_cache import KVCache
 from nanopage.worker.sequence_table import SequenceTable
 
-PROMPT_LOGPROB_ROWS = 256  # prompt positions whose logits exist at once: [256, vocab_size]
+PROMPT_LOGPROB_ROWS = 256  # prompt positions whose logits are in memory at once: [256, vocab_size]
 
 
 class Way(Protocol):
-    """How a step is run: eager.py, aot.py, cuda_graphs.py."""
+    """A way to run a step: see eager.py, aot.py and cuda_graphs.py."""
 
     def fits(self, batch: Batch) -> bool:
         """Whether this way can run a batch now."""
@@ -34,9 +37,9 @@ class ModelRunner:
     """Runs one model on one device.
 
     Args:
-        kv_cache: the pool for K and V.
-        table: what is known of each sequence.
-        ways: to run a step. The first that fits runs it; the last fits every batch.
+        kv_cache: the pages of K and V.
+        table: the state of each running sequence.
+        ways: ways to run a step, in order of preference. The last one fits every batch.
     """
 
     def __init__(self, model: Decoder, kv_cache: KVCache, table: SequenceTable, ways: list[Way]):
@@ -46,9 +49,12 @@ class ModelRunner:
 
     @torch.inference_mode()
     def launch(self, batch: Batch) -> "Launched":
-        """Apply what has changed, move blocks, and run a batch. Does not synchronize with a GPU."""
+        """Move blocks, update the sequence table and run a batch.
+
+        Synchronizes with a GPU only if the previous step left sampled tokens to be checked (see `Samples.settle`).
+        """
         started = time.perf_counter()
-        if self._samples is not None:  # the next step reads its tokens
+        if self._samples is not None:  # this step reads the tokens of the previous one
             self._samples.settle()
         self.kv_cache.move(batch)
         self.table.update(batch)
@@ -78,7 +84,10 @@ class ModelRunner:
         result.sample_seconds = time.perf_counter() - computed
 
     def _prompt_logprobs(self, batch: Batch, hidden: Tensor) -> list[PromptLogprobs]:
-        """What the hidden states of all tokens of the batch say of the next tokens of their prompts."""
+        """Log-probabilities of prompt tokens, for the sequences that asked for them.
+
+        Args: hidden: [T, hidden_size], of all tokens of the batch. Each predicts the next token of its prompt.
+        """
         results = []
         parts = hidden.split(batch.counts)
         for row, start, part in zip(batch.rows, batch.starts, parts, strict=True):
@@ -99,17 +108,17 @@ class ModelRunner:
 
 @dataclass(slots=True)
 class Launched:
-    """A step on its way."""
+    """A step that has been started."""
 
     samples: Samples | None = None
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
-    partial: BatchResult = field(default_factory=BatchResult)  # its times
-    started: torch.cuda.Event | None = None  # on a GPU: the batch's first and last work
-    ended: torch.cuda.Event | None = None
+    partial: BatchResult = field(default_factory=BatchResult)  # holds the times so far
+    started: torch.cuda.Event | None = None  # before the step's work on a GPU
+    ended: torch.cuda.Event | None = None  # after it
 
     @torch.inference_mode()
     def result(self) -> BatchResult:
-        """Synchronizes with the device."""
+        """Wait for the step and return its result. Synchronizes with the device."""
         result, started = self.partial, time.perf_counter()
         if self.samples is not None:
             result.token_ids, result.logprobs = self.samples.result()
@@ -122,7 +131,7 @@ class Launched:
 
 
 def record_event(device: torch.device) -> torch.cuda.Event | None:
-    """A point in a GPU's work, to measure time from."""
+    """Mark the current point in a GPU's work, to measure times. None on a CPU."""
     if device.type != "cuda":
         return None
     event = torch.cuda.Event(enable_timing=True)

@@ -1,11 +1,11 @@
-"""SequenceTable: what a worker knows of each sequence that runs, in tensors that have a row for each.
+"""SequenceTable: what a worker knows of each running sequence, in tensors with one row for each sequence.
 
-    tokens         [rows, max_model_len + 1]   all its tokens; what is sampled is written behind them, on the device
-    block_tables   [rows, max_blocks]          the physical block of each of its logical blocks
-    sampling       see sampling/table.py
+    tokens         [rows, max_model_len + 1]   all tokens of the sequence; sampled tokens are added on the device
+    block_tables   [rows, max_blocks]          the physical block of each logical block
+    sampling                                   the sampling settings (see sampling/table.py)
 
-The tables are on the device and updated in place by what a Batch says has changed. A step takes its input tokens from
-`tokens`, so a token that one step samples is there for the next one before the host has seen it.
+The tables are on the device. Each Batch says what has changed, and `update` writes it to the tables. A step reads its
+input tokens from `tokens`, so the next step can use a sampled token before the host has seen it.
 """
 
 from itertools import chain
@@ -20,11 +20,14 @@ from nanopage.step import Batch, Fork
 
 
 class SequenceTable:
-    """Args: num_rows: most sequences that run at once."""
+    """Holds the tokens, block tables and sampling settings of all running sequences.
+
+    Args: num_rows: the most sequences that the table can hold.
+    """
 
     def __init__(self, num_rows: int, max_model_len: int, block_size: int, vocab_size: int, device: torch.device):
         self.block_size, self.device = block_size, device
-        # int32 on a GPU, which its kernels read; int64 on a CPU, where torch's indexing is faster with it.
+        # int32 for the kernels of a GPU; int64 on a CPU, because torch's indexing is faster with it.
         dtype = torch.int32 if device.type == "cuda" else torch.int64
         self.tokens = zeros(num_rows, max_model_len + 1, dtype, device)
         self.block_tables = zeros(num_rows, -(-max_model_len // block_size), dtype, device)
@@ -33,11 +36,11 @@ class SequenceTable:
 
     @property
     def num_bytes(self) -> int:
-        """Of its two large tables."""
+        """The size of `tokens` and `block_tables`."""
         return self.tokens.nbytes + self.block_tables.nbytes
 
     def update(self, batch: Batch) -> None:
-        """Apply what has changed since the last batch."""
+        """Apply what has changed since the previous batch."""
         write_entries(self.tokens, [(new.row, 0, new.token_ids) for new in batch.new])
         for new in batch.new:
             self.num_prompt_tokens[new.row] = new.num_prompt_tokens
@@ -48,8 +51,12 @@ class SequenceTable:
         write_entries(self.tokens, [(row, position, [token_id]) for row, position, token_id in batch.tokens])
 
     def record(self, rows: Tensor | np.ndarray, positions: Tensor | np.ndarray, tokens: Tensor) -> None:
-        """Write sampled tokens, int64 [B] on the device, at these positions of these rows, where the next step finds
-        them. NO_TOKEN is written as token 0: its sequence ends, but may already be in the next batch."""
+        """Write sampled tokens to the table, where the next step reads them.
+
+        NO_TOKEN is written as token 0: its sequence ends, but may already be part of the next batch.
+
+        Args: rows, positions: of each token, [B]; tokens: int64 [B], on the device.
+        """
         places = rows * self.tokens.shape[1] + positions
         index = places if isinstance(places, Tensor) else to_device(torch.from_numpy(places), self.device)
         self.tokens.view(-1).index_copy_(0, index, tokens.clamp(min=0).to(self.tokens.dtype))
@@ -66,7 +73,7 @@ class SequenceTable:
 
 
 def zeros(num_rows: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    if device.type == "cpu":  # NumPy's zeros take memory only where they are written to
+    if device.type == "cpu":  # np.zeros takes memory only where it is written to
         return torch.from_numpy(np.zeros((num_rows, width), dtype=np.int64 if dtype == torch.int64 else np.int32))
     return torch.zeros(num_rows, width, dtype=dtype, device=device)
 

@@ -1,4 +1,4 @@
-"""How many threads an engine on a CPU works with: one a physical core, of those it may use, within its quota."""
+"""Limits the threads of an engine on a CPU to one for each physical core that the process may use."""
 
 import logging
 import os
@@ -11,11 +11,13 @@ logger = logging.getLogger("nanopage")
 
 
 def limit_threads() -> None:
-    """Take threads from torch, for the whole process, that would only wait for each other; never add any.
+    """Reduce torch's number of threads, for the whole process, to `default_threads`. Never increase it.
 
-    torch's own count keeps to the affinity but knows no quota: beyond it threads are stopped, and the others wait for
-    them at every barrier. The two hyperthreads of a core share what attention and products need. Whoever sets
-    OMP_NUM_THREADS has decided otherwise.
+    torch respects the CPU affinity but ignores the CPU quota of a container. Threads beyond the quota are throttled,
+    and the other threads wait for them at every barrier. The two hyperthreads of a core share the execution units that
+    attention and products need, so a second thread does not help.
+
+    Leaves the number as it is if OMP_NUM_THREADS is set.
     """
     before, useful = torch.get_num_threads(), default_threads()
     if "OMP_NUM_THREADS" not in os.environ and useful < before:
@@ -24,7 +26,7 @@ def limit_threads() -> None:
 
 
 def default_threads(system: Path = Path("/sys")) -> int:
-    """Physical cores that this process may run on, at most as many as its control group's CPU quota."""
+    """The number of physical cores that this process may run on, within the CPU quota of its control group."""
     allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
     siblings = [system / f"devices/system/cpu/cpu{cpu}/topology/thread_siblings_list" for cpu in allowed]
     try:

@@ -1,4 +1,7 @@
-"""Worker: one device with its model, its KV cache and its runner."""
+"""Worker: one device with its model, its KV cache and its runner.
+
+Read `__init__` first: it loads the weights, measures the memory, allocates the KV cache and chooses how steps run.
+"""
 
 import logging
 import time
@@ -30,12 +33,12 @@ class Worker:
     """Loads the model, sizes the KV cache, and runs batches.
 
     Args:
-        checkpoint: of the model that `model_config` describes.
+        checkpoint: the weights of the model that `model_config` describes.
         on_progress: called while weights load, with the number of weights read so far and the total.
 
     Raises:
-        ValueError: options that the device does not allow, or weights that are broken, by name.
-        MemoryError: the device has no memory for the weights or the KV cache.
+        ValueError: the device does not allow an option, or a weight is broken. The message names it.
+        MemoryError: the device has too little memory for the weights or the KV cache.
     """
 
     def __init__(
@@ -60,7 +63,7 @@ class Worker:
         self.model = loader.load_model(
             checkpoint, model_config, self.dtype, self.device, config.load_format, on_progress
         )
-        del checkpoint  # the vocabulary of a .gguf file takes tens of megabytes
+        del checkpoint  # frees the vocabulary of a .gguf file, tens of megabytes
         self._replace_modules()
         longest = config.max_model_len or model_config.max_position_embeddings
         step_bytes = 0
@@ -82,11 +85,11 @@ class Worker:
         self._log_start()
 
     def launch(self, batch: Batch) -> Launched:
-        """Begin a step. Does not synchronize with a GPU."""
+        """Start a step. Does not wait for its result."""
         return self.runner.launch(batch)
 
     def compile(self) -> None:
-        """Compile what can be compiled, and wait for it. Raises: RuntimeError if that fails."""
+        """Compile what can be compiled on this device, and wait for it. Raises: RuntimeError if compiling fails."""
         if self.compiled is not None:
             self.compiled.compile()
 
@@ -97,7 +100,7 @@ class Worker:
     # How steps run
 
     def _choose_ways(self, table: SequenceTable, max_model_len: int) -> list[Way]:
-        """The ways to run a step, in the order in which they are tried, and a line that says so."""
+        """The ways to run a step, in the order in which they are tried. Sets `self.way`, which describes them."""
         eager = Eager(self.model, self.kv_cache, table, self._make_attention if self.uses_triton else None)
         if self.config.enforce_eager:
             self.way = "eagerly"
@@ -117,7 +120,7 @@ class Worker:
         return [self.compiled, eager]
 
     def _replace_modules(self) -> None:
-        """Put packed, quantized or compiled modules in the places of the plain ones."""
+        """Replace the model's modules by packed, quantized or compiled ones."""
         if self.device.type == "cuda":
             if not self.config.enforce_eager:
                 compile_model(self.model, self.model_config, self.dtype, self.device)
@@ -151,7 +154,7 @@ class Worker:
         config = self.config
         if config.quantization and self.device.type != "cpu":
             raise ValueError(
-                f"quantization={config.quantization!r} works on a CPU only, and this engine is on {self.device}"
+                f"quantization={config.quantization!r} works on a CPU only, but this engine runs on {self.device}"
             )
         if self.uses_triton and config.block_size & (config.block_size - 1):
             raise ValueError(f"block_size={config.block_size} must be a power of two on a GPU")

@@ -1,1 +1,1 @@
-"""Code for a CPU that Inductor compiles, and products by oneDNN."""
+"""Code that Inductor compiles for a CPU, and products computed by oneDNN."""

@@ -1,10 +1,12 @@
-"""Paged decode attention as loops for Inductor: no page is copied, no sequence padded to the longest.
+"""Paged attention of decodes on a CPU, as tensor expressions that Inductor compiles to loops.
 
-Flash-decoding (Dao et al. 2023): each sequence's blocks are cut into splits of about SPLIT_TOKENS tokens. Every split
-attends on its own and leaves an output, the largest score and the sum of its weights; the splits of a sequence are
-merged by these. Splits of all sequences stand in one flat list, so that a long sequence is many rows and a short one
-few. Written as tensor expressions that Inductor turns into vectorized loops which read the pages where they lie;
-run eagerly they would gather every page as float32.
+This is Flash-decoding (Dao et al. 2023). The blocks of each sequence are cut into splits of about SPLIT_TOKENS tokens.
+Attention over a split yields an output, the largest score and the sum of the weights, which are used to merge the
+splits of a sequence. The splits of all sequences form one flat list, so no sequence is padded to the length of the
+longest.
+
+The compiled loops are vectorized and read the pages in place. Run eagerly, the same expressions would copy every page
+as float32.
 """
 
 from dataclasses import dataclass
@@ -14,20 +16,21 @@ from torch import Tensor
 
 from nanopage.kernels.pages import views, write
 
-# Short: little of a sequence's last split is empty. Long: little is left to merge.
+# Short splits leave less of a sequence's last split empty. Long splits leave less to merge.
 SPLIT_TOKENS = 64
-# Of a row that sees nothing: exp(score - LOWEST) is 0 for its masked scores, and so is its weight in the merge.
+# The largest score of a split that sees nothing: exp(score - LOWEST) is 0 for its masked scores, and so is the weight
+# of the split in the merge.
 LOWEST = -1e30
 
 
 @dataclass(slots=True)
 class Splits:
-    """The splits of a step in which every one of B sequences has one query.
+    """The S splits of a step of B sequences with one query each.
 
     blocks    int64 [S, blocks per split]  physical blocks, padded with a block of the same sequence
-    owner     int64 [S]                    which sequence
-    start     int64 [S]                    position of the first slot
-    end       int64 [S]                    tokens of the sequence
+    owner     int64 [S]                    index of the sequence
+    start     int64 [S]                    position of the split's first slot
+    end       int64 [S]                    number of tokens of the sequence
     of        int64 [B, most splits]       the splits of each sequence, padded with its first
     merged    bool  [B, most splits]       which entries of `of` are not padding
     """
@@ -42,7 +45,7 @@ class Splits:
 
 @dataclass(slots=True)
 class FlashDecoding:
-    """Attention of a step in which every sequence has one token (see layers/attention.py). Run it compiled."""
+    """Attention of a step in which every sequence has one token (see layers/attention.py). Only for compiled code."""
 
     slot_mapping: Tensor  # int64 [B]: block * block_size + offset of each token
     splits: Splits
@@ -77,7 +80,8 @@ def flash_decode(q: Tensor, kv_cache: Tensor, splits: Splits, window: int | None
     # memory, so that the processor fetches pages ahead.
     k, v = (pages[splits.blocks].float() for pages in views(kv_cache, head_dim))
     kv_heads, block_size = k.shape[2], k.shape[4]
-    # A concatenation is a tensor of its own: otherwise every key would convert and scale its query again.
+    # The concatenation makes Inductor store the scaled queries. Otherwise it would convert and scale them again for
+    # every key.
     q = torch.cat([half.float() * head_dim**-0.5 for half in q.chunk(2, dim=-1)], dim=-1)
     q = q.unflatten(1, (kv_heads, -1))  # [B, kv_heads, group, dim]
     positions = splits.start[:, None] + torch.arange(k.shape[1] * block_size)
@@ -86,7 +90,7 @@ def flash_decode(q: Tensor, kv_cache: Tensor, splits: Splits, window: int | None
         visible &= positions >= splits.end[:, None] - window
     visible = visible.unflatten(1, (-1, 1, 1, block_size))
 
-    # Unrolled over the heads that share a KV head: one loop then reads each K, or V, once for all of them.
+    # Unrolled over the heads that share a KV head, so that one loop reads each K, or V, once for all of them.
     queries = [query[splits.owner][:, None, :, :, None] for query in q.unbind(2)]
     scores = torch.stack([(query * k).sum(3) for query in queries], 3)
     scores = torch.where(visible, scores, -torch.inf)  # [S, blocks, kv_heads, group, block_size]

@@ -1,7 +1,8 @@
-"""Products with weights in oneDNN's blocked layout: one copy of them, read by oneDNN and by compiled loops alike.
+"""Products with weights in oneDNN's blocked layout. oneDNN and compiled loops read the same copy of the weights.
 
-For several rows the product is oneDNN's. For a single row it is one pass over the weights, as fast as memory: a loop
-that Inductor makes streams it without the cost of a call, reading the tiles where oneDNN has put them.
+oneDNN computes products of several rows. A product of a single row is one pass over the weights, limited by the
+memory's bandwidth. A loop that Inductor compiles computes it without the cost of a call, and reads oneDNN's tiles in
+place.
 """
 
 import ctypes
@@ -9,31 +10,32 @@ import ctypes
 import torch
 from torch import Tensor
 
-TILE = 64  # outputs
+TILE = 64  # outputs of a tile
 
 
 def can_pack(dtype: torch.dtype) -> bool:
-    """Whether oneDNN is there and multiplies in this type natively."""
+    """Whether oneDNN is available and multiplies in this dtype natively."""
     if not torch.backends.mkldnn.is_available():
         return False
     return dtype == torch.float32 or (dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def pack(weight: Tensor) -> Tensor:
-    """oneDNN's own blocked layout of a weight [out, in]: an opaque tensor of the same size."""
+    """Convert a weight [out, in] to oneDNN's blocked layout, an opaque tensor of the same size."""
     return torch.ops.mkldnn._reorder_linear_weight(weight, None)
 
 
 def packed_linear(x: Tensor, packed_weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x [..., in] times a weight packed by `pack`: [..., out]."""
+    """Multiply x [..., in] by a weight packed by `pack`: [..., out]."""
     return torch.ops.mkldnn._linear_pointwise.default(x, packed_weight, bias, "none", [], "")
 
 
 def tiles_of(packed_weight: Tensor, weight: Tensor) -> Tensor | None:
-    """The memory of `packed_weight`, made by `pack(weight)`, as an ordinary tensor; it must not outlive that one.
+    """View the memory of `packed_weight`, which is `pack(weight)`, as an ordinary tensor. It must not outlive
+    `packed_weight`.
 
-    Returns: float32 [out / TILE, in, TILE], or int32 [out / TILE, in / 2, TILE] with two bfloat16 in each, the even
-        input in the lower half. None where oneDNN chose another layout, which it does for sizes that need padding.
+    Returns: float32 [out / TILE, in, TILE], or int32 [out / TILE, in / 2, TILE] with two bfloat16 in each element, the
+        even input in the lower half. None if oneDNN chose another layout, as it does for sizes that need padding.
     """
     out_features, in_features = weight.shape
     per_word = 4 // weight.itemsize
@@ -51,10 +53,10 @@ def tiles_of(packed_weight: Tensor, weight: Tensor) -> Tensor | None:
 
 
 def matvec(x: Tensor, tiles: Tensor, bias: Tensor | None) -> Tensor:
-    """x [1, in] times the weight whose `tiles_of` these are: [1, out], summed in float32."""
+    """Multiply x [1, in] by a weight given by its `tiles_of`: [1, out], summed in float32."""
     row = x.flatten().float()
     sums = []
-    # A vector register of outputs at a time, unrolled: one loop then reads a tile's memory in order.
+    # Unrolled over vector registers of outputs, so that one loop reads a tile's memory in order.
     for lanes in tiles.unflatten(2, (-1, 16)).unbind(2):
         if tiles.dtype == torch.int32:
             even, odd = row.view(-1, 2, 1).unbind(1)
@@ -67,12 +69,12 @@ def matvec(x: Tensor, tiles: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def rows(tiles: Tensor, ids: Tensor) -> Tensor:
-    """Rows `ids` [T] of the weight [out, in] whose `tiles_of` these are: [T, in]."""
+    """Read rows `ids` [T] of a weight given by its `tiles_of`: [T, in]."""
     words = tiles[ids // TILE, :, ids % TILE]
     return words.view(torch.bfloat16) if words.dtype == torch.int32 else words
 
 
-# An operator of a library "nanopage": a single call in a graph that is being compiled, which can not look into oneDNN.
+# Registered as an operator, so that it is a single call in a compiled graph: tracing cannot look into oneDNN.
 _library = torch.library.Library("nanopage", "DEF")
 _library.define("packed_linear(Tensor x, Tensor packed_weight, Tensor? bias) -> Tensor")
 _library.impl("packed_linear", packed_linear, "CompositeExplicitAutograd")

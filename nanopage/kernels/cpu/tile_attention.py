@@ -1,7 +1,7 @@
-"""Attention of a few queries of each of several sequences, for Inductor: two batched products, a loop between them.
+"""Attention of chunks that form a single tile, as code for Inductor: two batched products with a loop between them.
 
-The same as `reference.attend_chunks` does for chunks of a single tile, but masks, softmax and the copies around the
-products are fused: a prompt of a hundred tokens spends more time between small operators than in them.
+It computes the same as `reference.attend_chunks`, but Inductor fuses the masks, the softmax and the copies around the
+products. In a prompt of a hundred tokens, launching small operators takes longer than running them.
 """
 
 import torch
@@ -18,10 +18,11 @@ def attend_tile(
     Args:
         q: [T, heads, head_dim]; `out`, of the same shape, is written at `rows`.
         kv_cache: as in kernels/pages.py. Slots of a last block beyond its sequence's end must hold finite values.
-        block_tables: int64 [C, blocks] of each chunk's sequence, from its first token to its last query at least.
-        rows: int64 [C, N], of each query in q. positions: int32 [C, N], of each in its sequence.
+        block_tables: int64 [C, blocks] of each chunk's sequence, at least up to its last query.
+        rows: index of each query in q, int64 [C, N].
+        positions: position of each query in its sequence, int32 [C, N].
 
-    Returns: the square of a bound on the scores, a scalar (see reference.LARGEST_ROUNDED_SCORE).
+    Returns: the square of an upper bound on the scores, a scalar (see reference.LARGEST_ROUNDED_SCORE).
     """
     chunks, num_queries = rows.shape
     kv_heads, head_dim, dtype = kv_cache.shape[2], q.shape[2], q.dtype
@@ -29,7 +30,7 @@ def attend_tile(
     k, v = (x.flatten(0, 1) for x in gather(kv_cache, block_tables, head_dim))
     num_keys = k.shape[2]
     queries = q[rows].unflatten(2, (kv_heads, group)).permute(0, 2, 3, 1, 4).reshape(chunks * kv_heads, -1, head_dim)
-    # All rows in one dimension, so that threads share them however many chunks there are.
+    # All rows are in one dimension, so that threads can share them, whatever the number of chunks.
     scores = torch.bmm(queries, k).view(-1, num_keys)
     last = positions[:, None].expand(-1, kv_heads * group, -1).flatten()[:, None]
     keys = torch.arange(num_keys, dtype=torch.int32)
