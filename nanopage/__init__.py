@@ -9,7 +9,7 @@ import importlib
 import logging
 import sys
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _HOME = {
     "LLM": "llm",

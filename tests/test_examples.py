@@ -4,6 +4,8 @@ import ast
 import importlib.util
 import random
 import re
+import runpy
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,9 +13,18 @@ import torch
 from helpers import VOCAB_SIZE, tiny_model
 
 from nanopage import LLM, SamplingParams
+from nanopage.worker import aot
 
 ROOT = Path(__file__).parent.parent
 MINIMAL = ROOT / "examples" / "minimal_engine.py"
+EXPECTED = {  # a part of what each example prints
+    "completions": "beam 2: ",
+    "minimal_engine": "1 preemptions",
+    "offline": "Paris",
+    "prefix_sharing": "prompt tokens were cached",
+    "sampling": "digits only: ",
+    "streaming": ".",
+}
 
 
 @pytest.fixture(scope="module")
@@ -66,3 +77,11 @@ def test_the_engine_in_one_file_names_files_that_exist_and_imports_only_tokenize
     imports = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ImportFrom)]
     ours = {node.module for node in imports if node.module.startswith("nanopage")}
     assert ours == {"nanopage.text.tokenizer", "nanopage.weights"}
+
+
+@pytest.mark.parametrize("example", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.name)
+def test_an_example_runs(example, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", [str(example)])
+    monkeypatch.setattr(aot.Compiled, "start", lambda self: None)  # compiling in the background is not what is tested
+    runpy.run_path(str(example), run_name="__main__")
+    assert EXPECTED[example.stem] in capsys.readouterr().out

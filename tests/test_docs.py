@@ -1,0 +1,116 @@
+"""What README and docs say can be checked, and is: code runs, names and files exist, figures are counted."""
+
+import ast
+import contextlib
+import functools
+import io
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from helpers import Paged, assert_all_close, random_tokens, reference_logits, tiny_hf_model
+
+from nanopage import models
+
+ROOT = Path(__file__).parent.parent
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def code_blocks(name: str, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", (ROOT / name).read_text(), re.MULTILINE | re.DOTALL)
+
+
+def run_code(code: str) -> str:
+    """Run a block of a document. Returns what it prints."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(compile(code, "a document", "exec"), {})
+    return printed.getvalue()
+
+
+@functools.cache
+def defined_names() -> set[str]:
+    """Every class and function of the package, and every name in a class: `name` and `Class.name`."""
+    names = set()
+    for file in ROOT.glob("nanopage/**/*.py"):
+        tree = ast.parse(file.read_text())
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                members = {each.name for each in ast.walk(node) if isinstance(each, ast.FunctionDef)}
+                members |= {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
+                for each in ast.walk(node):
+                    if isinstance(each, ast.Attribute) and isinstance(each.ctx, ast.Store):
+                        members.add(each.attr)
+                names |= {node.name} | {f"{node.name}.{member}" for member in members}
+            if isinstance(node, ast.FunctionDef):
+                names.add(node.name)
+    return names
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_what_a_document_refers_to_exists(document):
+    text = document.read_text()
+    for target in re.findall(r"\]\(([^)#]*)(?:#[^)]*)?\)", text):
+        if target and not target.startswith("http"):
+            assert (document.parent / target).exists(), target
+    for file in re.findall(r"`((?:nanopage|tests|benchmarks|docs|examples)/[\w/.-]+\.(?:py|md|json))`", text):
+        assert (ROOT / file).exists() or file == "nanopage/models/olmo2.py", file
+    for file in re.findall(r"`(test_\w+\.py)`", text):
+        assert list(ROOT.glob(f"tests/**/{file}")), file
+    names = defined_names()
+    for name in re.findall(r"`([A-Z]\w+\.\w+)[`(]", text):
+        if name.partition(".")[0] in names:
+            assert name in names, name
+
+
+def test_the_readme_is_short_and_counts_the_reading_path():
+    text = (ROOT / "README.md").read_text()
+    assert len(text.splitlines()) < 200
+    table = text[text.index("| file | what it does |") : text.index("[docs/map.md](docs/map.md) lists every file")]
+    files = [ROOT / target for target in re.findall(r"\]\((nanopage/[^)]*)\)", table)]
+    num_files, num_lines = re.search(r"is (\d+) files and about ([\d,]+) lines", text).groups()
+    assert len(files) == int(num_files)
+    lines = sum(len(file.read_text().splitlines()) for file in files)
+    assert lines == pytest.approx(int(num_lines.replace(",", "")), rel=0.02)
+
+
+def test_the_map_lists_every_file():
+    text = (ROOT / "docs" / "map.md").read_text()
+    missing = [
+        file.relative_to(ROOT)
+        for folder in ("nanopage", "benchmarks")
+        for file in ROOT.glob(f"{folder}/**/*.py")
+        if file.name != "__init__.py" and f"{file.name}`" not in text
+    ]
+    assert missing == []
+
+
+@pytest.mark.parametrize("code", code_blocks("docs/debugging.md", "python"))
+def test_the_code_of_debugging_runs(code):
+    assert "Paris" in run_code(code)
+
+
+def test_the_tour_prints_what_it_shows():
+    blocks, outputs = code_blocks("docs/tour.md", "python"), code_blocks("docs/tour.md", "text")
+    assert run_code("".join(blocks)).splitlines() == "".join(outputs).splitlines()
+
+
+@pytest.mark.parametrize("fields", [{}, {"attention_bias": True, "num_key_value_heads": 4}], ids=str)
+def test_the_family_of_adding_a_model_equals_transformers(monkeypatch, tmp_path, fields):
+    (code,) = code_blocks("docs/adding-a-model.md", "python")
+    module = ModuleType("nanopage.models.olmo2")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    exec(compile(code, "olmo2.py", "exec"), module.__dict__)
+    monkeypatch.setattr(models, "FAMILIES", (*models.FAMILIES, "olmo2"))
+    hf_model = tiny_hf_model("olmo2", torch.float32, **fields)
+    hf_model.save_pretrained(tmp_path)
+    sequences = random_tokens([13, 1, 30])
+    paged = Paged(tmp_path, sequences)
+    for _ in range(10):
+        left = {index: min(7, len(tokens) - paged.done(index)) for index, tokens in enumerate(sequences)}
+        if step := {index: count for index, count in left.items() if count}:
+            paged.step(dict(sorted(step.items(), key=lambda item: item[1])))
+    assert_all_close(paged.logits, reference_logits(hf_model, sequences))
