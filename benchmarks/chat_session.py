@@ -1,24 +1,31 @@
 """Record a session of chat.py, as an emulated terminal of 80 x 24 shows it.
 
 python -m benchmarks.chat_session benchmarks/results/chat-session.txt
+python -m benchmarks.chat_session docs/chat.svg
 
-A script types at a shell in a pseudo-terminal. Lines in (parentheses) say what it does beside typing. Needs pexpect and
-pyte, of pip install -e '.[test]'.
+A .svg file is a picture of a short session. Any other file is the text of a long one. A script types at a shell in a
+pseudo-terminal. Lines in (parentheses) say what it does beside typing. `pip install -e '.[test]'` brings what it needs.
 """
 
 import datetime
+import io
 import json
 import os
+import string
 import subprocess
 import sys
 import tempfile
 import textwrap
 import time
 from collections.abc import Callable
+from itertools import groupby
 from pathlib import Path
 
 import pexpect
 import pyte
+from rich.console import Console
+from rich.style import Style
+from rich.text import Text
 
 from benchmarks.machine import cpu_name, versions
 from nanopage.weights import hub
@@ -174,6 +181,30 @@ def record(recorder: Recorder) -> None:
     r.ask("/bye", "$")
 
 
+def draw(recorder: Recorder) -> str:
+    """A picture of a short session, as SVG."""
+    r = recorder
+    r.type("python chat.py --seed 1\r")
+    r.see("/help lists commands")
+    r.type("What is the capital of France?\r")
+    r.see("TTFT")
+    r.type("Name three fruits as a Markdown list.\r")
+    r.wait(lambda: sum("TTFT" in line for line in r.lines()) == 2 and r.lines()[-1].strip() == ">")
+    console = Console(record=True, width=COLUMNS, file=io.StringIO(), force_terminal=True, color_system="truecolor")
+    for y in range(len(r.lines())):
+        line = Text()
+        cells = [r.screen.buffer[y][x] for x in range(COLUMNS)]
+        for (color, bold, italic), run in groupby(cells, lambda cell: (cell.fg, cell.bold, cell.italics)):
+            named = {"brown": "yellow"}.get(color, color).replace("bright", "bright_")  # pyte's names to rich's
+            is_rgb = len(color) == 6 and set(color) <= set(string.hexdigits)
+            style = Style(color=f"#{color}" if is_rgb else named, bold=bold, italic=italic)
+            line.append("".join(cell.data for cell in run), style)
+        line.rstrip()
+        console.print(line, no_wrap=True)
+    r.type(CTRL_D)
+    return console.export_svg(title="nanopage")
+
+
 def recommended() -> str:
     """The default model's sampling settings."""
     config = json.loads((hub.default_model() / "generation_config.json").read_text())
@@ -185,6 +216,9 @@ def main(file: Path) -> None:
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
     with tempfile.TemporaryDirectory() as state:
         recorder = Recorder(state)
+        if file.suffix == ".svg":
+            file.write_text(draw(recorder), encoding="utf-8")
+            return
         record(recorder)
     header = (
         f"What a terminal of {COLUMNS} x {ROWS} showed of chat.py at {commit.stdout.strip()}, "

@@ -3,7 +3,8 @@
 One layer's cache is [2, num_blocks, kv_heads, head_dim * block_size]. A page holds the K or V of one block and one
 head. A page of V is [block_size, head_dim], one token after the other. A page of K is transposed, [head_dim,
 block_size]. Both products of attention then read memory in order: vectors of tokens for the scores, and vectors of
-dimensions for the output (the layout of vLLM's first kernels).
+dimensions for the output (the layout of vLLM's first kernels). The axes of a page are flattened into one, because K and
+V have them in different orders and share a tensor.
 """
 
 import torch
