@@ -67,14 +67,14 @@ class InputProcessor:
             raise TypeError(f"sampling_params must be SamplingParams, not {params!r}")
         params = dataclasses.replace(params)  # a copy, checked again: the caller may change the original
         text, token_ids, cache_salt = self._read_prompt(prompt)
-        room = self.max_model_len - len(token_ids)
-        if room < 1:
+        max_output = self.max_model_len - len(token_ids)
+        if max_output < 1:
             raise ValueError(
                 f"the prompt has {len(token_ids)} tokens and leaves no room for output in "
                 f"max_model_len={self.max_model_len}"
             )
         if isinstance(params, BeamSearchParams):
-            return self._search_request(request_id, text, token_ids, cache_salt, params, room, priority)
+            return self._search_request(request_id, text, token_ids, cache_salt, params, max_output, priority)
         name, count = "n" if params.best_of is None else "best_of", params.num_sequences
         self._check_size(name, count, len(token_ids), params.max_tokens)
         settings = self._settings(params, self._check_tokens(params))
@@ -111,10 +111,10 @@ class InputProcessor:
         token_ids: list[int],
         cache_salt: str,
         params: BeamSearchParams,
-        room: int,
+        max_output: int,
         priority: int,
     ) -> Request:
-        max_tokens = min(params.max_tokens, room)
+        max_tokens = min(params.max_tokens, max_output)
         eos = self.model_config.eos_token_ids
         search = BeamSearch(params.width, max_tokens, params.length_penalty, params.early_stopping, eos)
         self._check_size("width", params.width, len(token_ids), max_tokens)

@@ -307,7 +307,7 @@ def tensors_of(layer: nn.Module) -> dict[str, Tensor]:
 
 def tensors_in(splits: Splits) -> list[Tensor]:
     """The tensors of `splits`, in the order in which compiled code takes them."""
-    return [splits.blocks, splits.owner, splits.start, splits.end, splits.of, splits.merged]
+    return [splits.blocks, splits.owner, splits.start, splits.end, splits.by_sequence, splits.valid]
 
 
 def file_name(kind: str, window: int | None) -> str:

@@ -27,20 +27,20 @@ LOWEST = -1e30
 class Splits:
     """The S splits of a step of B sequences with one query each.
 
-    blocks    int64 [S, blocks per split]  physical blocks, padded with a block of the same sequence
-    owner     int64 [S]                    index of the sequence
-    start     int64 [S]                    position of the split's first slot
-    end       int64 [S]                    number of tokens of the sequence
-    of        int64 [B, most splits]       the splits of each sequence, padded with its first
-    merged    bool  [B, most splits]       which entries of `of` are not padding
+    blocks       int64 [S, blocks per split]  physical blocks, padded with a block of the same sequence
+    owner        int64 [S]                    index of the sequence
+    start        int64 [S]                    position of the split's first slot
+    end          int64 [S]                    number of tokens of the sequence
+    by_sequence  int64 [B, most splits]       the splits of each sequence, padded with its first
+    valid        bool  [B, most splits]       which entries of `by_sequence` are not padding
     """
 
     blocks: Tensor
     owner: Tensor
     start: Tensor
     end: Tensor
-    of: Tensor
-    merged: Tensor
+    by_sequence: Tensor
+    valid: Tensor
 
 
 @dataclass(slots=True)
@@ -63,12 +63,12 @@ def split(block_tables: Tensor, seq_lens: Tensor, block_size: int) -> Splits:
     padding = block_tables[:, :1].expand(-1, most * per_split - width)
     tables = torch.cat((block_tables, padding), dim=1).view(num_seqs, most, per_split)
     starts = (torch.arange(most) * per_split * block_size).expand(num_seqs, -1)
-    merged = starts < seq_lens[:, None]
-    owner, number = merged.nonzero().unbind(1)
-    counts = merged.sum(1)
+    valid = starts < seq_lens[:, None]
+    owner, number = valid.nonzero().unbind(1)
+    counts = valid.sum(1)
     first = counts.cumsum(0) - counts
-    of = torch.where(merged, first[:, None] + torch.arange(most), first[:, None])
-    return Splits(tables[merged], owner, starts[0, number], seq_lens[owner], of, merged)
+    by_sequence = torch.where(valid, first[:, None] + torch.arange(most), first[:, None])
+    return Splits(tables[valid], owner, starts[0, number], seq_lens[owner], by_sequence, valid)
 
 
 def flash_decode(q: Tensor, kv_cache: Tensor, splits: Splits, window: int | None = None) -> Tensor:
@@ -100,8 +100,9 @@ def flash_decode(q: Tensor, kv_cache: Tensor, splits: Splits, window: int | None
     output = torch.stack([(weight[..., None] * v).sum(3) for weight in weights.unbind(3)], 3)
     output = output.sum(1)  # [S, kv_heads, group, dim]
 
-    largest = torch.where(splits.merged[..., None, None], largest[splits.of], LOWEST)  # [B, splits, kv_heads, group]
+    # [B, splits, kv_heads, group]
+    largest = torch.where(splits.valid[..., None, None], largest[splits.by_sequence], LOWEST)
     scale = (largest - largest.amax(1, keepdim=True)).exp()
-    numerator = (scale[..., None] * output[splits.of]).sum(1)
-    denominator = (scale * total[splits.of]).sum(1)
+    numerator = (scale[..., None] * output[splits.by_sequence]).sum(1)
+    denominator = (scale * total[splits.by_sequence]).sum(1)
     return (numerator / denominator[..., None]).flatten(1, 2)
