@@ -16,7 +16,7 @@ One request goes through the parts in this order: it waits in the Scheduler's qu
 step and blocks for them; the Engine makes tensors of the step; the Model writes K and V into the blocks, reads all
 earlier ones, and returns logits; the most likely token is appended. This repeats until the sequence ends.
 
-Everything is plain PyTorch, greedy, and runs on a CPU. The model is any Llama without sliding windows.
+Everything is plain PyTorch, greedy, and runs on a CPU. The model is any Llama with plain attention and plain RoPE.
 """
 
 import sys
@@ -111,8 +111,8 @@ class Scheduler:
         budget = self.max_num_batched_tokens
         preempted = False
 
-        # Running sequences come first. When blocks run out, preempt the youngest one. It is behind `seq` in the list,
-        # or `seq` itself, so it is not in the batch yet.
+        # Running sequences come first. When blocks run out, preempt the last one. It is not in the batch yet: only
+        # sequences before `index` are.
         index = 0
         while index < len(self.running) and budget > 0:
             seq = self.running[index]
@@ -164,8 +164,8 @@ class Scheduler:
 class Chunk:
     """The tokens that one sequence computes in a step.
 
-    rows   which of the step's tokens they are
-    slots  int64 [length]: where the K and V of all its tokens are, up to the last of these
+    rows   their range in the step's list of tokens
+    slots  int64 [length]: where K and V are of the sequence's tokens, from its first to the last of this chunk
     """
 
     rows: slice
@@ -232,7 +232,7 @@ class Model:
             values = self.v_cache[layer, chunk.slots].repeat_interleave(group, dim=1)
             queries = q[chunk.rows]
             scores = torch.einsum("qhd,khd->hqk", queries, keys) * config.head_dim**-0.5
-            # The i-th of n queries is token length - n + i: it must not see the tokens after it.
+            # The n queries are the sequence's last n tokens. They must not see the tokens after them.
             length, n = len(keys), len(queries)
             future = torch.arange(length) > torch.arange(length - n, length)[:, None]
             weights = scores.masked_fill(future, -torch.inf).softmax(dim=-1)
@@ -253,7 +253,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 # --- The engine ------------------------------------ nanopage/engine/engine.py, step.py, worker/, sampling/, llm.py ---
-# nanopage puts a message between what decides and what computes, keeps two steps in flight, and samples in many ways.
+# nanopage puts a message between what decides and what computes, can have two steps in flight, and samples.
 
 
 class Engine:

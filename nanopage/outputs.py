@@ -137,7 +137,7 @@ class StepStats:
     """What one engine step did, for progress bars, benchmarks and metrics.
 
     Counts cover this step alone, except for queues and blocks, which show the state after it. With async scheduling,
-    the sampled tokens and the wait for them belong to the previous batch.
+    the output tokens, and the seconds of all phases but scheduling, belong to the previous batch.
     """
 
     waiting: int = 0  # sequences in each queue

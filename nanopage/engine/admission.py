@@ -1,6 +1,6 @@
 """Admission: whether a waiting or swapped group may start to run, and which groups to preempt for it.
 
-A group fits if there are free blocks for all of its present tokens, and one more for each sequence of several. So a
+A group fits if there are free blocks for all of its present tokens, at least one for each sequence of several. So a
 long prompt does not start only to be preempted. Blocks that admitted groups have yet to take are reserved for them, and
 one percent of the pool (the watermark) stays free so that running groups can grow. If nothing runs, both are ignored.
 """
@@ -97,7 +97,7 @@ class Admission:
 
     def choose_victims(self, first: SequenceGroup, running: list[SequenceGroup], budget: int) -> list[SequenceGroup]:
         """The fewest running groups of lower priority, latest first, whose preemption admits the first waiting group
-        now. None if it fits without, or if even all of them would not be enough.
+        now. An empty list if it fits anyway, or if even all of them would not be enough.
 
         Args: budget: tokens of the step.
         """

@@ -208,7 +208,7 @@ class BlockManager:
             first = num_written // self.block_size
             if first < len(table) and self.ref_counts[table[first]] > 1:
                 writers.append(table[first])
-        # The last owner of a block to write needs no copy.
+        # If all owners of a block write to it, the last one needs no copy.
         return missing + sum(min(writers.count(block), self.ref_counts[block] - 1) for block in set(writers))
 
     def grow(self, seq_id: int, num_written: int, num_tokens: int) -> bool:

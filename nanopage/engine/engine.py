@@ -166,7 +166,8 @@ class LLMEngine:
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes, for instance after a change of the weights. Running requests continue."""
-        self.scheduler.block_manager.reset_prefix_cache()
+        with self._call():
+            self.scheduler.block_manager.reset_prefix_cache()
 
     def shutdown(self) -> None:
         """Shut the workers down. The engine cannot be used afterwards."""

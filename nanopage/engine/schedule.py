@@ -20,7 +20,7 @@ class Schedule:
 
     sequences  those of `batch.rows`, in the same order
     samplers   those of `batch.sampled_rows`, in the same order
-    chunks     work of several tokens, which goes behind the single tokens
+    chunks     work of several tokens, added to the batch after all single tokens
     """
 
     batch: Batch = field(default_factory=Batch)
@@ -104,8 +104,8 @@ class BatchWriter:
             batch.tokens.append((seq.row, start, seq.token_ids[start]))  # chosen by the search, not by the sampler
 
     def add(self, schedule: Schedule, seq: Sequence, num_tokens: int) -> None:
-        """Add the next tokens of a sequence. If they reach its last token, its next token is sampled, and so are those
-        of its siblings that are about to fork from it."""
+        """Add the next tokens of a sequence. If they reach its last token, its next token is sampled. If its siblings
+        are about to fork from it, their next tokens are sampled from the same logits."""
         batch, group = schedule.batch, seq.group
         end = seq.num_computed_tokens + num_tokens
         assert seq.row is not None
@@ -134,8 +134,8 @@ class BatchWriter:
     def _enter(self, batch: Batch, seq: Sequence, num_shared: int) -> None:
         """Make sure that a sequence has a row.
 
-        Args: num_shared: tokens that the row of its parent has already, if it has a parent. At most one more token
-            follows, which `grow` sends.
+        Args: num_shared: tokens that the row of its parent has already, if it has a parent. A beam has one token more,
+            which `grow` sends.
         """
         if seq.row is not None:
             return

@@ -9,11 +9,11 @@ budget: decodes and chunks of prompts together (Orca, OSDI 2022; chunked prefill
   2. Running groups come first, in order: one token for a decode, a chunk for an unfinished prompt. When blocks run
      out, preempt the last running group, whole.
   3. Then, unless blocks ran out, admit swapped and waiting groups in order, as long as they fit (see admission.py). If
-     this step computes the next block of a waiting prompt for another group, that prompt waits, and so do those behind
-     it: in the next step the block is in the prefix cache.
+     another group computes, in this step, a block that a waiting prompt can share, that prompt waits, and so do those
+     behind it: in the next step the block is in the prefix cache.
 
 Preemption (PagedAttention, SOSP 2023, section 4.5) is by recomputation or by swapping. Recomputation gives up the
-blocks and computes their tokens again, except for a common prefix that is still in the prefix cache. Swapping keeps the
+blocks and computes their tokens again, except those whose blocks are still in the prefix cache. Swapping keeps the
 blocks in host memory. By default, a group with one sequence is recomputed. A group with several is swapped, because
 recomputation would have to rebuild what they share. When host memory is full, any group is recomputed.
 
@@ -98,10 +98,11 @@ class Scheduler:
         return schedule
 
     def advance(self, schedule: Schedule) -> None:
-        """Treat a submitted batch as done, since the workers run whatever follows after it: count its tokens as
-        computed, register full blocks in the prefix cache, fork, and expect a token for each sampler.
+        """Count a submitted batch as computed: workers run steps in order, so whatever follows finds it done. Register
+        full blocks in the prefix cache, fork, and expect a token for each sampler.
 
-        Call `update` for the previous batch first: registering blocks takes the token ids that this batch has read.
+        Call `update` for the previous batch first: a block's hash needs its token ids, and the last one may come from
+        the previous batch.
         """
         batch, manager = schedule.batch, self.block_manager
         for seq, start, count in zip(schedule.sequences, batch.starts, batch.counts, strict=True):
@@ -206,8 +207,8 @@ class Scheduler:
             ending.finish_reason, ending.stop_reason = finish_reason, stop_reason
             ending.num_in_flight = 0
             if not group.forked and group.live and not ending.dormant:
-                # The leader computes blocks for its siblings, too: hand them to the next live sequence. A sequence that
-                # did not lead has no blocks.
+                # The leader computes blocks for its siblings, too: hand them to the next live sequence. If the ending
+                # sequence did not lead, it has no table, and `rename` does nothing.
                 leader = group.live[0]
                 if self.block_manager.rename(ending.seq_id, leader.seq_id):
                     leader.num_computed_tokens = ending.num_computed_tokens
@@ -365,7 +366,7 @@ class Scheduler:
         schedule.preempted.append(group)
 
     def _begin_again(self, group: SequenceGroup) -> None:
-        """Free the group's blocks. All its tokens will be computed again."""
+        """Free the group's blocks. Its tokens will be computed again."""
         for seq in group.live:
             self.block_manager.free(seq.seq_id)
             seq.num_computed_tokens = 0

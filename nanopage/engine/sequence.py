@@ -25,7 +25,7 @@ class Sequence:
     """One completion while it runs.
 
     `token_ids` is the prompt and the output that is known. `num_in_flight` more tokens are sampled by steps whose
-    results have not come back from the worker. `num_computed_tokens` of all these tokens have their K and V in the
+    results have not come back from the worker. The first `num_computed_tokens` of them all have their K and V in the
     cache. A sequence with one token left to compute is decoding; with more, it is in prefill.
 
     Args:

@@ -23,7 +23,7 @@ class ReferenceAttention:
     """Attention of a step's T tokens of B sequences (see layers/attention.py).
 
     slot_mapping  int64 [T]              block * block_size + offset of each token
-    block_tables  int64 [B, max_blocks]  physical block of each logical block, padded with the sequence's first
+    block_tables  int64 [B, max_blocks]  physical block of each logical block, padded with the first
     query_lens    int64 [B], on the CPU  tokens of each sequence in this step
     seq_lens      int64 [B], on the CPU  tokens of each sequence, including this step's
     """

@@ -1,6 +1,6 @@
 """Attention as models see it: an object that is made for each step and knows where the K and V of every token are.
 
-Each way to compute attention has a class: `kernels.reference.ReferenceAttention` in plain PyTorch,
+The ways to compute attention, by class: `kernels.reference.ReferenceAttention` in plain PyTorch,
 `kernels.cpu.flash_decoding.FlashDecoding` for compiled decodes on a CPU, and `kernels.paged_attention.TritonAttention`
 on a GPU.
 """

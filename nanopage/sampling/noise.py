@@ -1,6 +1,6 @@
 """Noise that is a pure function of (seed, position, token id): a counter-based generator (Salmon et al. 2011).
 
-A seeded request therefore samples the same tokens, whatever its neighbours, batches and preemptions are.
+So a seeded request draws the same noise, whatever its neighbours, batches and preemptions are.
 """
 
 import torch

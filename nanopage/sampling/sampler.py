@@ -32,8 +32,8 @@ class Sampler:
 
     Args:
         table: the sequence table.
-        defer: do not synchronize with a GPU to see whether truncation looked at enough candidates. Instead, return a
-            check that `Samples.settle` evaluates later.
+        defer: sample top-k, top-p and min-p from a few candidates without waiting to see whether these were enough.
+            `Samples.settle` finds that out before the next step.
     """
 
     def __init__(self, table: "SequenceTable", defer: bool = False):

@@ -46,8 +46,8 @@ class Output:
 
     logits  [S, vocab_size] of the S `sampled_rows`; None if there are none
     hidden  [T, hidden_size] of all tokens, if a sequence asked for log-probabilities of its prompt
-    tokens  int64 [S], if the way also samples: at each row's temperature, without constraints, penalties or truncation.
-            The sequence table already has them
+    tokens  int64 [S], if the way samples, too (CUDA graphs), by temperature alone. It has written them to the sequence
+            table. They are not used if a row has penalties, constraints or truncation
     """
 
     logits: Tensor | None

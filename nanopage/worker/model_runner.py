@@ -27,7 +27,7 @@ class Way(Protocol):
     """A way to run a step: see eager.py, aot.py and cuda_graphs.py."""
 
     def fits(self, batch: Batch) -> bool:
-        """Whether this way can run a batch now."""
+        """Whether this way can run a batch now. Called once before `run`; may load or start compiling code."""
 
     def run(self, batch: Batch) -> Output:
         """Run a batch that fits. Does not synchronize with a GPU."""
@@ -51,7 +51,7 @@ class ModelRunner:
     def launch(self, batch: Batch) -> "Launched":
         """Move blocks, update the sequence table and run a batch.
 
-        Synchronizes with a GPU only if the previous step left sampled tokens to be checked (see `Samples.settle`).
+        Synchronizes with a GPU only if the previous step sampled with top-k, top-p or min-p (see `Samples.settle`).
         """
         started = time.perf_counter()
         if self._samples is not None:  # this step reads the tokens of the previous one

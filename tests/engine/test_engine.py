@@ -636,6 +636,23 @@ def test_outputs_that_a_failing_step_could_not_return_come_with_the_next_or_with
     assert idle(engine)
 
 
+def test_a_reset_of_the_prefix_cache_that_is_interrupted_loses_no_block(model):
+    class Interrupted(dict):
+        def clear(self):
+            raise KeyboardInterrupt
+
+    engine = make_engine(model)
+    prompt = {"prompt_token_ids": list(range(5, 60))}
+    expected = run(engine, a=(prompt, GREEDY))["a"].outputs[0].token_ids
+    manager = engine.scheduler.block_manager
+    assert manager.num_cached_blocks
+    manager._by_hash = Interrupted(manager._by_hash)
+    with pytest.raises(KeyboardInterrupt):
+        engine.reset_prefix_cache()
+    assert run(engine, b=(prompt, GREEDY))["b"].outputs[0].token_ids == expected
+    assert idle(engine)
+
+
 @pytest.mark.parametrize("overlap", [False, True])
 def test_listeners_see_every_step_and_lose_nothing_by_raising(model, overlap):
     engine = make_engine(model, async_scheduling=overlap)

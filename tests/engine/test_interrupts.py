@@ -59,6 +59,7 @@ REQUESTS = {  # request_id -> (arrives at step, prompt, parameters, priority)
     ),
 }
 ABORTED_AT = 7
+RESET_AT = 9  # the prefix cache
 
 
 @pytest.fixture(autouse=True)
@@ -297,6 +298,8 @@ def play(engine, disturbance) -> dict:
                     if output := engine.abort(to_abort):
                         take([output])
                     to_abort = None
+                if step == RESET_AT:
+                    engine.reset_prefix_cache()
                 take(engine.step())
             except (KeyboardInterrupt, MemoryError):
                 pass
