@@ -57,7 +57,8 @@ class NewSequence:
 
 @dataclass(slots=True)
 class Fork:
-    """A sequence that begins as a copy of another: the first `num_tokens` tokens, their blocks, and the settings."""
+    """A sequence that begins as a copy of another: the first `num_tokens` tokens, and the settings. Its blocks follow
+    in `blocks`, when it first runs."""
 
     parent: int  # row
     row: int

@@ -117,19 +117,25 @@ class LLMEngine:
         priority: int = 0,
     ) -> Request:
         """Check everything about a request without queueing it. Raises as `add_request`."""
-        if isinstance(request_id, str) and request_id in self.output_processor.requests:
-            raise ValueError(f"request_id {request_id!r} is in use")
+        if isinstance(request_id, str):
+            self._check_id(request_id)
         return self.input_processor.make_request(request_id, prompt, params, priority)
 
     def submit(self, request: Request) -> None:
         """Queue a request of `make_request`. Raises: ValueError if its id has come into use since."""
         group = request.group
-        if group.request_id in self.output_processor.requests:
-            raise ValueError(f"request_id {group.request_id!r} is in use")
+        self._recover()
+        self._check_id(group.request_id)
         group.metrics.arrival_time = time.perf_counter()
         with self._call():
             self.output_processor.add(request)
             self.scheduler.add(group)
+
+    def _check_id(self, request_id: str) -> None:
+        """Raises: ValueError if an unfinished request has this id, or an output that has not been returned."""
+        processor = self.output_processor
+        if request_id in processor.requests or any(output.request_id == request_id for output in processor.outputs):
+            raise ValueError(f"request_id {request_id!r} is in use")
 
     def abort(self, request_id: str, index: int | None = None) -> RequestOutput | None:
         """End a request now, or only its completion `index`, and free the blocks.
@@ -211,6 +217,10 @@ class LLMEngine:
         started = time.perf_counter()
         schedule = self._scheduled = self.scheduler.schedule()
         stats.schedule_seconds = time.perf_counter() - started
+        if schedule.is_empty:
+            self._complete(stats)
+            self._scheduled = None
+            return
         self.executor.submit(schedule.batch)
         self._complete(stats)
         self.scheduler.advance(schedule)

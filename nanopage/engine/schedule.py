@@ -36,6 +36,12 @@ class Schedule:
         return any(seq.group.beam_search is not None for seq in self.samplers)
 
     @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing for the workers to do."""
+        batch = self.batch
+        return not (batch.rows or batch.swap_out or batch.swap_in or batch.copies)
+
+    @property
     def groups(self) -> list[SequenceGroup]:
         """The groups that get a token."""
         return list(dict.fromkeys(seq.group for seq in self.samplers))

@@ -133,9 +133,9 @@ class Scheduler:
         now = time.perf_counter()
         for prompt in result.prompt_logprobs:
             group = schedule.sequences[schedule.batch.rows.index(prompt.row)].group
-            if not group.finished:  # after a preemption, positions are computed again
-                del group.prompt_logprobs[prompt.start - 1 :]
-                group.prompt_logprobs += prompt.tables
+            if not group.finished:
+                known = len(group.prompt_logprobs) - (prompt.start - 1)  # above 0 after a preemption
+                group.prompt_logprobs += prompt.tables[known:]
         logprobs = result.logprobs
         for i, (seq, token_id) in enumerate(zip(schedule.samplers, result.token_ids, strict=True)):
             if seq.finish_reason is not None:
@@ -179,7 +179,9 @@ class Scheduler:
                 seq.restart()
                 if not seq.finished and (ending := self._find_ending(group, seq)):
                     seq.finish_reason, seq.stop_reason = ending
-            if group.status in (Status.RUNNING, Status.SWAPPED):
+            if group.last_event is None:
+                self._record("added", group)
+            elif group.last_event not in ("added", "preempted", "finished"):
                 self._record("preempted", group)
             group.status = Status.WAITING
         self.waiting = sorted(groups, key=_order)
@@ -223,8 +225,9 @@ class Scheduler:
         if group in self.suspects:
             self.suspects.remove(group)
         group.status = Status.FINISHED
-        group.metrics.finished_time = time.perf_counter()
-        self._record("finished", group)
+        if group.last_event != "finished":  # `restart` ends groups again
+            group.metrics.finished_time = time.perf_counter()
+            self._record("finished", group)
 
     def _queue(self, group: SequenceGroup) -> list[SequenceGroup]:
         return {Status.WAITING: self.waiting, Status.RUNNING: self.running, Status.SWAPPED: self.swapped}[group.status]
@@ -236,7 +239,9 @@ class Scheduler:
         )
 
     def _record(self, kind: str, group: SequenceGroup) -> None:
-        self.events.append(RequestEvent(kind, group.request_id))
+        event, end = RequestEvent(kind, group.request_id), len(self.events)
+        # One statement of plain assignments: no signal handler can run in the middle.
+        self.events[end:], group.last_event = (event,), kind
 
     def _number(self, group: SequenceGroup) -> None:
         if group.order < 0:

@@ -162,6 +162,7 @@ class SequenceGroup:
             seq.dormant = beam_search is not None and seq is not seqs[0]
         self.status = Status.WAITING
         self.order = -1  # of arrival; set by the scheduler
+        self.last_event: str | None = None  # the kind of its last RequestEvent
         self.forked = len(seqs) == 1
         self.shared_len = seqs[0].num_prompt_tokens
         self.num_cached_tokens = 0  # of the prompt, when it was first scheduled

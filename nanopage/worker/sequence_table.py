@@ -65,9 +65,8 @@ class SequenceTable:
         parents, rows = [fork.parent for fork in forks], [fork.row for fork in forks]
         source, target = to_device(parents, self.device), to_device(rows, self.device)
         num_tokens = max(fork.num_tokens for fork in forks)
-        for table, width in ((self.tokens, num_tokens), (self.block_tables, -(-num_tokens // self.block_size))):
-            table = table[:, :width]
-            table.index_copy_(0, target, table.index_select(0, source))
+        tokens = self.tokens[:, :num_tokens]
+        tokens.index_copy_(0, target, tokens.index_select(0, source))
         self.num_prompt_tokens[rows] = self.num_prompt_tokens[parents]
         self.sampling.fork(forks, self.tokens, self.num_prompt_tokens)
 

@@ -11,6 +11,7 @@ from helpers import EOS, VOCAB_SIZE, tiny_model
 from nanopage import BeamSearchParams, EngineConfig, LLMEngine, SamplingParams
 from nanopage.build import build_engine
 from nanopage.device import resolve_dtype, set_cuda_precision
+from nanopage.params import RequestOutputKind
 from nanopage.worker.model_runner import Launched
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -679,6 +680,78 @@ def test_listeners_see_every_step_and_lose_nothing_by_raising(model, overlap):
     assert len(seen) == calls and sum(seen) >= len(expected.token_ids)
     assert events == [("a", "added"), ("a", "started"), ("a", "finished")]
     assert idle(engine)
+
+
+def test_the_events_of_a_request_whose_text_cannot_be_made(model, monkeypatch):
+    engine = make_engine(model)
+    kinds = []
+    engine.listeners.append(lambda stats: kinds.extend(event.kind for event in stats.events))
+
+    def fail(*_):
+        raise ValueError("no text")
+
+    monkeypatch.setattr(engine.output_processor, "_read_all", fail)
+    params = dataclasses.replace(GREEDY, output_kind=RequestOutputKind.FINAL_ONLY)  # read when it has finished
+    output = run(engine, a=("the cat", params))["a"]
+    assert "no text" in output.error
+    assert [kind for kind in kinds if kind not in ("started", "preempted")] == ["added", "finished"]
+
+
+def test_an_engine_without_work_submits_nothing(model, monkeypatch):
+    engine = make_engine(model, async_scheduling=True)
+    run(engine, a=("the cat", GREEDY))
+    for _ in range(2):
+        engine.step()
+    submitted = []
+    monkeypatch.setattr(engine.executor, "submit", submitted.append)
+    for _ in range(3):
+        assert engine.step() == []
+    assert submitted == []
+
+
+def test_the_id_of_an_output_that_has_not_been_returned_is_in_use(model):
+    engine = make_engine(model)
+    engine.add_request("a", "the cat", SamplingParams(temperature=0, max_tokens=1))
+
+    def fail(stats):
+        raise KeyError("listener")
+
+    engine.listeners.append(fail)
+    with pytest.raises(KeyError):
+        engine.step()
+    engine.listeners.clear()
+    with pytest.raises(ValueError, match="'a' is in use"):
+        engine.add_request("a", "the dog", GREEDY)
+    (output,) = engine.step()
+    assert output.finished
+    assert len(run(engine, a=("the dog", GREEDY))["a"].outputs[0].token_ids) == 12
+    assert idle(engine)
+
+
+@pytest.mark.parametrize("index", [None, 1])
+def test_prompt_logprobs_stay_whole_when_a_prompt_is_computed_again(model, monkeypatch, index):
+    prompt = {"prompt_token_ids": list(range(5, 45))}
+    params = SamplingParams(
+        n=2, seed=1, max_tokens=12, ignore_eos=True, prompt_logprobs=1, output_kind=RequestOutputKind.FINAL_ONLY
+    )
+    expected = run(make_engine(model, max_num_batched_tokens=8), a=(prompt, params))["a"].prompt_logprobs
+    engine = make_engine(model, max_num_batched_tokens=8)
+    engine.add_request("a", prompt, params)
+    while not engine.last_step.decode_tokens:
+        assert engine.step() == []
+    launch = engine.executor.worker.launch
+
+    def fail(batch):
+        monkeypatch.setattr(engine.executor.worker, "launch", launch)
+        raise ValueError("once")
+
+    monkeypatch.setattr(engine.executor.worker, "launch", fail)
+    for _ in range(3):  # it fails, and computes two chunks of the prompt again
+        engine.step()
+    output = engine.abort("a", index)
+    if index is not None:
+        output = finish(engine)["a"]
+    assert output.prompt_logprobs == expected
 
 
 def test_events_tell_of_a_failed_step_and_of_an_abort_between_steps(model, monkeypatch):

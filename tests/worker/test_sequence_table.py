@@ -59,7 +59,7 @@ def test_blocks_are_written_from_the_first_that_changed():
     assert table.block_tables[0].tolist() == [0, 0, 0, 0, 3]
 
 
-def test_a_fork_copies_tokens_blocks_and_settings_but_has_its_own_seed():
+def test_a_fork_copies_tokens_and_settings_but_has_its_own_seed():
     table = make_table()
     settings = {"temperature": 0.5, "top_k": 3, "top_p": 0.9, "logit_bias": {3: 1.0}, "logprobs": 4, "min_tokens": 2}
     table.update(Batch(new=[new(1, [1, 2, 3, 4, 5], 4, 11, **settings)], blocks=[BlockUpdate(1, 0, [7, 9])]))
@@ -67,7 +67,6 @@ def test_a_fork_copies_tokens_blocks_and_settings_but_has_its_own_seed():
     sampling = table.sampling
     for row, seed in ((4, 12), (0, -13), (1, 11)):
         assert table.tokens[row, :5].tolist() == [1, 2, 3, 4, 5]
-        assert table.block_tables[row, :2].tolist() == [7, 9]
         assert table.num_prompt_tokens[row] == 4
         assert sampling.seed[row] == seed
         assert (sampling.temperature[row], sampling.top_k[row], sampling.top_p[row]) == (0.5, 3, 0.9)
@@ -159,8 +158,7 @@ def test_any_batches_leave_in_the_table_what_they_would_leave_in_lists(seed):
             if parents and rng.random() < 0.5:
                 source = rows[parent := rng.choice(parents)]
                 count = rng.randint(1, len(source.tokens))
-                blocks = source.blocks[: -(-count // block_size)]
-                rows[row] = replace(source, tokens=source.tokens[:count], blocks=blocks, seed=rng.getrandbits(40))
+                rows[row] = replace(source, tokens=source.tokens[:count], blocks=[], seed=rng.getrandbits(40))
                 batch.forks.append(Fork(parent, row, count, rows[row].seed))
                 continue
             tokens = [rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(1, longest - 4))]
@@ -169,9 +167,7 @@ def test_any_batches_leave_in_the_table_what_they_would_leave_in_lists(seed):
             rows[row] = Row(list(tokens), [], made.num_prompt_tokens, made.seed, made.sampling)
         for index, row in rows.items():
             if rng.random() < 0.5 or len(row.blocks) * block_size < len(row.tokens):
-                # A parent that is new gets its blocks after the forks have copied its row: they are sent theirs.
-                forked = any(fork.row == index for fork in batch.forks)
-                first = 0 if forked else rng.randint(0, len(row.blocks))
+                first = rng.randint(0, len(row.blocks))
                 row.blocks[first:] = [rng.randrange(99) for _ in range(-(-len(row.tokens) // block_size) - first)]
                 batch.blocks.append(BlockUpdate(index, first, row.blocks[first:]))
         for index, row in rows.items():
