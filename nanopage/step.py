@@ -79,7 +79,7 @@ class BlockUpdate:
 class Batch:
     """One step's work. A worker applies it in the order of the fields.
 
-    idle                 no request has begun before this batch: a worker may change the way it runs steps
+    idle                 no request is in progress before this batch: a worker may change the way it runs steps
     swap_out, swap_in    [(block, host block)], [(host block, block)]: blocks to be copied
     copies               [(from, to)]. In each of these lists, all blocks are read before any is written
     cleared              blocks to be filled with zeros

@@ -186,7 +186,8 @@ class LLMEngine:
         larger than `n` and a FINAL_ONLY request have only one output, when they finish. `last_step` has the statistics.
 
         With async scheduling, this submits a batch before it reads the results of the previous batch, and returns the
-        outputs of the previous batch. A sequence that the previous batch ended runs once more; that token is dropped.
+        outputs of the previous batch. A sequence that a stop ended in the previous batch runs once more; that token is
+        dropped.
 
         If the batch fails, its requests run again, one at a time. A request that fails alone ends with
         `RequestOutput.error`. The others get the same tokens as without the failure. After a KeyboardInterrupt, at

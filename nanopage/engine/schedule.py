@@ -97,7 +97,7 @@ class BatchWriter:
         if not manager.grow(seq.seq_id, start, end):
             raise RuntimeError(f"no free blocks for {seq}, although they were counted before")
         if len(table) > num_blocks and end % manager.block_size:
-            batch.cleared.append(table[-1])  # this step fills the other new blocks
+            batch.cleared.append(table[-1])  # only the last new block stays partly unwritten
         self._enter(batch, seq, start)
         assert seq.row is not None
         first = seq.num_sent_blocks
@@ -140,8 +140,8 @@ class BatchWriter:
     def _enter(self, batch: Batch, seq: Sequence, num_shared: int) -> None:
         """Make sure that a sequence has a row.
 
-        Args: num_shared: tokens that the row of its parent has already, if it has a parent. A beam has one token more,
-            which `grow` sends.
+        Args: num_shared: tokens that the row of its parent has already, if it has a parent. A beam also has the
+            token that has been chosen for it: `grow` sends it.
         """
         if seq.row is not None:
             return

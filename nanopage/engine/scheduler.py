@@ -9,8 +9,8 @@ budget: decodes and chunks of prompts together (Orca, OSDI 2022; chunked prefill
   2. Running groups come first, in order: one token for a decode, a chunk for an unfinished prompt. When blocks run
      out, preempt the last running group, whole.
   3. Then, unless blocks ran out, admit swapped and waiting groups in order, as long as they fit (see admission.py). If
-     another group computes, in this step, a block that a waiting prompt can share, that prompt waits, and so do those
-     behind it: in the next step the block is in the prefix cache.
+     another group computes the next block of a waiting prompt in this step, the prompt waits for the next step and
+     shares the block then. So do those behind it.
 
 Preemption (PagedAttention, SOSP 2023, section 4.5) is by recomputation or by swapping. Recomputation gives up the
 blocks and computes their tokens again, except those whose blocks are still in the prefix cache. Swapping keeps the

@@ -25,8 +25,9 @@ class Sequence:
     """One completion while it runs.
 
     `token_ids` is the prompt and the output that is known. `num_in_flight` more tokens are sampled by steps whose
-    results have not come back from the worker. The first `num_computed_tokens` of them all have their K and V in the
-    cache. A sequence with one token left to compute is decoding; with more, it is in prefill.
+    results have not come back from the worker. The first `num_computed_tokens`, of known tokens and tokens in flight,
+    have been submitted: their K and V are in the cache when the next step runs. A sequence with one token left to
+    compute is decoding; with more, it is in prefill.
 
     Args:
         seq_id: unique in the engine.

@@ -54,8 +54,8 @@ class Compiled:
     """Runs steps with compiled decoder layers and a compiled head, once another process has compiled them.
 
     Switches to compiled code only while no request runs, because it rounds differently. Compiling starts with the
-    second sequence: a single question is answered before compiling could pay. Any failure is logged once, and steps run
-    eagerly from then on.
+    second sequence that is new to the worker: a single question is answered before compiling could pay. Any failure is
+    logged once, and steps run eagerly from then on.
 
     Args:
         path: the directory or file of the model.

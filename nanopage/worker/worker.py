@@ -100,7 +100,8 @@ class Worker:
     # How steps run
 
     def _choose_ways(self, table: SequenceTable, max_model_len: int) -> list[Way]:
-        """The ways to run a step, in the order in which they are tried. Sets `self.way`, which describes them."""
+        """The ways to run a step, in the order in which they are tried. Sets `self.way`, which describes them, and
+        `self.compiled`."""
         eager = Eager(self.model, self.kv_cache, table, self._make_attention if self.uses_triton else None)
         if self.config.enforce_eager:
             self.way = "eagerly"
