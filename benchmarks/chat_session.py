@@ -188,7 +188,7 @@ def draw(recorder: Recorder) -> str:
     r.see("/help lists commands")
     r.type("What is the capital of France?\r")
     r.see("TTFT")
-    r.type("Name three fruits as a Markdown list.\r")
+    r.type("Thank you! What should I see there?\r")
     r.wait(lambda: sum("TTFT" in line for line in r.lines()) == 2 and r.lines()[-1].strip() == ">")
     console = Console(record=True, width=COLUMNS, file=io.StringIO(), force_terminal=True, color_system="truecolor")
     for y in range(len(r.lines())):
