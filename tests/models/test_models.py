@@ -326,7 +326,7 @@ def test_sequences_may_share_the_pages_of_a_common_prefix(tmp_path, forked):
     else:
         settings = SamplingSettings(prompt_logprobs=0)
         batch = Batch(new=[NewSequence(1, sequences[1], len(sequences[1]), 0, settings)])
-        batch.blocks = [BlockUpdate(1, 0, paged.tables[1])]
+    batch.blocks = [BlockUpdate(1, 0, paged.tables[1])]
     paged.table.update(batch)
     paged.step({0: 5, 1: 12})
     paged.step({1: 1})
