@@ -14,7 +14,7 @@ from nanopage import LLM, BeamSearchParams, SamplingParams
 from nanopage.device import computes_natively
 
 # transformers continues a prompt at 25 tokens a second, and compiling takes 40 s a dtype.
-NUM_PROMPTS, NUM_TOKENS = (20, 64) if LONG else (4, 32)
+NUM_PROMPTS, NUM_TOKENS = (20, 64) if LONG else (3, 32)
 BFLOAT16 = computes_natively("bfloat16", torch.device("cpu"))
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
