@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 from nanopage.engine.block_manager import BlockManager, Prefix
-from nanopage.engine.schedule import Work, blocks_to_grow, next_work
+from nanopage.engine.schedule import Work, missing_blocks, next_work
 from nanopage.engine.sequence import SequenceGroup, Status, common_length
 
 
@@ -114,7 +114,7 @@ class Admission:
             growth, left = 0, budget
             for group in kept:
                 work = next_work(group, left)
-                growth += blocks_to_grow(self.block_manager, work)
+                growth += missing_blocks(self.block_manager, work)
                 left -= sum(num_tokens for _, num_tokens in work)
             if left > 0 and self.fits(first, prefix, kept, sum(reserved[:-num_victims]), victims, growth):
                 return victims[::-1]

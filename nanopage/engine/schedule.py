@@ -166,7 +166,7 @@ def next_work(group: SequenceGroup, budget: int) -> Work:
     return work
 
 
-def blocks_to_grow(manager: BlockManager, work: Work) -> int:
+def missing_blocks(manager: BlockManager, work: Work) -> int:
     """How many free blocks this work takes."""
     return manager.blocks_to_grow(
         [(seq.seq_id, seq.num_computed_tokens, seq.num_computed_tokens + num_tokens) for seq, num_tokens in work]

@@ -30,7 +30,7 @@ from bisect import insort
 
 from nanopage.engine.admission import Admission
 from nanopage.engine.block_manager import BlockManager, Prefix
-from nanopage.engine.schedule import BatchWriter, Schedule, Work, blocks_to_grow, next_work
+from nanopage.engine.schedule import BatchWriter, Schedule, Work, missing_blocks, next_work
 from nanopage.engine.sequence import Sequence, SequenceGroup, Status, common_length
 from nanopage.outputs import RequestEvent
 from nanopage.step import NO_TOKEN, BatchResult
@@ -263,7 +263,7 @@ class Scheduler:
                 continue
             work = next_work(group, budget)
             # The victims are at the end of the list, so none of them is in the batch yet.
-            while blocks_to_grow(self.block_manager, work) > self.block_manager.num_free_blocks:
+            while missing_blocks(self.block_manager, work) > self.block_manager.num_free_blocks:
                 victim = self.running.pop()
                 self._preempt(victim, schedule)
                 if victim is group:
@@ -321,7 +321,7 @@ class Scheduler:
             insort(self.running, group, key=_order)
             group.status = Status.RUNNING
             work = next_work(group, budget)
-            if blocks_to_grow(self.block_manager, work) > self.block_manager.num_free_blocks:
+            if missing_blocks(self.block_manager, work) > self.block_manager.num_free_blocks:
                 return  # a swapped group has taken the last blocks: it runs in the next step
             budget -= self._add_work(schedule, work)
             reserved += self.admission.blocks_reserved(group)

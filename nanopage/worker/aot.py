@@ -26,9 +26,9 @@ from torch import Tensor, nn
 
 import nanopage
 from nanopage.config import ModelConfig
-from nanopage.kernels.chunks import Chunks, chunks_of
+from nanopage.kernels.chunks import Chunks
 from nanopage.kernels.cpu.flash_decoding import FlashDecoding, Splits, split
-from nanopage.kernels.reference import LARGEST_ROUNDED_SCORE, ReferenceAttention, attend_chunks
+from nanopage.kernels.reference import LARGEST_ROUNDED_SCORE, ReferenceAttention, attend_chunks, paged_attention
 from nanopage.layers.attention import Attention
 from nanopage.models import find_family
 from nanopage.models.decoder import Decoder
@@ -267,19 +267,16 @@ class CompiledLayer:
             return x if rows is None else x[rows]
         assert isinstance(attention, ReferenceAttention)
         q = self.parts["before"]([x, cos, sin, kv_cache, attention.slot_mapping, *self.weights])[0]
-        attended = self._attend(q, kv_cache, attention)
+        tables, lengths = attention.block_tables, (attention.query_lens, attention.seq_lens)
+        attended = paged_attention(q, kv_cache, tables, *lengths, self.window, self._attend)
         if rows is not None:
             x, attended = x[rows], attended[rows]
         return self.parts["after"]([x, attended, *self.weights])[0]
 
-    def _attend(self, q: Tensor, kv_cache: Tensor, attention: ReferenceAttention) -> Tensor:
-        """Does the same as `reference.paged_attention`, with compiled code for groups of a single tile."""
-        out = torch.empty_like(q, memory_format=torch.contiguous_format)
-        lengths = attention.query_lens, attention.seq_lens
-        for chunks, tables in chunks_of(q, kv_cache, attention.block_tables, *lengths, self.window):
-            if len(chunks.tiles) > 1 or not self._attend_tile(chunks, q, kv_cache, tables, out):
-                attend_chunks(chunks, q, kv_cache, tables, out)
-        return out
+    def _attend(self, chunks: Chunks, q: Tensor, kv_cache: Tensor, block_tables: Tensor, out: Tensor) -> None:
+        """Does the same as `attend_chunks`, with compiled code for groups of a single tile."""
+        if len(chunks.tiles) > 1 or not self._attend_tile(chunks, q, kv_cache, block_tables, out):
+            attend_chunks(chunks, q, kv_cache, block_tables, out)
 
     def _attend_tile(self, chunks: Chunks, q: Tensor, kv_cache: Tensor, block_tables: Tensor, out: Tensor) -> bool:
         """Compute a group of a single tile. Returns False if its scores were too large to be rounded to bfloat16."""

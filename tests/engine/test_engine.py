@@ -36,6 +36,17 @@ def finish(engine) -> dict:
     return done
 
 
+def fail_once(monkeypatch, engine) -> None:
+    """Let the next launch of a batch fail, and only that one."""
+    launch = engine.executor.worker.launch
+
+    def fail(batch):
+        monkeypatch.setattr(engine.executor.worker, "launch", launch)
+        raise ValueError("once")
+
+    monkeypatch.setattr(engine.executor.worker, "launch", fail)
+
+
 def idle(engine) -> bool:
     manager = engine.scheduler.block_manager
     manager.check_invariants()
@@ -739,13 +750,7 @@ def test_prompt_logprobs_stay_whole_when_a_prompt_is_computed_again(model, monke
     engine.add_request("a", prompt, params)
     while not engine.last_step.decode_tokens:
         assert engine.step() == []
-    launch = engine.executor.worker.launch
-
-    def fail(batch):
-        monkeypatch.setattr(engine.executor.worker, "launch", launch)
-        raise ValueError("once")
-
-    monkeypatch.setattr(engine.executor.worker, "launch", fail)
+    fail_once(monkeypatch, engine)
     for _ in range(3):  # it fails, and computes two chunks of the prompt again
         engine.step()
     output = engine.abort("a", index)
@@ -759,15 +764,9 @@ def test_events_tell_of_a_failed_step_and_of_an_abort_between_steps(model, monke
     engine.add_request("a", "the cat", GREEDY)
     engine.add_request("b", "the dog", GREEDY)
     engine.step()
-    launch = engine.executor.worker.launch
-
-    def fail(batch):
-        monkeypatch.setattr(engine.executor.worker, "launch", launch)
-        raise ValueError("once")
-
     kinds = []
     engine.listeners.append(lambda stats: kinds.append([(e.request_id, e.kind) for e in stats.events]))
-    monkeypatch.setattr(engine.executor.worker, "launch", fail)
+    fail_once(monkeypatch, engine)
     engine.step()
     engine.step()
     engine.abort("b")
