@@ -3,6 +3,8 @@ import os
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported: no test asks the hub
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # for the tests share the cores with processes that they start
+if "PYTEST_XDIST_WORKER" in os.environ:  # several processes run tests: a thread each is enough
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch

@@ -675,8 +675,8 @@ def test_a_spread_is_one_figure_if_there_is_no_difference():
 
 
 def table_lines(printed):
-    """The lines from the first title of a table on, without those of the log."""
-    lines = [line for line in printed.splitlines() if not line.startswith("nanopage: ")]
+    """The lines from the first title of a table on, without those of the log and the path of the results."""
+    lines = [line for line in printed.splitlines() if not line.startswith(("nanopage: ", "wrote "))]
     return lines[next(i for i, line in enumerate(lines) if "───" in line) - 3 :]
 
 
