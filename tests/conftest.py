@@ -1,4 +1,5 @@
 import os
+import signal
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported: no test asks the hub
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -8,6 +9,9 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # several processes run tests: a thread
 
 import pytest
 import torch
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a background job of a shell: some tests send Ctrl-C
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported: its kernels then run on the CPU, in numpy

@@ -23,6 +23,9 @@ on any of this; the fuzz suite tests that.
 
 After an exception, `restart` puts every request back into `waiting`. Groups that may have caused it become `suspects`,
 which run one at a time, so that the next failure has one group to blame.
+
+For a first reading, `schedule` and what it calls, `advance` and `update` are enough. A group of one sequence counts as
+forked from the start, and its only sequence is its leader.
 """
 
 import time
@@ -112,13 +115,8 @@ class Scheduler:
             seq.num_computed_tokens = end
             if end % manager.block_size == 0 or count > 1:
                 manager.register(seq.seq_id, seq.token_ids, end, seq.cache_salt)
-            group = seq.group
-            if not group.forked and end == group.shared_len:
-                group.forked = True
-                for sibling in group.live:
-                    if sibling is not seq:
-                        manager.fork(seq.seq_id, sibling.seq_id)
-                        sibling.num_computed_tokens = end
+            if not seq.group.forked and end == seq.group.shared_len:
+                self._fork_siblings(seq)
         for seq in schedule.samplers:
             if seq.finish_reason is None and seq.group.beam_search is None:
                 seq.num_in_flight += 1
@@ -154,99 +152,14 @@ class Scheduler:
             seq.append(token_id, logprobs.get(i) if logprobs else None)
             if ending := seq.find_ending():
                 self.finish(group, seq, *ending)
-        if self.suspects or any(seq.candidates for seq in taken):
+        if any(seq.candidates for seq in taken):
             for group in schedule.groups:
                 if group.beam_search is not None and not group.finished and all(seq.candidates for seq in group.live):
                     self._advance_beams(group)
-                if group in self.suspects:
-                    self.suspects.remove(group)
+        for group in schedule.groups if self.suspects else ():
+            if group in self.suspects:
+                self.suspects.remove(group)
         return taken
-
-    def restart(self, groups: list[SequenceGroup]) -> None:
-        """After an exception, start all groups again from the tokens that are known. Takes back all blocks and forgets
-        all prefixes.
-
-        Args: groups: all unfinished groups. The queues are not read: the exception may have left them inconsistent.
-        """
-        self.block_manager.reset()
-        self.writer.reset()
-        self.running, self.swapped = [], []
-        for group in groups:
-            self._number(group)
-            if group.next_beams is not None:
-                group.take_beams()
-            for seq in group.seqs:
-                seq.restart()
-                if not seq.finished and (ending := self._find_ending(group, seq)):
-                    seq.finish_reason, seq.stop_reason = ending
-            if group.last_event is None:
-                self._record("added", group)
-            elif group.last_event not in ("added", "preempted", "finished"):
-                self._record("preempted", group)
-            group.status = Status.WAITING
-        self.waiting = sorted(groups, key=_order)
-        for group in groups:
-            self._end_if_finished(group)
-
-    def _find_ending(self, group: SequenceGroup, seq: Sequence) -> tuple[str, int | None] | None:
-        """(finish_reason, stop_reason) if the tokens that are known end a sequence."""
-        if group.error is not None:
-            return "error", None
-        if group.beam_search is not None:
-            return ("stop", None) if group.beam_search.finished else None
-        return seq.find_ending() if seq.num_output_tokens else None
-
-    def fail(self, group: SequenceGroup, error: str) -> None:
-        """End a group because of an error."""
-        group.error = error
-        self.finish(group, None, "error")
-
-    def finish(
-        self, group: SequenceGroup, seq: Sequence | None, finish_reason: str, stop_reason: int | str | None = None
-    ) -> None:
-        """End one sequence of a group, or all of them (None), and give back the blocks."""
-        for ending in [seq] if seq is not None else [s for s in group.seqs if not s.finished]:
-            ending.finish_reason, ending.stop_reason = finish_reason, stop_reason
-            ending.num_in_flight = 0
-            if not group.forked and group.live and not ending.dormant:
-                # The leader computes blocks for its siblings, too: hand them to the next live sequence. If the ending
-                # sequence did not lead, it has no table, and `rename` does nothing.
-                leader = group.live[0]
-                if self.block_manager.rename(ending.seq_id, leader.seq_id):
-                    leader.num_computed_tokens = ending.num_computed_tokens
-            self.block_manager.free(ending.seq_id)
-            self.writer.leave(ending)
-        self._end_if_finished(group)
-
-    def _end_if_finished(self, group: SequenceGroup) -> None:
-        if group.finished or group.num_unfinished:
-            return
-        self._queue(group).remove(group)
-        if group in self.suspects:
-            self.suspects.remove(group)
-        group.status = Status.FINISHED
-        if group.last_event != "finished":  # `restart` ends groups again
-            group.metrics.finished_time = time.perf_counter()
-            self._record("finished", group)
-
-    def _queue(self, group: SequenceGroup) -> list[SequenceGroup]:
-        return {Status.WAITING: self.waiting, Status.RUNNING: self.running, Status.SWAPPED: self.swapped}[group.status]
-
-    def _has_begun(self) -> bool:
-        """Whether any request has begun. Preempted requests are waiting again, with the tokens that they have."""
-        return bool(self.running or self.swapped) or any(
-            seq.num_output_tokens for group in self.waiting for seq in group.seqs
-        )
-
-    def _record(self, kind: str, group: SequenceGroup) -> None:
-        event, end = RequestEvent(kind, group.request_id), len(self.events)
-        # One statement of plain assignments: no signal handler can run in the middle.
-        self.events[end:], group.last_event = (event,), kind
-
-    def _number(self, group: SequenceGroup) -> None:
-        if group.order < 0:
-            group.order = self._num_added
-            self._num_added += 1
 
     # What runs
 
@@ -273,17 +186,6 @@ class Scheduler:
                 index += 1
         if len(schedule.preempted) == num_preempted:
             self._admit(schedule, budget)
-
-    def _schedule_alone(self, group: SequenceGroup, schedule: Schedule) -> None:
-        """Run one group. The others give up their blocks."""
-        if group.status is Status.WAITING:
-            for other in self.running:
-                self._begin_again(other)
-            self.waiting = sorted([*self.waiting, *self.running], key=_order)
-            self.waiting.remove(group)
-            self.running, group.status = [group], Status.RUNNING
-            self._start(group, self.admission.find_prefix(group), schedule)
-        self._add_work(schedule, next_work(group, self.max_num_batched_tokens))
 
     def _add_work(self, schedule: Schedule, work: Work) -> int:
         """Schedule work whose blocks are known to be free. Returns the number of tokens."""
@@ -379,7 +281,50 @@ class Scheduler:
         group.status = Status.WAITING
         self._record("preempted", group)
 
-    # Beam search
+    # Endings
+
+    def finish(
+        self, group: SequenceGroup, seq: Sequence | None, finish_reason: str, stop_reason: int | str | None = None
+    ) -> None:
+        """End one sequence of a group, or all of them (None), and give back the blocks."""
+        for ending in [seq] if seq is not None else [s for s in group.seqs if not s.finished]:
+            ending.finish_reason, ending.stop_reason = finish_reason, stop_reason
+            ending.num_in_flight = 0
+            if not group.forked and group.live and not ending.dormant:
+                # The leader computes blocks for its siblings, too: hand them to the next live sequence. If the ending
+                # sequence did not lead, it has no table, and `rename` does nothing.
+                leader = group.live[0]
+                if self.block_manager.rename(ending.seq_id, leader.seq_id):
+                    leader.num_computed_tokens = ending.num_computed_tokens
+            self.block_manager.free(ending.seq_id)
+            self.writer.leave(ending)
+        self._end_if_finished(group)
+
+    def fail(self, group: SequenceGroup, error: str) -> None:
+        """End a group because of an error."""
+        group.error = error
+        self.finish(group, None, "error")
+
+    def _end_if_finished(self, group: SequenceGroup) -> None:
+        if group.finished or group.num_unfinished:
+            return
+        self._queue(group).remove(group)
+        if group in self.suspects:
+            self.suspects.remove(group)
+        group.status = Status.FINISHED
+        if group.last_event != "finished":  # `restart` ends groups again
+            group.metrics.finished_time = time.perf_counter()
+            self._record("finished", group)
+
+    # Groups of several sequences
+
+    def _fork_siblings(self, leader: Sequence) -> None:
+        """The leader has computed what all sequences of its group share: let the others share its blocks."""
+        leader.group.forked = True
+        for seq in leader.group.live:
+            if seq is not leader:
+                self.block_manager.fork(leader.seq_id, seq.seq_id)
+                seq.num_computed_tokens = leader.num_computed_tokens
 
     def _advance_beams(self, group: SequenceGroup) -> None:
         """All beams have their candidates: fork those that continue more than once, free those that end."""
@@ -395,6 +340,74 @@ class Scheduler:
         group.take_beams()
         if group.beam_search.finished:
             self.finish(group, None, "stop")
+
+    # After an exception
+
+    def restart(self, groups: list[SequenceGroup]) -> None:
+        """After an exception, start all groups again from the tokens that are known. Takes back all blocks and forgets
+        all prefixes.
+
+        Args: groups: all unfinished groups. The queues are not read: the exception may have left them inconsistent.
+        """
+        self.block_manager.reset()
+        self.writer.reset()
+        self.running, self.swapped = [], []
+        for group in groups:
+            self._number(group)
+            if group.next_beams is not None:
+                group.take_beams()
+            for seq in group.seqs:
+                seq.restart()
+                if not seq.finished and (ending := self._find_ending(group, seq)):
+                    seq.finish_reason, seq.stop_reason = ending
+            if group.last_event is None:
+                self._record("added", group)
+            elif group.last_event not in ("added", "preempted", "finished"):
+                self._record("preempted", group)
+            group.status = Status.WAITING
+        self.waiting = sorted(groups, key=_order)
+        for group in groups:
+            self._end_if_finished(group)
+
+    def _find_ending(self, group: SequenceGroup, seq: Sequence) -> tuple[str, int | None] | None:
+        """(finish_reason, stop_reason) if the tokens that are known end a sequence."""
+        if group.error is not None:
+            return "error", None
+        if group.beam_search is not None:
+            return ("stop", None) if group.beam_search.finished else None
+        return seq.find_ending() if seq.num_output_tokens else None
+
+    def _schedule_alone(self, group: SequenceGroup, schedule: Schedule) -> None:
+        """Run one group. The others give up their blocks."""
+        if group.status is Status.WAITING:
+            for other in self.running:
+                self._begin_again(other)
+            self.waiting = sorted([*self.waiting, *self.running], key=_order)
+            self.waiting.remove(group)
+            self.running, group.status = [group], Status.RUNNING
+            self._start(group, self.admission.find_prefix(group), schedule)
+        self._add_work(schedule, next_work(group, self.max_num_batched_tokens))
+
+    # Queues and events
+
+    def _queue(self, group: SequenceGroup) -> list[SequenceGroup]:
+        return {Status.WAITING: self.waiting, Status.RUNNING: self.running, Status.SWAPPED: self.swapped}[group.status]
+
+    def _has_begun(self) -> bool:
+        """Whether any request has begun. Preempted requests are waiting again, with the tokens that they have."""
+        return bool(self.running or self.swapped) or any(
+            seq.num_output_tokens for group in self.waiting for seq in group.seqs
+        )
+
+    def _number(self, group: SequenceGroup) -> None:
+        if group.order < 0:
+            group.order = self._num_added
+            self._num_added += 1
+
+    def _record(self, kind: str, group: SequenceGroup) -> None:
+        event, end = RequestEvent(kind, group.request_id), len(self.events)
+        # One statement of plain assignments: no signal handler can run in the middle.
+        self.events[end:], group.last_event = (event,), kind
 
 
 def _order(group: SequenceGroup) -> tuple[int, int]:
