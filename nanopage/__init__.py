@@ -13,6 +13,7 @@ __version__ = "0.2.0"
 
 _HOME = {
     "LLM": "llm",
+    "AsyncLLM": "async_llm",
     "LLMEngine": "engine.engine",
     "EngineConfig": "config",
     "EngineArgs": "engine_args",
@@ -25,6 +26,7 @@ _HOME = {
 }
 __all__ = [
     "LLM",
+    "AsyncLLM",
     "BeamSearchParams",
     "CompletionOutput",
     "EngineArgs",

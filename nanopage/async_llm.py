@@ -1,0 +1,340 @@
+"""AsyncLLM: the engine for asyncio. Names are those of vLLM's class.
+
+    llm = AsyncLLM.from_engine_args(EngineArgs())
+    async for output in llm.generate("Once upon a time", SamplingParams(), "request 1"):
+        print(output.outputs[0].delta, end="")
+
+One thread steps the engine, and only that thread changes it. It sleeps while there is nothing to do. Coroutines post
+requests and aborts to it, which it takes before every step, and it wakes the coroutines whose requests have news.
+Prompts become token ids in other threads, so the event loop never waits for a tokenizer.
+
+An output has all that a request has produced. So a reader that falls behind loses nothing when it gets only the latest,
+and what waits for it does not grow.
+"""
+
+import asyncio
+import atexit
+import contextlib
+import logging
+import threading
+import time
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+from nanopage.engine.engine import LLMEngine
+from nanopage.engine.input_processor import Prompt
+from nanopage.engine.output_processor import Request
+from nanopage.metrics import Metric, Metrics
+from nanopage.outputs import RequestOutput
+from nanopage.params import BeamSearchParams, SamplingParams
+
+if TYPE_CHECKING:
+    from nanopage.engine_args import EngineArgs
+    from nanopage.text.tokenizer import Tokenizer
+
+logger = logging.getLogger("nanopage")
+
+MAX_FAILURES = 3  # calls of `LLMEngine.step` in a row that may raise before the engine counts as dead
+
+
+class EngineDeadError(RuntimeError):
+    """The engine cannot go on, or has been shut down."""
+
+
+class RequestStream:
+    """The outputs of one request: an async iterator over RequestOutputs, of which the last is `finished`.
+
+    Only the event loop that made it may use it. `aclose` aborts the request, if it has not finished.
+
+    Raises: EngineDeadError from `__anext__`, if the engine died or was shut down before the request finished.
+    """
+
+    def __init__(self, llm: "AsyncLLM", request_id: str):
+        self.request_id = request_id
+        self.request: Request | None = None  # once its prompt has been read
+        self.loop = asyncio.get_running_loop()
+        self._llm = llm
+        self._news = asyncio.Event()
+        self._output: RequestOutput | None = None  # the latest, not read yet
+        self._error: EngineDeadError | None = None
+        self._finished = False
+        self._aborted = False
+
+    def __aiter__(self) -> "RequestStream":
+        return self
+
+    async def __anext__(self) -> RequestOutput:
+        if self._finished:
+            raise StopAsyncIteration
+        await self._news.wait()
+        output, self._output = self._output, None
+        if output is None:
+            self._finished = True
+            assert self._error is not None
+            raise self._error
+        if self._error is None:
+            self._news.clear()
+        self._finished = output.finished
+        return output
+
+    async def aclose(self) -> None:
+        """Stop reading. Aborts the request if it has not finished."""
+        if not self._finished:
+            self._finished = True
+            self._llm._post(self.request_id)
+
+    def _put(self, output: RequestOutput) -> None:
+        if self._output is not None:
+            for completion, unread in zip(output.outputs, self._output.outputs, strict=False):
+                completion.delta = unread.delta + completion.delta
+        self._output = output
+        self._news.set()
+
+    def _fail(self, error: EngineDeadError) -> None:
+        self._error = error
+        self._news.set()
+
+
+class AsyncLLM:
+    """Runs requests of any number of coroutines on one engine, batched together.
+
+    Args:
+        engine: a new engine. AsyncLLM is its only user from now on.
+    """
+
+    def __init__(self, engine: LLMEngine):
+        self.engine = engine
+        self._idle = True
+        self._last_progress = time.monotonic()  # when a step ended, or work arrived at an idle engine
+        self._metrics = Metrics(engine.model_path.name)
+        self._tokenizing = ThreadPoolExecutor(2, "nanopage-tokenizer")
+        self._changed = threading.Condition()  # guards the following four
+        self._mail: list[Request | str | Callable[[], None]] = []  # to submit, to abort, to call
+        self._streams: dict[str, RequestStream] = {}  # of all requests that have not ended
+        self._error: EngineDeadError | None = None
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="nanopage-engine", daemon=True)
+        self._thread.start()
+        atexit.register(self.shutdown)  # a daemon thread must not run torch while the interpreter ends
+
+    @classmethod
+    def from_engine_args(cls, engine_args: "EngineArgs") -> "AsyncLLM":
+        """Load the model and start. Raises: as `nanopage.build.build_engine`."""
+        return cls(engine_args.create_engine())
+
+    # Requests
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | BeamSearchParams | None,
+        request_id: str,
+        *,
+        priority: int = 0,
+    ) -> AsyncIterator[RequestOutput]:
+        """Run one request. Yields its outputs as they come, at most one a step; each has all the text so far, and as
+        `delta` what is new in it. Cancelling, or leaving the loop and closing the iterator, aborts the request.
+
+        Args:
+            prompt: text, token ids, or a dict (see `Prompt` in input_processor.py).
+            sampling_params: None uses the parameters that the model recommends.
+            request_id: any string that no unfinished request has.
+            priority: lower goes first, with scheduling_policy="priority".
+
+        Raises:
+            ValueError, TypeError: as `LLMEngine.add_request`.
+            EngineDeadError: the engine has died or has been shut down.
+        """
+        stream = await self.add_request(request_id, prompt, sampling_params, priority=priority)
+        try:
+            async for output in stream:
+                yield output
+        finally:
+            await stream.aclose()
+
+    async def add_request(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams | BeamSearchParams | None = None,
+        *,
+        priority: int = 0,
+    ) -> RequestStream:
+        """Check a request and queue it. Returns its outputs to come. Arguments and errors are those of `generate`."""
+        if not isinstance(request_id, str) or not request_id:
+            raise TypeError(f"request_id must be a string, not {request_id!r}")
+        stream = RequestStream(self, request_id)
+        with self._changed:
+            if self._error is not None:
+                raise self._error
+            if request_id in self._streams:
+                raise ValueError(f"request_id {request_id!r} is in use")
+            self._streams[request_id] = stream
+        try:
+            params = self.engine.default_sampling_params if params is None else params
+            make_request = self.engine.input_processor.make_request
+            stream.request = await self.in_thread(make_request, request_id, prompt, params, priority)
+        except BaseException:
+            with self._changed:
+                self._streams.pop(request_id, None)
+            raise
+        self._post(stream.request)
+        if stream._aborted:  # while its prompt was being read
+            self._post(request_id)
+        return stream
+
+    async def in_thread(self, function: Callable, *args: Any) -> Any:
+        """The result of a function that would take too long for the event loop, such as encoding a text."""
+        return await asyncio.get_running_loop().run_in_executor(self._tokenizing, function, *args)
+
+    async def abort(self, request_id: str) -> None:
+        """End a request, if it is still running. Its reader gets a last output, with the finish_reason "abort"."""
+        if (stream := self._streams.get(request_id)) is not None and stream.request is None:
+            stream._aborted = True
+        else:
+            self._post(request_id)
+
+    async def reset_prefix_cache(self) -> bool:
+        """Forget all cached prefixes. Running requests go on. Returns True: this always succeeds."""
+        loop, done = asyncio.get_running_loop(), asyncio.Event()
+
+        def reset() -> None:
+            self.engine.reset_prefix_cache()
+            loop.call_soon_threadsafe(done.set)
+
+        self._post(reset)
+        await done.wait()
+        return True
+
+    # State
+
+    async def get_tokenizer(self) -> "Tokenizer | None":
+        """The model's tokenizer; None if it has none, which only load_format="dummy" allows."""
+        return self.engine.tokenizer
+
+    async def check_health(self) -> None:
+        """Raises: EngineDeadError if the engine has died or has been shut down."""
+        self._check_alive()
+
+    @property
+    def errored(self) -> bool:
+        return self._error is not None
+
+    @property
+    def is_running(self) -> bool:
+        return self._error is None
+
+    @property
+    def dead_error(self) -> EngineDeadError | None:
+        """Why the engine cannot go on; None while it can."""
+        return self._error
+
+    @property
+    def seconds_without_progress(self) -> float:
+        """How long no step has ended although there is work; 0 if there is none."""
+        return 0.0 if self._idle else time.monotonic() - self._last_progress
+
+    def get_metrics(self) -> list[Metric]:
+        """The metrics so far, under vLLM's names (see metrics.py)."""
+        scheduler = self.engine.scheduler
+        return self._metrics.snapshot(len(scheduler.running), len(scheduler.waiting) + len(scheduler.swapped))
+
+    def shutdown(self) -> None:
+        """End all requests, the thread and the workers. Readers of unfinished requests get an EngineDeadError."""
+        with self._changed:
+            self._stopping = True
+            self._changed.notify()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+        self._tokenizing.shutdown(wait=False, cancel_futures=True)
+        atexit.unregister(self.shutdown)
+
+    def _check_alive(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    # The engine's thread
+
+    def _post(self, message: Request | str | Callable[[], None]) -> None:
+        with self._changed:
+            if self._error is None:
+                self._mail.append(message)
+                self._changed.notify()
+            elif not isinstance(message, str):
+                raise self._error
+
+    def _run(self) -> None:
+        num_failures = 0
+        try:
+            while self._take_mail():
+                try:
+                    outputs = self.engine.step()
+                except Exception:
+                    num_failures += 1
+                    if num_failures == MAX_FAILURES:
+                        raise
+                    logger.exception("a step of the engine failed; trying again")
+                    continue
+                num_failures = 0
+                self._last_progress = time.monotonic()
+                self._metrics.add_step(self.engine.last_step)
+                self._deliver(outputs)
+            self._end(EngineDeadError("the engine has been shut down"))
+        except BaseException as error:
+            logger.exception("the engine has died")
+            self._end(EngineDeadError(f"the engine has died: {type(error).__name__}: {error}"))
+        finally:
+            self.engine.shutdown()
+
+    def _take_mail(self) -> bool:
+        """Wait for work, and do what has been posted. Returns False when it is time to end."""
+        with self._changed:
+            while not (self._stopping or self._mail or self.engine.has_unfinished_requests()):
+                self._idle = True
+                self._changed.wait()
+                self._idle, self._last_progress = False, time.monotonic()
+            if self._stopping:
+                return False
+            mail, self._mail = self._mail, []
+        for message in mail:
+            if callable(message):
+                message()
+            elif isinstance(message, Request):
+                self.engine.submit(message)
+            elif (output := self.engine.abort(message)) is not None:
+                self._deliver([output])
+        return True
+
+    def _deliver(self, outputs: list[RequestOutput]) -> None:
+        """Hand outputs to their readers, with one message to each event loop."""
+        ready: dict[asyncio.AbstractEventLoop, list[tuple[RequestStream, RequestOutput]]] = defaultdict(list)
+        for output in outputs:
+            stream = self._streams[output.request_id]
+            ready[stream.loop].append((stream, output))
+            if output.finished:
+                self._metrics.add_finished(output)
+                with self._changed:
+                    del self._streams[output.request_id]
+        for loop, pairs in ready.items():
+            try:
+                loop.call_soon_threadsafe(_put_all, pairs)
+            except RuntimeError:  # the loop is closed, and its readers are gone
+                for stream, output in pairs:
+                    if not output.finished:
+                        self._post(stream.request_id)
+
+    def _end(self, error: EngineDeadError) -> None:
+        """Tell all readers that there will be no more outputs."""
+        with self._changed:
+            self._error = error
+            streams, self._streams, self._mail = list(self._streams.values()), {}, []
+        for stream in streams:
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                stream.loop.call_soon_threadsafe(stream._fail, error)
+
+
+def _put_all(pairs: list[tuple[RequestStream, RequestOutput]]) -> None:
+    for stream, output in pairs:
+        stream._put(output)
