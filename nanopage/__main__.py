@@ -9,6 +9,18 @@ app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, add_completion=Fa
 app.command()(chat)
 
 
+@app.command(
+    context_settings={"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []},
+)
+def serve(context: typer.Context) -> None:
+    """Serve a model to clients of OpenAI's API (nanopage serve --help)."""
+    try:
+        from nanopage.server.serve import main as serve_main
+    except ImportError as error:
+        raise ImportError(f"{error}: pip install 'nanopage[serve]'") from error
+    raise SystemExit(serve_main(context.args))
+
+
 @app.callback()
 def nanopage() -> None:
     """A compact LLM inference engine."""

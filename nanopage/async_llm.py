@@ -61,6 +61,7 @@ class RequestStream:
         self._error: EngineDeadError | None = None
         self._finished = False
         self._aborted = False
+        self._started = False
 
     def __aiter__(self) -> "RequestStream":
         return self
@@ -108,9 +109,11 @@ class AsyncLLM:
         self.engine = engine
         self._idle = True
         self._last_progress = time.monotonic()  # when a step ended, or work arrived at an idle engine
+        self.num_waiting = 0  # requests that have not begun to run
+        self.num_waiting_tokens = 0  # of their prompts
         self._metrics = Metrics(engine.model_path.name)
         self._tokenizing = ThreadPoolExecutor(2, "nanopage-tokenizer")
-        self._changed = threading.Condition()  # guards the following four
+        self._changed = threading.Condition()  # guards the numbers above and the following four
         self._mail: list[Request | str | Callable[[], None]] = []  # to submit, to abort, to call
         self._streams: dict[str, RequestStream] = {}  # of all requests that have not ended
         self._error: EngineDeadError | None = None
@@ -236,6 +239,11 @@ class AsyncLLM:
         """How long no step has ended although there is work; 0 if there is none."""
         return 0.0 if self._idle else time.monotonic() - self._last_progress
 
+    @property
+    def seconds_per_request(self) -> float:
+        """How much time the engine needs for a request: that of its steps over the number that have ended; 0 before."""
+        return self._metrics.busy_seconds / max(1, sum(self._metrics.ended.values()))
+
     def get_metrics(self) -> list[Metric]:
         """The metrics so far, under vLLM's names (see metrics.py)."""
         scheduler = self.engine.scheduler
@@ -262,6 +270,9 @@ class AsyncLLM:
             if self._error is None:
                 self._mail.append(message)
                 self._changed.notify()
+                if isinstance(message, Request):
+                    self.num_waiting += 1
+                    self.num_waiting_tokens += len(message.prompt_token_ids)
             elif not isinstance(message, str):
                 raise self._error
 
@@ -280,6 +291,9 @@ class AsyncLLM:
                 num_failures = 0
                 self._last_progress = time.monotonic()
                 self._metrics.add_step(self.engine.last_step)
+                for event in self.engine.last_step.events:
+                    if event.kind == "started":
+                        self._count_started(self._streams.get(event.request_id))
                 self._deliver(outputs)
             self._end(EngineDeadError("the engine has been shut down"))
         except BaseException as error:
@@ -307,6 +321,14 @@ class AsyncLLM:
                 self._deliver([output])
         return True
 
+    def _count_started(self, stream: RequestStream | None) -> None:
+        """A request no longer waits, because it has begun or ended."""
+        if stream is not None and not stream._started and stream.request is not None:
+            stream._started = True
+            with self._changed:
+                self.num_waiting -= 1
+                self.num_waiting_tokens -= len(stream.request.prompt_token_ids)
+
     def _deliver(self, outputs: list[RequestOutput]) -> None:
         """Hand outputs to their readers, with one message to each event loop."""
         ready: dict[asyncio.AbstractEventLoop, list[tuple[RequestStream, RequestOutput]]] = defaultdict(list)
@@ -315,6 +337,7 @@ class AsyncLLM:
             ready[stream.loop].append((stream, output))
             if output.finished:
                 self._metrics.add_finished(output)
+                self._count_started(stream)
                 with self._changed:
                     del self._streams[output.request_id]
         for loop, pairs in ready.items():

@@ -112,12 +112,14 @@ class Metrics:
             "request_prompt_tokens": Observations(TOKENS),
             "request_generation_tokens": Observations(TOKENS),
         }
+        self.busy_seconds = 0.0  # of all steps
         self.last_step = StepStats()
 
     def add_step(self, stats: StepStats) -> None:
         self.counters["prompt_tokens"] += stats.prefill_tokens + stats.cached_tokens
         self.counters["generation_tokens"] += stats.output_tokens
         self.counters["num_preemptions"] += stats.preempted
+        self.busy_seconds += stats.seconds
         self.last_step = stats
 
     def add_finished(self, output: RequestOutput) -> None:

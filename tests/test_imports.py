@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PROGRAMS = ("nanopage.__main__", "chat", "bench", "benchmarks")
-PARTS_OF_PROGRAMS = ("nanopage.terminal",)
+PARTS_OF_PROGRAMS = ("nanopage.terminal", "nanopage.server")
 
 # What the files of a folder, or a file, may never import, at their top or in a function.
 RULES = {

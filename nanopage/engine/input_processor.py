@@ -24,6 +24,10 @@ Prompt = str | list[int] | dict
 A dict with both is of token ids; the text is only returned as `RequestOutput.prompt`."""
 
 
+class PromptTooLongError(ValueError):
+    """A prompt that leaves no room for output in max_model_len."""
+
+
 class InputProcessor:
     """Makes an engine's requests.
 
@@ -69,7 +73,7 @@ class InputProcessor:
         text, token_ids, cache_salt = self._read_prompt(prompt)
         max_output = self.max_model_len - len(token_ids)
         if max_output < 1:
-            raise ValueError(
+            raise PromptTooLongError(
                 f"the prompt has {len(token_ids)} tokens and leaves no room for output in "
                 f"max_model_len={self.max_model_len}"
             )
@@ -160,7 +164,7 @@ class InputProcessor:
         """
         tokenizer = self.require_tokenizer("a prompt of text", "prompt_token_ids")
         if len(text) > self.max_model_len and len(text) > self.max_model_len * tokenizer.max_chars_per_token:
-            raise ValueError(
+            raise PromptTooLongError(
                 f"the prompt has {len(text):,} characters, more than max_model_len={self.max_model_len:,} tokens of "
                 f"at most {tokenizer.max_chars_per_token} characters each"
             )

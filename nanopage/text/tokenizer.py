@@ -1,5 +1,6 @@
 """Text to token ids and back: a thin layer over `tokenizers`, and the chat template."""
 
+import re
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,16 @@ from tokenizers import Tokenizer as BackendTokenizer
 from nanopage.model_files import check_file, exists, read_json, read_text, rust_errors, shown
 from nanopage.text.chat_template import TemplateRenderer
 from nanopage.weights.gguf_checkpoint import GGUFCheckpoint
+
+
+def _byte_of_character() -> dict[str, int]:
+    """GPT-2's way to write any byte as a printable character, which byte-level tokenizers use."""
+    shown = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    hidden = [byte for byte in range(256) if byte not in shown]
+    return {chr(byte): byte for byte in shown} | {chr(256 + i): byte for i, byte in enumerate(hidden)}
+
+
+BYTE_OF_CHARACTER = _byte_of_character()
 
 
 class Encoding(dict):
@@ -62,6 +73,9 @@ class Tokenizer:
         self.chat_template: str | None = config.get("chat_template")
         added = self.backend.get_added_tokens_decoder()
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self._added_ids = frozenset(added)
+        decoder = self.backend.decoder
+        self._is_byte_level = decoder is not None and b'"ByteLevel"' in decoder.__getstate__()
         self._renderer = TemplateRenderer()
 
     @property
@@ -133,6 +147,19 @@ class Tokenizer:
         except BaseException:  # entering rust_errors for every token would take as long as decoding it
             with rust_errors(f"{self.path} failed to decode {len(token_ids):,} tokens"):
                 raise
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that a token stands for, which may be a part of a character; empty for an id without a token."""
+        token = self.backend.id_to_token(token_id)
+        if token is None:
+            return b""
+        if token_id in self._added_ids:
+            return token.encode()
+        if self._is_byte_level:
+            return bytes(BYTE_OF_CHARACTER[character] for character in token)
+        if re.fullmatch("<0x[0-9A-F]{2}>", token):
+            return bytes([int(token[3:5], 16)])
+        return token.replace("\u2581", " ").encode()  # SentencePiece's mark for a space
 
     def apply_chat_template(
         self,

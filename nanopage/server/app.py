@@ -1,0 +1,320 @@
+"""The routes, and the state they share."""
+
+import logging
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+import nanopage
+from nanopage.async_llm import AsyncLLM, EngineDeadError
+from nanopage.metrics import Metric
+from nanopage.server.chat import Chat
+from nanopage.server.completions import Completions
+from nanopage.server.errors import ApiError, from_http, from_validation, json_response
+from nanopage.server.metrics import CONTENT_TYPE, ServerMetrics
+from nanopage.server.middleware import Gate
+from nanopage.server.protocol import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from nanopage.server.streaming import ClientGoneError, EventStream, unless_gone
+from nanopage.server.templates import chat_prompt
+
+logger = logging.getLogger("nanopage")
+
+MAX_RETRY_AFTER = 120  # seconds: OpenAI's SDK gives up above
+NOT_SERVED = {  # path -> what it would need
+    "/v1/embeddings": "the model makes no embeddings",
+    "/v1/score": "the model makes no scores",
+    "/v1/rerank": "the model makes no scores",
+    "/v1/responses": "use /v1/chat/completions",
+    "/v1/messages": "use /v1/chat/completions",
+    "/v1/audio/transcriptions": "the model hears nothing",
+    "/v1/audio/speech": "the model says nothing",
+    "/v1/images/generations": "the model draws nothing",
+}
+
+
+@dataclass
+class ServerState:
+    """What the routes share.
+
+    Args:
+        model_names: the names of the model; the first is the one in replies.
+        max_queue: most requests that wait for their first step.
+        max_queue_tokens: most prompt tokens of these.
+        stall_seconds: after how long a step counts as hung.
+        strict_fields: refuse fields that are not known.
+        llm: None while the model loads.
+        error: why it could not be loaded.
+    """
+
+    model_names: list[str]
+    max_queue: int = 1024
+    max_queue_tokens: int = 1_000_000
+    stall_seconds: float = 120.0
+    strict_fields: bool = False
+    llm: AsyncLLM | None = None
+    error: str | None = None
+    draining: bool = False
+    created: int = field(default_factory=lambda: int(time.time()))
+    replies: Counter[tuple[str, str, str]] = field(default_factory=Counter)
+    num_active: int = 0  # calls that make text
+    num_entering: int = 0  # of these, requests on their way into the engine
+    num_disconnects: int = 0
+
+    def require(self) -> AsyncLLM:
+        """The engine, for a request that is to run now. Raises: ApiError while it cannot."""
+        if self.draining:
+            raise ApiError(503, "the server is shutting down", code="shutting_down", retry_after=30)
+        if self.llm is None:
+            raise ApiError(503, self.error or "the model is loading", code="loading", retry_after=5)
+        if self.llm.dead_error is not None:
+            raise ApiError(503, str(self.llm.dead_error), code="engine_dead", retry_after=30)
+        return self.llm
+
+    def check_health(self) -> None:
+        """Raises: ApiError if the server cannot answer requests."""
+        llm = self.require()
+        if llm.seconds_without_progress > self.stall_seconds:
+            raise ApiError(503, f"no step has ended for {self.stall_seconds:g} s", code="stalled", retry_after=30)
+
+    def model_name(self, name: str | None) -> str:
+        """The name for a reply. Raises: ApiError for the name of another model."""
+        if name is not None and name not in self.model_names:
+            message = f"The model {name[:200]!r} does not exist. This server has {', '.join(self.model_names)}."
+            raise ApiError(404, message, param="model", code="model_not_found")
+        return name or self.model_names[0]
+
+    def check_queue(self, llm: AsyncLLM, num_requests: int) -> None:
+        """Raises: ApiError if so many more requests would wait too long."""
+        waiting = llm.num_waiting + self.num_entering
+        if waiting + num_requests > self.max_queue or llm.num_waiting_tokens > self.max_queue_tokens:
+            seconds = max(1, min(MAX_RETRY_AFTER, round(llm.seconds_per_request * waiting)))
+            raise ApiError(429, f"{waiting} requests are waiting already", code="queue_full", retry_after=seconds)
+
+    def metrics(self) -> list[Metric]:
+        return [] if self.llm is None else self.llm.get_metrics()
+
+
+def create_app(
+    state: ServerState,
+    api_keys: list[str] | None = None,
+    hosts: list[str] | None = None,
+    root_path: str = "",
+    lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]] | None = None,
+) -> Gate:
+    """The server as an ASGI application.
+
+    Args:
+        api_keys, hosts: as in Gate.
+        root_path: the prefix of all paths that a reverse proxy adds.
+        lifespan: surrounds the time in which the application runs.
+    """
+    app = FastAPI(
+        title="nanopage",
+        version=nanopage.__version__,
+        docs_url=None,  # these pages load scripts from elsewhere
+        redoc_url=None,
+        root_path=root_path,
+        lifespan=lifespan,
+    )
+
+    @app.post("/v1/chat/completions")
+    async def chat_completions(body: ChatBody, request: Request) -> Response:
+        return await _generate(state, request, body, Chat)
+
+    @app.post("/v1/completions")
+    async def completions(body: CompletionBody, request: Request) -> Response:
+        return await _generate(state, request, body, Completions)
+
+    @app.get("/v1/models")
+    async def models() -> Response:
+        return json_response({"object": "list", "data": [_model(state, name) for name in state.model_names]})
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> Response:
+        return json_response(_model(state, state.model_name(name)))
+
+    @app.post("/tokenize")
+    async def tokenize(body: TokenizeBody) -> Response:
+        llm, ignored = state.require(), body.check_unknown(state.strict_fields)
+        state.model_name(body.model)
+        ids = await llm.in_thread(_tokenize, llm, body)
+        reply = {"count": len(ids), "max_model_len": llm.engine.max_model_len, "tokens": ids}
+        if body.return_token_strs:
+            tokenizer = llm.engine.input_processor.require_tokenizer("return_token_strs", "a model with a tokenizer")
+            reply["token_strs"] = [tokenizer.backend.id_to_token(token_id) for token_id in ids]
+        return json_response(reply, headers=_ignored_header(ignored))
+
+    @app.post("/detokenize")
+    async def detokenize(body: DetokenizeBody) -> Response:
+        llm, ignored = state.require(), body.check_unknown(state.strict_fields)
+        state.model_name(body.model)
+        vocab_size = llm.engine.model_config.vocab_size
+        for token_id in body.tokens:
+            if not 0 <= token_id < vocab_size:
+                raise ApiError(400, f"tokens: {str(token_id)[:20]} is not in the vocabulary", param="tokens")
+        tokenizer = llm.engine.input_processor.require_tokenizer("/detokenize", "a model with a tokenizer")
+        text = await llm.in_thread(tokenizer.decode, body.tokens, False)
+        return json_response({"prompt": text}, headers=_ignored_header(ignored))
+
+    @app.get("/tokenizer_info")
+    async def tokenizer_info() -> Response:
+        tokenizer = state.require().engine.tokenizer
+        if tokenizer is None:
+            raise ApiError(404, "the model has no tokenizer", code="no_tokenizer")
+        names = ("bos_token", "eos_token", "pad_token", "chat_template")
+        return json_response({"tokenizer_class": "Tokenizer"} | {name: getattr(tokenizer, name) for name in names})
+
+    @app.get("/health")
+    @app.get("/ping")
+    @app.post("/ping")
+    async def health() -> Response:
+        state.check_health()
+        return Response()
+
+    @app.get("/version")
+    async def version() -> Response:
+        return json_response({"version": nanopage.__version__})
+
+    @app.get("/load")
+    async def load() -> Response:
+        return json_response({"server_load": state.num_active})
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(server_metrics.text(), media_type=CONTENT_TYPE)
+
+    @app.get("/", include_in_schema=False)
+    async def page() -> Response:
+        return Response((Path(__file__).with_name("page.html")).read_bytes(), media_type="text/html; charset=utf-8")
+
+    for path, why in NOT_SERVED.items():
+        app.add_api_route(path, _not_served(path, why), methods=["GET", "POST"], include_in_schema=False)
+
+    @app.exception_handler(ApiError)
+    async def api_error(request: Request, error: ApiError) -> Response:
+        return error.response()
+
+    @app.exception_handler(EngineDeadError)
+    async def engine_dead(request: Request, error: EngineDeadError) -> Response:
+        return ApiError(503, str(error), code="engine_dead", retry_after=30).response()
+
+    @app.exception_handler(RequestValidationError)
+    async def validation_error(request: Request, error: RequestValidationError) -> Response:
+        return from_validation(error).response()
+
+    @app.exception_handler(HTTPException)
+    async def http_error(request: Request, error: HTTPException) -> Response:
+        return from_http(error).response()
+
+    @app.exception_handler(ClientGoneError)
+    async def client_gone(request: Request, error: ClientGoneError) -> Response:
+        state.num_disconnects += 1
+        return Response(status_code=499)  # nobody reads it
+
+    @app.exception_handler(Exception)
+    async def unexpected(request: Request, error: Exception) -> Response:
+        return ApiError(500, "an error of the server: its log says more", code="internal_error").response()
+
+    server_metrics = ServerMetrics(state.metrics, state.replies, lambda: state.num_disconnects)
+    paths = [route.path for route in app.routes if hasattr(route, "path")]
+    return Gate(app, api_keys or [], hosts or [], state.replies, paths)
+
+
+async def _generate(
+    state: ServerState, request: Request, body: ChatBody | CompletionBody, kind: type[Chat] | type[Completions]
+) -> Response:
+    """Run a call that makes text: admit its requests, then reply at once or stream."""
+    started = time.perf_counter()
+    llm = state.require()
+    name = state.model_name(body.model)
+    headers = _ignored_header(body.check_unknown(state.strict_fields))
+    call = kind(llm, body, name)  # type: ignore[arg-type]
+    num_requests = len(call.prompts) if isinstance(call, Completions) else 1
+    state.check_queue(llm, num_requests)
+    state.num_active += 1
+    state.num_entering += num_requests
+    try:
+        generation = await unless_gone(request, call.start())
+    except BaseException:
+        state.num_active -= 1
+        raise
+    finally:
+        state.num_entering -= num_requests
+
+    def ended(how: str) -> None:
+        state.num_active -= 1
+        logger.info(f"{request.url.path} {call.id}: {how} after {time.perf_counter() - started:.2f} s")
+
+    if body.stream:
+        return EventStream(_watched(call.chunks(generation), ended), headers, lambda: _count_gone(state))
+    try:
+        reply = await unless_gone(request, call.reply(generation))
+    except BaseException as error:
+        await generation.__aexit__()
+        ended(f"ended by {type(error).__name__}")
+        raise
+    ended("complete")
+    return json_response(reply, headers=headers)
+
+
+async def _watched(chunks: AsyncIterator[dict], ended: Callable[[str], None]) -> AsyncIterator[dict]:
+    """The chunks. Calls `ended` when there are no more of them, whatever the reason."""
+    how = "cut off"
+    try:
+        async for chunk in chunks:
+            yield chunk
+        how = "complete"
+    except (ApiError, EngineDeadError) as error:
+        how = f"ended by {type(error).__name__}"
+        raise
+    finally:
+        await chunks.aclose()  # type: ignore[attr-defined]
+        ended(how)
+
+
+def _count_gone(state: ServerState) -> None:
+    state.num_disconnects += 1
+
+
+def _tokenize(llm: AsyncLLM, body: TokenizeBody) -> list[int]:
+    if (body.prompt is None) == (body.messages is None):
+        raise ApiError(400, "give either prompt or messages", param="prompt")
+    if body.messages is not None:
+        return chat_prompt(llm, body)["prompt_token_ids"]
+    try:
+        return llm.engine.input_processor.encode(body.prompt or "", body.add_special_tokens is not False)
+    except (ValueError, TypeError) as error:
+        raise ApiError(400, str(error), param="prompt") from None
+
+
+def _model(state: ServerState, name: str) -> dict:
+    llm = state.llm
+    return {
+        "id": name,
+        "object": "model",
+        "created": state.created,
+        "owned_by": "nanopage",
+        "root": state.model_names[0],
+        "parent": None,
+        "max_model_len": None if llm is None else llm.engine.max_model_len,
+    }
+
+
+def _not_served(path: str, why: str) -> Callable:
+    async def answer() -> Response:
+        raise ApiError(404, f"{path} is not served: {why}", code="not_served")
+
+    return answer
+
+
+def _ignored_header(ignored: list[str]) -> dict[str, str]:
+    names = ", ".join(name.encode("ascii", "replace").decode() for name in ignored)
+    return {"x-ignored-fields": "".join(c for c in names if c.isprintable())} if ignored else {}

@@ -1,0 +1,151 @@
+"""POST /v1/completions."""
+
+import time
+import uuid
+from collections.abc import AsyncIterator
+from typing import Any
+
+from nanopage.async_llm import AsyncLLM
+from nanopage.engine.input_processor import PromptTooLongError
+from nanopage.outputs import CompletionOutput, Logprob, RequestOutput
+from nanopage.params import SamplingParams
+from nanopage.server.choices import changes, usage
+from nanopage.server.errors import ApiError
+from nanopage.server.generation import Generation, start, too_long
+from nanopage.server.logprobs import completion_logprobs
+from nanopage.server.protocol import CompletionBody
+
+MAX_PROMPTS = 1024  # of one call
+MAX_CHOICES = 4096  # prompts * n
+DEFAULT_MAX_TOKENS = 16  # OpenAI's
+# Special tokens around the text before and after a gap: of Qwen's and of StarCoder's tokenizers.
+FILL_IN_THE_MIDDLE = (
+    ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
+    ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
+)
+
+
+class Completions:
+    """One call: its choices as a reply or as chunks. Arguments and errors are those of Chat."""
+
+    def __init__(self, llm: AsyncLLM, body: CompletionBody, model: str):
+        body.check()
+        self.llm, self.body, self.model = llm, body, model
+        self.id, self.created = f"cmpl-{uuid.uuid4().hex}", int(time.time())
+        self.prompts = _prompts(body.prompt)
+        if len(self.prompts) * max(body.n, body.best_of or 1) > MAX_CHOICES:
+            raise ApiError(400, f"{len(self.prompts)} prompts, each n times, are more than {MAX_CHOICES}", param="n")
+        self.only_scores = body.echo and (body.max_completion_tokens, body.max_tokens) in ((None, 0), (0, None), (0, 0))
+        if self.only_scores:  # the engine computes at least one token
+            body = body.model_copy(update={"max_tokens": 1, "max_completion_tokens": None, "min_tokens": 0})
+        default = llm.engine.default_sampling_params
+        self.params: SamplingParams = body.sampling_params(default, DEFAULT_MAX_TOKENS, body.logprobs)
+        if body.echo and body.logprobs is not None:
+            self.params.prompt_logprobs = body.logprobs
+        self.copies = body.n // self.params.n
+        self.outputs: dict[int, RequestOutput] = {}  # the latest of each prompt
+
+    async def start(self) -> Generation:
+        """Put the prompts into the engine. Raises: ApiError, EngineDeadError."""
+        try:
+            prompts = await self.llm.in_thread(lambda: [self._prompt(prompt) for prompt in self.prompts])
+        except PromptTooLongError as error:
+            raise too_long(self.llm, error) from None
+        except (ValueError, TypeError) as error:
+            raise self.body.invalid(error) from None
+        return await start(self.llm, prompts, self.params, self.body)
+
+    async def reply(self, generation: Generation) -> dict:
+        """All choices at once."""
+        async with generation:
+            self.outputs = dict(enumerate(await generation.final()))
+        choices = []
+        for prompt, output in self.outputs.items():
+            for completion in output.outputs:
+                for copy in range(self.copies):
+                    index = (prompt * self.params.n + completion.index) * self.copies + copy
+                    text = self._echoed(output) + ("" if self.only_scores else completion.text)
+                    choices.append(self._choice(index, output, completion, text, 0) | self._ending(completion))
+        return self._envelope(choices) | {"usage": self._usage()}
+
+    async def chunks(self, generation: Generation) -> AsyncIterator[dict]:
+        """The choices as they grow. A choice's first chunk has the prompt, if it is to be echoed."""
+        begun = set()
+        async with generation:
+            async for change in changes(generation, self.params.n, self.copies):
+                prompt = change.index // self.body.n
+                self.outputs[prompt] = change.output
+                text = "" if self.only_scores else change.text
+                if change.index not in begun:
+                    begun.add(change.index)
+                    text = self._echoed(change.output) + text
+                choice = self._choice(change.index, change.output, change.completion, text, change.num_seen)
+                if change.completion.finish_reason is not None:
+                    choice |= self._ending(change.completion)
+                if text or choice["finish_reason"]:
+                    chunk = self._envelope([choice])
+                    if self.body.wants_usage_always:
+                        chunk["usage"] = self._usage()
+                    yield chunk
+        if self.body.wants_usage:
+            yield self._envelope([]) | {"usage": self._usage()}
+
+    def _prompt(self, prompt: str | list[int]) -> dict:
+        """A prompt as the engine takes it, with its tokens."""
+        processor = self.llm.engine.input_processor
+        if isinstance(prompt, list):
+            if self.body.suffix is not None:
+                raise ApiError(400, "suffix needs prompts of text", param="suffix")
+            if self.body.echo:  # its text is returned
+                tokenizer = processor.require_tokenizer("echo", "echo=false")
+                return {"prompt": tokenizer.decode(prompt, skip_special_tokens=False), "prompt_token_ids": prompt}
+            return {"prompt_token_ids": prompt}
+        text = prompt if self.body.suffix is None else self._with_gap(prompt, self.body.suffix)
+        return {"prompt": prompt, "prompt_token_ids": processor.encode(text, self.body.add_special_tokens)}
+
+    def _with_gap(self, prompt: str, suffix: str) -> str:
+        tokenizer = self.llm.engine.input_processor.require_tokenizer("suffix", "a prompt of token ids")
+        for before, after, gap in FILL_IN_THE_MIDDLE:
+            if tokenizer.backend.token_to_id(gap) is not None:
+                return before + prompt + after + suffix + gap
+        raise ApiError(400, "suffix: the model's tokenizer has no tokens to fill in the middle", param="suffix")
+
+    def _echoed(self, output: RequestOutput) -> str:
+        return (output.prompt or "") if self.body.echo else ""
+
+    def _choice(
+        self, index: int, output: RequestOutput, completion: CompletionOutput, text: str, num_seen: int
+    ) -> dict[str, Any]:
+        logprobs, tokenizer = None, self.llm.engine.tokenizer
+        if completion.logprobs is not None and self.body.logprobs is not None and tokenizer is not None:
+            token_ids = completion.token_ids[num_seen:]
+            tables: list[dict[int, Logprob] | None] = [*completion.logprobs[num_seen:]]
+            if self.only_scores:
+                token_ids, tables = [], []
+            offset = len(self._echoed(output)) + len(tokenizer.decode(completion.token_ids[:num_seen]))
+            if output.prompt_logprobs is not None and num_seen == 0:
+                token_ids, offset = output.prompt_token_ids + token_ids, 0
+                tables = output.prompt_logprobs + tables
+            logprobs = completion_logprobs(tokenizer, token_ids, tables, self.body.logprobs, offset)
+        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": None, "stop_reason": None}
+
+    def _ending(self, completion: CompletionOutput) -> dict:
+        reason = "length" if self.only_scores else completion.finish_reason
+        return {"finish_reason": reason, "stop_reason": None if self.only_scores else completion.stop_reason}
+
+    def _usage(self) -> dict:
+        return usage(self.outputs.values(), self.copies, num_dropped=int(self.only_scores))
+
+    def _envelope(self, choices: list[dict]) -> dict:
+        kind = "text_completion"
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices}
+
+
+def _prompts(prompt: str | list) -> list[str | list[int]]:
+    """The prompts of a body, each a text or token ids. Raises: ApiError."""
+    prompts: list = [prompt] if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)) else list(prompt)
+    if not prompts:
+        raise ApiError(400, "prompt is empty", param="prompt")
+    if len(prompts) > MAX_PROMPTS:
+        raise ApiError(400, f"prompt has {len(prompts):,} prompts: at most {MAX_PROMPTS:,}", param="prompt")
+    return prompts

@@ -1,0 +1,77 @@
+"""Errors as OpenAI's clients expect them: {"error": {"message", "type", "param", "code"}}."""
+
+import itertools
+import re
+
+import msgspec
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+UNION_MEMBERS = ("str", "list[str]", "list[int]", "list[list[int]]")  # pydantic's names, in the path of an error
+MAX_MESSAGE = 1000  # characters: a message may quote what the client sent
+TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+
+
+class ApiError(Exception):
+    """An error reply.
+
+    Args:
+        param: the field that is wrong, such as "messages[2].content".
+        code: what a program can test.
+        retry_after: seconds after which the client may try again. Without it, clients are told not to.
+    """
+
+    def __init__(
+        self, status: int, message: str, *, param: str | None = None, code: str | None = None, retry_after: int = 0
+    ):
+        super().__init__(message)
+        self.status, self.param, self.code, self.retry_after = status, param, code, retry_after
+
+    def body(self) -> dict:
+        kind = TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+        message = str(self)
+        if len(message) > MAX_MESSAGE:
+            message = message[:MAX_MESSAGE] + "..."
+        return {"error": {"message": message, "type": kind, "param": self.param, "code": self.code}}
+
+    def response(self) -> Response:
+        headers = {"retry-after": str(self.retry_after)} if self.retry_after else {"x-should-retry": "false"}
+        return json_response(self.body(), self.status, headers)
+
+
+def json_response(content: object, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(msgspec.json.encode(content), status, headers, "application/json")
+
+
+def invalid(error: Exception, fields: tuple[str, ...]) -> ApiError:
+    """A 400 for a ValueError or TypeError of the engine, whose message begins with the name of what is wrong.
+
+    Args:
+        fields: names that may be the `param`. If the prompt is wrong, it is the last of these.
+    """
+    message = str(error)
+    if re.match("(the |a )?prompt", message):
+        return ApiError(400, message, param=fields[-1])
+    match = re.match(r"(\w+)(\[(\d+|'\w+')\])*", message)
+    if match is None or match[1] not in fields:
+        return ApiError(400, message)
+    return ApiError(400, message, param=re.sub(r"\['(\w+)'\]", r".\1", match[0]))  # messages[1].content
+
+
+def from_validation(error: RequestValidationError) -> ApiError:
+    """What pydantic says of a body, with the path of the first field that is wrong."""
+    first = error.errors()[0]
+    path = list(itertools.takewhile(lambda part: part not in UNION_MEMBERS, first["loc"][1:]))
+    if first["type"] == "json_invalid":
+        return ApiError(400, f"the body is not valid JSON: {first.get('ctx', {}).get('error', first['msg'])}")
+    if not path:
+        return ApiError(400, "the body must be a JSON object with the content-type application/json")
+    param = str(path[0]) + "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path[1:])
+    message = first["msg"].removeprefix("Value error, ")
+    return ApiError(400, f"{param}: {message}", param=param)
+
+
+def from_http(error: HTTPException) -> ApiError:
+    """An error of the framework, such as an unknown path."""
+    return ApiError(error.status_code, str(error.detail), code="not_found" if error.status_code == 404 else None)

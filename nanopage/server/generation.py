@@ -1,0 +1,111 @@
+"""The engine requests of one HTTP call: admitted together, read as they come, aborted together."""
+
+import asyncio
+import contextlib
+import uuid
+from collections.abc import AsyncIterator, Sequence
+
+from nanopage.async_llm import AsyncLLM, EngineDeadError, RequestStream
+from nanopage.engine.input_processor import PromptTooLongError
+from nanopage.outputs import RequestOutput
+from nanopage.params import SamplingParams
+from nanopage.server.errors import ApiError
+from nanopage.server.protocol import SamplingBody
+
+
+class Generation:
+    """Requests that are in the engine. Use `async with`: its end aborts what has not finished.
+
+    Args:
+        streams: one for each prompt.
+    """
+
+    def __init__(self, streams: list[RequestStream]):
+        self.streams = streams
+
+    async def __aenter__(self) -> "Generation":
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        for stream in self.streams:
+            await stream.aclose()
+
+    async def __aiter__(self) -> AsyncIterator[tuple[int, RequestOutput]]:
+        """(index of the prompt, output), as they come.
+
+        Raises: ApiError if a request could not be completed.
+        """
+        if len(self.streams) == 1:
+            async for output in self.streams[0]:
+                yield 0, _check(output)
+            return
+        news: asyncio.Queue[tuple[int, RequestOutput | EngineDeadError]] = asyncio.Queue(len(self.streams))
+        readers = [asyncio.create_task(_read(i, stream, news)) for i, stream in enumerate(self.streams)]
+        try:
+            unfinished = len(readers)
+            while unfinished:
+                index, item = await news.get()
+                if isinstance(item, EngineDeadError):
+                    raise item
+                unfinished -= item.finished
+                yield index, _check(item)
+        finally:
+            for reader in readers:
+                reader.cancel()
+            for reader in readers:
+                with contextlib.suppress(asyncio.CancelledError):
+                    await reader
+
+    async def final(self) -> list[RequestOutput]:
+        """The last output of each request, in the order of the prompts. Raises as iterating."""
+        outputs: list[RequestOutput | None] = [None] * len(self.streams)
+        async for index, output in self:
+            outputs[index] = output
+        return [output for output in outputs if output is not None]
+
+
+async def start(llm: AsyncLLM, prompts: Sequence[dict], params: SamplingParams, body: SamplingBody) -> Generation:
+    """Put a request for each prompt into the engine; all of them, or none.
+
+    Args:
+        prompts: dicts as the engine takes them.
+
+    Raises: ApiError, EngineDeadError.
+    """
+    name = uuid.uuid4().hex
+    generation = Generation([])
+    try:
+        for index, prompt in enumerate(prompts):
+            if body.cache_salt is not None:
+                prompt = prompt | {"cache_salt": body.cache_salt}
+            stream = await llm.add_request(f"{name}-{index}", prompt, params, priority=body.priority)
+            generation.streams.append(stream)
+    except BaseException as error:
+        await generation.__aexit__()
+        if isinstance(error, PromptTooLongError):
+            raise too_long(llm, error) from None
+        if isinstance(error, ValueError | TypeError):
+            raise body.invalid(error) from None
+        raise
+    return generation
+
+
+def too_long(llm: AsyncLLM, error: PromptTooLongError) -> ApiError:
+    """The error that clients look for to shorten a conversation."""
+    limit = llm.engine.max_model_len
+    message = f"This model's maximum context length is {limit} tokens. {error}"
+    return ApiError(400, message, param="messages", code="context_length_exceeded")
+
+
+async def _read(index: int, stream: RequestStream, news: asyncio.Queue) -> None:
+    try:
+        async for output in stream:
+            await news.put((index, output))
+    except EngineDeadError as error:
+        await news.put((index, error))
+
+
+def _check(output: RequestOutput) -> RequestOutput:
+    if output.error is not None:
+        raise ApiError(500, f"the request could not be completed: {output.error}", code="request_failed")
+    return output

@@ -1,0 +1,71 @@
+"""Log-probabilities in the two forms that OpenAI's endpoints have."""
+
+from collections.abc import Sequence
+
+from nanopage.outputs import Logprob
+from nanopage.text.tokenizer import Tokenizer
+
+FLOOR = -9999.0  # JSON has no -inf
+
+Table = dict[int, Logprob]
+
+
+def chat_logprobs(tokenizer: Tokenizer, token_ids: Sequence[int], tables: Sequence[Table], num_top: int) -> dict:
+    """Of /v1/chat/completions: an entry for each token, with its raw bytes, even where they are half a character."""
+
+    def entry(token_id: int, table: Table) -> dict:
+        data = tokenizer.token_bytes(token_id)
+        return {"token": data.decode(errors="replace"), "logprob": _value(table[token_id]), "bytes": list(data)}
+
+    return {
+        "content": [
+            entry(token_id, table) | {"top_logprobs": [entry(top, table) for top in _likeliest(table, num_top)]}
+            for token_id, table in zip(token_ids, tables, strict=True)
+        ]
+    }
+
+
+def completion_logprobs(
+    tokenizer: Tokenizer, token_ids: Sequence[int], tables: Sequence[Table | None], num_top: int, offset: int = 0
+) -> dict:
+    """Of /v1/completions: lists of the same length.
+
+    Args:
+        tables: None for the first token of a prompt, which nothing predicts.
+        offset: characters of the text before the first of these tokens.
+    """
+    texts = [_text(tokenizer, token_id) for token_id in token_ids]
+    offsets = []
+    for token_id in token_ids:
+        offsets.append(offset)
+        offset += len(tokenizer.token_bytes(token_id).decode(errors="ignore"))
+    return {
+        "text_offset": offsets,
+        "tokens": texts,
+        "token_logprobs": [
+            None if table is None else _value(table[token_id])
+            for token_id, table in zip(token_ids, tables, strict=True)
+        ],
+        "top_logprobs": [
+            None if table is None else {_text(tokenizer, top): _value(table[top]) for top in _likeliest(table, num_top)}
+            for table in tables
+        ],
+    }
+
+
+def _likeliest(table: Table, count: int) -> list[int]:
+    """The ids of the likeliest tokens. The sampled token is in the table even if it is not one of them."""
+    return sorted(table, key=lambda token_id: -table[token_id].logprob)[:count]
+
+
+def _text(tokenizer: Tokenizer, token_id: int) -> str:
+    """A token as a key: part of a character is written as OpenAI does, so that no two tokens look alike."""
+    data = tokenizer.token_bytes(token_id)
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+
+def _value(logprob: Logprob) -> float:
+    return max(logprob.logprob, FLOOR)

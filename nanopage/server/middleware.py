@@ -1,0 +1,133 @@
+"""Gate: what every HTTP call passes through before FastAPI sees it.
+
+It checks the key (by default everything needs one), the Host header and the size of the body, which it reads whole and
+within a time limit. It echoes X-Request-Id and counts replies.
+"""
+
+import asyncio
+import hashlib
+import hmac
+import re
+from collections import Counter
+from collections.abc import Sequence
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from nanopage.server.errors import ApiError
+
+MAX_BODY = 32 << 20  # bytes
+BODY_SECONDS = 60.0  # for the whole body to arrive
+OPEN_PATHS = ("/", "/health", "/ping")  # without a key: the chat page has no data of its own
+LOCAL_HOSTS = ("localhost", "127.0.0.1", "[::1]")
+
+
+class Gate:
+    """ASGI middleware.
+
+    Args:
+        api_keys: any of them is accepted; none: no key is needed.
+        hosts: Host headers that are answered, without ports. A web page can make a browser send requests to a local
+            server under a name of its own (DNS rebinding). Empty: any. It need not be checked where a key is needed.
+        replies: counts (method, path, status) of replies.
+        paths: those that `replies` tells apart; all others are counted as "other".
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        api_keys: Sequence[str],
+        hosts: Sequence[str],
+        replies: Counter[tuple[str, str, str]],
+        paths: Sequence[str],
+    ):
+        self.app, self.hosts, self.replies, self.paths = app, hosts, replies, paths
+        self.digests = [_digest(key.encode()) for key in api_keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self.app(scope, receive, send)
+            return
+        if scope["type"] != "http":  # a WebSocket
+            await send({"type": "websocket.close", "code": 1008})
+            return
+        path = scope["path"].removeprefix(scope.get("root_path", "")) or "/"
+        headers = dict(scope["headers"])
+        request_id = headers.get(b"x-request-id", b"")
+        status = "none"
+
+        async def reply(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = str(message["status"])
+                if re.fullmatch(rb"[\w.:/+=-]{1,128}", request_id):
+                    message["headers"] = [*message["headers"], (b"x-request-id", request_id)]
+            await send(message)
+
+        try:
+            self._check_host(headers)
+            self._check_key(path, headers)
+            body = await _read_body(headers, receive)
+            if body is not None:
+                await self.app(scope, _replay(body, receive), reply)
+        except ApiError as error:
+            await error.response()(scope, receive, reply)
+        finally:
+            method = scope["method"] if scope["method"] in ("GET", "POST") else "other"
+            self.replies[method, path if path in self.paths else "other", status] += 1
+
+    def _check_host(self, headers: dict[bytes, bytes]) -> None:
+        host = re.sub(r":\d+$", "", headers.get(b"host", b"").decode("latin-1")).lower()
+        if self.hosts and not self.digests and host not in self.hosts:
+            raise ApiError(
+                403, "the Host header names another host: start the server with --allowed-host", code="host_not_allowed"
+            )
+
+    def _check_key(self, path: str, headers: dict[bytes, bytes]) -> None:
+        if not self.digests or path in OPEN_PATHS:
+            return
+        scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
+        digest = _digest(key.strip())
+        # All are compared, so that the time tells nothing.
+        matches = [hmac.compare_digest(digest, known) for known in self.digests]
+        if scheme.lower() != b"bearer" or not any(matches):
+            raise ApiError(401, "the API key is missing or wrong (Authorization: Bearer KEY)", code="invalid_api_key")
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()
+
+
+async def _read_body(headers: dict[bytes, bytes], receive: Receive) -> bytes | None:
+    """The whole body; None if the client has gone. Raises: ApiError if it is too large or too slow."""
+    length = headers.get(b"content-length", b"0")
+    if not length.isdigit() or int(length[:20]) > MAX_BODY:
+        raise _too_large()
+    parts, size = [], 0
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            while True:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    return None
+                parts.append(message.get("body", b""))
+                size += len(parts[-1])
+                if size > MAX_BODY:
+                    raise _too_large()
+                if not message.get("more_body", False):
+                    return b"".join(parts)
+    except TimeoutError:
+        raise ApiError(408, f"the body did not arrive within {BODY_SECONDS:g} s", code="timeout") from None
+
+
+def _too_large() -> ApiError:
+    return ApiError(413, f"the body is larger than {MAX_BODY >> 20} MiB", code="body_too_large")
+
+
+def _replay(body: bytes, receive: Receive) -> Receive:
+    """A `receive` that returns a body that has been read, and then what else arrives."""
+    messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def replay() -> Message:
+        return messages.pop() if messages else await receive()
+
+    return replay

@@ -1,0 +1,242 @@
+"""The bodies of requests, and what becomes of their fields.
+
+A field that is null counts as absent. A field that nanopage has no use for is either refused by name, because leaving
+it out would change what the client gets (`REFUSED`), or ignored and listed in the header x-ignored-fields.
+"""
+
+import dataclasses
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, model_validator
+
+from nanopage.params import RequestOutputKind, SamplingParams
+from nanopage.server.errors import ApiError, invalid
+
+MAX_CHOICES = 128  # n and best_of
+MAX_ENTRIES = 4096  # of a list or an object, such as logit_bias
+NO_TOOLS = "there are no tools yet"
+NO_GRAMMAR = "there is no structured output yet"
+NO_AUDIO = "models read and write text"
+
+# field -> (the values that ask for nothing, why others are refused)
+REFUSED: dict[str, tuple[tuple, str]] = {
+    "tools": ((), NO_TOOLS),
+    "tool_choice": (("none",), NO_TOOLS),
+    "functions": ((), NO_TOOLS),
+    "function_call": (("none",), NO_TOOLS),
+    "response_format": (({"type": "text"},), NO_GRAMMAR),
+    "structured_outputs": (({},), NO_GRAMMAR),
+    "guided_json": ((), NO_GRAMMAR),
+    "guided_regex": ((), NO_GRAMMAR),
+    "guided_choice": ((), NO_GRAMMAR),
+    "guided_grammar": ((), NO_GRAMMAR),
+    "guided_json_object": ((False,), NO_GRAMMAR),
+    "guided_decoding_backend": ((), NO_GRAMMAR),
+    "guided_whitespace_pattern": ((), NO_GRAMMAR),
+    "prediction": ((), "there are no predicted outputs"),
+    "modalities": ((["text"],), NO_AUDIO),
+    "audio": ((), NO_AUDIO),
+    "web_search_options": ((), "there is no web search"),
+    "reasoning_effort": ((), "the model's template has no efforts: see chat_template_kwargs"),
+    "verbosity": ((), "the model's template has no verbosity"),
+    "chat_template": ((), "templates are those of the server"),
+    "documents": (([],), "templates are given no documents"),
+    "mm_processor_kwargs": (({},), NO_AUDIO),
+    "prompt_embeds": ((), "prompts are text or token ids"),
+    "prompt_logprobs": ((), "use /v1/completions with echo and logprobs"),
+    "use_beam_search": ((False,), "beam search is not served"),
+    "length_penalty": ((1, 1.0), "beam search is not served"),
+    "truncate_prompt_tokens": ((), "a prompt is never cut"),
+    "logits_processors": (([],), "no code of a client is run"),
+    "return_tokens_as_token_ids": ((False,), "log-probabilities name tokens by their text"),
+    "return_token_ids": ((False,), "use /tokenize"),
+    "spaces_between_special_tokens": ((True,), "special tokens are never spaced"),
+    "kv_transfer_params": (({},), "there is one engine"),
+    "store": ((False,), "nothing is stored"),
+    "service_tier": (("auto", "default"), "there is one tier"),
+}
+WITHOUT_EFFECT = ("user", "metadata", "safety_identifier", "prompt_cache_key", "parallel_tool_calls")
+
+
+class Body(BaseModel):
+    """A JSON object without its nulls. Fields have exactly the types they are declared with."""
+
+    model_config = ConfigDict(extra="allow", strict=True, hide_input_in_errors=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, body: Any) -> Any:
+        return {name: value for name, value in body.items() if value is not None} if isinstance(body, dict) else body
+
+    def check_unknown(self, strict: bool) -> list[str]:
+        """The fields that are ignored.
+
+        Args: strict: refuse these as well.
+        Raises: ApiError for a field that is refused.
+        """
+        ignored = []
+        for name, value in (self.model_extra or {}).items():
+            if name in WITHOUT_EFFECT:
+                continue
+            if name not in REFUSED:
+                ignored.append(name[:100])
+            elif not any(value == neutral and type(value) is type(neutral) for neutral in REFUSED[name][0]):
+                raise ApiError(400, f"{name} is not supported: {REFUSED[name][1]}", param=name, code="unsupported")
+        if ignored and strict:
+            raise ApiError(400, f"unknown field {ignored[0]!r}", param=ignored[0], code="unknown_field")
+        return ignored[:50]
+
+
+class StreamOptions(Body):
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+
+class SamplingBody(Body):
+    """What /v1/chat/completions and /v1/completions have in common. Names are OpenAI's, then vLLM's."""
+
+    model: str | None = None
+    n: int = 1
+    best_of: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[str, float] | None = None
+    stop: str | list[str] | None = None
+    seed: int | None = None
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: int = 0
+    stop_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    allowed_token_ids: list[int] | None = None
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+    priority: int = 0
+    cache_salt: str | None = None
+
+    @property
+    def wants_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def wants_usage_always(self) -> bool:
+        return self.stream_options is not None and self.stream_options.continuous_usage_stats
+
+    def check(self) -> None:
+        """Raises: ApiError for fields that are out of bounds or contradict each other."""
+        if self.stream_options is not None and not self.stream:
+            raise ApiError(400, "stream_options needs stream=true", param="stream_options")
+        for name in ("n", "best_of"):
+            if (value := getattr(self, name)) is not None and not 1 <= value <= MAX_CHOICES:
+                raise ApiError(400, f"{name} must be in [1, {MAX_CHOICES}]", param=name)
+        if self.best_of is not None and self.best_of < self.n:
+            raise ApiError(400, f"best_of={self.best_of} is less than n={self.n}", param="best_of")
+        for name in ("stop", "logit_bias", "stop_token_ids", "bad_words"):
+            value = getattr(self, name)
+            if isinstance(value, list | dict) and len(value) > MAX_ENTRIES:
+                raise ApiError(400, f"{name} has {len(value):,} entries: at most {MAX_ENTRIES:,}", param=name)
+
+    def sampling_params(self, default: SamplingParams, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
+        """The parameters for the engine.
+
+        Args:
+            default: what the model recommends, for fields that are absent.
+            max_tokens: if the body has no limit.
+
+        Raises: ApiError naming the field.
+        """
+        limit = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        given = {
+            name: getattr(self, name)
+            for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+            if getattr(self, name) is not None
+        }
+        try:
+            params = dataclasses.replace(
+                default,
+                **given,
+                presence_penalty=self.presence_penalty,
+                frequency_penalty=self.frequency_penalty,
+                logit_bias=_token_ids(self.logit_bias),
+                stop=self.stop,
+                seed=self.seed,
+                max_tokens=max_tokens if limit is None else limit,
+                min_tokens=self.min_tokens,
+                stop_token_ids=self.stop_token_ids,
+                bad_words=self.bad_words,
+                allowed_token_ids=self.allowed_token_ids,
+                ignore_eos=self.ignore_eos,
+                skip_special_tokens=self.skip_special_tokens,
+                include_stop_str_in_output=self.include_stop_str_in_output,
+                logprobs=logprobs,
+                output_kind=RequestOutputKind.CUMULATIVE if self.stream else RequestOutputKind.FINAL_ONLY,
+            )
+            if not params.greedy:  # greedy completions are all the same: one is computed
+                params = dataclasses.replace(params, n=self.n, best_of=self.best_of)
+        except (ValueError, TypeError) as error:
+            raise self.invalid(error) from None
+        return params
+
+    def invalid(self, error: Exception) -> ApiError:
+        """A 400 for an error of the engine, with the field's name if the message begins with one of this body's."""
+        fields = type(self).model_fields
+        return invalid(error, (*fields, "prompt" if "prompt" in fields else "messages"))
+
+
+class ChatBody(SamplingBody):
+    """POST /v1/chat/completions."""
+
+    messages: list[dict[str, Any]]
+    logprobs: bool = False
+    top_logprobs: int | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class CompletionBody(SamplingBody):
+    """POST /v1/completions."""
+
+    prompt: str | list[str] | list[int] | list[list[int]]
+    suffix: str | None = None
+    echo: bool = False
+    logprobs: int | None = None
+    add_special_tokens: bool = True
+
+
+class TokenizeBody(Body):
+    """POST /tokenize: a prompt, or messages."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+    return_token_strs: bool = False
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class DetokenizeBody(Body):
+    """POST /detokenize."""
+
+    model: str | None = None
+    tokens: list[int]
+
+
+def _token_ids(logit_bias: dict[str, float] | None) -> dict[int, float] | None:
+    """JSON has only strings as keys."""
+    if logit_bias is None:
+        return None
+    for token_id in logit_bias:
+        if not (token_id.isascii() and token_id.isdecimal() and len(token_id) < 10):
+            raise ValueError(f"logit_bias: {token_id[:50]!r} is not a token id")
+    return {int(token_id): bias for token_id, bias in logit_bias.items()}

@@ -1,0 +1,102 @@
+"""Server-sent events, and what happens when a client goes away."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import TypeVar
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from nanopage.async_llm import EngineDeadError
+from nanopage.server.errors import ApiError
+
+KEEP_ALIVE_SECONDS = 15.0  # of silence, before a comment keeps proxies from closing the connection
+HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+
+T = TypeVar("T")
+
+
+class ClientGoneError(Exception):
+    """The client has closed its connection."""
+
+
+async def unless_gone(request: Request, work: Awaitable[T]) -> T:
+    """The result of `work`, which is cancelled if the client closes its connection first.
+
+    Raises: ClientGoneError, and what the work raises.
+    """
+    task, gone = asyncio.ensure_future(work), asyncio.create_task(_until_gone(request.receive))
+    try:
+        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientGoneError
+        return await task
+    finally:
+        for each in (task, gone):
+            each.cancel()
+        await asyncio.wait((task, gone))
+
+
+class EventStream(Response):
+    """Sends each object of an iterator as an event, and then `[DONE]`. An error is the last event before that.
+
+    Args:
+        events: ends by itself when it is closed early, because the client has gone.
+        on_gone: called if the client has gone before the end.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncIterator[object], headers: dict[str, str], on_gone: Callable[[], None]):
+        super().__init__(headers=HEADERS | headers)
+        del self.headers["content-length"]
+        self.events, self.on_gone = events, on_gone
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        task, gone = asyncio.create_task(self._send(send)), asyncio.create_task(_until_gone(receive))
+        try:
+            await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                self.on_gone()
+            else:
+                task.result()
+        except OSError:  # the connection broke while it was written to
+            self.on_gone()
+        finally:
+            for each in (task, gone):
+                each.cancel()
+            await asyncio.wait((task, gone))
+
+    async def _send(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        try:
+            async for event in self._events():
+                await send({"type": "http.response.body", "body": event, "more_body": True})
+        finally:
+            await self.events.aclose()  # type: ignore[attr-defined]
+        await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
+
+    async def _events(self) -> AsyncIterator[bytes]:
+        try:
+            while True:
+                following = asyncio.ensure_future(anext(self.events))
+                try:
+                    while not (await asyncio.wait((following,), timeout=KEEP_ALIVE_SECONDS))[0]:
+                        yield b": keep-alive\n\n"
+                finally:
+                    following.cancel()
+                yield b"data: " + msgspec.json.encode(await following) + b"\n\n"
+        except StopAsyncIteration:
+            return
+        except ApiError as error:
+            body = error.body()
+        except EngineDeadError as error:
+            body = ApiError(503, str(error), code="engine_dead").body()
+        yield b"data: " + msgspec.json.encode(body) + b"\n\n"
+
+
+async def _until_gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

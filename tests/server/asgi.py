@@ -1,0 +1,86 @@
+"""Calls an ASGI application in this process, as a client that can go away at any moment."""
+
+import asyncio
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class Reply:
+    status: int = 0
+    headers: dict[str, str] = field(default_factory=dict)
+    body: bytes = b""
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+    @property
+    def error(self) -> dict:
+        return self.json["error"]
+
+    @property
+    def events(self) -> list[Any]:
+        """The objects of an event stream, which must be well-formed and end with [DONE]."""
+        *events, done, end = self.body.decode().split("\n\n")
+        assert (done, end) == ("data: [DONE]", "")
+        return [json.loads(event.removeprefix("data: ")) for event in events if not event.startswith(":")]
+
+
+async def call(
+    app,
+    method: str,
+    path: str,
+    body: Any = None,
+    headers: dict[str, str] | None = None,
+    root_path: str = "",
+    leave_when=None,
+    chunks: list[bytes] | None = None,
+) -> Reply:
+    """One call.
+
+    Args:
+        body: an object that is sent as JSON, or bytes.
+        leave_when: a function of the reply so far. The client goes away as soon as it returns True.
+        chunks: the parts in which the body arrives; None in this list is a client that sends no more.
+    """
+    content = b"" if body is None else body if isinstance(body, bytes) else json.dumps(body).encode()
+    sent = {"host": "localhost:8000", "content-type": "application/json"} | (headers or {})
+    scope = {
+        "type": "http",
+        "asgi": {"version": "3.0", "spec_version": "2.3"},
+        "http_version": "1.1",
+        "method": method,
+        "scheme": "http",
+        "path": path,
+        "raw_path": path.encode(),
+        "query_string": b"",
+        "root_path": root_path,
+        "headers": [(name.lower().encode(), value.encode()) for name, value in sent.items()],
+        "client": ("127.0.0.1", 5000),
+        "server": ("127.0.0.1", 8000),
+        "state": {},
+    }
+    reply, arriving = Reply(), list(chunks or [content])
+
+    async def receive() -> dict:
+        if arriving:
+            part = arriving.pop(0)
+            if part is None:
+                await asyncio.sleep(3600)
+            return {"type": "http.request", "body": part, "more_body": bool(arriving)}
+        while leave_when is None or not leave_when(reply):
+            await asyncio.sleep(0.001 if leave_when else 3600)
+        return {"type": "http.disconnect"}
+
+    async def send(message: dict) -> None:
+        if message["type"] == "http.response.start":
+            assert not reply.status
+            reply.status = message["status"]
+            reply.headers = {name.decode(): value.decode() for name, value in message["headers"]}
+        else:
+            reply.body += message["body"]
+
+    await app(scope, receive, send)
+    return reply

@@ -1,0 +1,692 @@
+"""The HTTP API in this process: fields, replies, errors, and clients that go away."""
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import math
+
+import pytest
+from asgi import call
+
+from nanopage import LLM, AsyncLLM, EngineArgs, SamplingParams
+from nanopage.server import middleware, streaming
+from nanopage.server.app import ServerState, create_app
+from nanopage.server.protocol import REFUSED
+
+OPTIONS = {
+    "dtype": "float64",
+    "device": "cpu",
+    "max_model_len": 128,
+    "num_gpu_blocks_override": 64,
+    "block_size": 8,
+    "max_num_batched_tokens": 32,
+}
+HELLO = [{"role": "user", "content": "Hello there"}]
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+GREEDY = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def offline(model):
+    return LLM(str(model), **OPTIONS)
+
+
+@pytest.fixture(scope="module")
+def llm(model):
+    llm = AsyncLLM.from_engine_args(EngineArgs(model=str(model), **OPTIONS))
+    yield llm
+    llm.shutdown()
+
+
+@pytest.fixture
+def state(llm):
+    state = ServerState(["tiny", "alias"], llm=llm)
+    yield state
+    asyncio.run(at_rest(llm))
+    assert state.num_active == state.num_entering == llm.num_waiting == llm.num_waiting_tokens == 0
+    manager = llm.engine.scheduler.block_manager
+    assert manager.num_free_blocks == manager.num_blocks
+
+
+@pytest.fixture
+def app(state):
+    return create_app(state, hosts=["localhost"])
+
+
+async def at_rest(llm) -> None:
+    while llm._mail or not llm._idle:
+        await asyncio.sleep(0.001)
+
+
+def post(app, path, body, **options):
+    return asyncio.run(call(app, "POST", path, body, **options))
+
+
+def get(app, path, **options):
+    return asyncio.run(call(app, "GET", path, **options))
+
+
+# Replies
+
+
+def test_a_chat_gets_the_answer_of_the_offline_engine(app, offline):
+    reply = post(app, CHAT, {"model": "tiny", "messages": HELLO, **GREEDY})
+    expected = offline.chat(HELLO, SamplingParams(**GREEDY), use_tqdm=False)[0]
+    assert reply.status == 200
+    (choice,) = reply.json["choices"]
+    assert choice["message"] == {"role": "assistant", "content": expected.outputs[0].text}
+    assert choice["finish_reason"] == "length" and choice["index"] == 0
+    num_prompt = len(expected.prompt_token_ids)
+    usage = reply.json["usage"]
+    assert (usage["prompt_tokens"], usage["completion_tokens"], usage["total_tokens"]) == (
+        num_prompt,
+        8,
+        num_prompt + 8,
+    )
+    assert usage["completion_tokens_details"] == {"reasoning_tokens": 0}
+    assert post(app, CHAT, {"messages": HELLO, **GREEDY}).json["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_chunks_of_a_chat_add_up_to_its_reply(app, n):
+    body = {"messages": HELLO, "seed": 5, "max_tokens": 20, "n": n, "stop": "z"}
+    whole = post(app, CHAT, body).json
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    stream = post(app, CHAT, body | {"stream": True, "stream_options": options})
+    assert stream.headers["content-type"].startswith("text/event-stream")
+    *chunks, last = stream.events
+    assert last["choices"] == [] and last["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"]
+    assert len({(chunk["id"], chunk["created"], chunk["model"]) for chunk in chunks}) == 1
+    assert all(chunk["object"] == "chat.completion.chunk" and chunk["usage"] for chunk in chunks)
+    choices = [chunk["choices"][0] for chunk in chunks]
+    assert [(c["index"], c["delta"]) for c in choices[:n]] == [
+        (i, {"role": "assistant", "content": ""}) for i in range(n)
+    ]
+    texts, reasons = [""] * n, [None] * n
+    for choice in choices[n:]:
+        assert reasons[choice["index"]] is None  # nothing follows the end
+        if choice["finish_reason"] is None:
+            assert choice["delta"].keys() == {"content"} and choice["delta"]["content"]
+            texts[choice["index"]] += choice["delta"]["content"]
+        else:
+            assert choice["delta"] == {}
+            reasons[choice["index"]] = choice["finish_reason"], choice["stop_reason"]
+    assert texts == [choice["message"]["content"] for choice in whole["choices"]]
+    assert reasons == [(choice["finish_reason"], choice["stop_reason"]) for choice in whole["choices"]]
+
+
+def test_greedy_choices_are_copies(app):
+    one = post(app, CHAT, {"messages": HELLO, **GREEDY}).json
+    three = post(app, CHAT, {"messages": HELLO, "n": 3, "best_of": 4, **GREEDY}).json
+    assert [choice["index"] for choice in three["choices"]] == [0, 1, 2]
+    assert {choice["message"]["content"] for choice in three["choices"]} == {one["choices"][0]["message"]["content"]}
+    assert three["usage"]["completion_tokens"] == 24
+    chunks = post(app, CHAT, {"messages": HELLO, "n": 3, "stream": True, **GREEDY}).events
+    assert [sum(c["choices"][0]["index"] == i for c in chunks) for i in range(3)] == [len(chunks) // 3] * 3
+
+
+def test_completions_of_prompts_of_every_form(app, offline):
+    texts = ["the cat", "the dog is in the house", "a"]
+    params = SamplingParams(**GREEDY)
+    expected = [output.outputs[0].text for output in offline.generate(texts, params, use_tqdm=False)]
+    ids = [offline.engine.tokenizer.encode(text) for text in texts]
+    for prompt in (texts, ids):
+        choices = post(app, TEXT, {"prompt": prompt, **GREEDY}).json["choices"]
+        assert [(c["index"], c["text"]) for c in choices] == list(enumerate(expected))
+    for prompt in (texts[0], ids[0]):
+        assert post(app, TEXT, {"prompt": prompt, **GREEDY}).json["choices"][0]["text"] == expected[0]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_index_of_a_choice_is_prompt_times_n_plus_completion(app, stream):
+    body = {"prompt": ["the cat", "the dog"], "n": 2, "seed": 3, "max_tokens": 6, "ignore_eos": True}
+    whole = {c["index"]: c["text"] for c in post(app, TEXT, body).json["choices"]}
+    assert [*whole] == [0, 1, 2, 3]
+    texts = dict.fromkeys(range(4), "")
+    for chunk in post(app, TEXT, body | {"stream": True}).events:
+        texts[chunk["choices"][0]["index"]] += chunk["choices"][0]["text"]
+    assert texts == whole
+    alone = post(app, TEXT, body | {"prompt": "the dog"}).json["choices"]
+    assert [choice["text"] for choice in alone] == [whole[2], whole[3]]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("as_ids", [False, True])
+def test_echo_with_logprobs_scores_the_prompt(app, offline, stream, as_ids):
+    text = "the cat é and the other dog"
+    ids = offline.engine.tokenizer.encode(text)
+    params = SamplingParams(temperature=0, max_tokens=1, logprobs=2, prompt_logprobs=2)
+    expected = offline.generate({"prompt_token_ids": ids}, params, use_tqdm=False)[0]
+    tables = expected.prompt_logprobs + expected.outputs[0].logprobs
+    tokens = ids + expected.outputs[0].token_ids
+    for max_tokens in (1, 0):
+        body = {"prompt": ids if as_ids else text, "echo": True, "logprobs": 2, "temperature": 0, "stream": stream}
+        reply = post(app, TEXT, body | {"max_tokens": max_tokens})
+        chunks = reply.events if stream else [reply.json]
+        merged = {name: [] for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset")}
+        for chunk in chunks:
+            for name, values in merged.items():
+                values += chunk["choices"][0]["logprobs"][name]
+        num_tokens = len(ids) + max_tokens
+        assert {len(values) for values in merged.values()} == {num_tokens}
+        assert merged["token_logprobs"][0] is None and merged["top_logprobs"][0] is None
+        for i in range(1, num_tokens):
+            assert merged["token_logprobs"][i] == tables[i][tokens[i]].logprob
+            assert max(merged["top_logprobs"][i].values()) == max(t.logprob for t in tables[i].values())
+            if tables[i][tokens[i]].rank == 1:  # what lm-eval's is_greedy tests
+                top = merged["top_logprobs"][i]
+                assert merged["tokens"][i] == max(top, key=top.get)
+        assert "".join(chunk["choices"][0]["text"] for chunk in chunks).startswith(text)
+        assert merged["text_offset"][:3] == [0, 3, 7]
+        if max_tokens == 0 and not stream:
+            assert reply.json["choices"][0]["text"] == text and reply.json["usage"]["completion_tokens"] == 0
+
+
+def test_chat_logprobs_have_the_bytes_of_every_token(app, offline):
+    body = {"messages": HELLO, "seed": 2, "max_tokens": 12, "ignore_eos": True, "logprobs": True}
+    plain = post(app, CHAT, body).json["choices"][0]
+    entries = plain["logprobs"]["content"]
+    assert len(entries) == 12 and all(entry["top_logprobs"] == [] for entry in entries)
+    assert b"".join(bytes(e["bytes"]) for e in entries).decode(errors="replace") == plain["message"]["content"]
+    assert all(-9999 <= entry["logprob"] <= 0 for entry in entries)
+    top = post(app, CHAT, body | {"top_logprobs": 3}).json["choices"][0]["logprobs"]["content"]
+    assert [len(entry["top_logprobs"]) for entry in top] == [3] * 12
+    chunks = post(app, CHAT, body | {"top_logprobs": 3, "stream": True}).events
+    streamed = [c["choices"][0]["logprobs"] for c in chunks if c["choices"][0]["logprobs"]]
+    assert [entry for part in streamed for entry in part["content"]] == top
+
+
+def test_a_limit_beyond_the_context_is_clamped_and_the_newer_name_wins(app):
+    num_prompt = post(app, "/tokenize", {"messages": HELLO}).json["count"]
+    long = {"messages": HELLO, "temperature": 0, "ignore_eos": True}
+    assert post(app, CHAT, long | {"max_tokens": 10**9}).json["usage"]["total_tokens"] == 128
+    assert post(app, CHAT, long).json["usage"]["completion_tokens"] == 128 - num_prompt
+    assert post(app, CHAT, long | {"max_tokens": 9, "max_completion_tokens": 3}).json["usage"]["completion_tokens"] == 3
+    body = {"prompt": "the cat", "max_tokens": None, "temperature": 0, "ignore_eos": True}
+    assert post(app, TEXT, body).json["usage"]["completion_tokens"] == 16
+    assert post(app, TEXT, body | {"max_completion_tokens": 2}).json["usage"]["completion_tokens"] == 2
+
+
+def test_every_field_may_be_null(app):
+    fields = ("n", "best_of", "temperature", "top_p", "stop", "seed", "logit_bias", "logprobs", "stream_options")
+    fields += ("max_tokens", "stop_token_ids", "bad_words", "tools", "response_format", "user", "suffix", "echo")
+    assert post(app, TEXT, {"prompt": "a", "model": None, **dict.fromkeys(fields)}).status == 200
+    assert post(app, CHAT, {"messages": HELLO, "max_tokens": 2, "top_logprobs": None, "tools": None}).status == 200
+
+
+def test_seeds_stops_biases_and_penalties_reach_the_engine(app, offline):
+    options = {
+        "seed": 4,
+        "max_tokens": 30,
+        "temperature": 0.9,
+        "top_p": 0.95,
+        "top_k": 40,
+        "min_p": 0.01,
+        "presence_penalty": 0.5,
+        "frequency_penalty": 0.25,
+        "repetition_penalty": 1.1,
+        "stop": ["q", "w"],
+        "stop_token_ids": [70],
+        "bad_words": ["the"],
+        "min_tokens": 2,
+        "include_stop_str_in_output": True,
+    }
+    bias = {80: 5, 81: -3.5}
+    expected = offline.generate("the cat", SamplingParams(logit_bias=bias, **options), use_tqdm=False)[0].outputs[0]
+    choice = post(app, TEXT, {"prompt": "the cat", "logit_bias": {"80": 5, "81": -3.5}, **options}).json["choices"][0]
+    assert (choice["text"], choice["finish_reason"]) == (expected.text, expected.finish_reason)
+    assert choice["stop_reason"] == expected.stop_reason
+
+
+def test_best_of_returns_the_likeliest(app, offline):
+    body = {"prompt": "the cat", "n": 2, "best_of": 4, "seed": 1, "max_tokens": 6}
+    params = SamplingParams(n=2, best_of=4, seed=1, max_tokens=6)
+    expected = [c.text for c in offline.generate("the cat", params, use_tqdm=False)[0].outputs]
+    assert [choice["text"] for choice in post(app, TEXT, body).json["choices"]] == expected
+    texts = ["", ""]
+    for chunk in post(app, TEXT, body | {"stream": True}).events:
+        texts[chunk["choices"][0]["index"]] += chunk["choices"][0]["text"]
+    assert texts == expected
+
+
+def test_salts_keep_prefixes_apart(app):
+    def cached(salt):
+        body = {"prompt": "the cat and the dog in the house " * 3, "cache_salt": salt, **GREEDY}
+        return post(app, TEXT, body).json["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+    assert cached("one") == 0 and cached("one") > 0 and cached("two") == 0
+
+
+# Models, tokens, templates
+
+
+def test_models_and_aliases(app):
+    data = get(app, "/v1/models").json["data"]
+    assert [model["id"] for model in data] == ["tiny", "alias"]
+    assert data[1]["root"] == "tiny" and data[0]["max_model_len"] == 128 and data[0]["object"] == "model"
+    assert get(app, "/v1/models/alias").json["id"] == "alias"
+    assert post(app, TEXT, {"model": "alias", "prompt": "a"}).json["model"] == "alias"
+    for reply in (get(app, "/v1/models/gpt-4"), post(app, TEXT, {"model": "gpt-4", "prompt": "a"})):
+        assert (reply.status, reply.error["code"], reply.error["param"]) == (404, "model_not_found", "model")
+
+
+def test_tokens_go_both_ways(app, offline):
+    ids = offline.engine.tokenizer.encode("the café")
+    reply = post(app, "/tokenize", {"prompt": "the café", "return_token_strs": True}).json
+    assert (reply["tokens"], reply["count"], reply["max_model_len"]) == (ids, len(ids), 128)
+    assert len(reply["token_strs"]) == len(ids)
+    assert post(app, "/detokenize", {"tokens": ids}).json == {"prompt": "the café"}
+    rendered = offline.engine.tokenizer.apply_chat_template(HELLO, tokenize=True)
+    assert post(app, "/tokenize", {"messages": HELLO}).json["tokens"] == rendered
+    info = get(app, "/tokenizer_info").json
+    assert info["eos_token"] == "<|im_end|>" and "im_start" in info["chat_template"]
+    assert post(app, "/tokenize", {"prompt": "a", "messages": HELLO}).error["param"] == "prompt"
+    assert post(app, "/detokenize", {"tokens": [10**30]}).error["param"] == "tokens"
+
+
+def test_messages_as_clients_send_them(app):
+    def text_of(messages, **fields):
+        ids = post(app, "/tokenize", {"messages": messages, **fields}).json["tokens"]
+        return post(app, "/detokenize", {"tokens": ids}).json["prompt"]
+
+    parts = [{"type": "text", "text": "Hello"}, {"type": "text", "text": "there"}]
+    assert "Hello\nthere" in text_of([{"role": "user", "content": parts}])
+    assert text_of([{"role": "developer", "content": "Be brief"}, *HELLO]).startswith("<|im_start|>system\nBe brief")
+    sent_back = {"role": "assistant", "content": "Hi", "refusal": None, "annotations": [], "tool_calls": None}
+    assert "assistant\nHi<|im_end|>" in text_of([*HELLO, sent_back, *HELLO])
+    going_on = text_of([*HELLO, {"role": "assistant", "content": "I am"}], continue_final_message=True)
+    assert going_on.endswith("assistant\nI am")
+    assert text_of(HELLO).endswith("assistant\n")
+    assert text_of(HELLO, add_generation_prompt=False).endswith("<|im_end|>\n")
+
+
+# Errors
+
+BAD_CHATS = [
+    ({"n": 0}, "n"),
+    ({"n": 129}, "n"),
+    ({"n": 10**40}, "n"),
+    ({"n": "2"}, "n"),
+    ({"n": 2, "best_of": 1}, "best_of"),
+    ({"best_of": 10**9}, "best_of"),
+    ({"temperature": -1}, "temperature"),
+    ({"temperature": "hot"}, "temperature"),
+    ({"temperature": float("nan")}, "temperature"),
+    ({"temperature": float("inf")}, "temperature"),
+    ({"top_p": 0}, "top_p"),
+    ({"top_p": 2}, "top_p"),
+    ({"top_k": -5}, "top_k"),
+    ({"top_k": 1.5}, "top_k"),
+    ({"min_p": 2}, "min_p"),
+    ({"repetition_penalty": 0}, "repetition_penalty"),
+    ({"presence_penalty": 3}, "presence_penalty"),
+    ({"frequency_penalty": "a"}, "frequency_penalty"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"max_tokens": -1}, "max_tokens"),
+    ({"max_tokens": 1.5}, "max_tokens"),
+    ({"max_tokens": True}, "max_tokens"),
+    ({"min_tokens": 9, "max_tokens": 5}, "min_tokens"),
+    ({"seed": 2**70}, "seed"),
+    ({"seed": "a"}, "seed"),
+    ({"stop": 5}, "stop"),
+    ({"stop": [""]}, "stop"),
+    ({"stop": [5]}, "stop"),
+    ({"stop": ["a"] * 5000}, "stop"),
+    ({"stop": "a" * 20_000}, "stop"),
+    ({"stop_token_ids": [10**6]}, "stop_token_ids"),
+    ({"stop_token_ids": 5}, "stop_token_ids"),
+    ({"bad_words": [""]}, "bad_words"),
+    ({"bad_words": ["a"] * 5000}, "bad_words"),
+    ({"allowed_token_ids": []}, "allowed_token_ids"),
+    ({"allowed_token_ids": [-1]}, "allowed_token_ids"),
+    ({"logit_bias": {"5": 101}}, "logit_bias[5]"),
+    ({"logit_bias": {"a": 1}}, "logit_bias"),
+    ({"logit_bias": {"-1": 1}}, "logit_bias"),
+    ({"logit_bias": {"1000000": 1}}, "logit_bias"),
+    ({"logit_bias": [1]}, "logit_bias"),
+    ({"logit_bias": {str(i): 1 for i in range(5000)}}, "logit_bias"),
+    ({"logprobs": 3}, "logprobs"),
+    ({"logprobs": True, "top_logprobs": 21}, "logprobs"),
+    ({"logprobs": True, "top_logprobs": -1}, "logprobs"),
+    ({"top_logprobs": 3}, "top_logprobs"),
+    ({"stream": "yes"}, "stream"),
+    ({"stream": False, "stream_options": {"include_usage": True}}, "stream_options"),
+    ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
+    ({"stream": True, "stream_options": []}, "stream_options"),
+    ({"priority": 1}, "priority"),
+    ({"priority": "a"}, "priority"),
+    ({"cache_salt": 5}, "cache_salt"),
+    ({"ignore_eos": 1}, "ignore_eos"),
+    ({"model": 5}, "model"),
+    ({"messages": []}, "messages"),
+    ({"messages": None}, "messages"),
+    ({"messages": "hello"}, "messages"),
+    ({"messages": ["hello"]}, "messages[0]"),
+    ({"messages": [{"role": "user"}]}, "messages[0].content"),
+    ({"messages": [{"content": "a"}]}, "messages[0].role"),
+    ({"messages": [*HELLO, {"role": "user", "content": 5}]}, "messages[1].content"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0]"),
+    ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages[0].content"),
+    ({"messages": [{"role": "user", "content": "a", "weight": 1}]}, "messages[0]"),
+    ({"messages": [{"role": "assistant", "content": "a", "audio": {"id": 1}}]}, "messages[0].audio"),
+    ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
+    ({"chat_template_kwargs": {"x": 1}}, "chat_template_kwargs.x"),
+    ({"chat_template_kwargs": {"enable_thinking": True}}, None),  # the tiny model's template does not read it
+    ({"chat_template": "{{ 1 }}"}, "chat_template"),
+]
+
+
+@pytest.mark.parametrize(("fields", "param"), BAD_CHATS, ids=[f"{i}" for i in range(len(BAD_CHATS))])
+def test_a_bad_field_of_a_chat_is_named(app, fields, param):
+    for stream in (False, True):
+        reply = post(app, CHAT, {"messages": HELLO, "stream": stream} | fields)
+        assert (reply.status, reply.error["type"]) == (400, "invalid_request_error"), reply.body
+        assert reply.error["param"] == param
+        assert reply.headers["x-should-retry"] == "false"
+        assert len(reply.body) < 2000
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"prompt": []}, "prompt"),
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": None}, "prompt"),
+        ({"prompt": 5}, "prompt"),
+        ({"prompt": {"a": 1}}, "prompt"),
+        ({"prompt": ["a", 5]}, "prompt"),
+        ({"prompt": [[1, "a"]]}, "prompt"),
+        ({"prompt": [[]]}, "prompt"),
+        ({"prompt": [10**6]}, "prompt"),
+        ({"prompt": [-1]}, "prompt"),
+        ({"prompt": [10**40]}, "prompt"),
+        ({"prompt": ["a"] * 2000}, "prompt"),
+        ({"prompt": ["a"] * 1000, "n": 100}, "n"),
+        ({"prompt": "\udfff"}, "prompt"),
+        ({"prompt": "a", "logprobs": 21}, "logprobs"),
+        ({"prompt": "a", "logprobs": True}, "logprobs"),
+        ({"prompt": "a", "max_tokens": 0}, "max_tokens"),
+        ({"prompt": "a", "suffix": "b"}, "suffix"),
+        ({"prompt": "a", "echo": 1}, "echo"),
+    ],
+)
+def test_a_bad_field_of_a_completion_is_named(app, fields, param):
+    reply = post(app, TEXT, fields)
+    assert (reply.status, reply.error["param"]) == (400, param), reply.body
+
+
+def test_a_prompt_that_is_too_long_says_what_clients_look_for(app):
+    for path, body in (
+        (TEXT, {"prompt": "the cat " * 100}),
+        (TEXT, {"prompt": "a" * 1_000_000}),
+        (TEXT, {"prompt": [5] * 128}),
+        (CHAT, {"messages": [{"role": "user", "content": "the cat " * 100}]}),
+    ):
+        reply = post(app, path, body | {"stream": True})
+        assert (reply.status, reply.error["code"]) == (400, "context_length_exceeded")
+        assert "This model's maximum context length is 128 tokens" in reply.error["message"]
+
+
+@pytest.mark.parametrize("name", [*REFUSED])
+def test_a_field_that_is_refused_is_named_and_its_neutral_values_pass(app, name):
+    neutral, why = REFUSED[name]
+    reply = post(app, CHAT, {"messages": HELLO, name: {"some": "thing"}})
+    assert (reply.status, reply.error["param"], reply.error["code"]) == (400, name, "unsupported")
+    assert why in reply.error["message"]
+    for value in neutral:
+        assert post(app, CHAT, {"messages": HELLO, "max_tokens": 1, name: value}).status == 200
+
+
+def test_unknown_fields_are_listed_or_refused(state, app):
+    body = {"messages": HELLO, "max_tokens": 1, "user": "me", "metadata": {}, "foo": 1, "bar\r\nx": 2}
+    for stream in (False, True):
+        assert post(app, CHAT, body | {"stream": stream}).headers["x-ignored-fields"] == "foo, barx"
+    assert "x-ignored-fields" not in post(app, CHAT, {"messages": HELLO, "max_tokens": 1, "user": "me"}).headers
+    strict = create_app(dataclasses.replace(state, strict_fields=True))
+    reply = post(strict, CHAT, body)
+    assert (reply.status, reply.error["param"]) == (400, "foo")
+    assert post(strict, CHAT, {"messages": HELLO, "max_tokens": 1, "user": "me"}).status == 200
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"{", b"null", b"[]", b'"a"', b"5", b"\xff\xfe", b'{"messages": "\xff"}', b"[" * 100_000, b"{}"],
+    ids=lambda body: repr(body[:12]),
+)
+def test_a_body_that_is_no_object_is_an_error(app, body):
+    reply = post(app, CHAT, body)
+    assert reply.status == 400 and reply.error["message"]
+
+
+def test_deep_json_is_an_error(app):
+    deep = json.loads("[" * 200 + "]" * 200)
+    for fields in ({"messages": deep}, {"messages": [{"role": "user", "content": deep}]}, {"stop": deep}):
+        assert post(app, CHAT, {"messages": HELLO} | fields).status == 400
+
+
+def test_another_content_type_is_an_error(app):
+    reply = post(app, CHAT, json.dumps({"messages": HELLO}).encode(), headers={"content-type": "text/plain"})
+    assert reply.status == 400 and "application/json" in reply.error["message"]
+
+
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/rerank", "/v1/score", "/v1/audio/speech", "/v1/responses"])
+def test_what_is_not_served_is_a_404_that_says_why(app, path):
+    reply = post(app, path, {"model": "tiny"})
+    assert reply.status == 404 and path in reply.error["message"] and reply.error["code"] == "not_served"
+
+
+def test_unknown_paths_and_methods(app):
+    assert get(app, "/v1/nothing").status == 404 and get(app, "/v1/nothing").error["code"] == "not_found"
+    assert get(app, CHAT).status == 405
+    assert asyncio.run(call(app, "DELETE", "/v1/models")).status == 405
+
+
+# Keys, hosts, bodies
+
+
+def test_everything_but_health_and_the_page_needs_the_key(state):
+    app = create_app(state, api_keys=["secret", "other"], hosts=["localhost"])
+    for path in ("/health", "/ping", "/"):
+        assert get(app, path).status == 200
+    for path in ("/metrics", "/v1/models", "/version", "/load", "/openapi.json", "/nothing", "//health", "/health/"):
+        assert get(app, path).status == 401, path
+    for path in ("/v1/models/../health", "/health%00", "/HEALTH"):
+        assert get(app, path).status == 401, path
+    body = {"messages": HELLO, "max_tokens": 1}
+    for wrong in ({}, {"authorization": "Bearer no"}, {"authorization": "secret"}, {"authorization": "Basic secret"}):
+        reply = post(app, CHAT, body, headers=wrong)
+        assert (reply.status, reply.error["code"]) == (401, "invalid_api_key")
+    for key in ("secret", "other"):
+        assert post(app, CHAT, body, headers={"authorization": f"Bearer {key}"}).status == 200
+    # A proxy may add a prefix; the host of a URL does not count.
+    assert get(app, "/v1/models", headers={"host": "x/health?"}).status == 401
+    assert get(app, "/api/v1/models", root_path="/api").status == 401
+    assert get(app, "/api/health", root_path="/api").status == 200
+
+
+def test_a_page_elsewhere_cannot_reach_a_local_server(app):
+    for host in ("evil.example", "localhost.evil.example", "", "localhost:80:90"):
+        reply = get(app, "/v1/models", headers={"host": host})
+        assert (reply.status, reply.error["code"]) == (403, "host_not_allowed")
+    for host in ("localhost", "localhost:8000", "LOCALHOST"):
+        assert get(app, "/v1/models", headers={"host": host}).status == 200
+    assert "access-control-allow-origin" not in get(app, "/v1/models", headers={"origin": "http://evil"}).headers
+
+
+def test_a_request_id_is_echoed_if_it_is_harmless(app):
+    assert get(app, "/version", headers={"x-request-id": "a-1.2"}).headers["x-request-id"] == "a-1.2"
+    for bad in ("a b", "x" * 200, "ü", "<script>"):
+        assert "x-request-id" not in get(app, "/version", headers={"x-request-id": bad}).headers
+
+
+def test_a_body_that_is_too_large_or_too_slow_is_refused(app, monkeypatch):
+    monkeypatch.setattr(middleware, "MAX_BODY", 1000)
+    monkeypatch.setattr(middleware, "BODY_SECONDS", 0.05)
+    assert post(app, TEXT, {"prompt": "a" * 2000}).status == 413
+    assert post(app, TEXT, b"", headers={"content-length": "2000"}).status == 413
+    assert post(app, TEXT, b"", headers={"content-length": "-5"}).status == 413
+    assert post(app, TEXT, None, chunks=[b"a" * 300] * 5).status == 413
+    assert post(app, TEXT, None, chunks=[b'{"prompt": ', b'"a"}']).status == 200
+    assert post(app, TEXT, None, chunks=[b'{"prompt": ', None]).status == 408
+
+
+# Going away
+
+
+def group_of(llm, predicate):
+    scheduler = llm.engine.scheduler
+    return any(predicate(group) for group in scheduler.running + scheduler.waiting)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("moment", ["at once", "prefilling", "decoding", "late"])
+def test_a_client_that_goes_away_aborts_its_request_and_no_other(llm, state, app, stream, moment):
+    long = {"ignore_eos": True, "temperature": 0, "max_tokens": 100}
+    before = dict(llm._metrics.ended)
+
+    def leave(reply):
+        if moment == "at once":
+            return True
+        if moment == "prefilling":
+            return group_of(llm, lambda g: 0 < g.seqs[0].num_computed_tokens < g.seqs[0].num_prompt_tokens > 80)
+        tokens = 1 if moment == "decoding" else 15
+        return group_of(llm, lambda g: g.seqs[0].num_prompt_tokens > 80 and g.seqs[0].num_output_tokens >= tokens)
+
+    async def crowd():
+        other = asyncio.create_task(call(app, "POST", TEXT, {"prompt": "the cat", **long}))
+        body = {"prompt": [7 + i % 90 for i in range(90)], "stream": stream, "n": 2, "seed": 1, **long}
+        gone = await call(app, "POST", TEXT, body | {"temperature": 1}, leave_when=leave)
+        assert not gone.body.endswith(b"[DONE]\n\n")
+        return await other
+
+    assert len(asyncio.run(crowd()).json["choices"][0]["text"]) > 0
+    asyncio.run(at_rest(llm))
+    after = llm._metrics.ended
+    assert after["length"] == before["length"] + 1
+    assert state.num_disconnects == 1
+    assert after["abort"] - before["abort"] in ((0, 2) if moment == "at once" else (2,))
+
+
+def test_silence_is_filled_with_comments(app, llm, monkeypatch):
+    monkeypatch.setattr(streaming, "KEEP_ALIVE_SECONDS", 0.01)
+    step = llm.engine.step
+
+    def slow():
+        import time
+
+        time.sleep(0.03)
+        return step()
+
+    monkeypatch.setattr(llm.engine, "step", slow)
+    reply = post(app, TEXT, {"prompt": "a", "stream": True, **GREEDY})
+    assert b": keep-alive\n\n" in reply.body and reply.events[-1]["choices"][0]["finish_reason"] == "length"
+
+
+# The engine's state
+
+
+def test_while_the_model_loads_everything_is_503(model):
+    app = create_app(ServerState(["tiny"]))
+    for reply in (get(app, "/health"), post(app, CHAT, {"messages": HELLO}), post(app, "/tokenize", {"prompt": "a"})):
+        assert (reply.status, reply.error["code"], reply.headers["retry-after"]) == (503, "loading", "5")
+    assert get(app, "/v1/models").status == get(app, "/metrics").status == get(app, "/version").status == 200
+
+
+def test_a_full_queue_is_429_with_a_time_to_wait(llm, state, app):
+    state.max_queue = 2
+    for path, body in ((TEXT, {"prompt": ["a", "b", "c"]}), (TEXT, {"prompt": ["a"] * 1000, "stream": True})):
+        reply = post(app, path, body)
+        assert (reply.status, reply.error["code"]) == (429, "queue_full")
+        assert 1 <= int(reply.headers["retry-after"]) <= 120 and "x-should-retry" not in reply.headers
+    assert post(app, TEXT, {"prompt": ["a", "b"]}).status == 200
+    state.max_queue_tokens = -1
+    assert post(app, TEXT, {"prompt": "a"}).status == 429
+
+
+def test_a_draining_server_refuses(state, app):
+    state.draining = True
+    for reply in (get(app, "/health"), post(app, CHAT, {"messages": HELLO})):
+        assert (reply.status, reply.error["code"]) == (503, "shutting_down")
+
+
+def test_a_hung_step_is_not_healthy(state, app, monkeypatch):
+    assert get(app, "/health").status == 200
+    monkeypatch.setattr(AsyncLLM, "seconds_without_progress", 1000)
+    assert get(app, "/health").error["code"] == "stalled"
+
+
+def test_a_request_whose_step_fails_is_500_and_no_other(llm, app, monkeypatch):
+    launch, bad = llm.engine.executor.worker.launch, llm.engine.tokenizer.encode("bad")
+    rows = set()
+
+    def failing(batch):
+        for new in batch.new:
+            (rows.add if new.token_ids[: len(bad)] == bad else rows.discard)(new.row)
+        if rows & set(batch.rows):
+            raise ValueError("a bad row")
+        return launch(batch)
+
+    monkeypatch.setattr(llm.engine.executor.worker, "launch", failing)
+
+    async def crowd():
+        good = call(app, "POST", TEXT, {"prompt": "the cat", **GREEDY})
+        replies = [call(app, "POST", TEXT, {"prompt": "bad", "stream": stream, **GREEDY}) for stream in (False, True)]
+        return await asyncio.gather(good, *replies)
+
+    good, whole, stream = asyncio.run(crowd())
+    assert good.status == 200
+    assert (whole.status, whole.error["code"]) == (500, "request_failed") and "a bad row" in whole.error["message"]
+    assert whole.headers["x-should-retry"] == "false"
+    assert stream.status == 200 and stream.events[-1]["error"]["code"] == "request_failed"
+
+
+def test_an_engine_that_dies_ends_every_request_with_an_error(model):
+    llm = AsyncLLM.from_engine_args(EngineArgs(model=str(model), **OPTIONS))
+    state = ServerState(["tiny"], llm=llm)
+    app = create_app(state)
+
+    def broken():
+        raise OSError("the device is gone")
+
+    async def crowd():
+        long = {"prompt": "the cat", "max_tokens": 100, "ignore_eos": True}
+        calls = [asyncio.create_task(call(app, "POST", TEXT, long | {"stream": stream})) for stream in (False, True)]
+        while len(llm.engine.scheduler.running) < 2:
+            await asyncio.sleep(0.001)
+        llm.engine.step = broken
+        return await asyncio.gather(*calls)
+
+    whole, stream = asyncio.run(crowd())
+    assert (whole.status, whole.error["code"]) == (503, "engine_dead")
+    assert stream.events[-1]["error"]["code"] == "engine_dead"
+    assert get(app, "/health").status == 503 and post(app, TEXT, {"prompt": "a"}).status == 503
+    assert state.num_active == 0
+    llm.shutdown()
+
+
+def test_metrics_have_the_names_that_dashboards_look_for(app):
+    from prometheus_client.parser import text_string_to_metric_families
+
+    post(app, CHAT, {"messages": HELLO, **GREEDY})
+    get(app, "/no/such/path")
+    families = {f.name: f for f in text_string_to_metric_families(get(app, "/metrics").body.decode())}
+    for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "prompt_tokens"):
+        assert f"vllm:{name}" in families
+    for name in ("time_to_first_token_seconds", "inter_token_latency_seconds", "e2e_request_latency_seconds"):
+        count = next(s for s in families[f"vllm:{name}"].samples if s.name.endswith("_count"))
+        assert count.value >= 1
+    requests = {(s.labels["handler"], s.labels["status"]) for s in families["http_requests"].samples}
+    assert (CHAT, "200") in requests and ("other", "404") in requests
+
+
+def test_a_log_line_says_nothing_of_the_prompt(app, caplog):
+    with caplog.at_level("INFO", "nanopage"), contextlib.suppress(RuntimeError):
+        post(app, TEXT, {"prompt": "a secret cat", **GREEDY})
+    assert TEXT in caplog.text and "complete" in caplog.text and "secret" not in caplog.text
+
+
+def test_the_schema_lists_the_fields(app):
+    schema = get(app, "/openapi.json").json["components"]["schemas"]
+    assert {"messages", "temperature", "max_completion_tokens"} <= schema["ChatBody"]["properties"].keys()
+    assert not math.isnan(len(schema))

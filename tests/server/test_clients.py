@@ -1,0 +1,236 @@
+"""Clients against a real server: OpenAI's SDK, raw sockets, signals."""
+
+import asyncio
+import contextlib
+import http.client
+import json
+import signal
+import socket
+import time
+import urllib.parse
+
+import openai
+import psutil
+import pytest
+from conftest import serving
+
+from nanopage import LLM, SamplingParams
+
+HELLO = [{"role": "user", "content": "Hello there"}]
+GREEDY = {"temperature": 0, "max_tokens": 8, "extra_body": {"ignore_eos": True}}
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    with openai.OpenAI(base_url=server.url, api_key="secret", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def expected(model):
+    """The answer of the offline engine."""
+    llm = LLM(str(model), dtype="float32", device="cpu", max_model_len=128, enforce_eager=True)
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    return llm.chat(HELLO, params, use_tqdm=False)[0].outputs[0].text
+
+
+def test_create_stream_and_the_stream_helper_give_the_same_answer(client, expected):
+    reply = client.chat.completions.create(model="tiny", messages=HELLO, **GREEDY)
+    assert reply.choices[0].message.content == expected and reply.usage.completion_tokens == 8
+    chunks = client.chat.completions.create(model="tiny", messages=HELLO, stream=True, **GREEDY)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == expected
+    stop = expected[-1]  # the helper takes an end by length for an error
+    with client.chat.completions.stream(model="tiny", messages=HELLO, n=2, stop=stop, **GREEDY) as stream:
+        kinds = [event.type for event in stream]
+        final = stream.get_final_completion()
+    assert [choice.message.content for choice in final.choices] == [expected.split(stop)[0]] * 2
+    assert kinds.count("content.done") == 2
+    text = client.completions.create(model="alias", prompt=["a", "b"], logprobs=1, echo=True, max_tokens=2)
+    assert [choice.index for choice in text.choices] == [0, 1]
+    assert text.choices[0].logprobs.token_logprobs[0] is None
+
+
+def test_what_the_sdk_reads_beside_the_text(client):
+    assert [model.id for model in client.models.list()] == ["tiny", "alias"]
+    assert client.models.retrieve("tiny").owned_by == "nanopage"
+    reply = client.chat.completions.create(model="tiny", messages=HELLO, logprobs=True, top_logprobs=2, max_tokens=3)
+    assert len(reply.choices[0].logprobs.content[0].top_logprobs) == 2
+    options = {"include_usage": True}
+    *_, last = client.chat.completions.create(model="tiny", messages=HELLO, stream=True, stream_options=options)
+    assert last.choices == [] and last.usage.total_tokens > 0
+
+
+@pytest.mark.parametrize(
+    ("error", "fields"),
+    [
+        (openai.BadRequestError, {"temperature": -1}),
+        (openai.BadRequestError, {"tools": []}),
+        (openai.BadRequestError, {"response_format": {"type": "json_object"}}),
+        (openai.NotFoundError, {"model": "gpt-4"}),
+    ],
+)
+def test_errors_are_the_sdks_own(client, error, fields):
+    with pytest.raises(error) as raised:
+        client.chat.completions.create(**{"model": "tiny", "messages": HELLO} | fields)
+    assert raised.value.param in fields
+
+
+def test_a_wrong_key_and_what_is_not_served(server, client):
+    with pytest.raises(openai.AuthenticationError):
+        openai.OpenAI(base_url=server.url, api_key="wrong", max_retries=0).models.list()
+    with pytest.raises(openai.NotFoundError, match="makes no embeddings"):
+        client.embeddings.create(model="tiny", input="a")
+
+
+def test_async_requests_and_their_cancellation(server):
+    async def crowd():
+        async with openai.AsyncOpenAI(base_url=server.url, api_key="secret", max_retries=0) as client:
+            create = client.chat.completions.create
+            long = {"model": "tiny", "messages": HELLO, "max_tokens": 100, "extra_body": {"ignore_eos": True}}
+            tasks = [asyncio.create_task(create(**long)) for _ in range(3)]
+            stream = await create(stream=True, **long)
+            await anext(aiter(stream))
+            await stream.close()
+            tasks[0].cancel()
+            replies = await asyncio.gather(*tasks, return_exceptions=True)
+            assert isinstance(replies[0], asyncio.CancelledError)
+            assert all(reply.choices[0].finish_reason == "length" for reply in replies[1:])
+
+    asyncio.run(crowd())
+    wait_until_idle(server)
+
+
+def request(server, method, path, body=None, key="secret"):
+    address = urllib.parse.urlsplit(server.url)
+    connection = http.client.HTTPConnection(address.hostname, address.port, timeout=60)
+    headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {key}"} if key else {})
+    connection.request(method, path, None if body is None else json.dumps(body), headers)
+    reply = connection.getresponse()
+    return reply.status, reply.read()
+
+
+def wait_until_idle(server):
+    deadline = time.monotonic() + 60
+    while b"num_requests_running" in (text := request(server, "GET", "/metrics")[1]):
+        lines = [
+            line for line in text.splitlines() if line.startswith((b"vllm:num_requests_r", b"vllm:num_requests_w"))
+        ]
+        if all(line.endswith(b" 0.0") for line in lines):
+            return
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_clients_that_stop_reading_or_never_finish_do_not_disturb_others(server, client, expected):
+    address = urllib.parse.urlsplit(server.url)
+    body = json.dumps({"messages": HELLO, "stream": True, "max_tokens": 100, "ignore_eos": True})
+    head = "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer secret\r\n"
+    head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    sockets = []
+    for i in range(30):
+        sock = socket.create_connection((address.hostname, address.port))
+        sockets.append(sock)
+        parts = ((head + body).encode(), (head + body[:10]).encode(), head[:40].encode())
+        sock.sendall(parts[i % 3])  # never reads; half a body; half a head
+    reply = client.chat.completions.create(model="tiny", messages=HELLO, **GREEDY)
+    assert reply.choices[0].message.content == expected
+    for sock in sockets:
+        sock.close()
+    wait_until_idle(server)
+    assert request(server, "GET", "/health", key=None)[0] == 200
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\x00\xff\x00\xff\r\n\r\n",
+        b"GET / HTTP/9.9\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99999999999999\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\nzz",
+        b"GET /health HTTP/1.1\r\n" + b"X: " + b"a" * 200_000 + b"\r\n\r\n",
+        b"GET /health HTTP/1.1\r\n" + b"".join(b"X-%d: a\r\n" % i for i in range(20_000)) + b"\r\n",
+    ],
+    ids=lambda data: repr(data[:14]),
+)
+def test_bytes_that_are_no_request(server, data):
+    address = urllib.parse.urlsplit(server.url)
+    with socket.create_connection((address.hostname, address.port), timeout=20) as sock, contextlib.suppress(OSError):
+        sock.sendall(data)
+        sock.shutdown(socket.SHUT_WR)
+        while sock.recv(65536):  # until the server closes the connection
+            pass
+    assert request(server, "GET", "/health", key=None)[0] == 200
+
+
+def test_an_idle_server_takes_no_cpu_time_and_listens_only_where_it_should(server):
+    wait_until_idle(server)
+    process = psutil.Process(server.process.pid)
+    address = urllib.parse.urlsplit(server.url)
+    listening = [c.laddr for c in process.net_connections("inet") if c.status == psutil.CONN_LISTEN]
+    assert listening == [("127.0.0.1", address.port)]
+    time.sleep(0.2)
+    before = process.cpu_times()
+    time.sleep(1)
+    after = process.cpu_times()
+    assert after.user + after.system - before.user - before.system < 0.1
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        (["--host", "0.0.0.0"], "--api-key"),
+        (["--no-such-option"], "no-such"),
+        (["/no/such/model"], "/no/such/model"),
+        (["--max-num-seqs", "0"], "max_num_seqs"),
+    ],
+)
+def test_what_cannot_work_is_a_message_and_an_exit_code(tmp_path, options, name):
+    with serving(*options, log=tmp_path / "log") as server:
+        assert server.process.wait(60) in (1, 2)
+    text = server.log.read_text()
+    assert "Traceback" not in text and name in text
+
+
+def test_sigterm_lets_running_requests_end_and_refuses_new_ones(model, tmp_path):
+    with serving(model, "--shutdown-timeout", "30", log=tmp_path / "log") as server:
+        server.url = server.wait_until_ready()
+        client = openai.OpenAI(base_url=server.url, api_key="any", max_retries=0)
+        create = client.chat.completions.create
+        streams = [create(model=None, messages=HELLO, stream=True, max_tokens=60, seed=i) for i in range(10)]
+        for stream in streams:
+            next(stream)
+        server.process.send_signal(signal.SIGTERM)
+        with contextlib.suppress(OSError):  # when all streams have ended, nothing listens
+            while (reply := request(server, "GET", "/health", key=None))[0] == 200:
+                pass
+            assert reply[0] == 503 and b"shutting_down" in reply[1]
+        for stream in streams:
+            *_, last = stream
+            assert last.choices[0].finish_reason in ("length", "stop")
+        assert server.process.wait(30) == 0
+
+
+def test_requests_that_outlast_the_shutdown_end_with_an_error(model, tmp_path):
+    with serving(model, "--shutdown-timeout", "0.2", "--max-num-batched-tokens", 1, log=tmp_path / "log") as server:
+        server.url = server.wait_until_ready()
+        client = openai.OpenAI(base_url=server.url, api_key="any", max_retries=0)
+        body = {"max_tokens": 100, "extra_body": {"ignore_eos": True, "n": 100}, "seed": 1}
+        stream = client.chat.completions.create(model=None, messages=HELLO, stream=True, **body)
+        next(stream)
+        children = psutil.Process(server.process.pid).children(recursive=True)
+        assert children  # the one that renders templates
+        server.process.send_signal(signal.SIGTERM)
+        with pytest.raises(openai.APIError, match="shut down"):
+            for _ in stream:
+                pass
+        assert server.process.wait(20) == 0
+        assert not psutil.wait_procs(children, timeout=10)[1]
+
+
+def test_a_unix_socket(model, tmp_path):
+    with serving(model, "--uds", tmp_path / "socket", log=tmp_path / "log") as server:
+        server.wait_until_ready()
+        with socket.socket(socket.AF_UNIX) as sock:
+            sock.connect(str(tmp_path / "socket"))
+            sock.sendall(b"GET /version HTTP/1.1\r\nHost: anything\r\nConnection: close\r\n\r\n")
+            assert b"200 OK" in sock.recv(4096)
