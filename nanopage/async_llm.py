@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 from nanopage.engine.engine import LLMEngine
 from nanopage.engine.input_processor import Prompt
 from nanopage.engine.output_processor import Request
+from nanopage.engine.token_budget import SECONDS, TokenBudget
 from nanopage.metrics import Metric, Metrics
 from nanopage.outputs import RequestOutput
 from nanopage.params import BeamSearchParams, SamplingParams
@@ -112,6 +113,8 @@ class AsyncLLM:
         self.num_waiting = 0  # requests that have not begun to run
         self.num_waiting_tokens = 0  # of their prompts
         self._metrics = Metrics(engine.model_path.name)
+        if engine.config.max_num_batched_tokens is None:
+            engine.listeners.append(TokenBudget(engine.scheduler, SECONDS[engine.capacity.device]))
         self._tokenizing = ThreadPoolExecutor(2, "nanopage-tokenizer")
         self._changed = threading.Condition()  # guards the numbers above and the following four
         self._mail: list[Request | str | Callable[[], None]] = []  # to submit, to abort, to call

@@ -13,6 +13,7 @@ from types import ModuleType
 
 from nanopage.model_files import exists, read_json, shown
 
+DEFAULT_TOKEN_BUDGET = 2048
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 DEVICES = ("auto", "cpu", "cuda")
 PREEMPTION_MODES = ("recompute", "swap")
@@ -72,7 +73,8 @@ class EngineConfig:
         max_model_len: most tokens (prompt + output) of a sequence; None is the model's own limit, or what the
             KV cache holds if that is less.
         max_num_seqs: most sequences in one step.
-        max_num_batched_tokens: most tokens in one step; longer prompts are prefilled in chunks.
+        max_num_batched_tokens: most tokens in one step; longer prompts are prefilled in chunks. None: 2,048 for `LLM`.
+            For AsyncLLM and the server at most 2,048, and fewer if a step takes too long (see engine/token_budget.py).
         block_size: tokens per KV cache block; on a GPU a power of two.
         kv_cache_gib: size of the KV cache in GiB. None: see `gpu_memory_utilization`.
         gpu_memory_utilization: the share of the device's memory (on a CPU: of the RAM) that weights and KV cache may
@@ -108,7 +110,7 @@ class EngineConfig:
     device: str = "auto"
     max_model_len: int | None = None
     max_num_seqs: int = 256
-    max_num_batched_tokens: int = 2048
+    max_num_batched_tokens: int | None = None
     block_size: int = 16
     kv_cache_gib: float | None = None
     gpu_memory_utilization: float | None = None
@@ -150,7 +152,7 @@ class EngineConfig:
             "num_gpu_blocks_override",
         ):
             value = getattr(self, name)
-            if value is None and name in ("max_model_len", "num_gpu_blocks_override"):
+            if value is None and name not in ("max_num_seqs", "block_size"):
                 continue
             if not isinstance(value, int) or isinstance(value, bool):
                 raise TypeError(f"{name} must be an integer, not {value!r}")
@@ -185,6 +187,11 @@ class EngineConfig:
             raise TypeError(f"async_scheduling must be True, False or None, not {self.async_scheduling!r}")
         if not isinstance(self.seed, int) or isinstance(self.seed, bool):
             raise TypeError(f"seed must be an integer, not {self.seed!r}")
+
+    @property
+    def token_budget(self) -> int:
+        """The most tokens that a step ever has."""
+        return DEFAULT_TOKEN_BUDGET if self.max_num_batched_tokens is None else self.max_num_batched_tokens
 
 
 @dataclass(frozen=True)

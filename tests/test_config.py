@@ -57,8 +57,8 @@ def cases(tables):
 
 # EngineConfig
 
-COUNTS = ["max_num_seqs", "max_num_batched_tokens", "block_size"]
-OPTIONAL_COUNTS = ["max_model_len", "num_gpu_blocks_override"]
+COUNTS = ["max_num_seqs", "block_size"]
+OPTIONAL_COUNTS = ["max_model_len", "max_num_batched_tokens", "num_gpu_blocks_override"]
 SHARES = ["kv_cache_gib", "gpu_memory_utilization"]
 FLAGS = ["enable_prefix_caching", "enforce_eager"]
 

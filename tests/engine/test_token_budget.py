@@ -1,0 +1,48 @@
+"""TokenBudget: steps stay short whatever the machine, and prompts always go on."""
+
+import pytest
+
+from nanopage.engine.block_manager import BlockManager
+from nanopage.engine.scheduler import Scheduler
+from nanopage.engine.token_budget import LEAST, START, TokenBudget
+from nanopage.outputs import StepStats
+
+
+def run(seconds_of, num_running=0, steps=30, most=2048, target=0.25):
+    """The budget after steps that are full of prompt tokens, on a machine where n tokens take seconds_of(n)."""
+    scheduler = Scheduler(BlockManager(64, 16), 256, most)
+    budget = TokenBudget(scheduler, target)
+    history = []
+    for _ in range(steps):
+        tokens = max(1, scheduler.max_num_batched_tokens - num_running)
+        history.append(tokens)
+        budget(StepStats(prefill_tokens=tokens, running=num_running, seconds=seconds_of(tokens + num_running)))
+    return history
+
+
+@pytest.mark.parametrize("rate", [50, 200, 500, 1000, 4000, 10**5])
+@pytest.mark.parametrize("fixed", [0, 0.01])
+def test_steps_become_as_long_as_they_may_be_and_the_budget_settles(rate, fixed):
+    history = run(lambda n: fixed + n / rate)
+    assert history[0] == START and len(set(history[10:])) == 1
+    tokens = history[-1]
+    assert LEAST <= tokens <= 2048
+    assert fixed + tokens / rate <= 0.25 or tokens == LEAST
+    assert (fixed + tokens / rate) * 2.5 >= 0.25 or tokens == 2048  # a larger one might be too large
+
+
+def test_running_sequences_do_not_take_the_tokens_of_prompts():
+    assert run(lambda n: 10.0, num_running=200)[-1] == LEAST
+    assert run(lambda n: 0.0, num_running=200)[-1] == 2048 - 200
+
+
+def test_an_explicit_limit_is_never_exceeded():
+    assert max(run(lambda n: 0.0, most=300)) == 300 and max(run(lambda n: 0.0, most=5)) == 5
+
+
+def test_steps_without_many_prompt_tokens_change_nothing():
+    scheduler = Scheduler(BlockManager(64, 16), 256, 2048)
+    budget = TokenBudget(scheduler, 0.25)
+    for prefill in (0, 1, START // 2):
+        budget(StepStats(prefill_tokens=prefill, decode_tokens=200, running=10, seconds=9.0))
+        assert scheduler.max_num_batched_tokens == START + 10
