@@ -4,6 +4,7 @@ import ast
 import contextlib
 import functools
 import io
+import json
 import re
 import sys
 from pathlib import Path
@@ -14,6 +15,8 @@ import torch
 from helpers import Paged, assert_all_close, random_tokens, reference_logits, tiny_hf_model
 
 from nanopage import models
+from nanopage.server.app import ServerState, create_app
+from nanopage.server.protocol import REFUSED
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -114,3 +117,26 @@ def test_the_family_of_adding_a_model_equals_transformers(monkeypatch, tmp_path,
         if step := {index: count for index, count in left.items() if count}:
             paged.step(dict(sorted(step.items(), key=lambda item: item[1])))
     assert_all_close(paged.logits, reference_logits(hf_model, sequences))
+
+
+def test_the_server_page_lists_the_refused_fields():
+    rows = [
+        f"| `{name}` | {why} | {', '.join(f'`{json.dumps(value)}`' for value in neutral) or '-'} |"
+        for name, (neutral, why) in REFUSED.items()
+    ]
+    assert "\n".join(rows) in (ROOT / "docs" / "server.md").read_text()
+
+
+def test_the_server_page_names_every_path(model):
+    text = (ROOT / "docs" / "server.md").read_text()
+    app = create_app(ServerState(["tiny"])).app
+    paths = {route.path.split("{")[0] for route in app.routes if getattr(route, "include_in_schema", False)}
+    assert {"/v1/chat/completions", "/metrics"} <= paths
+    assert not [path for path in paths if path not in text]
+
+
+def test_async_llm_as_the_server_page_uses_it(model):
+    chat_client, program = code_blocks("docs/server.md", "python")
+    assert "openai" in chat_client
+    printed = run_code(program.replace("EngineArgs()", f"EngineArgs(model={str(model)!r}, enforce_eager=True)"))
+    assert printed

@@ -1,6 +1,6 @@
 """The OpenAI-compatible HTTP server: `nanopage serve`.
 
-Read `app.py` first: it has the routes. `chat.py` and `completions.py` turn a body (`protocol.py`) into engine requests
-and their outputs into a reply, or into chunks that `streaming.py` sends. `generation.py` runs the requests of one call.
-`middleware.py` is what every call passes through: keys, limits, ids. `serve.py` is the program.
+Read `app.py` first: it has the routes. `chat.py`, `completions.py` and `responses.py` turn a body (`protocol.py`) into
+engine requests and their outputs into a reply, or into chunks that `streaming.py` sends. `generation.py` runs the
+requests of one call. `middleware.py` is what every call passes through: keys, limits, ids. `serve.py` is the program.
 """

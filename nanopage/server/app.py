@@ -21,7 +21,8 @@ from nanopage.server.completions import Completions
 from nanopage.server.errors import ApiError, from_http, from_validation, json_response
 from nanopage.server.metrics import CONTENT_TYPE, ServerMetrics
 from nanopage.server.middleware import Gate
-from nanopage.server.protocol import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from nanopage.server.protocol import ChatBody, CompletionBody, DetokenizeBody, ResponsesBody, TokenizeBody
+from nanopage.server.responses import Responses
 from nanopage.server.streaming import ClientGoneError, EventStream, unless_gone
 from nanopage.server.templates import chat_prompt
 
@@ -32,7 +33,6 @@ NOT_SERVED = {  # path -> what it would need
     "/v1/embeddings": "the model makes no embeddings",
     "/v1/score": "the model makes no scores",
     "/v1/rerank": "the model makes no scores",
-    "/v1/responses": "use /v1/chat/completions",
     "/v1/messages": "use /v1/chat/completions",
     "/v1/audio/transcriptions": "the model hears nothing",
     "/v1/audio/speech": "the model says nothing",
@@ -133,6 +133,10 @@ def create_app(
     async def completions(body: CompletionBody, request: Request) -> Response:
         return await _generate(state, request, body, Completions)
 
+    @app.post("/v1/responses")
+    async def responses(body: ResponsesBody, request: Request) -> Response:
+        return await _generate(state, request, body, Responses)
+
     @app.get("/v1/models")
     async def models() -> Response:
         return json_response({"object": "list", "data": [_model(state, name) for name in state.model_names]})
@@ -229,7 +233,10 @@ def create_app(
 
 
 async def _generate(
-    state: ServerState, request: Request, body: ChatBody | CompletionBody, kind: type[Chat] | type[Completions]
+    state: ServerState,
+    request: Request,
+    body: ChatBody | CompletionBody | ResponsesBody,
+    kind: type[Chat] | type[Completions] | type[Responses],
 ) -> Response:
     """Run a call that makes text: admit its requests, then reply at once or stream."""
     started = time.perf_counter()

@@ -21,7 +21,7 @@ NO_AUDIO = "models read and write text"
 # field -> (the values that ask for nothing, why others are refused)
 REFUSED: dict[str, tuple[tuple, str]] = {
     "tools": ((), NO_TOOLS),
-    "tool_choice": (("none",), NO_TOOLS),
+    "tool_choice": (("none", "auto"), NO_TOOLS),
     "functions": ((), NO_TOOLS),
     "function_call": (("none",), NO_TOOLS),
     "response_format": (({"type": "text"},), NO_GRAMMAR),
@@ -53,6 +53,14 @@ REFUSED: dict[str, tuple[tuple, str]] = {
     "spaces_between_special_tokens": ((True,), "special tokens are never spaced"),
     "kv_transfer_params": (({},), "there is one engine"),
     "store": ((False,), "nothing is stored"),
+    "previous_response_id": ((), "nothing is stored: send the whole conversation as input"),
+    "conversation": ((), "nothing is stored: send the whole conversation as input"),
+    "background": ((False,), "nothing is stored"),
+    "prompt": ((), "there are no prompt templates"),
+    "truncation": (("disabled",), "a prompt is never cut"),
+    "include": (([],), "there is nothing more to include"),
+    "reasoning": (({},), "the model's template has no efforts"),
+    "max_tool_calls": ((), NO_TOOLS),
     "service_tier": (("auto", "default"), "there is one tier"),
 }
 WITHOUT_EFFECT = ("user", "metadata", "safety_identifier", "prompt_cache_key", "parallel_tool_calls")
@@ -210,6 +218,21 @@ class CompletionBody(SamplingBody):
     echo: bool = False
     logprobs: int | None = None
     add_special_tokens: bool = True
+
+
+class ResponsesBody(Body):
+    """POST /v1/responses."""
+
+    model: str | None = None
+    input: str | list[dict[str, Any]]
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    stream: bool = False
+    metadata: dict[str, Any] = {}
+    tools: list[Any] = []
+    text: dict[str, Any] = {}
 
 
 class TokenizeBody(Body):

@@ -49,7 +49,7 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncIterator[object], headers: dict[str, str], on_gone: Callable[[], None]):
+    def __init__(self, events: AsyncIterator[dict], headers: dict[str, str], on_gone: Callable[[], None]):
         super().__init__(headers=HEADERS | headers)
         del self.headers["content-length"]
         self.events, self.on_gone = events, on_gone
@@ -87,7 +87,9 @@ class EventStream(Response):
                         yield b": keep-alive\n\n"
                 finally:
                     following.cancel()
-                yield b"data: " + msgspec.json.encode(await following) + b"\n\n"
+                event = await following
+                name = f"event: {event['type']}\n" if "type" in event else ""  # of /v1/responses
+                yield name.encode() + b"data: " + msgspec.json.encode(event) + b"\n\n"
         except StopAsyncIteration:
             return
         except ApiError as error:

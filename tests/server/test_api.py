@@ -258,6 +258,73 @@ def test_salts_keep_prefixes_apart(app):
     assert cached("one") == 0 and cached("one") > 0 and cached("two") == 0
 
 
+# Responses
+
+
+def test_a_response_is_that_of_a_chat(app):
+    fields = {"temperature": 0, "max_output_tokens": 8}
+    chat = post(app, CHAT, {"messages": HELLO, "temperature": 0, "max_tokens": 8}).json
+    for given in ("Hello there", HELLO, [{"role": "user", "content": [{"type": "input_text", "text": "Hello there"}]}]):
+        reply = post(app, "/v1/responses", {"input": given, **fields}).json
+        assert reply["output"][0]["content"][0]["text"] == chat["choices"][0]["message"]["content"]
+        assert (reply["status"], reply["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
+        assert reply["usage"]["output_tokens"] == 8 and reply["object"] == "response"
+    system = [{"role": "system", "content": "Be brief"}, *HELLO]
+    chat = post(app, CHAT, {"messages": system, "temperature": 0, "max_tokens": 8}).json
+    reply = post(app, "/v1/responses", {"input": HELLO, "instructions": "Be brief", **fields}).json
+    assert reply["output"][0]["content"][0]["text"] == chat["choices"][0]["message"]["content"]
+
+
+def test_the_events_of_a_response_add_up_to_it(app):
+    body = {"input": "Hello", "temperature": 0, "max_output_tokens": 12}
+    whole = post(app, "/v1/responses", body).json
+    stream = post(app, "/v1/responses", body | {"stream": True})
+    lines = [line for line in stream.body.decode().splitlines() if line]
+    names = [line.removeprefix("event: ") for line in lines[:-1:2]]
+    events = [json.loads(line.removeprefix("data: ")) for line in lines[1:-1:2]]
+    assert lines[-1] == "data: [DONE]" and names == [event["type"] for event in events]
+    assert [event["sequence_number"] for event in events] == [*range(len(events))]
+    deltas = [event["delta"] for event in events if event["type"] == "response.output_text.delta"]
+    assert all(deltas) and "".join(deltas) == whole["output"][0]["content"][0]["text"]
+    assert names[:4] == [
+        "response.created",
+        "response.in_progress",
+        "response.output_item.added",
+        "response.content_part.added",
+    ]
+    assert names[-4:] == [
+        "response.output_text.done",
+        "response.content_part.done",
+        "response.output_item.done",
+        "response.incomplete",
+    ]
+    last = events[-1]["response"]
+    assert last["output"][0]["content"] == whole["output"][0]["content"]
+    assert last["usage"]["output_tokens"] == whole["usage"]["output_tokens"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"input": []}, "input"),
+        ({"input": 5}, "input"),
+        ({"input": None}, "input"),
+        ({"input": [{"type": "function_call"}]}, "input[0].type"),
+        ({"input": [{"role": "user", "content": 5}], "instructions": "a"}, "input[0].content"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]"),
+        ({"store": True}, "store"),
+        ({"previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"text": {"format": {"type": "json_object"}}}, "text.format"),
+        ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"temperature": -1}, "temperature"),
+    ],
+)
+def test_a_bad_field_of_a_response_is_named(app, fields, param):
+    reply = post(app, "/v1/responses", {"input": "Hello"} | fields)
+    assert (reply.status, reply.error["param"]) == (400, param), reply.body
+
+
 # Models, tokens, templates
 
 
@@ -470,7 +537,7 @@ def test_another_content_type_is_an_error(app):
     assert reply.status == 400 and "application/json" in reply.error["message"]
 
 
-@pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/rerank", "/v1/score", "/v1/audio/speech", "/v1/responses"])
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/rerank", "/v1/score", "/v1/audio/speech", "/v1/messages"])
 def test_what_is_not_served_is_a_404_that_says_why(app, path):
     reply = post(app, path, {"model": "tiny"})
     assert reply.status == 404 and path in reply.error["message"] and reply.error["code"] == "not_served"

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import http.client
 import json
+import re
 import signal
 import socket
 import time
@@ -12,7 +13,7 @@ import urllib.parse
 import openai
 import psutil
 import pytest
-from conftest import serving
+from conftest import ROOT, serving
 
 from nanopage import LLM, SamplingParams
 
@@ -48,6 +49,23 @@ def test_create_stream_and_the_stream_helper_give_the_same_answer(client, expect
     text = client.completions.create(model="alias", prompt=["a", "b"], logprobs=1, echo=True, max_tokens=2)
     assert [choice.index for choice in text.choices] == [0, 1]
     assert text.choices[0].logprobs.token_logprobs[0] is None
+
+
+def test_responses_through_the_sdk(client):
+    options = {"model": "tiny", "input": "Hello there", "temperature": 0, "max_output_tokens": 8}
+    whole = client.responses.create(**options)
+    with client.responses.stream(**options) as stream:
+        text = "".join(event.delta for event in stream if event.type == "response.output_text.delta")
+    assert text == whole.output_text != ""
+    assert whole.usage.output_tokens == 8
+
+
+def test_the_client_of_the_documentation(server, capsys):
+    text = (ROOT / "docs" / "server.md").read_text()
+    (program,) = re.findall(r"^```python\n(from openai.*?)^```", text, re.MULTILINE | re.DOTALL)
+    program = program.replace("http://127.0.0.1:8000/v1", server.url).replace("SmolLM2-135M-Instruct", "tiny")
+    exec(program.replace('"any"', '"secret"'), {})
+    assert len(capsys.readouterr().out) > 1
 
 
 def test_what_the_sdk_reads_beside_the_text(client):
