@@ -1,6 +1,8 @@
 """Server-sent events, and what happens when a client goes away."""
 
 import asyncio
+import math
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import TypeVar
 
@@ -53,50 +55,54 @@ class EventStream(Response):
         super().__init__(headers=HEADERS | headers)
         del self.headers["content-length"]
         self.events, self.on_gone = events, on_gone
+        self._last_sent = math.inf  # no comments before the head has been sent
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        task, gone = asyncio.create_task(self._send(send)), asyncio.create_task(_until_gone(receive))
+        work = asyncio.create_task(self._send_all(send))
+        gone, comments = asyncio.create_task(_until_gone(receive)), asyncio.create_task(self._keep_alive(send))
         try:
-            await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
-            if not task.done():
+            await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
+            if not work.done():
                 self.on_gone()
             else:
-                task.result()
+                work.result()
         except OSError:  # the connection broke while it was written to
             self.on_gone()
         finally:
-            for each in (task, gone):
-                each.cancel()
-            await asyncio.wait((task, gone))
+            for task in (work, gone, comments):
+                task.cancel()
+            await asyncio.wait((work, gone, comments))
 
-    async def _send(self, send: Send) -> None:
+    async def _send_all(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        self._last_sent = time.monotonic()
         try:
-            async for event in self._events():
-                await send({"type": "http.response.body", "body": event, "more_body": True})
+            async for event in self.events:
+                await self._send(send, event)
+        except ApiError as error:
+            await self._send(send, error.body())
+        except EngineDeadError as error:
+            await self._send(send, ApiError(503, str(error), code="engine_dead").body())
         finally:
             await self.events.aclose()  # type: ignore[attr-defined]
+        self._last_sent = math.inf  # no comments from here on
         await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
 
-    async def _events(self) -> AsyncIterator[bytes]:
-        try:
-            while True:
-                following = asyncio.ensure_future(anext(self.events))
-                try:
-                    while not (await asyncio.wait((following,), timeout=KEEP_ALIVE_SECONDS))[0]:
-                        yield b": keep-alive\n\n"
-                finally:
-                    following.cancel()
-                event = await following
-                name = f"event: {event['type']}\n" if "type" in event else ""  # of /v1/responses
-                yield name.encode() + b"data: " + msgspec.json.encode(event) + b"\n\n"
-        except StopAsyncIteration:
-            return
-        except ApiError as error:
-            body = error.body()
-        except EngineDeadError as error:
-            body = ApiError(503, str(error), code="engine_dead").body()
-        yield b"data: " + msgspec.json.encode(body) + b"\n\n"
+    async def _send(self, send: Send, event: dict) -> None:
+        name = f"event: {event['type']}\n" if "type" in event else ""  # of /v1/responses
+        body = name.encode() + b"data: " + msgspec.json.encode(event) + b"\n\n"
+        await send({"type": "http.response.body", "body": body, "more_body": True})
+        self._last_sent = time.monotonic()
+
+    async def _keep_alive(self, send: Send) -> None:
+        """Send a comment whenever nothing has been sent for a while."""
+        while True:
+            silence = max(0.0, time.monotonic() - self._last_sent)
+            if silence < KEEP_ALIVE_SECONDS:
+                await asyncio.sleep(KEEP_ALIVE_SECONDS - silence)
+            else:
+                self._last_sent = time.monotonic()
+                await send({"type": "http.response.body", "body": b": keep-alive\n\n", "more_body": True})
 
 
 async def _until_gone(receive: Receive) -> None:
