@@ -58,7 +58,7 @@ class LLM:
         options = accept_engine("LLM()", options | {"model": model}, option_names())
         self.engine = build_engine(EngineConfig(**options), on_progress)
         self._ids = itertools.count()
-        self._metrics = Metrics(self.engine.model_path.name)
+        self._metrics = Metrics(self.engine.model_path.name, self.engine.cache_config)
         self._lock = threading.RLock()  # guards the engine and the inboxes
         # request_id -> the inbox for its outputs. A reader (a call of generate, a stream) has one for all its requests.
         self._inboxes: dict[str, deque[RequestOutput]] = {}
@@ -303,6 +303,7 @@ class LLM:
                 for request in requests:
                     self._inboxes[request.group.request_id] = inbox
                     self.engine.submit(request)
+                    self._metrics.add_params(request.params)
             while unfinished:
                 with self._lock:
                     if not inbox:

@@ -8,6 +8,7 @@ import itertools
 from dataclasses import dataclass, field
 
 from nanopage.outputs import RequestOutput, StepStats
+from nanopage.params import BeamSearchParams, SamplingParams
 
 SECONDS = (
     0.001,
@@ -96,21 +97,41 @@ class Metrics:
 
     Args:
         model_name: a label of every metric.
+        cache_config: block_size and num_gpu_blocks, the labels of `cache_config_info`.
     """
 
-    def __init__(self, model_name: str):
+    def __init__(self, model_name: str, cache_config: dict[str, int]):
         self.labels = {"model_name": model_name, "engine": "0"}
+        self.cache_labels = self.labels | {name: str(value) for name, value in cache_config.items()}
         self.counters = dict.fromkeys(
             ("prompt_tokens", "generation_tokens", "num_preemptions", "prefix_cache_queries", "prefix_cache_hits"), 0
         )
         self.ended = dict.fromkeys(("stop", "length", "abort", "error"), 0)  # completions, by finish_reason
         self.histograms = {
-            "time_to_first_token_seconds": Observations(SECONDS),
-            "inter_token_latency_seconds": Observations(SECONDS),
-            "e2e_request_latency_seconds": Observations(SECONDS),
-            "request_queue_time_seconds": Observations(SECONDS),
-            "request_prompt_tokens": Observations(TOKENS),
-            "request_generation_tokens": Observations(TOKENS),
+            **{
+                name: Observations(SECONDS)
+                for name in (
+                    "time_to_first_token_seconds",
+                    "inter_token_latency_seconds",
+                    "request_time_per_output_token_seconds",
+                    "e2e_request_latency_seconds",
+                    "request_queue_time_seconds",
+                    "request_prefill_time_seconds",
+                    "request_decode_time_seconds",
+                    "request_inference_time_seconds",
+                )
+            },
+            **{
+                name: Observations(TOKENS)
+                for name in (
+                    "iteration_tokens_total",
+                    "request_prompt_tokens",
+                    "request_generation_tokens",
+                    "request_max_num_generation_tokens",
+                    "request_params_n",
+                    "request_params_max_tokens",
+                )
+            },
         }
         self.busy_seconds = 0.0  # of all steps
         self.last_step = StepStats()
@@ -119,8 +140,17 @@ class Metrics:
         self.counters["prompt_tokens"] += stats.prefill_tokens + stats.cached_tokens
         self.counters["generation_tokens"] += stats.output_tokens
         self.counters["num_preemptions"] += stats.preempted
+        if num_tokens := stats.prefill_tokens + stats.decode_tokens:
+            self.histograms["iteration_tokens_total"].add(num_tokens)
         self.busy_seconds += stats.seconds
         self.last_step = stats
+
+    def add_params(self, params: SamplingParams | BeamSearchParams) -> None:
+        """Count what a request asks for."""
+        n = params.n if isinstance(params, SamplingParams) else params.width
+        self.histograms["request_params_n"].add(n)
+        if params.max_tokens is not None:
+            self.histograms["request_params_max_tokens"].add(params.max_tokens)
 
     def add_finished(self, output: RequestOutput) -> None:
         """Count a request that has ended."""
@@ -131,12 +161,22 @@ class Metrics:
             self.counters["prefix_cache_hits"] += output.num_cached_tokens
             histograms["request_queue_time_seconds"].add(times.first_scheduled_time - times.arrival_time)
         if times.token_times:
-            histograms["time_to_first_token_seconds"].add(times.token_times[0] - times.arrival_time)
+            first, last = times.token_times[0], times.token_times[-1]
+            histograms["time_to_first_token_seconds"].add(first - times.arrival_time)
+            histograms["request_decode_time_seconds"].add(last - first)
+            if len(times.token_times) > 1:
+                per_token = (last - first) / (len(times.token_times) - 1)
+                histograms["request_time_per_output_token_seconds"].add(per_token)
+            if times.first_scheduled_time is not None:
+                histograms["request_prefill_time_seconds"].add(first - times.first_scheduled_time)
+                histograms["request_inference_time_seconds"].add(last - times.first_scheduled_time)
         for before, after in itertools.pairwise(times.token_times):
             histograms["inter_token_latency_seconds"].add(after - before)
         if times.finished_time is not None:
             histograms["e2e_request_latency_seconds"].add(times.finished_time - times.arrival_time)
         histograms["request_prompt_tokens"].add(num_prompt_tokens)
+        longest = max((len(completion.token_ids) for completion in output.outputs), default=0)
+        histograms["request_max_num_generation_tokens"].add(longest)
         for completion in output.outputs:
             histograms["request_generation_tokens"].add(len(completion.token_ids))
             if completion.finish_reason is not None:
@@ -152,6 +192,7 @@ class Metrics:
             "kv_cache_usage_perc": step.used_blocks / num_blocks if num_blocks else 0.0,
         }
         metrics: list[Metric] = [Gauge(f"vllm:{name}", self.labels, value) for name, value in gauges.items()]
+        metrics.append(Gauge("vllm:cache_config_info", self.cache_labels, 1.0))
         metrics += [Counter(f"vllm:{name}", self.labels, value) for name, value in self.counters.items()]
         metrics += [
             Counter("vllm:request_success", self.labels | {"finished_reason": reason}, count)

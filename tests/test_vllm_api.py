@@ -387,6 +387,7 @@ def test_metrics_count_what_happened(path):
         "vllm:num_requests_running": 0,
         "vllm:num_requests_waiting": 0,
         "vllm:kv_cache_usage_perc": 0,
+        "vllm:cache_config_info": 1,
         "vllm:prompt_tokens": 33 + 33 + 2 + 1,
         "vllm:generation_tokens": 6 + 3 + 2 + 1,
         "vllm:num_preemptions": 0,

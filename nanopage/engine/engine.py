@@ -79,6 +79,11 @@ class LLMEngine:
         self._in_flight: Schedule | None = None  # the last batch, until `update` is done
         self._in_call = False  # still true between calls if an exception ended the last call
 
+    @property
+    def cache_config(self) -> dict[str, int]:
+        """The size of the KV cache, under vLLM's names."""
+        return {"block_size": self.config.block_size, "num_gpu_blocks": self.capacity.num_blocks}
+
     @staticmethod
     def from_engine_args(engine_args: "EngineArgs") -> "LLMEngine":
         """Make an engine, as in vLLM. Raises: as `nanopage.build.build_engine`."""

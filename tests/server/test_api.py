@@ -740,9 +740,22 @@ def test_metrics_have_the_names_that_dashboards_look_for(app):
     families = {f.name: f for f in text_string_to_metric_families(get(app, "/metrics").body.decode())}
     for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "prompt_tokens"):
         assert f"vllm:{name}" in families
-    for name in ("time_to_first_token_seconds", "inter_token_latency_seconds", "e2e_request_latency_seconds"):
-        count = next(s for s in families[f"vllm:{name}"].samples if s.name.endswith("_count"))
-        assert count.value >= 1
+    histograms = {name.removeprefix("vllm:"): f for name, f in families.items() if f.type == "histogram"}
+    assert histograms.keys() == {
+        "time_to_first_token_seconds",
+        "inter_token_latency_seconds",
+        "e2e_request_latency_seconds",
+        "request_time_per_output_token_seconds",
+        *(f"request_{phase}_time_seconds" for phase in ("queue", "prefill", "decode", "inference")),
+        *(f"request_{kind}_tokens" for kind in ("prompt", "generation")),
+        "request_max_num_generation_tokens",
+        "request_params_n",
+        "request_params_max_tokens",
+        "iteration_tokens_total",
+    }
+    for name, family in histograms.items():
+        assert next(s for s in family.samples if s.name.endswith("_count")).value >= 1, name
+    assert families["vllm:cache_config_info"].samples[0].labels["block_size"] == "8"
     requests = {(s.labels["handler"], s.labels["status"]) for s in families["http_requests"].samples}
     assert (CHAT, "200") in requests and ("other", "404") in requests
 
