@@ -83,7 +83,8 @@ class EngineConfig:
         preemption_mode: what happens to a request's KV when another needs its blocks: "recompute" or "swap". None: see
             the rule in scheduler.py.
         swap_space: GiB of host memory for swapped KV, taken when first needed. None: as much as the KV cache, but at
-            most a quarter of the available RAM and 4 GiB. When it is full, or 0, requests are recomputed.
+            most a quarter of the available RAM and 4 GiB. When it is full, requests are recomputed. With 0, all are,
+            and preemption_mode="swap" is refused.
         scheduling_policy: "fcfs", or "priority": requests with a lower `priority` go first, and may take the blocks of
             requests with a higher one.
         enforce_eager: compile and capture nothing. Otherwise, on a CPU in float32 and bfloat16, decoder layers are
@@ -171,6 +172,11 @@ class EngineConfig:
                 raise ValueError(f"swap_space must be at least 0, got {self.swap_space}")
             if self.preemption_mode == "recompute" and self.swap_space:
                 raise ValueError("swap_space is of no use with preemption_mode='recompute'")
+            if self.preemption_mode == "swap" and not self.swap_space:
+                raise ValueError(
+                    "preemption_mode='swap' needs host memory, but swap_space=0 gives it none: raise swap_space, or "
+                    "use preemption_mode='recompute'"
+                )
         sized_by = [
             name
             for name in ("kv_cache_gib", "gpu_memory_utilization", "num_gpu_blocks_override")
