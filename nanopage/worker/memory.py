@@ -46,7 +46,8 @@ def measure_step(
     """Bytes of GPU memory that steps take in addition to the weights and the KV cache.
 
     Runs the largest possible step eagerly, on a KV cache of one block. With CUDA graphs, also captures the largest
-    graph, whose memory the others share, and the smallest, to measure what each additional graph takes.
+    graph and then the smallest. All graphs share the memory of the largest; the smallest shows what each further graph
+    adds.
     """
     cache = KVCache(model_config, 1, config.block_size, dtype, device)
     table = SequenceTable(config.max_num_seqs + 1, max_model_len, config.block_size, model_config.vocab_size, device)
@@ -118,7 +119,8 @@ def num_blocks_that_fit(
 ) -> int:
     """How many blocks the KV cache can have, given the options and the memory that is free now.
 
-    Never more than `max_num_seqs` sequences of `max_model_len` tokens can use.
+    At most as many as `max_num_seqs` sequences of `max_model_len` tokens can use, unless `num_gpu_blocks_override` sets
+    the number.
 
     Args:
         step_bytes: GPU memory that steps take, as `measure_step` returns it.
