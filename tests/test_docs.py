@@ -126,6 +126,31 @@ def test_the_debugger_shows_what_debugging_says(monkeypatch):
     assert "{0: [0]}" in shown and "tensor([[" in shown, "both block tables"
 
 
+def names_in(file: Path) -> set[str]:
+    """What a file defines: functions and classes as `name`, methods and annotated fields as `Class.name`."""
+    names = set()
+    for node in ast.parse(file.read_text()).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names.add(node.name)
+        for member in node.body if isinstance(node, ast.ClassDef) else ():
+            if isinstance(member, ast.FunctionDef):
+                names.add(f"{node.name}.{member.name}")
+            elif isinstance(member, ast.AnnAssign) and isinstance(member.target, ast.Name):
+                names.add(f"{node.name}.{member.target.id}")
+    return names
+
+
+def test_the_functions_that_questions_link_to_are_in_the_linked_files():
+    text = (ROOT / "docs" / "questions.md").read_text()
+    links = [link for link in re.findall(r"\[`([\w.]+)`\]\(\.\./([^)]+)\)", text) if not link[0].endswith(".py")]
+    assert len(links) == len(re.findall(r"\]\(\.\./", text)) - 1, "every link to a file but one names a function"
+    missing = [f"{name} in {file}" for name, file in links if name not in names_in(ROOT / file)]
+    assert missing == []
+    titles = re.findall(r"^##+ (.*)$", text, re.MULTILINE)
+    anchors = {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+    assert set(re.findall(r"\]\(#([^)]*)\)", text)) == anchors, "the list at the top has every question"
+
+
 def test_the_tour_prints_what_it_shows():
     blocks, outputs = code_blocks("docs/tour.md", "python"), code_blocks("docs/tour.md", "text")
     assert run_code("".join(blocks)).splitlines() == "".join(outputs).splitlines()
