@@ -71,7 +71,7 @@ AsyncSchedulingOption = Annotated[
     bool | None,
     typer.Option(
         "--async-scheduling/--no-async-scheduling",
-        help="Launch a step before the last one's tokens are seen [default: on a GPU].",
+        help="Submit a step before the results of the previous one are read [default: on a GPU].",
     ),
 ]
 ItersOption = Annotated[int, typer.Option(min=1, max=MAX_ITERATIONS, help="Measured iterations; medians are reported.")]

@@ -12,11 +12,13 @@ solve them:
   Continuous batching   Each step chooses its sequences anew. A waiting sequence starts as soon as another one ends,
                         and a long prompt is computed in chunks beside the next tokens of others.
 
-One request goes through the parts in this order: it waits in the Scheduler's queue; the Scheduler gives it tokens of a
-step and blocks for them; the Engine makes tensors of the step; the Model writes K and V into the blocks, reads all
-earlier ones, and returns logits; the most likely token is appended. This repeats until the sequence ends.
+One request goes through the parts in this order: it waits in the Scheduler's queue; the Scheduler decides how many of
+its tokens the next step computes, and gives it blocks for them; the Engine makes tensors of the step; the Model writes
+K and V into the blocks, reads all earlier ones, and returns logits; the most likely token is appended. This repeats
+until the sequence ends.
 
-Everything is plain PyTorch, greedy, and runs on a CPU. The model is any Llama with plain attention and plain RoPE.
+Everything is plain PyTorch, greedy, and runs on a CPU. The model is any Llama with plain attention and plain RoPE. The
+tokenizer and the code that finds and reads a model's files are nanopage's.
 """
 
 import sys
@@ -58,7 +60,7 @@ class Sequence:
 
 # --- Blocks ---------------------------------------------------------------------- nanopage/engine/block_manager.py ---
 # nanopage also shares blocks between sequences that start with the same tokens (prefix caching, forks), and moves the
-# blocks of preempted sequences to host memory (swapping).
+# blocks of preempted sequences to host memory (swapping). Its slots are computed by `prepare` in worker/eager.py.
 
 
 class BlockManager:
@@ -165,7 +167,7 @@ class Chunk:
     """The tokens that one sequence computes in a step.
 
     rows   their range in the step's list of tokens
-    slots  int64 [length]: where K and V are of the sequence's tokens, from its first to the last of this chunk
+    slots  int64 [length]: slots of all the sequence's tokens up to the end of this chunk
     """
 
     rows: slice
@@ -175,8 +177,8 @@ class Chunk:
 class Model:
     """A Llama (Touvron et al., 2023): attention and a feed-forward layer, `num_layers` times.
 
-    T is the number of tokens in a step, of all its sequences one after the other. Everything but attention treats each
-    token by itself, so it does not matter whose they are.
+    T: all tokens of the step, the sequences' tokens concatenated. Everything but attention treats each token by itself,
+    so it does not matter whose they are.
     """
 
     def __init__(self, path, num_slots: int, dtype: torch.dtype):
@@ -304,7 +306,7 @@ class Engine:
         for (seq, num_tokens), token in zip(batch, next_tokens, strict=True):
             seq.num_computed += num_tokens
             if seq.num_computed < len(seq.token_ids):
-                continue  # the prompt goes on in the next step: this token is known already
+                continue  # The prompt is not finished: its next token is known, so ignore the prediction.
             seq.token_ids.append(token)
             if token in self.model.config.eos_token_ids or len(seq.output) == seq.max_tokens:
                 self.scheduler.finish(seq)

@@ -68,7 +68,8 @@ class EngineConfig:
 
     Args:
         model: a Hugging Face directory, a .gguf file, a hub id, or None for SmolLM2-135M-Instruct (see weights/hub.py).
-        dtype: of weights, activations and KV; "auto" is the checkpoint's if the device computes in it natively.
+        dtype: of weights, activations and KV; "auto" is the checkpoint's if the device computes in it natively. That of
+            a .gguf file is bfloat16.
         device: "auto" is CUDA if present, else the CPU.
         max_model_len: most tokens (prompt + output) of a sequence; None is the model's own limit, or what the
             KV cache holds if that is less.
@@ -85,20 +86,23 @@ class EngineConfig:
         preemption_mode: what happens to a request's KV when another needs its blocks: "recompute" or "swap". None: see
             the rule in scheduler.py.
         swap_space: GiB of host memory for swapped KV, taken when first needed. None: as much as the KV cache, but at
-            most a quarter of the available RAM and 4 GiB. When it is full, or 0, requests are recomputed.
+            most a quarter of the available RAM and 4 GiB. When it is full, requests are recomputed. With 0, all are,
+            and preemption_mode="swap" is refused.
         scheduling_policy: "fcfs", or "priority": requests with a lower `priority` go first, and may take the blocks of
             requests with a higher one.
-        enforce_eager: compile and capture nothing. Otherwise, on a CPU in float32 and bfloat16, decoder layers are
-            compiled in the background from the second request on (see worker/aot.py). On a GPU they are compiled at
-            start, and decode steps are captured as CUDA graphs (see worker/jit.py and worker/cuda_graphs.py).
+        enforce_eager: True compiles and captures nothing. False: on a CPU, in float32 and bfloat16, decoder layers are
+            compiled in the background when a second sequence begins to run, and used once the engine is idle (see
+            worker/aot.py). On a GPU they are compiled at start, and decode steps are captured as CUDA graphs (see
+            worker/jit.py and worker/cuda_graphs.py).
         quantization: "int8" stores each weight of linear layers, and of an embedding tied to the head, in one byte (see
             quantization/int8.py); activations and KV stay in `dtype`. Only on a CPU. None: weights are in `dtype`.
         async_scheduling: submit a step before the results of the previous one have been read, so that a GPU need not
             wait for Python. Outputs are the same, but come one call of `step` later. None: only on a GPU.
         load_format: "auto" reads the model's weights. "dummy" draws random ones, to measure speed: a directory with
             config.json is enough then (see benchmarks/configs), and without tokenizer.json prompts are token ids.
-        generation_config: where requests without parameters get them: "auto" is generation_config.json of the model,
-            "vllm" is SamplingParams(). The end-of-sequence ids are read from generation_config.json with both.
+        generation_config: where `LLM` and `AsyncLLM` get the parameters of requests that have none: "auto" is
+            generation_config.json of the model, "vllm" is SamplingParams(). LLMEngine.add_request always takes
+            SamplingParams(). The end-of-sequence ids are read from generation_config.json with both.
         seed: for requests without a seed of their own.
 
     Raises:
@@ -173,6 +177,11 @@ class EngineConfig:
                 raise ValueError(f"swap_space must be at least 0, got {self.swap_space}")
             if self.preemption_mode == "recompute" and self.swap_space:
                 raise ValueError("swap_space is of no use with preemption_mode='recompute'")
+            if self.preemption_mode == "swap" and not self.swap_space:
+                raise ValueError(
+                    "preemption_mode='swap' needs host memory, but swap_space=0 gives it none: raise swap_space, or "
+                    "use preemption_mode='recompute'"
+                )
         sized_by = [
             name
             for name in ("kv_cache_gib", "gpu_memory_utilization", "num_gpu_blocks_override")

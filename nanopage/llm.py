@@ -121,7 +121,7 @@ class LLM:
             sampling_params: for all, or one for each prompt; None uses `get_default_sampling_params`.
             prompt_token_ids: the token ids of one prompt or of each prompt in a list; `prompts` are then their texts.
             use_tqdm: show a progress bar on stderr.
-            lora_request, tokenization_kwargs: accepted for vLLM's scripts; must be None.
+            lora_request, tokenization_kwargs: accepted for vLLM's scripts; must be None, the latter None or {}.
             priority: an integer for each prompt, with scheduling_policy="priority"; lower goes first.
 
         Returns: one finished RequestOutput for each prompt, in order. If a request could not be completed, its `error`
@@ -202,7 +202,8 @@ class LLM:
             continue_final_message: have the model go on with the last message; needs add_generation_prompt=False.
             tools: JSON schemas of the functions that the model may call. Calls come as text, in the model's own form.
             chat_template_kwargs: more variables for the template, such as {"enable_thinking": False}.
-            lora_request, mm_processor_kwargs, tokenization_kwargs: accepted for vLLM's scripts; must be None.
+            lora_request, mm_processor_kwargs, tokenization_kwargs: accepted for vLLM's scripts; lora_request must be
+                None, the others None or {}.
 
         Returns: as `generate`; `RequestOutput.prompt` is the text that the template made.
         """

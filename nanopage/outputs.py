@@ -134,7 +134,7 @@ class RequestEvent:
 
 @dataclass(slots=True)
 class StepStats:
-    """What one engine step did, for progress bars, benchmarks and metrics.
+    """What one engine step did, for progress bars, benchmarks and metrics. `LLMEngine.step` says what listeners may do.
 
     Counts cover this step alone, except for queues and blocks, which show the state after it. With async scheduling,
     the output tokens, and the seconds of all phases but scheduling, belong to the previous batch.
@@ -143,14 +143,14 @@ class StepStats:
     waiting: int = 0  # sequences in each queue
     running: int = 0
     swapped: int = 0
-    prefill_tokens: int = 0
-    decode_tokens: int = 0
-    context_tokens: int = 0  # whose K and V attention reads: each sequence's up to its last; shared ones repeat
-    stored_tokens: int = 0  # whose K and V the running sequences have in blocks; shared ones repeat
+    prefill_tokens: int = 0  # computed in chunks that begin in the prompt
+    decode_tokens: int = 0  # computed from a position in the output on; also again, after a preemption
+    context_tokens: int = 0  # whose K and V attention reads, the new ones included; summed over the batch's sequences
+    stored_tokens: int = 0  # whose K and V are in blocks; summed over the running sequences
     cached_tokens: int = 0  # found in the prefix cache instead of computed
     output_tokens: int = 0  # sampled; of a beam search, one for each live beam
     finished: int = 0  # requests
-    free_blocks: int = 0
+    free_blocks: int = 0  # without the cached ones
     used_blocks: int = 0
     cached_blocks: int = 0
     preempted: int = 0  # requests
@@ -162,7 +162,7 @@ class StepStats:
     prepare_seconds: float = 0.0  # the worker's table and inputs, moving blocks
     model_seconds: float = 0.0  # the forward pass (its launch, on a GPU)
     sample_seconds: float = 0.0
-    wait_seconds: float = 0.0  # for the device
+    wait_seconds: float = 0.0  # that the host waited for the device
     device_seconds: float = 0.0  # from the start to the end of the batch's work on a GPU; 0 on a CPU
     update_seconds: float = 0.0  # stop conditions, queues
     output_seconds: float = 0.0  # text and outputs

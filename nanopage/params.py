@@ -1,4 +1,5 @@
-"""What a user asks for: SamplingParams and BeamSearchParams. Names, defaults and meanings are those of vLLM."""
+"""What a user asks for: SamplingParams and BeamSearchParams. Names, defaults and meanings are vLLM's, except where
+docs/vllm.md says otherwise."""
 
 import copy
 from dataclasses import KW_ONLY, dataclass
@@ -20,7 +21,8 @@ class RequestOutputKind(Enum):
 @accepts_options(SAMPLING)
 @dataclass
 class SamplingParams:
-    """How to sample one request. Names, defaults and meanings are those of vLLM's `SamplingParams`.
+    """How to sample one request. Names, defaults and meanings are those of vLLM's `SamplingParams`, except where
+    docs/vllm.md says otherwise.
 
     The parameters up to `prompt_logprobs` can be given by position, in vLLM's order. Options of vLLM that change
     nothing, such as structured_outputs=None, are accepted (see vllm_options.py).
@@ -41,7 +43,8 @@ class SamplingParams:
         logit_bias: token id -> number in [-100, 100] added to its logit.
         allowed_token_ids: only these ids can be sampled.
         bad_words: strings whose token sequences cannot be completed.
-        seed: makes the request reproducible whatever runs beside it; None draws from the engine's seed.
+        seed: makes the request's noise independent of what runs beside it. In 16-bit types the logits still round
+            differently in batches of other sizes, so near-ties can fall either way. None draws from the engine's seed.
         max_tokens: most output tokens; None means up to the model's length.
         min_tokens: no end-of-sequence, stop token or stop string before this many output tokens.
         stop: strings that end the output; not part of it unless `include_stop_str_in_output`. The string that ends

@@ -1,7 +1,7 @@
 """The messages between the engine and its workers: one Batch and one BatchResult a step.
 
-Both are plain data. With one device they are passed as objects; between processes they travel as MessagePack, which
-msgspec reads and writes. It checks the types while it reads, and it cannot run code.
+Both are plain data. LocalExecutor, the only executor so far, passes them as objects. They can also travel between
+processes, as MessagePack (`to_bytes`). msgspec checks the types while it reads them, and it cannot run code.
 
 A worker keeps a table with a row for each running sequence (worker/sequence_table.py). The engine assigns the rows: a
 sequence gets a free row when it begins to run, and gives it back when it ends or gives up its blocks. A Batch holds a
@@ -79,10 +79,10 @@ class BlockUpdate:
 class Batch:
     """One step's work. A worker applies it in the order of the fields.
 
-    idle                 no request is in progress before this batch: a worker may change the way it runs steps
-    swap_out, swap_in    [(block, host block)], [(host block, block)]: blocks to be copied
-    copies               [(from, to)]. In each of these lists, all blocks are read before any is written
-    cleared              blocks to be filled with zeros
+    idle                 no unfinished request has begun to run: a worker may change the way it runs steps
+    swap_out, swap_in    [(block, host block)], [(host block, block)]: blocks to be copied to and from host memory
+    copies               [(from, to)]: blocks to be copied on the device. All are read before any is written
+    cleared              blocks to be filled with zeros. Ignored on a GPU (see KVCache.move)
     new, forks, blocks   changes of the sequence table
     tokens               [(row, position, token id)] that the engine has chosen: the next tokens of beams
     rows                 the B sequences that run, those with one token first
@@ -139,7 +139,7 @@ class BatchResult:
     prepare_seconds: float = 0.0  # the table, the inputs, moving blocks
     model_seconds: float = 0.0  # the forward pass; on a GPU, its launch
     sample_seconds: float = 0.0
-    wait_seconds: float = 0.0  # for the device
+    wait_seconds: float = 0.0  # that the host waited for the device
     device_seconds: float = 0.0  # from the start to the end of the batch's work on a GPU; 0 on a CPU
 
 
@@ -168,13 +168,17 @@ class Executor(Protocol):
         """
 
     def submit(self, batch: Batch) -> None:
-        """Start a step, without waiting for it."""
+        """Start a step, without waiting for it. Raises: any Exception if the step fails; the engine calls `discard`."""
 
     def result(self) -> BatchResult:
-        """Wait for the oldest step whose result has not been fetched, and return the result."""
+        """Wait for the oldest step whose result has not been fetched, and return the result. Raises: as `submit`."""
 
     def discard(self) -> None:
-        """Drop the results that have not been fetched."""
+        """Forget the steps whose results have not been fetched, after an exception or Ctrl-C at any point.
+
+        Steps that are running must end before a step that is submitted later begins, and a later `result` must never
+        return theirs. The engine then sends every sequence as new.
+        """
 
     def compile(self) -> None:
         """Compile what can be compiled, and wait for it. Raises: RuntimeError if that fails."""

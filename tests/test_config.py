@@ -157,6 +157,14 @@ def test_an_unknown_dtype_or_device_lists_the_known_ones(field, names):
         EngineConfig(**{field: "int3"})
 
 
+@pytest.mark.parametrize("swap_space", [0, 0.0])
+def test_swapping_without_host_memory_is_an_error_that_names_both_options(swap_space):
+    with pytest.raises(ValueError, match=r"preemption_mode='swap'.*swap_space=0"):
+        EngineConfig(preemption_mode="swap", swap_space=swap_space)
+    assert EngineConfig(swap_space=swap_space).preemption_mode is None
+    assert EngineConfig(preemption_mode="recompute", swap_space=swap_space).swap_space == 0
+
+
 @pytest.mark.parametrize("field", ["tensor_parallel_size", "max_num_seq", "trust_remote_code"])
 def test_an_unknown_engine_option_is_an_error_that_names_it(field):
     with pytest.raises(TypeError, match=field):

@@ -5,6 +5,7 @@ import contextlib
 import functools
 import io
 import json
+import pdb
 import re
 import sys
 from pathlib import Path
@@ -69,22 +70,29 @@ def test_what_a_document_refers_to_exists(document):
             assert name in names, name
 
 
-def test_the_readme_is_short_and_counts_the_reading_path():
+def test_the_readme_is_short_and_counts_the_reading_path_and_its_helpers():
     text = (ROOT / "README.md").read_text()
     assert len(text.splitlines()) < 200
-    table = text[text.index("| file | what it does |") : text.index("[docs/map.md](docs/map.md) lists every file")]
-    files = [ROOT / target for target in re.findall(r"\]\((nanopage/[^)]*)\)", table)]
-    num_files, num_lines = re.search(r"is (\d+) files and about ([\d,]+) lines", text).groups()
-    assert len(files) == int(num_files)
-    lines = sum(len(file.read_text().splitlines()) for file in files)
-    assert lines == pytest.approx(int(num_lines.replace(",", "")), rel=0.02)
+    begin, middle = text.index("| file | what it does |"), text.index("The helpers that they call come on top")
+    helpers = text[middle : text.index("[docs/map.md](docs/map.md) lists every file")]
+    path = [ROOT / target for target in re.findall(r"\]\((nanopage/[^)]*)\)", text[begin:middle])]
+    more = [ROOT / "nanopage" / name for name in re.findall(r"`([\w/]+\.py)`", helpers)]
+    assert not set(path) & set(more)
+    for files, claim in (
+        (path, r"is (\d+) files and about ([\d,]+) lines"),
+        (more, r"(\d+) files and about ([\d,]+) lines:"),
+    ):
+        num_files, num_lines = re.search(claim, text).groups()
+        assert len(set(files)) == int(num_files)
+        lines = sum(len(file.read_text().splitlines()) for file in files)
+        assert lines == pytest.approx(int(num_lines.replace(",", "")), rel=0.02)
 
 
 def test_the_map_lists_every_file():
     text = (ROOT / "docs" / "map.md").read_text()
     missing = [
         file.relative_to(ROOT)
-        for folder in ("nanopage", "benchmarks")
+        for folder in ("nanopage", "benchmarks", "examples")
         for file in ROOT.glob(f"{folder}/**/*.py")
         if file.name != "__init__.py" and f"{file.name}`" not in text
     ]
@@ -94,6 +102,56 @@ def test_the_map_lists_every_file():
 @pytest.mark.parametrize("code", code_blocks("docs/debugging.md", "python"))
 def test_the_code_of_debugging_runs(code):
     assert "Paris" in run_code(code)
+
+
+def test_the_debugger_shows_what_debugging_says(monkeypatch):
+    text = (ROOT / "docs" / "debugging.md").read_text()
+    (code,), (names, tables) = code_blocks("docs/debugging.md", "python"), code_blocks("docs/debugging.md", "text")
+    rows = re.findall(r"^\| `([^`]+)` \| `([^`]+)` \| ", text, re.MULTILINE)[1:]
+    assert len(rows) == 7
+    commands = [*names.splitlines(), *(f"tbreak {where}" for where, _ in rows)]
+    for _, what in rows:
+        commands += ["c", f"p {what}"]
+    commands += ["c", *tables.splitlines(), "c"]
+    screen = io.StringIO()
+    debugger = pdb.Pdb(stdin=io.StringIO("\n".join(commands) + "\n"), stdout=screen, nosigint=True, readrc=False)
+    stops = iter(range(2))  # before the first step, and before the second
+
+    def stop() -> None:
+        if next(stops, None) is not None:
+            debugger.set_trace(sys._getframe(1))
+
+    monkeypatch.setattr(sys, "breakpointhook", stop)
+    assert "Paris" in run_code(code.replace("# breakpoint()", "breakpoint()"))
+    shown = screen.getvalue()
+    assert "***" not in shown, "an error in pdb"
+    assert shown.count("Deleted breakpoint") == len(rows), "pdb stopped in each of the functions"
+    assert "{0: [0]}" in shown and "tensor([[" in shown, "both block tables"
+
+
+def names_in(file: Path) -> set[str]:
+    """What a file defines: functions and classes as `name`, methods and annotated fields as `Class.name`."""
+    names = set()
+    for node in ast.parse(file.read_text()).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names.add(node.name)
+        for member in node.body if isinstance(node, ast.ClassDef) else ():
+            if isinstance(member, ast.FunctionDef):
+                names.add(f"{node.name}.{member.name}")
+            elif isinstance(member, ast.AnnAssign) and isinstance(member.target, ast.Name):
+                names.add(f"{node.name}.{member.target.id}")
+    return names
+
+
+def test_the_functions_that_questions_link_to_are_in_the_linked_files():
+    text = (ROOT / "docs" / "questions.md").read_text()
+    links = [link for link in re.findall(r"\[`([\w.]+)`\]\(\.\./([^)]+)\)", text) if not link[0].endswith(".py")]
+    assert len(links) == len(re.findall(r"\]\(\.\./", text)) - 1, "every link to a file but one names a function"
+    missing = [f"{name} in {file}" for name, file in links if name not in names_in(ROOT / file)]
+    assert missing == []
+    titles = re.findall(r"^##+ (.*)$", text, re.MULTILINE)
+    anchors = {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+    assert set(re.findall(r"\]\(#([^)]*)\)", text)) == anchors, "the list at the top has every question"
 
 
 def test_the_tour_prints_what_it_shows():

@@ -171,6 +171,8 @@ def draw_world(rng: random.Random, oracle: LLMEngine, block_sizes=(1, 2, 3, 4, 8
         config = oracle.model_config
         size = block_bytes(config, block_size, torch.float64)
         options["swap_space"] = rng.choice([0, 1, 3, blocks_of_one, 500]) * size / GIB
+        if options["swap_space"] == 0:  # "swap" needs some
+            options["preemption_mode"] = None
     prefixes = [[rng.randrange(vocab_size) for _ in range(max_model_len)] for _ in range(2)]
     salts = rng.choice([[""], [""], ["", "tenant"]])
     plans = []

@@ -394,6 +394,8 @@ def test_metrics_count_what_happened(path):
         "vllm:prefix_cache_queries": 33 + 33 + 2 + 1,
         "vllm:prefix_cache_hits": 32,
     }
+    cache_labels = by_name.pop("vllm:cache_config_info").labels
+    assert (cache_labels["block_size"], cache_labels["num_gpu_blocks"]) == ("16", "64")
     assert all(metric.labels == {"model_name": path.name, "engine": "0"} for metric in by_name.values())
     ended = {m.labels["finished_reason"]: m.value for m in metrics if m.name == "vllm:request_success"}
     assert (sum(ended.values()), ended["abort"], ended["error"]) == (5, 1, 0)

@@ -7,12 +7,14 @@ Each sequence has a block table: the physical block of each of its logical block
     used       in at least one table; its reference count is the number of tables
     cached     in no table, but its contents are a known prefix; evicted when needed, least recently used first
 
+`num_free_blocks` counts both free and cached blocks, because both can be given out.
+
 Prefix caching: a *full* block whose K and V are written is registered under a chained hash of all tokens up to its end:
 sha256(parent hash, its tokens). The root of the chain is the hash of the request's salt. A hash only finds a candidate:
 the tokens of the whole chain are compared before a block is shared.
 
-Forking: a child's table is a copy of its parent's. Only the last block, partly filled, can still be written to. While
-it is shared, the first sequence to write to it gets a copy instead (copy-on-write).
+Forking: a child's table is a copy of its parent's. Only the last block, partly filled, can still be written to. A
+sequence that writes to it while others share it gets a copy first (copy-on-write). The last owner writes in place.
 
 Swapping: a second pool of `num_host_blocks` in host memory takes the blocks of preempted sequences, sharing included.
 
@@ -93,7 +95,7 @@ class BlockManager:
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks that can be handed out: free ones and cached ones."""
+        """Blocks that can be given out: free ones and cached ones."""
         return len(self._free) + len(self._cached)
 
     @property
@@ -201,7 +203,7 @@ class BlockManager:
     def blocks_to_grow(self, work: list[tuple[int, int, int]]) -> int:
         """How many free blocks `grow` takes for all (seq_id, num_written, num_tokens) of `work`, copies included."""
         missing = 0
-        writers: list[int] = []  # one entry for each table that will write to a block it shares
+        writers: list[int] = []  # the shared block that each writing table would write to
         for seq_id, num_written, num_tokens in work:
             table = self.block_tables[seq_id]
             missing += max(0, self.blocks_for(num_tokens) - len(table))

@@ -196,8 +196,9 @@ class LLMEngine:
         `RequestOutput.error`. The others get the same tokens as without the failure. After a KeyboardInterrupt, at
         whatever point, the next call continues with every request.
 
-        At the end, `step` calls each of `listeners` with the StepStats. A listener may raise: the step is complete, and
-        the next call of `step` or `abort` returns its outputs.
+        At the end, `step` calls each of `listeners` with the StepStats. A listener must not call `step` or `generate`,
+        change `listeners`, or block. If one raises, the later ones miss this step. The step itself is complete, and the
+        next call of `step` or `abort` returns its outputs.
         """
         stats, started = StepStats(), time.perf_counter()
         unfinished = len(self.output_processor.requests)
@@ -305,7 +306,8 @@ class LLMEngine:
         self._in_call = False
 
     def _isolate(self, error: Exception, suspect: SequenceGroup | None) -> None:
-        """A batch has failed: run each of its requests alone. If it was the batch of a suspect, end that request."""
+        """A batch has failed: run each of its requests, and of the step in flight, alone. If it was the batch of a
+        suspect, end that request."""
         message = f"{type(error).__name__}: {error}"
         schedules = [schedule for schedule in (self._scheduled, self._in_flight) if schedule is not None]
         groups = list(dict.fromkeys(seq.group for schedule in schedules for seq in schedule.sequences))

@@ -8,24 +8,29 @@ budget: decodes and chunks of prompts together (Orca, OSDI 2022; chunked prefill
      first. If even all of them would not free enough blocks, preempt none.
   2. Running groups come first, in order: one token for a decode, a chunk for an unfinished prompt. When blocks run
      out, preempt the last running group, whole.
-  3. Then, unless blocks ran out, admit swapped and waiting groups in order, as long as they fit (see admission.py). If
-     another group computes the next block of a waiting prompt in this step, the prompt waits for the next step and
-     shares the block then. So do those behind it.
+  3. Then, unless blocks ran out, admit swapped and waiting groups in order, as long as they fit (see admission.py). A
+     prompt whose next block another group computes in this step waits one step, then shares it. Everything behind it
+     waits too.
+
+A group also waits if it would exceed `max_num_seqs`, when the budget is used up, behind an earlier group that does not
+fit, and after a preemption until its tokens in flight have arrived. A swapped group waits in a step that swaps out.
 
 Preemption (PagedAttention, SOSP 2023, section 4.5) is by recomputation or by swapping. Recomputation gives up the
-blocks and computes their tokens again, except those whose blocks are still in the prefix cache. Swapping keeps the
+blocks and computes their tokens again, except those that are still in the prefix cache: for a group of several
+sequences only the tokens that all have in common, and none for a request with prompt_logprobs. Swapping keeps the
 blocks in host memory. By default, a group with one sequence is recomputed. A group with several is swapped, because
 recomputation would have to rebuild what they share. When host memory is full, any group is recomputed.
 
 Progress is certain. No group can outgrow the pool (the engine refuses such requests), so the first in order can always
-run by preempting the others. Within one priority, no group is admitted before an older one. The output does not depend
-on any of this; the fuzz suite tests that.
+run by preempting the others. Within one priority, no group is admitted before an older one. A group of a lower priority
+waits for as long as groups of a higher priority keep coming. The output does not depend on any of this; the fuzz suite
+tests that.
 
 After an exception, `restart` puts every request back into `waiting`. Groups that may have caused it become `suspects`,
 which run one at a time, so that the next failure has one group to blame.
 
-For a first reading, `schedule` and what it calls, `advance` and `update` are enough. A group of one sequence counts as
-forked from the start, and its only sequence is its leader.
+For a first reading, `schedule` and what it calls, `advance` and `update` are enough. Assume one sequence per group:
+then `forked` is always true and the leader is the sequence.
 """
 
 import time
@@ -101,8 +106,8 @@ class Scheduler:
         return schedule
 
     def advance(self, schedule: Schedule) -> None:
-        """Count a submitted batch as computed: workers run steps in order, so whatever follows finds it done. Register
-        full blocks in the prefix cache, fork, and expect a token for each sampler.
+        """Treat a submitted batch as done: anything submitted later runs after it. Register full blocks in the prefix
+        cache, fork, and count a token in flight for each sequence that samples.
 
         Call `update` for the previous batch first: a block's hash needs its token ids, and the last one may come from
         the previous batch.

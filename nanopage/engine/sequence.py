@@ -24,9 +24,9 @@ class Status(Enum):
 class Sequence:
     """One completion while it runs.
 
-    `token_ids` is the prompt and the output that is known. `num_in_flight` more tokens are sampled by steps whose
-    results have not come back from the worker. The first `num_computed_tokens`, of known tokens and tokens in flight,
-    have been submitted: their K and V are in the cache when the next step runs. A sequence with one token left to
+    `token_ids` are the known tokens, of the prompt and the output. `num_in_flight` further tokens are sampled by
+    submitted steps whose results the engine has not read. The first `num_computed_tokens` of all these tokens have been
+    submitted: a step that is submitted later finds their K and V in the cache. A sequence with one token left to
     compute is decoding; with more, it is in prefill.
 
     Args:
@@ -65,8 +65,8 @@ class Sequence:
     parent: "Sequence | None" = None  # the sequence it was forked from, until it runs
 
     # Of a beam
-    dormant: bool = False  # not in use
-    candidates: dict[int, float] = field(default_factory=dict)  # its next tokens, until all beams have theirs
+    dormant: bool = False  # not one of the present beams
+    candidates: dict[int, float] = field(default_factory=dict)  # for its next token, until all beams have candidates
 
     def __post_init__(self):
         self.token_ids = list(self.token_ids)
@@ -230,7 +230,8 @@ class SequenceGroup:
 
 
 def common_length(seqs: list[Sequence]) -> int:
-    """How many tokens all the sequences begin with. Tokens in flight count only for a single sequence."""
+    """The number of tokens that all sequences have in common at their start. For a single sequence: all of its tokens,
+    including those in flight."""
     if len(seqs) == 1:
         return seqs[0].num_tokens
     shortest = min(len(seq.token_ids) for seq in seqs)

@@ -1,8 +1,8 @@
 """Groups the chunks of a step, so that plain attention runs a few large operators instead of many small ones.
 
-A chunk is the queries of one sequence in a step; a decode is a chunk of one query. Chunks of similar sizes form a group
-and are padded to its largest. A group is cut into tiles of TILE_QUERIES queries: attention then skips the keys that lie
-behind a tile's last query.
+Here a chunk is the queries of one sequence in a step, so a decode is a chunk of one query. Chunks of similar sizes form
+a group and are padded to its largest. A group is cut into tiles of TILE_QUERIES queries: attention then skips the keys
+that lie behind a tile's last query.
 """
 
 from collections.abc import Iterator
@@ -28,6 +28,11 @@ class Chunks(NamedTuple):
     tiles      (begin, end, first, last, mask): queries `begin` to `end`. They see all keys before `first`, none from
                `last` on, and those between according to `mask`: 0 or -inf, [chunks, 1, end - begin, last - first]. None
                if they see all of these
+
+    A chunk of the queries at positions 4, 5 and 6 has the tile (0, 3, 4, 7, mask): all three see the keys 0 to 3. The
+    mask is for the keys 4 to 6:
+
+        [[0, -inf, -inf], [0, 0, -inf], [0, 0, 0]]
     """
 
     sequences: slice | list[int]

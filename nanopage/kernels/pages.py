@@ -2,9 +2,13 @@
 
 One layer's cache is [2, num_blocks, kv_heads, head_dim * block_size]. A page holds the K or V of one block and one
 head. A page of V is [block_size, head_dim], one token after the other. A page of K is transposed, [head_dim,
-block_size]. For the scores, one vector instruction multiplies several tokens of one dimension, so the tokens must be
-adjacent in K. For the output, it multiplies several dimensions of one token, so the dimensions must be adjacent in V.
-The axes of a page are flattened into one, because K and V have them in different orders and share a tensor.
+block_size].
+
+A vector instruction works on adjacent elements. A score is a sum over dimensions. To compute several scores at once, an
+instruction multiplies one dimension of several tokens, so tokens are adjacent in K. An output is a sum over tokens. To
+compute several of its dimensions at once, an instruction multiplies several dimensions of one token, so dimensions are
+adjacent in V. The axes of a page are flattened into one, because K and V have them in different orders and share a
+tensor.
 """
 
 import torch

@@ -1,7 +1,8 @@
 """Paged attention in plain PyTorch, written to be clear first. It works on every device.
 
-On a CPU it runs all eager steps, and the prompts of compiled ones. For each group of chunks (see chunks.py) it gathers
-the pages of K and V, multiplies, masks, takes the softmax and multiplies again.
+On a CPU it computes the attention of eager steps, and of compiled steps with prompts except for groups of a single tile
+(`CompiledLayer._attend`). For each group of chunks (see chunks.py) it gathers the pages of K and V, multiplies, masks,
+takes the softmax and multiplies again.
 """
 
 import math
@@ -24,7 +25,7 @@ class ReferenceAttention:
     """Attention of a step's T tokens of B sequences (see layers/attention.py).
 
     slot_mapping  int64 [T]              block * block_size + offset of each token
-    block_tables  int64 [B, max_blocks]  physical block of each logical block, padded with the first
+    block_tables  int64 [B, max_blocks]  physical block of each logical block, padded with the sequence's first block
     query_lens    int64 [B], on the CPU  tokens of each sequence in this step
     seq_lens      int64 [B], on the CPU  tokens of each sequence, including this step's
     """

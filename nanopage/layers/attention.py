@@ -1,8 +1,8 @@
 """Attention as models see it: an object that is made for each step and knows where the K and V of every token are.
 
 The ways to compute attention, by class: `kernels.reference.ReferenceAttention` in plain PyTorch,
-`kernels.cpu.flash_decoding.FlashDecoding` for compiled decodes on a CPU, and `kernels.paged_attention.TritonAttention`
-on a GPU.
+`kernels.cpu.flash_decoding.FlashDecoding` for compiled decodes on a CPU, `kernels.paged_attention.TritonAttention` on a
+GPU, and `worker.cuda_graphs.PaddedAttention` for padded decodes on a CPU, which only tests run.
 """
 
 from typing import Protocol

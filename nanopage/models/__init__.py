@@ -1,4 +1,4 @@
-"""Model families, one file each: the layers that config.json and GGUF files name, and what is special about them."""
+"""Model families, one file each: a family's names in config.json and GGUF files, its fields, and its decoder layer."""
 
 import importlib
 from types import ModuleType

@@ -31,7 +31,7 @@ class Int8Linear(nn.Module):
 
 
 class Int8RowsLinear(Int8Linear):
-    """An Int8Linear for a few rows of input, to be compiled: it reads the int8 weights directly."""
+    """An Int8Linear to be compiled, for steps of decodes, however many: it reads the int8 weights directly."""
 
     def forward(self, x: Tensor) -> Tensor:
         return self._finish(int8_linear.product_of_few(x, self.tiles, self.scales))

@@ -1,4 +1,4 @@
-"""Sampler: turns the logits of a batch into one token for each row. Steps that no row needs are skipped.
+"""Sampler: samples one token from each row of a batch's logits. A stage that no row needs is skipped.
 
     logits ─▶ constraints ─▶ penalties ─▶ greedy rows:     argmax
                                           plain rows:      argmax(logits + temperature * noise)

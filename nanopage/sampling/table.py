@@ -1,7 +1,8 @@
 """SamplingTable: the sampling settings of each row of the sequence table.
 
-Numbers are in tensors on the device, so the sampler selects its rows with one operation. Flags are on the host. They
-say which steps of sampling each row needs. Steps that no row needs are skipped.
+Numbers, such as temperatures, are in tensors on the device, where the sampler selects the rows of a batch with one
+operation. Flags are on the host: they say which stages of sampling a row needs, such as penalties or truncation. So the
+host can skip a stage without waiting for the device.
 """
 
 import numpy as np

@@ -40,8 +40,10 @@ class IncrementalDetokenizer:
         """Forget all tokens added so far."""
         self.text = ""
         self._search = None if self.stop_strings is None else StopStringSearch(self.stop_strings)
-        # A token's text depends on its neighbours, so new tokens are decoded after a few earlier ones. `_done` is the
-        # length of the window's text that is known. When the window slides, it keeps the tokens from `_next` on.
+        # A token's text depends on its neighbours, so a window of the last few tokens is decoded as a whole. The first
+        # `_done` characters of the window's text are known already. Example: after "a" come two tokens, each with one
+        # byte of "é". With the first, the window decodes to "a\ufffd", which adds nothing. With the second, it decodes
+        # to "aé", which adds "é". Then the window slides: it keeps the tokens from `_next` on, here the two bytes.
         self._window = self._context(self.prompt_token_ids)
         self._next = len(self._window)
         self._prompt_text = self._decode()

@@ -1,8 +1,9 @@
 """Weights: safetensors (one file or shards), GGUF or random ones into the modules of nanopage.models.
 
 Every parameter of a model has one or more slots, named as checkpoints name them (`Linear.parts` fuses q, k and v into
-one matrix). The headers of the files are compared with the slots before anything is allocated: one error names all
-missing, unexpected and mis-shaped tensors. Then each tensor is copied into its slot, which converts and moves it.
+one matrix). The headers of the files are compared with the slots before anything is allocated: one error names the
+missing, unexpected and mis-shaped tensors, up to 50. Then each tensor is copied into its slot, which converts and moves
+it.
 Tensors of a .gguf file come in pieces, so that none of them ever exists twice.
 """
 
@@ -192,7 +193,8 @@ def contents(checkpoint: Checkpoint) -> tuple[list[StoredTensor], Pieces]:
 
 
 def check_fit(wanted: dict[str, Tensor], stored: list[StoredTensor], source: Path) -> None:
-    """Compare a checkpoint's tensors with a model's slots. Raises: ValueError naming every tensor that does not fit."""
+    """Compare a checkpoint's tensors with a model's slots. Raises: ValueError naming the tensors that do not fit, up to
+    50."""
     wanted, found, problems = _with_tied_head(wanted), set(), []
     for tensor in stored:
         slot = wanted.get(tensor.name)

@@ -1,7 +1,8 @@
-"""The eager way to run a step: the model's own modules, one operator after the other. It can run any batch.
+"""The eager way to run a step: Python calls the model's modules, without a captured graph. It can run any batch. On a
+GPU the layers may be compiled (jit.py).
 
 Each way to run a step has two methods: `fits(batch)` says whether the way can run a batch, and `run(batch)` runs it.
-`model_runner.py` chooses the way. The other ways are `aot.py`, for a CPU, and `cuda_graphs.py`, for a GPU.
+ModelRunner takes the first way that fits. The other ways are `aot.py`, for a CPU, and `cuda_graphs.py`, for a GPU.
 """
 
 from collections.abc import Callable, Sequence
@@ -46,8 +47,8 @@ class Output:
 
     logits  [S, vocab_size] of the S `sampled_rows`; None if there are none
     hidden  [T, hidden_size] of all tokens, if a sequence asked for log-probabilities of its prompt
-    tokens  int64 [S], if the way samples, too (CUDA graphs), by temperature alone. It has written them to the sequence
-            table. They are not used if a row has penalties, constraints or truncation
+    tokens  int64 [S]: tokens that the way has already sampled by temperature alone and written to the sequence table
+            (CUDA graphs). If a row has constraints, penalties or truncation, they are ignored and `logits` are sampled
     """
 
     logits: Tensor | None

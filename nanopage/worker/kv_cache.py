@@ -108,7 +108,8 @@ class KVCache:
         return self.host
 
     def _copying(self) -> contextlib.AbstractContextManager:
-        """A context in which copies run on their own stream, after all earlier work, without delaying later work."""
+        """A context whose copies run on a stream of their own. They start after all work that was submitted before.
+        Work that is submitted later does not wait for them, unless its stream is told to."""
         if self._stream is None:
             return contextlib.nullcontext()
         self._stream.wait_stream(torch.cuda.current_stream(self.tensor.device))

@@ -46,7 +46,8 @@ def measure_step(
     """Bytes of GPU memory that steps take in addition to the weights and the KV cache.
 
     Runs the largest possible step eagerly, on a KV cache of one block. With CUDA graphs, also captures the largest
-    graph, whose memory the others share, and the smallest, to measure what each additional graph takes.
+    graph and then the smallest. All graphs share the memory of the largest; the smallest shows what each further graph
+    adds.
     """
     cache = KVCache(model_config, 1, config.block_size, dtype, device)
     table = SequenceTable(config.max_num_seqs + 1, max_model_len, config.block_size, model_config.vocab_size, device)
@@ -77,12 +78,22 @@ def measure_step(
 
 def largest_batch(num_tokens: int, num_seqs: int, max_model_len: int, block_size: int) -> Batch:
     """A step of `num_tokens` prompt tokens of `num_seqs` sequences, with the sampling settings that take the most
-    memory. All tokens go to block 0: use it only to measure."""
-    settings = SamplingSettings(temperature=1.0, top_p=0.9, repetition_penalty=1.1, logprobs=MAX_LOGPROBS)
+    memory. All tokens go to block 0: use it only to measure.
+
+    Few prompts have most of the tokens: the logits for log-probabilities of a prompt take memory for each of its
+    tokens, up to PROMPT_LOGPROB_ROWS.
+    """
+    settings = SamplingSettings(
+        temperature=1.0, top_p=0.9, repetition_penalty=1.1, logprobs=MAX_LOGPROBS, prompt_logprobs=MAX_LOGPROBS
+    )
     num_seqs = min(num_seqs, num_tokens)
+    left = num_tokens - num_seqs  # every sequence has one token; the last ones get the others
+    lengths = [1] * num_seqs
+    for row in reversed(range(num_seqs)):
+        lengths[row] += min(left, max_model_len - 1)
+        left -= lengths[row] - 1
     batch = Batch(idle=True)
-    for row in range(num_seqs):  # shortest first: a batch lists sequences with a single token first
-        length = min((num_tokens + row) // num_seqs, max_model_len)
+    for row, length in enumerate(lengths):
         batch.new.append(NewSequence(row, [0] * length, length, row, settings))
         batch.blocks.append(BlockUpdate(row, 0, [0] * -(-length // block_size)))
         batch.rows.append(row)
@@ -108,7 +119,8 @@ def num_blocks_that_fit(
 ) -> int:
     """How many blocks the KV cache can have, given the options and the memory that is free now.
 
-    Never more than `max_num_seqs` sequences of `max_model_len` tokens can use.
+    At most as many as `max_num_seqs` sequences of `max_model_len` tokens can use, unless `num_gpu_blocks_override` sets
+    the number.
 
     Args:
         step_bytes: GPU memory that steps take, as `measure_step` returns it.

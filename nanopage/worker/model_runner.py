@@ -51,7 +51,8 @@ class ModelRunner:
     def launch(self, batch: Batch) -> "Launched":
         """Move blocks, update the sequence table and run a batch.
 
-        Synchronizes with a GPU only if the previous step sampled with top-k, top-p or min-p (see `Samples.settle`).
+        Synchronizes with a GPU in two cases: the previous step sampled with top-k, top-p or min-p (see
+        `Samples.settle`), or this step computes log-probabilities of prompts.
         """
         started = time.perf_counter()
         if self._samples is not None:  # this step reads the tokens of the previous one

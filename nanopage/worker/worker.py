@@ -1,6 +1,7 @@
 """Worker: one device with its model, its KV cache and its runner.
 
-Read `__init__` first: it loads the weights, measures the memory, allocates the KV cache and chooses how steps run.
+Read `__init__` first: it loads the weights, measures the memory, allocates the KV cache and lists the ways to run a
+step.
 """
 
 import logging

@@ -267,7 +267,7 @@ WORK = {
 
 @pytest.mark.parametrize(
     ("mode", "host_blocks", "swaps"),
-    [("recompute", None, False), ("swap", 100, True), (None, 100, True), ("swap", 0, False), ("swap", 1, False)],
+    [("recompute", None, False), ("swap", 100, True), (None, 100, True), (None, 0, False), ("swap", 1, False)],
 )
 def test_preemption_by_swap_and_by_recomputation_give_the_same_tokens(model, mode, host_blocks, swaps):
     plenty = {name: token_ids(output) for name, output in run(make_engine(model), **WORK).items()}

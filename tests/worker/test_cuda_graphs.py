@@ -12,6 +12,7 @@ from helpers import tiny_model
 
 from nanopage import EngineConfig, SamplingParams
 from nanopage.build import build_engine
+from nanopage.params import MAX_LOGPROBS
 from nanopage.step import Batch, BlockUpdate, Fork, NewSequence, SamplingSettings
 from nanopage.worker.cuda_graphs import CUDAGraphs, batch_sizes, look_up, sample
 from nanopage.worker.eager import Eager
@@ -296,8 +297,9 @@ def test_the_largest_step_there_can_be_is_measured(model, fake_cuda, monkeypatch
     assert measure_step(worker.config, *arguments) == 250 + table_bytes
     (batch,) = batches
     assert batch.num_tokens == 100
-    assert batch.counts == [16, 16, 17, 17, 17, 17]
+    assert batch.counts == [1, 1, 1, 1, 32, 64]
     assert batch.sampled_rows == batch.rows
+    assert all(new.sampling.prompt_logprobs == new.sampling.logprobs == MAX_LOGPROBS for new in batch.new)
     # Before; with the graph of size 6; with that of size 1, too. The others are 1, 2 and 4, with their splits.
     free = iter([9000, 7000, 6900])
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (next(free), 10_000))
