@@ -68,6 +68,7 @@ class Gate:
             self._check_key(path, headers)
             body = await _read_body(headers, receive)
             if body is not None:
+                scope["nanopage.send"] = send
                 await self.app(scope, _replay(body, receive), reply)
         except ApiError as error:
             await error.response()(scope, receive, reply)

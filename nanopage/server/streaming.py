@@ -58,8 +58,10 @@ class EventStream(Response):
         self._last_sent = math.inf  # no comments before the head has been sent
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        work = asyncio.create_task(self._send_all(send))
-        gone, comments = asyncio.create_task(_until_gone(receive)), asyncio.create_task(self._keep_alive(send))
+        # Every event through all layers of the framework would take most of the event loop's time.
+        direct = scope["nanopage.send"]
+        work = asyncio.create_task(self._send_all(send, direct))
+        gone, comments = asyncio.create_task(_until_gone(receive)), asyncio.create_task(self._keep_alive(direct))
         try:
             await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
             if not work.done():
@@ -73,8 +75,8 @@ class EventStream(Response):
                 task.cancel()
             await asyncio.wait((work, gone, comments))
 
-    async def _send_all(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+    async def _send_all(self, start: Send, send: Send) -> None:
+        await start({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         self._last_sent = time.monotonic()
         try:
             async for event in self.events:
