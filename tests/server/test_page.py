@@ -1,0 +1,414 @@
+"""The chat page: what it is made of, and what it does in a browser."""
+
+import http.client
+import json
+import re
+import time
+import urllib.parse
+from pathlib import Path
+from random import Random
+
+import pytest
+from browser import CHROMIUM, Browser
+from conftest import serving
+
+import nanopage.server
+
+PAGE = Path(nanopage.server.__file__).with_name("page.html").read_text()
+HOSTILE = "<script>window.hurt = 1</script> <img src=x onerror='window.hurt = 1'> & &lt;b&gt; "
+
+# Replaces fetch: calls of the chat endpoint get `replies`. One that does not end is silent after its last part.
+FAKE = """
+window.asked = [];
+window.realFetch ??= window.fetch;
+window.fetch = async (path, { body, signal }) => {
+  if (!path.endsWith("completions")) return window.realFetch(path, { signal });
+  asked.push(JSON.parse(body));
+  const reply = replies.shift();
+  if (reply === undefined) throw new TypeError("no network");
+  const parts = reply.parts.map((part) => Uint8Array.from(part));
+  const stream = new ReadableStream({
+    start(controller) { signal.addEventListener("abort", () => controller.error(signal.reason)); },
+    async pull(controller) {
+      await null;
+      if (parts.length) controller.enqueue(parts.shift());
+      else if (reply.ends) controller.close();
+      else await new Promise(() => {});
+    },
+  });
+  return new Response(stream, { status: reply.status, headers: reply.headers });
+};
+"""
+
+
+# Without a browser
+
+
+def test_the_page_loads_nothing_and_makes_no_html_of_text():
+    for pattern in (
+        r"\bsrc\s*=",
+        r"href\s*=\s*[\"']?\s*(https?:|//)",
+        r"@import|\burl\(|\bimport\b",
+        r"<(link|iframe|object|embed|base)\b",
+        r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|DOMParser|setHTML|createContextualFragment",
+        r"\beval\b|\bFunction\(|setTimeout\(\s*[\"'`]|localStorage|document\.cookie",
+        r"\bon\w+\s*=\s*[\"']",  # handlers in HTML
+        r"(call|fetch)\([\"'`]/",  # URLs that a proxy's prefix would break
+    ):
+        assert not re.search(pattern, PAGE), pattern
+    (policy,) = re.findall(r'<meta http-equiv="Content-Security-Policy" content="([^"]*)">', PAGE)
+    rules = dict(rule.split(maxsplit=1) for rule in policy.split(";"))
+    assert rules["default-src"] == rules["img-src"] == rules["base-uri"] == rules["form-action"] == "'none'"
+    assert rules["connect-src"] == "'self'"
+
+
+def test_the_page_is_served_without_a_key(server):
+    status, headers, body = get(server, "/", key=None)
+    assert (status, headers["content-type"]) == (200, "text/html; charset=utf-8")
+    assert body.decode() == PAGE
+    assert get(server, "/v1/models", key=None)[0] == 401
+
+
+# In a browser
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    if CHROMIUM is None:
+        pytest.skip("Chromium is not installed")
+    browser = Browser(tmp_path_factory.mktemp("browser"))
+    yield browser
+    browser.close()
+
+
+@pytest.fixture(scope="module")
+def server(model, tmp_path_factory):
+    """A server with room for long answers."""
+    log = tmp_path_factory.mktemp("server") / "log"
+    options = ("--dtype", "float32", "--api-key", "secret", "--served-model-name", "tiny", "--max-model-len", 1024)
+    with serving(model, *options, log=log) as server:
+        server.url = server.wait_until_ready()
+        yield server
+
+
+@pytest.fixture
+def page(browser, server):
+    """The browser with the page, after the key has been entered."""
+    browser.open(server.url.removesuffix("v1"))
+    browser.wait_for("settings.open && document.activeElement === fields.key")
+    browser.type("secret")
+    browser.press("Enter")
+    browser.wait_for("!settings.open && model === 'tiny' && document.activeElement === input")
+    browser.evaluate("fields.temperature.value = 0")
+    browser.problems[:] = [problem for problem in browser.problems if "401" not in problem]  # of the first /v1/models
+    yield browser
+    assert browser.problems == []
+    assert not browser.evaluate("window.hurt")
+
+
+def send(page, text):
+    page.type(text)
+    page.press("Enter")
+
+
+def answered(page, num_turns=1):
+    page.wait_for(f"!running && messages.length === {2 * num_turns}")
+    return page.evaluate("messages.at(-1).content")
+
+
+def complete(server, messages, **fields):
+    """The answer of the API."""
+    body = {"messages": messages, "temperature": 0, **fields}
+    return json.loads(get(server, "/v1/chat/completions", body)[2])["choices"][0]["message"]["content"]
+
+
+def get(server, path, body=None, key="secret"):
+    address = urllib.parse.urlsplit(server.url)
+    connection = http.client.HTTPConnection(address.hostname, address.port, timeout=60)
+    headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {key}"} if key else {})
+    connection.request("POST" if body else "GET", path, json.dumps(body) if body else None, headers)
+    reply = connection.getresponse()
+    return reply.status, dict(reply.getheaders()), reply.read()
+
+
+def events(*texts, done=True, size=0):
+    """A fake reply that streams these texts.
+
+    Args:
+        size: bytes that arrive together. 0: an event at a time.
+    """
+    chunks = [{"choices": [{"index": 0, "delta": {"content": text}, "finish_reason": None}]} for text in texts]
+    if done:
+        chunks.append({"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]})
+        chunks.append({"choices": [], "usage": {"completion_tokens": len(texts)}})
+    parts = [b": keep-alive\n\n", *(f"data: {json.dumps(chunk, ensure_ascii=False)}\n\n".encode() for chunk in chunks)]
+    parts += [b"data: [DONE]\n\n"] if done else []
+    whole = b"".join(parts)
+    return reply([whole[i : i + size] for i in range(0, len(whole), size)] if size else parts)
+
+
+def reply(parts, status=200, ends=False, **headers):
+    names = {name.replace("_", "-"): value for name, value in headers.items()}
+    return {"parts": [list(part) for part in parts], "status": status, "ends": ends, "headers": names}
+
+
+def error(status, message, code=None, **headers):
+    body = json.dumps({"error": {"message": message, "code": code}}).encode()
+    return reply([body], status, True, **headers)
+
+
+def fake(page, *replies):
+    page.evaluate(f"window.replies = {json.dumps(replies)};" + FAKE)
+
+
+def test_a_conversation_gets_the_answers_of_the_api(page, server):
+    page.evaluate("fields.max_tokens.value = 30; fields.system.value = 'the dog'")
+    messages = [{"role": "system", "content": "the dog"}]
+    for turn, text in enumerate(("Hello there", "<b>the cat</b>"), 1):
+        send(page, text)
+        messages.append({"role": "user", "content": text})
+        expected = complete(server, messages, max_tokens=30)
+        assert answered(page, turn) == expected
+        messages.append({"role": "assistant", "content": expected})
+    assert page.evaluate("[...document.querySelectorAll('.user')].map((node) => node.textContent)") == [
+        "Hello there",
+        "<b>the cat</b>",
+    ]
+    shown = page.evaluate("log.lastChild.firstChild.innerText")
+    assert shown.split()[:3] == expected.split()[:3]
+    assert re.match(
+        r"30 tokens · [\d.]+ tokens/s · first after .* s · cut off at the limit",
+        page.evaluate("log.lastChild.lastChild.innerText"),
+    )
+
+    retry = "log.lastChild.querySelector('.meta button').click(), [messages.length, log.children.length]"
+    assert page.evaluate(retry) == [2, 4]
+    assert answered(page, 2) == expected
+    page.evaluate("$('new').click()")
+    assert page.evaluate("[messages.length, log.children.length, document.activeElement === input]") == [0, 0, True]
+
+
+def test_escape_stops_an_answer_here_and_on_the_server(page, server):
+    send(page, "Hello there")
+    page.wait_for("log.lastChild.innerText.length > 20")
+    page.press("Escape")
+    text = answered(page)
+    assert page.evaluate("log.lastChild.lastChild.firstChild.data") == "stopped"
+    whole = complete(server, [{"role": "user", "content": "Hello there"}], max_tokens=300)
+    assert whole.startswith(text) or text.startswith(whole)  # the latter where it took long to press Escape
+    deadline = time.monotonic() + 10
+    while not re.search(rb"vllm:num_requests_running\S* 0.0", get(server, "/metrics")[2]):
+        assert time.monotonic() < deadline
+
+
+def test_shift_enter_breaks_the_line_and_enter_waits_for_the_answer(page):
+    fake(page, events("a", done=False), events("b"))
+    page.type("one")
+    page.press("Enter", shift=True)
+    send(page, "two")
+    page.wait_for("log.lastChild?.innerText === 'a'")
+    assert page.evaluate("[asked[0].messages, $('send').textContent]") == [
+        [{"role": "user", "content": "one\ntwo"}],
+        "Stop",
+    ]
+    send(page, "three")
+    assert page.evaluate("[asked.length, input.value]") == [1, "three"]
+    page.evaluate("$('send').click()")
+    assert answered(page) == "a"
+    page.press("Enter")
+    assert answered(page, 2) == "b"
+
+
+@pytest.mark.parametrize("size", [0, 1, 7, 1 << 20])
+def test_hostile_text_is_shown_as_text_wherever_the_stream_is_cut(page, size):
+    texts = [HOSTILE, "é😀 [x](javascript:window.hurt=1) ", "![i](https://example.com/i.png) ", "`", HOSTILE, "`"]
+    fake(page, events(*texts, size=size))
+    send(page, HOSTILE)
+    assert answered(page) == "".join(texts)
+    assert page.evaluate("log.firstChild.textContent") == HOSTILE
+    assert page.evaluate("log.lastChild.firstChild.textContent").startswith(
+        HOSTILE + "é😀 [x](javascript:window.hurt=1) i "
+    )
+    assert page.evaluate("log.querySelector('code').textContent").strip() == HOSTILE.strip()
+    assert page.evaluate("[...log.querySelectorAll('script, img, b')].length") == 0
+    assert page.evaluate("[...log.querySelectorAll('a')].map((a) => a.href)") == ["https://example.com/i.png"]
+
+
+MARKDOWN = r"""# A *title*
+Text **bold**, __bold__ and ***both***, _em_, ~~del~~, `a * b`, ``a ` b``, 2 * 3 * 4, snake_case_name, \*no\*.
+Its second line: https://example.com/a_b, [a link](https://example.com/x_(y)).
+
+1. one
+   - inner
+     - deepest
+   - [ ] **bold
+2. two
+   ```python
+   def f():
+       return "**"
+   ```
+
+   more of two
+2024. A year
+* other
+
+> quoted
+> - list
+
+a | b
+--|--
+`x` | <i>
+text | c \| d
+
+***
+~~~
+# no title
+```
+~~~
+last
+
+```c
+open **code"""
+
+
+PIECES = "\n¦\n¦\n\n¦a¦b c¦  ¦    ¦\t¦- ¦* ¦1. ¦2) ¦> ¦# ¦```¦~~~¦`¦*¦**¦_¦~~¦|¦--|--¦---¦|a|b|\n¦[x](¦http://a.b¦[¦]¦)¦\\¦\r\n"
+
+
+def test_markdown(page):
+    html = page.evaluate(f"element('div', {{}}, ...nodes(parse({json.dumps(MARKDOWN)}.split('\\n')))).innerHTML")
+    html = re.sub(r' title="[^"]*" target="_blank" rel="noopener noreferrer"| tabindex="0"', "", html)
+    html = re.sub(r'<div class="code"><div><span>(\w*)</span><button type="button">Copy</button></div>', r"<\1>", html)
+    html = re.sub(r"<tbody>|</tbody>", "", html)
+    assert html == (
+        "<h1>A <em>title</em></h1>"
+        "<p>Text <strong>bold</strong>, <strong>bold</strong> and <strong><em>both</em></strong>, <em>em</em>, "
+        "<del>del</del>, <code>a * b</code>, <code>a ` b</code>, 2 * 3 * 4, snake_case_name, *no*.\n"
+        'Its second line: <a href="https://example.com/a_b">https://example.com/a_b</a>, '
+        '<a href="https://example.com/x_(y)">a link</a>.</p>'
+        '<ol start="1"><li><p>one</p><ul><li><p>inner</p><ul><li><p>deepest</p></li></ul></li>'
+        "<li><p>[ ] **bold</p></li></ul></li>"
+        '<li><p>two</p><python><pre><code>def f():\n    return "**"</code></pre></div><p>more of two</p></li>'
+        "<li><p>A year</p></li></ol><ul><li><p>other</p></li></ul>"
+        "<blockquote><p>quoted</p><ul><li><p>list</p></li></ul></blockquote>"
+        '<div class="table"><table><tr><th>a</th><th>b</th></tr><tr><td><code>x</code></td><td>&lt;i&gt;</td></tr>'
+        "<tr><td>text</td><td>c | d</td></tr></table></div><hr>"
+        "<><pre><code># no title\n```</code></pre></div><p>last</p><c><pre><code>open **code</code></pre></div>"
+    )
+
+
+def test_a_growing_text_ends_as_it_does_when_it_is_painted_at_once(page):
+    random = Random(0)
+    texts = [list(MARKDOWN), *(random.choices(PIECES.split("¦"), k=random.randrange(3, 40)) for _ in range(500))]
+    different = page.evaluate(f"""{json.dumps(texts)}.filter((pieces) => {{
+      const grown = new Answer(element("div")), whole = new Answer(element("div"));
+      for (const piece of pieces) {{ grown.text += piece; grown.paint(true); }}
+      whole.text = grown.text;
+      grown.paint(false);
+      whole.paint(false);
+      return grown.node.innerHTML !== whole.node.innerHTML;
+    }})""")
+    assert different == []
+
+
+def test_what_has_not_ended_is_shown_as_if_it_had(page):
+    closed = {
+        "a **b": "a <strong>b</strong>",
+        "a **": "a ",
+        "a **b c*": "a <strong>b c</strong>",
+        "a **b c** `d": "a <strong>b c</strong> <code>d</code>",
+        "2 ** 3": "2 ** 3",
+        "see [this](https://exa": "see this",
+        "- a `b": None,
+        "```\na **b": None,
+    }
+    for text, expected in closed.items():
+        page.evaluate(f"answer = new Answer(element('div')); answer.text = {json.dumps(text)}; answer.paint(true)")
+        html = page.evaluate("answer.node.innerHTML")
+        assert html == f"<p>{expected}</p>" if expected else "<code>" in html and "<strong>" not in html
+
+
+def test_a_long_answer_does_not_get_slow(page):
+    """Painting 16,000 characters, of ordinary text and of what models say when they fall into a loop."""
+    texts = ["word ", "- item\n", "```\ncode ", "*", "`", "> ", "- ", "[", "[a](", "a\n\n", "| a ", "_a", "http://"]
+    seconds = page.evaluate(f"""{json.dumps(texts)}.map((text) => {{
+      const answer = new Answer(element("div"));
+      log.replaceChildren(answer.node);
+      answer.text = text.repeat(16000 / text.length);
+      const started = performance.now();
+      answer.paint(true);
+      return (performance.now() - started) / 1000;
+    }})""")
+    assert max(seconds) < 1, dict(zip(texts, seconds, strict=True))
+
+
+def test_the_view_follows_only_from_the_end(page):
+    fake(page, events("line\n\n" * 200, "more " * 200, done=False))
+    send(page, "Hello")
+    page.wait_for("log.lastChild.innerText.includes('more')")
+    assert page.evaluate("log.scrollHeight - log.scrollTop - log.clientHeight < 5 && log.scrollTop > 0")
+    page.evaluate("log.scrollTop = 100")
+    page.press("Escape")
+    answered(page)
+    assert page.evaluate("log.scrollTop") == 100
+
+
+def test_it_fits_a_narrow_screen(page):
+    wide = "```\n" + "x = 1; " * 50 + "\n```\n\n" + "a" * 200 + "\n\n" + "| column " * 30 + "\n" + "|--" * 30 + "|\n"
+    fake(page, events(MARKDOWN, "\n```\n", wide))
+    page.call("Emulation.setDeviceMetricsOverride", width=360, height=640, deviceScaleFactor=1, mobile=True)
+    send(page, "Hello " + "a" * 200)
+    answered(page)
+    overhang = "(node) => node.scrollWidth - node.clientWidth"
+    assert page.evaluate(f"[document.documentElement, document.body, log].map({overhang})") == [0, 0, 0]
+    assert page.evaluate("[innerWidth, $('send').getBoundingClientRect().right <= 360]") == [360, True]
+    page.call("Emulation.clearDeviceMetricsOverride")
+
+
+def test_errors_are_told_in_plain_words(page):
+    refused = (
+        (error(429, "8 requests wait", retry_after="7"), "The server is busy. Try again in 7 s."),
+        (error(400, "temperature is 9", "bad"), "The server could not answer: temperature is 9"),
+        (reply([b"<html>Bad gateway"], 502, ends=True), "The server could not answer: status 502"),
+        (None, "The server cannot be reached. Is it running?"),
+    )
+    for answer, notice in refused:
+        fake(page, *([answer] if answer else []))
+        send(page, "Hello")
+        page.wait_for("!running && !$('notice').hidden")
+        assert page.evaluate("[$('notice').textContent, input.value, log.children.length]") == [notice, "Hello", 0]
+        page.evaluate("input.value = ''")
+    broken = b'data: {"error": {"message": "out of luck", "code": "request_failed"}}\n\ndata: [DONE]\n\n'
+    for end, notice in (
+        (broken, "The server could not finish: out of luck"),
+        (b"data: {", "The server ended the connection in the middle of the answer."),
+    ):
+        page.evaluate("$('new').click()")
+        parts = [b'data: {"choices": [{"delta": {"content": "half"}}]}\r\n\r\n', end]
+        fake(page, reply(parts, ends=True))
+        send(page, "Hello")
+        assert answered(page) == "half"
+        assert page.evaluate("[$('notice').textContent, log.lastChild.innerText]") == [
+            notice,
+            "half\n\nincomplete\nRetry",
+        ]
+
+
+def test_a_message_waits_for_a_model_that_is_loading(page):
+    fake(page, error(503, "the model is loading", "loading", retry_after="5"), events("here"))
+    send(page, "Hello")
+    page.wait_for("$('notice').textContent.startsWith('The model is loading')")
+    assert answered(page) == "here"
+    assert page.evaluate("[asked.length, $('notice').hidden]") == [2, True]
+
+
+def test_a_wrong_key_is_asked_for_again(page):
+    page.evaluate("openSettings(); fields.key.value = 'wrong'; $('fields').requestSubmit()")
+    page.wait_for("settings.open && $('reason').textContent === 'The server does not accept this API key.'")
+    page.press("Escape")
+    page.wait_for("!settings.open")
+    send(page, "Hello")
+    page.wait_for("settings.open && !running")
+    page.problems.clear()
+    page.evaluate("fields.key.value = 'secret'; $('fields').requestSubmit()")
+    page.wait_for("!settings.open && $('notice').hidden")
+    assert page.evaluate("[input.value, log.children.length, sessionStorage.getItem('key')]") == ["Hello", 0, "secret"]
