@@ -72,8 +72,10 @@ class ServerState:
         """The engine, for a request that is to run now. Raises: ApiError while it cannot."""
         if self.draining:
             raise ApiError(503, "the server is shutting down", code="shutting_down", retry_after=30)
+        if self.error is not None:
+            raise ApiError(503, f"the model could not be loaded: {self.error}", code="load_failed")
         if self.llm is None:
-            raise ApiError(503, self.error or "the model is loading", code="loading", retry_after=5)
+            raise ApiError(503, "the model is loading", code="loading", retry_after=5)
         if self.llm.dead_error is not None:
             raise ApiError(503, str(self.llm.dead_error), code="engine_dead", retry_after=30)
         return self.llm
@@ -197,7 +199,9 @@ def create_app(
 
     @app.get("/", include_in_schema=False)
     async def page() -> Response:
-        return Response((Path(__file__).with_name("page.html")).read_bytes(), media_type="text/html; charset=utf-8")
+        headers = {"cache-control": "no-cache", "content-security-policy": "frame-ancestors 'none'"}
+        html = Path(__file__).with_name("page.html").read_bytes()
+        return Response(html, headers=headers, media_type="text/html; charset=utf-8")
 
     for path, why in NOT_SERVED.items():
         app.add_api_route(path, _not_served(path, why), methods=["GET", "POST"], include_in_schema=False)

@@ -93,7 +93,7 @@ async def start(llm: AsyncLLM, prompts: Sequence[dict], params: SamplingParams, 
 def too_long(llm: AsyncLLM, error: PromptTooLongError) -> ApiError:
     """The error that clients look for to shorten a conversation."""
     limit = llm.engine.max_model_len
-    message = f"This model's maximum context length is {limit} tokens. {error}"
+    message = f"This model's maximum context length is {limit} tokens: {error}"
     return ApiError(400, message, param="messages", code="context_length_exceeded")
 
 

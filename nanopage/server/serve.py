@@ -164,7 +164,7 @@ class Server(uvicorn.Server):
         else:
             port = next(s.getsockname()[1] for server in self.servers for s in server.sockets)
             host = "127.0.0.1" if self.config.host in PUBLIC else self.config.host
-            url, curl = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}{self.config.root_path}", "curl"
+            url, curl = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}", "curl"
         body = f'{{"model": "{name}", "messages": [{{"role": "user", "content": "Hello!"}}]}}'
         return (
             f"ready: {url}/v1 serves {name}. Try: {curl} {url}/v1/chat/completions "
