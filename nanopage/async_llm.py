@@ -85,7 +85,7 @@ class RequestStream:
         """Stop reading. Aborts the request if it has not finished."""
         if not self._finished:
             self._finished = True
-            self._llm._post(self.request_id)
+            self._llm._post(self)
 
     def _put(self, output: RequestOutput) -> None:
         if self._output is not None:
@@ -117,7 +117,7 @@ class AsyncLLM:
             engine.listeners.append(TokenBudget(engine.scheduler, SECONDS[engine.capacity.device]))
         self._tokenizing = ThreadPoolExecutor(2, "nanopage-tokenizer")
         self._changed = threading.Condition()  # guards the numbers above and the following four
-        self._mail: list[Request | str | Callable[[], None]] = []  # to submit, to abort, to call
+        self._mail: list[Request | RequestStream | Callable[[], None]] = []  # to submit, to abort, to call
         self._streams: dict[str, RequestStream] = {}  # of all requests that have not ended
         self._error: EngineDeadError | None = None
         self._stopping = False
@@ -188,19 +188,27 @@ class AsyncLLM:
             raise
         self._post(stream.request)
         if stream._aborted:  # while its prompt was being read
-            self._post(request_id)
+            self._post(stream)
         return stream
 
     async def in_thread(self, function: Callable, *args: Any) -> Any:
         """The result of a function that would take too long for the event loop, such as encoding a text."""
-        return await asyncio.get_running_loop().run_in_executor(self._tokenizing, function, *args)
+        self._check_alive()
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._tokenizing, function, *args)
+        except asyncio.CancelledError:
+            if self._stopping:  # the thread pool has dropped it
+                raise EngineDeadError("the engine has been shut down") from None
+            raise
 
     async def abort(self, request_id: str) -> None:
         """End a request, if it is still running. Its reader gets a last output, with the finish_reason "abort"."""
-        if (stream := self._streams.get(request_id)) is not None and stream.request is None:
+        if (stream := self._streams.get(request_id)) is None:
+            return
+        if stream.request is None:
             stream._aborted = True
         else:
-            self._post(request_id)
+            self._post(stream)
 
     async def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes. Running requests go on. Returns True: this always succeeds."""
@@ -252,15 +260,20 @@ class AsyncLLM:
         scheduler = self.engine.scheduler
         return self._metrics.snapshot(len(scheduler.running), len(scheduler.waiting) + len(scheduler.swapped))
 
-    def shutdown(self) -> None:
-        """End all requests, the thread and the workers. Readers of unfinished requests get an EngineDeadError."""
+    def shutdown(self, timeout: float | None = None) -> bool:
+        """End all requests, the thread and the workers. Readers of unfinished requests get an EngineDeadError.
+
+        Args: timeout: most seconds to wait for the step that is running; None: as long as it takes.
+        Returns: whether the engine's thread has ended.
+        """
         with self._changed:
             self._stopping = True
             self._changed.notify()
         if threading.current_thread() is not self._thread:
-            self._thread.join()
+            self._thread.join(timeout)
         self._tokenizing.shutdown(wait=False, cancel_futures=True)
         atexit.unregister(self.shutdown)
+        return not self._thread.is_alive()
 
     def _check_alive(self) -> None:
         if self._error is not None:
@@ -268,7 +281,7 @@ class AsyncLLM:
 
     # The engine's thread
 
-    def _post(self, message: Request | str | Callable[[], None]) -> None:
+    def _post(self, message: "Request | RequestStream | Callable[[], None]") -> None:
         with self._changed:
             if self._error is None:
                 self._mail.append(message)
@@ -276,7 +289,7 @@ class AsyncLLM:
                 if isinstance(message, Request):
                     self.num_waiting += 1
                     self.num_waiting_tokens += len(message.prompt_token_ids)
-            elif not isinstance(message, str):
+            elif not isinstance(message, RequestStream):
                 raise self._error
 
     def _run(self) -> None:
@@ -316,13 +329,14 @@ class AsyncLLM:
                 return False
             mail, self._mail = self._mail, []
         for message in mail:
-            if callable(message):
-                message()
-            elif isinstance(message, Request):
+            if isinstance(message, Request):
                 self.engine.submit(message)
                 self._metrics.add_params(message.params)
-            elif (output := self.engine.abort(message)) is not None:
-                self._deliver([output])
+            elif not isinstance(message, RequestStream):
+                message()
+            elif self._streams.get(message.request_id) is message:  # or another request has its id by now
+                output = self.engine.abort(message.request_id)
+                self._deliver([] if output is None else [output])
         return True
 
     def _count_started(self, stream: RequestStream | None) -> None:
@@ -350,7 +364,7 @@ class AsyncLLM:
             except RuntimeError:  # the loop is closed, and its readers are gone
                 for stream, output in pairs:
                     if not output.finished:
-                        self._post(stream.request_id)
+                        self._post(stream)
 
     def _end(self, error: EngineDeadError) -> None:
         """Tell all readers that there will be no more outputs."""

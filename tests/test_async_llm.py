@@ -219,6 +219,41 @@ def test_an_abort_while_the_prompt_is_read(llm):
     assert asyncio.run(aborted()).outputs[0].finish_reason == "abort"
 
 
+def test_closing_a_stream_late_does_not_abort_the_next_request_with_its_id(llm):
+    async def reuse():
+        first = await llm.add_request("a", "the cat", GREEDY)
+        await at_rest(llm)  # it has ended, and nobody has read it
+        second = await llm.add_request("a", "the cat", LONG)
+        await first.aclose()
+        outputs = [output async for output in second]
+        assert outputs[-1].outputs[0].finish_reason == "length"
+
+    asyncio.run(reuse())
+
+
+def test_a_shutdown_that_waits_for_a_hung_step_ends(model):
+    llm = AsyncLLM.from_engine_args(EngineArgs(model=str(model), **OPTIONS))
+    hangs, may_go_on, step = threading.Event(), threading.Event(), llm.engine.step
+
+    def hanging():
+        hangs.set()
+        may_go_on.wait(20)
+        return step()
+
+    async def crowd():
+        llm.engine.step = hanging
+        stream = await llm.add_request("a", "the cat", LONG)
+        await asyncio.to_thread(hangs.wait)
+        assert not await asyncio.to_thread(llm.shutdown, 0.05)
+        may_go_on.set()
+        with pytest.raises(EngineDeadError):
+            async for _ in stream:
+                pass
+
+    asyncio.run(crowd())
+    assert llm.shutdown()
+
+
 def test_a_reader_that_falls_behind_gets_only_the_latest_output_and_loses_nothing(llm):
     async def slow():
         stream = await llm.add_request("a", "the cat", LONG)

@@ -24,6 +24,9 @@ Prompt = str | list[int] | dict
 A dict with both is of token ids; the text is only returned as `RequestOutput.prompt`."""
 
 
+MAX_SALT = 1024  # characters
+
+
 class PromptTooLongError(ValueError):
     """A prompt that leaves no room for output in max_model_len."""
 
@@ -188,6 +191,8 @@ class InputProcessor:
                 raise ValueError("a prompt dict has 'prompt' or 'prompt_token_ids'")
             if not isinstance(salt, str):
                 raise TypeError(f"cache_salt must be a string, not {salt!r}")
+            if len(salt) > MAX_SALT or not is_unicode(salt):
+                raise ValueError(f"cache_salt must be valid Unicode of at most {MAX_SALT:,} characters")
         elif isinstance(prompt, str):
             text = prompt
         else:
@@ -279,3 +284,8 @@ def branch_seed(seed: int, index: int) -> int:
     """The seed of completion `index` of a request: 63 bits, independent of the other completions' seeds."""
     digest = hashlib.sha256(f"{seed}/{index}".encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1
+
+
+def is_unicode(text: str) -> bool:
+    """Whether a text can be encoded: it has no lone surrogates."""
+    return re.search("[\ud800-\udfff]", text) is None

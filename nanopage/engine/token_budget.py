@@ -9,9 +9,9 @@ Between these two it stays as it is, so it settles.
 from nanopage.engine.scheduler import Scheduler
 from nanopage.outputs import StepStats
 
-SECONDS = {"cpu": 0.25, "cuda": 0.05}  # that a step should take at most
-START = 256  # before anything is measured
-LEAST = 32
+SECONDS = {"cpu": 0.7, "cuda": 0.05}  # that a step should take at most
+START = 512  # before anything is measured
+LEAST = 128
 MARGIN = 2.5  # twice as many tokens take at most so many times as long
 
 

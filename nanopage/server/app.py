@@ -3,8 +3,7 @@
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,15 +14,17 @@ from starlette.responses import Response
 
 import nanopage
 from nanopage.async_llm import AsyncLLM, EngineDeadError
+from nanopage.engine.input_processor import PromptTooLongError
 from nanopage.metrics import Metric
 from nanopage.server.chat import Chat
 from nanopage.server.completions import Completions
-from nanopage.server.errors import ApiError, from_http, from_validation, json_response
+from nanopage.server.errors import ApiError, from_http, from_validation, invalid, json_response
+from nanopage.server.generation import too_long
 from nanopage.server.metrics import CONTENT_TYPE, ServerMetrics
 from nanopage.server.middleware import Gate
 from nanopage.server.protocol import ChatBody, CompletionBody, DetokenizeBody, ResponsesBody, TokenizeBody
 from nanopage.server.responses import Responses
-from nanopage.server.streaming import ClientGoneError, EventStream, unless_gone
+from nanopage.server.streaming import GONE, ClientGoneError, EventStream, unless_gone
 from nanopage.server.templates import chat_prompt
 
 logger = logging.getLogger("nanopage")
@@ -46,8 +47,8 @@ class ServerState:
 
     Args:
         model_names: the names of the model; the first is the one in replies.
-        max_queue: most requests that wait for their first step.
-        max_queue_tokens: most prompt tokens of these.
+        max_queue: most requests that wait for their first step, and of one call.
+        max_queue_tokens: most prompt tokens of requests that wait, unless there is only one call.
         stall_seconds: after how long a step counts as hung.
         strict_fields: refuse fields that are not known.
         llm: None while the model loads.
@@ -65,7 +66,8 @@ class ServerState:
     created: int = field(default_factory=lambda: int(time.time()))
     replies: Counter[tuple[str, str, str]] = field(default_factory=Counter)
     num_active: int = 0  # calls that make text
-    num_entering: int = 0  # of these, requests on their way into the engine
+    num_entering: int = 0  # requests on their way into the engine
+    num_entering_tokens: int = 0  # of their prompts, estimated
     num_disconnects: int = 0
 
     def require(self) -> AsyncLLM:
@@ -93,12 +95,26 @@ class ServerState:
             raise ApiError(404, message, param="model", code="model_not_found")
         return name or self.model_names[0]
 
-    def check_queue(self, llm: AsyncLLM, num_requests: int) -> None:
-        """Raises: ApiError if so many more requests would wait too long."""
+    def enter(self, llm: AsyncLLM, sizes: list[int]) -> None:
+        """Reserve places in the queue, before any prompt is encoded.
+
+        Args: sizes: an estimate of the tokens of each prompt.
+        Raises: ApiError if there are not that many places.
+        """
+        if len(sizes) > self.max_queue:
+            raise ApiError(400, f"{len(sizes)} prompts are more than --max-queue {self.max_queue}", param="prompt")
         waiting = llm.num_waiting + self.num_entering
-        if waiting + num_requests > self.max_queue or llm.num_waiting_tokens > self.max_queue_tokens:
+        tokens = llm.num_waiting_tokens + self.num_entering_tokens
+        if waiting + len(sizes) > self.max_queue or (waiting and tokens + sum(sizes) > self.max_queue_tokens):
             seconds = max(1, min(MAX_RETRY_AFTER, round(llm.seconds_per_request * waiting)))
             raise ApiError(429, f"{waiting} requests are waiting already", code="queue_full", retry_after=seconds)
+        self.num_entering += len(sizes)
+        self.num_entering_tokens += sum(sizes)
+
+    def leave(self, sizes: list[int]) -> None:
+        """Give back the first of these places."""
+        self.num_entering -= 1
+        self.num_entering_tokens -= sizes.pop(0)
 
     def metrics(self) -> list[Metric]:
         return [] if self.llm is None else self.llm.get_metrics()
@@ -108,23 +124,17 @@ def create_app(
     state: ServerState,
     api_keys: list[str] | None = None,
     hosts: list[str] | None = None,
-    root_path: str = "",
-    lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]] | None = None,
 ) -> Gate:
     """The server as an ASGI application.
 
     Args:
         api_keys, hosts: as in Gate.
-        root_path: the prefix of all paths that a reverse proxy adds.
-        lifespan: surrounds the time in which the application runs.
     """
     app = FastAPI(
         title="nanopage",
         version=nanopage.__version__,
         docs_url=None,  # these pages load scripts from elsewhere
         redoc_url=None,
-        root_path=root_path,
-        lifespan=lifespan,
     )
 
     @app.post("/v1/chat/completions")
@@ -166,7 +176,8 @@ def create_app(
         for token_id in body.tokens:
             if not 0 <= token_id < vocab_size:
                 raise ApiError(400, f"tokens: {str(token_id)[:20]} is not in the vocabulary", param="tokens")
-        tokenizer = llm.engine.input_processor.require_tokenizer("/detokenize", "a model with a tokenizer")
+        if (tokenizer := llm.engine.tokenizer) is None:
+            raise ApiError(404, "the model has no tokenizer", code="no_tokenizer")
         text = await llm.in_thread(tokenizer.decode, body.tokens, False)
         return json_response({"prompt": text}, headers=_ignored_header(ignored))
 
@@ -224,7 +235,6 @@ def create_app(
 
     @app.exception_handler(ClientGoneError)
     async def client_gone(request: Request, error: ClientGoneError) -> Response:
-        state.num_disconnects += 1
         return Response(status_code=499)  # nobody reads it
 
     @app.exception_handler(Exception)
@@ -248,51 +258,43 @@ async def _generate(
     name = state.model_name(body.model)
     headers = _ignored_header(body.check_unknown(state.strict_fields))
     call = kind(llm, body, name)  # type: ignore[arg-type]
-    num_requests = len(call.prompts) if isinstance(call, Completions) else 1
-    state.check_queue(llm, num_requests)
+    entering = [_size(prompt) for prompt in call.prompts]
+    state.enter(llm, entering)
     state.num_active += 1
-    state.num_entering += num_requests
-    try:
-        generation = await unless_gone(request, call.start())
-    except BaseException:
-        state.num_active -= 1
-        raise
-    finally:
-        state.num_entering -= num_requests
 
-    def ended(how: str) -> None:
+    async def end(how: str) -> None:
+        await generation.__aexit__()
         state.num_active -= 1
+        state.num_disconnects += how == GONE
         logger.info(f"{request.url.path} {call.id}: {how} after {time.perf_counter() - started:.2f} s")
 
-    if body.stream:
-        return EventStream(_watched(call.chunks(generation), ended), headers, lambda: _count_gone(state))
     try:
-        reply = await unless_gone(request, call.reply(generation))
+        # Each leaves `entering` when it is in the engine, which counts it from then on.
+        generation = await unless_gone(request, call.start(lambda: state.leave(entering)))
     except BaseException as error:
-        await generation.__aexit__()
-        ended(f"ended by {type(error).__name__}")
-        raise
-    ended("complete")
-    return json_response(reply, headers=headers)
-
-
-async def _watched(chunks: AsyncIterator[dict], ended: Callable[[str], None]) -> AsyncIterator[dict]:
-    """The chunks. Calls `ended` when there are no more of them, whatever the reason."""
-    how = "cut off"
-    try:
-        async for chunk in chunks:
-            yield chunk
-        how = "complete"
-    except (ApiError, EngineDeadError) as error:
-        how = f"ended by {type(error).__name__}"
+        state.num_active -= 1
+        state.num_disconnects += isinstance(error, ClientGoneError)
         raise
     finally:
-        await chunks.aclose()  # type: ignore[attr-defined]
-        ended(how)
+        while entering:
+            state.leave(entering)
+    if body.stream:
+        return EventStream(call.chunks(generation), headers, end)
+    how = "complete"
+    try:
+        outputs = await unless_gone(request, generation.final())
+        # Log-probabilities may be megabytes of text.
+        return await llm.in_thread(lambda: json_response(call.reply(outputs), headers=headers))
+    except BaseException as error:
+        how = GONE if isinstance(error, ClientGoneError) else f"ended by {type(error).__name__}"
+        raise
+    finally:
+        await end(how)
 
 
-def _count_gone(state: ServerState) -> None:
-    state.num_disconnects += 1
+def _size(prompt: str | list[int]) -> int:
+    """An estimate of a prompt's tokens: of text, a token has about four characters."""
+    return len(prompt) // 4 + 1 if isinstance(prompt, str) else len(prompt)
 
 
 def _tokenize(llm: AsyncLLM, body: TokenizeBody) -> list[int]:
@@ -302,8 +304,10 @@ def _tokenize(llm: AsyncLLM, body: TokenizeBody) -> list[int]:
         return chat_prompt(llm, body)["prompt_token_ids"]
     try:
         return llm.engine.input_processor.encode(body.prompt or "", body.add_special_tokens is not False)
+    except PromptTooLongError as error:
+        raise too_long(llm, error, "prompt") from None
     except (ValueError, TypeError) as error:
-        raise ApiError(400, str(error), param="prompt") from None
+        raise invalid(error, ("prompt",)) from None
 
 
 def _model(state: ServerState, name: str) -> dict:

@@ -2,7 +2,7 @@
 
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 from nanopage.async_llm import AsyncLLM
 from nanopage.outputs import CompletionOutput, RequestOutput
@@ -32,26 +32,33 @@ class Chat:
         self.num_top = body.top_logprobs or 0
         logprobs = self.num_top if body.logprobs else None
         self.params = body.sampling_params(llm.engine.default_sampling_params, None, logprobs)
+        if logprobs is not None:
+            tokens = min(self.params.max_tokens or llm.engine.max_model_len, llm.engine.max_model_len)
+            body.check_logprobs(body.n, tokens, logprobs)
         self.copies = body.n // self.params.n
         self.outputs: list[RequestOutput] = []  # the latest of the request
 
-    async def start(self) -> Generation:
-        """Put the conversation into the engine. Raises: ApiError, EngineDeadError."""
-        prompt = await self.llm.in_thread(chat_prompt, self.llm, self.body)
-        return await start(self.llm, [prompt], self.params, self.body)
+    @property
+    def prompts(self) -> list[str]:
+        """The conversation, roughly, to estimate its length."""
+        return ["".join(str(message.get("content")) for message in self.body.messages)]
 
-    async def reply(self, generation: Generation) -> dict:
-        """All choices at once."""
-        async with generation:
-            self.outputs = await generation.final()
-        choices = []
+    async def start(self, entered: Callable[[], None]) -> Generation:
+        """Put the conversation into the engine. Arguments and errors are those of `generation.start`."""
+        prompt = await self.llm.in_thread(chat_prompt, self.llm, self.body)
+        return await start(self.llm, [prompt], self.params, self.body, entered)
+
+    def reply(self, outputs: list[RequestOutput]) -> dict:
+        """All choices. Takes long where there are many log-probabilities."""
+        self.outputs, choices = outputs, []
         for completion in self.outputs[0].outputs:
+            logprobs = self._logprobs(completion, 0)
             for copy in range(self.copies):
                 choices.append(
                     {
                         "index": completion.index * self.copies + copy,
                         "message": {"role": "assistant", "content": completion.text},
-                        "logprobs": self._logprobs(completion, 0),
+                        "logprobs": logprobs,
                         "finish_reason": completion.finish_reason,
                         "stop_reason": completion.stop_reason,
                     }
@@ -60,20 +67,19 @@ class Chat:
 
     async def chunks(self, generation: Generation) -> AsyncIterator[dict]:
         """The choices as they grow: the role of each, their text, and how each has ended."""
-        async with generation:
-            begun = False
-            async for change in changes(generation, self.params.n, self.copies):
-                self.outputs = [change.output]
-                if not begun:
-                    begun = True
-                    for index in range(self.body.n):
-                        yield self._chunk(index, {"role": "assistant", "content": ""})
-                logprobs = self._logprobs(change.completion, change.num_seen)
-                if change.text:
-                    yield self._chunk(change.index, {"content": change.text}, logprobs)
-                    logprobs = None
-                if change.completion.finish_reason is not None:
-                    yield self._chunk(change.index, {}, logprobs, change.completion)
+        begun = False
+        async for change in changes(generation, self.params.n, self.copies):
+            self.outputs = [change.output]
+            if not begun:
+                begun = True
+                for index in range(self.body.n):
+                    yield self._chunk(index, {"role": "assistant", "content": ""})
+            logprobs = self._logprobs(change.completion, change.num_seen)
+            if change.text:
+                yield self._chunk(change.index, {"content": change.text}, logprobs)
+                logprobs = None
+            if change.completion.finish_reason is not None:
+                yield self._chunk(change.index, {}, logprobs, change.completion)
         if self.body.wants_usage:
             yield self._envelope("chat.completion.chunk", []) | {"usage": usage(self.outputs, self.copies)}
 

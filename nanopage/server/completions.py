@@ -2,7 +2,7 @@
 
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from nanopage.async_llm import AsyncLLM
@@ -12,7 +12,7 @@ from nanopage.params import SamplingParams
 from nanopage.server.choices import changes, usage
 from nanopage.server.errors import ApiError
 from nanopage.server.generation import Generation, start, too_long
-from nanopage.server.logprobs import completion_logprobs
+from nanopage.server.logprobs import TextOffsets, completion_logprobs
 from nanopage.server.protocol import CompletionBody
 
 MAX_PROMPTS = 1024  # of one call
@@ -30,63 +30,70 @@ class Completions:
 
     def __init__(self, llm: AsyncLLM, body: CompletionBody, model: str):
         body.check()
+        if body.echo and body.suffix is not None:
+            raise ApiError(400, "echo and suffix exclude each other", param="suffix")
         self.llm, self.body, self.model = llm, body, model
         self.id, self.created = f"cmpl-{uuid.uuid4().hex}", int(time.time())
         self.prompts = _prompts(body.prompt)
         if len(self.prompts) * max(body.n, body.best_of or 1) > MAX_CHOICES:
             raise ApiError(400, f"{len(self.prompts)} prompts, each n times, are more than {MAX_CHOICES}", param="n")
-        self.only_scores = body.echo and (body.max_completion_tokens, body.max_tokens) in ((None, 0), (0, None), (0, 0))
+        limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+        self.only_scores = body.echo and limit == 0
         if self.only_scores:  # the engine computes at least one token
             body = body.model_copy(update={"max_tokens": 1, "max_completion_tokens": None, "min_tokens": 0})
         default = llm.engine.default_sampling_params
         self.params: SamplingParams = body.sampling_params(default, DEFAULT_MAX_TOKENS, body.logprobs)
+        if body.logprobs is not None:
+            tokens = min(self.params.max_tokens or llm.engine.max_model_len, llm.engine.max_model_len)
+            body.check_logprobs(body.n * len(self.prompts), tokens, body.logprobs)
         if body.echo and body.logprobs is not None:
             self.params.prompt_logprobs = body.logprobs
+            prompt_tokens = sum(map(len, self.prompts))  # a token of text has at least a character
+            body.check_logprobs(body.n, prompt_tokens, body.logprobs)
         self.copies = body.n // self.params.n
+        self.offsets: dict[int, TextOffsets] = {}  # of each choice
         self.outputs: dict[int, RequestOutput] = {}  # the latest of each prompt
 
-    async def start(self) -> Generation:
-        """Put the prompts into the engine. Raises: ApiError, EngineDeadError."""
+    async def start(self, entered: Callable[[], None]) -> Generation:
+        """Put the prompts into the engine. Arguments and errors are those of `generation.start`."""
         try:
             prompts = await self.llm.in_thread(lambda: [self._prompt(prompt) for prompt in self.prompts])
         except PromptTooLongError as error:
-            raise too_long(self.llm, error) from None
+            raise too_long(self.llm, error, "prompt") from None
         except (ValueError, TypeError) as error:
             raise self.body.invalid(error) from None
-        return await start(self.llm, prompts, self.params, self.body)
+        return await start(self.llm, prompts, self.params, self.body, entered)
 
-    async def reply(self, generation: Generation) -> dict:
-        """All choices at once."""
-        async with generation:
-            self.outputs = dict(enumerate(await generation.final()))
+    def reply(self, outputs: list[RequestOutput]) -> dict:
+        """All choices. Takes long where there are many log-probabilities."""
+        self.outputs = dict(enumerate(outputs))
         choices = []
         for prompt, output in self.outputs.items():
             for completion in output.outputs:
-                for copy in range(self.copies):
-                    index = (prompt * self.params.n + completion.index) * self.copies + copy
-                    text = self._echoed(output) + ("" if self.only_scores else completion.text)
-                    choices.append(self._choice(index, output, completion, text, 0) | self._ending(completion))
+                first = (prompt * self.params.n + completion.index) * self.copies
+                text = self._echoed(output) + ("" if self.only_scores else completion.text)
+                choice = self._choice(first, output, completion, text, 0) | self._ending(completion)
+                choices += [choice | {"index": first + copy} for copy in range(self.copies)]
         return self._envelope(choices) | {"usage": self._usage()}
 
     async def chunks(self, generation: Generation) -> AsyncIterator[dict]:
         """The choices as they grow. A choice's first chunk has the prompt, if it is to be echoed."""
         begun = set()
-        async with generation:
-            async for change in changes(generation, self.params.n, self.copies):
-                prompt = change.index // self.body.n
-                self.outputs[prompt] = change.output
-                text = "" if self.only_scores else change.text
-                if change.index not in begun:
-                    begun.add(change.index)
-                    text = self._echoed(change.output) + text
-                choice = self._choice(change.index, change.output, change.completion, text, change.num_seen)
-                if change.completion.finish_reason is not None:
-                    choice |= self._ending(change.completion)
-                if text or choice["finish_reason"]:
-                    chunk = self._envelope([choice])
-                    if self.body.wants_usage_always:
-                        chunk["usage"] = self._usage()
-                    yield chunk
+        async for change in changes(generation, self.params.n, self.copies):
+            prompt = change.index // self.body.n
+            self.outputs[prompt] = change.output
+            text = "" if self.only_scores else change.text
+            if change.index not in begun:
+                begun.add(change.index)
+                text = self._echoed(change.output) + text
+            choice = self._choice(change.index, change.output, change.completion, text, change.num_seen)
+            if change.completion.finish_reason is not None:
+                choice |= self._ending(change.completion)
+            if text or choice["finish_reason"]:
+                chunk = self._envelope([choice])
+                if self.body.wants_usage_always:
+                    chunk["usage"] = self._usage()
+                yield chunk
         if self.body.wants_usage:
             yield self._envelope([]) | {"usage": self._usage()}
 
@@ -122,11 +129,13 @@ class Completions:
             tables: list[dict[int, Logprob] | None] = [*completion.logprobs[num_seen:]]
             if self.only_scores:
                 token_ids, tables = [], []
-            offset = len(self._echoed(output)) + len(tokenizer.decode(completion.token_ids[:num_seen]))
+            skipped = tokenizer.special_ids if self.params.skip_special_tokens else frozenset()
+            echoes_ids = self.body.echo and isinstance(self.prompts[index // self.body.n], list)
+            num_shown = len(output.prompt_token_ids) if echoes_ids else 0
+            offsets = self.offsets.setdefault(index, TextOffsets(tokenizer, skipped, num_shown))
             if output.prompt_logprobs is not None and num_seen == 0:
-                token_ids, offset = output.prompt_token_ids + token_ids, 0
-                tables = output.prompt_logprobs + tables
-            logprobs = completion_logprobs(tokenizer, token_ids, tables, self.body.logprobs, offset)
+                token_ids, tables = output.prompt_token_ids + token_ids, output.prompt_logprobs + tables
+            logprobs = completion_logprobs(tokenizer, token_ids, tables, self.body.logprobs, offsets)
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": None, "stop_reason": None}
 
     def _ending(self, completion: CompletionOutput) -> dict:

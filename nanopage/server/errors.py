@@ -10,6 +10,7 @@ from starlette.responses import Response
 
 UNION_MEMBERS = ("str", "list[str]", "list[int]", "list[list[int]]")  # pydantic's names, in the path of an error
 MAX_MESSAGE = 1000  # characters: a message may quote what the client sent
+MAX_PARAM = 200
 TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
@@ -30,14 +31,17 @@ class ApiError(Exception):
 
     def body(self) -> dict:
         kind = TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
-        message = str(self)
-        if len(message) > MAX_MESSAGE:
-            message = message[:MAX_MESSAGE] + "..."
-        return {"error": {"message": message, "type": kind, "param": self.param, "code": self.code}}
+        param = None if self.param is None else _shown(self.param, MAX_PARAM)
+        return {"error": {"message": _shown(str(self), MAX_MESSAGE), "type": kind, "param": param, "code": self.code}}
 
     def response(self) -> Response:
         headers = {"retry-after": str(self.retry_after)} if self.retry_after else {"x-should-retry": "false"}
         return json_response(self.body(), self.status, headers)
+
+
+def _shown(text: str, most: int) -> str:
+    """A text that can be encoded, and is not long."""
+    return (text if len(text) <= most else text[:most] + "...").encode(errors="replace").decode()
 
 
 def json_response(content: object, status: int = 200, headers: dict[str, str] | None = None) -> Response:
@@ -50,7 +54,7 @@ def invalid(error: Exception, fields: tuple[str, ...]) -> ApiError:
     Args:
         fields: names that may be the `param`. If the prompt is wrong, it is the last of these.
     """
-    message = str(error)
+    message = re.sub(r"(/[\w.-]+)+/(?=[\w.-])", "", str(error))  # names of files, without their directories
     if re.match("(the |a )?prompt", message):
         return ApiError(400, message, param=fields[-1])
     match = re.match(r"(\w+)(\[(\d+|'\w+')\])*", message)

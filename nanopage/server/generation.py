@@ -1,9 +1,10 @@
-"""The engine requests of one HTTP call: admitted together, read as they come, aborted together."""
+"""The engine requests of one HTTP call: read as they come, aborted together."""
 
 import asyncio
 import contextlib
+import logging
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 
 from nanopage.async_llm import AsyncLLM, EngineDeadError, RequestStream
 from nanopage.engine.input_processor import PromptTooLongError
@@ -11,6 +12,8 @@ from nanopage.outputs import RequestOutput
 from nanopage.params import SamplingParams
 from nanopage.server.errors import ApiError
 from nanopage.server.protocol import SamplingBody
+
+logger = logging.getLogger("nanopage")
 
 
 class Generation:
@@ -64,11 +67,14 @@ class Generation:
         return [output for output in outputs if output is not None]
 
 
-async def start(llm: AsyncLLM, prompts: Sequence[dict], params: SamplingParams, body: SamplingBody) -> Generation:
-    """Put a request for each prompt into the engine; all of them, or none.
+async def start(
+    llm: AsyncLLM, prompts: Sequence[dict], params: SamplingParams, body: SamplingBody, entered: Callable[[], None]
+) -> Generation:
+    """Put a request for each prompt into the engine. If one is refused, the others are aborted.
 
     Args:
         prompts: dicts as the engine takes them.
+        entered: called after each.
 
     Raises: ApiError, EngineDeadError.
     """
@@ -80,21 +86,22 @@ async def start(llm: AsyncLLM, prompts: Sequence[dict], params: SamplingParams, 
                 prompt = prompt | {"cache_salt": body.cache_salt}
             stream = await llm.add_request(f"{name}-{index}", prompt, params, priority=body.priority)
             generation.streams.append(stream)
+            entered()
     except BaseException as error:
         await generation.__aexit__()
         if isinstance(error, PromptTooLongError):
-            raise too_long(llm, error) from None
+            raise too_long(llm, error, body.prompt_field) from None
         if isinstance(error, ValueError | TypeError):
             raise body.invalid(error) from None
         raise
     return generation
 
 
-def too_long(llm: AsyncLLM, error: PromptTooLongError) -> ApiError:
-    """The error that clients look for to shorten a conversation."""
+def too_long(llm: AsyncLLM, error: PromptTooLongError, param: str) -> ApiError:
+    """The error that clients look for to shorten a prompt."""
     limit = llm.engine.max_model_len
     message = f"This model's maximum context length is {limit} tokens: {error}"
-    return ApiError(400, message, param="messages", code="context_length_exceeded")
+    return ApiError(400, message, param=param, code="context_length_exceeded")
 
 
 async def _read(index: int, stream: RequestStream, news: asyncio.Queue) -> None:
@@ -107,5 +114,7 @@ async def _read(index: int, stream: RequestStream, news: asyncio.Queue) -> None:
 
 def _check(output: RequestOutput) -> RequestOutput:
     if output.error is not None:
-        raise ApiError(500, f"the request could not be completed: {output.error}", code="request_failed")
+        logger.error(f"request {output.request_id} failed: {output.error}")
+        message = f"the request could not be completed: the server's log has the reason, for {output.request_id}"
+        raise ApiError(500, message, code="request_failed")
     return output

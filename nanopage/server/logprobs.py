@@ -1,5 +1,6 @@
 """Log-probabilities in the two forms that OpenAI's endpoints have."""
 
+import codecs
 from collections.abc import Sequence
 
 from nanopage.outputs import Logprob
@@ -25,23 +26,39 @@ def chat_logprobs(tokenizer: Tokenizer, token_ids: Sequence[int], tables: Sequen
     }
 
 
+class TextOffsets:
+    """Where tokens begin in a text, counted in characters. A character that is spread over tokens belongs to the last.
+
+    Args:
+        hidden: tokens that are not part of the text.
+        num_shown: how many of the first tokens are part of it nevertheless.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, hidden: frozenset[int], num_shown: int = 0):
+        self.tokenizer, self.hidden, self.num_shown, self.length = tokenizer, hidden, num_shown, 0
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def add(self, token_id: int) -> int:
+        """The offset of the next token."""
+        offset = self.length
+        self.num_shown -= 1
+        if self.num_shown >= 0 or token_id not in self.hidden:
+            self.length += len(self._decoder.decode(self.tokenizer.token_bytes(token_id)))
+        return offset
+
+
 def completion_logprobs(
-    tokenizer: Tokenizer, token_ids: Sequence[int], tables: Sequence[Table | None], num_top: int, offset: int = 0
+    tokenizer: Tokenizer, token_ids: Sequence[int], tables: Sequence[Table | None], num_top: int, offsets: TextOffsets
 ) -> dict:
     """Of /v1/completions: lists of the same length.
 
     Args:
         tables: None for the first token of a prompt, which nothing predicts.
-        offset: characters of the text before the first of these tokens.
+        offsets: has counted the choice's earlier tokens.
     """
-    texts = [_text(tokenizer, token_id) for token_id in token_ids]
-    offsets = []
-    for token_id in token_ids:
-        offsets.append(offset)
-        offset += len(tokenizer.token_bytes(token_id).decode(errors="ignore"))
     return {
-        "text_offset": offsets,
-        "tokens": texts,
+        "text_offset": [offsets.add(token_id) for token_id in token_ids],
+        "tokens": [_text(tokenizer, token_id) for token_id in token_ids],
         "token_logprobs": [
             None if table is None else _value(table[token_id])
             for token_id, table in zip(token_ids, tables, strict=True)

@@ -5,15 +5,20 @@ it out would change what the client gets (`REFUSED`), or ignored and listed in t
 """
 
 import dataclasses
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from nanopage.engine.input_processor import is_unicode
 from nanopage.params import RequestOutputKind, SamplingParams
 from nanopage.server.errors import ApiError, invalid
 
 MAX_CHOICES = 128  # n and best_of
-MAX_ENTRIES = 4096  # of a list or an object, such as logit_bias
+MAX_ENTRIES = 4096  # of stop, logit_bias, stop_token_ids and bad_words
+MAX_ALLOWED = 262_144  # entries of allowed_token_ids
+MAX_CHARACTERS = 16_384  # of all bad words
+MAX_FIELDS = 256  # of a body
+MAX_LOGPROBS = 500_000  # entries of one reply: choices * tokens * (top log-probabilities + 1)
 NO_TOOLS = "there are no tools yet"
 NO_GRAMMAR = "there is no structured output yet"
 NO_AUDIO = "models read and write text"
@@ -26,13 +31,11 @@ REFUSED: dict[str, tuple[tuple, str]] = {
     "function_call": (("none",), NO_TOOLS),
     "response_format": (({"type": "text"},), NO_GRAMMAR),
     "structured_outputs": (({},), NO_GRAMMAR),
-    "guided_json": ((), NO_GRAMMAR),
-    "guided_regex": ((), NO_GRAMMAR),
-    "guided_choice": ((), NO_GRAMMAR),
-    "guided_grammar": ((), NO_GRAMMAR),
-    "guided_json_object": ((False,), NO_GRAMMAR),
-    "guided_decoding_backend": ((), NO_GRAMMAR),
-    "guided_whitespace_pattern": ((), NO_GRAMMAR),
+    "grammar": ((), NO_GRAMMAR),
+    "regex": ((), NO_GRAMMAR),
+    "json_schema": ((), NO_GRAMMAR),
+    "ebnf": ((), NO_GRAMMAR),
+    "structural_tag": ((), NO_GRAMMAR),
     "prediction": ((), "there are no predicted outputs"),
     "modalities": ((["text"],), NO_AUDIO),
     "audio": ((), NO_AUDIO),
@@ -66,6 +69,12 @@ REFUSED: dict[str, tuple[tuple, str]] = {
 WITHOUT_EFFECT = ("user", "metadata", "safety_identifier", "prompt_cache_key", "parallel_tool_calls")
 
 
+# Without fail_fast, a list of a million wrong entries would be a million errors.
+Ids = Annotated[list[int], Field(fail_fast=True)]
+Texts = Annotated[list[str], Field(fail_fast=True)]
+Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
+
+
 class Body(BaseModel):
     """A JSON object without its nulls. Fields have exactly the types they are declared with."""
 
@@ -74,7 +83,11 @@ class Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _without_nulls(cls, body: Any) -> Any:
-        return {name: value for name, value in body.items() if value is not None} if isinstance(body, dict) else body
+        if not isinstance(body, dict):
+            return body
+        if len(body) > MAX_FIELDS:
+            raise ValueError(f"the body has more than {MAX_FIELDS} fields")
+        return {name: value for name, value in body.items() if value is not None}
 
     def check_unknown(self, strict: bool) -> list[str]:
         """The fields that are ignored.
@@ -86,6 +99,8 @@ class Body(BaseModel):
         for name, value in (self.model_extra or {}).items():
             if name in WITHOUT_EFFECT:
                 continue
+            if name.startswith("guided_"):
+                raise ApiError(400, f"{name} is not supported: {NO_GRAMMAR}", param=name, code="unsupported")
             if name not in REFUSED:
                 ignored.append(name[:100])
             elif not any(value == neutral and type(value) is type(neutral) for neutral in REFUSED[name][0]):
@@ -110,8 +125,8 @@ class SamplingBody(Body):
     top_p: float | None = None
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    logit_bias: dict[str, float] | None = None
-    stop: str | list[str] | None = None
+    logit_bias: dict[str, Any] | None = None
+    stop: str | Texts | None = None
     seed: int | None = None
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
@@ -121,14 +136,19 @@ class SamplingBody(Body):
     min_p: float | None = None
     repetition_penalty: float | None = None
     min_tokens: int = 0
-    stop_token_ids: list[int] | None = None
-    bad_words: list[str] | None = None
-    allowed_token_ids: list[int] | None = None
+    stop_token_ids: Ids | None = None
+    bad_words: Texts | None = None
+    allowed_token_ids: Ids | None = None
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     priority: int = 0
     cache_salt: str | None = None
+
+    @property
+    def prompt_field(self) -> str:
+        """The field that has the prompt."""
+        return "prompt" if "prompt" in type(self).model_fields else "messages"
 
     @property
     def wants_usage(self) -> bool:
@@ -151,6 +171,14 @@ class SamplingBody(Body):
             value = getattr(self, name)
             if isinstance(value, list | dict) and len(value) > MAX_ENTRIES:
                 raise ApiError(400, f"{name} has {len(value):,} entries: at most {MAX_ENTRIES:,}", param=name)
+        if len(self.allowed_token_ids or ()) > MAX_ALLOWED:
+            raise ApiError(400, f"allowed_token_ids has more than {MAX_ALLOWED:,} entries", param="allowed_token_ids")
+        if sum(map(len, self.bad_words or ())) > MAX_CHARACTERS:
+            raise ApiError(400, f"bad_words has more than {MAX_CHARACTERS:,} characters", param="bad_words")
+        for name in ("stop", "bad_words"):
+            texts = getattr(self, name) or ()
+            if not all(map(is_unicode, [texts] if isinstance(texts, str) else texts)):
+                raise ApiError(400, f"{name} has a lone surrogate, which is not valid Unicode", param=name)
 
     def sampling_params(self, default: SamplingParams, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
         """The parameters for the engine.
@@ -193,16 +221,21 @@ class SamplingBody(Body):
             raise self.invalid(error) from None
         return params
 
+    def check_logprobs(self, num_choices: int, num_tokens: int, num_top: int) -> None:
+        """Raises: ApiError for a reply with too many log-probabilities."""
+        if num_choices * num_tokens * (num_top + 1) > MAX_LOGPROBS:
+            message = f"logprobs: {num_choices} choices of {num_tokens:,} tokens with {num_top} top log-probabilities "
+            raise ApiError(400, f"{message}are more than {MAX_LOGPROBS:,}: lower n or max_tokens", param="logprobs")
+
     def invalid(self, error: Exception) -> ApiError:
         """A 400 for an error of the engine, with the field's name if the message begins with one of this body's."""
-        fields = type(self).model_fields
-        return invalid(error, (*fields, "prompt" if "prompt" in fields else "messages"))
+        return invalid(error, (*type(self).model_fields, self.prompt_field))
 
 
 class ChatBody(SamplingBody):
     """POST /v1/chat/completions."""
 
-    messages: list[dict[str, Any]]
+    messages: Objects
     logprobs: bool = False
     top_logprobs: int | None = None
     add_generation_prompt: bool | None = None
@@ -213,7 +246,7 @@ class ChatBody(SamplingBody):
 class CompletionBody(SamplingBody):
     """POST /v1/completions."""
 
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: str | Texts | Ids | Annotated[list[Ids], Field(fail_fast=True)]
     suffix: str | None = None
     echo: bool = False
     logprobs: int | None = None
@@ -224,7 +257,7 @@ class ResponsesBody(Body):
     """POST /v1/responses."""
 
     model: str | None = None
-    input: str | list[dict[str, Any]]
+    input: str | Objects
     instructions: str | None = None
     max_output_tokens: int | None = None
     temperature: float | None = None
@@ -240,7 +273,7 @@ class TokenizeBody(Body):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None
+    messages: Objects | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
@@ -252,10 +285,10 @@ class DetokenizeBody(Body):
     """POST /detokenize."""
 
     model: str | None = None
-    tokens: list[int]
+    tokens: Ids
 
 
-def _token_ids(logit_bias: dict[str, float] | None) -> dict[int, float] | None:
+def _token_ids(logit_bias: dict[str, Any] | None) -> dict[int, float] | None:
     """JSON has only strings as keys."""
     if logit_bias is None:
         return None

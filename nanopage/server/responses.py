@@ -3,7 +3,7 @@
 import re
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from nanopage.async_llm import AsyncLLM, EngineDeadError
@@ -38,17 +38,20 @@ class Responses:
         self.id, self.created = f"resp_{uuid.uuid4().hex}", int(time.time())
         self.item_id = f"msg_{uuid.uuid4().hex}"
 
-    async def start(self) -> Generation:
-        """Put the conversation into the engine. Raises: ApiError, EngineDeadError."""
+    @property
+    def prompts(self) -> list[str]:
+        return self.chat.prompts
+
+    async def start(self, entered: Callable[[], None]) -> Generation:
+        """Put the conversation into the engine. Arguments and errors are those of `generation.start`."""
         try:
-            return await self.chat.start()
+            return await self.chat.start(entered)
         except ApiError as error:
             raise self._renamed(error) from None
 
-    async def reply(self, generation: Generation) -> dict:
+    def reply(self, outputs: list[RequestOutput]) -> dict:
         """The whole response."""
-        async with generation:
-            (output,) = await generation.final()
+        (output,) = outputs
         return self._response(output, output.outputs[0])
 
     async def chunks(self, generation: Generation) -> AsyncIterator[dict]:
@@ -64,23 +67,22 @@ class Responses:
         yield event("response.created", response=self._envelope("in_progress"))
         yield event("response.in_progress", response=self._envelope("in_progress"))
         try:
-            async with generation:
-                begun = False
-                async for change in changes(generation, 1, 1):
-                    if not begun:
-                        begun = True
-                        item = self._item("in_progress", [])
-                        yield event("response.output_item.added", output_index=0, item=item)
-                        yield event("response.content_part.added", **where, part=_part(""))
-                    if change.text:
-                        yield event("response.output_text.delta", **where, delta=change.text, logprobs=[])
-                    if change.completion.finish_reason is not None:
-                        text = change.completion.text
-                        response = self._response(change.output, change.completion)
-                        yield event("response.output_text.done", **where, text=text, logprobs=[])
-                        yield event("response.content_part.done", **where, part=_part(text))
-                        yield event("response.output_item.done", output_index=0, item=response["output"][0])
-                        yield event(f"response.{response['status']}", response=response)
+            begun = False
+            async for change in changes(generation, 1, 1):
+                if not begun:
+                    begun = True
+                    item = self._item("in_progress", [])
+                    yield event("response.output_item.added", output_index=0, item=item)
+                    yield event("response.content_part.added", **where, part=_part(""))
+                if change.text:
+                    yield event("response.output_text.delta", **where, delta=change.text, logprobs=[])
+                if change.completion.finish_reason is not None:
+                    text = change.completion.text
+                    response = self._response(change.output, change.completion)
+                    yield event("response.output_text.done", **where, text=text, logprobs=[])
+                    yield event("response.content_part.done", **where, part=_part(text))
+                    yield event("response.output_item.done", output_index=0, item=response["output"][0])
+                    yield event(f"response.{response['status']}", response=response)
         except (ApiError, EngineDeadError) as error:
             failure = {"code": "server_error", "message": str(error)}
             yield event("response.failed", response=self._envelope("failed") | {"error": failure})

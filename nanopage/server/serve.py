@@ -2,32 +2,40 @@
 
 import argparse
 import asyncio
-import contextlib
 import logging
+import math
 import os
 import ssl
 import sys
-from collections.abc import AsyncIterator
+import threading
+import time
 from pathlib import Path
 
 import uvicorn
-from fastapi import FastAPI
 
 from nanopage.async_llm import AsyncLLM
 from nanopage.engine_args import EngineArgs, FlexibleArgumentParser
 from nanopage.server.app import ServerState, create_app
+from nanopage.server.connection import Connection
 from nanopage.server.middleware import LOCAL_HOSTS
 
 logger = logging.getLogger("nanopage")
 
 PUBLIC = ("0.0.0.0", "::", "")
+SECONDS_TO_CLOSE = 5  # for clients to read what they have been sent, and for a step to end, at shutdown
 
 
 def main(arguments: list[str]) -> int:
     """Run the server until a signal ends it. Returns the program's exit code."""
     args = parser().parse_args(arguments)
     args.model = args.model_tag if args.model is None else args.model
-    keys = args.api_key or [key for key in os.environ.get("NANOPAGE_API_KEY", "").split(",") if key]
+    given = args.api_key or os.environ.get("NANOPAGE_API_KEY", "").split(",")
+    keys = [key.strip() for key in given]
+    if args.api_key and not all(keys):
+        raise ValueError("--api-key is empty")
+    keys = [key for key in keys if key]
+    if bool(args.ssl_keyfile) != bool(args.ssl_certfile):
+        raise ValueError("--ssl-keyfile and --ssl-certfile need each other")
     if args.uds is None and args.host not in ("localhost", "127.0.0.1", "::1") and not keys and not args.insecure:
         raise ValueError(
             f"--host {args.host}: anyone who reaches this address could use the server. Give --api-key, or --insecure "
@@ -36,20 +44,9 @@ def main(arguments: list[str]) -> int:
     engine_args = EngineArgs.from_cli_args(args)
     names = args.served_model_name or [default_name(args.model)]
     state = ServerState(names, args.max_queue, args.max_queue_tokens, args.stall_timeout, args.strict_fields)
-    hosts = [] if args.uds else [*LOCAL_HOSTS, *args.allowed_host]
-    server: Server
-
-    @contextlib.asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        loading = asyncio.create_task(server.load(engine_args))
-        yield
-        loading.cancel()
-        if state.llm is not None:
-            await asyncio.to_thread(state.llm.shutdown)
-
-    app = create_app(state, keys, [] if args.insecure else hosts, args.root_path, lifespan)
+    hosts = [] if args.uds or args.insecure else [*LOCAL_HOSTS, *map(str.lower, args.allowed_host)]
     config = uvicorn.Config(
-        app,
+        create_app(state, keys, hosts),
         host=args.host,
         port=args.port,
         uds=args.uds,
@@ -62,11 +59,18 @@ def main(arguments: list[str]) -> int:
         log_level="warning",
         server_header=False,
         timeout_keep_alive=args.timeout_keep_alive,
-        h11_max_incomplete_event_size=64 << 10,
+        timeout_graceful_shutdown=SECONDS_TO_CLOSE,
+        http=Connection,
+        lifespan="off",
     )
-    server = Server(config, state, args.shutdown_timeout)
+    server = Server(config, state, engine_args, args.shutdown_timeout)
     server.run()
-    return 1 if state.error else 0
+    code = 0 if state.error is None else 1
+    if server.is_busy():  # loading, or in a step that hangs: Python would wait for the thread
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    return code
 
 
 def parser() -> argparse.ArgumentParser:
@@ -77,28 +81,39 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("model_tag", nargs="?", metavar="MODEL", help="the same as --model")
     group = parser.add_argument_group("server")
     group.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
-    group.add_argument("--port", type=int, default=8000, help="0 takes a free port (default: %(default)s)")
+    group.add_argument("--port", type=_port, default=8000, help="0 takes a free port (default: %(default)s)")
     group.add_argument("--uds", help="listen on a Unix socket with this path instead")
     group.add_argument(
         "--api-key", action="append", help="key that clients must send; can be repeated (or NANOPAGE_API_KEY)"
     )
     group.add_argument("--served-model-name", nargs="+", help="names of the model for clients")
-    group.add_argument("--root-path", default="", help="prefix of all paths behind a reverse proxy")
+    group.add_argument("--root-path", default="", help="prefix that a reverse proxy takes off all paths")
     group.add_argument("--allowed-host", action="append", default=[], help="Host header to answer besides localhost")
-    group.add_argument("--insecure", action="store_true", help="listen on a public address without a key")
+    group.add_argument("--insecure", action="store_true", help="listen on any address without a key, under any name")
     group.add_argument("--ssl-keyfile")
     group.add_argument("--ssl-certfile")
-    group.add_argument("--ssl-ca-certs", help="certificates that clients must have one of, with --ssl-cert-reqs 2")
+    group.add_argument("--ssl-ca-certs", help="authorities of clients' certificates")
     group.add_argument("--ssl-cert-reqs", type=int, default=int(ssl.CERT_NONE), choices=(0, 1, 2))
-    group.add_argument("--max-queue", type=int, default=1024, help="most requests that wait (default: %(default)s)")
     group.add_argument(
-        "--max-queue-tokens", type=int, default=1_000_000, help="most prompt tokens that wait (default: %(default)s)"
+        "--max-queue", type=_positive, default=1024, help="most requests that wait (default: %(default)s)"
     )
     group.add_argument(
-        "--shutdown-timeout", type=float, default=30, help="seconds for running requests to end (default: %(default)s)"
+        "--max-queue-tokens",
+        type=_positive,
+        default=1_000_000,
+        help="most prompt tokens that wait (default: %(default)s)",
     )
     group.add_argument(
-        "--stall-timeout", type=float, default=120, help="/health is 503 after a step of so many seconds"
+        "--shutdown-timeout",
+        type=_seconds,
+        default=30,
+        help="seconds for running requests to end (default: %(default)s)",
+    )
+    group.add_argument(
+        "--stall-timeout",
+        type=_seconds,
+        default=120,
+        help="/health is 503 when no step has ended for so many seconds (default: %(default)s)",
     )
     group.add_argument("--timeout-keep-alive", type=int, default=5, help="seconds that an idle connection stays open")
     group.add_argument("--strict-fields", action="store_true", help="refuse fields that are not known")
@@ -106,36 +121,69 @@ def parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _port(text: str) -> int:
+    if not 0 <= int(text) < 65536:
+        raise argparse.ArgumentTypeError(f"{text} is not from 0 to 65535")
+    return int(text)
+
+
+def _positive(text: str) -> int:
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    if not 0 <= float(text) < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is not a number of seconds")
+    return float(text)
+
+
 def default_name(model: str | None) -> str:
     """What clients call the model: what `--model` says, without directories."""
     if model is None:
         return "SmolLM2-135M-Instruct"
-    return Path(model).name if Path(model).exists() else model
+    return Path(model).resolve().name if Path(model).exists() else model
 
 
 class Server(uvicorn.Server):
-    """uvicorn, with an end that lets running requests finish.
+    """uvicorn, which loads the model once it listens, and lets running requests end.
 
     The first SIGTERM or SIGINT makes /health 503 and refuses new requests. When all others have ended, or after
     `shutdown_timeout` seconds, the server stops. A second signal stops it now.
     """
 
-    def __init__(self, config: uvicorn.Config, state: ServerState, shutdown_timeout: float):
+    def __init__(self, config: uvicorn.Config, state: ServerState, engine_args: EngineArgs, shutdown_timeout: float):
         super().__init__(config)
-        self.state, self.shutdown_timeout = state, shutdown_timeout
+        self.state, self.engine_args, self.shutdown_timeout = state, engine_args, shutdown_timeout
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._loader = threading.Thread(target=self._load, name="nanopage-loader", daemon=True)
+        self._draining: asyncio.Task | None = None
 
-    async def load(self, engine_args: EngineArgs) -> None:
-        """Load the model while the server already answers, and say when it is ready."""
-        self._loop = asyncio.get_running_loop()
+    async def startup(self, sockets: list | None = None) -> None:
+        await super().startup(sockets)
+        if not self.should_exit:
+            self._loop = asyncio.get_running_loop()
+            self._loader.start()
+
+    async def shutdown(self, sockets: list | None = None) -> None:
+        if self.state.llm is not None:
+            await asyncio.to_thread(self.state.llm.shutdown, SECONDS_TO_CLOSE)
+        await super().shutdown(sockets)
+
+    def is_busy(self) -> bool:
+        """Whether a thread still loads the model or runs a step."""
+        llm = self.state.llm
+        return self._loader.is_alive() or (llm is not None and not llm.shutdown(0))
+
+    def _load(self) -> None:
         try:
-            self.state.llm = await asyncio.to_thread(AsyncLLM.from_engine_args, engine_args)
-        except Exception as error:
-            self.state.error = str(error)
-            print(f"nanopage: {error}", file=sys.stderr)
+            self.state.llm = AsyncLLM.from_engine_args(self.engine_args)
+            print(self._ready_line(), flush=True)
+        except BaseException as error:  # what tokenizers raises when Rust panics is not an Exception
+            self.state.error = str(error) or type(error).__name__
+            print(f"nanopage: {self.state.error}", file=sys.stderr)
             self.should_exit = True
-            return
-        print(self._ready_line(), flush=True)
 
     def handle_exit(self, sig: int, frame: object) -> None:
         if self.state.draining or self._loop is None or self.state.llm is None:
@@ -143,17 +191,17 @@ class Server(uvicorn.Server):
             self.should_exit = True
             return
         self.state.draining = True
-        self._loop.call_soon_threadsafe(lambda: asyncio.ensure_future(self._drain()))
+        self._loop.call_soon_threadsafe(self._begin_draining)
+
+    def _begin_draining(self) -> None:
+        self._draining = asyncio.ensure_future(self._drain())
 
     async def _drain(self) -> None:
-        """Wait for the running requests, then stop. Those that are left end with an error event."""
+        """Wait for the running requests, then stop. `shutdown` ends those that are left with an error event."""
         logger.info(f"shutting down: {self.state.num_active} requests have {self.shutdown_timeout:g} s to end")
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self.shutdown_timeout):
-                while self.state.num_active and not self.should_exit:
-                    await asyncio.sleep(0.05)
-        if self.state.llm is not None:
-            await asyncio.to_thread(self.state.llm.shutdown)
+        deadline = time.monotonic() + self.shutdown_timeout
+        while self.state.num_active and not self.should_exit and time.monotonic() < deadline:
+            await asyncio.sleep(0.05)
         self.should_exit = True
 
     def _ready_line(self) -> str:

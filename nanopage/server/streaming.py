@@ -1,6 +1,7 @@
 """Server-sent events, and what happens when a client goes away."""
 
 import asyncio
+import logging
 import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -14,8 +15,12 @@ from starlette.types import Receive, Scope, Send
 from nanopage.async_llm import EngineDeadError
 from nanopage.server.errors import ApiError
 
+logger = logging.getLogger("nanopage")
+
 KEEP_ALIVE_SECONDS = 15.0  # of silence, before a comment keeps proxies from closing the connection
 HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+
+GONE = "cut off"  # how a stream ends if its client goes away
 
 T = TypeVar("T")
 
@@ -42,53 +47,56 @@ async def unless_gone(request: Request, work: Awaitable[T]) -> T:
 
 
 class EventStream(Response):
-    """Sends each object of an iterator as an event, and then `[DONE]`. An error is the last event before that.
+    """Sends each object of an iterator as an event, and then `[DONE]`. An ApiError or EngineDeadError of the iterator
+    is sent as the last event before that.
 
     Args:
-        events: ends by itself when it is closed early, because the client has gone.
-        on_gone: called if the client has gone before the end.
+        end: awaited exactly once, with how the stream has ended, even if the client has gone before it began.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncIterator[dict], headers: dict[str, str], on_gone: Callable[[], None]):
+    def __init__(self, events: AsyncIterator[dict], headers: dict[str, str], end: Callable[[str], Awaitable[None]]):
         super().__init__(headers=HEADERS | headers)
         del self.headers["content-length"]
-        self.events, self.on_gone = events, on_gone
+        self.events, self.end = events, end
         self._last_sent = math.inf  # no comments before the head has been sent
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         # Every event through all layers of the framework would take most of the event loop's time.
-        direct = scope["nanopage.send"]
+        direct, how = scope["nanopage.send"], GONE
         work = asyncio.create_task(self._send_all(send, direct))
         gone, comments = asyncio.create_task(_until_gone(receive)), asyncio.create_task(self._keep_alive(direct))
         try:
             await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
-            if not work.done():
-                self.on_gone()
-            else:
-                work.result()
-        except OSError:  # the connection broke while it was written to
-            self.on_gone()
         finally:
             for task in (work, gone, comments):
                 task.cancel()
             await asyncio.wait((work, gone, comments))
+            if not work.cancelled():
+                error = work.exception()
+                # A connection that has broken raises OSError, or uvloop's RuntimeError.
+                how = work.result() if error is None else GONE
+                if error is not None and not isinstance(error, OSError | RuntimeError):
+                    logger.error("a stream failed", exc_info=error)
+            await self.end(how)
 
-    async def _send_all(self, start: Send, send: Send) -> None:
+    async def _send_all(self, start: Send, send: Send) -> str:
+        """Returns how the stream has ended."""
+        how = "complete"
         await start({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         self._last_sent = time.monotonic()
         try:
             async for event in self.events:
                 await self._send(send, event)
-        except ApiError as error:
+        except (ApiError, EngineDeadError) as error:
+            how = f"ended by {type(error).__name__}"
+            if isinstance(error, EngineDeadError):
+                error = ApiError(503, str(error), code="engine_dead")
             await self._send(send, error.body())
-        except EngineDeadError as error:
-            await self._send(send, ApiError(503, str(error), code="engine_dead").body())
-        finally:
-            await self.events.aclose()  # type: ignore[attr-defined]
         self._last_sent = math.inf  # no comments from here on
         await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
+        return how
 
     async def _send(self, send: Send, event: dict) -> None:
         name = f"event: {event['type']}\n" if "type" in event else ""  # of /v1/responses

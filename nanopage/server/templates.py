@@ -46,7 +46,7 @@ def chat_prompt(llm: AsyncLLM, body: ChatBody | TokenizeBody) -> dict:
         # The template writes the special tokens itself.
         return {"prompt": text, "prompt_token_ids": processor.encode(text, add_special_tokens=False)}
     except PromptTooLongError as error:
-        raise too_long(llm, error) from None
+        raise too_long(llm, error, "messages") from None
     except (ValueError, TypeError) as error:
         raise invalid(error, ("chat_template_kwargs", "messages")) from None
 

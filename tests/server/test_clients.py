@@ -163,6 +163,7 @@ def test_clients_that_stop_reading_or_never_finish_do_not_disturb_others(server,
     [
         b"\x00\xff\x00\xff\r\n\r\n",
         b"GET / HTTP/9.9\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nX: " + b"a" * 20_000_000,
         b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99999999999999\r\n\r\n",
         b"POST /v1/completions HTTP/1.1\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\nzz",
         b"GET /health HTTP/1.1\r\n" + b"X: " + b"a" * 200_000 + b"\r\n\r\n",
@@ -172,12 +173,26 @@ def test_clients_that_stop_reading_or_never_finish_do_not_disturb_others(server,
 )
 def test_bytes_that_are_no_request(server, data):
     address = urllib.parse.urlsplit(server.url)
+    received = b""
     with socket.create_connection((address.hostname, address.port), timeout=20) as sock, contextlib.suppress(OSError):
         sock.sendall(data)
-        sock.shutdown(socket.SHUT_WR)
-        while sock.recv(65536):  # until the server closes the connection
-            pass
+        while part := sock.recv(65536):  # until the server closes the connection
+            received += part
+    assert b" 200 " not in received
     assert request(server, "GET", "/health", key=None)[0] == 200
+
+
+def test_pipelined_requests_are_refused(server):
+    address = urllib.parse.urlsplit(server.url)
+    body = json.dumps({"prompt": "a", "max_tokens": 100, "ignore_eos": True, "stream": True})
+    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer secret\r\n"
+    head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    with socket.create_connection((address.hostname, address.port), timeout=20) as sock, contextlib.suppress(OSError):
+        sock.sendall((head + body + "GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n").encode())
+        while sock.recv(65536):
+            pass
+    wait_until_idle(server)
+    assert json.loads(request(server, "GET", "/load")[1]) == {"server_load": 0}
 
 
 def test_an_idle_server_takes_no_cpu_time_and_listens_only_where_it_should(server):
@@ -200,6 +215,10 @@ def test_an_idle_server_takes_no_cpu_time_and_listens_only_where_it_should(serve
         (["--no-such-option"], "no-such"),
         (["/no/such/model"], "/no/such/model"),
         (["--max-num-seqs", "0"], "max_num_seqs"),
+        (["--host", "0.0.0.0", "--api-key", ""], "--api-key is empty"),
+        (["--port", "99999"], "99999"),
+        (["--shutdown-timeout", "nan"], "nan"),
+        (["--ssl-keyfile", "x"], "--ssl-certfile"),
     ],
 )
 def test_what_cannot_work_is_a_message_and_an_exit_code(tmp_path, options, name):
@@ -243,6 +262,21 @@ def test_requests_that_outlast_the_shutdown_end_with_an_error(model, tmp_path):
                 pass
         assert server.process.wait(20) == 0
         assert not psutil.wait_procs(children, timeout=10)[1]
+
+
+def test_a_client_that_does_not_read_does_not_keep_the_server_from_ending(model, tmp_path):
+    with serving(model, "--shutdown-timeout", "0.2", log=tmp_path / "log") as server:
+        server.url = server.wait_until_ready()
+        address = urllib.parse.urlsplit(server.url)
+        body = json.dumps({"prompt": "a", "n": 100, "max_tokens": 100, "ignore_eos": True, "stream": True})
+        head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        with socket.create_connection((address.hostname, address.port)) as sock:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            sock.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode())
+            while b'"server_load":1' not in request(server, "GET", "/load")[1]:
+                time.sleep(0.01)
+            server.process.send_signal(signal.SIGTERM)
+            assert server.process.wait(60) == 0
 
 
 def test_a_unix_socket(model, tmp_path):

@@ -17,6 +17,7 @@ import psutil
 import uvicorn
 
 from nanopage import LLM, AsyncLLM, EngineArgs, SamplingParams
+from nanopage.async_llm import RequestStream
 from nanopage.server.app import ServerState, create_app
 
 SECONDS = float(os.environ.get("NANOPAGE_SOAK", "5"))
@@ -57,8 +58,8 @@ class Watched:
         post, abort = self.llm._post, self.llm.engine.abort
 
         def watched_post(message):
-            if isinstance(message, str):
-                self._posted[message] = self.num_steps
+            if isinstance(message, RequestStream):
+                self._posted[message.request_id] = self.num_steps
             post(message)
 
         def watched_abort(request_id):
