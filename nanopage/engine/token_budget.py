@@ -1,15 +1,19 @@
 """TokenBudget: keeps steps short on any machine, so that a long prompt does not stall the streams beside it.
 
 How long a step takes depends mostly on its number of prompt tokens, and on the machine: 2,048 tokens take 4 seconds on
-two slow cores and 20 milliseconds on a GPU. After each step, the number of prompt tokens that a step may have is halved
-if the step took too long, and doubled if a full step took so little time that twice as many tokens would be fine.
-Between these two it stays as it is, so it settles.
+two slow cores. After each step, the number of prompt tokens that a step may have is halved if the step took too long,
+and doubled if a full step took so little time that twice as many tokens would be fine. Between these two it stays as it
+is, so it settles.
+
+Short steps cost throughput, because each step reads all weights and serves the running sequences. On two cores with
+AVX512-BF16, 32 prompts of SmolLM2-135M sent at once give 6 % fewer output tokens per second with 1,024 prompt tokens a
+step than with 2,048, 14 % fewer with 512, 25 % fewer with 256 and 34 % fewer with 128.
 """
 
 from nanopage.engine.scheduler import Scheduler
 from nanopage.outputs import StepStats
 
-SECONDS = {"cpu": 0.7, "cuda": 0.05}  # that a step should take at most
+SECONDS = {"cpu": 1.0, "cuda": 0.05}  # that a step should take at most
 START = 512  # before anything is measured
 LEAST = 128
 MARGIN = 2.5  # twice as many tokens take at most so many times as long

@@ -8,7 +8,7 @@ from nanopage.engine.token_budget import LEAST, START, TokenBudget
 from nanopage.outputs import StepStats
 
 
-def run(seconds_of, num_running=0, steps=30, most=2048, target=0.7):
+def run(seconds_of, num_running=0, steps=30, most=2048, target=1.0):
     """The budget after steps that are full of prompt tokens, on a machine where n tokens take seconds_of(n)."""
     scheduler = Scheduler(BlockManager(64, 16), 256, most)
     budget = TokenBudget(scheduler, target)
@@ -27,8 +27,8 @@ def test_steps_become_as_long_as_they_may_be_and_the_budget_settles(rate, fixed)
     assert history[0] == START and len(set(history[10:])) == 1
     tokens = history[-1]
     assert LEAST <= tokens <= 2048
-    assert fixed + tokens / rate <= 0.7 or tokens == LEAST
-    assert (fixed + tokens / rate) * 2.5 >= 0.7 or tokens == 2048  # a larger one might be too large
+    assert fixed + tokens / rate <= 1.0 or tokens == LEAST
+    assert (fixed + tokens / rate) * 2.5 >= 1.0 or tokens == 2048  # a larger one might be too large
 
 
 def test_running_sequences_do_not_take_the_tokens_of_prompts():
@@ -42,7 +42,7 @@ def test_an_explicit_limit_is_never_exceeded():
 
 def test_steps_without_many_prompt_tokens_change_nothing():
     scheduler = Scheduler(BlockManager(64, 16), 256, 2048)
-    budget = TokenBudget(scheduler, 0.7)
+    budget = TokenBudget(scheduler, 1.0)
     for prefill in (0, 1, START // 2):
         budget(StepStats(prefill_tokens=prefill, decode_tokens=200, running=10, seconds=9.0))
         assert scheduler.max_num_batched_tokens == START + 10
