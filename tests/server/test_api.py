@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import dataclasses
 import json
+import threading
 
 import pytest
 from asgi import call
@@ -633,25 +634,38 @@ def group_of(llm, predicate):
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("moment", ["at once", "prefilling", "decoding", "late"])
-def test_a_client_that_goes_away_aborts_its_request_and_no_other(llm, state, app, stream, moment):
+def test_a_client_that_goes_away_aborts_its_request_and_no_other(llm, state, app, monkeypatch, stream, moment):
     long = {"ignore_eos": True, "temperature": 0, "max_tokens": 100}
     before = dict(llm._metrics.ended)
 
-    def leave(reply):
-        if moment == "at once":
-            return True
+    reached, gone = threading.Event(), threading.Event()
+
+    def is_moment(group):
+        seq = group.seqs[0]
         if moment == "prefilling":
-            return group_of(llm, lambda g: 0 < g.seqs[0].num_computed_tokens < g.seqs[0].num_prompt_tokens > 80)
-        tokens = 1 if moment == "decoding" else 15
-        return group_of(llm, lambda g: g.seqs[0].num_prompt_tokens > 80 and g.seqs[0].num_output_tokens >= tokens)
+            return 0 < seq.num_computed_tokens < seq.num_prompt_tokens > 80
+        return seq.num_prompt_tokens > 80 and seq.num_output_tokens >= (1 if moment == "decoding" else 15)
+
+    def wait_at_the_moment(stats):
+        if moment != "at once" and not reached.is_set() and group_of(llm, is_moment):
+            reached.set()
+            gone.wait(20)  # the engine goes on when the client has gone
 
     async def crowd():
         other = asyncio.create_task(call(app, "POST", TEXT, {"prompt": "the cat", **long}))
         body = {"prompt": [7 + i % 90 for i in range(90)], "stream": stream, "n": 2, "seed": 1, **long}
-        gone = await call(app, "POST", TEXT, body | {"temperature": 1}, leave_when=leave)
-        assert not gone.body.endswith(b"[DONE]\n\n")
+        reply = await call(
+            app,
+            "POST",
+            TEXT,
+            body | {"temperature": 1},
+            leave_when=lambda reply: moment == "at once" or reached.is_set(),
+        )
+        gone.set()
+        assert not reply.body.endswith(b"[DONE]\n\n")
         return await other
 
+    monkeypatch.setattr(llm.engine, "listeners", [*llm.engine.listeners, wait_at_the_moment])
     assert len(asyncio.run(crowd()).json["choices"][0]["text"]) > 0
     asyncio.run(at_rest(llm))
     after = llm._metrics.ended
