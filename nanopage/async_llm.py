@@ -173,8 +173,7 @@ class AsyncLLM:
             raise TypeError(f"request_id must be a string, not {request_id!r}")
         stream = RequestStream(self, request_id)
         with self._changed:
-            if self._error is not None:
-                raise self._error
+            self._check_alive()
             if request_id in self._streams:
                 raise ValueError(f"request_id {request_id!r} is in use")
             self._streams[request_id] = stream

@@ -162,7 +162,7 @@ class StepStats:
     prepare_seconds: float = 0.0  # the worker's table and inputs, moving blocks
     model_seconds: float = 0.0  # the forward pass (its launch, on a GPU)
     sample_seconds: float = 0.0
-    wait_seconds: float = 0.0  # that the host waited for the device
+    wait_seconds: float = 0.0  # the time that the host spent waiting for the device
     device_seconds: float = 0.0  # from the start to the end of the batch's work on a GPU; 0 on a CPU
     update_seconds: float = 0.0  # stop conditions, queues
     output_seconds: float = 0.0  # text and outputs

@@ -139,7 +139,7 @@ class BatchResult:
     prepare_seconds: float = 0.0  # the table, the inputs, moving blocks
     model_seconds: float = 0.0  # the forward pass; on a GPU, its launch
     sample_seconds: float = 0.0
-    wait_seconds: float = 0.0  # that the host waited for the device
+    wait_seconds: float = 0.0  # the time that the host spent waiting for the device
     device_seconds: float = 0.0  # from the start to the end of the batch's work on a GPU; 0 on a CPU
 
 

@@ -30,7 +30,7 @@ from nanopage.server.templates import chat_prompt
 logger = logging.getLogger("nanopage")
 
 MAX_RETRY_AFTER = 120  # seconds: OpenAI's SDK gives up above
-NOT_SERVED = {  # path -> what it would need
+NOT_SERVED = {  # path -> why
     "/v1/embeddings": "the model makes no embeddings",
     "/v1/score": "the model makes no scores",
     "/v1/rerank": "the model makes no scores",
@@ -252,7 +252,7 @@ async def _generate(
     body: ChatBody | CompletionBody | ResponsesBody,
     kind: type[Chat] | type[Completions] | type[Responses],
 ) -> Response:
-    """Run a call that makes text: admit its requests, then reply at once or stream."""
+    """Run a call that makes text: admit its requests, then stream or reply as a whole."""
     started = time.perf_counter()
     llm = state.require()
     name = state.model_name(body.model)
@@ -263,7 +263,7 @@ async def _generate(
     state.num_active += 1
 
     async def end(how: str) -> None:
-        await generation.__aexit__()
+        await generation.aclose()
         state.num_active -= 1
         state.num_disconnects += how == GONE
         logger.info(f"{request.url.path} {call.id}: {how} after {time.perf_counter() - started:.2f} s")

@@ -20,7 +20,7 @@ class Chat:
     Args:
         model: the name the client knows the model by.
 
-    Raises: ApiError for fields that contradict each other.
+    Raises: ApiError for fields that are out of range or contradict each other.
     """
 
     def __init__(self, llm: AsyncLLM, body: ChatBody, model: str):

@@ -17,7 +17,7 @@ logger = logging.getLogger("nanopage")
 
 
 class Generation:
-    """Requests that are in the engine. Use `async with`: its end aborts what has not finished.
+    """Requests that are in the engine. `aclose` aborts those that have not finished.
 
     Args:
         streams: one for each prompt.
@@ -26,10 +26,7 @@ class Generation:
     def __init__(self, streams: list[RequestStream]):
         self.streams = streams
 
-    async def __aenter__(self) -> "Generation":
-        return self
-
-    async def __aexit__(self, *error: object) -> None:
+    async def aclose(self) -> None:
         for stream in self.streams:
             await stream.aclose()
 
@@ -88,7 +85,7 @@ async def start(
             generation.streams.append(stream)
             entered()
     except BaseException as error:
-        await generation.__aexit__()
+        await generation.aclose()
         if isinstance(error, PromptTooLongError):
             raise too_long(llm, error, body.prompt_field) from None
         if isinstance(error, ValueError | TypeError):

@@ -1,7 +1,7 @@
 """Gate: what every HTTP call passes through before FastAPI sees it.
 
-It checks the key (by default everything needs one), the Host header and the size of the body, which it reads whole and
-within a time limit. It echoes X-Request-Id and counts replies.
+It checks the key (if the server has one, all but a few paths need it), the Host header and the size of the body, which
+it reads whole and within a time limit. It echoes X-Request-Id and counts replies.
 """
 
 import asyncio
