@@ -256,6 +256,10 @@ def serve(
             min=1, max=MAX_REQUESTS, help="Most requests in the engine; the others wait, and their time counts."
         ),
     ] = None,
+    base_url: Annotated[
+        str | None,
+        typer.Option(help="Measure the server of OpenAI's API at this URL instead of an engine in this process."),
+    ] = None,
     trace: Annotated[
         Path | None,
         typer.Option(help="Arrivals and lengths: JSON lines of timestamp (s), input_length, output_length."),
@@ -302,8 +306,10 @@ def serve(
     \b
     python bench.py serve --request-rate 1,2,4 --num-prompts 60 \\
         --goodput ttft:500 tpot:50 --plot serve.png
+    python bench.py serve --base-url http://127.0.0.1:8000
     """
     from benchmarks import serve as serving
+    from benchmarks.checks import check_server
     from nanopage.weights import hub
 
     if save_detailed and json_file is None and not save_result:
@@ -339,10 +345,14 @@ def serve(
         what += f", burstiness {burstiness or 1:g}" if min(rates) < math.inf else ""
     what += f", at most {max_concurrency} at once" if max_concurrency else ""
     switches = engine_options(dtype, device, eager, quantization, load_format, async_scheduling)
-    check_engine(switches)
+    if base_url is None:
+        check_engine(switches)
+    else:
+        check_server(base_url, switches, plot_file)
     serving.serve(
         model,
         switches,
+        base_url,
         source,
         what,
         rates,

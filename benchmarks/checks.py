@@ -1,6 +1,7 @@
 """Checks before a model is loaded. A wrong option ends the program with a message that names it, and exit code 2."""
 
 import reprlib
+import urllib.parse
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -47,6 +48,29 @@ def check_engine(switches: dict[str, Any]) -> None:
             refuse(str(error), f"--{name.replace('_', '-')}")
 
 
+def check_server(base_url: str, switches: dict[str, Any], plot_file: Path | None) -> None:
+    """Refuse a --base-url that is none, and options that only an engine in this process could follow.
+
+    Args:
+        switches: options of EngineConfig.
+        plot_file: of --plot, which draws the queues of an engine.
+    """
+    try:
+        url = urllib.parse.urlsplit(base_url)
+        valid = url.scheme in ("http", "https") and bool(url.hostname) and (url.port or 1) > 0
+    except ValueError:  # a port that is no number
+        valid = False
+    if not valid or url.query or url.fragment or url.username:
+        refuse(f"{shown(base_url)} is not a URL such as http://127.0.0.1:8000", "--base-url")
+    defaults = EngineConfig()
+    for name, value in switches.items():
+        if value != getattr(defaults, name):
+            option = "--eager" if name == "enforce_eager" else f"--{name.replace('_', '-')}"
+            refuse("is for an engine in this process: the server of --base-url has its own options", option)
+    if plot_file is not None:
+        refuse("draws the queues of an engine in this process, which --base-url is not", "--plot")
+
+
 def check_folder(folder: Path, option: str) -> Path:
     """The absolute path of a folder that is there."""
     try:
@@ -87,8 +111,11 @@ def check_lengths(lengths: list[tuple[int, int]], config: ModelConfig, options: 
         refuse(f"the prompts have {total:,} tokens in all: at most {MAX_TOKENS:,}", options)
 
 
-def check_cache(lengths: list[tuple[int, int]], engine: Any) -> None:
-    """Raise ValueError if the engine's KV cache is too small for the longest request."""
+def check_longest(lengths: list[tuple[int, int]], max_model_len: int, holder: str) -> None:
+    """Raise ValueError if the longest request has more than `max_model_len` tokens, prompt and output.
+
+    Args: holder: what sets this limit, for the message, such as "the KV cache holds".
+    """
     longest = max(i + o for i, o in lengths)
-    if longest > engine.max_model_len:
-        raise ValueError(f"{longest} tokens of a request are more than the KV cache holds, {engine.max_model_len}")
+    if longest > max_model_len:
+        raise ValueError(f"{longest} tokens of a request are more than {holder}, {max_model_len}")

@@ -8,7 +8,8 @@ Of a request, in milliseconds:
     ITL     every time between two of its tokens
 
 These are vLLM's definitions except for the arrival: here it is the scheduled one, so that waiting for the current step,
-for a place under --max-concurrency and for a late loop all count. vLLM's clock starts when a request is sent.
+for a place under --max-concurrency and for a late loop all count. vLLM's clock starts when a request is sent. Through
+HTTP, a token comes when the chunk with its text does.
 """
 
 from collections import Counter
@@ -81,8 +82,11 @@ class Run:
     samples: list[Sample] = field(default_factory=list)
 
 
-def summary(run: Run, percentiles: list[float], goodput: dict[str, float]) -> dict[str, Any]:
-    """What serve.schema.json says of a run, without its lists."""
+def summary(run: Run, percentiles: list[float], goodput: dict[str, float], of_engine: bool = True) -> dict[str, Any]:
+    """What serve.schema.json says of a run, without its lists.
+
+    Args: of_engine: whether the engine was in this process; of a server, its inner figures are not known.
+    """
     good = [request for request in run.requests if request.error is None and request.token_times]
     failed = sum(request.error is not None for request in run.requests)
     per_second = 1 / run.duration if run.duration else 0.0  # a run that was stopped before its first request took 0 s
@@ -104,9 +108,9 @@ def summary(run: Run, percentiles: list[float], goodput: dict[str, float]) -> di
         "total_token_throughput": (inputs + outputs) * per_second,
         "max_output_tokens_per_s": max(seconds.values(), default=0),
         "max_concurrent_requests": run.max_in_engine,
-        "preemptions": run.preemptions,
-        "prefix_cache_hit_rate": hit_rate(run.cached_tokens, run.computed_tokens),
-        "mean_requests_in_system": run.mean_in_system,
+        "preemptions": run.preemptions if of_engine else None,
+        "prefix_cache_hit_rate": hit_rate(run.cached_tokens, run.computed_tokens) if of_engine else None,
+        "mean_requests_in_system": run.mean_in_system if of_engine else None,
         "throughput_times_mean_e2el": sum(e2els) * per_second,  # of n requests: n / duration * sum / n
         "errors": [f"request {i}: {r.error}" for i, r in enumerate(run.requests) if r.error is not None],
     }
@@ -164,11 +168,12 @@ def show(result: dict[str, Any], max_concurrency: int | None, shown: list[str], 
             percentile_name(p): percentile_name(p).upper() for p in percentiles
         }
         lines += [line((f"{word} {short} (ms)", result[f"{key}_{name}_ms"])) for key, word in words.items()]
-    expected = result["throughput_times_mean_e2el"]
-    lines.append("Engine".center(WIDTH, "-"))
-    lines.append(line(("Preemptions", result["preemptions"])))
-    lines.append(line(("Prefix cache hit rate (%)", 100 * result["prefix_cache_hit_rate"])))
-    if not result["unfinished"]:  # the law is of a system that becomes empty
+    expected, of_engine = result["throughput_times_mean_e2el"], result["preemptions"] is not None
+    if of_engine:
+        lines.append("Engine".center(WIDTH, "-"))
+        lines.append(line(("Preemptions", result["preemptions"])))
+        lines.append(line(("Prefix cache hit rate (%)", 100 * result["prefix_cache_hit_rate"])))
+    if of_engine and not result["unfinished"]:  # the law is of a system that becomes empty
         lines.append("Little's Law".center(WIDTH, "-"))
         lines.append(line(("Mean requests in system, counted", result["mean_requests_in_system"])))
         lines.append(line(("Request throughput x mean E2EL", expected)))

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.checks import check_cache, check_choice, check_engine, check_lengths, find_model, refuse
+from benchmarks.checks import check_choice, check_engine, check_lengths, check_longest, find_model, refuse
 from benchmarks.datasets import Dataset, Requests
 from benchmarks.outputs import exit_unless, recorded
 from benchmarks.peers import nanopage as nanopage_peer
@@ -83,7 +83,7 @@ def bench(
         resolved = time.perf_counter()
         llm = LLM(**options)
         llm.engine.executor.compile()
-        check_cache(lengths, llm.engine)
+        check_longest(lengths, llm.engine.max_model_len, "the KV cache holds")
     loaded = time.perf_counter()
     bandwidth = bandwidth or utilization.bandwidth(device)
     recorder = utilization.StepRecorder(llm.engine, bandwidth)

@@ -1,8 +1,9 @@
-"""An engine under requests that arrive in real time: latency, throughput and goodput, named as by `vllm bench serve`.
+"""An engine, or a server, under requests that arrive in real time: latency, throughput and goodput, named as by `vllm
+bench serve`.
 
-What the run measured is checked against Little's law, L = throughput x mean E2EL: L, the mean number of requests in the
-system (arrived and not finished), is counted at the end of every step and integrated over the clock's time, while the
-right side comes from the times of the requests.
+What a run of the engine measured is checked against Little's law, L = throughput x mean E2EL: L, the mean number of
+requests in the system (arrived and not finished), is counted at the end of every step and integrated over the clock's
+time, while the right side comes from the times of the requests. A server is driven by server.py.
 """
 
 import bisect
@@ -17,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.checks import MAX_SECONDS, check_cache, check_choice, check_lengths, find_model, refuse, shown
+from benchmarks.checks import MAX_SECONDS, check_choice, check_lengths, check_longest, find_model, refuse, shown
 from benchmarks.datasets import Dataset, Requests
 from benchmarks.metrics import METRICS, Run, Sample, Served, details, show, summary
 from benchmarks.outputs import exit_unless, recorded
@@ -25,6 +26,7 @@ from benchmarks.peers.nanopage import greedy
 from benchmarks.peers.protocol import Work
 from benchmarks.progress import progress
 from benchmarks.report import console, describe, errors_by_name, show_header
+from benchmarks.server import Server
 from benchmarks.steps import listening
 from nanopage.outputs import StepStats
 
@@ -36,6 +38,7 @@ MIN_BURSTINESS = 0.01  # far below it the gaps are less than any float above 0
 def serve(
     model: str | None,
     switches: dict[str, Any],
+    base_url: str | None,
     source: Dataset | Requests,
     what: str,
     rates: list[float],
@@ -54,6 +57,7 @@ def serve(
 
     Args:
         switches: options of EngineConfig.
+        base_url: of the server to measure. None: an engine in this process.
         source: the data. If it is Requests, they are a trace's, and their arrivals replace `rates`.
         what: for the header.
         goodput: metric -> milliseconds.
@@ -71,19 +75,32 @@ def serve(
         requests = source if isinstance(source, Requests) else source.requests(rng, path)
         check_lengths(requests.lengths, config, requests.options)
         resolved = time.perf_counter()
-        engine = build_engine(EngineConfig(model=str(path), **switches))
-        engine.executor.compile()
-        check_cache(requests.lengths, engine)
-    loaded = time.perf_counter()
-    setup = {"import": round(imported - started, 3), "load and compile": round(loaded - resolved, 3)}
-    header = describe(engine, f"serve, {what}, seed {seed}")
+        target: Any
+        if base_url is None:
+            target = build_engine(EngineConfig(model=str(path), **switches))
+            target.executor.compile()
+        else:
+            target = Server(base_url, config)
+        holder = "the KV cache holds" if base_url is None else "the server takes"
+        check_longest(requests.lengths, target.max_model_len, holder)
+        loaded = time.perf_counter()
+        setup = {"import": round(imported - started, 3), "load and compile": round(loaded - resolved, 3)}
+        what = f"serve, {what}, seed {seed}"
+        header = describe(target, what) if base_url is None else target.describe(what)
     show_header(header)
+
+    def drive_target(run: Run, work: list[Work], max_concurrency: int | None = None) -> None:
+        if base_url is None:
+            drive(run, target, work, max_concurrency)
+        else:
+            target.drive(run, work, max_concurrency)
+
     with errors_by_name():
-        work = warm_up_work(requests, rng, engine, num_warmups)
+        work = warm_up_work(requests, rng, target, num_warmups)
         warm_up = planned(work, [0.0] * len(work))
-        drive(warm_up, engine, work)
+        drive_target(warm_up, work)
         setup["warm-up"] = round(warm_up.duration, 3)
-    record = {
+    record: dict[str, Any] = {
         "header": header,
         "setup_seconds": setup,
         "burstiness": ("inf" if burstiness == math.inf else burstiness) if rates else None,
@@ -97,15 +114,18 @@ def serve(
         console.print("  ".join(f"{name} {value:.1f} s" for name, value in setup.items()), style="dim", highlight=False)
         for label in labels:
             arrivals = requests.arrivals or arrival_times(len(requests.lengths), float(label), burstiness, seed)
-            work = requests.work(rng, engine)
-            engine.reset_prefix_cache()  # the prompts of a file repeat
+            work = requests.work(rng, target)
+            if base_url is None:
+                target.reset_prefix_cache()  # the prompts of a file repeat
             runs.append(run := planned(work, arrivals))
             title = f"rate {label:g}" if isinstance(label, float) else "trace" if label == "trace" else "all at once"
             try:
-                with errors_by_name(), progress(engine, title, len(work)):
-                    drive(run, engine, work, max_concurrency)
+                # A server has no listeners that could report its steps.
+                shown_live = progress(target, title, len(work)) if base_url is None else console.status(title)
+                with errors_by_name(), shown_live:
+                    drive_target(run, work, max_concurrency)
             finally:
-                result = {"request_rate": label} | summary(run, percentiles, goodput)
+                result = {"request_rate": label} | summary(run, percentiles, goodput, of_engine=base_url is None)
                 results.append(result | (details(run) if save_detailed else {}))
                 show(result, max_concurrency, shown, percentiles)
     plotted = True

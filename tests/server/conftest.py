@@ -1,48 +1,5 @@
-import contextlib
-import os
-import re
-import subprocess
-import sys
-import time
-from pathlib import Path
-
 import pytest
-
-ROOT = Path(__file__).parents[2]
-
-
-class ServerProcess:
-    """`nanopage serve` in a process of its own, on a free port of 127.0.0.1."""
-
-    def __init__(self, *arguments: object, log: Path):
-        command = [sys.executable, "-m", "nanopage", "serve", "--port", 0, "--enforce-eager", "--max-model-len", 128]
-        self.log = log
-        with open(log, "wb") as file:
-            self.process = subprocess.Popen(
-                [str(part) for part in (*command, *arguments)],
-                cwd=ROOT,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
-            )
-
-    def wait_until_ready(self) -> str:
-        """The URL of the API."""
-        deadline = time.monotonic() + 120
-        while (ready := re.search(r"ready: (\S+) serves", self.log.read_text())) is None:
-            assert self.process.poll() is None and time.monotonic() < deadline, self.log.read_text()
-            time.sleep(0.05)
-        return ready[1]
-
-
-@contextlib.contextmanager
-def serving(*arguments, log):
-    server = ServerProcess(*arguments, log=log)
-    try:
-        yield server
-    finally:
-        server.process.kill()
-        server.process.wait()
+from server_process import serving
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ import urllib.parse
 import openai
 import psutil
 import pytest
-from conftest import ROOT, serving
+from server_process import ROOT, serving
 
 from nanopage import LLM, SamplingParams
 

@@ -10,7 +10,7 @@ from random import Random
 
 import pytest
 from browser import CHROMIUM, Browser
-from conftest import serving
+from server_process import serving
 
 import nanopage.server
 
