@@ -323,7 +323,7 @@ class Engine:
 def main(texts: list[str]) -> None:
     path = hub.resolve(None)  # SmolLM2-135M-Instruct
     tokenizer = Tokenizer(path)
-    engine = Engine(path, num_blocks=12, block_size=4, max_num_batched_tokens=8)  # so small that one is preempted
+    engine = Engine(path, num_blocks=12, block_size=4, max_num_batched_tokens=8)  # of three requests, one is preempted
     seqs = [engine.add(chr(ord("A") + i), tokenizer.encode(text), max_tokens=16) for i, text in enumerate(texts)]
     scheduler, number = engine.scheduler, 0
     while scheduler.waiting or scheduler.running:

@@ -1,4 +1,4 @@
-"""The command `nanopage`, which is also `python -m nanopage`. Each subcommand is a function of nanopage/terminal/."""
+"""The command `nanopage`, which is also `python -m nanopage`."""
 
 import typer
 

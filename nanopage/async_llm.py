@@ -4,12 +4,12 @@
     async for output in llm.generate("Once upon a time", SamplingParams(), "request 1"):
         print(output.outputs[0].delta, end="")
 
-One thread steps the engine, and only that thread changes it. It sleeps while there is nothing to do. Coroutines post
-requests and aborts to it, which it takes before every step, and it wakes the coroutines whose requests have news.
-Prompts become token ids in other threads, so the event loop never waits for a tokenizer.
+One thread steps the engine. It sleeps while there is nothing to do. Coroutines post requests and aborts; the thread
+takes them before every step, and wakes the coroutines whose requests have new output. Prompts become token ids in two
+other threads, so the event loop never waits for a tokenizer.
 
-An output has all that a request has produced. So a reader that falls behind loses nothing when it gets only the latest,
-and what waits for it does not grow.
+Every output has all that its request has produced so far. So for a reader that falls behind, only the latest output is
+kept, and the reader loses nothing.
 """
 
 import asyncio
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("nanopage")
 
-MAX_FAILURES = 3  # calls of `LLMEngine.step` in a row that may raise before the engine counts as dead
+MAX_FAILURES = 3  # after so many calls of `LLMEngine.step` in a row that raise, the engine is dead
 
 
 class EngineDeadError(RuntimeError):
@@ -116,7 +116,7 @@ class AsyncLLM:
         if engine.config.max_num_batched_tokens is None:
             engine.listeners.append(TokenBudget(engine.scheduler, SECONDS[engine.capacity.device]))
         self._tokenizing = ThreadPoolExecutor(2, "nanopage-tokenizer")
-        self._changed = threading.Condition()  # guards the numbers above and the following four
+        self._changed = threading.Condition()  # guards the numbers of waiting requests, and what follows
         self._mail: list[Request | RequestStream | Callable[[], None]] = []  # to submit, to abort, to call
         self._streams: dict[str, RequestStream] = {}  # of all requests that have not ended
         self._error: EngineDeadError | None = None

@@ -73,9 +73,9 @@ class EngineConfig:
         device: "auto" is CUDA if present, else the CPU.
         max_model_len: most tokens (prompt + output) of a sequence; None is the model's own limit, or what the
             KV cache holds if that is less.
-        max_num_seqs: most sequences in one step.
+        max_num_seqs: most sequences that run at once; each completion of `n` and each beam counts.
         max_num_batched_tokens: most tokens in one step; longer prompts are prefilled in chunks. None: 2,048 for `LLM`.
-            For AsyncLLM and the server at most 2,048, and fewer if a step takes too long (see engine/token_budget.py).
+            For AsyncLLM and the server it follows the time that steps take (see engine/token_budget.py).
         block_size: tokens per KV cache block; on a GPU a power of two.
         kv_cache_gib: size of the KV cache in GiB. None: see `gpu_memory_utilization`.
         gpu_memory_utilization: the share of the device's memory (on a CPU: of the RAM) that weights and KV cache may
@@ -91,7 +91,7 @@ class EngineConfig:
         scheduling_policy: "fcfs", or "priority": requests with a lower `priority` go first, and may take the blocks of
             requests with a higher one.
         enforce_eager: True compiles and captures nothing. False: on a CPU, in float32 and bfloat16, decoder layers are
-            compiled in the background when a second sequence begins to run, and used once the engine is idle (see
+            compiled in the background when a second request begins to run, and used once the engine is idle (see
             worker/aot.py). On a GPU they are compiled at start, and decode steps are captured as CUDA graphs (see
             worker/jit.py and worker/cuda_graphs.py).
         quantization: "int8" stores each weight of linear layers, and of an embedding tied to the head, in one byte (see

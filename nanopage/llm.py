@@ -230,7 +230,7 @@ class LLM:
         self, prompt: Prompt | list[dict], sampling_params: SamplingParams | None = None
     ) -> Iterator[RequestOutput]:
         """Complete one prompt, or reply to one conversation. Yields a RequestOutput after every token; with `best_of`
-        more than `n`, only one at the end.
+        more than `n`, or with RequestOutputKind.FINAL_ONLY, only one at the end.
 
         `output.outputs[0].delta` is the new text; the deltas add up to the final text. Closing the iterator, or
         leaving its loop, aborts the request. Raises as `generate`, before anything runs.

@@ -1,6 +1,7 @@
 """Metrics of an LLM, in the shape of vLLM's `LLM.get_metrics`.
 
-Tokens and requests are counted from the start of the LLM. What concerns a whole request is counted when it ends.
+Everything is counted from the start of the LLM. What a request asks for is counted when it is added, and what becomes
+of it when it ends.
 """
 
 import bisect

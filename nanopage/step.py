@@ -79,7 +79,7 @@ class BlockUpdate:
 class Batch:
     """One step's work. A worker applies it in the order of the fields.
 
-    idle                 no unfinished request has begun to run: a worker may change the way it runs steps
+    idle                 nothing runs, and no waiting request has output yet: a worker may change the way it runs steps
     swap_out, swap_in    [(block, host block)], [(host block, block)]: blocks to be copied to and from host memory
     copies               [(from, to)]: blocks to be copied on the device. All are read before any is written
     cleared              blocks to be filled with zeros. Ignored on a GPU (see KVCache.move)
@@ -87,7 +87,7 @@ class Batch:
     tokens               [(row, position, token id)] that the engine has chosen: the next tokens of beams
     rows                 the B sequences that run, those with one token first
     starts, counts       for each of `rows`, the position of its first token and the number of its tokens
-    sampled_from         indices into `rows`: sequences whose last token's logits are sampled
+    sampled_from         for each token to sample, the index in `rows` of the sequence whose last logits it comes from
     sampled_rows         for each of `sampled_from`, the row that gets the token: its own, or a row just forked from it
     """
 

@@ -52,7 +52,7 @@ ENGINE: Neutral = {
     "override_generation_config": ((None, {}), "give SamplingParams instead"),
     "max_logprobs": ((20,), "at most 20 log-probabilities a token are returned"),
 }
-# Options for which vLLM takes None as "the default". nanopage's own have defaults and do not take None.
+# Options for which vLLM takes None as "the default": None leaves EngineConfig's default.
 DEFAULT_IF_NONE = ("seed", "max_num_seqs", "max_num_batched_tokens", "block_size", "enable_prefix_caching")
 DTYPES = {"half": "float16", "float": "float32"}  # vLLM's other names
 

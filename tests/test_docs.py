@@ -16,6 +16,7 @@ import torch
 from helpers import Paged, assert_all_close, random_tokens, reference_logits, tiny_hf_model
 
 from nanopage import models
+from nanopage.metrics import Metrics
 from nanopage.server.app import ServerState, create_app
 from nanopage.server.protocol import REFUSED
 
@@ -43,13 +44,15 @@ def defined_names() -> set[str]:
         tree = ast.parse(file.read_text())
         for node in ast.walk(tree):
             if isinstance(node, ast.ClassDef):
-                members = {each.name for each in ast.walk(node) if isinstance(each, ast.FunctionDef)}
+                members = {
+                    each.name for each in ast.walk(node) if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef)
+                }
                 members |= {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
                 for each in ast.walk(node):
                     if isinstance(each, ast.Attribute) and isinstance(each.ctx, ast.Store):
                         members.add(each.attr)
                 names |= {node.name} | {f"{node.name}.{member}" for member in members}
-            if isinstance(node, ast.FunctionDef):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 names.add(node.name)
     return names
 
@@ -73,7 +76,7 @@ def test_what_a_document_refers_to_exists(document):
 def test_the_readme_is_short_and_counts_the_reading_path_and_its_helpers():
     text = (ROOT / "README.md").read_text()
     assert len(text.splitlines()) < 200
-    begin, middle = text.index("| file | what it does |"), text.index("The helpers that they call come on top")
+    begin, middle = text.index("| file | what it does |"), text.index("Their most important helpers are")
     helpers = text[middle : text.index("[docs/map.md](docs/map.md) lists every file")]
     path = [ROOT / target for target in re.findall(r"\]\((nanopage/[^)]*)\)", text[begin:middle])]
     more = [ROOT / "nanopage" / name for name in re.findall(r"`([\w/]+\.py)`", helpers)]
@@ -133,10 +136,10 @@ def names_in(file: Path) -> set[str]:
     """What a file defines: functions and classes as `name`, methods and annotated fields as `Class.name`."""
     names = set()
     for node in ast.parse(file.read_text()).body:
-        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             names.add(node.name)
         for member in node.body if isinstance(node, ast.ClassDef) else ():
-            if isinstance(member, ast.FunctionDef):
+            if isinstance(member, ast.FunctionDef | ast.AsyncFunctionDef):
                 names.add(f"{node.name}.{member.name}")
             elif isinstance(member, ast.AnnAssign) and isinstance(member.target, ast.Name):
                 names.add(f"{node.name}.{member.target.id}")
@@ -198,3 +201,20 @@ def test_async_llm_as_the_server_page_uses_it(model):
     assert "openai" in chat_client
     printed = run_code(program.replace("EngineArgs()", f"EngineArgs(model={str(model)!r}, enforce_eager=True)"))
     assert printed
+
+
+def test_contributing_lists_every_variable_of_the_tests():
+    used = {
+        name
+        for file in ROOT.glob("tests/**/*.py")
+        for name in re.findall(r"environ.*?\b(NANOPAGE_[A-Z_]+)", file.read_text())
+    }
+    named = set(re.findall(r"NANOPAGE_[A-Z_]+", (ROOT / "CONTRIBUTING.md").read_text()))
+    assert used - named == set() and "NANOPAGE_FUZZ_WORLDS" in used
+
+
+def test_vllm_md_lists_every_metric():
+    text = (ROOT / "docs" / "vllm.md").read_text()
+    table = text[text.index("| `vllm:` | |") :].split("\n\n")[0]
+    snapshot = Metrics("model", {"block_size": 16}).snapshot(num_running=0, num_waiting=0)
+    assert set(re.findall(r"`(\w+)`", table)) - {"finished_reason"} == {m.name.removeprefix("vllm:") for m in snapshot}

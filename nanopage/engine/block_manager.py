@@ -149,7 +149,8 @@ class BlockManager:
                 prefix = Prefix(key, parent, tokens, salt, table[i])
                 self._by_hash[key] = self._by_block[table[i]] = prefix
             elif not prefix.same_as(parent, tokens, salt):
-                # A true collision: this block has an entry in the chain, but no lookup finds it.
+                # A true collision: this block gets an entry in its sequence's chain, but none in the index that lookups
+                # read.
                 prefix = Prefix(key, parent, tokens, salt, table[i])
             # Otherwise another sequence has registered the same prefix first: its block stays the cached one.
             chain.append(prefix)
@@ -173,7 +174,7 @@ class BlockManager:
             raise ValueError(f"sequence {seq_id} already has a block table")
         prefix = prefix or []
         for entry in prefix:
-            self._cached.pop(entry.block, None)
+            self._cached.pop(entry.block, None)  # in use again: nothing may evict it
             self.ref_counts[entry.block] += 1
         self.block_tables[seq_id] = [entry.block for entry in prefix]
         self._chains[seq_id] = list(prefix)

@@ -22,8 +22,9 @@ from nanopage.text.tokenizer import Tokenizer
 class Completion:
     """A sequence and its text.
 
-    `num_read` output tokens are in the text and in `logprobs`. The outputs so far hold `num_reported` of these tokens
-    and `num_chars` characters. `reading` is true while tokens are read, and stays true if an exception interrupts that.
+    `num_read` output tokens are in the text and in `logprobs`. The outputs returned so far have `num_reported` of
+    these tokens and `num_chars` characters. `reading` is true while tokens are read, and stays true if an exception
+    interrupts that.
     """
 
     seq: Sequence

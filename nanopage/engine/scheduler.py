@@ -9,16 +9,16 @@ budget: decodes and chunks of prompts together (Orca, OSDI 2022; chunked prefill
   2. Running groups come first, in order: one token for a decode, a chunk for an unfinished prompt. When blocks run
      out, preempt the last running group, whole.
   3. Then, unless blocks ran out, admit swapped and waiting groups in order, as long as they fit (see admission.py). A
-     prompt whose next block another group computes in this step waits one step, then shares it. Everything behind it
-     waits too.
+     prompt whose next block another group computes in this step waits until it can share that block. Everything behind
+     it waits too.
 
 A group also waits if it would exceed `max_num_seqs`, when the budget is used up, behind an earlier group that does not
 fit, and after a preemption until its tokens in flight have arrived. A swapped group waits in a step that swaps out.
 
 Preemption (PagedAttention, SOSP 2023, section 4.5) is by recomputation or by swapping. Recomputation gives up the
-blocks and computes their tokens again, except those that are still in the prefix cache: for a group of several
-sequences only the tokens that all have in common, and none for a request with prompt_logprobs. Swapping keeps the
-blocks in host memory. By default, a group with one sequence is recomputed. A group with several is swapped, because
+blocks and computes their tokens again, except those that are still in the prefix cache. A group of several sequences
+takes from the cache only what all of them have in common; a request with prompt_logprobs takes nothing. Swapping keeps
+the blocks in host memory. By default, a group with one sequence is recomputed. A group with several is swapped, because
 recomputation would have to rebuild what they share. When host memory is full, any group is recomputed.
 
 Progress is certain. No group can outgrow the pool (the engine refuses such requests), so the first in order can always
@@ -216,8 +216,8 @@ class Scheduler:
                 return
             # Blocks that this step swaps out cannot come back in the same step. A group that has just been preempted
             # waits for its tokens in flight.
-            leaving = bool(schedule.batch.swap_out) if swapped else any(seq.num_in_flight for seq in group.live)
-            if leaving or not self.admission.fits(group, prefix, self.running, reserved):
+            must_wait = bool(schedule.batch.swap_out) if swapped else any(seq.num_in_flight for seq in group.live)
+            if must_wait or not self.admission.fits(group, prefix, self.running, reserved):
                 return
             self._queue(group).pop(0)
             if swapped:
@@ -271,13 +271,13 @@ class Scheduler:
             insort(self.swapped, group, key=_order)
             self._record("swapped out", group)
         else:
-            self._begin_again(group)
+            self._give_up_blocks(group)
             insort(self.waiting, group, key=_order)
         group.metrics.num_preemptions += 1
         self.num_preemptions += 1
         schedule.preempted.append(group)
 
-    def _begin_again(self, group: SequenceGroup) -> None:
+    def _give_up_blocks(self, group: SequenceGroup) -> None:
         """Free the group's blocks. Its tokens will be computed again."""
         for seq in group.live:
             self.block_manager.free(seq.seq_id)
@@ -296,11 +296,11 @@ class Scheduler:
             ending.finish_reason, ending.stop_reason = finish_reason, stop_reason
             ending.num_in_flight = 0
             if not group.forked and group.live and not ending.dormant:
-                # The leader computes blocks for its siblings, too: hand them to the next live sequence. If the ending
-                # sequence did not lead, it has no table, and `rename` does nothing.
-                leader = group.live[0]
-                if self.block_manager.rename(ending.seq_id, leader.seq_id):
-                    leader.num_computed_tokens = ending.num_computed_tokens
+                # The leader computes blocks for its siblings, too: hand them to the next live sequence (the ending one
+                # is not live any more). If it was not the leader, it has no table, and `rename` does nothing.
+                next_leader = group.live[0]
+                if self.block_manager.rename(ending.seq_id, next_leader.seq_id):
+                    next_leader.num_computed_tokens = ending.num_computed_tokens
             self.block_manager.free(ending.seq_id)
             self.writer.leave(ending)
         self._end_if_finished(group)
@@ -321,7 +321,7 @@ class Scheduler:
             group.metrics.finished_time = time.perf_counter()
             self._record("finished", group)
 
-    # Groups of several sequences
+    # Groups of several sequences (skip at a first reading)
 
     def _fork_siblings(self, leader: Sequence) -> None:
         """The leader has computed what all sequences of its group share: let the others share its blocks."""
@@ -346,7 +346,7 @@ class Scheduler:
         if group.beam_search.finished:
             self.finish(group, None, "stop")
 
-    # After an exception
+    # After an exception (skip at a first reading)
 
     def restart(self, groups: list[SequenceGroup]) -> None:
         """After an exception, start all groups again from the tokens that are known. Takes back all blocks and forgets
@@ -386,7 +386,7 @@ class Scheduler:
         """Run one group. The others give up their blocks."""
         if group.status is Status.WAITING:
             for other in self.running:
-                self._begin_again(other)
+                self._give_up_blocks(other)
             self.waiting = sorted([*self.waiting, *self.running], key=_order)
             self.waiting.remove(group)
             self.running, group.status = [group], Status.RUNNING

@@ -1,9 +1,9 @@
 """TokenBudget: keeps steps short on any machine, so that a long prompt does not stall the streams beside it.
 
 How long a step takes depends mostly on its number of prompt tokens, and on the machine: 2,048 tokens take 4 seconds on
-two slow cores. After each step, the number of prompt tokens that a step may have is halved if the step took too long,
-and doubled if a full step took so little time that twice as many tokens would be fine. Between these two it stays as it
-is, so it settles.
+two slow cores. The number of prompt tokens that a step may have starts low. It is halved when a step took too long that
+had more than half of them, and doubled when a step that had all of them took so little time that twice as many would be
+fine. Between these two it stays as it is, so it settles.
 
 Short steps cost throughput, because each step reads all weights and serves the running sequences. On two cores with
 AVX512-BF16, 32 prompts of SmolLM2-135M sent at once give 6 % fewer output tokens per second with 1,024 prompt tokens a
@@ -13,10 +13,10 @@ step than with 2,048, 14 % fewer with 512, 25 % fewer with 256 and 34 % fewer wi
 from nanopage.engine.scheduler import Scheduler
 from nanopage.outputs import StepStats
 
-SECONDS = {"cpu": 1.0, "cuda": 0.05}  # that a step should take at most
+SECONDS = {"cpu": 1.0, "cuda": 0.05}  # the longest that a step should take
 START = 512  # before anything is measured
 LEAST = 128
-MARGIN = 2.5  # twice as many tokens take at most so many times as long
+MARGIN = 2.5  # a step with twice as many tokens is assumed to take up to 2.5 times as long
 
 
 class TokenBudget:
@@ -24,7 +24,7 @@ class TokenBudget:
 
     Args:
         scheduler: its present budget stays the upper limit.
-        seconds: that a step should take at most.
+        seconds: the longest that a step should take.
     """
 
     def __init__(self, scheduler: Scheduler, seconds: float):
@@ -40,5 +40,5 @@ class TokenBudget:
         self._set(stats.running)
 
     def _set(self, num_running: int) -> None:
-        # Each running sequence takes a token of the budget before any prompt does.
+        # Each running sequence takes a token of the budget, before any prompt of the same priority does.
         self.scheduler.max_num_batched_tokens = min(self.most, self.prompt_tokens + num_running)

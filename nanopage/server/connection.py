@@ -1,4 +1,4 @@
-"""Connection: uvicorn's HTTP protocol with limits on the head of a request, and without pipelining.
+"""Connection: uvicorn's HTTP protocol with limits on the head of a request and on slow readers, without pipelining.
 
 uvicorn does not limit headers when httptools parses them. Of pipelined requests, it would not notice that the client
 of the first has gone.
@@ -11,14 +11,17 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 MAX_HEAD = 64 << 10  # bytes of the request line and the headers
 HEAD_SECONDS = 30.0  # for a head to arrive, once a connection is open or a request has begun
+READ_SECONDS = 120.0  # for a client to read, once the buffer of what is sent to it is full
 
 
 class Connection(HttpToolsProtocol):
-    """Closes the connection of a client whose request has a head that is too large or too slow, or is pipelined."""
+    """Closes the connection of a client whose request has a head that is too large or too slow, or is pipelined, and of
+    a client that does not read its reply."""
 
     _head_size = 0
     _in_head = True
     _timer: asyncio.TimerHandle | None = None
+    _stalled: asyncio.TimerHandle | None = None  # runs while the client does not read
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
@@ -26,7 +29,16 @@ class Connection(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._end_head()
+        self._end_stall()
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._stalled = self.loop.call_later(READ_SECONDS, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        self._end_stall()
+        super().resume_writing()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
@@ -70,3 +82,8 @@ class Connection(HttpToolsProtocol):
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+
+    def _end_stall(self) -> None:
+        if self._stalled is not None:
+            self._stalled.cancel()
+            self._stalled = None

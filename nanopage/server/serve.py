@@ -150,7 +150,8 @@ class Server(uvicorn.Server):
     """uvicorn, which loads the model once it listens, and lets running requests end.
 
     The first SIGTERM or SIGINT makes /health 503 and refuses new requests. When all others have ended, or after
-    `shutdown_timeout` seconds, the server stops. A second signal stops it now.
+    `shutdown_timeout` seconds, the server stops. A second signal, or the first while the model loads, stops it without
+    this wait.
     """
 
     def __init__(self, config: uvicorn.Config, state: ServerState, engine_args: EngineArgs, shutdown_timeout: float):

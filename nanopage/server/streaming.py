@@ -63,7 +63,8 @@ class EventStream(Response):
         self._last_sent = math.inf  # no comments before the head has been sent
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        # Every event through all layers of the framework would take most of the event loop's time.
+        # Events bypass the framework's layers, which would take most of the event loop's time. `direct` still waits
+        # for a client that reads slowly.
         direct, how = scope["nanopage.send"], GONE
         work = asyncio.create_task(self._send_all(send, direct))
         gone, comments = asyncio.create_task(_until_gone(receive)), asyncio.create_task(self._keep_alive(direct))

@@ -13,7 +13,7 @@ EMPTY_FIELDS = ("refusal", "annotations", "audio", "function_call")  # of the re
 
 
 def chat_prompt(llm: AsyncLLM, body: ChatBody | TokenizeBody) -> dict:
-    """The prompt of a conversation, as text and token ids. May take seconds: call it outside of the event loop.
+    """The prompt of a conversation, as text and token ids. It may take seconds: call it in a thread.
 
     Raises: ApiError naming the field.
     """

@@ -55,9 +55,9 @@ class Compiled:
     """Runs steps with compiled decoder layers and a compiled head, once another process has compiled them.
 
     Switches to compiled code only while no request runs, because it rounds differently. An engine that is never idle
-    stays eager. Compiling starts when a second sequence begins to run: a program that asks only one question would end
-    before compiling pays. A damaged file is compiled again, once. Any other failure is logged once, and steps run
-    eagerly from then on.
+    stays eager. Compiling starts when a second request begins to run, or one runs again after a preemption: a program
+    that asks only one question would end before compiling pays. A damaged file is compiled again, once. Any other
+    failure is logged once, and steps run eagerly from then on.
 
     Args:
         path: the directory or file of the model.
@@ -99,6 +99,8 @@ class Compiled:
         self._num_sequences += len(batch.new)
         if not self.layers and batch.idle:
             self._load_if_ready()
+            if self.layers:
+                logger.info("the decoder layers are compiled: from now on steps use them")
         if not self.layers and self._num_sequences >= 2:
             self.start()
         return bool(self.layers)
