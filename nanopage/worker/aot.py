@@ -18,7 +18,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,24 +29,25 @@ import nanopage
 from nanopage.config import ModelConfig
 from nanopage.kernels.chunks import Chunks
 from nanopage.kernels.cpu.flash_decoding import FlashDecoding, Splits, split
-from nanopage.kernels.reference import LARGEST_ROUNDED_SCORE, ReferenceAttention, attend_chunks, paged_attention
-from nanopage.layers.attention import Attention
+from nanopage.kernels.reference import LARGEST_ROUNDED_SCORE, attend_chunks, paged_attention
 from nanopage.models import find_family
 from nanopage.models.decoder import Decoder
 from nanopage.private_files import check_private, make_private
 from nanopage.step import Batch
 from nanopage.weights import hub
-from nanopage.worker.eager import Output, prepare, reference_attention, run_model
+from nanopage.worker.eager import Inputs, Output, prepare, run_model
 from nanopage.worker.kv_cache import KVCache
 from nanopage.worker.sequence_table import SequenceTable
 
 logger = logging.getLogger("nanopage")
 
 # The compiled parts of a layer:
-#   one, decode          the whole layer, for a single token and for several sequences with one token each
-#   before, tile, after  for steps with prompts: up to the write to the cache; attention of a tile; the rest
-KINDS = ("one", "decode", "before", "tile", "after")
-WITH_WINDOW = ("one", "decode", "tile")  # the kinds that depend on the layer's window
+#   one, decode   the whole layer, for a single token and for several sequences with one token each
+#   before        of a step with prompts: up to the write to the cache
+#   flash, tile   its attention: of the sequences with one token, and of a tile
+#   after         the rest of the layer
+KINDS = ("one", "decode", "before", "flash", "tile", "after")
+WITH_WINDOW = ("one", "decode", "flash", "tile")  # the kinds that depend on the layer's window
 HEAD = "head.pt2"  # the head, for one row
 HEAD_OF_FEW = "head-of-few.pt2"  # the head with int8 weights, for several rows
 
@@ -107,10 +108,7 @@ class Compiled:
 
     def run(self, batch: Batch) -> Output:
         inputs = prepare(batch, self.table)
-        attention = reference_attention(inputs)
-        if len(batch.rows) == len(inputs.input_ids):
-            splits = split(inputs.block_tables, inputs.seq_lens, self.kv_cache.block_size)
-            attention = FlashDecoding(inputs.slot_mapping, splits)
+        attention = compiled_attention(inputs, self.kv_cache.block_size)
         return run_model(self.model, batch, inputs, attention, self.kv_cache, self.table, self.layers, self.head)
 
     def compile(self) -> None:
@@ -243,6 +241,34 @@ def find_file(directory: Path, name: str) -> Path | None:
     return next((file for file in sorted(directory.glob(f"{stem}.*.pt2")) if file.name.count(".") == 2), None)
 
 
+@dataclass(slots=True)
+class MixedAttention:
+    """Attention of a step with prompts, for compiled layers. Its tokens begin with those of the decodes.
+
+    slot_mapping                       int64 [T], as in ReferenceAttention, for all tokens
+    num_decodes, splits                sequences with one token; None if there are none
+    block_tables, query_lens, seq_lens of the other sequences, as in ReferenceAttention
+    """
+
+    slot_mapping: Tensor
+    num_decodes: int
+    splits: Splits | None
+    block_tables: Tensor
+    query_lens: Tensor
+    seq_lens: Tensor
+
+
+def compiled_attention(inputs: Inputs, block_size: int) -> Any:
+    """Attention for compiled layers: FlashDecoding if every sequence has one token, else MixedAttention."""
+    tables, counts, lengths = inputs.block_tables, inputs.query_lens, inputs.seq_lens
+    num_decodes = next((i for i, count in enumerate(counts.tolist()) if count > 1), len(counts))
+    splits = split(tables[:num_decodes], lengths[:num_decodes], block_size) if num_decodes else None
+    if splits is not None and num_decodes == len(counts):
+        return FlashDecoding(inputs.slot_mapping, splits)
+    prompts = tables[num_decodes:], counts[num_decodes:], lengths[num_decodes:]
+    return MixedAttention(inputs.slot_mapping, num_decodes, splits, *prompts)
+
+
 class CompiledLayer:
     """Computes the same as a DecoderLayer, with compiled parts.
 
@@ -261,7 +287,7 @@ class CompiledLayer:
         cos: Tensor,
         sin: Tensor,
         kv_cache: Tensor,
-        attention: Attention,
+        attention: Any,  # FlashDecoding or MixedAttention: compiled code takes their fields
         rows: Tensor | None = None,
     ) -> Tensor:
         if isinstance(attention, FlashDecoding):
@@ -269,10 +295,12 @@ class CompiledLayer:
             inputs = [x, cos, sin, kv_cache, attention.slot_mapping, *tensors_in(attention.splits)]
             x = self.parts[kind]([*inputs, *self.weights])[0]
             return x if rows is None else x[rows]
-        assert isinstance(attention, ReferenceAttention)
         q = self.parts["before"]([x, cos, sin, kv_cache, attention.slot_mapping, *self.weights])[0]
-        tables, lengths = attention.block_tables, (attention.query_lens, attention.seq_lens)
-        attended = paged_attention(q, kv_cache, tables, *lengths, self.window, self._attend)
+        count, prompts = attention.num_decodes, (attention.block_tables, attention.query_lens, attention.seq_lens)
+        attended = paged_attention(q[count:], kv_cache, *prompts, self.window, self._attend)
+        if attention.splits is not None:
+            decodes = self.parts["flash"]([q[:count], kv_cache, *tensors_in(attention.splits), *self.weights])[0]
+            attended = torch.cat((decodes, attended))
         if rows is not None:
             x, attended = x[rows], attended[rows]
         return self.parts["after"]([x, attended, *self.weights])[0]

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from nanopage.config import ModelConfig
 from nanopage.kernels import pages
-from nanopage.kernels.cpu.flash_decoding import FlashDecoding, Splits, split
+from nanopage.kernels.cpu.flash_decoding import FlashDecoding, Splits, flash_decode, split
 from nanopage.kernels.cpu.int8_linear import product_of_few
 from nanopage.kernels.cpu.packed_linear import TILE, matvec
 from nanopage.kernels.cpu.tile_attention import attend_tile
@@ -57,6 +57,9 @@ class _Part(nn.Module):
         if self.kind == "tile":
             q, kv_cache, block_tables, rows, positions, out = inputs
             return attend_tile(q, kv_cache, block_tables, rows, positions, out, self.layer.window)
+        if self.kind == "flash":
+            q, kv_cache, *splits = inputs
+            return flash_decode(q, kv_cache, Splits(*splits), self.layer.window).to(q.dtype)
         x, cos, sin, kv_cache, slot_mapping, *splits = inputs
         if self.kind == "before":
             q, k, v = self.layer.before(x, cos, sin)
@@ -128,7 +131,7 @@ def example(config: ModelConfig, dtype: torch.dtype, block_size: int, kind: str)
     """
     from torch.export import Dim
 
-    num_tokens = {"one": 1, "decode": 16}.get(kind, 90)
+    num_tokens = {"one": 1, "decode": 16, "flash": 16}.get(kind, 90)
     many, any_size = None if kind == "one" else Dim.DYNAMIC, Dim.DYNAMIC
     x = torch.zeros(num_tokens, config.hidden_size, dtype=dtype)
     cos, sin = torch.zeros(2, num_tokens, 1, config.head_dim // 2, dtype=dtype)
@@ -141,8 +144,11 @@ def example(config: ModelConfig, dtype: torch.dtype, block_size: int, kind: str)
         any_table = {0: any_size, 1: any_size}
         inputs = [q, kv_cache, tables, rows, rows.int(), q.clone()]
         return inputs, [{0: many}, {1: any_size}, any_table, any_table, any_table, {0: many}]
-    inputs = [x, cos, sin, kv_cache, torch.zeros(num_tokens, dtype=torch.int64)]
-    dims = [{0: many}, {0: many}, {0: many}, {1: any_size}, {0: many}]
+    if kind == "flash":
+        inputs, dims = [q, kv_cache], [{0: many}, {1: any_size}]
+    else:
+        inputs = [x, cos, sin, kv_cache, torch.zeros(num_tokens, dtype=torch.int64)]
+        dims = [{0: many}, {0: many}, {0: many}, {1: any_size}, {0: many}]
     if kind != "before":
         seq_lens = torch.full((num_tokens,), 1000)
         tables = torch.zeros(num_tokens, -(-1000 // block_size), dtype=torch.int64)

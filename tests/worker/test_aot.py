@@ -19,7 +19,6 @@ from transformers import AutoModelForCausalLM
 from nanopage import EngineConfig, LLMEngine, SamplingParams
 from nanopage.build import build_engine
 from nanopage.engine.schedule import Schedule
-from nanopage.kernels.cpu.flash_decoding import FlashDecoding, split
 from nanopage.kernels.cpu.packed_linear import can_pack
 from nanopage.layers.linear import Linear
 from nanopage.layers.packed import PackedLinear, pack
@@ -182,7 +181,7 @@ def test_compiled_layers_of_int8_weights_equal_the_eager_ones(tmp_path, cache):
     model = tiny_model(tmp_path, hidden_size=96, num_attention_heads=6, mlp_bias=True, tie_word_embeddings=True)
     compiled = compiled_of(model, quantization="int8")
     compiled.compile()
-    assert kinds_in(compiled.directory) == {"head", "head-of-few", "before", "after", "one", "decode", "tile"}
+    assert kinds_in(compiled.directory) == {"head", "head-of-few", "before", "after", "one", "decode", "flash", "tile"}
     assert_compiled_equals_eager(model, (LENGTHS, [3, 3], [17, 1], [1] * 9), "int8")
     engines = [engine_of(model, quantization="int8", enforce_eager=eager) for eager in (True, False)]
     assert compiled_in(engines[1]).head.of_few is not None
@@ -248,9 +247,7 @@ def test_the_last_layer_computes_only_the_rows_that_are_asked_for(model, directo
         made.cache.move(batch)
         made.table.update(batch)
         inputs = prepare(batch, made.table)
-        attention = reference_attention(inputs)
-        if compiled and set(lengths) == {1}:
-            attention = FlashDecoding(inputs.slot_mapping, split(inputs.block_tables, inputs.seq_lens, 8))
+        attention = aot.compiled_attention(inputs, 8) if compiled else reference_attention(inputs)
         everything = inputs.input_ids, inputs.positions, made.cache.tensor, attention
         layers = made.way.layers if compiled else None
         for rows in ([sum(lengths) - 1, 0][: len(lengths)], [0]):
@@ -294,8 +291,8 @@ def test_a_prompt_in_chunks_of_which_most_sample_nothing(model, directory):
 
 
 def test_there_is_a_file_for_each_kind_of_step_and_window_not_for_each_layer(directory):
-    kinds = {"head", "before", "after", "one-window-7", "decode-window-7", "tile-window-7"}
-    assert kinds_in(directory) == (kinds | {"one", "decode", "tile"} if LONG else kinds)
+    kinds = {"head", "before", "after", "one-window-7", "decode-window-7", "flash-window-7", "tile-window-7"}
+    assert kinds_in(directory) == (kinds | {"one", "decode", "flash", "tile"} if LONG else kinds)
 
 
 SERVE = """
