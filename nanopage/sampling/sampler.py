@@ -50,7 +50,7 @@ class Sampler:
         """
         checks: list[Check] | None = [] if self.defer else None
         changed = self.constraints.apply(at_least_float32(logits), rows, positions)
-        tokens = self.sample(self._penalize(changed, rows), rows, positions, checks)
+        tokens = self.sample(self._penalize(changed, rows, positions), rows, positions, checks)
         return Samples(self.table, tokens, logits, rows, positions, checks or [])
 
     def needs_more_than_noise(self, rows: np.ndarray) -> bool:
@@ -58,20 +58,24 @@ class Sampler:
         sampling = self.table.sampling
         return bool((sampling.constrained | sampling.penalized | sampling.truncated)[rows].any())
 
-    def _penalize(self, logits: Tensor, rows: np.ndarray) -> Tensor:
+    def _penalize(self, logits: Tensor, rows: np.ndarray, positions: np.ndarray) -> Tensor:
         """Apply the penalties of the rows that have some. Returns a copy if anything changes."""
         sampling = self.table.sampling
         which = np.flatnonzero(sampling.penalized[rows])
         if not len(which):
             return logits
-        table_rows = rows[which]
-        if len(which) == len(rows):
-            index = to_device(torch.from_numpy(table_rows), logits.device)
-            return sampling.counts.penalize(logits, table_rows, [penalty[index] for penalty in sampling.penalties])
-        some, index = to_device(torch.from_numpy(np.stack([which, table_rows])), logits.device)
+        table_rows, lengths = rows[which], positions[which]
+        inputs = to_device(torch.from_numpy(np.stack([which, table_rows, lengths])), logits.device)
+        some, index, length = inputs
+        most = int(lengths.max())
+        tokens = self.table.tokens[:, :most].index_select(0, index).long()
+        known = torch.arange(most, device=logits.device) < length[:, None]
+        tokens = torch.where(known, tokens, tokens[:, :1])
         penalties = [penalty[index] for penalty in sampling.penalties]
+        if len(which) == len(rows):
+            return sampling.counts.penalize(logits, table_rows, tokens, penalties)
         logits = logits.clone()
-        logits[some] = sampling.counts.penalize(logits[some], table_rows, penalties)
+        logits[some] = sampling.counts.penalize(logits[some], table_rows, tokens, penalties)
         return logits
 
     def sample(

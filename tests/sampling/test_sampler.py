@@ -95,7 +95,7 @@ def sample(logits, batch) -> torch.Tensor:
 def constrain(logits, batch) -> torch.Tensor:
     """The logits with constraints and penalties."""
     made, rows, positions = sampler_of(batch, logits.shape[1])
-    return made._penalize(made.constraints.apply(logits, rows, positions), rows)
+    return made._penalize(made.constraints.apply(logits, rows, positions), rows, positions)
 
 
 def table_of(logits, token, wanted):
@@ -874,7 +874,7 @@ class Table:
             self.samples.settle()
         positions = np.array([seq.position for seq in batch])
         made = self.sampler
-        got = made._penalize(made.constraints.apply(logits, np.array(rows), positions), np.array(rows))
+        got = made._penalize(made.constraints.apply(logits, np.array(rows), positions), np.array(rows), positions)
         expected = np.stack([naive_constraints(row.numpy(), seq) for row, seq in zip(logits, batch, strict=True)])
         np.testing.assert_allclose(got.numpy(), expected, rtol=1e-12, atol=1e-12)
         self.samples = made(logits, np.array(rows), positions)
@@ -942,7 +942,7 @@ def test_counts_take_no_more_memory_than_rows_that_had_them_at_once():
         for row in (turn % 8, (turn + 3) % 8):
             table.add(row, sequence(prompt=[row, turn], seed=turn, **PENALTIES if turn % 3 else {}))
             table.step([row])
-    assert len(table.table.sampling.counts.seen) <= 8
+    assert len(table.table.sampling.counts.output) <= 8
 
 
 def test_the_settings_of_a_row_are_those_of_the_sequence_that_has_it_now():

@@ -189,20 +189,18 @@ def test_any_batches_leave_in_the_table_what_they_would_leave_in_lists(seed):
 # Counts of tokens
 
 
-def counted(counts: TokenCounts, row: int) -> tuple[dict[int, int], set[int]]:
-    """({token: how often it is in the output}, tokens seen at all) of a row."""
-    entry = counts._entries[row]
-    output = {token: n for token, n in enumerate(counts.output[entry].tolist()) if n}
-    return output, set(counts.seen[entry].nonzero().flatten().tolist())
+def counted(counts: TokenCounts, row: int) -> dict[int, int]:
+    """{token: how often it is in the output} of a row."""
+    return {token: n for token, n in enumerate(counts.output[counts._entries[row]].tolist()) if n}
 
 
 def test_counts_tell_the_prompt_from_the_output():
     counts = TokenCounts(10, CPU)
     counts.add(4, torch.tensor([1, 1, 2, 3, 3, 1]), 3)
-    assert counted(counts, 4) == ({3: 2, 1: 1}, {1, 2, 3})
+    assert counted(counts, 4) == {3: 2, 1: 1}
     counts.add(0, torch.tensor([7]), 1)
-    assert counted(counts, 0) == ({}, {7})
-    assert counted(counts, 4) == ({3: 2, 1: 1}, {1, 2, 3})
+    assert counted(counts, 0) == {}
+    assert counted(counts, 4) == {3: 2, 1: 1}
 
 
 def test_sampled_tokens_are_counted_and_no_token_counts_as_token_0():
@@ -211,8 +209,8 @@ def test_sampled_tokens_are_counted_and_no_token_counts_as_token_0():
     counts.add(2, torch.tensor([5, 6]), 1)
     counts.count(np.array([2, 4]), torch.tensor([6, 9]))
     counts.count(np.array([4]), torch.tensor([-1]))
-    assert counted(counts, 2) == ({6: 2}, {5, 6})
-    assert counted(counts, 4) == ({9: 1, 0: 1}, {0, 1, 9})
+    assert counted(counts, 2) == {6: 2}
+    assert counted(counts, 4) == {9: 1, 0: 1}
 
 
 def test_a_fork_counts_only_the_tokens_it_shares():
@@ -221,14 +219,14 @@ def test_a_fork_counts_only_the_tokens_it_shares():
     table.update(Batch(new=[new(1, [1, 2, 3, 3, 4], 2, presence_penalty=1.0), new(2, [6], 1)]))
     table.update(Batch(forks=[Fork(1, 3, 4, 0), Fork(1, 5, 1, 0), Fork(1, 0, 5, 0), Fork(2, 4, 1, 0)]))
     counts = table.sampling.counts
-    assert counted(counts, 3) == ({3: 2}, {1, 2, 3})
-    assert counted(counts, 5) == ({}, {1})
-    assert counted(counts, 0) == counted(counts, 1) == ({3: 2, 4: 1}, {1, 2, 3, 4})
+    assert counted(counts, 3) == {3: 2}
+    assert counted(counts, 5) == {}
+    assert counted(counts, 0) == counted(counts, 1) == {3: 2, 4: 1}
     counts.count(np.array([3]), torch.tensor([2]))
     counts.count(np.array([1]), torch.tensor([8]))
-    assert counted(counts, 3) == ({3: 2, 2: 1}, {1, 2, 3})
-    assert counted(counts, 1) == ({3: 2, 4: 1, 8: 1}, {1, 2, 3, 4, 8})
-    assert counted(counts, 0) == ({3: 2, 4: 1}, {1, 2, 3, 4})
+    assert counted(counts, 3) == {3: 2, 2: 1}
+    assert counted(counts, 1) == {3: 2, 4: 1, 8: 1}
+    assert counted(counts, 0) == {3: 2, 4: 1}
     table.update(Batch(forks=[Fork(2, 3, 1, 0)]))
     assert not {2, 3, 4} & counts._entries.keys()
 
@@ -237,11 +235,11 @@ def test_an_entry_that_was_dropped_is_used_again_from_zero():
     counts = TokenCounts(10, CPU)
     for row in range(4):
         counts.add(row, torch.tensor([row, row]), 1)
-    size = len(counts.seen)
+    size = len(counts.output)
     counts.drop(2)
     counts.drop(2)
     counts.drop(9)
     counts.add(7, torch.tensor([4]), 1)
-    assert len(counts.seen) == size
-    assert counted(counts, 7) == ({}, {4})
-    assert [counted(counts, row) for row in (0, 1, 3)] == [({row: 1}, {row}) for row in (0, 1, 3)]
+    assert len(counts.output) == size
+    assert counted(counts, 7) == {}
+    assert [counted(counts, row) for row in (0, 1, 3)] == [{row: 1} for row in (0, 1, 3)]
