@@ -95,6 +95,7 @@ class Server:
             "prompt": work.prompt,
             "max_tokens": work.output_len,
             "temperature": 0,
+            "repetition_penalty": 1.0,  # the model's generation_config.json may set one
             "ignore_eos": True,
             "stream": True,
             "stream_options": {"include_usage": True},

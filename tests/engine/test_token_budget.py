@@ -24,11 +24,18 @@ def run(seconds_of, num_running=0, steps=30, most=2048, target=1.0):
 @pytest.mark.parametrize("fixed", [0, 0.01])
 def test_steps_become_as_long_as_they_may_be_and_the_budget_settles(rate, fixed):
     history = run(lambda n: fixed + n / rate)
-    assert history[0] == START and len(set(history[10:])) == 1
+    assert history[0] == START and max(history[15:]) - min(history[15:]) <= 2
     tokens = history[-1]
     assert LEAST <= tokens <= 2048
-    assert fixed + tokens / rate <= 1.0 or tokens == LEAST
-    assert (fixed + tokens / rate) * 2.5 >= 1.0 or tokens == 2048  # a larger one might be too large
+    assert fixed + tokens / rate <= 1.02 or tokens == LEAST
+    assert fixed + tokens / rate >= 0.98 or tokens == 2048
+
+
+def test_one_slow_step_halves_the_budget_at_most_and_it_recovers():
+    seconds = iter([0.3] * 10 + [60.0] + [0.3] * 10)
+    history = run(lambda n: next(seconds) * n / 512, steps=21, target=0.3)
+    assert history[10] == START and START // 2 <= history[11] < START // 2 + 10
+    assert history[-1] >= START - 2
 
 
 def test_running_sequences_do_not_take_the_tokens_of_prompts():
