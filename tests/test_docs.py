@@ -218,3 +218,12 @@ def test_vllm_md_lists_every_metric():
     table = text[text.index("| `vllm:` | |") :].split("\n\n")[0]
     snapshot = Metrics("model", {"block_size": 16}).snapshot(num_running=0, num_waiting=0)
     assert set(re.findall(r"`(\w+)`", table)) - {"finished_reason"} == {m.name.removeprefix("vllm:") for m in snapshot}
+
+
+def test_every_test_of_the_conformance_table_exists():
+    text = (ROOT / "docs" / "conformance.md").read_text()
+    names = re.findall(r"`(?:(tests/[\w/]+\.py)::)?(test_\w+)`", text)
+    assert len(names) > 60
+    for file, name in names:
+        files = [ROOT / file] if file else [*ROOT.glob("tests/server/test_*.py")]
+        assert any(re.search(rf"^def {name}\(", each.read_text(), re.MULTILINE) for each in files), name

@@ -4,8 +4,10 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -16,16 +18,20 @@ import nanopage
 from nanopage.async_llm import AsyncLLM, EngineDeadError
 from nanopage.engine.input_processor import PromptTooLongError
 from nanopage.metrics import Metric
+from nanopage.params import SamplingParams
 from nanopage.server.chat import Chat
 from nanopage.server.completions import Completions
 from nanopage.server.errors import ApiError, from_http, from_validation, invalid, json_response
 from nanopage.server.generation import too_long
 from nanopage.server.metrics import CONTENT_TYPE, ServerMetrics
-from nanopage.server.middleware import Gate
-from nanopage.server.protocol import ChatBody, CompletionBody, DetokenizeBody, ResponsesBody, TokenizeBody
+from nanopage.server.middleware import OPEN_PATHS, Gate
+from nanopage.server.protocol import ChatBody, CompletionBody, DetokenizeBody, ResponsesBody, SamplingBody, TokenizeBody
 from nanopage.server.responses import Responses
 from nanopage.server.streaming import GONE, ClientGoneError, EventStream, unless_gone
 from nanopage.server.templates import chat_prompt
+
+if TYPE_CHECKING:
+    from nanopage.server.tracing import Tracer
 
 logger = logging.getLogger("nanopage")
 
@@ -51,6 +57,8 @@ class ServerState:
         max_queue_tokens: most prompt tokens of requests that wait, unless there is only one call.
         stall_seconds: after how long a step counts as hung.
         strict_fields: refuse fields that are not known.
+        salt_per_key: keep the cached prefixes of clients with different API keys apart.
+        tracer: gets every request that has ended.
         llm: None while the model loads.
         error: why it could not be loaded.
     """
@@ -60,6 +68,8 @@ class ServerState:
     max_queue_tokens: int = 1_000_000
     stall_seconds: float = 120.0
     strict_fields: bool = False
+    salt_per_key: bool = False
+    tracer: "Tracer | None" = None
     llm: AsyncLLM | None = None
     error: str | None = None
     draining: bool = False
@@ -124,11 +134,13 @@ def create_app(
     state: ServerState,
     api_keys: list[str] | None = None,
     hosts: list[str] | None = None,
+    public_metrics: bool = False,
 ) -> Gate:
     """The server as an ASGI application.
 
     Args:
         api_keys, hosts: as in Gate.
+        public_metrics: /metrics needs no key.
     """
     app = FastAPI(
         title="nanopage",
@@ -243,7 +255,8 @@ def create_app(
 
     server_metrics = ServerMetrics(state.metrics, state.replies, lambda: state.num_disconnects)
     paths = [route.path for route in app.routes if hasattr(route, "path")]
-    return Gate(app, api_keys or [], hosts or [], state.replies, paths)
+    open_paths = [*OPEN_PATHS, "/metrics"] if public_metrics else OPEN_PATHS
+    return Gate(app, api_keys or [], hosts or [], state.replies, paths, open_paths)
 
 
 async def _generate(
@@ -257,6 +270,8 @@ async def _generate(
     llm = state.require()
     name = state.model_name(body.model)
     headers = _ignored_header(body.check_unknown(state.strict_fields))
+    if state.salt_per_key:
+        body.cache_salt = f"{request.scope['nanopage.key']} {body.cache_salt or ''}"
     call = kind(llm, body, name)  # type: ignore[arg-type]
     entering = [_size(prompt) for prompt in call.prompts]
     state.enter(llm, entering)
@@ -278,6 +293,8 @@ async def _generate(
     finally:
         while entering:
             state.leave(entering)
+    if state.tracer is not None:
+        generation.on_finish = partial(state.tracer.record, params=call.params, headers=request.headers)
     if body.stream:
         return EventStream(call.chunks(generation), headers, end)
     how = "complete"
@@ -320,7 +337,14 @@ def _model(state: ServerState, name: str) -> dict:
         "root": state.model_names[0],
         "parent": None,
         "max_model_len": None if llm is None else llm.engine.max_model_len,
+        "default_sampling_params": {} if llm is None else changed_defaults(llm),
     }
+
+
+def changed_defaults(llm: AsyncLLM) -> dict[str, Any]:
+    """The parameters that the model's generation_config.json changes for requests that leave them out."""
+    given, plain = asdict(llm.engine.default_sampling_params), asdict(SamplingParams())
+    return {name: value for name, value in given.items() if value != plain[name] and name in SamplingBody.model_fields}
 
 
 def _not_served(path: str, why: str) -> Callable:

@@ -21,10 +21,13 @@ class Generation:
 
     Args:
         streams: one for each prompt.
+
+    `on_finish` is called with the last output of each request that has ended, before it is read.
     """
 
     def __init__(self, streams: list[RequestStream]):
         self.streams = streams
+        self.on_finish: Callable[[RequestOutput], None] | None = None
 
     async def aclose(self) -> None:
         for stream in self.streams:
@@ -37,7 +40,7 @@ class Generation:
         """
         if len(self.streams) == 1:
             async for output in self.streams[0]:
-                yield 0, _check(output)
+                yield 0, self._check(output)
             return
         news: asyncio.Queue[tuple[int, RequestOutput | EngineDeadError]] = asyncio.Queue(len(self.streams))
         readers = [asyncio.create_task(_read(i, stream, news)) for i, stream in enumerate(self.streams)]
@@ -48,13 +51,22 @@ class Generation:
                 if isinstance(item, EngineDeadError):
                     raise item
                 unfinished -= item.finished
-                yield index, _check(item)
+                yield index, self._check(item)
         finally:
             for reader in readers:
                 reader.cancel()
             for reader in readers:
                 with contextlib.suppress(asyncio.CancelledError):
                     await reader
+
+    def _check(self, output: RequestOutput) -> RequestOutput:
+        if output.finished and self.on_finish is not None:
+            self.on_finish(output)
+        if output.error is not None:
+            logger.error(f"request {output.request_id} failed: {output.error}")
+            message = f"the request could not be completed: the server's log has the reason, for {output.request_id}"
+            raise ApiError(500, message, code="request_failed")
+        return output
 
     async def final(self) -> list[RequestOutput]:
         """The last output of each request, in the order of the prompts. Raises as iterating."""
@@ -107,11 +119,3 @@ async def _read(index: int, stream: RequestStream, news: asyncio.Queue) -> None:
             await news.put((index, output))
     except EngineDeadError as error:
         await news.put((index, error))
-
-
-def _check(output: RequestOutput) -> RequestOutput:
-    if output.error is not None:
-        logger.error(f"request {output.request_id} failed: {output.error}")
-        message = f"the request could not be completed: the server's log has the reason, for {output.request_id}"
-        raise ApiError(500, message, code="request_failed")
-    return output

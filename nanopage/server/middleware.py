@@ -30,6 +30,7 @@ class Gate:
             server under a name of its own (DNS rebinding). Empty: any. It need not be checked where a key is needed.
         replies: counts (method, path, status) of replies.
         paths: those that `replies` tells apart; all others are counted as "other".
+        open_paths: those that need no key.
     """
 
     def __init__(
@@ -39,8 +40,9 @@ class Gate:
         hosts: Sequence[str],
         replies: Counter[tuple[str, str, str]],
         paths: Sequence[str],
+        open_paths: Sequence[str] = OPEN_PATHS,
     ):
-        self.app, self.hosts, self.replies, self.paths = app, hosts, replies, paths
+        self.app, self.hosts, self.replies, self.paths, self.open_paths = app, hosts, replies, paths, open_paths
         self.digests = [_digest(key.encode()) for key in api_keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -65,7 +67,7 @@ class Gate:
 
         try:
             self._check_host(headers)
-            self._check_key(path, headers)
+            scope["nanopage.key"] = self._check_key(path, headers)
             body = await _read_body(headers, receive)
             if body is not None:
                 scope["nanopage.send"] = send
@@ -83,15 +85,17 @@ class Gate:
                 403, "the Host header names another host: start the server with --allowed-host", code="host_not_allowed"
             )
 
-    def _check_key(self, path: str, headers: dict[bytes, bytes]) -> None:
-        if not self.digests or path in OPEN_PATHS:
-            return
+    def _check_key(self, path: str, headers: dict[bytes, bytes]) -> str:
+        """A name for the key that the client has; empty where none is needed. Raises: ApiError."""
+        if not self.digests or path in self.open_paths:
+            return ""
         scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
         digest = _digest(key.strip())
         # All are compared, so that the time tells nothing.
         matches = [hmac.compare_digest(digest, known) for known in self.digests]
         if scheme.lower() != b"bearer" or not any(matches):
             raise ApiError(401, "the API key is missing or wrong (Authorization: Bearer KEY)", code="invalid_api_key")
+        return digest.hex()[:16]
 
 
 def _digest(key: bytes) -> bytes:

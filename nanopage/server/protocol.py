@@ -263,6 +263,7 @@ class ResponsesBody(Body):
     temperature: float | None = None
     top_p: float | None = None
     stream: bool = False
+    cache_salt: str | None = None
     metadata: dict[str, Any] = {}
     tools: list[Any] = []
     text: dict[str, Any] = {}

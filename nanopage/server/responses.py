@@ -8,6 +8,7 @@ from typing import Any
 
 from nanopage.async_llm import AsyncLLM, EngineDeadError
 from nanopage.outputs import CompletionOutput, RequestOutput
+from nanopage.params import SamplingParams
 from nanopage.server.chat import Chat
 from nanopage.server.choices import changes, usage
 from nanopage.server.errors import ApiError
@@ -29,7 +30,7 @@ class Responses:
         self.messages = _messages(body)
         self.num_added = len(self.messages) - (1 if isinstance(body.input, str) else len(body.input))
         fields: dict[str, Any] = {"messages": self.messages, "max_tokens": body.max_output_tokens}
-        for name in ("temperature", "top_p", "stream"):
+        for name in ("temperature", "top_p", "stream", "cache_salt"):
             fields[name] = getattr(body, name)
         try:
             self.chat = Chat(llm, ChatBody(**fields), model)
@@ -41,6 +42,10 @@ class Responses:
     @property
     def prompts(self) -> list[str]:
         return self.chat.prompts
+
+    @property
+    def params(self) -> SamplingParams:
+        return self.chat.params
 
     async def start(self, entered: Callable[[], None]) -> Generation:
         """Put the conversation into the engine. Arguments and errors are those of `generation.start`."""

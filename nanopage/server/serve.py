@@ -9,15 +9,20 @@ import ssl
 import sys
 import threading
 import time
+import urllib.parse
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import uvicorn
 
 from nanopage.async_llm import AsyncLLM
 from nanopage.engine_args import EngineArgs, FlexibleArgumentParser
-from nanopage.server.app import ServerState, create_app
+from nanopage.server.app import ServerState, changed_defaults, create_app
 from nanopage.server.connection import Connection
 from nanopage.server.middleware import LOCAL_HOSTS
+
+if TYPE_CHECKING:
+    from nanopage.server.tracing import Tracer
 
 logger = logging.getLogger("nanopage")
 
@@ -36,6 +41,8 @@ def main(arguments: list[str]) -> int:
     keys = [key for key in keys if key]
     if bool(args.ssl_keyfile) != bool(args.ssl_certfile):
         raise ValueError("--ssl-keyfile and --ssl-certfile need each other")
+    if args.salt_per_key and not keys:
+        raise ValueError("--salt-per-key needs --api-key")
     if args.uds is None and args.host not in ("localhost", "127.0.0.1", "::1") and not keys and not args.insecure:
         raise ValueError(
             f"--host {args.host}: anyone who reaches this address could use the server. Give --api-key, or --insecure "
@@ -43,10 +50,11 @@ def main(arguments: list[str]) -> int:
         )
     engine_args = EngineArgs.from_cli_args(args)
     names = args.served_model_name or [default_name(args.model)]
-    state = ServerState(names, args.max_queue, args.max_queue_tokens, args.stall_timeout, args.strict_fields)
+    limits = args.max_queue, args.max_queue_tokens, args.stall_timeout
+    state = ServerState(names, *limits, args.strict_fields, args.salt_per_key, _tracer(args.otlp_traces_endpoint))
     hosts = [] if args.uds or args.insecure else [*LOCAL_HOSTS, *map(str.lower, args.allowed_host)]
     config = uvicorn.Config(
-        create_app(state, keys, hosts),
+        create_app(state, keys, hosts, args.public_metrics),
         host=args.host,
         port=args.port,
         uds=args.uds,
@@ -65,6 +73,8 @@ def main(arguments: list[str]) -> int:
     )
     server = Server(config, state, engine_args, args.shutdown_timeout)
     server.run()
+    if state.tracer is not None:
+        state.tracer.shutdown()
     code = 0 if state.error is None else 1
     if server.is_busy():  # loading, or in a step that hangs: Python would wait for the thread
         sys.stdout.flush()
@@ -117,8 +127,27 @@ def parser() -> argparse.ArgumentParser:
     )
     group.add_argument("--timeout-keep-alive", type=int, default=5, help="seconds that an idle connection stays open")
     group.add_argument("--strict-fields", action="store_true", help="refuse fields that are not known")
+    group.add_argument("--public-metrics", action="store_true", help="/metrics needs no key")
+    group.add_argument(
+        "--salt-per-key", action="store_true", help="keep the cached prefixes of clients with different keys apart"
+    )
+    group.add_argument(
+        "--otlp-traces-endpoint", metavar="URL", help="send OpenTelemetry traces there, by OTLP over HTTP (extra otel)"
+    )
     EngineArgs.add_cli_args(parser.add_argument_group("engine (see EngineConfig)"))
     return parser
+
+
+def _tracer(url: str | None) -> "Tracer | None":
+    if url is None:
+        return None
+    try:
+        from nanopage.server.tracing import Tracer
+    except ImportError as error:
+        raise ValueError(f"--otlp-traces-endpoint: {error}; pip install 'nanopage[otel]'") from None
+    if urllib.parse.urlsplit(url).scheme not in ("http", "https"):
+        raise ValueError(f"--otlp-traces-endpoint {url}: not a URL such as http://localhost:4318/v1/traces")
+    return Tracer.to_endpoint(url)
 
 
 def _port(text: str) -> int:
@@ -180,6 +209,8 @@ class Server(uvicorn.Server):
     def _load(self) -> None:
         try:
             self.state.llm = AsyncLLM.from_engine_args(self.engine_args)
+            if changed := changed_defaults(self.state.llm):
+                logger.info(f"requests without these parameters get those of generation_config.json: {changed}")
             print(self._ready_line(), flush=True)
         except BaseException as error:  # what tokenizers raises when Rust panics is not an Exception
             self.state.error = str(error) or type(error).__name__

@@ -5,14 +5,18 @@ import contextlib
 import dataclasses
 import json
 import threading
+import time
 
 import pytest
 from asgi import call
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import SpanKind
 
 from nanopage import LLM, AsyncLLM, EngineArgs, SamplingParams
 from nanopage.server import middleware, protocol, streaming
 from nanopage.server.app import ServerState, create_app
 from nanopage.server.protocol import REFUSED
+from nanopage.server.tracing import Tracer
 
 OPTIONS = {
     "dtype": "float64",
@@ -340,6 +344,16 @@ def test_models_and_aliases(app):
         assert (reply.status, reply.error["code"], reply.error["param"]) == (404, "model_not_found", "model")
 
 
+def test_the_defaults_of_generation_config_are_shown(app, llm, monkeypatch):
+    assert get(app, "/v1/models/tiny").json["default_sampling_params"] == {}
+    defaults = SamplingParams(temperature=0.6, repetition_penalty=1.1)
+    monkeypatch.setattr(llm.engine, "default_sampling_params", defaults)
+    assert get(app, "/v1/models").json["data"][1]["default_sampling_params"] == {
+        "temperature": 0.6,
+        "repetition_penalty": 1.1,
+    }
+
+
 def test_tokens_go_both_ways(app, offline):
     ids = offline.engine.tokenizer.encode("the café")
     reply = post(app, "/tokenize", {"prompt": "the café", "return_token_strs": True}).json
@@ -598,6 +612,30 @@ def test_everything_but_health_and_the_page_needs_the_key(state):
     assert get(app, "/api/health", root_path="/api").status == 200
 
 
+def test_metrics_need_no_key_if_they_are_public(state):
+    app = create_app(state, api_keys=["secret"], public_metrics=True)
+    assert get(app, "/metrics").status == get(app, "/health").status == 200
+    assert get(app, "/version").status == get(app, "/metrics/").status == 401
+
+
+@pytest.mark.parametrize("path", [TEXT, CHAT, "/v1/responses"])
+def test_each_key_can_have_its_own_prefixes(state, path):
+    text = "the cat and the dog in the house " * 3
+    state.salt_per_key = True
+    app = create_app(state, api_keys=["one", "two"])
+
+    def cached(key, salt=None):
+        prompt = {TEXT: {"prompt": text}, CHAT: {"messages": [{"role": "user", "content": text}]}}
+        body = prompt.get(path, {"input": text}) | {"temperature": 0, "cache_salt": salt}
+        body["max_output_tokens" if path == "/v1/responses" else "max_tokens"] = 1
+        usage = post(app, path, body, headers={"authorization": f"Bearer {key}"}).json["usage"]
+        return (usage.get("prompt_tokens_details") or usage["input_tokens_details"])["cached_tokens"]
+
+    state.llm.engine.reset_prefix_cache()
+    assert cached("one") == cached("two") == cached("one", "salt") == 0
+    assert min(cached("one"), cached("two"), cached("one", "salt")) > 0 and cached("two", "salt") == 0
+
+
 def test_a_page_elsewhere_cannot_reach_a_local_server(app):
     for host in ("evil.example", "localhost.evil.example", "", "localhost:80:90"):
         reply = get(app, "/v1/models", headers={"host": host})
@@ -808,6 +846,30 @@ def test_metrics_have_the_names_that_dashboards_look_for(app):
     assert families["vllm:cache_config_info"].samples[0].labels["block_size"] == "8"
     requests = {(s.labels["handler"], s.labels["status"]) for s in families["http_requests"].samples}
     assert (CHAT, "200") in requests and ("other", "404") in requests
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_trace_has_a_span_for_each_request(state, stream):
+    exporter = InMemorySpanExporter()
+    state.tracer = Tracer(exporter)
+    parent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+    body = {"prompt": ["the cat", "a secret dog"], "stream": stream, "top_p": 0.5, **GREEDY}
+    before = time.time_ns()
+    assert post(create_app(state), TEXT, body, headers={"traceparent": parent}).status == 200
+    assert post(create_app(state), TEXT, {"prompt": "a", "temperature": -1}).status == 400
+    state.tracer.shutdown()
+    spans = exporter.get_finished_spans()
+    assert [span.name for span in spans] == ["llm_request"] * 2
+    for span in spans:
+        assert span.kind is SpanKind.SERVER and span.parent.span_id == 0xB7AD6B7169203331
+        assert before <= span.start_time < span.end_time <= time.time_ns()
+        values = {name.removeprefix("gen_ai."): value for name, value in span.attributes.items()}
+        assert (values["request.max_tokens"], values["request.top_p"], values["request.n"]) == (8, 0.5, 1)
+        assert values["usage.completion_tokens"] == 8 and values["usage.prompt_tokens"] > 0
+        waiting, first = values["latency.time_in_queue"], values["latency.time_to_first_token"]
+        assert 0 <= waiting < first < values["latency.e2e"]
+        assert first == pytest.approx(waiting + values["latency.time_in_model_prefill"])
+        assert "secret" not in str(span.attributes)
 
 
 def test_a_log_line_says_nothing_of_the_prompt(app, caplog):

@@ -219,6 +219,8 @@ def test_an_idle_server_takes_no_cpu_time_and_listens_only_where_it_should(serve
         (["--port", "99999"], "99999"),
         (["--shutdown-timeout", "nan"], "nan"),
         (["--ssl-keyfile", "x"], "--ssl-certfile"),
+        (["--salt-per-key"], "--api-key"),
+        (["--otlp-traces-endpoint", "localhost:4318"], "--otlp-traces-endpoint"),
     ],
 )
 def test_what_cannot_work_is_a_message_and_an_exit_code(tmp_path, options, name):
