@@ -233,7 +233,9 @@ class LLM:
         more than `n`, or with RequestOutputKind.FINAL_ONLY, only one at the end.
 
         `output.outputs[0].delta` is the new text; the deltas add up to the final text. Closing the iterator, or
-        leaving its loop, aborts the request. Raises as `generate`, before anything runs.
+        leaving its loop, aborts the request. A request that fails ends with an output that has `error`.
+
+        Raises: ValueError or TypeError for a bad argument, before anything runs; what the engine raises.
         """
         if isinstance(prompt, list) and prompt and isinstance(prompt[0], dict):
             prompt = self._chat_prompt(cast(list[dict], prompt))

@@ -42,7 +42,7 @@ class RequestMetrics:
 class CompletionOutput:
     """One completion so far. `text` and `token_ids` are cumulative; `delta` is the text added since the last output.
 
-    `finish_reason` is None while running, else "stop", "length", "abort" or "error" (RequestOutput.error says which);
+    `finish_reason` is None while running, else "stop", "length", "abort" or "error" (RequestOutput.error says why);
     `stop_reason` is the stop string or stop token id that ended it (None for end-of-sequence). `logprobs` and
     `cumulative_logprob` are None unless requested; where completions compete there is always a `cumulative_logprob`.
     `score` is what a beam search ranks by.

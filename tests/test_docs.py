@@ -77,7 +77,7 @@ def test_the_readme_is_short_and_counts_the_reading_path_and_its_helpers():
     text = (ROOT / "README.md").read_text()
     assert len(text.splitlines()) < 200
     begin, middle = text.index("| file | what it does |"), text.index("Their most important helpers are")
-    helpers = text[middle : text.index("[docs/map.md](docs/map.md) lists every file")]
+    helpers = text[middle : text.index("[docs/map.md](docs/map.md) lists every module")]
     path = [ROOT / target for target in re.findall(r"\]\((nanopage/[^)]*)\)", text[begin:middle])]
     more = [ROOT / "nanopage" / name for name in re.findall(r"`([\w/]+\.py)`", helpers)]
     assert not set(path) & set(more)

@@ -13,13 +13,14 @@ budget: decodes and chunks of prompts together (Orca, OSDI 2022; chunked prefill
      it waits too.
 
 A group also waits if it would exceed `max_num_seqs`, when the budget is used up, behind an earlier group that does not
-fit, and after a preemption until its tokens in flight have arrived. A swapped group waits in a step that swaps out.
+fit, and after a preemption until its tokens in flight have arrived. No group is swapped in during a step that swaps
+another one out.
 
 Preemption (PagedAttention, SOSP 2023, section 4.5) is by recomputation or by swapping. Recomputation gives up the
 blocks and computes their tokens again, except those that are still in the prefix cache. A group of several sequences
 takes from the cache only what all of them have in common; a request with prompt_logprobs takes nothing. Swapping keeps
-the blocks in host memory. By default, a group with one sequence is recomputed. A group with several is swapped, because
-recomputation would have to rebuild what they share. When host memory is full, any group is recomputed.
+the blocks in host memory. By default, a group with one live sequence is recomputed. A group with several is swapped,
+because recomputation would have to rebuild what they share. When host memory is full, any group is recomputed.
 
 Progress is certain. No group can outgrow the pool (the engine refuses such requests), so the first in order can always
 run by preempting the others. Within one priority, no group is admitted before an older one. A group of a lower priority
@@ -30,7 +31,7 @@ After an exception, `restart` puts every request back into `waiting`. Groups tha
 which run one at a time, so that the next failure has one group to blame.
 
 For a first reading, `schedule` and what it calls, `advance` and `update` are enough. Assume one sequence per group:
-then `forked` is always true and the leader is the sequence.
+then `forked` is always true and the only sequence is the leader.
 """
 
 import time

@@ -2,7 +2,8 @@
 
 The ways to compute attention, by class: `kernels.reference.ReferenceAttention` in plain PyTorch,
 `kernels.cpu.flash_decoding.FlashDecoding` for compiled decodes on a CPU, `kernels.paged_attention.TritonAttention` on a
-GPU, and `worker.cuda_graphs.PaddedAttention` for padded decodes on a CPU, which only tests run.
+GPU, and `worker.cuda_graphs.PaddedAttention` for padded decodes on a CPU, which only tests run. Compiled steps with
+prompts call their own code instead (`worker.aot.MixedAttention`).
 """
 
 from typing import Protocol

@@ -1,7 +1,7 @@
 """CUDAGraphs: runs steps that have only decodes, each by replaying a CUDA graph.
 
 For a small model, launching the kernels of a decode step one by one takes longer than running them. So the whole step,
-from input ids to sampled ids, is captured once for each of a few batch sizes and then replayed (vLLM and gpt-fast do
+from input ids to sampled ids, is captured for each of a few batch sizes and then replayed (vLLM and gpt-fast do
 the same). The input of a graph is the rows of the sequence table that the step computes, and their lengths:
 
     rows, seq_lens   int64 [2, size]  ──▶ ┌─ one graph of `size` ─────────────────────────────────────┐

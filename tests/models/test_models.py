@@ -226,7 +226,7 @@ def test_layers_may_be_computed_by_something_else(tmp_path):
 
 
 def test_a_family_is_a_file_and_a_name():
-    """CONTRIBUTING.md says so: a file in models/, its name in models/__init__.py, and cases in this file."""
+    """CONTRIBUTING.md says so: a file in models/, its name in models/__init__.py, a line in docs/map.md, cases here."""
     folder = Path(models.__file__).parent
     assert {*FAMILIES, "decoder", "__init__"} == {file.stem for file in folder.glob("*.py")}
     families = load_families()

@@ -112,7 +112,7 @@ json.dump([samples, greedy, results["results"]["cats"]["acc,none"]], open(out, "
 
 def test_lm_eval_gets_the_scores_of_the_offline_engine(url, model, offline, tmp_path):
     questions = ["the cat is in the", "a dog and", "the house of the"]
-    choices = [" house", " cat", " dog and the cat"]
+    choices = ["house", "cat", "dog and the cat"]
     data, out = tmp_path / "data.jsonl", tmp_path / "out.json"
     data.write_text("".join(json.dumps({"question": q, "choices": choices}) + "\n" for q in questions))
     python("lm_eval", LM_EVAL, url, model, data, out)
@@ -123,7 +123,7 @@ def test_lm_eval_gets_the_scores_of_the_offline_engine(url, model, offline, tmp_
         num_context = len(offline.engine.tokenizer.encode(question))
         expected = []
         for j, choice in enumerate(choices):
-            ids = offline.engine.tokenizer.encode(question + choice)
+            ids = offline.engine.tokenizer.encode(f"{question} {choice}")
             tables = offline.generate({"prompt_token_ids": ids}, params, use_tqdm=False)[0].prompt_logprobs
             told = [table[token] for token, table in zip(ids, tables, strict=True) if table is not None]
             told = told[num_context - 1 :]
@@ -135,11 +135,18 @@ def test_lm_eval_gets_the_scores_of_the_offline_engine(url, model, offline, tmp_
 
 
 def test_guidellm(url, model, tmp_path):
-    data = "prompt_tokens=16,output_tokens=8"
-    options = ["--target", url, "--data", data, "--processor", model, "--max-requests", 6, "--output-dir", tmp_path]
-    run("guidellm", "guidellm", "benchmark", "run", *options, "--profile", "concurrent", "--rate", 3)
-    (report,) = json.loads((tmp_path / "benchmarks.json").read_text())["benchmarks"]
-    totals = report["metrics"]["request_totals"]
+    report = tmp_path / "report.json"
+    options = {
+        "backend": f"kind=openai_http,target={url},model=tiny,request_format=/v1/completions",
+        "profile": "kind=concurrent,streams=3",
+        "constraint": "kind=max_requests,count=6",
+        "tokenizer": f"kind=hf_auto,model={model}",
+        "data": "kind=synthetic_text,prompt_tokens=16,output_tokens=8",
+        "output": f"kind=json,path={report}",
+    }
+    run("guidellm", "guidellm", "run", *(part for name, value in options.items() for part in (f"--{name}", value)))
+    (benchmark,) = json.loads(report.read_text())["benchmarks"]
+    totals = benchmark["metrics"]["request_totals"]
     assert totals["successful"] == 6 and totals["errored"] == 0
 
 
