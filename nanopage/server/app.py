@@ -58,7 +58,7 @@ class ServerState:
         stall_seconds: after how long a step counts as hung.
         strict_fields: refuse fields that are not known.
         salt_per_key: keep the cached prefixes of clients with different API keys apart.
-        tracer: gets every request that has ended.
+        tracer: gets every request whose last output has been read.
         llm: None while the model loads.
         error: why it could not be loaded.
     """

@@ -237,6 +237,9 @@ def test_seeds_stops_biases_and_penalties_reach_the_engine(app, offline):
         "bad_words": ["the"],
         "min_tokens": 2,
         "include_stop_str_in_output": True,
+        "skip_special_tokens": False,
+        "ignore_eos": True,
+        "allowed_token_ids": [*range(40, 200)],
     }
     bias = {80: 5, 81: -3.5}
     expected = offline.generate("the cat", SamplingParams(logit_bias=bias, **options), use_tqdm=False)[0].outputs[0]
