@@ -37,7 +37,7 @@ class Options:
     kv_gib: int  # the same as a size, for engines that take one
     max_model_len: int  # tokens of the longest request, prompt and output
     eager: bool  # nanopage only: nothing compiled
-    quantization: str | None  # of the weights: "int8", for the engines in compare.QUANTIZATIONS
+    quantization: str | None  # of the weights: "int8", for the engines in compare.WITH_INT8
 
 
 @dataclass
