@@ -6,8 +6,8 @@ low. After each step with more than half of them, it moves half the way to the n
 
 Short steps cost throughput, because each step reads all weights and serves the running sequences. On two cores with
 AVX512-BF16, 32 prompts of SmolLM2-135M sent at once give 5 % fewer output tokens per second with steps of 0.4 seconds
-than with 2,048 tokens a step, and 11 % fewer with steps of 0.25 seconds. With 0.4 seconds, the longest pause of these streams falls
-from 1.4 to 0.43 seconds, and the mean time to the first token by 9 %.
+than with 2,048 tokens a step, and 11 % fewer with steps of 0.25 seconds. With 0.4 seconds, the longest pause of
+these streams falls from 1.4 to 0.43 seconds, and the mean time to the first token by 9 %.
 """
 
 from nanopage.engine.scheduler import Scheduler
