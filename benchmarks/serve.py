@@ -75,18 +75,18 @@ def serve(
         requests = source if isinstance(source, Requests) else source.requests(rng, path)
         check_lengths(requests.lengths, config, requests.options)
         resolved = time.perf_counter()
+        what = f"serve, {what}, seed {seed}"
         target: Any
         if base_url is None:
             target = build_engine(EngineConfig(model=str(path), **switches))
             target.executor.compile()
+            holder, header = "the KV cache holds", describe(target, what)
         else:
             target = Server(base_url, config)
-        holder = "the KV cache holds" if base_url is None else "the server takes"
+            holder, header = "the server takes", target.describe(what)
         check_longest(requests.lengths, target.max_model_len, holder)
         loaded = time.perf_counter()
         setup = {"import": round(imported - started, 3), "load and compile": round(loaded - resolved, 3)}
-        what = f"serve, {what}, seed {seed}"
-        header = describe(target, what) if base_url is None else target.describe(what)
     show_header(header)
 
     def drive_target(run: Run, work: list[Work], max_concurrency: int | None = None) -> None:

@@ -65,8 +65,7 @@ class Sampler:
         if not len(which):
             return logits
         table_rows, lengths = rows[which], positions[which]
-        inputs = to_device(torch.from_numpy(np.stack([which, table_rows, lengths])), logits.device)
-        some, index, length = inputs
+        some, index, length = to_device(torch.from_numpy(np.stack([which, table_rows, lengths])), logits.device)
         most = int(lengths.max())
         tokens = self.table.tokens[:, :most].index_select(0, index).long()
         known = torch.arange(most, device=logits.device) < length[:, None]
