@@ -49,7 +49,7 @@ def check_engine(switches: dict[str, Any]) -> None:
 
 
 def check_server(base_url: str, switches: dict[str, Any], plot_file: Path | None) -> None:
-    """Refuse a --base-url that is none, and options that only an engine in this process could follow.
+    """Refuse a --base-url that is not a URL, and options that only an engine in this process could follow.
 
     Args:
         switches: options of EngineConfig.
@@ -68,7 +68,7 @@ def check_server(base_url: str, switches: dict[str, Any], plot_file: Path | None
             option = "--eager" if name == "enforce_eager" else f"--{name.replace('_', '-')}"
             refuse("is for an engine in this process: the server of --base-url has its own options", option)
     if plot_file is not None:
-        refuse("draws the queues of an engine in this process, which --base-url is not", "--plot")
+        refuse("draws the queues of an engine in this process; with --base-url there is none", "--plot")
 
 
 def check_folder(folder: Path, option: str) -> Path:

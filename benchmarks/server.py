@@ -1,8 +1,8 @@
 """A server of OpenAI's API under requests that arrive in real time: what `bench.py serve --base-url` measures.
 
 Any server with /v1/models and a streaming /v1/completions that takes token ids and `ignore_eos` can be measured:
-nanopage's, vLLM's, llama.cpp's. Each request has a thread and a connection of its own: that costs less of the machine,
-which the server may need, than an event loop with a client library.
+nanopage's, vLLM's, llama.cpp's. Each request has a thread and a connection of its own: this takes less
+CPU time, which the server may need, than an event loop with a client library.
 """
 
 import http.client

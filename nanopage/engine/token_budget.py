@@ -2,7 +2,7 @@
 
 How long a step takes depends mostly on its number of prompt tokens, and on the machine: 2,048 tokens take 1.3 seconds
 on two cores with AVX512-BF16, and 4 seconds on slower ones. The number of prompt tokens that a step may have starts
-low. After each step with more than half of them, it moves half the way to the number that would have taken `seconds`.
+low. After each step with more than half of them, it moves halfway to the number that would have taken `seconds`.
 
 Short steps cost throughput, because each step reads all weights and serves the running sequences. On two cores with
 AVX512-BF16, 32 prompts of SmolLM2-135M sent at once give 5 % fewer output tokens per second with steps of 0.4 seconds

@@ -1,8 +1,8 @@
 """Repetition, presence and frequency penalties.
 
 A penalty changes only the logits of tokens that the sequence has already. They are looked up in the sequence table, so
-the cost depends on the length of the sequences; of the vocabulary there is only one copy. Counts of output tokens are
-on the device as well, and each sampled token is counted there, so the next step does not wait for the host.
+the cost depends on the length of the sequences, apart from one copy of the logits. Counts of output tokens are on the
+device as well, and each sampled token is counted there, so the next step does not wait for the host.
 """
 
 import numpy as np

@@ -11,7 +11,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 MAX_HEAD = 64 << 10  # bytes of the request line and the headers
 HEAD_SECONDS = 30.0  # for a head to arrive, once a connection is open or a request has begun
-READ_SECONDS = 120.0  # for a client to read, once the buffer of what is sent to it is full
+READ_SECONDS = 120.0  # for the buffer of what is sent to drain, once it is full
 
 
 class Connection(HttpToolsProtocol):

@@ -246,7 +246,7 @@ class MixedAttention:
     """Attention of a step with prompts, for compiled layers. Its tokens begin with those of the decodes.
 
     slot_mapping                       int64 [T], as in ReferenceAttention, for all tokens
-    num_decodes, splits                sequences with one token; None if there are none
+    num_decodes, splits                how many sequences have one token, and their splits; None if none has
     block_tables, query_lens, seq_lens of the other sequences, as in ReferenceAttention
     """
 
