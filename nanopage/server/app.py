@@ -38,12 +38,20 @@ logger = logging.getLogger("nanopage")
 MAX_RETRY_AFTER = 120  # seconds: OpenAI's SDK gives up above
 NOT_SERVED = {  # path -> why
     "/v1/embeddings": "the model makes no embeddings",
+    "/pooling": "the model makes no embeddings",
     "/v1/score": "the model makes no scores",
+    "/score": "the model makes no scores",
     "/v1/rerank": "the model makes no scores",
+    "/v2/rerank": "the model makes no scores",
+    "/rerank": "the model makes no scores",
+    "/classify": "the model makes no classes",
+    "/v1/moderations": "the model makes no classes",
     "/v1/messages": "use /v1/chat/completions",
     "/v1/audio/transcriptions": "the model hears nothing",
+    "/v1/audio/translations": "the model hears nothing",
     "/v1/audio/speech": "the model says nothing",
     "/v1/images/generations": "the model draws nothing",
+    "/v1/images/edits": "the model draws nothing",
 }
 
 

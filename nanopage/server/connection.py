@@ -18,7 +18,8 @@ class Connection(HttpToolsProtocol):
     """Closes the connection of a client whose request has a head that is too large or too slow, or is pipelined, and of
     a client that does not read its reply."""
 
-    _head_size = 0
+    _parsed = 0  # bytes of the head: those of its fields that are complete,
+    _received = 0  # and those of the reads that it has not ended in
     _in_head = True
     _timer: asyncio.TimerHandle | None = None
     _stalled: asyncio.TimerHandle | None = None  # runs while the client does not read
@@ -43,8 +44,8 @@ class Connection(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
         if self._in_head:
-            self._head_size += len(data)
-            if self._head_size > MAX_HEAD:
+            self._received += len(data)
+            if self._received > MAX_HEAD:
                 self.transport.close()
 
     def on_message_begin(self) -> None:
@@ -53,13 +54,17 @@ class Connection(HttpToolsProtocol):
         super().on_message_begin()
         self._begin_head()
 
+    def on_url(self, url: bytes) -> None:
+        super().on_url(url)
+        self._parsed += len(url)
+
     def on_header(self, name: bytes, value: bytes) -> None:
         super().on_header(name, value)
-        self._head_size += len(name) + len(value)
+        self._parsed += len(name) + len(value)
 
     def on_headers_complete(self) -> None:
         self._end_head()
-        if self._head_size > MAX_HEAD:
+        if self._parsed > MAX_HEAD:
             self.transport.close()
         if not self.transport.is_closing():
             super().on_headers_complete()
@@ -74,7 +79,7 @@ class Connection(HttpToolsProtocol):
 
     def _begin_head(self) -> None:
         self._end_head()
-        self._head_size, self._in_head = 0, True
+        self._parsed, self._received, self._in_head = 0, 0, True
         self._timer = self.loop.call_later(HEAD_SECONDS, self.transport.close)
 
     def _end_head(self) -> None:

@@ -89,22 +89,28 @@ class Body(BaseModel):
             raise ValueError(f"the body has more than {MAX_FIELDS} fields")
         return {name: value for name, value in body.items() if value is not None}
 
-    def check_unknown(self, strict: bool) -> list[str]:
+    def check_unknown(self, strict: bool, path: str = "") -> list[str]:
         """The fields that are ignored.
 
-        Args: strict: refuse these as well.
+        Args:
+            strict: refuse these as well.
+            path: what precedes the names of the fields, such as "stream_options.".
+
         Raises: ApiError for a field that is refused.
         """
         ignored = []
         for name, value in (self.model_extra or {}).items():
             if name in WITHOUT_EFFECT:
                 continue
-            if name.startswith("guided_"):
-                raise ApiError(400, f"{name} is not supported: {NO_GRAMMAR}", param=name, code="unsupported")
-            if name not in REFUSED:
-                ignored.append(name[:100])
-            elif not any(value == neutral and type(value) is type(neutral) for neutral in REFUSED[name][0]):
-                raise ApiError(400, f"{name} is not supported: {REFUSED[name][1]}", param=name, code="unsupported")
+            neutral, why = REFUSED.get(name, ((), NO_GRAMMAR))
+            if name not in REFUSED and not name.startswith("guided_"):
+                ignored.append(path + name[:100])
+            elif not any(value == other and type(value) is type(other) for other in neutral):
+                message = f"{path}{name} is not supported: {why}"
+                raise ApiError(400, message, param=path + name, code="unsupported")
+        for name in type(self).model_fields:
+            if isinstance(inner := getattr(self, name), Body):
+                ignored += inner.check_unknown(strict, f"{path}{name}.")
         if ignored and strict:
             raise ApiError(400, f"unknown field {ignored[0]!r}", param=ignored[0], code="unknown_field")
         return ignored[:50]
@@ -113,6 +119,10 @@ class Body(BaseModel):
 class StreamOptions(Body):
     include_usage: bool = False
     continuous_usage_stats: bool = False
+
+
+class TextOptions(Body):
+    format: dict[str, Any] = {"type": "text"}
 
 
 class SamplingBody(Body):
@@ -266,7 +276,8 @@ class ResponsesBody(Body):
     cache_salt: str | None = None
     metadata: dict[str, Any] = {}
     tools: list[Any] = []
-    text: dict[str, Any] = {}
+    top_logprobs: int = 0
+    text: TextOptions = TextOptions()
 
 
 class TokenizeBody(Body):

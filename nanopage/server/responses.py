@@ -24,7 +24,10 @@ class Responses:
     def __init__(self, llm: AsyncLLM, body: ResponsesBody, model: str):
         if body.tools:
             raise ApiError(400, f"tools is not supported: {NO_TOOLS}", param="tools", code="unsupported")
-        if body.text.get("format", {"type": "text"}) != {"type": "text"}:
+        if body.top_logprobs:
+            message = "top_logprobs is not supported: use /v1/chat/completions"
+            raise ApiError(400, message, param="top_logprobs", code="unsupported")
+        if body.text.format != {"type": "text"}:
             raise ApiError(400, f"text.format is not supported: {NO_GRAMMAR}", param="text.format", code="unsupported")
         self.body, self.model = body, model
         self.messages = _messages(body)

@@ -89,9 +89,6 @@ class TemplateRenderer:
             _check_tools(tools),
             _check_variables(chat_template_kwargs),
         )
-        for name in (["tools"] if tools else []) + list(more):
-            if name not in source:
-                raise ValueError(f"the chat template does not read {name}: it would be ignored")
         if continue_final_message:
             messages[-1]["content"] += END_MARK
         variables = {
@@ -102,9 +99,11 @@ class TemplateRenderer:
             **special_tokens,
             **more,
         }
-        request = json.dumps({"source": source, "variables": variables}, ensure_ascii=False)
+        request = {"source": source, "variables": variables, "required": [*(["tools"] if tools else []), *more]}
         with self._lock:
-            answer = self._ask(request.encode(errors="surrogatepass") + b"\n")
+            answer = self._ask(json.dumps(request, ensure_ascii=False).encode(errors="surrogatepass") + b"\n")
+        if "unread" in answer:
+            raise ValueError(f"the chat template does not read {answer['unread']}: it would be ignored")
         if "error" in answer:
             raise ValueError(f"the chat template failed: {answer['error']}")
         return _before_end_mark(answer["text"]) if continue_final_message else answer["text"]

@@ -1,7 +1,8 @@
 """The process that renders chat templates. `chat_template.py` runs this file as a script.
 
-It reads requests from stdin and writes answers to stdout, each as one line of JSON. A request has "source" and
-"variables". An answer has "text" or "error", and "grown", which tells the parent to replace the process.
+It reads requests from stdin and writes answers to stdout, each as one line of JSON. A request has "source",
+"variables", and "required": the names of variables that the template must read. An answer has "text", "error" or
+"unread", a required name that the template does not read; and "grown", which tells the parent to replace the process.
 
 The kernel refuses the process memory beyond a limit, and ends it when a rendering takes too much CPU time. This bounds
 every template, whatever it calls.
@@ -17,13 +18,13 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from datetime import datetime
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 
 if __name__ == "__main__":
     sys.path += sys.argv[2:]  # where Jinja and MarkupSafe are: with -S, Python does not look in site-packages
 
-from jinja2 import Template, TemplateError, nodes
+from jinja2 import Environment, Template, TemplateError, meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -37,7 +38,7 @@ def main(limits: dict) -> None:
         limits: those of one rendering: "memory" in bytes beyond those of the idle process, "seconds" of CPU time,
             "characters" of output.
     """
-    compile_template = lru_cache(maxsize=1)(create_environment().from_string)
+    compile_template = lru_cache(maxsize=1)(partial(_compile, create_environment()))
     idle = _address_space()
     _limit_address_space(idle + limits["memory"])
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # Python writes warnings about odd templates to stderr
@@ -95,10 +96,21 @@ def _requests(seconds: float) -> Iterator[dict]:
         yield json.loads(line)
 
 
-def _render(compile_template: Callable[[str], Template], request: dict, max_characters: int) -> dict:
-    """{"text": ...} or {"error": ...}. Raises MemoryError."""
+def _compile(environment: Environment, source: str) -> tuple[Template, set[str]]:
+    """The template, and the names of the variables that it reads."""
+    tree = environment.parse(source)
+    names = meta.find_undeclared_variables(tree)
+    return environment.from_string(tree), names
+
+
+def _render(compile_template: Callable[[str], tuple[Template, set[str]]], request: dict, max_characters: int) -> dict:
+    """{"text": ...}, {"error": ...} or {"unread": ...}. Raises MemoryError."""
     try:
-        text = compile_template(request["source"]).render(request["variables"])
+        template, names = compile_template(request["source"])
+        for name in request["required"]:
+            if name not in names:
+                return {"unread": name}
+        text = template.render(request["variables"])
         text.encode()  # a lone surrogate is an error
     except MemoryError:
         raise

@@ -14,7 +14,7 @@ from opentelemetry.trace import SpanKind
 
 from nanopage import LLM, AsyncLLM, EngineArgs, SamplingParams
 from nanopage.server import middleware, protocol, streaming
-from nanopage.server.app import ServerState, create_app
+from nanopage.server.app import NOT_SERVED, ServerState, create_app
 from nanopage.server.protocol import REFUSED
 from nanopage.server.tracing import Tracer
 
@@ -325,6 +325,9 @@ def test_the_events_of_a_response_add_up_to_it(app):
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"tools": [{"type": "function"}]}, "tools"),
         ({"text": {"format": {"type": "json_object"}}}, "text.format"),
+        ({"text": {"format": 5}}, "text.format"),
+        ({"text": {"verbosity": "low"}}, "text.verbosity"),
+        ({"top_logprobs": 2}, "top_logprobs"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"temperature": -1}, "temperature"),
     ],
@@ -553,9 +556,16 @@ def test_unknown_fields_are_listed_or_refused(state, app):
     for stream in (False, True):
         assert post(app, CHAT, body | {"stream": stream}).headers["x-ignored-fields"] == "foo, barx"
     assert "x-ignored-fields" not in post(app, CHAT, {"messages": HELLO, "max_tokens": 1, "user": "me"}).headers
+    options = {"stream": True, "stream_options": {"include_usage": True, "include_obfuscation": False}}
+    nested = {"messages": HELLO, "max_tokens": 1} | options
+    assert post(app, CHAT, nested).headers["x-ignored-fields"] == "stream_options.include_obfuscation"
+    text = {"input": "a", "max_output_tokens": 1, "text": {"style": 1}}
+    assert post(app, "/v1/responses", text).headers["x-ignored-fields"] == "text.style"
     strict = create_app(dataclasses.replace(state, strict_fields=True))
     reply = post(strict, CHAT, body)
     assert (reply.status, reply.error["param"]) == (400, "foo")
+    reply = post(strict, CHAT, nested)
+    assert (reply.status, reply.error["param"]) == (400, "stream_options.include_obfuscation")
     assert post(strict, CHAT, {"messages": HELLO, "max_tokens": 1, "user": "me"}).status == 200
 
 
@@ -580,7 +590,7 @@ def test_another_content_type_is_an_error(app):
     assert reply.status == 400 and "application/json" in reply.error["message"]
 
 
-@pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/rerank", "/v1/score", "/v1/audio/speech", "/v1/messages"])
+@pytest.mark.parametrize("path", NOT_SERVED)
 def test_what_is_not_served_is_a_404_that_says_why(app, path):
     reply = post(app, path, {"model": "tiny"})
     assert reply.status == 404 and path in reply.error["message"] and reply.error["code"] == "not_served"

@@ -168,6 +168,7 @@ def test_clients_that_stop_reading_or_never_finish_do_not_disturb_others(server,
         b"POST /v1/completions HTTP/1.1\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\nzz",
         b"GET /health HTTP/1.1\r\n" + b"X: " + b"a" * 200_000 + b"\r\n\r\n",
         b"GET /health HTTP/1.1\r\n" + b"".join(b"X-%d: a\r\n" % i for i in range(20_000)) + b"\r\n",
+        b"GET /health?" + b"a" * 50_000 + b" HTTP/1.1\r\nX: " + b"a" * 50_000 + b"\r\n\r\n",
     ],
     ids=lambda data: repr(data[:14]),
 )
@@ -180,6 +181,16 @@ def test_bytes_that_are_no_request(server, data):
             received += part
     assert b" 200 " not in received
     assert request(server, "GET", "/health", key=None)[0] == 200
+
+
+def test_a_head_below_the_limit_may_come_in_pieces(server):
+    address = urllib.parse.urlsplit(server.url)
+    head = b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: " + b"a" * 40_000 + b"\r\n\r\n"
+    with socket.create_connection((address.hostname, address.port), timeout=20) as sock:
+        for start in range(0, len(head), 1000):
+            sock.sendall(head[start : start + 1000])
+            time.sleep(0.001)
+        assert sock.recv(100).startswith(b"HTTP/1.1 200 ")
 
 
 def test_pipelined_requests_are_refused(server):

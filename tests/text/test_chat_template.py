@@ -467,6 +467,17 @@ def test_what_cannot_cross_to_the_template_is_named(tokenizer, options, error, n
     assert named in str(raised.value)
 
 
+def test_a_name_that_only_occurs_in_a_template_is_not_read(tokenizer):
+    template = "{% set named = 1 %}{# thinking #}You are thinking of tools.{{ ' Yes.' if enable_thinking }}"
+    for options in ({"tools": [{"a": 1}]}, *({"chat_template_kwargs": {name: 1}} for name in ("name", "thinking"))):
+        with pytest.raises(ValueError, match="the chat template does not read"):
+            tokenizer.render_chat([USER], template, **options)
+    text = tokenizer.render_chat([USER], template, chat_template_kwargs={"enable_thinking": True})
+    assert text == "You are thinking of tools. Yes."
+    maybe = "{% if not tools is defined %}{% set tools = none %}{% endif %}{{ tools }}"  # as in Llama 3.1's
+    assert tokenizer.render_chat([USER], maybe, tools=[{"a": 1}]) == "[{'a': 1}]"
+
+
 BROKEN = {
     "unknown tag": "{% nonsense %}",
     "unclosed loop": "{% for message in messages %}",
