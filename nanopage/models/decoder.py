@@ -6,7 +6,8 @@ a layer:   x = x + attention(norm(x))
            x = x + mlp(norm(x))
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -18,8 +19,8 @@ from nanopage.layers.linear import Linear
 from nanopage.layers.norm import RMSNorm
 from nanopage.layers.rotary import RotaryEmbedding, rotate
 
-Layer = Callable[[Tensor, Tensor, Tensor, Tensor, Attention, Tensor | None], Tensor]
-"""A DecoderLayer, or a function that computes the same."""
+Layers = Callable[[Tensor, Tensor, Tensor, Tensor, Attention, Tensor | None], Tensor]
+"""A function that runs all layers on x, cos, sin, kv_cache, attention and rows (see `run_layers`)."""
 
 
 class Decoder(nn.Module):
@@ -46,7 +47,7 @@ class Decoder(nn.Module):
         kv_cache: Tensor,
         attention: Attention,
         rows: Tensor | None = None,
-        layers: Sequence[Layer] | None = None,
+        layers: Layers | None = None,
     ) -> Tensor:
         """Compute the hidden states of T tokens.
 
@@ -55,18 +56,32 @@ class Decoder(nn.Module):
             kv_cache: [layers, 2, blocks, kv_heads, head_dim * block_size]; written in place.
             attention: the attention of this step.
             rows: return only these rows. The last layer then drops the others after attention. None: all.
-            layers: replace the decoder layers. None: the model's own.
+            layers: runs the layers in another way. None: `run_layers`.
 
         Returns: [T, hidden_size], or [len(rows), hidden_size].
         """
         x = self.embed_tokens(input_ids)
         cos, sin = self.rotary(positions, x.dtype)
-        all_layers: Sequence[Layer] = layers or list(self.layers)
-        *others, last = zip(all_layers, kv_cache.unbind(0), strict=True)
-        for layer, layer_cache in others:
-            x = layer(x, cos, sin, layer_cache, attention, None)
-        layer, layer_cache = last
-        return self.norm(layer(x, cos, sin, layer_cache, attention, rows))
+        if layers is None:
+            layers = partial(run_layers, self.layers)
+        return self.norm(layers(x, cos, sin, kv_cache, attention, rows))
+
+
+def run_layers(
+    layers: Iterable[Callable[..., Tensor]],
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    kv_cache: Tensor,
+    attention: Attention,
+    rows: Tensor | None,
+) -> Tensor:
+    """Run DecoderLayers, or functions that compute the same, one after another. The last one returns only `rows`."""
+    *others, last = zip(layers, kv_cache.unbind(0), strict=True)
+    for layer, layer_cache in others:
+        x = layer(x, cos, sin, layer_cache, attention)
+    layer, layer_cache = last
+    return layer(x, cos, sin, layer_cache, attention, rows)
 
 
 class DecoderLayer(nn.Module):

@@ -4,8 +4,8 @@ Weights are inputs of the compiled code, so the code of one layer serves all lay
 compile does not depend on the depth: for SmolLM2-135M, 40 s on two cores with AVX512-BF16, 92 s with AVX2. A process
 of the lowest priority (`aot_compile.py`) compiles while the engine works eagerly, and writes shared libraries to
 `$XDG_CACHE_HOME/nanopage/compiled`, or to `~/.cache/nanopage/compiled`. A later start only loads these, which takes
-milliseconds and does not import the compiler. A call costs microseconds, because there are no guards to evaluate and
-C++ calls the kernels. In return, nothing checks the shapes of inputs.
+milliseconds and does not import the compiler. A call (`aot_chain.py`) costs microseconds, because there are no guards
+to evaluate and C++ calls the kernels. In return, nothing checks the shapes of inputs.
 """
 
 import atexit
@@ -31,25 +31,28 @@ from nanopage.kernels.chunks import Chunks
 from nanopage.kernels.cpu.flash_decoding import FlashDecoding, Splits, split
 from nanopage.kernels.reference import LARGEST_ROUNDED_SCORE, attend_chunks, paged_attention
 from nanopage.models import find_family
-from nanopage.models.decoder import Decoder
+from nanopage.models.decoder import Decoder, run_layers
 from nanopage.private_files import check_private, make_private
 from nanopage.step import Batch
 from nanopage.weights import hub
+from nanopage.worker.aot_chain import Chain, FixedInputs, Library, load_chain_library
 from nanopage.worker.eager import Inputs, Output, prepare, run_model
 from nanopage.worker.kv_cache import KVCache
 from nanopage.worker.sequence_table import SequenceTable
 
 logger = logging.getLogger("nanopage")
 
-# The compiled parts of a layer:
+# What is compiled of a layer:
 #   one, decode   the whole layer, for a single token and for several sequences with one token each
-#   before        of a step with prompts: up to the write to the cache
+#   before        of a step with prompts: the layer up to the write to the cache
 #   flash, tile   its attention: of the sequences with one token, and of a tile
 #   after         the rest of the layer
-KINDS = ("one", "decode", "before", "flash", "tile", "after")
+WHOLE = ("one", "decode")
+PARTS = ("before", "flash", "tile", "after")
 WITH_WINDOW = ("one", "decode", "flash", "tile")  # the kinds that depend on the layer's window
-HEAD = "head.pt2"  # the head, for one row
-HEAD_OF_FEW = "head-of-few.pt2"  # the head with int8 weights, for several rows
+HEAD = "head.so"  # the head, for one row
+HEAD_OF_FEW = "head-of-few.so"  # the head with int8 weights, for several rows
+CHAIN = "chain.so"  # aot_chain.cpp
 
 
 class Compiled:
@@ -87,7 +90,7 @@ class Compiled:
         }
         self.files = file_kinds(config, quantization)
         self.directory = hub.cache_directory() / "compiled" / _key(config, self.spec)
-        self.layers: list[CompiledLayer] = []  # empty until they are loaded
+        self.layers: CompiledLayers | None = None  # None until they are loaded
         self.head: CompiledHead | None = None
         self._num_sequences = 0
         self._process: subprocess.Popen | None = None
@@ -98,13 +101,13 @@ class Compiled:
 
     def fits(self, batch: Batch) -> bool:
         self._num_sequences += len(batch.new)
-        if not self.layers and batch.idle:
+        if self.layers is None and batch.idle:
             self._load_if_ready()
-            if self.layers:
+            if self.layers is not None:
                 logger.info("the decoder layers are compiled: from now on steps use them")
-        if not self.layers and self._num_sequences >= 2:
+        if self.layers is None and self._num_sequences >= 2:
             self.start()
-        return bool(self.layers)
+        return self.layers is not None
 
     def run(self, batch: Batch) -> Output:
         inputs = prepare(batch, self.table)
@@ -113,12 +116,12 @@ class Compiled:
 
     def compile(self) -> None:
         """Compile and load everything now. Raises RuntimeError with the end of the log if that fails."""
-        while not self.layers and not self._given_up:  # a second time if a file is damaged
+        while self.layers is None and not self._given_up:  # a second time if a file is damaged
             self.start()
             if self._process is not None:
                 self._process.wait()
             self._load_if_ready()
-        if not self.layers:
+        if self.layers is None:
             log = self._log.read_text(errors="replace")[-2000:] if self._log is not None else ""
             raise RuntimeError(f"compiling the decoder layer failed ({self._log or self.directory}):\n{log}")
 
@@ -179,32 +182,50 @@ class Compiled:
             self._process.wait()
 
     def _load_if_ready(self) -> None:
-        if self.layers or not self.ready():
+        if self.layers is not None or not self.ready():
             return
         try:
             check_private(self.directory)
-            loaded = {name: _load(find_file(self.directory, name)) for name in self.files}
+            chain = load_chain_library(_find_whole(self.directory, CHAIN))
+            libraries = {name: Library(_find_whole(self.directory, name)) for name in self.files if name != CHAIN}
         except DamagedFile as damaged:
             self._set_aside(damaged.file)
             return
-        except Exception as error:  # torch's C++ code raises several types
-            where = f"{self.directory} (unpacked in {tempfile.gettempdir()})"
-            self._give_up(f"the compiled code in {where} cannot be loaded: {error}")
+        except (OSError, RuntimeError) as error:
+            self._give_up(f"the compiled code in {self.directory} cannot be loaded: {error}")
             return
-        for layer, window in zip(self.model.layers, self.config.sliding_windows, strict=True):
-            parts = {kind: loaded[file_name(kind, window)] for kind in KINDS}
-            self.layers.append(CompiledLayer(parts, list(tensors_of(layer).values()), window))
-        self.head = self._make_head(loaded)
+        windows, caches = self.config.sliding_windows, self.kv_cache.tensor.unbind(0)
+        fixed = [
+            FixedInputs([cache, *tensors_of(layer).values()])
+            for cache, layer in zip(caches, self.model.layers, strict=True)
+        ]
+        whole = {
+            kind: Chain(chain, [libraries[file_name(kind, window)] for window in windows], fixed) for kind in WHOLE
+        }
+        self.layers = CompiledLayers(
+            whole,
+            [
+                CompiledLayer(
+                    {kind: Chain(chain, [libraries[file_name(kind, window)]], [inputs]) for kind in PARTS}, window
+                )
+                for window, inputs in zip(windows, fixed, strict=True)
+            ],
+        )
+        self.head = self._make_head(chain, libraries)
         if self._log is not None:
             self._log.unlink(missing_ok=True)
 
-    def _make_head(self, loaded: dict[str, Any]) -> "CompiledHead | None":
+    def _make_head(self, chain: Any, libraries: dict[str, Library]) -> "CompiledHead | None":
         """The compiled head; None if the head has no tiles, because oneDNN chose another layout for it."""
         head: Any = self.model.lm_head
         if head.tiles is None:
             return None
         weights = [head.tiles] if (scales := getattr(head, "scales", None)) is None else [head.tiles, scales]
-        return CompiledHead(loaded[HEAD], loaded.get(HEAD_OF_FEW), weights, head)
+        fixed = FixedInputs(weights)
+        of_one, of_few = (
+            Chain(chain, [libraries[name]], [fixed]) if name in libraries else None for name in (HEAD, HEAD_OF_FEW)
+        )
+        return CompiledHead(of_one, of_few, head)
 
     def _set_aside(self, file: Path) -> None:
         """Rename a damaged file, so that its part is compiled again. Give up if that part was damaged before."""
@@ -237,8 +258,8 @@ class DamagedFile(Exception):
 
 def find_file(directory: Path, name: str) -> Path | None:
     """The file of the compiled part `name`, or None. The name of the file contains a digest of its contents."""
-    stem = name.removesuffix(".pt2")
-    return next((file for file in sorted(directory.glob(f"{stem}.*.pt2")) if file.name.count(".") == 2), None)
+    stem = name.removesuffix(".so")
+    return next((file for file in sorted(directory.glob(f"{stem}.*.so")) if file.name.count(".") == 2), None)
 
 
 @dataclass(slots=True)
@@ -269,17 +290,37 @@ def compiled_attention(inputs: Inputs, block_size: int) -> Any:
     return MixedAttention(inputs.slot_mapping, num_decodes, splits, *prompts)
 
 
+class CompiledLayers:
+    """Computes the same as `run_layers`, with compiled code.
+
+    Args:
+        whole: kind -> all layers of a step in which every sequence has one token.
+        layers: those of other steps.
+    """
+
+    def __init__(self, whole: dict[str, Chain], layers: list["CompiledLayer"]):
+        self.whole, self.layers = whole, layers
+
+    def __call__(
+        self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, attention: Any, rows: Tensor | None
+    ) -> Tensor:
+        if not isinstance(attention, FlashDecoding):
+            return run_layers(self.layers, x, cos, sin, kv_cache, attention, rows)
+        chain = self.whole["one" if len(x) == 1 else "decode"]
+        x = chain(x, cos, sin, attention.slot_mapping, *tensors_in(attention.splits))
+        return x if rows is None else x[rows]
+
+
 class CompiledLayer:
-    """Computes the same as a DecoderLayer, with compiled parts.
+    """Computes the same as a DecoderLayer in a step with prompts, with compiled parts.
 
     Args:
         parts: kind -> the compiled function.
-        weights: of the layer, in the order of `tensors_of`.
         window: of the layer's attention.
     """
 
-    def __init__(self, parts: dict[str, Any], weights: list[Tensor], window: int | None):
-        self.parts, self.weights, self.window = parts, weights, window
+    def __init__(self, parts: dict[str, Chain], window: int | None):
+        self.parts, self.window = parts, window
 
     def __call__(
         self,
@@ -287,46 +328,41 @@ class CompiledLayer:
         cos: Tensor,
         sin: Tensor,
         kv_cache: Tensor,
-        attention: Any,  # FlashDecoding or MixedAttention: compiled code takes their fields
+        attention: MixedAttention,
         rows: Tensor | None = None,
     ) -> Tensor:
-        if isinstance(attention, FlashDecoding):
-            kind = "one" if len(x) == 1 else "decode"
-            inputs = [x, cos, sin, kv_cache, attention.slot_mapping, *tensors_in(attention.splits)]
-            x = self.parts[kind]([*inputs, *self.weights])[0]
-            return x if rows is None else x[rows]
-        q = self.parts["before"]([x, cos, sin, kv_cache, attention.slot_mapping, *self.weights])[0]
+        q = self.parts["before"](x, cos, sin, attention.slot_mapping)
         count, prompts = attention.num_decodes, (attention.block_tables, attention.query_lens, attention.seq_lens)
         attended = paged_attention(q[count:], kv_cache, *prompts, self.window, self._attend)
         if attention.splits is not None:
-            decodes = self.parts["flash"]([q[:count], kv_cache, *tensors_in(attention.splits), *self.weights])[0]
+            decodes = self.parts["flash"](q[:count], *tensors_in(attention.splits))
             attended = torch.cat((decodes, attended))
         if rows is not None:
             x, attended = x[rows], attended[rows]
-        return self.parts["after"]([x, attended, *self.weights])[0]
+        return self.parts["after"](x, attended)
 
     def _attend(self, chunks: Chunks, q: Tensor, kv_cache: Tensor, block_tables: Tensor, out: Tensor) -> None:
         """Does the same as `attend_chunks`, with compiled code for groups of a single tile."""
-        if len(chunks.tiles) > 1 or not self._attend_tile(chunks, q, kv_cache, block_tables, out):
+        if len(chunks.tiles) > 1 or not self._attend_tile(chunks, q, block_tables, out):
             attend_chunks(chunks, q, kv_cache, block_tables, out)
 
-    def _attend_tile(self, chunks: Chunks, q: Tensor, kv_cache: Tensor, block_tables: Tensor, out: Tensor) -> bool:
+    def _attend_tile(self, chunks: Chunks, q: Tensor, block_tables: Tensor, out: Tensor) -> bool:
         """Compute a group of a single tile. Returns False if its scores were too large to be rounded to bfloat16."""
-        (bound,) = self.parts["tile"]([q, kv_cache, block_tables, chunks.rows, chunks.positions, out, *self.weights])
+        bound = self.parts["tile"](q, block_tables, chunks.rows, chunks.positions, out)
         return q.dtype == torch.float32 or bound.item() <= LARGEST_ROUNDED_SCORE**2
 
 
 class CompiledHead:
     """Computes logits: of one row with `of_one`, of several rows with `of_few`, or with `head` if that is None."""
 
-    def __init__(self, of_one: Any, of_few: Any, weights: list[Tensor], head: nn.Module):
-        self.of_one, self.of_few, self.weights, self.head = of_one, of_few, weights, head
+    def __init__(self, of_one: Chain | None, of_few: Chain | None, head: nn.Module):
+        self.of_one, self.of_few, self.head = of_one, of_few, head
 
     def __call__(self, x: Tensor) -> Tensor:
         compiled = self.of_one if len(x) == 1 else self.of_few
         if compiled is None:
             return self.head(x)
-        return compiled([x, *self.weights])[0][:, : self.head.out_features]
+        return compiled(x)[:, : self.head.out_features]
 
 
 def tensors_of(layer: nn.Module) -> dict[str, Tensor]:
@@ -340,13 +376,14 @@ def tensors_in(splits: Splits) -> list[Tensor]:
 
 
 def file_name(kind: str, window: int | None) -> str:
-    return f"{kind}.pt2" if window is None or kind not in WITH_WINDOW else f"{kind}-window-{window}.pt2"
+    return f"{kind}.so" if window is None or kind not in WITH_WINDOW else f"{kind}-window-{window}.so"
 
 
 def file_kinds(config: ModelConfig, quantization: str | None) -> dict[str, tuple[str, int | None]]:
     """The files to compile: name -> (kind, window of the layers that it serves)."""
     windows = dict.fromkeys(config.sliding_windows)
-    files = {file_name(kind, window): (kind, window) for kind in KINDS for window in windows}
+    files = {file_name(kind, window): (kind, window) for kind in WHOLE + PARTS for window in windows}
+    files[CHAIN] = ("chain", None)
     return files | dict.fromkeys([HEAD] if quantization is None else [HEAD, HEAD_OF_FEW], ("head", None))
 
 
@@ -358,7 +395,7 @@ def _key(config: ModelConfig, spec: dict[str, Any]) -> str:
     assert family is not None and family.__file__ is not None
     sources = [*sorted(here.glob("kernels/cpu/*.py")), here / "kernels" / "pages.py", Path(family.__file__)]
     sources += [*sorted(here.glob("layers/*.py")), here / "models" / "decoder.py", here / "quantization" / "int8.py"]
-    sources += [Path(__file__), Path(__file__).with_name("aot_compile.py")]
+    sources += sorted(here.glob("worker/aot*"))
     sizes = asdict(config) | {"num_layers": None, "vocab_size": None, "max_position_embeddings": None}
     sizes["sliding_windows"] = None  # part of the name of a file
     processor = sorted(torch.cpu.get_capabilities().items()), torch.backends.cpu.get_cpu_capability()
@@ -370,16 +407,15 @@ def _key(config: ModelConfig, spec: dict[str, Any]) -> str:
     return digest.hexdigest()[:24]
 
 
-def _load(file: Path | None) -> Any:
-    """Load a compiled function. Raises: DamagedFile; FileNotFoundError if the file is gone; any error of torch."""
-    from torch._C._aoti import AOTIModelPackageLoader
-
+def _find_whole(directory: Path, name: str) -> Path:
+    """The file of the compiled part `name`. Raises: DamagedFile; FileNotFoundError if it is gone."""
+    file = find_file(directory, name)
     if file is None:
-        raise FileNotFoundError("a compiled file has just been removed")
-    # torch does not check the contents, and would run damaged code.
+        raise FileNotFoundError(f"{name} has just been removed")
+    # Nothing else checks the contents, and damaged code would run.
     if digest(file) != file.name.split(".")[1]:
         raise DamagedFile(file)
-    return AOTIModelPackageLoader(str(file), "model", True, 1, -1).boxed_run
+    return file
 
 
 def digest(file: Path) -> str:

@@ -9,9 +9,11 @@ import multiprocessing
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
+import zipfile
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -31,7 +33,7 @@ from nanopage.kernels.cpu.tile_attention import attend_tile
 from nanopage.layers.packed import PackedLinear, PackedRowLinear, pack
 from nanopage.quantization.int8 import Int8Linear, Int8RowsLinear, quantize
 from nanopage.weights import loader
-from nanopage.worker.aot import HEAD, digest, file_kinds, find_file, tensors_in, tensors_of
+from nanopage.worker.aot import HEAD, WHOLE, digest, file_kinds, find_file, tensors_in, tensors_of
 
 OPTIONS: dict[str, Any] = {
     "size_asserts": False,  # packed weights have no strides to assert on
@@ -51,16 +53,17 @@ class _Part(nn.Module):
         self.layer: Any = layer
         self.kind = kind
 
-    def forward(self, *inputs: Tensor) -> Tensor:
+    def forward(self, *tensors: Tensor) -> Tensor:
+        *inputs, kv_cache = tensors
         if self.kind == "after":
             return self.layer.after(*inputs)
         if self.kind == "tile":
-            q, kv_cache, block_tables, rows, positions, out = inputs
+            q, block_tables, rows, positions, out = inputs
             return attend_tile(q, kv_cache, block_tables, rows, positions, out, self.layer.window)
         if self.kind == "flash":
-            q, kv_cache, *splits = inputs
+            q, *splits = inputs
             return flash_decode(q, kv_cache, Splits(*splits), self.layer.window).to(q.dtype)
-        x, cos, sin, kv_cache, slot_mapping, *splits = inputs
+        x, cos, sin, slot_mapping, *splits = inputs
         if self.kind == "before":
             q, k, v = self.layer.before(x, cos, sin)
             pages.write(k, v, kv_cache, slot_mapping)
@@ -69,16 +72,16 @@ class _Part(nn.Module):
 
 
 class _Exported(nn.Module):
-    """Computes a part of a layer as a function of its inputs and weights."""
+    """Computes a part of a layer as a function of its inputs, and of its KV cache and weights."""
 
     def __init__(self, part: _Part):
         super().__init__()
         self.part = [part]  # in a list, so that its weights do not become constants
         self.names = [f"layer.{name}" for name in tensors_of(part.layer)]
 
-    def forward(self, inputs: list[Tensor], weights: list[Tensor]) -> Tensor:
+    def forward(self, inputs: list[Tensor], kv_cache: Tensor, weights: list[Tensor]) -> Tensor:
         tensors = dict(zip(self.names, weights, strict=True))
-        return torch.func.functional_call(self.part[0], tensors, tuple(inputs))
+        return torch.func.functional_call(self.part[0], tensors, (*inputs, kv_cache))
 
 
 def compile_layer(layer: Any, config: ModelConfig, dtype: torch.dtype, block_size: int, kind: str, file: Path):
@@ -88,7 +91,9 @@ def compile_layer(layer: Any, config: ModelConfig, dtype: torch.dtype, block_siz
     options = {"memory_planning": kind == "one"}
     # oneDNN's tensors are opaque: tracing uses plain tensors of the same shape instead.
     stand_ins = [torch.empty(t.shape, dtype=t.dtype) if t.is_mkldnn else t for t in tensors_of(layer).values()]
-    _export(_Exported(_Part(layer, kind)), [inputs, stand_ins], [dims, [None] * len(stand_ins)], file, options)
+    kv_cache = torch.zeros(2, 8, config.num_kv_heads, config.head_dim * block_size, dtype=dtype)
+    inputs_and_dims = [inputs, kv_cache, stand_ins], [dims, {1: torch.export.Dim.DYNAMIC}, [None] * len(stand_ins)]
+    _export(_Exported(_Part(layer, kind)), *inputs_and_dims, file, options)
 
 
 class _ExportedHead(nn.Module):
@@ -119,13 +124,33 @@ def _export(module: nn.Module, inputs: list[Any], dims: list[Any], file: Path, o
 
     with tempfile.TemporaryDirectory(dir=file.parent, prefix=SCRATCH) as scratch:
         program = torch.export.export(module, tuple(inputs), dynamic_shapes=tuple(dims), strict=False)
-        made = Path(scratch, file.name)
-        aoti_compile_and_package(program, package_path=str(made), inductor_configs=OPTIONS | options)
-        os.replace(made, file.with_name(f"{file.stem}.{digest(made)}.pt2"))  # atomic: never a partial file
+        package = Path(scratch, "package.pt2")
+        aoti_compile_and_package(program, package_path=str(package), inductor_configs=OPTIONS | options)
+        with zipfile.ZipFile(package) as archive:
+            (library,) = (name for name in archive.namelist() if name.endswith(".so"))
+            made = Path(scratch, file.name)
+            made.write_bytes(archive.read(library))
+        _move(made, file)
+
+
+def _move(made: Path, file: Path) -> None:
+    """Move what was made to `file`, with a digest in its name."""
+    os.replace(made, file.with_name(f"{file.stem}.{digest(made)}.so"))  # atomic: never a partial file
+
+
+def compile_chain(file: Path) -> None:
+    """Compile aot_chain.cpp."""
+    from torch._inductor.cpp_builder import get_cpp_compiler
+
+    with tempfile.TemporaryDirectory(dir=file.parent, prefix=SCRATCH) as scratch:
+        made, source = Path(scratch, file.name), Path(__file__).with_name("aot_chain.cpp")
+        command = [get_cpp_compiler(), "-std=c++17", "-O2", "-shared", "-fPIC", str(source), "-o", str(made)]
+        subprocess.run(command, check=True)
+        _move(made, file)
 
 
 def example(config: ModelConfig, dtype: torch.dtype, block_size: int, kind: str) -> tuple[list[Tensor], list[Any]]:
-    """Example inputs of a part, and their dynamic dimensions. Weights are left out.
+    """Example inputs of a part, and their dynamic dimensions. KV cache and weights are left out.
 
     Inductor decides by the sizes which loops are worth several threads.
     """
@@ -136,19 +161,18 @@ def example(config: ModelConfig, dtype: torch.dtype, block_size: int, kind: str)
     x = torch.zeros(num_tokens, config.hidden_size, dtype=dtype)
     cos, sin = torch.zeros(2, num_tokens, 1, config.head_dim // 2, dtype=dtype)
     q = torch.zeros(num_tokens, config.num_heads, config.head_dim, dtype=dtype)
-    kv_cache = torch.zeros(2, 8, config.num_kv_heads, config.head_dim * block_size, dtype=dtype)
     if kind == "after":
         return [x, q], [{0: many}, {0: many}]
     if kind == "tile":
         tables, rows = torch.zeros(2, 20, dtype=torch.int64), torch.zeros(2, 45, dtype=torch.int64)
         any_table = {0: any_size, 1: any_size}
-        inputs = [q, kv_cache, tables, rows, rows.int(), q.clone()]
-        return inputs, [{0: many}, {1: any_size}, any_table, any_table, any_table, {0: many}]
+        inputs = [q, tables, rows, rows.int(), q.clone()]
+        return inputs, [{0: many}, any_table, any_table, any_table, {0: many}]
     if kind == "flash":
-        inputs, dims = [q, kv_cache], [{0: many}, {1: any_size}]
+        inputs, dims = [q], [{0: many}]
     else:
-        inputs = [x, cos, sin, kv_cache, torch.zeros(num_tokens, dtype=torch.int64)]
-        dims = [{0: many}, {0: many}, {0: many}, {1: any_size}, {0: many}]
+        inputs = [x, cos, sin, torch.zeros(num_tokens, dtype=torch.int64)]
+        dims = [{0: many}] * 4
     if kind != "before":
         seq_lens = torch.full((num_tokens,), 1000)
         tables = torch.zeros(num_tokens, -(-1000 // block_size), dtype=torch.int64)
@@ -191,6 +215,9 @@ def _make(spec: dict[str, Any], config: ModelConfig, directory: Path, name: str)
     torch.set_num_threads(spec["threads"])
     dtype = getattr(torch, spec["dtype"])
     kind, window = file_kinds(config, spec["quantization"])[name]
+    if kind == "chain":
+        compile_chain(directory / name)
+        return
     if kind == "head":
         compile_head(config, dtype, spec["quantization"] is not None, directory / name)
         return
@@ -198,7 +225,7 @@ def _make(spec: dict[str, Any], config: ModelConfig, directory: Path, name: str)
     small = replace(config, num_layers=1, sliding_windows=(window,), vocab_size=64)
     layer = loader.build_model(small, dtype, torch.device("cpu")).layers[0]
     if spec["quantization"]:
-        quantize(layer, Int8RowsLinear if kind in ("one", "decode") else Int8Linear)
+        quantize(layer, Int8RowsLinear if kind in WHOLE else Int8Linear)
     else:
         pack(layer, PackedRowLinear if kind == "one" else PackedLinear)
     compile_layer(layer, config, dtype, spec["block_size"], kind, directory / name)

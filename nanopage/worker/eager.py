@@ -5,7 +5,7 @@ Each way to run a step has two methods: `fits(batch)` says whether the way can r
 ModelRunner takes the first way that fits. The other ways are `aot.py`, for a CPU, and `cuda_graphs.py`, for a GPU.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,7 +16,7 @@ from nanopage.device import to_device
 from nanopage.kernels.pages import pad_tables
 from nanopage.kernels.reference import ReferenceAttention
 from nanopage.layers.attention import Attention
-from nanopage.models.decoder import Decoder, Layer
+from nanopage.models.decoder import Decoder, Layers
 from nanopage.step import Batch
 from nanopage.worker.kv_cache import KVCache
 from nanopage.worker.sequence_table import SequenceTable
@@ -111,12 +111,12 @@ def run_model(
     attention: Attention,
     kv_cache: KVCache,
     table: SequenceTable,
-    layers: Sequence[Layer] | None = None,
+    layers: Layers | None = None,
     head: Callable[[Tensor], Tensor] | None = None,
 ) -> Output:
     """Run the model on a batch, and its head on the rows to be sampled.
 
-    Args: layers, head: replace the decoder layers and the head. None: the model's own modules.
+    Args: layers, head: run the decoder layers and the head in another way. None: the model's own modules.
     """
     scored = any(table.sampling.settings[row].prompt_logprobs is not None for row in batch.rows)
     sampled = np.array(batch.sampled_from, dtype=np.int64)

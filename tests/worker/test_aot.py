@@ -26,6 +26,7 @@ from nanopage.quantization import int8
 from nanopage.step import SamplingSettings
 from nanopage.weights import hub, loader
 from nanopage.worker import aot
+from nanopage.worker.aot_chain import Chain, FixedInputs, Library, load_chain_library
 from nanopage.worker.eager import prepare, reference_attention
 from nanopage.worker.kv_cache import KVCache
 from nanopage.worker.sequence_table import SequenceTable
@@ -72,7 +73,7 @@ def paged(model, compiled, dtype=torch.float32, quantization=None) -> Paged:
 
     made = Paged(model, sequences, dtype, make_way, quantization)
     if compiled:
-        assert len(made.way.layers) == made.way.config.num_layers
+        assert made.way.layers is not None
     return made
 
 
@@ -87,7 +88,7 @@ def assert_compiled_equals_eager(model, all_lengths, quantization=None):
 
 
 def kinds_in(directory: Path) -> set[str]:
-    return {file.name.split(".")[0] for file in directory.glob("*.pt2")}
+    return {file.name.split(".")[0] for file in directory.glob("*.so")}
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +116,7 @@ def pretend_to_be_made(compiled):
     """So that nothing is left to compile."""
     compiled.directory.mkdir(parents=True, mode=0o700)
     for file in compiled.files:
-        (compiled.directory / file.replace(".pt2", ".0123456789abcdef.pt2")).touch()
+        (compiled.directory / file.replace(".so", ".0123456789abcdef.so")).touch()
 
 
 IMPORTS = """
@@ -181,7 +182,17 @@ def test_compiled_layers_of_int8_weights_equal_the_eager_ones(tmp_path, cache):
     model = tiny_model(tmp_path, hidden_size=96, num_attention_heads=6, mlp_bias=True, tie_word_embeddings=True)
     compiled = compiled_of(model, quantization="int8")
     compiled.compile()
-    assert kinds_in(compiled.directory) == {"head", "head-of-few", "before", "after", "one", "decode", "flash", "tile"}
+    assert kinds_in(compiled.directory) == {
+        "chain",
+        "head",
+        "head-of-few",
+        "before",
+        "after",
+        "one",
+        "decode",
+        "flash",
+        "tile",
+    }
     assert_compiled_equals_eager(model, (LENGTHS, [3, 3], [17, 1], [1] * 9), "int8")
     engines = [engine_of(model, quantization="int8", enforce_eager=eager) for eager in (True, False)]
     assert compiled_in(engines[1]).head.of_few is not None
@@ -222,7 +233,9 @@ def test_the_head_of_a_single_row_serves_any_vocabulary(directory, num_rows):
         if head.tiles is None:
             pytest.skip("this version of oneDNN lays out a matrix of this size differently")
         x = torch.randn(num_rows, 64, generator=torch.Generator().manual_seed(1))
-        compiled = aot.CompiledHead(aot._load(aot.find_file(directory, aot.HEAD)), None, [head.tiles], head)
+        library = Library(aot.find_file(directory, aot.HEAD))
+        chain = Chain(load_chain_library(aot.find_file(directory, aot.CHAIN)), [library], [FixedInputs([head.tiles])])
+        compiled = aot.CompiledHead(chain, None, head)
         torch.testing.assert_close(compiled(x), head(x), rtol=1e-5, atol=1e-5)
 
 
@@ -291,7 +304,7 @@ def test_a_prompt_in_chunks_of_which_most_sample_nothing(model, directory):
 
 
 def test_there_is_a_file_for_each_kind_of_step_and_window_not_for_each_layer(directory):
-    kinds = {"head", "before", "after", "one-window-7", "decode-window-7", "flash-window-7", "tile-window-7"}
+    kinds = {"chain", "head", "before", "after", "one-window-7", "decode-window-7", "flash-window-7", "tile-window-7"}
     assert kinds_in(directory) == (kinds | {"one", "decode", "flash", "tile"} if LONG else kinds)
 
 
@@ -477,7 +490,7 @@ def copy(directory, tmp_path, monkeypatch):
     return made
 
 
-ONE = "one-window-7.pt2"
+ONE = "one-window-7.so"
 SPOIL = {
     "empty": lambda file: file.write_bytes(b""),
     "garbage": lambda file: file.write_bytes(bytes(range(256)) * 40),
@@ -516,8 +529,9 @@ def test_compiling_now_makes_a_damaged_file_again(model, copy, monkeypatch):
     file = aot.find_file(copy, ONE)
     whole = file.read_bytes()
     compiled = compiled_of(model)
-    compiled.layers = []  # as if it had not been ready at first
-    file.write_bytes(b"")
+    compiled.layers = None  # as if it had not been ready at first
+    file.unlink()  # not overwritten: the library is mapped into this process
+    file.touch()
     monkeypatch.setattr(aot.Compiled, "_spawn", lambda self: (file.write_bytes(whole), subprocess.Popen(["true"]))[1])
     compiled.compile()
     assert compiled.layers
@@ -536,14 +550,17 @@ def test_a_file_that_is_damaged_again_is_left_alone(model, copy, monkeypatch, ca
         engine.executor.compile()
 
 
-def test_code_that_cannot_be_unpacked_leaves_the_engine_eager(model, directory, tmp_path, monkeypatch, caplog):
+@pytest.mark.parametrize("name", [ONE, aot.CHAIN])
+def test_code_that_cannot_be_loaded_leaves_the_engine_eager(model, copy, caplog, name):
+    """As on a file system that is mounted without permission to execute."""
     expected = run(engine_of(model, enforce_eager=True))
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("TMPDIR", str(tmp_path / "file"))  # read by torch's C++ code
+    file = aot.find_file(copy, name)
+    file.write_bytes(b"no library")
+    file.rename(file.with_name(name.replace(".so", f".{aot.digest(file)}.so")))
     engine = engine_of(model)
     assert run(engine) == run(engine) == expected
     assert not compiled_in(engine)
-    assert caplog.text.count("cannot be loaded") == 1 and str(directory) in caplog.text
+    assert caplog.text.count("cannot be loaded") == 1 and str(copy) in caplog.text
 
 
 @pytest.mark.parametrize("shared", ["directory", "file"])
