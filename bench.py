@@ -1,7 +1,7 @@
 """Measure nanopage, alone or side by side with transformers on the same weights.
 
 \b
-    python bench.py latency      one request at a time: TTFT, decode tok/s
+    python bench.py latency      one batch: TTFT, decode tok/s
     python bench.py throughput   many requests at once: output tok/s
     python bench.py serve        requests that arrive over time: TTFT, goodput
     python bench.py memory       what forks save, swap against recomputation
@@ -13,15 +13,15 @@
     python bench.py throughput --compare transformers --json result.json
     python bench.py serve --request-rate 1,2,4 --goodput ttft:500 tpot:50
 
-Prompts are random token ids and never repeat, so that the prefix cache cannot help, unless --prefix-len or a file
-(--dataset-name sharegpt or custom) makes prompts alike. Outputs have a fixed length: the end of sequence is ignored.
-Loading, compiling and warm-up are timed apart.
+In latency, throughput and serve, prompts are random token ids and never repeat, so that the prefix cache cannot
+help, unless --prefix-len or a file (--dataset-name sharegpt or custom) makes prompts alike. Outputs have a fixed
+length: the end of sequence is ignored. Loading, compiling and warm-up are timed apart.
 
 With --compare, nanopage and transformers take turns, iteration by iteration, so that a machine whose speed drifts
 treats both alike. On a GPU transformers runs twice: `generate`, compiled for a static cache, and continuous batching.
 A peer that fails is named and left out.
 
-Options and files are checked before a model is loaded. Ctrl-C ends a run early: what was measured is printed and, with
+Options and files are checked before a model is loaded. Ctrl-C ends a run early: what is complete is printed and, with
 --json, written with "complete": false. A file that cannot be written is kept elsewhere.
 
 Exit codes: 0 measured, 1 something failed, 2 wrong usage, 130 stopped by SIGINT, 143 by SIGTERM, 129 by SIGHUP.
@@ -386,7 +386,7 @@ def memory(
     """Measure the memory manager: forks, preemption, waste.
 
     Parallel sampling, preemption by swap and by recomputation, and slots that are never filled. The first two have
-    fixed workloads. Preemption runs in float32, so that its outputs can be compared exactly.
+    lengths of their own. Preemption runs in float32, so that its outputs can be compared exactly.
 
     \b
     python bench.py memory --num-prompts 200

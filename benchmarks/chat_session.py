@@ -4,7 +4,8 @@ python -m benchmarks.chat_session benchmarks/results/chat-session.txt
 python -m benchmarks.chat_session docs/chat.svg
 
 A .svg file is a picture of a short session. Any other file is the text of a long one. A script types at a shell in a
-pseudo-terminal. Lines in (parentheses) say what it does beside typing. `pip install -e '.[test]'` brings what it needs.
+pseudo-terminal. Lines in (parentheses) say what it does beside typing, or how many lines are left out. `pip install
+-e '.[test]'` brings what it needs.
 """
 
 import datetime

@@ -1,4 +1,7 @@
-"""Checks before a model is loaded. A wrong option ends the program with a message that names it, and exit code 2."""
+"""Checks before a model is loaded. A wrong option ends the program with a message that names it, and exit code 2.
+
+`check_longest` alone runs later, because it needs the model, and ends with exit code 1.
+"""
 
 import reprlib
 import urllib.parse

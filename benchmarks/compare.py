@@ -1,7 +1,8 @@
 """The same requests on nanopage and on its peers, each in its own process, in turn.
 
 A workload fixes the lengths. The prompts are random token ids, new in every iteration: a prefix cache, which every
-engine may use, helps within an iteration and never across two. One engine works at a time.
+engine may use, helps within an iteration and not across two. W6 has questions instead, of which a cache finds only what
+the chat template puts first. One engine works at a time.
 """
 
 import ast
@@ -419,7 +420,7 @@ def make_work(
     tokenizer = Tokenizer(path)
     work = []
     for question in questions:
-        # The number makes the prompts new in every iteration; what the template puts before it is a few tokens.
+        # The number makes the prompts new in every iteration, after the few tokens that the template puts first.
         messages = [{"role": "user", "content": f"{iteration}. {question}"}]
         with errors_by_name():
             text = tokenizer.render_chat(messages)

@@ -60,7 +60,7 @@ def common() -> Iterator[Specialization]:
 
 
 def every() -> Iterator[Specialization]:
-    """Head sizes, page sizes, groups, windows and caps that the tests run, beside `common`."""
+    """Head sizes, page sizes, groups, windows and caps, beside `common`."""
     yield from common()
     for dtype in DTYPES:
         for head_dim in (80, 96, 256):

@@ -83,7 +83,7 @@ class Run:
 
 
 def summary(run: Run, percentiles: list[float], goodput: dict[str, float], of_engine: bool = True) -> dict[str, Any]:
-    """What serve.schema.json says of a run, without its lists.
+    """What serve.schema.json says of a run, without its rate, requests and timeline.
 
     Args: of_engine: whether the engine was in this process; of a server, its inner figures are not known.
     """

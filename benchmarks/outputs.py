@@ -103,7 +103,7 @@ def check_plot(file: Path | None) -> None:
 
 @dataclass
 class Record:
-    """The file of --json: whether everything asked for was measured, and whether the file was written."""
+    """The file of --json: whether the run came to its end, and whether the file was written."""
 
     complete: bool = False
     written: bool = True

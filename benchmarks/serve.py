@@ -241,7 +241,7 @@ def arrival_times(count: int, rate: float, burstiness: float, seed: int) -> list
 
 
 def result_name(model: str, rates: list[float], max_concurrency: int | None) -> str:
-    """The name that `vllm bench serve --save-result` would give the file, for the backend "nanopage"."""
+    """A name like the one that `vllm bench serve --save-result` gives the file, for the backend "nanopage"."""
     rate = ",".join(f"{rate:g}" for rate in rates) + "qps" if rates else "trace"
     most = f"-concurrency{max_concurrency}" if max_concurrency else ""
     return f"nanopage-{rate}{most}-{os.path.basename(os.path.abspath(model))}-{datetime.now():%Y%m%d-%H%M%S}.json"

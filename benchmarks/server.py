@@ -122,7 +122,7 @@ class Server:
             connection.close()
 
     def _get(self, path: str) -> tuple[int, Any]:
-        """(status, body) of a path; the body is text if it is not JSON."""
+        """(status, body) of a path; the body is bytes if it is not JSON."""
         connection = self._connection()
         try:
             connection.request("GET", self.url.path + path, headers=self.headers)

@@ -1,6 +1,6 @@
 """Several completions of one prompt: samples, the best of several, and beam search.
 
-The prompt is computed once. Its blocks are shared until a completion writes to one of them.
+Each request computes the prompt once. Its blocks are shared until a completion writes to one of them.
 
 python examples/completions.py
 """

@@ -10,7 +10,8 @@ solve them:
   Paged KV cache        The cache is a pool of small blocks. Each sequence has a block table, as a process has a page
                         table, so its blocks need not be contiguous, and it takes a block only when it needs one.
   Continuous batching   Each step chooses its sequences anew. A waiting sequence starts as soon as another one ends,
-                        and a long prompt is computed in chunks beside the next tokens of others.
+                        and a long prompt is computed in chunks beside the next tokens of others. Block tables make
+                        this cheap: whichever sequences a step has, no keys or values move.
 
 One request goes through the parts in this order: it waits in the Scheduler's queue; the Scheduler decides how many of
 its tokens the next step computes, and gives it blocks for them; the Engine makes tensors of the step; the Model writes
@@ -59,8 +60,8 @@ class Sequence:
 
 
 # --- Blocks ---------------------------------------------------------------------- nanopage/engine/block_manager.py ---
-# nanopage also shares blocks between sequences that start with the same tokens (prefix caching, forks), and moves the
-# blocks of preempted sequences to host memory (swapping). Its slots are computed by `prepare` in worker/eager.py.
+# nanopage also shares blocks between sequences that start with the same tokens (prefix caching, forks), and may move
+# the blocks of preempted sequences to host memory (swapping). `prepare` in worker/eager.py computes its slots.
 
 
 class BlockManager:
@@ -228,7 +229,7 @@ class Model:
         q = rotate(q, cos, sin)
         out = torch.empty_like(q)
         for chunk in chunks:
-            # Gather the pages: [length, kv_heads, head_dim]. Each KV head serves several query heads.
+            # Gather the slots: [length, kv_heads, head_dim]. Each KV head serves several query heads.
             group = config.num_heads // config.num_kv_heads
             keys = self.k_cache[layer, chunk.slots].repeat_interleave(group, dim=1)
             values = self.v_cache[layer, chunk.slots].repeat_interleave(group, dim=1)

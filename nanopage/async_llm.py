@@ -14,6 +14,7 @@ kept, and the reader loses nothing.
 
 import asyncio
 import atexit
+import concurrent.futures
 import contextlib
 import logging
 import threading
@@ -117,7 +118,9 @@ class AsyncLLM:
             engine.listeners.append(TokenBudget(engine.scheduler, SECONDS[engine.capacity.device]))
         self._tokenizing = ThreadPoolExecutor(2, "nanopage-tokenizer")
         self._changed = threading.Condition()  # guards the numbers of waiting requests, and what follows
-        self._mail: list[Request | RequestStream | Callable[[], None]] = []  # to submit, to abort, to call
+        self._mail: list[
+            Request | RequestStream | Callable[[EngineDeadError | None], None]
+        ] = []  # to submit, to abort, to call
         self._streams: dict[str, RequestStream] = {}  # of all requests that have not ended
         self._error: EngineDeadError | None = None
         self._stopping = False
@@ -145,8 +148,8 @@ class AsyncLLM:
 
         Args:
             prompt: text, token ids, or a dict (see `Prompt` in input_processor.py).
-            sampling_params: None uses the parameters that the model recommends.
-            request_id: any string that no unfinished request has.
+            sampling_params: None uses `LLMEngine.default_sampling_params`.
+            request_id: any non-empty string that no unfinished request has.
             priority: lower goes first, with scheduling_policy="priority".
 
         Raises:
@@ -170,7 +173,7 @@ class AsyncLLM:
     ) -> RequestStream:
         """Check a request and queue it. Returns its outputs to come. Arguments and errors are those of `generate`."""
         if not isinstance(request_id, str) or not request_id:
-            raise TypeError(f"request_id must be a string, not {request_id!r}")
+            raise TypeError(f"request_id must be a non-empty string, not {request_id!r}")
         stream = RequestStream(self, request_id)
         with self._changed:
             self._check_alive()
@@ -210,16 +213,20 @@ class AsyncLLM:
             self._post(stream)
 
     async def reset_prefix_cache(self) -> bool:
-        """Forget all cached prefixes. Running requests go on. Returns True: this always succeeds."""
-        loop, done = asyncio.get_running_loop(), asyncio.Event()
+        """Forget all cached prefixes. Running requests go on. Returns True. Raises: EngineDeadError."""
+        done: concurrent.futures.Future[bool] = concurrent.futures.Future()
 
-        def reset() -> None:
-            self.engine.reset_prefix_cache()
-            loop.call_soon_threadsafe(done.set)
+        def reset(error: EngineDeadError | None) -> None:
+            if not done.set_running_or_notify_cancel():
+                return
+            if error is None:
+                self.engine.reset_prefix_cache()
+                done.set_result(True)
+            else:
+                done.set_exception(error)
 
         self._post(reset)
-        await done.wait()
-        return True
+        return await asyncio.wrap_future(done)
 
     # State
 
@@ -251,7 +258,7 @@ class AsyncLLM:
 
     @property
     def seconds_per_request(self) -> float:
-        """How much time the engine needs for a request: that of its steps over the number that have ended; 0 before."""
+        """The time of all steps over the number of completions that have ended; until one has, that of all steps."""
         return self._metrics.busy_seconds / max(1, sum(self._metrics.ended.values()))
 
     def get_metrics(self) -> list[Metric]:
@@ -280,7 +287,7 @@ class AsyncLLM:
 
     # The engine's thread
 
-    def _post(self, message: "Request | RequestStream | Callable[[], None]") -> None:
+    def _post(self, message: "Request | RequestStream | Callable[[EngineDeadError | None], None]") -> None:
         with self._changed:
             if self._error is None:
                 self._mail.append(message)
@@ -332,7 +339,7 @@ class AsyncLLM:
                 self.engine.submit(message)
                 self._metrics.add_params(message.params)
             elif not isinstance(message, RequestStream):
-                message()
+                message(None)
             elif self._streams.get(message.request_id) is message:  # or another request has its id by now
                 output = self.engine.abort(message.request_id)
                 self._deliver([] if output is None else [output])
@@ -369,7 +376,11 @@ class AsyncLLM:
         """Tell all readers that there will be no more outputs."""
         with self._changed:
             self._error = error
-            streams, self._streams, self._mail = list(self._streams.values()), {}, []
+            streams, self._streams = list(self._streams.values()), {}
+            mail, self._mail = self._mail, []
+        for message in mail:
+            if callable(message):
+                message(error)
         for stream in streams:
             with contextlib.suppress(RuntimeError):  # the loop is closed
                 stream.loop.call_soon_threadsafe(stream._fail, error)

@@ -77,7 +77,7 @@ class EngineConfig:
         max_num_batched_tokens: most tokens in one step; longer prompts are prefilled in chunks. None: 2,048 for `LLM`.
             For AsyncLLM and the server it follows the time that steps take (see engine/token_budget.py).
         block_size: tokens per KV cache block; on a GPU a power of two.
-        kv_cache_gib: size of the KV cache in GiB. None: see `gpu_memory_utilization`.
+        kv_cache_gib: most GiB for the KV cache. None: see `gpu_memory_utilization`.
         gpu_memory_utilization: the share of the device's memory (on a CPU: of the RAM) that weights and KV cache may
             take together; on a GPU the memory of a step counts, too. None: 0.9 on a GPU; on a CPU the KV cache gets a
             quarter of the available RAM, at most 4 GiB.
@@ -90,10 +90,10 @@ class EngineConfig:
             and preemption_mode="swap" is refused.
         scheduling_policy: "fcfs", or "priority": requests with a lower `priority` go first, and may take the blocks of
             requests with a higher one.
-        enforce_eager: True compiles and captures nothing. False: on a CPU, in float32 and bfloat16, decoder layers are
-            compiled in the background when a second request begins to run, and used once the engine is idle (see
-            worker/aot.py). On a GPU they are compiled at start, and decode steps are captured as CUDA graphs (see
-            worker/jit.py and worker/cuda_graphs.py).
+        enforce_eager: True compiles and captures nothing. False: on a CPU, in float32, and in bfloat16 where oneDNN
+            computes in it, decoder layers are compiled in the background when a second request begins to run, and
+            used once the engine is idle (see worker/aot.py). On a GPU they are compiled at start, and decode steps are
+            captured as CUDA graphs (see worker/jit.py and worker/cuda_graphs.py).
         quantization: "int8" stores each weight of linear layers, and of an embedding tied to the head, in one byte (see
             quantization/int8.py); activations and KV stay in `dtype`. Only on a CPU. None: weights are in `dtype`.
         async_scheduling: submit a step before the results of the previous one have been read, so that a GPU need not
@@ -169,12 +169,13 @@ class EngineConfig:
             if not isinstance(value, int | float) or isinstance(value, bool):
                 raise TypeError(f"{name} must be a number, not {value!r}")
             if not 0 < value <= min(limit, sys.float_info.max):
-                raise ValueError(f"{name} must be in (0, {limit}], got {value}")
+                most = "finite" if limit == math.inf else "at most 1"
+                raise ValueError(f"{name} must be above 0 and {most}, got {value}")
         if self.swap_space is not None:
             if not isinstance(self.swap_space, int | float) or isinstance(self.swap_space, bool):
                 raise TypeError(f"swap_space must be a number, not {self.swap_space!r}")
             if not 0 <= self.swap_space <= sys.float_info.max:
-                raise ValueError(f"swap_space must be at least 0, got {self.swap_space}")
+                raise ValueError(f"swap_space must be finite and at least 0, got {self.swap_space}")
             if self.preemption_mode == "recompute" and self.swap_space:
                 raise ValueError("swap_space is of no use with preemption_mode='recompute'")
             if self.preemption_mode == "swap" and not self.swap_space:

@@ -32,8 +32,8 @@ def resolve_dtype(name: str, checkpoint: str, device: torch.device) -> tuple[tor
 def computes_natively(dtype: str, device: torch.device) -> bool:
     """Whether the device multiplies matrices of this dtype in hardware.
 
-    On a CPU, ATEN_CPU_CAPABILITY and ONEDNN_MAX_CPU_ISA count as well: they keep torch and oneDNN from using
-    instructions that the processor has, so a machine can act as an older one.
+    On a CPU, ONEDNN_MAX_CPU_ISA counts as well: it keeps oneDNN from using instructions that the processor has, so a
+    machine can act as an older one.
     """
     if dtype == "float32":
         return True
@@ -43,7 +43,7 @@ def computes_natively(dtype: str, device: torch.device) -> bool:
         return False
     hardware = torch.cpu.get_capabilities()
     if dtype == "bfloat16":
-        allowed = torch.ops.mkldnn._is_mkldnn_bf16_supported()  # follows both variables, as for float16 below
+        allowed = torch.ops.mkldnn._is_mkldnn_bf16_supported()  # follows ONEDNN_MAX_CPU_ISA
         return allowed and any(hardware.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16"))
     allowed = torch.ops.mkldnn._is_mkldnn_fp16_supported()
     return allowed and any(hardware.get(name) for name in ("avx512_fp16", "amx_fp16", "fp16_arith"))
@@ -80,7 +80,7 @@ def total_ram() -> int:
 
 
 def _container_limit(group: Path = Path("/sys/fs/cgroup")) -> tuple[int | None, int]:
-    """(limit, in use) of the control group we run in; (None, 0) where there is none."""
+    """(limit, in use) of our container (its cgroup v2); (None, 0) where there is none."""
     try:
         limit = (group / "memory.max").read_text().strip()
         most = None if limit == "max" else int(limit)
@@ -94,7 +94,8 @@ def _container_limit(group: Path = Path("/sys/fs/cgroup")) -> tuple[int | None, 
 
 
 def to_device(values: list | Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """Copy Python numbers or a CPU tensor to a device, without blocking: a GPU copies after the work in its stream."""
+    """Copy Python numbers or a CPU tensor to a device, without blocking: a GPU copies after the work in its stream. On
+    a CPU, a tensor is returned as it is."""
     tensor = values if isinstance(values, Tensor) else torch.tensor(values, dtype=dtype)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 

@@ -25,7 +25,7 @@ class TokensPrompt(TypedDict):
 
 
 def list_prompts(prompts: Prompt | list[Prompt]) -> list[Prompt]:
-    """A list as it is, and a single prompt as a list of one. Raises TypeError for anything else."""
+    """A list or tuple as it is, and a single prompt as a list of one. Raises TypeError for anything else."""
     if isinstance(prompts, str | dict) or (isinstance(prompts, list) and prompts and isinstance(prompts[0], int)):
         prompts = [cast(Prompt, prompts)]
     if not isinstance(prompts, list | tuple):

@@ -73,7 +73,7 @@ class LLM:
         return self.engine.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What the model's generation_config.json recommends; used where no SamplingParams are given."""
+        """The parameters of requests that have none (see `generation_config` in EngineConfig)."""
         return dataclasses.replace(self.engine.default_sampling_params)
 
     def reset_prefix_cache(self) -> bool:

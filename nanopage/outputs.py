@@ -80,7 +80,7 @@ class RequestOutput:
 
     `prompt_logprobs[0]` is None: the first token has nothing before it. `error` says why a request could not be
     completed; completions that had not ended by then have the finish_reason "error". `sequences` are the
-    completions of `LLM.beam_search` as vLLM returns them; None for other requests.
+    completions of `LLM.beam_search` as vLLM returns them; None for other requests, and if the search was interrupted.
     """
 
     request_id: str
@@ -159,11 +159,11 @@ class StepStats:
     copied: int = 0
     seconds: float = 0.0  # the whole call of `step`, without its listeners
     schedule_seconds: float = 0.0
-    prepare_seconds: float = 0.0  # the worker's table and inputs, moving blocks
-    model_seconds: float = 0.0  # the forward pass (its launch, on a GPU)
+    prepare_seconds: float = 0.0  # moving blocks, the worker's table, waiting for a truncated sample
+    model_seconds: float = 0.0  # inputs and forward pass (its launch, on a GPU)
     sample_seconds: float = 0.0
-    wait_seconds: float = 0.0  # the time that the host spent waiting for the device
-    device_seconds: float = 0.0  # from the start to the end of the batch's work on a GPU; 0 on a CPU
+    wait_seconds: float = 0.0  # the time that the host spent waiting for the results
+    device_seconds: float = 0.0  # inputs, forward pass and sampling on a GPU; 0 on a CPU
     update_seconds: float = 0.0  # stop conditions, queues
     output_seconds: float = 0.0  # text and outputs
     events: list[RequestEvent] = field(default_factory=list)  # since the previous step, in order

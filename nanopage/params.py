@@ -8,7 +8,7 @@ from enum import Enum
 from nanopage.vllm_options import BEAM_SEARCH, SAMPLING, accepts_options
 
 MAX_STOP_CHARS = 16_384  # of all stop strings of a request: their trie takes some 250 bytes a character
-MAX_LOGPROBS = 20  # vLLM's default `max_logprobs`: bounds the top-k a request can make the sampler compute
+MAX_LOGPROBS = 20  # vLLM's default `max_logprobs`: bounds the top-k that SamplingParams can ask for
 
 
 class RequestOutputKind(Enum):
@@ -170,7 +170,7 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        return self.temperature < 1e-5  # vLLM's threshold; smaller temperatures overflow the scaled logits
+        return self.temperature < 1e-5  # vLLM's threshold
 
 
 @accepts_options(BEAM_SEARCH, {"beam_width": "width"})

@@ -88,7 +88,9 @@ class Batch:
     rows                 the B sequences that run, those with one token first
     starts, counts       for each of `rows`, the position of its first token and the number of its tokens
     sampled_from         for each token to sample, the index in `rows` of the sequence whose last logits it comes from
-    sampled_rows         for each of `sampled_from`, the row that gets the token: its own, or a row just forked from it
+    sampled_rows         for each of `sampled_from`, the row that gets the token: its own, or a row just forked from it.
+                         A request with n=2 whose prompt is `rows[3]` = 7, and whose second completion has row 8, adds
+                         3, 3 to `sampled_from` and 7, 8 to `sampled_rows`
     """
 
     idle: bool = False
@@ -136,11 +138,11 @@ class BatchResult:
     token_ids: list[int] = field(default_factory=list)
     logprobs: dict[int, LogprobTable] = field(default_factory=dict)
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
-    prepare_seconds: float = 0.0  # the table, the inputs, moving blocks
-    model_seconds: float = 0.0  # the forward pass; on a GPU, its launch
+    prepare_seconds: float = 0.0  # moving blocks, the table, waiting for a truncated sample
+    model_seconds: float = 0.0  # inputs and forward pass; on a GPU, its launch
     sample_seconds: float = 0.0
-    wait_seconds: float = 0.0  # the time that the host spent waiting for the device
-    device_seconds: float = 0.0  # from the start to the end of the batch's work on a GPU; 0 on a CPU
+    wait_seconds: float = 0.0  # the time that the host spent waiting for the results
+    device_seconds: float = 0.0  # inputs, forward pass and sampling on a GPU; 0 on a CPU
 
 
 @dataclass(slots=True)

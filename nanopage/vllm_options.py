@@ -9,7 +9,7 @@ import functools
 import reprlib
 from collections.abc import Callable, Collection
 
-ANY = object()  # every value means the same here
+ANY = object()  # True and False mean the same here
 Neutral = dict[str, tuple[object, str]]  # option -> (the values that change nothing, or ANY; why others are refused)
 
 ENGINE: Neutral = {
@@ -50,7 +50,7 @@ ENGINE: Neutral = {
     "speculative_config": ((None,), "there is no speculative decoding"),
     "compilation_config": ((None, {}), "what is compiled is chosen by enforce_eager"),
     "override_generation_config": ((None, {}), "give SamplingParams instead"),
-    "max_logprobs": ((20,), "at most 20 log-probabilities a token are returned"),
+    "max_logprobs": ((20,), "at most the 20 highest log-probabilities are returned, and that of the token"),
 }
 # Options for which vLLM takes None as "the default": None leaves EngineConfig's default.
 DEFAULT_IF_NONE = ("seed", "max_num_seqs", "max_num_batched_tokens", "block_size", "enable_prefix_caching")

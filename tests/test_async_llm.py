@@ -424,6 +424,35 @@ def test_forgetting_the_prefixes_while_requests_run(llm):
     asyncio.run(crowd())
 
 
+@pytest.mark.parametrize("cancelled", [False, True])
+def test_forgetting_the_prefixes_does_not_wait_for_an_engine_that_ends(model, cancelled):
+    """The reset is posted during a step, and the engine is shut down before the next."""
+    llm = AsyncLLM.from_engine_args(EngineArgs(model=str(model), **OPTIONS))
+    in_step, may_go_on, step = threading.Event(), threading.Event(), llm.engine.step
+
+    def hanging():
+        in_step.set()
+        may_go_on.wait(10)
+        return step()
+
+    async def end():
+        llm.engine.step = hanging
+        await llm.add_request("a", "the cat", LONG)
+        await asyncio.to_thread(in_step.wait)
+        reset = asyncio.create_task(llm.reset_prefix_cache())
+        await asyncio.sleep(0)
+        if cancelled:
+            reset.cancel()
+        llm.shutdown(timeout=0)
+        may_go_on.set()
+        with pytest.raises(asyncio.CancelledError if cancelled else EngineDeadError):
+            await asyncio.wait_for(reset, 30)
+
+    asyncio.run(end())
+    assert llm.shutdown()
+    assert "shut down" in str(llm.dead_error)
+
+
 def test_metrics_count_what_ran(llm):
     for i in range(3):
         asyncio.run(final(llm, "the cat", GREEDY, str(i)))

@@ -4,8 +4,9 @@
     ~/.cache/nanopage/peers/openvino/bin/pip install openvino-genai 'optimum-intel[openvino]'
 
 If it stops with "operator torchvision::nms does not exist", torch is a CPU build and torchvision is not:
-`~/.cache/nanopage/peers/openvino/bin/pip uninstall torchvision`. The weights are kept as a float32 IR, which holds
-bfloat16 without loss; OpenVINO converts them to the precision it computes in when it loads them.
+`~/.cache/nanopage/peers/openvino/bin/pip uninstall torchvision`. Without --quantization, the weights are kept as a
+float32 IR, which holds bfloat16 without loss; OpenVINO converts them to the precision it computes in when it loads
+them.
 """
 
 import subprocess

@@ -1,6 +1,7 @@
 """What bench.py and an engine in its own process say to each other: JSON lines on the engine's stdin and stdout.
 
-    DIR/vllm/bin/python -m benchmarks.peers.vllm MODEL --dtype bfloat16 --threads 2 --kv-gib 2 --max-model-len 4096
+    DIR/vllm/bin/python -m benchmarks.peers.vllm MODEL --dtype bfloat16 --threads 2 --kv-gib 2 --kv-tokens 8192 \
+        --max-model-len 4096
 
 The engine loads and answers {"versions": {...}}. From then on every line
 {"prompts": [[ids], ...], "output_lens": [...]} is answered with a `Run`, until stdin is closed. This file needs only
@@ -31,11 +32,11 @@ class Options:
     """The options of every engine. An engine that cannot follow them raises."""
 
     model: Path  # a Hugging Face directory
-    dtype: str  # of weights, activations and KV: bfloat16 or float32
+    dtype: str  # of weights, activations and KV (llama.cpp's KV is float16 with bfloat16): bfloat16 or float32
     threads: int
     kv_tokens: int  # that the KV cache must hold at least
     kv_gib: int  # the same as a size, for engines that take one
-    max_model_len: int  # tokens of the longest request, prompt and output
+    max_model_len: int  # most tokens of a request, prompt and output
     eager: bool  # nanopage only: nothing compiled
     quantization: str | None  # of the weights: "int8", for the engines in compare.WITH_INT8
 

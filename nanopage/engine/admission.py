@@ -1,6 +1,6 @@
 """Admission: whether a waiting or swapped group may start to run, and which groups to preempt for it.
 
-A group fits if there are free blocks for all of its present tokens. If it has several sequences, each of them also
+A group fits if there are free blocks for all of its present tokens. If it has several live sequences, each also
 needs at least one block that it does not share. So a long prompt does not start only to be preempted. Blocks that
 admitted groups have yet to take are reserved for them, and one percent of the pool (the watermark) stays free so that
 running groups can grow. If nothing runs, both are ignored.

@@ -193,8 +193,8 @@ class LLMEngine:
         dropped.
 
         If the batch fails, its requests run again, one at a time. A request that fails alone ends with
-        `RequestOutput.error`. The others get the same tokens as without the failure. After a KeyboardInterrupt, at
-        whatever point, the next call continues with every request.
+        `RequestOutput.error`. The others get the same tokens as without the failure (in 16-bit types, near-ties
+        aside). After a KeyboardInterrupt, at whatever point, the next call continues with every request.
 
         At the end, `step` calls each of `listeners` with the StepStats. A listener must not call `step` or `generate`,
         change `listeners`, or block. If one raises, the later ones miss this step. The step itself is complete, and the

@@ -64,14 +64,14 @@ class InputProcessor:
     ) -> Request:
         """The request, not queued yet. Raises as LLMEngine.add_request."""
         if not isinstance(request_id, str) or not request_id:
-            raise TypeError(f"request_id must be a string, not {request_id!r}")
+            raise TypeError(f"request_id must be a non-empty string, not {request_id!r}")
         if not isinstance(priority, int) or isinstance(priority, bool):
             raise TypeError(f"priority must be an integer, not {priority!r}")
         if priority and self.config.scheduling_policy != "priority":
             raise ValueError(f"priority={priority} needs scheduling_policy='priority'")
         params = SamplingParams() if params is None else params
         if not isinstance(params, SamplingParams | BeamSearchParams):
-            raise TypeError(f"sampling_params must be SamplingParams, not {params!r}")
+            raise TypeError(f"sampling_params must be SamplingParams or BeamSearchParams, not {params!r}")
         params = dataclasses.replace(params)  # a copy, checked again: the caller may change the original
         text, token_ids, cache_salt = self._read_prompt(prompt)
         max_output = self.max_model_len - len(token_ids)

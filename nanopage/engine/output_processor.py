@@ -206,7 +206,8 @@ class OutputProcessor:
                 del self.requests[output.request_id]
 
     def _output(self, request: Request) -> RequestOutput:
-        """What a request has produced. Changes only the detokenizers of sequences that have ended."""
+        """What a request has produced. Changes only the detokenizers of sequences that have ended, and keeps the
+        prompt's log-probabilities."""
         group = request.group
         if group.beam_search is not None:
             outputs = self._beams(request)

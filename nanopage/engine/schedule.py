@@ -51,7 +51,7 @@ class BatchWriter:
     """Writes sequences into batches, and gives out the rows of the workers' tables.
 
     Args:
-        num_rows: of the workers' tables.
+        num_rows: how many rows there are to give out.
     """
 
     def __init__(self, block_manager: BlockManager, num_rows: int):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 TILE_QUERIES = 128
-# The largest sizes of a group, in elements. They are small enough for the allocator to reuse the memory.
+# The largest sizes of a group of several chunks, in elements, small enough for the allocator to reuse the memory.
 GROUP_SCORES = 2**22
 GROUP_KEYS = 2**20
 
@@ -56,7 +56,7 @@ def chunks_of(
         yield chunks, block_tables[chunks.sequences, : -(-chunks.num_keys // block_size)]
 
 
-@lru_cache(maxsize=4)  # every layer of a step needs the same groups
+@lru_cache(maxsize=4)  # every layer of a step with the same window needs the same groups
 def group_chunks(
     query_lens: tuple[int, ...],
     seq_lens: tuple[int, ...],

@@ -50,7 +50,7 @@ def attend(
     oldest,  # [ROWS] the first position that each row sees
     newest,  # [ROWS] the last position that each row sees
     begin,  # the first position to read, a multiple of TILE
-    end,  # the position after the last one to read
+    end,  # the position after the last one that counts
     table_ptr,  # the sequence's row of the block table
     k_ptr,  # of the KV head in block 0
     v_ptr,

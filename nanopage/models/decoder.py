@@ -150,7 +150,7 @@ class SelfAttention(nn.Module):
 
 
 def meta_model(config: ModelConfig) -> Decoder:
-    """Build the model on the meta device: no memory is allocated. Raises: ValueError for an unknown architecture."""
+    """Build the model without memory for weights (on the meta device). Raises: ValueError for an unknown family."""
     from nanopage.models import find_family
 
     family = find_family(config.architecture)

@@ -15,7 +15,8 @@ GGUF_TENSORS: dict[str, str] = {}  # in addition to those of every family
 
 
 def read_config(fields: Fields, architecture: str) -> dict[str, Any]:
-    """Fields of ModelConfig that are particular to the family. Missing ones have transformers' defaults."""
+    """Fields of ModelConfig that are particular to the family. Missing ones have transformers' defaults, except that
+    Mistral needs num_key_value_heads."""
     mistral, num_heads = architecture == "MistralForCausalLM", fields.size("num_attention_heads")
     num_layers = fields.size("num_hidden_layers")
     return {

@@ -1,8 +1,8 @@
 """Constraints on the tokens that may be sampled: allowed ids, bad words, minimum length and logit bias.
 
-They become a few lists of (row, token), and each list is applied with one operation. The lists stay the same while the
-same sequences run, so they are made once and kept on the device. Only bad words of several tokens depend on the tokens
-sampled so far, and these are compared on the device, too.
+They become a few lists of (row, token), and each list is applied with one operation. The lists are kept on the device
+until the batch or the settings of a row change, or a sequence reaches its minimum length. Only bad words of several
+tokens depend on the tokens sampled so far, and these are compared on the device, too.
 """
 
 from dataclasses import dataclass

@@ -13,7 +13,7 @@ from nanopage.device import to_device
 from nanopage.sampling.penalties import TokenCounts
 from nanopage.step import Fork, NewSequence, SamplingSettings
 
-GREEDY_BELOW = 1e-5  # vLLM's threshold: smaller temperatures overflow the scaled logits
+GREEDY_BELOW = 1e-5  # vLLM's threshold
 NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 
 

@@ -60,7 +60,7 @@ class ServerState:
     """What the routes share.
 
     Args:
-        model_names: the names of the model; the first is the one in replies.
+        model_names: the names of the model; the first is in replies to requests that name none.
         max_queue: most requests that wait for their first step, and of one call.
         max_queue_tokens: most prompt tokens of requests that wait, unless there is only one call.
         stall_seconds: after how long a step counts as hung.

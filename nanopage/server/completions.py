@@ -36,7 +36,8 @@ class Completions:
         self.id, self.created = f"cmpl-{uuid.uuid4().hex}", int(time.time())
         self.prompts = _prompts(body.prompt)
         if len(self.prompts) * max(body.n, body.best_of or 1) > MAX_CHOICES:
-            raise ApiError(400, f"{len(self.prompts)} prompts, each n times, are more than {MAX_CHOICES}", param="n")
+            message = f"{len(self.prompts)} prompts, each n or best_of times, are more than {MAX_CHOICES}"
+            raise ApiError(400, message, param="n")
         limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         self.only_scores = body.echo and limit == 0
         if self.only_scores:  # the engine computes at least one token
@@ -48,7 +49,8 @@ class Completions:
             body.check_logprobs(body.n * len(self.prompts), tokens, body.logprobs)
         if body.echo and body.logprobs is not None:
             self.params.prompt_logprobs = body.logprobs
-            prompt_tokens = sum(map(len, self.prompts))  # a token of text has at least a character
+            # An estimate for text: most tokens have several characters, and rare characters several tokens.
+            prompt_tokens = sum(map(len, self.prompts))
             body.check_logprobs(body.n, prompt_tokens, body.logprobs)
         self.copies = body.n // self.params.n
         self.offsets: dict[int, TextOffsets] = {}  # of each choice

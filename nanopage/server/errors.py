@@ -69,6 +69,8 @@ def from_validation(error: RequestValidationError) -> ApiError:
     path = list(itertools.takewhile(lambda part: part not in UNION_MEMBERS, first["loc"][1:]))
     if first["type"] == "json_invalid":
         return ApiError(400, f"the body is not valid JSON: {first.get('ctx', {}).get('error', first['msg'])}")
+    if not path and first["type"] == "value_error":
+        return ApiError(400, first["msg"].removeprefix("Value error, "))
     if not path:
         return ApiError(400, "the body must be a JSON object with the content-type application/json")
     param = str(path[0]) + "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path[1:])

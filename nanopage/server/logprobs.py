@@ -76,7 +76,7 @@ def _likeliest(table: Table, count: int) -> list[int]:
 
 
 def _text(tokenizer: Tokenizer, token_id: int) -> str:
-    """A token as a key: part of a character is written as OpenAI does, so that no two tokens look alike."""
+    """A token as a key: part of a character is written as OpenAI does, so that parts of characters differ."""
     data = tokenizer.token_bytes(token_id)
     try:
         return data.decode()

@@ -1,4 +1,4 @@
-"""/metrics: the counters of AsyncLLM and of the server in Prometheus' format, under vLLM's names."""
+"""/metrics: the counters of AsyncLLM and of the server in Prometheus' format, under vLLM's names where it has them."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator

@@ -1,7 +1,8 @@
 """The bodies of requests, and what becomes of their fields.
 
 A field that is null counts as absent. A field that nanopage has no use for is either refused by name, because leaving
-it out would change what the client gets (`REFUSED`), or ignored and listed in the header x-ignored-fields.
+it out would change what the client gets (`REFUSED`), or ignored. Ignored fields are listed in the header
+x-ignored-fields, unless they ask for nothing (`WITHOUT_EFFECT`, and the neutral values in `REFUSED`).
 """
 
 import dataclasses
@@ -18,7 +19,7 @@ MAX_ENTRIES = 4096  # of stop, logit_bias, stop_token_ids and bad_words
 MAX_ALLOWED = 262_144  # entries of allowed_token_ids
 MAX_CHARACTERS = 16_384  # of all bad words
 MAX_FIELDS = 256  # of a body
-MAX_LOGPROBS = 500_000  # entries of one reply: choices * tokens * (top log-probabilities + 1)
+MAX_LOGPROBS = 500_000  # of a reply's output, or of its prompt: choices * tokens * (top log-probabilities + 1)
 NO_TOOLS = "there are no tools yet"
 NO_GRAMMAR = "there is no structured output yet"
 NO_AUDIO = "models read and write text"
@@ -86,11 +87,11 @@ class Body(BaseModel):
         if not isinstance(body, dict):
             return body
         if len(body) > MAX_FIELDS:
-            raise ValueError(f"the body has more than {MAX_FIELDS} fields")
+            raise ValueError(f"an object has more than {MAX_FIELDS} fields")
         return {name: value for name, value in body.items() if value is not None}
 
     def check_unknown(self, strict: bool, path: str = "") -> list[str]:
-        """The fields that are ignored.
+        """The ignored fields to be listed, at most 50.
 
         Args:
             strict: refuse these as well.
@@ -235,7 +236,7 @@ class SamplingBody(Body):
         """Raises: ApiError for a reply with too many log-probabilities."""
         if num_choices * num_tokens * (num_top + 1) > MAX_LOGPROBS:
             message = f"logprobs: {num_choices} choices of {num_tokens:,} tokens with {num_top} top log-probabilities "
-            raise ApiError(400, f"{message}are more than {MAX_LOGPROBS:,}: lower n or max_tokens", param="logprobs")
+            raise ApiError(400, f"{message}are more than {MAX_LOGPROBS:,}: ask for fewer", param="logprobs")
 
     def invalid(self, error: Exception) -> ApiError:
         """A 400 for an error of the engine, with the field's name if the message begins with one of this body's."""

@@ -96,7 +96,7 @@ class Responses:
             yield event("response.failed", response=self._envelope("failed") | {"error": failure})
 
     def _renamed(self, error: ApiError) -> ApiError:
-        """An error with the names of this endpoint's fields."""
+        """An error whose `param` is this endpoint's name of the field."""
         if match := re.match(r"messages(\[(\d+)\])?", error.param or ""):
             index = "" if match[2] is None else f"[{int(match[2]) - self.num_added}]"
             error.param = f"input{index}{(error.param or '')[match.end() :]}"

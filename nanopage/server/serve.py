@@ -31,7 +31,7 @@ SECONDS_TO_CLOSE = 5  # for clients to read what they have been sent, and for a 
 
 
 def main(arguments: list[str]) -> int:
-    """Run the server until a signal ends it. Returns the program's exit code."""
+    """Run the server until a signal, or a model that cannot be loaded, ends it. Returns the program's exit code."""
     args = parser().parse_args(arguments)
     args.model = args.model_tag if args.model is None else args.model
     given = args.api_key or os.environ.get("NANOPAGE_API_KEY", "").split(",")
@@ -76,7 +76,7 @@ def main(arguments: list[str]) -> int:
     if state.tracer is not None:
         state.tracer.shutdown()
     code = 0 if state.error is None else 1
-    if server.is_busy():  # loading, or in a step that hangs: Python would wait for the thread
+    if server.is_busy():  # loading, or in a step that hangs: the thread must not run torch while Python ends
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
@@ -84,7 +84,7 @@ def main(arguments: list[str]) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The options: the server's, then the engine's. Names are those of `vllm serve`."""
+    """The options: the server's, then the engine's. Names are those of `vllm serve` where it has the option."""
     parser = FlexibleArgumentParser(
         prog="nanopage serve", description="Serve a model to clients of OpenAI's API.", allow_abbrev=False
     )
@@ -229,7 +229,7 @@ class Server(uvicorn.Server):
         self._draining = asyncio.ensure_future(self._drain())
 
     async def _drain(self) -> None:
-        """Wait for the running requests, then stop. `shutdown` ends those that are left with an error event."""
+        """Wait for the running requests, then stop. `shutdown` ends those that are left with an error."""
         logger.info(f"shutting down: {self.state.num_active} requests have {self.shutdown_timeout:g} s to end")
         deadline = time.monotonic() + self.shutdown_timeout
         while self.state.num_active and not self.should_exit and time.monotonic() < deadline:

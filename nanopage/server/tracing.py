@@ -1,7 +1,8 @@
 """Tracer: an OpenTelemetry span for each request, under vLLM's names (extra `otel`, option --otlp-traces-endpoint).
 
 A span begins when the engine gets the request and ends with its last token. Its parent is the span that the client's
-`traceparent` header names (W3C Trace Context). It has numbers only, never a text.
+`traceparent` header names (W3C Trace Context). It has the request's id and numbers, never the text of a prompt or
+a reply.
 """
 
 import time

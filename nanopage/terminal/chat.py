@@ -30,7 +30,9 @@ CHUNK = 256  # tokens of a prompt that a CPU reads between two checks for Ctrl-C
 def chat(
     ctx: typer.Context,
     words: Annotated[list[str] | None, typer.Argument(metavar="PROMPT", help="Answer this and leave.")] = None,
-    model: Annotated[str | None, typer.Option(help="Directory, .gguf file or hub id [default: SmolLM2-135M].")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Directory, .gguf file or hub id [default: SmolLM2-135M-Instruct].")
+    ] = None,
     prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="Answer this and leave.")] = None,
     system: Annotated[str | None, typer.Option(help="System message.")] = None,
     go_on: Annotated[bool, typer.Option("--continue", help="Go on with the last conversation.")] = False,
@@ -119,7 +121,7 @@ def loader(options: dict, asked: dict, raw: bool) -> Callable:
         if not raw and llm.get_tokenizer().chat_template is None:
             raise ValueError(f"{name} has no chat template: it is a base model. --raw lets it go on with your text")
         params = llm.get_default_sampling_params()
-        if params == SamplingParams():  # the model recommends nothing: greedy decoding is best for small models
+        if params == SamplingParams():  # the model changes nothing: greedy decoding is best for small models
             params = SamplingParams(temperature=0)
         # Small models do not always find an end.
         return llm, name, dataclasses.replace(params, **{"max_tokens": 1024} | asked)

@@ -274,7 +274,7 @@ class Conversation:
     def switch_model(self, model: str | None) -> None:
         """Go on with another model; None is the default one.
 
-        Raises: ValueError, OSError, MemoryError; the present model is loaded again then.
+        Raises: ValueError, OSError, MemoryError; the present model then stays, or is loaded again.
         """
         if self._load is None:
             raise ValueError("the model cannot be changed here")

@@ -55,7 +55,7 @@ class Kept:
             old.unlink(missing_ok=True)
 
     def earlier(self) -> list[Path]:
-        """The kept conversations but the present one, the latest first."""
+        """The kept conversations but the one that this process writes, the latest first."""
         return [file for file in self._files() if file != self._file]
 
     def _files(self) -> list[Path]:

@@ -1,8 +1,8 @@
 """Markdown to a terminal while it is being written.
 
-A block (a paragraph, a list, a table) is printed once, when the next one has begun. A line of fenced code is printed as
-soon as it is whole. What is printed belongs to the scrollback. Only the end of the output, which still grows, is
-redrawn.
+A block (a paragraph, a list, a table) is printed once, when a blank line has closed it or the next one has begun. A
+line of fenced code outside lists and quotations is printed as soon as it is whole. What is printed belongs to the
+scrollback. Only the end of the output, which still grows, is redrawn.
 """
 
 import dataclasses
@@ -115,7 +115,7 @@ class _Code:
 class ReplyPrinter:
     """Shows one reply, which must be free of control characters, on a terminal as it comes; thoughts are dimmed.
 
-    The lines of fenced code are printed one by one, as they are: neither padded nor wrapped.
+    The lines of fenced code outside lists and quotations are printed one by one: neither padded nor wrapped.
 
     The first frame after a resize uses the new size. If the terminal is known to rewrap rows, the rows of the
     unfinished block are counted again. Rows that a smaller window has pushed into the scrollback stay there.

@@ -70,7 +70,8 @@ class Prompt:
     def read(self) -> str:
         """The next message, or command, as it was typed.
 
-        Raises: EOFError on Ctrl-D; KeyboardInterrupt on Ctrl-C in an empty line. Elsewhere Ctrl-C empties the line.
+        Raises: EOFError on Ctrl-D; KeyboardInterrupt on Ctrl-C in an empty line. Elsewhere Ctrl-C empties the line,
+            but on a dumb terminal it raises in any line.
         """
         if self._session is None:
             text = input("> ")

@@ -119,7 +119,7 @@ def generate(
 
     Args:
         token_ids: the prompt.
-        show: False shows nothing.
+        show: False writes nothing to stdout.
         begun, begun_ids: what the reply begins with and was shown before, as text and as tokens.
 
     Raises: ValueError, TypeError for a prompt that cannot be answered, before anything is shown.

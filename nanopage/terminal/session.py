@@ -95,9 +95,7 @@ def _read_file(file: Path) -> dict:
     if not file.is_file():
         raise ValueError(f"{file} is not a file: a session cannot be read from it")
     if (size := file.stat().st_size) > MAX_BYTES:
-        raise ValueError(
-            f"{file} is not a session: it has {size / 1e6:.0f} MB, and a session at most {MAX_BYTES >> 20}"
-        )
+        raise ValueError(f"{file} is not a session: it has {size >> 20} MiB, and a session at most {MAX_BYTES >> 20}")
     data = read_json(file)
     if data.get("format") != FORMAT:
         raise ValueError(f"{file} is not a session of nanopage")

@@ -18,7 +18,7 @@ from rich.text import Text
 # Control characters move the cursor, set the title or reach the clipboard; surrogates cannot be encoded.
 UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 # What the engine raises for input it refuses, and what the system raises: the message says all.
-ERRORS = (ValueError, TypeError, OSError, RuntimeError, MemoryError)
+ERRORS = (ValueError, TypeError, OSError, ImportError, RuntimeError, MemoryError)
 
 # Variables that tmux and terminals that rewrap rows after a resize set in the environment.
 REFLOWING = {

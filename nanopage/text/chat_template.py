@@ -33,9 +33,9 @@ PROGRAM = Path(__file__).with_name("template_process.py").absolute()
 class TemplateRenderer:
     """Renders chat templates in a separate process.
 
-    The first rendering starts the process, and the next ones reuse it. A template that exceeds a limit ends it, and the
-    next rendering starts another. The process ends with this object, and with the program, even if that is killed.
-    Threads may share a renderer, which renders one conversation at a time.
+    The first rendering starts the process, and the next ones reuse it. A template that exceeds a limit of memory or
+    time ends it, and the next rendering starts another. The process ends with this object, and with the program, even
+    if that is killed. Threads may share a renderer, which renders one conversation at a time.
     """
 
     def __init__(self):
@@ -134,7 +134,7 @@ class TemplateRenderer:
     def _start(self) -> subprocess.Popen[bytes]:
         self._stop()
         limits = {"memory": MAX_MEMORY, "seconds": MAX_CPU_SECONDS, "characters": MAX_CHARACTERS}
-        # -I and -S: run no code from the current directory, PYTHONPATH or site-packages.
+        # -I and -S: no code from the current directory, PYTHONPATH or site-packages runs at the start.
         # A new session: Ctrl-C in a terminal must not end the process.
         command = [sys.executable, "-I", "-S", str(PROGRAM), json.dumps(limits)]
         command += [_location("jinja2"), _location("markupsafe")]

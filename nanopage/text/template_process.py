@@ -7,8 +7,8 @@ It reads requests from stdin and writes answers to stdout, each as one line of J
 The kernel refuses the process memory beyond a limit, and ends it when a rendering takes too much CPU time. This bounds
 every template, whatever it calls.
 
-Templates see what transformers shows them (its settings, variables, filters and functions), so they render alike.
-Jinja's sandbox keeps them away from Python's internals and from changing their inputs.
+Templates see transformers' settings, filters and functions, and its variables except rare special tokens, so they
+render alike. Jinja's sandbox keeps them away from Python's internals and from changing their inputs.
 """
 
 import json

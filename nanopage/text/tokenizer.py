@@ -208,7 +208,9 @@ class Tokenizer:
         """
         source = chat_template if chat_template is not None else self.chat_template
         if source is None:
-            raise ValueError("the model has no chat template: it is a base model; use generate(), or give a template")
+            raise ValueError(
+                "the model has no chat template, so it is probably a base model: use generate(), or give a template"
+            )
         special_tokens = self.special_tokens
         return self._renderer.render(
             source, messages, add_generation_prompt, special_tokens, tools, continue_final_message, chat_template_kwargs

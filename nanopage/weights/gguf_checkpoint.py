@@ -129,7 +129,8 @@ class GGUFCheckpoint:
         return config
 
     def pieces(self) -> Iterator[tuple[str, int, np.ndarray]]:
-        """(name in transformers, first row, float32 rows) of every tensor, in pieces of about 2^17 elements.
+        """(name in transformers, first row, float32 rows) of every tensor, in pieces of at most 2^17 elements, or
+        of one head, row or vector where that is more.
 
         Raises: ValueError if rows cannot be divided among the heads.
         """
@@ -310,7 +311,7 @@ class GGUFCheckpoint:
         vector = len(tensor.shape) == 1
         data = read_rows(self.path, tensor, *((0, 1) if vector else (start, stop)))
         with np.errstate(all="ignore"):  # the loader reports values that are not finite
-            # As one row: the package splits more than 16 rows into groups, which is slower.
+            # As one row: the package splits many rows into groups, which is slower.
             values = gguf.dequantize(data.reshape(1, -1), tensor.kind)
         return values.astype(np.float32, copy=False).reshape(stop - start, *tensor.shape[1:])
 

@@ -45,7 +45,7 @@ FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_c
 MANIFEST = "nanopage.json"  # sizes and hashes of FILES
 CONVERSION = 2  # version of the default model's conversion; files of an older version are written again
 
-# Data only. Nothing that could carry code is ever downloaded.
+# From the hub, only data: no file that could carry code is downloaded.
 HUB_PATTERNS = ["*.safetensors", "*.json", "*.jinja"]
 HUB_IGNORED = ["*/*", "consolidated*.safetensors"]  # other formats of the same weights
 
@@ -115,7 +115,7 @@ def default_model() -> Path:
         if damage is None:  # another process made it while we waited
             return directory
         if os.path.lexists(directory):
-            logger.warning(f"{directory} is damaged and is made anew: {damage}")
+            logger.warning(f"{directory} is made anew: {damage}")
         for stale in models.glob(f".{DEFAULT_MODEL}-*"):  # of a process that was killed
             shutil.rmtree(stale, ignore_errors=True)
         try:

@@ -29,7 +29,7 @@ FLOATS = ("F64", "F32", "F16", "BF16")
 GIB = 2**30
 
 Checkpoint = Path | GGUFCheckpoint
-"""A directory, or an open .gguf file. Functions that take one also take the path of a .gguf file."""
+"""A directory, or an open .gguf file. `read_config` and `load_model` also take the path of a .gguf file."""
 Pieces = Iterable[tuple[str, int, Tensor]]
 """Rows of tensors: (the tensor's name in transformers, the first row, the rows)."""
 

@@ -61,7 +61,8 @@ def _opened(file: Path):
 
 
 def safetensors_files(directory: Path) -> list[Path]:
-    """The weight files of a Hugging Face directory: the index's shards, or model.safetensors.
+    """The weight files of a Hugging Face directory: the index's shards, model.safetensors, or the only
+    .safetensors file.
 
     Raises: FileNotFoundError, ValueError; both name the file or the directory.
     """
@@ -72,7 +73,7 @@ def safetensors_files(directory: Path) -> list[Path]:
             raise ValueError(f"{index} has no weight_map")
         for name in weight_map.values():
             if not isinstance(name, str) or name in ("", "..") or Path(name).name != name:
-                raise ValueError(f"{index} names a file outside its directory: {shown(name)}")
+                raise ValueError(f"{index} names {shown(name)}, which is not the plain name of a file")
         files = [directory / name for name in sorted(set(weight_map.values()))]
         if missing := [file.name for file in files if not exists(file)]:
             raise ValueError(f"{index} names shards that are not there: {', '.join(missing)}")

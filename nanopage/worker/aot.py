@@ -49,6 +49,7 @@ logger = logging.getLogger("nanopage")
 #   after         the rest of the layer
 WHOLE = ("one", "decode")
 PARTS = ("before", "flash", "tile", "after")
+FEW_KEYS = 256  # up to which compiled attention of several tiles is faster than plain attention
 WITH_WINDOW = ("one", "decode", "flash", "tile")  # the kinds that depend on the layer's window
 HEAD = "head.so"  # the head, for one row
 HEAD_OF_FEW = "head-of-few.so"  # the head with int8 weights, for several rows
@@ -61,7 +62,7 @@ class Compiled:
     Switches to compiled code only while no request runs, because it rounds differently. An engine that is never idle
     stays eager. Compiling starts when a second request begins to run, or one runs again after a preemption: a program
     that asks only one question would end before compiling pays. A damaged file is compiled again, once. Any other
-    failure is logged once, and steps run eagerly from then on.
+    failure to compile or load is logged once, and steps run eagerly from then on.
 
     Args:
         path: the directory or file of the model.
@@ -342,14 +343,23 @@ class CompiledLayer:
         return self.parts["after"](x, attended)
 
     def _attend(self, chunks: Chunks, q: Tensor, kv_cache: Tensor, block_tables: Tensor, out: Tensor) -> None:
-        """Does the same as `attend_chunks`, with compiled code for groups of a single tile."""
-        if len(chunks.tiles) > 1 or not self._attend_tile(chunks, q, block_tables, out):
+        """Does the same as `attend_chunks`, with compiled code where that is faster: for groups of a single tile or of
+        few keys."""
+        compiled = len(chunks.tiles) == 1 or chunks.num_keys <= FEW_KEYS
+        if not compiled or not self._attend_tiles(chunks, q, kv_cache, block_tables, out):
             attend_chunks(chunks, q, kv_cache, block_tables, out)
 
-    def _attend_tile(self, chunks: Chunks, q: Tensor, block_tables: Tensor, out: Tensor) -> bool:
-        """Compute a group of a single tile. Returns False if its scores were too large to be rounded to bfloat16."""
-        bound = self.parts["tile"](q, block_tables, chunks.rows, chunks.positions, out)
-        return q.dtype == torch.float32 or bound.item() <= LARGEST_ROUNDED_SCORE**2
+    def _attend_tiles(self, chunks: Chunks, q: Tensor, kv_cache: Tensor, block_tables: Tensor, out: Tensor) -> bool:
+        """Compute a group. Returns False if its scores were too large to be rounded to bfloat16."""
+        block_size = kv_cache.shape[3] // q.shape[2]
+        for begin, end, _, last, _ in chunks.tiles:
+            # Compiled code assumes contiguous inputs.
+            tables = block_tables[:, : -(-last // block_size)].contiguous()
+            rows, positions = chunks.rows[:, begin:end].contiguous(), chunks.positions[:, begin:end].contiguous()
+            bound = self.parts["tile"](q, tables, rows, positions, out)
+            if q.dtype != torch.float32 and bound.item() > LARGEST_ROUNDED_SCORE**2:
+                return False
+        return True
 
 
 class CompiledHead:
@@ -380,7 +390,7 @@ def file_name(kind: str, window: int | None) -> str:
 
 
 def file_kinds(config: ModelConfig, quantization: str | None) -> dict[str, tuple[str, int | None]]:
-    """The files to compile: name -> (kind, window of the layers that it serves)."""
+    """The files to compile: name -> (kind, window of a layer that it serves)."""
     windows = dict.fromkeys(config.sliding_windows)
     files = {file_name(kind, window): (kind, window) for kind in WHOLE + PARTS for window in windows}
     files[CHAIN] = ("chain", None)

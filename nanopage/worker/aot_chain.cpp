@@ -20,8 +20,9 @@ struct Function {
     size_t num_fixed;
 };
 
-// The first input of each function but the first is the output of the one before. The other inputs are the same for
-// all. Frees `inputs`. Returns 0, or the code of what has failed.
+// The first input of each function but the first is the output of the one before. The other `inputs` are the same for
+// all, and each function's own `fixed` inputs follow. Frees `inputs`. Returns 0, or the code of what has failed; some
+// inputs are then not freed.
 extern "C" int run_chain(Copy copy, const Function* functions, size_t num_functions, void** inputs, size_t num_inputs,
                          void** output) {
     *output = inputs[0];

@@ -1,7 +1,7 @@
 """Compiles decoder layers ahead of time: `python -m nanopage.worker.aot_compile SPEC DIRECTORY`, started by `aot.py`.
 
-Each part of a layer (see `aot.KINDS`) is exported as a function of its inputs and weights, and compiled to a file.
-Several parts are compiled at the same time, in processes of their own.
+Each part of a layer (see `WHOLE` and `PARTS` in `aot.py`) is exported as a function of its inputs and weights, and
+compiled to a file. Several parts are compiled at the same time, in processes of their own.
 """
 
 import json

@@ -12,9 +12,9 @@ The graph looks up everything else in the sequence table on the device. A batch 
 the table's last row and length 0. Padding writes no K and V and attends to nothing.
 
 A graph fixes the grid of the attention kernel, so the number of splits of the contexts cannot depend on a step's
-lengths. Each size is therefore captured several times: with the number of splits that fills the GPU if all contexts are
-equally long, then with GROWTH times as many, and so on, up to the number that the longest context can use. The larger
-numbers serve batches in which a few sequences have most of the tokens.
+lengths. A size may therefore be captured several times: with the number of splits that fills the GPU if all contexts
+are equally long, then with GROWTH times as many, and so on, up to the number that the longest context can use. The
+larger numbers serve batches in which a few sequences have most of the tokens.
 
 On a CPU, for the tests, the same code runs on the same buffers without capture.
 """
@@ -43,7 +43,8 @@ LARGEST_SIZE = 512  # with more sequences, a step takes a GPU longer than its la
 
 
 def batch_sizes(most: int) -> list[int]:
-    """The batch sizes to capture: 1, 2, 4, 8, then every 16 up to 64 and every 32 up to `most` or LARGEST_SIZE."""
+    """The batch sizes to capture: 1, 2, 4, 8, then every 16 up to 64 and every 32 up to `most` or LARGEST_SIZE, and
+    that number itself."""
     most = min(most, LARGEST_SIZE)
     sizes = [1, 2, 4, 8, *range(16, 64, 16), *range(64, most + 1, 32)]
     return [size for size in sizes if size < most] + [most]

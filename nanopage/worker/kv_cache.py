@@ -12,7 +12,7 @@ from nanopage.config import ModelConfig
 from nanopage.device import to_device
 from nanopage.step import Batch
 
-SWAP_BYTES = 2**26  # of temporary device memory for a swap
+SWAP_BYTES = 2**26  # the most of a piece of a swap, which takes temporary device memory
 
 
 class KVCache:
@@ -49,7 +49,7 @@ class KVCache:
         self.swap_out(batch.swap_out)
         self.swap_in(batch.swap_in)
         self.copy(batch.copies)
-        if self._stream is None:  # the kernels of a GPU read nothing beyond a sequence's end
+        if self._stream is None:  # the kernels of a GPU ignore what is beyond a sequence's end
             self.clear(batch.cleared)
 
     def clear(self, blocks: list[int]) -> None:

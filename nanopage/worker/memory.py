@@ -125,8 +125,8 @@ def num_blocks_that_fit(
     Args:
         step_bytes: GPU memory that steps take, as `measure_step` returns it.
 
-    Raises: MemoryError if not even one block fits, and on a GPU also if a `max_model_len` that the user has set does
-        not fit. The message gives the sizes and names the options that help.
+    Raises: MemoryError if not even one block fits, and where `gpu_memory_utilization` sizes the cache of a GPU also if
+        a `max_model_len` that the user has set does not fit. The message has the sizes and the options that help.
     """
     if config.num_gpu_blocks_override is not None:
         return config.num_gpu_blocks_override

@@ -114,7 +114,7 @@ class Launched:
     samples: Samples | None = None
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
     partial: BatchResult = field(default_factory=BatchResult)  # holds the times so far
-    started: torch.cuda.Event | None = None  # before the step's work on a GPU
+    started: torch.cuda.Event | None = None  # before the inputs, on a GPU
     ended: torch.cuda.Event | None = None  # after it
 
     @torch.inference_mode()

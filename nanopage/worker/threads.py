@@ -26,7 +26,8 @@ def limit_threads() -> None:
 
 
 def default_threads(system: Path = Path("/sys")) -> int:
-    """The number of physical cores that this process may run on, within the CPU quota of its control group."""
+    """The number of physical cores that this process may run on, within the CPU quota of its container
+    (cgroup v2)."""
     allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
     siblings = [system / f"devices/system/cpu/cpu{cpu}/topology/thread_siblings_list" for cpu in allowed]
     try:

@@ -64,7 +64,6 @@ class Worker:
         self.model = loader.load_model(
             checkpoint, model_config, self.dtype, self.device, config.load_format, on_progress
         )
-        del checkpoint  # frees the vocabulary of a .gguf file, tens of megabytes
         self._replace_modules()
         longest = config.max_model_len or model_config.max_position_embeddings
         step_bytes = 0

@@ -579,6 +579,13 @@ def test_a_body_that_is_no_object_is_an_error(app, body):
     assert reply.status == 400 and reply.error["message"]
 
 
+def test_too_many_fields_are_an_error_that_says_so(app):
+    many = {f"field{i}": 1 for i in range(300)}
+    for body in ({"messages": HELLO} | many, {"messages": HELLO, "stream": True, "stream_options": many}):
+        reply = post(app, CHAT, body)
+        assert reply.status == 400 and "more than 256 fields" in reply.error["message"]
+
+
 def test_deep_json_is_an_error(app):
     deep = json.loads("[" * 200 + "]" * 200)
     for fields in ({"messages": deep}, {"messages": [{"role": "user", "content": deep}]}, {"stop": deep}):

@@ -106,7 +106,7 @@ def test_a_pipe_a_device_and_a_huge_file_are_refused_and_never_read(tmp_path, mo
     with open(tmp_path / "huge.json", "wb") as huge:
         huge.truncate(60_000_000)
     monkeypatch.setattr("nanopage.terminal.session.read_json", lambda file: pytest.fail(f"{file} was read"))
-    for name, refused in (("pipe", "pipe is not a file"), ("huge.json", "huge.json is not a session: it has 60 MB"),
+    for name, refused in (("pipe", "pipe is not a file"), ("huge.json", "huge.json is not a session: it has 57 MiB"),
                           ("/dev/zero", "/dev/zero is not a file")):  # fmt: skip
         with pytest.raises(ValueError, match=refused):
             session().load(tmp_path / name)

@@ -309,7 +309,7 @@ def test_a_chat_template_that_is_not_utf_8_is_an_error_that_names_the_file(tmp_p
 @pytest.mark.parametrize("config", [{}, {"chat_template": None}, {"chat_template": [{"name": "rag", "template": "x"}]}])
 def test_without_a_template_the_error_says_it_is_a_base_model(tmp_path, tokenizer, config):
     base = model_directory(tmp_path, tokenizer, **config)
-    with pytest.raises(ValueError, match="no chat template: it is a base model"):
+    with pytest.raises(ValueError, match="no chat template, so it is probably a base model"):
         base.apply_chat_template([USER])
     assert base.apply_chat_template([USER], "{{ messages[0].content }}") == "Hello"
 

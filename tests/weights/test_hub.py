@@ -443,7 +443,7 @@ class TestTheCachedModel:
         with caplog.at_level(logging.WARNING, logger="nanopage"):
             assert hub.default_model() == directory
         (record,) = caplog.records
-        assert record.getMessage().startswith(f"{directory} is damaged and is made anew: ")
+        assert record.getMessage().startswith(f"{directory} is made anew: ")
         assert name in record.getMessage() or name == hub.MANIFEST
         assert self.contents(directory) == whole
         assert left_in(models) == [hub.DEFAULT_MODEL, LOCK]

@@ -14,7 +14,7 @@ TILE = 64  # outputs of a tile
 
 
 def can_pack(dtype: torch.dtype) -> bool:
-    """Whether oneDNN is available and multiplies in this dtype natively."""
+    """Whether oneDNN is available and supports this dtype on this processor."""
     if not torch.backends.mkldnn.is_available():
         return False
     return dtype == torch.float32 or (dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())

@@ -1,7 +1,7 @@
-"""Attention of chunks that form a single tile, as code for Inductor: two batched products with a loop between them.
+"""Attention of a tile of a group of chunks, as code for Inductor: two batched products with a loop between them.
 
-It computes the same as `reference.attend_chunks`, but Inductor fuses the masks, the softmax and the copies around the
-products. In a prompt of a hundred tokens, launching small operators takes longer than running them.
+It computes a tile as `reference.attend_chunks` does, but Inductor fuses the masks, the softmax and the copies around
+the products. In a prompt of a hundred tokens, launching small operators takes longer than running them.
 """
 
 import torch
