@@ -9,7 +9,7 @@ sequence's tokens and sampling settings once, when the sequence begins to run; a
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -182,8 +182,12 @@ class Executor(Protocol):
         return theirs. The engine then sends every sequence as new.
         """
 
-    def compile(self) -> None:
-        """Compile what can be compiled, and wait for it. Raises: RuntimeError if that fails."""
+    def compile(self, on_progress: Callable[[int, int], None] | None = None) -> None:
+        """Compile what can be compiled, and wait for it.
+
+        Args: on_progress: called from time to time with the number of parts that are compiled, and of all parts.
+        Raises: RuntimeError if that fails.
+        """
 
     def shutdown(self) -> None: ...
 

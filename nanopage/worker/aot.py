@@ -18,6 +18,8 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -62,13 +64,16 @@ class Compiled:
     Switches to compiled code only while no request runs, because it rounds differently. An engine that is never idle
     stays eager. Compiling starts when a second request begins to run, or one runs again after a preemption: a program
     that asks only one question would end before compiling pays. A damaged file is compiled again, once. Any other
-    failure to compile or load is logged once, and steps run eagerly from then on.
+    failure to compile or load is logged once, and steps run eagerly from then on. With the environment variable
+    NANOPAGE_COMPILE=never, only code that exists is used.
 
     Args:
         path: the directory or file of the model.
         config: of the same model.
         dtype: of weights, activations and KV: float32 or bfloat16 (see kernels/cpu/packed_linear.py).
         quantization: of the weights, as in EngineConfig.
+
+    Raises: ValueError for another value of NANOPAGE_COMPILE.
     """
 
     def __init__(
@@ -98,6 +103,10 @@ class Compiled:
         self._log: Path | None = None  # what the process prints
         self._given_up = False
         self._damaged: set[str] = set()  # names of parts whose files were damaged
+        setting = os.environ.get("NANOPAGE_COMPILE")
+        if setting not in (None, "", "never"):
+            raise ValueError(f"NANOPAGE_COMPILE must be 'never' or not set, got {setting[:100]!r}")
+        self.may_compile = setting != "never"
         self._load_if_ready()
 
     def fits(self, batch: Batch) -> bool:
@@ -115,12 +124,21 @@ class Compiled:
         attention = compiled_attention(inputs, self.kv_cache.block_size)
         return run_model(self.model, batch, inputs, attention, self.kv_cache, self.table, self.layers, self.head)
 
-    def compile(self) -> None:
-        """Compile and load everything now. Raises RuntimeError with the end of the log if that fails."""
+    def compile(self, on_progress: Callable[[int, int], None] | None = None) -> None:
+        """Compile and load everything now.
+
+        Args: on_progress: called from time to time with the number of parts that are compiled, and of all parts.
+        Raises: RuntimeError with the end of the log if that fails, or if NANOPAGE_COMPILE forbids it.
+        """
+        if self.layers is None and not self.may_compile:
+            raise RuntimeError("NANOPAGE_COMPILE=never: the decoder layer is not compiled")
         while self.layers is None and not self._given_up:  # a second time if a file is damaged
             self.start()
-            if self._process is not None:
-                self._process.wait()
+            while self._process is not None and self._process.poll() is None:
+                if on_progress is not None:
+                    made = [name for name in self.files if find_file(self.directory, name) is not None]
+                    on_progress(len(made), len(self.files))
+                time.sleep(0.1)
             self._load_if_ready()
         if self.layers is None:
             log = self._log.read_text(errors="replace")[-2000:] if self._log is not None else ""
@@ -137,8 +155,8 @@ class Compiled:
         return False
 
     def start(self) -> None:
-        """Start the process that compiles, if it is needed. It ends when this process ends."""
-        if self._process is not None or self._given_up or self.ready():
+        """Start the process that compiles, if it is needed and allowed. It ends when this process ends."""
+        if not self.may_compile or self._process is not None or self._given_up or self.ready():
             return
         try:
             self._process = self._spawn()

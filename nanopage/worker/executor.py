@@ -43,8 +43,8 @@ class LocalExecutor:
     def discard(self) -> None:
         self._launched.clear()
 
-    def compile(self) -> None:
-        self.worker.compile()
+    def compile(self, on_progress: Callable[[int, int], None] | None = None) -> None:
+        self.worker.compile(on_progress)
 
     def shutdown(self) -> None:
         self._launched.clear()

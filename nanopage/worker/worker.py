@@ -88,10 +88,10 @@ class Worker:
         """Start a step. Does not wait for its result."""
         return self.runner.launch(batch)
 
-    def compile(self) -> None:
-        """Compile what can be compiled on this device, and wait for it. Raises: RuntimeError if compiling fails."""
+    def compile(self, on_progress: Callable[[int, int], None] | None = None) -> None:
+        """Compile what can be compiled on this device, and wait for it. See `Compiled.compile`."""
         if self.compiled is not None:
-            self.compiled.compile()
+            self.compiled.compile(on_progress)
 
     def shutdown(self) -> None:
         if self.compiled is not None:
@@ -117,7 +117,12 @@ class Worker:
         self.compiled = Compiled(
             self.model, self.kv_cache, table, self.path, self.model_config, self.dtype, quantization
         )
-        self.way = "with compiled layers" if self.compiled.layers else "eagerly until the layers are compiled"
+        if self.compiled.layers is not None:
+            self.way = "with compiled layers"
+        elif self.compiled.may_compile:
+            self.way = "eagerly until the layers are compiled"
+        else:
+            self.way = "eagerly: NANOPAGE_COMPILE=never"
         return [self.compiled, eager]
 
     def _replace_modules(self) -> None:

@@ -13,10 +13,13 @@ import psutil
 import pytest
 import torch
 from helpers import CPU, Paged, assert_all_close, random_tokens, reference_logits, tiny_model
+from rich.progress import Progress
 from test_models import LENGTHS, PLANS, packed
 from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
 
 from nanopage import EngineConfig, LLMEngine, SamplingParams
+from nanopage.__main__ import app
 from nanopage.build import build_engine
 from nanopage.engine.schedule import Schedule
 from nanopage.kernels.cpu.packed_linear import can_pack
@@ -420,6 +423,54 @@ def test_compiling_begins_with_the_second_request(model, monkeypatch, tmp_path):
         while engine.has_unfinished_requests():
             engine.step()
         assert bool(started) == (number == 1)
+
+
+def compile_by_command(*arguments):
+    done = CliRunner().invoke(app, ["compile", *map(str, arguments), "--dtype", "float32", "--block-size", "8"])
+    return done.exit_code, done.stderr
+
+
+def test_the_command_says_that_everything_is_compiled(model, directory):
+    assert compile_by_command(model) == (0, f"already compiled: {directory}\n")
+
+
+def test_the_command_compiles_and_shows_the_progress(model, directory, tmp_path, monkeypatch):
+    made = tmp_path / "made"
+    monkeypatch.setattr(aot, "_key", lambda *_: str(made))
+    copy = "mkdir -m 700 $1; for file in $0/*.so; do cp -p $file $1; sleep 0.2; done"
+    monkeypatch.setattr(
+        aot.Compiled,
+        "_spawn",
+        lambda self: subprocess.Popen(["sh", "-c", copy, str(directory), str(made)], start_new_session=True),
+    )
+    seen = []
+    monkeypatch.setattr(Progress, "update", lambda self, task, **fields: seen.append(fields.get("completed")))
+    code, stderr = compile_by_command(model)
+    assert code == 0 and f"compiled: {made}" in stderr, stderr
+    counts = [count for count in seen if count is not None]
+    assert counts == sorted(counts) and len(set(counts)) > 2 and max(counts) <= len(list(made.glob("*.so")))
+
+
+def test_the_command_names_what_cannot_be_compiled(model, tmp_path):
+    done = CliRunner().invoke(app, ["compile", str(model), "--dtype", "float16"])
+    assert done.exit_code == 1 and "nothing to compile: steps run eagerly: float16" in done.stderr
+    assert compile_by_command(tmp_path / "no-model")[0] == 1
+
+
+def test_compiling_can_be_refused(model, directory, monkeypatch, caplog, tmp_path):
+    monkeypatch.setenv("NANOPAGE_COMPILE", "never")
+    assert compiled_in(engine_of(model))  # what exists is used
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with caplog.at_level(logging.INFO, logger="nanopage"):
+        engine = engine_of(model)
+    assert "steps run eagerly: NANOPAGE_COMPILE=never" in caplog.messages
+    assert run(engine) == run(engine) == run(engine_of(model, enforce_eager=True))
+    assert engine.executor.worker.compiled._process is None
+    with pytest.raises(RuntimeError, match="NANOPAGE_COMPILE=never"):
+        engine.executor.compile()
+    monkeypatch.setenv("NANOPAGE_COMPILE", "later")
+    with pytest.raises(ValueError, match="NANOPAGE_COMPILE must be 'never' or not set, got 'later'"):
+        engine_of(model)
 
 
 def test_enforce_eager_compiles_nothing(model, tmp_path, monkeypatch):

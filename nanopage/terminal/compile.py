@@ -1,0 +1,60 @@
+"""`nanopage compile`: compiles the layers of a model for this machine, so that its first answer already uses them."""
+
+from typing import Annotated, cast
+
+import typer
+
+from nanopage.terminal.log import say_log
+from nanopage.terminal.program import exit_code
+from nanopage.terminal.signals import orderly_exit
+from nanopage.terminal.text import say
+
+
+def compile_layers(
+    model: Annotated[
+        str | None, typer.Argument(help="Directory, .gguf file or hub id [default: SmolLM2-135M-Instruct].")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="auto, bfloat16 or float32.")] = "auto",
+    quantization: Annotated[str | None, typer.Option(help="int8, or nothing.")] = None,
+    block_size: Annotated[int, typer.Option(help="Tokens per KV cache block.")] = 16,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Show the engine's log and tracebacks.")] = False,
+) -> None:
+    """Compile the layers of a model for this CPU now. Engines with the same dtype, quantization, block size and number
+    of threads (OMP_NUM_THREADS) then use them from their first token."""
+
+    def work() -> int:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+        from nanopage import EngineConfig
+        from nanopage.build import build_engine
+        from nanopage.weights import hub
+        from nanopage.worker.executor import LocalExecutor
+
+        # The code depends neither on the context nor on the size of the KV cache, so both are small.
+        options = {"dtype": dtype, "quantization": quantization, "block_size": block_size}
+        config = EngineConfig(
+            model=str(hub.resolve(model)), device="cpu", max_model_len=block_size, num_gpu_blocks_override=4, **options
+        )
+        engine = build_engine(config)
+        worker = cast(LocalExecutor, engine.executor).worker
+        if worker.compiled is None:
+            raise ValueError(f"nothing to compile: steps run {worker.way}")
+        if worker.compiled.layers is not None:
+            say(f"already compiled: {worker.compiled.directory}")
+            return 0
+        columns = (TextColumn("Compiling"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        with Progress(*columns, console=Console(stderr=True)) as progress:
+            task = progress.add_task("", total=None)
+            try:
+                engine.executor.compile(lambda done, total: progress.update(task, completed=done, total=total))
+                progress.update(task, completed=progress.tasks[task].total)
+            finally:
+                engine.shutdown()
+        say(f"compiled: {worker.compiled.directory}")
+        return 0
+
+    say_log(verbose)
+    with orderly_exit():
+        code = exit_code(work, verbose)
+    raise SystemExit(code)
