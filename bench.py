@@ -434,7 +434,7 @@ def host(
 ) -> None:
     """Time the host's share of a step, which is Python's.
 
-    It limits small models on a GPU. A model with next to no layers, and the vocabulary and tokenizer of --model,
+    It limits small models on a GPU. A model of one small layer, and the vocabulary and tokenizer of --model,
     decodes. The table has what the host does in a step: scheduling, messages, inputs, results, text.
 
     \b

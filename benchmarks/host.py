@@ -1,4 +1,4 @@
-"""What a step costs the host (Python), measured with a batch of decodes of a model with next to no layers."""
+"""What a step costs the host (Python), measured with a batch of decodes of a model of one small layer."""
 
 import json
 import random
@@ -56,7 +56,7 @@ class ThroughBytes:
 
 @contextmanager
 def tiny_model(path: Path) -> Iterator[Path]:
-    """A model directory with the tokenizer and the vocabulary of `path`, and next to no layers."""
+    """A model directory with the tokenizer and the vocabulary of `path`, and one small layer."""
     with tempfile.TemporaryDirectory() as folder:
         config = json.loads((path / "config.json").read_text())
         config |= TINY | {"num_key_value_heads": 1, "head_dim": 8}

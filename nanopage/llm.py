@@ -1,4 +1,4 @@
-"""LLM: the offline API. Names and shapes are those of vLLM's class of the same name.
+"""LLM: the offline API. What vLLM's class of the same name has, too, has its name and shape (docs/vllm.md).
 
 from nanopage import LLM, SamplingParams
 

@@ -170,7 +170,8 @@ class Executor(Protocol):
         """
 
     def submit(self, batch: Batch) -> None:
-        """Start a step, without waiting for it. Raises: any Exception if the step fails; the engine calls `discard`."""
+        """Start a step; on a GPU, without waiting for it. Raises: any Exception if the step fails; the engine calls
+        `discard`."""
 
     def result(self) -> BatchResult:
         """Wait for the oldest step whose result has not been fetched, and return the result. Raises: as `submit`."""
