@@ -100,6 +100,10 @@ class RequestStream:
         self._news.set()
 
 
+Message = Request | RequestStream | Callable[[EngineDeadError | None], None]
+"""For the engine's thread: a request to submit or to abort, or a function to call, with None or why the engine ends."""
+
+
 class AsyncLLM:
     """Runs requests of any number of coroutines on one engine, batched together.
 
@@ -118,9 +122,7 @@ class AsyncLLM:
             engine.listeners.append(TokenBudget(engine.scheduler, SECONDS[engine.capacity.device]))
         self._tokenizing = ThreadPoolExecutor(2, "nanopage-tokenizer")
         self._changed = threading.Condition()  # guards the numbers of waiting requests, and what follows
-        self._mail: list[
-            Request | RequestStream | Callable[[EngineDeadError | None], None]
-        ] = []  # to submit, to abort, to call
+        self._mail: list[Message] = []
         self._streams: dict[str, RequestStream] = {}  # of all requests that have not ended
         self._error: EngineDeadError | None = None
         self._stopping = False
@@ -287,7 +289,7 @@ class AsyncLLM:
 
     # The engine's thread
 
-    def _post(self, message: "Request | RequestStream | Callable[[EngineDeadError | None], None]") -> None:
+    def _post(self, message: Message) -> None:
         with self._changed:
             if self._error is None:
                 self._mail.append(message)

@@ -1,4 +1,4 @@
-"""LLM: the offline API. What vLLM's class of the same name has, too, has its name and shape (docs/vllm.md).
+"""LLM: the offline API. Methods and arguments that vLLM's LLM has, too, have its names (docs/vllm.md).
 
 from nanopage import LLM, SamplingParams
 

@@ -50,7 +50,7 @@ ENGINE: Neutral = {
     "speculative_config": ((None,), "there is no speculative decoding"),
     "compilation_config": ((None, {}), "what is compiled is chosen by enforce_eager"),
     "override_generation_config": ((None, {}), "give SamplingParams instead"),
-    "max_logprobs": ((20,), "at most the 20 highest log-probabilities are returned, and that of the token"),
+    "max_logprobs": ((20,), "a token has at most the 20 highest log-probabilities and its own"),
 }
 # Options for which vLLM takes None as "the default": None leaves EngineConfig's default.
 DEFAULT_IF_NONE = ("seed", "max_num_seqs", "max_num_batched_tokens", "block_size", "enable_prefix_caching")

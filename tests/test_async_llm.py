@@ -51,6 +51,19 @@ async def final(llm, prompt, params, request_id, **options):
     return last
 
 
+def hold_steps(llm) -> tuple[threading.Event, threading.Event]:
+    """Let each step wait. Returns two events: a step has begun; steps may go on."""
+    in_step, may_go_on, step = threading.Event(), threading.Event(), llm.engine.step
+
+    def waiting():
+        in_step.set()
+        may_go_on.wait(20)
+        return step()
+
+    llm.engine.step = waiting
+    return in_step, may_go_on
+
+
 def test_many_requests_at_once_get_the_answers_of_the_offline_engine(model, llm):
     prompts = [f"the {i} cats" for i in range(20)]
     params = [SamplingParams(seed=i, n=1 + i % 3, max_tokens=5 + i, ignore_eos=True) for i in range(20)]
@@ -244,17 +257,11 @@ def test_closing_a_stream_late_does_not_abort_the_next_request_with_its_id(llm):
 
 def test_a_shutdown_that_waits_for_a_hung_step_ends(model):
     llm = AsyncLLM.from_engine_args(EngineArgs(model=str(model), **OPTIONS))
-    hangs, may_go_on, step = threading.Event(), threading.Event(), llm.engine.step
-
-    def hanging():
-        hangs.set()
-        may_go_on.wait(20)
-        return step()
+    in_step, may_go_on = hold_steps(llm)
 
     async def crowd():
-        llm.engine.step = hanging
         stream = await llm.add_request("a", "the cat", LONG)
-        await asyncio.to_thread(hangs.wait)
+        await asyncio.to_thread(in_step.wait)
         assert not await asyncio.to_thread(llm.shutdown, 0.05)
         may_go_on.set()
         with pytest.raises(EngineDeadError):
@@ -395,14 +402,9 @@ def usage(llm) -> tuple[str, str]:
 
 
 def test_a_step_that_hangs_is_seen(llm):
-    may_go_on, step = threading.Event(), llm.engine.step
-
-    def hanging():
-        may_go_on.wait(10)
-        return step()
+    _, may_go_on = hold_steps(llm)
 
     async def hang():
-        llm.engine.step = hanging
         task = asyncio.create_task(final(llm, "the cat", GREEDY, "a"))
         while llm.seconds_without_progress < 0.05:
             await asyncio.sleep(0.01)
@@ -428,15 +430,9 @@ def test_forgetting_the_prefixes_while_requests_run(llm):
 def test_forgetting_the_prefixes_does_not_wait_for_an_engine_that_ends(model, cancelled):
     """The reset is posted during a step, and the engine is shut down before the next."""
     llm = AsyncLLM.from_engine_args(EngineArgs(model=str(model), **OPTIONS))
-    in_step, may_go_on, step = threading.Event(), threading.Event(), llm.engine.step
-
-    def hanging():
-        in_step.set()
-        may_go_on.wait(10)
-        return step()
+    in_step, may_go_on = hold_steps(llm)
 
     async def end():
-        llm.engine.step = hanging
         await llm.add_request("a", "the cat", LONG)
         await asyncio.to_thread(in_step.wait)
         reset = asyncio.create_task(llm.reset_prefix_cache())

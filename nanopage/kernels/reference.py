@@ -1,8 +1,8 @@
 """Paged attention in plain PyTorch, written for clarity rather than speed. It works on every device.
 
-On a CPU it computes the attention of eager steps, and in compiled steps that of long prompts and of too large scores
-(`CompiledLayer._attend`). For each group of chunks (see chunks.py) it gathers the pages of K and V, multiplies, masks,
-takes the softmax and multiplies again.
+On a CPU it computes the attention of eager steps, and in compiled steps that of prompts that are long or have large
+scores (`CompiledLayer._attend`). For each group of chunks (see chunks.py) it gathers the pages of K and V, multiplies,
+masks, takes the softmax and multiplies again.
 """
 
 import math

@@ -18,8 +18,8 @@ class Connection(HttpToolsProtocol):
     """Closes the connection of a client whose request has a head that is too large or too slow, or is pipelined, and of
     a client that does not read its reply."""
 
-    _parsed = 0  # bytes of the head: those of its fields that are complete,
-    _received = 0  # and those of the reads that it has not ended in
+    _parsed = 0  # bytes of the URL and of the headers that are complete
+    _received = 0  # bytes of reads that ended within the head
     _in_head = True
     _timer: asyncio.TimerHandle | None = None
     _stalled: asyncio.TimerHandle | None = None  # runs while the client does not read

@@ -63,18 +63,23 @@ def invalid(error: Exception, fields: tuple[str, ...]) -> ApiError:
     return ApiError(400, message, param=re.sub(r"\['(\w+)'\]", r".\1", match[0]))  # messages[1].content
 
 
+def unsupported(field: str, why: str) -> ApiError:
+    """A 400 for a field that nanopage does not have."""
+    return ApiError(400, f"{field} is not supported: {why}", param=field, code="unsupported")
+
+
 def from_validation(error: RequestValidationError) -> ApiError:
     """What pydantic says of a body, with the path of the first field that is wrong."""
     first = error.errors()[0]
     path = list(itertools.takewhile(lambda part: part not in UNION_MEMBERS, first["loc"][1:]))
     if first["type"] == "json_invalid":
         return ApiError(400, f"the body is not valid JSON: {first.get('ctx', {}).get('error', first['msg'])}")
+    message = first["msg"].removeprefix("Value error, ")
     if not path and first["type"] == "value_error":
-        return ApiError(400, first["msg"].removeprefix("Value error, "))
+        return ApiError(400, message)
     if not path:
         return ApiError(400, "the body must be a JSON object with the content-type application/json")
     param = str(path[0]) + "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path[1:])
-    message = first["msg"].removeprefix("Value error, ")
     return ApiError(400, f"{param}: {message}", param=param)
 
 

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from nanopage.engine.input_processor import is_unicode
 from nanopage.params import RequestOutputKind, SamplingParams
-from nanopage.server.errors import ApiError, invalid
+from nanopage.server.errors import ApiError, invalid, unsupported
 
 MAX_CHOICES = 128  # n and best_of
 MAX_ENTRIES = 4096  # of stop, logit_bias, stop_token_ids and bad_words
@@ -107,8 +107,7 @@ class Body(BaseModel):
             if name not in REFUSED and not name.startswith("guided_"):
                 ignored.append(path + name[:100])
             elif not any(value == other and type(value) is type(other) for other in neutral):
-                message = f"{path}{name} is not supported: {why}"
-                raise ApiError(400, message, param=path + name, code="unsupported")
+                raise unsupported(path + name, why)
         for name in type(self).model_fields:
             if isinstance(inner := getattr(self, name), Body):
                 ignored += inner.check_unknown(strict, f"{path}{name}.")

@@ -11,7 +11,7 @@ from nanopage.outputs import CompletionOutput, RequestOutput
 from nanopage.params import SamplingParams
 from nanopage.server.chat import Chat
 from nanopage.server.choices import changes, usage
-from nanopage.server.errors import ApiError
+from nanopage.server.errors import ApiError, unsupported
 from nanopage.server.generation import Generation
 from nanopage.server.protocol import NO_GRAMMAR, NO_TOOLS, ChatBody, ResponsesBody
 
@@ -23,12 +23,11 @@ class Responses:
 
     def __init__(self, llm: AsyncLLM, body: ResponsesBody, model: str):
         if body.tools:
-            raise ApiError(400, f"tools is not supported: {NO_TOOLS}", param="tools", code="unsupported")
+            raise unsupported("tools", NO_TOOLS)
         if body.top_logprobs:
-            message = "top_logprobs is not supported: use /v1/chat/completions"
-            raise ApiError(400, message, param="top_logprobs", code="unsupported")
+            raise unsupported("top_logprobs", "use /v1/chat/completions")
         if body.text.format != {"type": "text"}:
-            raise ApiError(400, f"text.format is not supported: {NO_GRAMMAR}", param="text.format", code="unsupported")
+            raise unsupported("text.format", NO_GRAMMAR)
         self.body, self.model = body, model
         self.messages = _messages(body)
         self.num_added = len(self.messages) - (1 if isinstance(body.input, str) else len(body.input))

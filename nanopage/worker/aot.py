@@ -10,6 +10,7 @@ to evaluate and C++ calls the kernels. In return, nothing checks the shapes of i
 
 import atexit
 import contextlib
+import ctypes
 import hashlib
 import json
 import logging
@@ -207,34 +208,33 @@ class Compiled:
             check_private(self.directory)
             chain = load_chain_library(_find_whole(self.directory, CHAIN))
             libraries = {name: Library(_find_whole(self.directory, name)) for name in self.files if name != CHAIN}
+            self.layers, self.head = self._make_layers(chain, libraries), self._make_head(chain, libraries)
         except DamagedFile as damaged:
             self._set_aside(damaged.file)
             return
-        except (OSError, RuntimeError) as error:
+        except (OSError, RuntimeError, AttributeError) as error:  # AttributeError: a library lacks a function
             self._give_up(f"the compiled code in {self.directory} cannot be loaded: {error}")
             return
+        if self._log is not None:
+            self._log.unlink(missing_ok=True)
+
+    def _make_layers(self, chain_library: ctypes.CDLL, libraries: dict[str, Library]) -> "CompiledLayers":
         windows, caches = self.config.sliding_windows, self.kv_cache.tensor.unbind(0)
         fixed = [
             FixedInputs([cache, *tensors_of(layer).values()])
             for cache, layer in zip(caches, self.model.layers, strict=True)
         ]
-        whole = {
-            kind: Chain(chain, [libraries[file_name(kind, window)] for window in windows], fixed) for kind in WHOLE
-        }
-        self.layers = CompiledLayers(
-            whole,
-            [
-                CompiledLayer(
-                    {kind: Chain(chain, [libraries[file_name(kind, window)]], [inputs]) for kind in PARTS}, window
-                )
-                for window, inputs in zip(windows, fixed, strict=True)
-            ],
-        )
-        self.head = self._make_head(chain, libraries)
-        if self._log is not None:
-            self._log.unlink(missing_ok=True)
 
-    def _make_head(self, chain: Any, libraries: dict[str, Library]) -> "CompiledHead | None":
+        def chain(kind: str, layers: range) -> Chain:
+            of_each = [libraries[file_name(kind, windows[i])] for i in layers]
+            return Chain(chain_library, of_each, [fixed[i] for i in layers])
+
+        numbers = range(len(fixed))
+        whole = {kind: chain(kind, numbers) for kind in WHOLE}
+        parts = [{kind: chain(kind, range(i, i + 1)) for kind in PARTS} for i in numbers]
+        return CompiledLayers(whole, [CompiledLayer(parts[i], windows[i]) for i in numbers])
+
+    def _make_head(self, chain_library: ctypes.CDLL, libraries: dict[str, Library]) -> "CompiledHead | None":
         """The compiled head; None if the head has no tiles, because oneDNN chose another layout for it."""
         head: Any = self.model.lm_head
         if head.tiles is None:
@@ -242,7 +242,8 @@ class Compiled:
         weights = [head.tiles] if (scales := getattr(head, "scales", None)) is None else [head.tiles, scales]
         fixed = FixedInputs(weights)
         of_one, of_few = (
-            Chain(chain, [libraries[name]], [fixed]) if name in libraries else None for name in (HEAD, HEAD_OF_FEW)
+            Chain(chain_library, [libraries[name]], [fixed]) if name in libraries else None
+            for name in (HEAD, HEAD_OF_FEW)
         )
         return CompiledHead(of_one, of_few, head)
 

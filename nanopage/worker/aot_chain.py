@@ -79,8 +79,7 @@ class Chain:
     def __call__(self, *inputs: Tensor) -> Tensor:
         """The output of the last function. Raises: RuntimeError if a function fails; its error is on stderr."""
         handles, output = _handles(inputs), c_void_p()
-        count = c_size_t(len(self.functions))
-        if self.run(self.copy, self.functions, count, handles, c_size_t(len(handles)), byref(output)):
+        if self.run(self.copy, self.functions, len(self.functions), handles, len(handles), byref(output)):
             raise RuntimeError("compiled code failed; it has written its error to standard error")
         return _tensors([output.value])[0]
 

@@ -92,8 +92,8 @@ def compile_layer(layer: Any, config: ModelConfig, dtype: torch.dtype, block_siz
     # oneDNN's tensors are opaque: tracing uses plain tensors of the same shape instead.
     stand_ins = [torch.empty(t.shape, dtype=t.dtype) if t.is_mkldnn else t for t in tensors_of(layer).values()]
     kv_cache = torch.zeros(2, 8, config.num_kv_heads, config.head_dim * block_size, dtype=dtype)
-    inputs_and_dims = [inputs, kv_cache, stand_ins], [dims, {1: torch.export.Dim.DYNAMIC}, [None] * len(stand_ins)]
-    _export(_Exported(_Part(layer, kind)), *inputs_and_dims, file, options)
+    all_dims = [dims, {1: torch.export.Dim.DYNAMIC}, [None] * len(stand_ins)]
+    _export(_Exported(_Part(layer, kind)), [inputs, kv_cache, stand_ins], all_dims, file, options)
 
 
 class _ExportedHead(nn.Module):

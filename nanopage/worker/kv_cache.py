@@ -12,7 +12,7 @@ from nanopage.config import ModelConfig
 from nanopage.device import to_device
 from nanopage.step import Batch
 
-SWAP_BYTES = 2**26  # the most of a piece of a swap, which takes temporary device memory
+SWAP_BYTES = 2**26  # of temporary device memory for each piece of a swap
 
 
 class KVCache:
