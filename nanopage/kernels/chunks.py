@@ -23,7 +23,6 @@ class Chunks(NamedTuple):
 
     sequences  the sequence of each chunk
     rows       index into q of each query: int64 [chunks, queries]
-    positions  position of each query in its sequence: int32 [chunks, queries]
     num_keys   length of the longest sequence
     tiles      (begin, end, first, last, mask): queries `begin` to `end`. They see all keys before `first`, none from
                `last` on, and those between according to `mask`: 0 or -inf, [chunks, 1, end - begin, last - first]. None
@@ -37,7 +36,6 @@ class Chunks(NamedTuple):
 
     sequences: slice | list[int]
     rows: Tensor
-    positions: Tensor
     num_keys: int
     tiles: list[tuple[int, int, int, int, Tensor | None]]
 
@@ -112,4 +110,4 @@ def _pad(
         tiles.append((begin, end, first, last, mask if hidden.any() else None))
     rows = offsets + torch.tensor(row)[:, None]
     which = sequences if len(group) > 1 else slice(sequences[0], sequences[0] + 1)
-    return Chunks(which, rows.to(device), positions.int().to(device), max(num_keys), tiles)
+    return Chunks(which, rows.to(device), max(num_keys), tiles)

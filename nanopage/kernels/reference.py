@@ -1,12 +1,10 @@
 """Paged attention in plain PyTorch, written for clarity rather than speed. It works on every device.
 
-On a CPU it computes the attention of eager steps, and in compiled steps that of prompts that are long or have large
-scores (`CompiledLayer._attend`). For each group of chunks (see chunks.py) it gathers the pages of K and V, multiplies,
-masks, takes the softmax and multiplies again.
+On a CPU it computes the attention of eager steps. For each group of chunks (see chunks.py) it gathers the pages of K
+and V, multiplies, masks, takes the softmax and multiplies again.
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -47,19 +45,17 @@ def paged_attention(
     query_lens: Tensor,
     seq_lens: Tensor,
     window: int | None = None,
-    attend: Callable[[Chunks, Tensor, Tensor, Tensor, Tensor], None] | None = None,
 ) -> Tensor:
     """Causal attention of q [T, heads, head_dim] over each sequence's pages.
 
     Slots between a sequence's end and the end of its last block are read and masked: they must hold finite values.
 
-    Args: kv_cache and window as in layers/attention.py; attend computes a group of chunks, as `attend_chunks` does; the
-        others as in ReferenceAttention.
+    Args: kv_cache and window as in layers/attention.py; the others as in ReferenceAttention.
     Returns: [T, heads, head_dim]
     """
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     for chunks, tables in chunks_of(q, kv_cache, block_tables, query_lens, seq_lens, window):
-        (attend or attend_chunks)(chunks, q, kv_cache, tables, out)
+        attend_chunks(chunks, q, kv_cache, tables, out)
     return out
 
 

@@ -1,9 +1,9 @@
 """Attention as models see it: an object that is made for each step and knows where the K and V of every token are.
 
 The ways to compute attention, by class: `kernels.reference.ReferenceAttention` in plain PyTorch,
-`kernels.cpu.flash_decoding.FlashDecoding` for compiled decodes on a CPU, `kernels.paged_attention.TritonAttention` on a
-GPU, and `worker.cuda_graphs.PaddedAttention` for padded decodes on a CPU, which only tests run. Compiled steps with
-prompts call their own code instead (`worker.aot.MixedAttention`).
+`kernels.paged_attention.TritonAttention` on a GPU, and `worker.cuda_graphs.PaddedAttention` for padded decodes on a
+CPU, which only tests run. Compiled layers on a CPU take the fields of a ReferenceAttention, and compute with
+kernels/cpu/flash_attention.cpp.
 """
 
 from typing import Protocol

@@ -1,16 +1,16 @@
 """Compiled: runs steps on a CPU with decoder layers that torch.export and AOTInductor compile ahead of time.
 
-Weights are inputs of the compiled code, so the code of one layer serves all layers of its kind, and the time to
-compile does not depend on the depth: for SmolLM2-135M, 40 s on two cores with AVX512-BF16, 92 s with AVX2. A process
-of the lowest priority (`aot_compile.py`) compiles while the engine works eagerly, and writes shared libraries to
-`$XDG_CACHE_HOME/nanopage/compiled`, or to `~/.cache/nanopage/compiled`. A later start only loads these, which takes
-milliseconds and does not import the compiler. A call (`aot_chain.py`) costs microseconds, because there are no guards
-to evaluate and C++ calls the kernels. In return, nothing checks the shapes of inputs.
+A layer is compiled in two parts, before and after attention, which is C++ (kernels/cpu/flash_attention.cpp). Weights
+are inputs of the compiled code, so the code of one layer serves all layers, and the time to compile does not depend on
+the depth: for SmolLM2-135M, 30 s on two cores. A process of the lowest priority (`aot_compile.py`) compiles while the
+engine works eagerly, and writes shared libraries to `$XDG_CACHE_HOME/nanopage/compiled`, or to
+`~/.cache/nanopage/compiled`. A later start only loads these, which takes milliseconds and does not import the compiler.
+A call (`aot_chain.py`) costs microseconds, because there are no guards to evaluate and C++ calls the kernels. In
+return, nothing checks the shapes of inputs.
 """
 
 import atexit
 import contextlib
-import ctypes
 import hashlib
 import json
 import logging
@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -30,33 +30,29 @@ from torch import Tensor, nn
 
 import nanopage
 from nanopage.config import ModelConfig
-from nanopage.kernels.chunks import Chunks
-from nanopage.kernels.cpu.flash_decoding import FlashDecoding, Splits, split
-from nanopage.kernels.reference import LARGEST_ROUNDED_SCORE, attend_chunks, paged_attention
+from nanopage.kernels.cpu.int8_linear import FEW_ROWS
 from nanopage.models import find_family
-from nanopage.models.decoder import Decoder, run_layers
+from nanopage.models.decoder import Decoder
 from nanopage.private_files import check_private, make_private
 from nanopage.step import Batch
 from nanopage.weights import hub
-from nanopage.worker.aot_chain import Chain, FixedInputs, Library, load_chain_library
-from nanopage.worker.eager import Inputs, Output, prepare, run_model
+from nanopage.worker.aot_chain import Chain, FixedInputs, Layers, Library
+from nanopage.worker.eager import Output, prepare, reference_attention, run_model
 from nanopage.worker.kv_cache import KVCache
 from nanopage.worker.sequence_table import SequenceTable
 
 logger = logging.getLogger("nanopage")
 
-# What is compiled of a layer:
-#   one, decode   the whole layer, for a single token and for several sequences with one token each
-#   before        of a step with prompts: the layer up to the write to the cache
-#   flash, tile   its attention: of the sequences with one token, and of a tile
-#   after         the rest of the layer
-WHOLE = ("one", "decode")
-PARTS = ("before", "flash", "tile", "after")
-FEW_KEYS = 256  # up to which compiled attention of several tiles is faster than plain attention
-WITH_WINDOW = ("one", "decode", "flash", "tile")  # the kinds that depend on the layer's window
-HEAD = "head.so"  # the head, for one row
-HEAD_OF_FEW = "head-of-few.so"  # the head with int8 weights, for several rows
-CHAIN = "chain.so"  # aot_chain.cpp
+# What is compiled, in this order:
+#   chain   aot_chain.cpp with kernels/cpu/flash_attention.cpp: attention, and the calls of the other parts
+#   before  a layer up to the write to the cache
+#   after   a layer after its attention
+#   head    the head
+# The last three are compiled for several kinds of steps, by the number of rows that they compute:
+#   one     a single row
+#   few     int8 weights only: up to FEW_ROWS
+#   many    any number; the head, except with int8 weights, is then the model's own
+CHAIN = "chain.so"
 
 
 class Compiled:
@@ -95,7 +91,7 @@ class Compiled:
             "quantization": quantization,
             "threads": torch.get_num_threads(),  # the compiled loops are divided among them
         }
-        self.files = file_kinds(config, quantization)
+        self.files = file_kinds(quantization)
         self.directory = hub.cache_directory() / "compiled" / _key(config, self.spec)
         self.layers: CompiledLayers | None = None  # None until they are loaded
         self.head: CompiledHead | None = None
@@ -122,8 +118,9 @@ class Compiled:
 
     def run(self, batch: Batch) -> Output:
         inputs = prepare(batch, self.table)
-        attention = compiled_attention(inputs, self.kv_cache.block_size)
-        return run_model(self.model, batch, inputs, attention, self.kv_cache, self.table, self.layers, self.head)
+        return run_model(
+            self.model, batch, inputs, reference_attention(inputs), self.kv_cache, self.table, self.layers, self.head
+        )
 
     def compile(self, on_progress: Callable[[int, int], None] | None = None) -> None:
         """Compile and load everything now.
@@ -206,8 +203,10 @@ class Compiled:
             return
         try:
             check_private(self.directory)
-            chain = load_chain_library(_find_whole(self.directory, CHAIN))
-            libraries = {name: Library(_find_whole(self.directory, name)) for name in self.files if name != CHAIN}
+            chain = Chain(_find_whole(self.directory, CHAIN))
+            libraries = {
+                part: Library(_find_whole(self.directory, name)) for name, part in self.files.items() if name != CHAIN
+            }
             self.layers, self.head = self._make_layers(chain, libraries), self._make_head(chain, libraries)
         except DamagedFile as damaged:
             self._set_aside(damaged.file)
@@ -218,34 +217,22 @@ class Compiled:
         if self._log is not None:
             self._log.unlink(missing_ok=True)
 
-    def _make_layers(self, chain_library: ctypes.CDLL, libraries: dict[str, Library]) -> "CompiledLayers":
-        windows, caches = self.config.sliding_windows, self.kv_cache.tensor.unbind(0)
+    def _make_layers(self, chain: Chain, libraries: dict[tuple[str, str], Library]) -> "CompiledLayers":
+        caches = self.kv_cache.tensor.unbind(0)
         fixed = [
             FixedInputs([cache, *tensors_of(layer).values()])
             for cache, layer in zip(caches, self.model.layers, strict=True)
         ]
+        layers = Layers(fixed, self.kv_cache.tensor, self.config.sliding_windows)
+        return CompiledLayers(chain, libraries, layers, self.config.num_heads, self.config.head_dim)
 
-        def chain(kind: str, layers: range) -> Chain:
-            of_each = [libraries[file_name(kind, windows[i])] for i in layers]
-            return Chain(chain_library, of_each, [fixed[i] for i in layers])
-
-        numbers = range(len(fixed))
-        whole = {kind: chain(kind, numbers) for kind in WHOLE}
-        parts = [{kind: chain(kind, range(i, i + 1)) for kind in PARTS} for i in numbers]
-        return CompiledLayers(whole, [CompiledLayer(parts[i], windows[i]) for i in numbers])
-
-    def _make_head(self, chain_library: ctypes.CDLL, libraries: dict[str, Library]) -> "CompiledHead | None":
+    def _make_head(self, chain: Chain, libraries: dict[tuple[str, str], Library]) -> "CompiledHead | None":
         """The compiled head; None if the head has no tiles, because oneDNN chose another layout for it."""
         head: Any = self.model.lm_head
         if head.tiles is None:
             return None
         weights = [head.tiles] if (scales := getattr(head, "scales", None)) is None else [head.tiles, scales]
-        fixed = FixedInputs(weights)
-        of_one, of_few = (
-            Chain(chain_library, [libraries[name]], [fixed]) if name in libraries else None
-            for name in (HEAD, HEAD_OF_FEW)
-        )
-        return CompiledHead(of_one, of_few, head)
+        return CompiledHead(chain, libraries, FixedInputs(weights), head)
 
     def _set_aside(self, file: Path) -> None:
         """Rename a damaged file, so that its part is compiled again. Give up if that part was damaged before."""
@@ -282,116 +269,48 @@ def find_file(directory: Path, name: str) -> Path | None:
     return next((file for file in sorted(directory.glob(f"{stem}.*.so")) if file.name.count(".") == 2), None)
 
 
-@dataclass(slots=True)
-class MixedAttention:
-    """Attention of a step with prompts, for compiled layers. Its tokens begin with those of the decodes.
-
-    slot_mapping                       int64 [T], as in ReferenceAttention, for all tokens
-    num_decodes, splits                how many sequences have one token, and their splits; None if none has
-    block_tables, query_lens, seq_lens of the other sequences, as in ReferenceAttention
-    """
-
-    slot_mapping: Tensor
-    num_decodes: int
-    splits: Splits | None
-    block_tables: Tensor
-    query_lens: Tensor
-    seq_lens: Tensor
-
-
-def compiled_attention(inputs: Inputs, block_size: int) -> Any:
-    """Attention for compiled layers: FlashDecoding if every sequence has one token, else MixedAttention."""
-    tables, counts, lengths = inputs.block_tables, inputs.query_lens, inputs.seq_lens
-    num_decodes = next((i for i, count in enumerate(counts.tolist()) if count > 1), len(counts))
-    splits = split(tables[:num_decodes], lengths[:num_decodes], block_size) if num_decodes else None
-    if splits is not None and num_decodes == len(counts):
-        return FlashDecoding(inputs.slot_mapping, splits)
-    prompts = tables[num_decodes:], counts[num_decodes:], lengths[num_decodes:]
-    return MixedAttention(inputs.slot_mapping, num_decodes, splits, *prompts)
-
-
 class CompiledLayers:
-    """Computes the same as `run_layers`, with compiled code.
+    """Computes the same as `run_layers` with a ReferenceAttention, with compiled code.
 
-    Args:
-        whole: kind -> all layers of a step in which every sequence has one token.
-        layers: those of other steps.
+    Args: libraries: the compiled functions, by part and kind.
     """
 
-    def __init__(self, whole: dict[str, Chain], layers: list["CompiledLayer"]):
-        self.whole, self.layers = whole, layers
+    def __init__(
+        self, chain: Chain, libraries: dict[tuple[str, str], Library], layers: Layers, num_heads: int, head_dim: int
+    ):
+        self.chain, self.libraries, self.layers = chain, libraries, layers
+        self.num_heads, self.head_dim = num_heads, head_dim
 
     def __call__(
         self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, attention: Any, rows: Tensor | None
     ) -> Tensor:
-        if not isinstance(attention, FlashDecoding):
-            return run_layers(self.layers, x, cos, sin, kv_cache, attention, rows)
-        chain = self.whole["one" if len(x) == 1 else "decode"]
-        x = chain(x, cos, sin, attention.slot_mapping, *tensors_in(attention.splits))
-        return x if rows is None else x[rows]
-
-
-class CompiledLayer:
-    """Computes the same as a DecoderLayer in a step with prompts, with compiled parts.
-
-    Args:
-        parts: kind -> the compiled function.
-        window: of the layer's attention.
-    """
-
-    def __init__(self, parts: dict[str, Chain], window: int | None):
-        self.parts, self.window = parts, window
-
-    def __call__(
-        self,
-        x: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        kv_cache: Tensor,
-        attention: MixedAttention,
-        rows: Tensor | None = None,
-    ) -> Tensor:
-        q = self.parts["before"](x, cos, sin, attention.slot_mapping)
-        count, prompts = attention.num_decodes, (attention.block_tables, attention.query_lens, attention.seq_lens)
-        attended = paged_attention(q[count:], kv_cache, *prompts, self.window, self._attend)
-        if attention.splits is not None:
-            decodes = self.parts["flash"](q[:count], *tensors_in(attention.splits))
-            attended = torch.cat((decodes, attended))
+        attended = x.new_empty(len(x), self.num_heads, self.head_dim)
+        before, after = self._part("before", x), self._part("after", x)
+        x = self.chain.run_layers(before, after, self.layers, x, cos, sin, attention, attended)
         if rows is not None:
             x, attended = x[rows], attended[rows]
-        return self.parts["after"](x, attended)
+        return self.chain.call(self._part("after", x), self.layers.fixed[-1], x, attended)
 
-    def _attend(self, chunks: Chunks, q: Tensor, kv_cache: Tensor, block_tables: Tensor, out: Tensor) -> None:
-        """Does the same as `attend_chunks`, with compiled code where that is faster: for groups of a single tile or of
-        few keys."""
-        compiled = len(chunks.tiles) == 1 or chunks.num_keys <= FEW_KEYS
-        if not compiled or not self._attend_tiles(chunks, q, kv_cache, block_tables, out):
-            attend_chunks(chunks, q, kv_cache, block_tables, out)
-
-    def _attend_tiles(self, chunks: Chunks, q: Tensor, kv_cache: Tensor, block_tables: Tensor, out: Tensor) -> bool:
-        """Compute a group. Returns False if its scores were too large to be rounded to bfloat16."""
-        block_size = kv_cache.shape[3] // q.shape[2]
-        for begin, end, _, last, _ in chunks.tiles:
-            # Compiled code assumes contiguous inputs.
-            tables = block_tables[:, : -(-last // block_size)].contiguous()
-            rows, positions = chunks.rows[:, begin:end].contiguous(), chunks.positions[:, begin:end].contiguous()
-            bound = self.parts["tile"](q, tables, rows, positions, out)
-            if q.dtype != torch.float32 and bound.item() > LARGEST_ROUNDED_SCORE**2:
-                return False
-        return True
+    def _part(self, part: str, x: Tensor) -> Library:
+        """The function for as many rows as x has."""
+        if len(x) == 1:
+            return self.libraries[part, "one"]
+        few = self.libraries.get((part, "few"))
+        return few if few is not None and len(x) <= FEW_ROWS[x.dtype] else self.libraries[part, "many"]
 
 
 class CompiledHead:
-    """Computes logits: of one row with `of_one`, of several rows with `of_few`, or with `head` if that is None."""
+    """Computes logits, with compiled code if there is some for that number of rows, or else with `head`."""
 
-    def __init__(self, of_one: Chain | None, of_few: Chain | None, head: nn.Module):
-        self.of_one, self.of_few, self.head = of_one, of_few, head
+    def __init__(self, chain: Chain, libraries: dict[tuple[str, str], Library], weights: FixedInputs, head: nn.Module):
+        self.chain, self.weights, self.head = chain, weights, head
+        self.of_one, self.of_few = libraries["head", "one"], libraries.get(("head", "few"))
 
     def __call__(self, x: Tensor) -> Tensor:
         compiled = self.of_one if len(x) == 1 else self.of_few
         if compiled is None:
             return self.head(x)
-        return compiled(x)[:, : self.head.out_features]
+        return self.chain.call(compiled, self.weights, x)[:, : self.head.out_features]
 
 
 def tensors_of(layer: nn.Module) -> dict[str, Tensor]:
@@ -399,21 +318,12 @@ def tensors_of(layer: nn.Module) -> dict[str, Tensor]:
     return dict(layer.named_parameters()) | dict(layer.named_buffers())
 
 
-def tensors_in(splits: Splits) -> list[Tensor]:
-    """The tensors of `splits`, in the order in which compiled code takes them."""
-    return [splits.blocks, splits.owner, splits.start, splits.end, splits.by_sequence, splits.valid]
-
-
-def file_name(kind: str, window: int | None) -> str:
-    return f"{kind}.so" if window is None or kind not in WITH_WINDOW else f"{kind}-window-{window}.so"
-
-
-def file_kinds(config: ModelConfig, quantization: str | None) -> dict[str, tuple[str, int | None]]:
-    """The files to compile: name -> (kind, window of a layer that it serves)."""
-    windows = dict.fromkeys(config.sliding_windows)
-    files = {file_name(kind, window): (kind, window) for kind in WHOLE + PARTS for window in windows}
-    files[CHAIN] = ("chain", None)
-    return files | dict.fromkeys([HEAD] if quantization is None else [HEAD, HEAD_OF_FEW], ("head", None))
+def file_kinds(quantization: str | None) -> dict[str, tuple[str, str]]:
+    """The files to compile, in the order of their use: name -> (part, kind)."""
+    kinds = [("before", "one"), ("after", "one"), ("head", "one"), ("before", "many"), ("after", "many")]
+    if quantization is not None:
+        kinds += [("before", "few"), ("after", "few"), ("head", "few")]
+    return {CHAIN: ("chain", "")} | {f"{part}-{kind}.so": (part, kind) for part, kind in kinds}
 
 
 def _key(config: ModelConfig, spec: dict[str, Any]) -> str:
@@ -422,11 +332,11 @@ def _key(config: ModelConfig, spec: dict[str, Any]) -> str:
     here = Path(nanopage.__file__).parent
     family = find_family(config.architecture)
     assert family is not None and family.__file__ is not None
-    sources = [*sorted(here.glob("kernels/cpu/*.py")), here / "kernels" / "pages.py", Path(family.__file__)]
+    sources = [*sorted(here.glob("kernels/cpu/*.*")), here / "kernels" / "pages.py", Path(family.__file__)]
     sources += [*sorted(here.glob("layers/*.py")), here / "models" / "decoder.py", here / "quantization" / "int8.py"]
     sources += sorted(here.glob("worker/aot*"))
     sizes = asdict(config) | {"num_layers": None, "vocab_size": None, "max_position_embeddings": None}
-    sizes["sliding_windows"] = None  # part of the name of a file
+    sizes["sliding_windows"] = None  # an argument of attention
     processor = sorted(torch.cpu.get_capabilities().items()), torch.backends.cpu.get_cpu_capability()
     parts = [torch.__version__, *processor, spec["dtype"], spec["block_size"]]
     parts += [spec["threads"], spec["quantization"], sorted((name, repr(value)) for name, value in sizes.items())]

@@ -2,7 +2,7 @@
 
 torch's own loader holds the lock while compiled code runs. The other threads of the process stand still meanwhile, and
 those of a server send nothing. Here, calls go through ctypes, which releases the lock, to the C interface of a compiled
-library. `aot_chain.cpp` calls the layers of a decode in one go.
+library. `aot_chain.cpp` runs all layers of a step, with attention between their parts, in one go.
 
 A tensor crosses as a handle: the address of a tensor object, which the called function frees.
 """
@@ -10,11 +10,13 @@ A tensor crosses as a handle: the address of a tensor object, which the called f
 import ctypes
 import weakref
 from collections.abc import Sequence
-from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_void_p, py_object
+from ctypes import POINTER, byref, c_char_p, c_int64, c_size_t, c_void_p, py_object
 from pathlib import Path
 
 from torch import Tensor
 from torch._C import _aoti
+
+from nanopage.kernels.reference import ReferenceAttention
 
 # torch hands over handles as capsules. Unlike the functions of a CDLL, these two do not release the lock.
 _address_in = ctypes.PYFUNCTYPE(c_void_p, py_object, c_char_p)(("PyCapsule_GetPointer", ctypes.pythonapi))
@@ -22,7 +24,34 @@ _capsule_of = ctypes.PYFUNCTYPE(py_object, c_void_p, c_char_p, c_void_p)(("PyCap
 
 
 class _Function(ctypes.Structure):
-    _fields_ = (("run", c_void_p), ("container", c_void_p), ("fixed", POINTER(c_void_p)), ("num_fixed", c_size_t))
+    _fields_ = (("run", c_void_p), ("container", c_void_p))
+
+
+class _FixedInputs(ctypes.Structure):
+    _fields_ = (("handles", POINTER(c_void_p)), ("count", c_size_t))
+
+
+class _Layer(ctypes.Structure):
+    _fields_ = (("fixed", _FixedInputs), ("kv_cache", c_void_p), ("window", c_int64))
+
+
+class Step(ctypes.Structure):
+    """The addresses of what attention needs to know of a step."""
+
+    _fields_ = (
+        ("num_sequences", c_int64),
+        ("block_tables", c_void_p),
+        ("table_width", c_int64),
+        ("query_lens", c_void_p),
+        ("seq_lens", c_void_p),
+    )
+
+    def __init__(self, attention: ReferenceAttention):
+        tensors = [attention.block_tables, attention.query_lens, attention.seq_lens]
+        self.tensors = tables, query_lens, seq_lens = [tensor.contiguous() for tensor in tensors]  # kept
+        super().__init__(
+            *tables.shape[:1], tables.data_ptr(), tables.shape[1], query_lens.data_ptr(), seq_lens.data_ptr()
+        )
 
 
 class Library:
@@ -35,10 +64,13 @@ class Library:
 
     def __init__(self, file: Path):
         self.library = ctypes.CDLL(str(file))
-        self.container = c_void_p()
-        if self.library.AOTInductorModelContainerCreateWithDevice(byref(self.container), c_size_t(1), b"cpu", None):
+        container = c_void_p()
+        if self.library.AOTInductorModelContainerCreateWithDevice(byref(container), c_size_t(1), b"cpu", None):
             raise RuntimeError(f"{file} cannot be initialized")
-        weakref.finalize(self, self.library.AOTInductorModelContainerDelete, self.container).atexit = False
+        weakref.finalize(self, self.library.AOTInductorModelContainerDelete, container).atexit = False
+        self.function = _Function(
+            ctypes.cast(self.library.AOTInductorModelContainerRunSingleThreaded, c_void_p), container
+        )
 
 
 class FixedInputs:
@@ -46,57 +78,92 @@ class FixedInputs:
 
     def __init__(self, tensors: Sequence[Tensor]):
         self.handles = _handles(tensors)
+        self.structure = _FixedInputs(self.handles, len(self.handles))
         weakref.finalize(self, _tensors, self.handles).atexit = False
 
 
-class Chain:
-    """Compiled functions that are called one after another.
-
-    Each function takes the output of the one before as its first input. Its other inputs are those of the call, which
-    are the same for all functions, and then its fixed inputs.
+class Layers:
+    """What all steps need to know of the layers.
 
     Args:
-        chain_library: compiled from aot_chain.cpp.
-        libraries, fixed: of each function.
+        fixed: the fixed inputs of each layer's functions.
+        kv_cache: of all layers, as in KVCache.
+        windows: how many of the last tokens the attention of each layer sees; None for all.
     """
 
-    def __init__(self, chain_library: ctypes.CDLL, libraries: Sequence[Library], fixed: Sequence[FixedInputs]):
-        self.run = chain_library.run_chain
-        self.libraries, self.fixed = libraries, fixed  # kept, because `functions` has their addresses
-        self.functions = (_Function * len(libraries))(
+    def __init__(self, fixed: Sequence[FixedInputs], kv_cache: Tensor, windows: Sequence[int | None]):
+        self.fixed, self.kv_cache = fixed, kv_cache  # kept, because `structures` has their addresses
+        self.structures = (_Layer * len(fixed))(
             *(
-                _Function(
-                    ctypes.cast(library.library.AOTInductorModelContainerRunSingleThreaded, c_void_p),
-                    library.container,
-                    inputs.handles,
-                    len(inputs.handles),
-                )
-                for library, inputs in zip(libraries, fixed, strict=True)
+                _Layer(inputs.structure, cache.data_ptr(), window or 0)
+                for inputs, cache, window in zip(fixed, kv_cache.unbind(0), windows, strict=True)
             )
         )
-        self.copy = ctypes.cast(libraries[0].library.aoti_torch_new_tensor_handle, c_void_p)
 
-    def __call__(self, *inputs: Tensor) -> Tensor:
-        """The output of the last function. Raises: RuntimeError if a function fails; its error is on stderr."""
+
+class Chain:
+    """Calls compiled functions, with the code that was compiled from aot_chain.cpp and flash_attention.cpp.
+
+    Raises: OSError if the file is not a library that can be loaded; AttributeError if it is another library.
+    """
+
+    def __init__(self, file: Path):
+        library = ctypes.CDLL(str(file))
+        self._call, self._run_layers, self.attend = library.call_function, library.run_layers, library.attend
+        self._call.argtypes = [
+            POINTER(_Function), c_void_p, c_size_t, POINTER(_FixedInputs), POINTER(c_void_p),
+        ]  # fmt: skip
+        self._run_layers.argtypes = [
+            POINTER(_Function), POINTER(_Function), POINTER(_Layer), c_size_t, POINTER(Step), c_int64,
+            *[c_void_p] * 5, POINTER(c_void_p),
+        ]  # fmt: skip
+        self.attend.argtypes = [POINTER(Step), c_void_p, c_void_p, c_int64, c_int64, c_void_p]
+        self.attend.restype = None
+
+    def call(self, library: Library, fixed: FixedInputs, *inputs: Tensor) -> Tensor:
+        """Call a function. Raises: RuntimeError if it fails; its error is on stderr."""
         handles, output = _handles(inputs), c_void_p()
-        if self.run(self.copy, self.functions, len(self.functions), handles, len(handles), byref(output)):
-            raise RuntimeError("compiled code failed; it has written its error to standard error")
+        _check(self._call(library.function, handles, len(handles), fixed.structure, byref(output)))
+        return _tensors([output.value])[0]
+
+    def run_layers(
+        self,
+        before: Library,
+        after: Library,
+        layers: Layers,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        attention: ReferenceAttention,
+        attended: Tensor,
+    ) -> Tensor:
+        """Run layers up to the attention of the last one.
+
+        Args:
+            before, after: the parts of a layer before and after attention.
+            x: [T, hidden_size]. T is the number of tokens.
+            cos, sin: as RotaryEmbedding computes them.
+            attention: where the K and V of the tokens are.
+            attended: [T, num_heads, head_dim], contiguous. The output of each layer's attention is written to it, and
+                that of the last one stays there.
+
+        Returns: the input of the last layer, [T, hidden_size].
+        Raises: RuntimeError if a function fails; its error is on stderr.
+        """
+        step, output = Step(attention), c_void_p()
+        inputs = _handles((x, cos, sin, attention.slot_mapping, attended))
+        code = self._run_layers(
+            before.function, after.function, layers.structures, len(layers.structures), step,
+            layers.kv_cache.shape[2], *inputs, byref(output),
+        )  # fmt: skip
+        _tensors(inputs)  # frees them
+        _check(code)
         return _tensors([output.value])[0]
 
 
-def load_chain_library(file: Path) -> ctypes.CDLL:
-    """Load what was compiled from aot_chain.cpp. Raises: OSError."""
-    library = ctypes.CDLL(str(file))
-    library.run_chain.argtypes = [
-        c_void_p,
-        POINTER(_Function),
-        c_size_t,
-        POINTER(c_void_p),
-        c_size_t,
-        POINTER(c_void_p),
-    ]
-    library.run_chain.restype = c_int
-    return library
+def _check(code: int) -> None:
+    if code:
+        raise RuntimeError("compiled code failed; it has written its error to standard error")
 
 
 def _handles(tensors: Sequence[Tensor]) -> "ctypes.Array[c_void_p]":

@@ -1,7 +1,7 @@
 """Compiles decoder layers ahead of time: `python -m nanopage.worker.aot_compile SPEC DIRECTORY`, started by `aot.py`.
 
-Each part of a layer (see `WHOLE` and `PARTS` in `aot.py`) is exported as a function of its inputs and weights, and
-compiled to a file. Several parts are compiled at the same time, in processes of their own.
+Each part of a layer (see the beginning of `aot.py`) is exported as a function of its inputs and weights, and compiled
+to a file. Several parts are compiled at the same time, in processes of their own.
 """
 
 import json
@@ -26,14 +26,13 @@ from torch import Tensor, nn
 
 from nanopage.config import ModelConfig
 from nanopage.kernels import pages
-from nanopage.kernels.cpu.flash_decoding import FlashDecoding, Splits, flash_decode, split
+from nanopage.kernels.cpu import packed_linear
 from nanopage.kernels.cpu.int8_linear import product_of_few
 from nanopage.kernels.cpu.packed_linear import TILE, matvec
-from nanopage.kernels.cpu.tile_attention import attend_tile
 from nanopage.layers.packed import PackedLinear, PackedRowLinear, pack
 from nanopage.quantization.int8 import Int8Linear, Int8RowsLinear, quantize
 from nanopage.weights import loader
-from nanopage.worker.aot import HEAD, WHOLE, digest, file_kinds, find_file, tensors_in, tensors_of
+from nanopage.worker.aot import digest, file_kinds, find_file, tensors_of
 
 OPTIONS: dict[str, Any] = {
     "size_asserts": False,  # packed weights have no strides to assert on
@@ -45,55 +44,53 @@ MAX_PROCESSES = 4  # that compile at the same time
 SCRATCH = "scratch-"  # prefix of the names of temporary directories
 
 
-class _Part(nn.Module):
-    """Computes the part of a layer that compiled code of one kind computes."""
-
-    def __init__(self, layer: nn.Module, kind: str):
-        super().__init__()
-        self.layer: Any = layer
-        self.kind = kind
-
-    def forward(self, *tensors: Tensor) -> Tensor:
-        *inputs, kv_cache = tensors
-        if self.kind == "after":
-            return self.layer.after(*inputs)
-        if self.kind == "tile":
-            q, block_tables, rows, positions, out = inputs
-            return attend_tile(q, kv_cache, block_tables, rows, positions, out, self.layer.window)
-        if self.kind == "flash":
-            q, *splits = inputs
-            return flash_decode(q, kv_cache, Splits(*splits), self.layer.window).to(q.dtype)
-        x, cos, sin, slot_mapping, *splits = inputs
-        if self.kind == "before":
-            q, k, v = self.layer.before(x, cos, sin)
-            pages.write(k, v, kv_cache, slot_mapping)
-            return q.contiguous()  # the compiled `tile` assumes this layout
-        return self.layer(x, cos, sin, kv_cache, FlashDecoding(slot_mapping, Splits(*splits)))
-
-
 class _Exported(nn.Module):
     """Computes a part of a layer as a function of its inputs, and of its KV cache and weights."""
 
-    def __init__(self, part: _Part):
+    def __init__(self, layer: nn.Module, part: str):
         super().__init__()
-        self.part = [part]  # in a list, so that its weights do not become constants
-        self.names = [f"layer.{name}" for name in tensors_of(part.layer)]
+        self.part = [_Part(layer, part)]  # in a list, so that its weights do not become constants
+        self.names = [f"layer.{name}" for name in tensors_of(layer)]
 
     def forward(self, inputs: list[Tensor], kv_cache: Tensor, weights: list[Tensor]) -> Tensor:
         tensors = dict(zip(self.names, weights, strict=True))
         return torch.func.functional_call(self.part[0], tensors, (*inputs, kv_cache))
 
 
-def compile_layer(layer: Any, config: ModelConfig, dtype: torch.dtype, block_size: int, kind: str, file: Path):
-    """Compile one part of a decoder layer to `file`. Takes tens of seconds at most."""
-    inputs, dims = example(config, dtype, block_size, kind)
-    # Memory planning saves allocations, which take a twentieth of a step of a single token.
-    options = {"memory_planning": kind == "one"}
+class _Part(nn.Module):
+    def __init__(self, layer: nn.Module, part: str):
+        super().__init__()
+        self.layer: Any = layer
+        self.part = part
+
+    def forward(self, *tensors: Tensor) -> Tensor:
+        *inputs, kv_cache = tensors
+        if self.part == "after":
+            return self.layer.after(*inputs)
+        x, cos, sin, slot_mapping = inputs
+        q, k, v = self.layer.before(x, cos, sin)
+        pages.write(k, v, kv_cache, slot_mapping)
+        return q.contiguous()  # flash_attention.cpp assumes this layout
+
+
+def compile_layer(
+    layer: Any, config: ModelConfig, dtype: torch.dtype, block_size: int, part: str, num_rows: int, file: Path
+) -> None:
+    """Compile one part of a decoder layer to `file`, for a single row or for several. Takes tens of seconds at most."""
+    x = torch.zeros(num_rows, config.hidden_size, dtype=dtype)
+    if part == "after":
+        inputs = [x, torch.zeros(num_rows, config.num_heads, config.head_dim, dtype=dtype)]
+    else:
+        cos, sin = torch.zeros(2, num_rows, 1, config.head_dim // 2, dtype=dtype)
+        inputs = [x, cos, sin, torch.zeros(num_rows, dtype=torch.int64)]
     # oneDNN's tensors are opaque: tracing uses plain tensors of the same shape instead.
     stand_ins = [torch.empty(t.shape, dtype=t.dtype) if t.is_mkldnn else t for t in tensors_of(layer).values()]
     kv_cache = torch.zeros(2, 8, config.num_kv_heads, config.head_dim * block_size, dtype=dtype)
-    all_dims = [dims, {1: torch.export.Dim.DYNAMIC}, [None] * len(stand_ins)]
-    _export(_Exported(_Part(layer, kind)), [inputs, kv_cache, stand_ins], all_dims, file, options)
+    any_size = torch.export.Dim.DYNAMIC
+    dims = [[{0: None if num_rows == 1 else any_size}] * len(inputs), {1: any_size}, [None] * len(stand_ins)]
+    # Memory planning saves allocations, which take a twentieth of a step of a single token.
+    options = {"memory_planning": num_rows == 1}
+    _export(_Exported(layer, part), [inputs, kv_cache, stand_ins], dims, file, options)
 
 
 class _ExportedHead(nn.Module):
@@ -103,10 +100,10 @@ class _ExportedHead(nn.Module):
         return matvec(x, tiles, None) if scales is None else product_of_few(x, tiles, scales)
 
 
-def compile_head(config: ModelConfig, dtype: torch.dtype, quantized: bool, file: Path):
-    """Compile the head, for one row or for several, to `file`."""
+def compile_head(config: ModelConfig, dtype: torch.dtype, quantized: bool, num_rows: int, file: Path) -> None:
+    """Compile the head, for a single row or for several, to `file`."""
     any_size = {0: torch.export.Dim.DYNAMIC}
-    num_rows, many = (1, None) if file.name == HEAD else (16, any_size)
+    many = None if num_rows == 1 else any_size
     num_tiles = 500
     if quantized:
         weight = [torch.zeros(num_tiles, config.hidden_size, TILE, dtype=torch.int8), torch.zeros(num_tiles, TILE)]
@@ -138,47 +135,37 @@ def _move(made: Path, file: Path) -> None:
     os.replace(made, file.with_name(f"{file.stem}.{digest(made)}.so"))  # atomic: never a partial file
 
 
-def compile_chain(file: Path) -> None:
-    """Compile aot_chain.cpp."""
+def constants_of(config: ModelConfig, spec: dict[str, Any]) -> dict[str, int]:
+    """What flash_attention.cpp is compiled for."""
+    return {
+        "HEAD_DIM": config.head_dim,
+        "NUM_KV_HEADS": config.num_kv_heads,
+        "GROUP": config.num_heads // config.num_kv_heads,
+        "BLOCK_SIZE": spec["block_size"],
+        "THREADS": spec["threads"],
+        "BFLOAT16": int(spec["dtype"] == "bfloat16"),
+    }
+
+
+def compile_chain(constants: dict[str, int], file: Path) -> None:
+    """Compile aot_chain.cpp with flash_attention.cpp."""
     from torch._inductor.cpp_builder import get_cpp_compiler
 
+    sources = [Path(__file__).with_name("aot_chain.cpp"), Path(packed_linear.__file__).with_name("flash_attention.cpp")]
+    command = [get_cpp_compiler(), *map(str, sources), *(f"-D{name}={value}" for name, value in constants.items())]
+    command += ["-std=c++17", "-O3", "-march=native", "-ffp-contract=fast", "-fopenmp", "-shared", "-fPIC"]
+    command += [f"-L{Path(torch.__file__).parent / 'lib'}", "-ltorch_cpu"]
+    if _only_avx2():
+        command.append("-mno-avx512f")
     with tempfile.TemporaryDirectory(dir=file.parent, prefix=SCRATCH) as scratch:
-        made, source = Path(scratch, file.name), Path(__file__).with_name("aot_chain.cpp")
-        command = [get_cpp_compiler(), "-std=c++17", "-O2", "-shared", "-fPIC", str(source), "-o", str(made)]
-        subprocess.run(command, check=True)
+        made = Path(scratch, file.name)
+        subprocess.run([*command, "-o", str(made)], check=True)
         _move(made, file)
 
 
-def example(config: ModelConfig, dtype: torch.dtype, block_size: int, kind: str) -> tuple[list[Tensor], list[Any]]:
-    """Example inputs of a part, and their dynamic dimensions. KV cache and weights are left out.
-
-    Inductor decides by the sizes which loops are worth several threads.
-    """
-    from torch.export import Dim
-
-    num_tokens = {"one": 1, "decode": 16, "flash": 16}.get(kind, 90)
-    many, any_size = None if kind == "one" else Dim.DYNAMIC, Dim.DYNAMIC
-    x = torch.zeros(num_tokens, config.hidden_size, dtype=dtype)
-    cos, sin = torch.zeros(2, num_tokens, 1, config.head_dim // 2, dtype=dtype)
-    q = torch.zeros(num_tokens, config.num_heads, config.head_dim, dtype=dtype)
-    if kind == "after":
-        return [x, q], [{0: many}, {0: many}]
-    if kind == "tile":
-        tables, rows = torch.zeros(2, 20, dtype=torch.int64), torch.zeros(2, 45, dtype=torch.int64)
-        any_table = {0: any_size, 1: any_size}
-        inputs = [q, tables, rows, rows.int(), q.clone()]
-        return inputs, [{0: many}, any_table, any_table, any_table, {0: many}]
-    if kind == "flash":
-        inputs, dims = [q], [{0: many}]
-    else:
-        inputs = [x, cos, sin, torch.zeros(num_tokens, dtype=torch.int64)]
-        dims = [{0: many}] * 4
-    if kind != "before":
-        seq_lens = torch.full((num_tokens,), 1000)
-        tables = torch.zeros(num_tokens, -(-1000 // block_size), dtype=torch.int64)
-        inputs += tensors_in(split(tables, seq_lens, block_size))
-        dims += [*[{0: any_size}] * 4, *[{0: many, 1: any_size}] * 2]
-    return inputs, dims
+def _only_avx2() -> bool:
+    """Whether torch uses AVX2: because the processor has no AVX-512, or because of ATEN_CPU_CAPABILITY."""
+    return torch.backends.cpu.get_cpu_capability() == "AVX2"
 
 
 def main(spec: dict[str, Any], directory: Path) -> None:
@@ -187,12 +174,14 @@ def main(spec: dict[str, Any], directory: Path) -> None:
     threading.Thread(target=_end_with_the_parent, daemon=True).start()
     os.nice(19)  # for systems without SCHED_IDLE
     torch._inductor.config.force_disable_caches = True  # `directory` is the cache
+    if _only_avx2():
+        torch._inductor.config.cpp.simdlen = 256
     _register_lowering()
     config = loader.read_config(Path(spec["path"]))
     with FileLock(directory / "lock"):
         for stale in directory.glob(f"{SCRATCH}*"):  # left by a process that was killed
             shutil.rmtree(stale, ignore_errors=True)
-        missing = [name for name in file_kinds(config, spec["quantization"]) if find_file(directory, name) is None]
+        missing = [name for name in file_kinds(spec["quantization"]) if find_file(directory, name) is None]
         if missing:
             _probe_compiler()
         # Forked processes import nothing again. Each takes about 700 MB.
@@ -213,22 +202,24 @@ def _end_with_the_parent() -> None:
 def _make(spec: dict[str, Any], config: ModelConfig, directory: Path, name: str) -> None:
     """Compile one part. Runs in a forked process."""
     torch.set_num_threads(spec["threads"])
-    dtype = getattr(torch, spec["dtype"])
-    kind, window = file_kinds(config, spec["quantization"])[name]
-    if kind == "chain":
-        compile_chain(directory / name)
+    dtype, quantized = getattr(torch, spec["dtype"]), spec["quantization"] is not None
+    part, kind = file_kinds(spec["quantization"])[name]
+    if part == "chain":
+        compile_chain(constants_of(config, spec), directory / name)
         return
-    if kind == "head":
-        compile_head(config, dtype, spec["quantization"] is not None, directory / name)
+    # Inductor decides by the number of rows which loops are worth several threads.
+    num_rows = {"one": 1, "few": 16, "many": 90}[kind]
+    if part == "head":
+        compile_head(config, dtype, quantized, num_rows, directory / name)
         return
     # The smallest model with such a layer. Its weights are never filled.
-    small = replace(config, num_layers=1, sliding_windows=(window,), vocab_size=64)
+    small = replace(config, num_layers=1, sliding_windows=(None,), vocab_size=64)
     layer = loader.build_model(small, dtype, torch.device("cpu")).layers[0]
-    if spec["quantization"]:
-        quantize(layer, Int8RowsLinear if kind in WHOLE else Int8Linear)
+    if quantized:
+        quantize(layer, Int8Linear if kind == "many" else Int8RowsLinear)
     else:
         pack(layer, PackedRowLinear if kind == "one" else PackedLinear)
-    compile_layer(layer, config, dtype, spec["block_size"], kind, directory / name)
+    compile_layer(layer, config, dtype, spec["block_size"], part, num_rows, directory / name)
 
 
 def _probe_compiler() -> None:

@@ -9,8 +9,7 @@ import torch
 
 from nanopage.kernels import pages, reference
 from nanopage.kernels.chunks import group_chunks
-from nanopage.kernels.cpu import flash_decoding, int8_linear, packed_linear
-from nanopage.kernels.cpu.tile_attention import attend_tile
+from nanopage.kernels.cpu import int8_linear, packed_linear
 from nanopage.layers.embedding import Embedding
 from nanopage.layers.linear import Linear
 from nanopage.layers.packed import PackedEmbedding, PackedLinear, PackedRowLinear, pack
@@ -86,15 +85,6 @@ class Pool:
         tolerance = TOLERANCE[self.dtype]
         torch.testing.assert_close(out, torch.cat(expected), rtol=tolerance, atol=tolerance)
         assert out.is_contiguous()
-        if set(query_lens.values()) == {1}:
-            out = self.flash_decode(q, query_lens, window)
-            tolerance = TOLERANCE[torch.float32]  # it computes in float32
-            torch.testing.assert_close(out, torch.cat(expected).float(), rtol=tolerance, atol=tolerance)
-
-    def flash_decode(self, q, query_lens, window):
-        block_tables, _, seq_lens = self.metadata(query_lens)
-        splits = flash_decoding.split(block_tables, seq_lens, self.block_size)
-        return flash_decoding.flash_decode(q, self.cache, splits, window)
 
 
 def lengths(page):
@@ -160,9 +150,6 @@ class TestBatches:
         expected = attention(q[:1], *pool.sequences[healthy][1:], window)
         torch.testing.assert_close(out[:1], expected)
         assert out[1].isnan().all()
-        out = pool.flash_decode(q, {healthy: 1, poisoned: 1}, window)
-        torch.testing.assert_close(out[:1], expected.float())
-        assert out[1].isnan().all()
 
     def test_queries_that_are_a_slice_of_a_wider_tensor(self, window):
         pool = Pool(2, 16, 8, torch.float64)
@@ -173,19 +160,6 @@ class TestBatches:
         expected = reference.paged_attention(q.contiguous(), pool.cache, *pool.metadata(query_lens), window)
         assert torch.equal(out, expected)
         assert out.is_contiguous()
-
-
-@pytest.mark.parametrize("block_size", [8, 16, 256])
-@pytest.mark.parametrize("window", [None, 5, 100])
-def test_flash_decoding_over_many_splits(block_size, window):
-    """Lengths around the edges of splits, the longest of them beside a single token."""
-    per_split = max(block_size, flash_decoding.SPLIT_TOKENS)
-    lengths = [1, block_size, per_split - 1, per_split, per_split + 1, 2 * per_split, 3 * per_split + 5]
-    pool = Pool(2, 16, block_size, torch.float64, num_blocks=sum(-(-length // block_size) for length in lengths))
-    sequences = [pool.add(length) for length in lengths]
-    pool.check(3, dict.fromkeys(sequences, 1), window)
-    pool.check(3, dict.fromkeys(reversed(sequences), 1), window)
-    pool.check(3, dict.fromkeys(sequences[-1:], 1), window)
 
 
 class TestTiles:
@@ -212,26 +186,10 @@ class TestTiles:
         groups = group_chunks(queries, lengths, q.shape[1], 2 * 16, window, q.dtype, q.device)
         for chunks in groups:
             reference.attend_chunks(chunks, q, pool.cache, self.tables_of(chunks, block_tables, pool), out)
-        return out, groups, block_tables
+        return out, groups
 
     def tables_of(self, chunks, block_tables, pool):
         return block_tables[chunks.sequences, : -(-chunks.num_keys // pool.block_size)]
-
-    def check_single_tiles(self, pool, q, block_tables, groups, window, expected):
-        """What is written to be compiled, on the groups it is for."""
-        single = [chunks for chunks in groups if len(chunks.tiles) == 1]
-        assert {len(chunks.rows) == 1 for chunks in single} == {True, False}
-        for chunks in single:
-            out = torch.full_like(q, torch.nan)
-            tables = self.tables_of(chunks, block_tables, pool)
-            bound = attend_tile(q, pool.cache, tables, chunks.rows, chunks.positions, out, window)
-            done = chunks.rows.flatten()
-            torch.testing.assert_close(out[done], expected[done], rtol=1e-5, atol=1e-5)  # in float32 between products
-            assert out.isfinite().all(-1).all(-1).sum() == len(done.unique())
-            k = pages.gather(pool.cache, tables, pool.head_dim)[0]
-            heads = q[done].view(len(tables), -1, pool.kv_heads, q.shape[1] // pool.kv_heads, pool.head_dim)
-            scores = torch.einsum("cnkgd,ckdt->cnkgt", heads, k) / math.sqrt(pool.head_dim)
-            assert bound.item() >= scores.square().max().item()
 
     @pytest.mark.parametrize("window", [None, 1, 5, 100])
     @pytest.mark.parametrize("group", [1, 3])
@@ -239,11 +197,10 @@ class TestTiles:
         pool = Pool(2, 16, 8, torch.float64, num_blocks=300)
         query_lens = {pool.add(length): queries for length, queries in self.LENGTHS}
         q = pool.random(sum(query_lens.values()), 2 * group, 16)
-        out, groups, block_tables = self.attend(pool, query_lens, q, window)
+        out, groups = self.attend(pool, query_lens, q, window)
         rows = q.split(list(query_lens.values()))
         expected = [attention(r, *pool.sequences[i][1:], window) for i, r in zip(query_lens, rows, strict=True)]
         torch.testing.assert_close(out, torch.cat(expected), rtol=1e-12, atol=1e-12)
-        self.check_single_tiles(pool, q, block_tables, groups, window, out)
         assert 3 < len(groups) < len(query_lens)  # some go together
         assert max(len(chunks.tiles) for chunks in groups) == 3  # 300 queries
 
@@ -334,25 +291,6 @@ def test_what_a_step_writes_it_sees(window):
     out = reference.ReferenceAttention(slots, block_tables, query_lens, seq_lens)(q, k, v, pool.cache, window)
     assert torch.equal(pool.cache.view(torch.uint8), expected.view(torch.uint8))
     torch.testing.assert_close(out, torch.cat([attention(q[:1], k1, v1, window), attention(q[1:], k2, v2, window)]))
-
-
-@pytest.mark.parametrize("window", [None, 4])
-def test_what_a_step_of_decodes_writes_it_sees(window):
-    pool = Pool(2, 16, 8, torch.float32)
-    query_lens = {pool.add(length): 1 for length in (12, 1, 21)}
-    block_tables, _, seq_lens = pool.metadata(query_lens)
-    last = seq_lens - 1
-    slots = block_tables[torch.arange(3), last // 8] * 8 + last % 8
-    expected = pool.cache.clone()
-    nan = torch.full((3, 2, 16), torch.nan)
-    pages.write(nan, nan, pool.cache, slots)  # not there before
-    q = pool.random(3, 6, 16)
-    k, v = (torch.stack([sequence[i][-1] for sequence in pool.sequences]) for i in (1, 2))
-    attend = flash_decoding.FlashDecoding(slots, flash_decoding.split(block_tables, seq_lens, 8))
-    out = attend(q, k, v, pool.cache, window)
-    assert torch.equal(pool.cache.view(torch.uint8), expected.view(torch.uint8))
-    exact = [attention(q[i : i + 1], *pool.sequences[i][1:], window) for i in range(3)]
-    torch.testing.assert_close(out, torch.cat(exact), rtol=2e-5, atol=2e-5)
 
 
 class Tied(torch.nn.Module):

@@ -4,16 +4,18 @@ import ctypes
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from torch._inductor.cpp_builder import get_cpp_compiler
 
+from nanopage.kernels.reference import ReferenceAttention
 from nanopage.worker import aot_compile
-from nanopage.worker.aot_chain import Chain, FixedInputs, Library, load_chain_library
+from nanopage.worker.aot_chain import Chain, FixedInputs, Layers, Library
 
-# Stands in for a compiled function of one input, which it returns once another thread has set `flag`.
+# Stands in for a compiled function. It returns its first input once another thread has set `flag`, and fails without.
 WAITING = """
 #include <unistd.h>
 #include <cstddef>
@@ -21,66 +23,80 @@ extern "C" {
 volatile int flag = 0;
 int AOTInductorModelContainerCreateWithDevice(void** container, size_t, const char*, const char*) { return 0; }
 int AOTInductorModelContainerDelete(void*) { return 0; }
-int aoti_torch_new_tensor_handle(void*, void**) { return 1; }
-int AOTInductorModelContainerRunSingleThreaded(void*, void** in, size_t, void** out, size_t, void*, void*) {
+int aoti_torch_delete_tensor_object(void*);
+int AOTInductorModelContainerRunSingleThreaded(void*, void** in, size_t num, void** out, size_t, void*, void*) {
     out[0] = in[0];
-    for (int i = 0; i < 3000 && !flag; i++) usleep(10000);
+    for (size_t i = 1; i < num; i++) aoti_torch_delete_tensor_object(in[i]);
+    for (int i = 0; i < 100 && !flag; i++) usleep(10000);
     return !flag;
 }
 }
 """
 
 
+NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE = 2, 4, 8
+
+
 @pytest.fixture(scope="module")
-def chain_library(tmp_path_factory):
+def chain(tmp_path_factory):
     directory = tmp_path_factory.mktemp("chain")
-    aot_compile.compile_chain(directory / "chain.so")
+    constants = {"HEAD_DIM": HEAD_DIM, "NUM_KV_HEADS": NUM_KV_HEADS, "GROUP": 1, "BLOCK_SIZE": BLOCK_SIZE}
+    aot_compile.compile_chain(constants | {"THREADS": 1, "BFLOAT16": 0}, directory / "chain.so")
     (file,) = directory.glob("chain.*.so")
-    return load_chain_library(file)
+    return Chain(file)
 
 
 @pytest.fixture
-def waiting(chain_library, tmp_path):
-    """A chain of the function that waits, and its flag."""
+def waiting(tmp_path):
+    """The function that waits, and its flag."""
     (tmp_path / "waiting.cpp").write_text(WAITING)
-    command = [
-        get_cpp_compiler(),
-        "-shared",
-        "-fPIC",
-        str(tmp_path / "waiting.cpp"),
-        "-o",
-        str(tmp_path / "waiting.so"),
-    ]
+    torch_libraries = Path(torch.__file__).parent / "lib"
+    command = [get_cpp_compiler(), "-shared", "-fPIC", str(tmp_path / "waiting.cpp")]
+    command += [f"-L{torch_libraries}", "-ltorch_cpu", "-o", str(tmp_path / "waiting.so")]
     subprocess.run(command, check=True)
     library = Library(tmp_path / "waiting.so")
-    return Chain(chain_library, [library], [FixedInputs([])]), ctypes.c_int.in_dll(library.library, "flag")
+    return library, ctypes.c_int.in_dll(library.library, "flag")
 
 
-def test_other_threads_run_while_compiled_code_does(waiting):
-    chain, flag = waiting
+def test_other_threads_run_while_compiled_code_does(chain, waiting):
+    function, flag = waiting
     threading.Timer(0.1, lambda: setattr(flag, "value", 1)).start()
     x = torch.arange(3.0)
-    assert torch.equal(chain(x), x)
+    assert torch.equal(chain.call(function, FixedInputs([]), x), x)
 
 
-def test_a_function_that_fails_is_an_error(chain_library, waiting):
-    chain, flag = waiting
+def layers_of(num_layers):
+    return Layers([FixedInputs([])] * num_layers, torch.zeros(num_layers, 2, 1, NUM_KV_HEADS, 32), [None] * num_layers)
+
+
+def run_layers(chain, function, num_layers, x):
+    zeros = torch.zeros(1, dtype=torch.int64)
+    attention = ReferenceAttention(zeros, zeros[None], zeros + 1, zeros + 1)
+    return chain.run_layers(function, function, layers_of(num_layers), x, x, x, attention, torch.empty_like(x))
+
+
+def test_a_function_that_fails_is_an_error(chain, waiting):
+    function, _ = waiting
+    x = torch.arange(8.0).view(1, NUM_KV_HEADS, HEAD_DIM)
+    for fails in (lambda: chain.call(function, FixedInputs([]), x), lambda: run_layers(chain, function, 2, x)):
+        with pytest.raises(RuntimeError, match="compiled code failed"):
+            fails()
+
+
+def test_calls_and_the_end_of_fixed_inputs_free_their_tensors(chain, waiting):
+    function, flag = waiting
     flag.value = 1
-    twice = Chain(chain_library, chain.libraries * 2, chain.fixed * 2)  # it can call, but not copy a handle
-    assert torch.equal(twice(torch.arange(3.0)), torch.arange(3.0))
-    with pytest.raises(RuntimeError, match="compiled code failed"):
-        twice(torch.arange(3.0), torch.arange(3.0))
-
-
-def test_a_call_and_the_end_of_fixed_inputs_free_their_tensors(waiting):
-    chain, flag = waiting
-    flag.value = 1
-    array = np.arange(3.0)
+    array = np.arange(8, dtype=np.float32)
     before = sys.getrefcount(array)
-    chain(torch.from_numpy(array))
-    assert sys.getrefcount(array) == before
-    fixed = FixedInputs([torch.from_numpy(array)])
-    assert sys.getrefcount(array) == before + 1
+    x = torch.from_numpy(array).view(1, NUM_KV_HEADS, HEAD_DIM)
+    held = sys.getrefcount(array)
+    assert torch.equal(chain.call(function, FixedInputs([]), x), x)
+    for num_layers in (1, 3):
+        assert torch.equal(run_layers(chain, function, num_layers, x), x)
+    assert sys.getrefcount(array) == held
+    fixed = FixedInputs([x])
+    del x
+    assert sys.getrefcount(array) > before
     del fixed
     assert sys.getrefcount(array) == before
 

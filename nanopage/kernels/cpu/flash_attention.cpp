@@ -1,0 +1,350 @@
+// Causal attention over a paged KV cache on a CPU: FlashAttention-2 (Dao 2023), and Flash-decoding (Dao et al. 2023)
+// for long sequences with one query. pages.py describes the layout of the cache.
+//
+// A tile is up to TILE_QUERIES queries of one sequence, with all heads that share a KV head: its rows. KEYS keys at a
+// time, it computes scores = q k, weights = 2^(scores - largest) and out += weights v. `largest` is each row's largest
+// score so far. When it grows, the sums up to then are scaled down. Nothing that grows with the sequence is stored.
+//
+// The compiler is given HEAD_DIM (even), NUM_KV_HEADS, GROUP (query heads of a KV head), BLOCK_SIZE, THREADS, and
+// BFLOAT16: 1 if q and the cache are bfloat16, 0 if they are float32. Sums and scores are float32. Products are of
+// bfloat16 where the processor multiplies it (AVX512-BF16), else of float32.
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+namespace {
+
+#ifdef __AVX512F__
+constexpr int LANES = 16, VECTORS = 4;  // of a register of floats; registers in a row of sums: 6 * 4 of 32 hold sums
+#else
+constexpr int LANES = 8, VECTORS = 2;  // 6 * 2 of 16
+#endif
+constexpr int ROWS = 6;  // of sums that are in registers together
+
+typedef float Floats __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef int32_t Ints __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+
+#ifdef __AVX512F__
+constexpr Ints LANE = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+#else
+constexpr Ints LANE = {0, 1, 2, 3, 4, 5, 6, 7};
+#endif
+
+#if BFLOAT16
+using Stored = uint16_t;  // as in the cache, q and the output
+
+[[maybe_unused]] float widen(Stored x) {
+    const uint32_t bits = uint32_t(x) << 16;
+    float wide;
+    std::memcpy(&wide, &bits, 4);
+    return wide;
+}
+
+Stored narrow(float x) {  // to the nearest, ties to even
+    if (x != x) return 0x7fc0;
+    uint32_t bits;
+    std::memcpy(&bits, &x, 4);
+    return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+}
+#else
+using Stored = float;
+[[maybe_unused]] float widen(Stored x) { return x; }
+Stored narrow(float x) { return x; }
+#endif
+
+// A word is what one lane of a vector multiplies at once: a float, or a pair of bfloat16 that are adjacent in the
+// dimension that is summed.
+#if BFLOAT16 && defined(__AVX512BF16__)
+#include <immintrin.h>
+constexpr int PER_WORD = 2;
+using Element = uint16_t;
+using Word = int32_t;
+using Words = Ints;
+Element element(Stored x) { return x; }
+Floats multiply_add(Floats sum, Word a, Words b) {
+    return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32(a), (__m512bh)b);
+}
+void store(Element* to, Floats x) {
+    const __m256bh narrow = _mm512_cvtneps_pbh((__m512)x);
+    std::memcpy(to, &narrow, sizeof narrow);
+}
+#else
+constexpr int PER_WORD = 1;
+using Element = float;
+using Word = float;
+using Words = Floats;
+Element element(Stored x) { return widen(x); }
+Floats multiply_add(Floats sum, Word a, Words b) { return sum + a * b; }
+void store(Element* to, Floats x) { *(Floats*)to = x; }
+#endif
+
+constexpr int round_up(int n, int multiple) { return (n + multiple - 1) / multiple * multiple; }
+
+constexpr int TILE_QUERIES = std::max(1, 96 / GROUP);
+constexpr int TILE_ROWS = TILE_QUERIES * GROUP;
+constexpr int KEYS = std::max(BLOCK_SIZE, 64 / BLOCK_SIZE * BLOCK_SIZE);
+constexpr int KEY_COLUMNS = round_up(KEYS, LANES);
+constexpr int DIMS = round_up(HEAD_DIM, LANES);
+constexpr int SPLIT_KEYS = 4 * KEYS;  // a query by itself is computed by pieces, so that threads can share them
+constexpr int64_t PAGE = HEAD_DIM * BLOCK_SIZE;
+constexpr float LOWEST = -1e30f;             // `largest` of a row that has seen nothing
+constexpr float HIDDEN = -__builtin_inff();  // a score that is masked
+
+struct Sequence {
+    const int64_t* blocks;
+    int64_t row;  // of its first query in q
+    int64_t num_queries, num_keys;
+};
+
+// What a thread computes in one go: the rows of a tile over the keys from `first` to `end`.
+struct Piece {
+    Sequence sequence;
+    int64_t query;  // the first of the tile
+    int head;       // of K and V
+    int64_t first, end;
+    int split, num_splits;  // which of the pieces into which the keys are split
+};
+
+struct Layer {
+    const Stored *q, *keys, *values;
+    Stored* out;
+    int64_t window;  // 0: none
+};
+
+// The result of one of several splits.
+struct Partial {
+    float out[GROUP][DIMS], largest[GROUP], total[GROUP];
+};
+
+struct Scratch {
+    alignas(64) Element q[TILE_ROWS][HEAD_DIM];
+    alignas(64) Element k[HEAD_DIM * KEY_COLUMNS];  // [HEAD_DIM / PER_WORD, KEY_COLUMNS] words
+    alignas(64) Element v[KEY_COLUMNS * DIMS];      // [KEY_COLUMNS / PER_WORD, DIMS] words
+    alignas(64) float scores[TILE_ROWS][KEY_COLUMNS];
+    alignas(64) Element weights[TILE_ROWS][KEY_COLUMNS];
+    alignas(64) float out[TILE_ROWS][DIMS];
+    Floats total[TILE_ROWS];  // to be added up over the lanes
+    float largest[TILE_ROWS];
+};
+
+// c [N, COLUMNS] = or += a [N, DEPTH] words times b [DEPTH, COLUMNS] words.
+template <int N, int DEPTH, int COLUMNS, bool ADD>
+void multiply_rows(const Element* a, const Element* b, float* c) {
+    constexpr int WIDTH = COLUMNS / LANES, TOGETHER = WIDTH % VECTORS == 0 ? VECTORS : WIDTH % 2 == 0 ? 2 : 1;
+    const auto a_words = (const Word __attribute__((may_alias))*)a;
+    const auto b_words = (const Words*)b;
+    const auto c_vectors = (Floats*)c;
+    for (int column = 0; column < WIDTH; column += TOGETHER) {
+        Floats sums[N][TOGETHER];
+        for (int i = 0; i < N; i++)
+            for (int j = 0; j < TOGETHER; j++) sums[i][j] = ADD ? c_vectors[i * WIDTH + column + j] : Floats{};
+        for (int k = 0; k < DEPTH; k++)
+            for (int i = 0; i < N; i++)
+                for (int j = 0; j < TOGETHER; j++)
+                    sums[i][j] = multiply_add(sums[i][j], a_words[i * DEPTH + k], b_words[k * WIDTH + column + j]);
+        for (int i = 0; i < N; i++)
+            for (int j = 0; j < TOGETHER; j++) c_vectors[i * WIDTH + column + j] = sums[i][j];
+    }
+}
+
+// The same for any number of rows, N at a time.
+template <int N, int DEPTH, int COLUMNS, bool ADD>
+void multiply(const Element* a, const Element* b, float* c, int rows) {
+    for (; rows >= N; rows -= N, a += N * DEPTH * PER_WORD, c += N * COLUMNS)
+        multiply_rows<N, DEPTH, COLUMNS, ADD>(a, b, c);
+    if constexpr (N > 1) multiply<N - 1, DEPTH, COLUMNS, ADD>(a, b, c, rows);
+}
+
+// 2^x. 2^fraction is a polynomial, with a relative error below 3e-7.
+Floats power_of_two(Floats x) {
+    const Floats magic = Floats{} + 0x1.8p23f;  // floats of this size are integers: adding it rounds
+    const Floats shifted = x + magic, fraction = x - (shifted - magic);
+    Floats power = Floats{} + 1.3298820e-3f;
+    for (const float coefficient : {9.6183600e-3f, 5.5503286e-2f, 2.4022651e-1f, 6.9314718e-1f, 1.0f})
+        power = power * fraction + coefficient;
+    const Ints exponent = ((Ints)shifted + 127) << 23;
+    return x < -126.0f ? Floats{} : power * (Floats)exponent;
+}
+
+// Combine all lanes of x.
+template <class Combine>
+float reduce(Floats x, Combine combine) {
+    for (int distance = LANES / 2; distance; distance /= 2) x = combine(x, __builtin_shuffle(x, LANE ^ distance));
+    return x[0];
+}
+
+Floats larger(Floats a, Floats b) { return a > b ? a : b; }
+Floats sum(Floats a, Floats b) { return a + b; }
+
+// Copy `count` keys and values, from the key `first` on, to `scratch`, as `multiply` wants them. The rest are zeros.
+void pack(const Layer& layer, const Sequence& sequence, int head, int64_t first, int count, Scratch& scratch) {
+    const auto page_of = [&](const Stored* pages, int64_t key) {
+        return pages + (sequence.blocks[key / BLOCK_SIZE] * NUM_KV_HEADS + head) * PAGE;
+    };
+    if (count < KEY_COLUMNS) std::memset(scratch.k, 0, sizeof scratch.k);
+    for (int begin = 0; begin < count; begin += BLOCK_SIZE) {
+        const Stored* page = page_of(layer.keys, first + begin);
+        // Fetch the next pages from memory meanwhile: the processor cannot guess where they are.
+        const int64_t ahead = std::min(first + begin + KEYS, sequence.num_keys - 1);
+        const Stored *next_keys = page_of(layer.keys, ahead), *next_values = page_of(layer.values, ahead);
+        const auto copy = [&](int tokens) {
+            for (int i = 0; i < HEAD_DIM; i += PER_WORD) {
+                __builtin_prefetch(next_keys + i * BLOCK_SIZE, 0, 2);
+                __builtin_prefetch(next_values + i * BLOCK_SIZE, 0, 2);
+                for (int j = 0; j < tokens; j++)
+                    for (int k = 0; k < PER_WORD; k++)
+                        scratch.k[i * KEY_COLUMNS + (begin + j) * PER_WORD + k] =
+                            element(page[(i + k) * BLOCK_SIZE + j]);
+            }
+        };
+        if (count - begin >= BLOCK_SIZE)
+            copy(BLOCK_SIZE);  // a constant, so that the loop is unrolled
+        else
+            copy(count - begin);
+    }
+    static const Stored zeros[HEAD_DIM] = {};
+    for (int i = 0; i < KEY_COLUMNS; i += PER_WORD) {
+        const Stored* rows[PER_WORD];
+        for (int j = 0; j < PER_WORD; j++) {
+            const int64_t key = first + i + j;
+            rows[j] = i + j < count ? page_of(layer.values, key) + key % BLOCK_SIZE * HEAD_DIM : zeros;
+        }
+        for (int dim = 0; dim < HEAD_DIM; dim++)
+            for (int j = 0; j < PER_WORD; j++) scratch.v[i * DIMS + dim * PER_WORD + j] = element(rows[j][dim]);
+    }
+}
+
+// Turn the scores of `rows` rows into weights, and update `largest`, `total` and the scale of `out`. Row i sees the
+// keys of seen(i), from the first up to the second.
+template <class Seen>
+void softmax(Scratch& scratch, int rows, Seen seen) {
+    const float scale = 1.44269504f / __builtin_sqrtf(HEAD_DIM);  // 2^(x log2(e)) = e^x
+    for (int i = 0; i < rows; i++) {
+        const auto scores = (Floats*)scratch.scores[i];
+        const auto [from, to] = seen(i);
+        if (from > 0 || to < KEY_COLUMNS)
+            for (int j = 0; j < KEY_COLUMNS / LANES; j++) {
+                const Ints key = LANE + j * LANES;
+                scores[j] = (key >= from) & (key < to) ? scores[j] : Floats{} + HIDDEN;
+            }
+        Floats most = scores[0];
+        for (int j = 1; j < KEY_COLUMNS / LANES; j++) most = larger(most, scores[j]);
+        const float largest = reduce(most, larger) * scale;
+        if (largest > scratch.largest[i]) {
+            const float factor = power_of_two(Floats{} + (scratch.largest[i] - largest))[0];
+            scratch.total[i] *= factor;
+            for (int j = 0; j < DIMS / LANES; j++) ((Floats*)scratch.out[i])[j] *= factor;
+            scratch.largest[i] = largest;
+        }
+        for (int j = 0; j < KEY_COLUMNS / LANES; j++) {
+            const Floats weights = power_of_two(scores[j] * scale - scratch.largest[i]);
+            scratch.total[i] += weights;
+            store(scratch.weights[i] + j * LANES, weights);
+        }
+    }
+}
+
+int64_t offset(const Piece& piece, int row) {  // of a row in q and in the output
+    const int64_t query = piece.sequence.row + piece.query + row / GROUP;
+    return ((query * NUM_KV_HEADS + piece.head) * GROUP + row % GROUP) * HEAD_DIM;
+}
+
+// Write a row of the output, or its part of `partial` if there are more splits.
+void finish(const Layer& layer, const Piece& piece, int row, const float* out, float largest, float total,
+            Partial* partial) {
+    if (partial) {
+        std::copy(out, out + DIMS, partial->out[row]);
+        partial->largest[row] = largest, partial->total[row] = total;
+    } else {
+        for (int i = 0; i < HEAD_DIM; i++) layer.out[offset(piece, row) + i] = narrow(out[i] / total);
+    }
+}
+
+void attend_piece(const Layer& layer, const Piece& piece, Partial* partial, Scratch& scratch) {
+    const Sequence& sequence = piece.sequence;
+    const int rows = GROUP * std::min<int64_t>(TILE_QUERIES, sequence.num_queries - piece.query);
+    const int64_t position = sequence.num_keys - sequence.num_queries + piece.query;  // of the first query
+    for (int i = 0; i < rows; i++) {
+        const Stored* q = layer.q + offset(piece, i);
+        for (int j = 0; j < HEAD_DIM; j++) scratch.q[i][j] = element(q[j]);
+        std::memset(scratch.out[i], 0, sizeof scratch.out[i]);
+        scratch.largest[i] = LOWEST, scratch.total[i] = Floats{};
+    }
+    for (int64_t first = piece.first; first < piece.end; first += KEYS) {
+        const int count = std::min<int64_t>(KEYS, piece.end - first);
+        pack(layer, sequence, piece.head, first, count, scratch);
+        multiply<ROWS, HEAD_DIM / PER_WORD, KEY_COLUMNS, false>(scratch.q[0], scratch.k, scratch.scores[0], rows);
+        softmax(scratch, rows, [&](int i) {
+            const int64_t end = position + i / GROUP + 1 - first;
+            return std::pair<int, int>(layer.window ? end - layer.window : 0, std::min<int64_t>(end, count));
+        });
+        multiply<ROWS, KEY_COLUMNS / PER_WORD, DIMS, true>(scratch.weights[0], scratch.v, scratch.out[0], rows);
+    }
+    for (int i = 0; i < rows; i++)
+        finish(layer, piece, i, scratch.out[i], scratch.largest[i], reduce(scratch.total[i], sum), partial);
+}
+
+// Combine the splits of a sequence.
+void merge(const Layer& layer, const Piece& piece, const Partial* partials) {
+    for (int row = 0; row < GROUP; row++) {
+        float largest = LOWEST, total = 0, out[DIMS] = {};
+        for (int i = 0; i < piece.num_splits; i++) largest = std::max(largest, partials[i].largest[row]);
+        for (int i = 0; i < piece.num_splits; i++) {
+            const float factor = power_of_two(Floats{} + (partials[i].largest[row] - largest))[0];
+            total += partials[i].total[row] * factor;
+            for (int j = 0; j < DIMS; j++) out[j] += partials[i].out[row][j] * factor;
+        }
+        finish(layer, piece, row, out, largest, total, nullptr);
+    }
+}
+
+}  // namespace
+
+// What attention needs to know of a step. Its sequences follow each other in q.
+struct Step {
+    int64_t num_sequences;
+    const int64_t* block_tables;  // [num_sequences, table_width]
+    int64_t table_width;
+    const int64_t *query_lens, *seq_lens;
+};
+
+// Causal attention of q [T, heads, HEAD_DIM] over a layer's cache [2, num_blocks, NUM_KV_HEADS, HEAD_DIM * BLOCK_SIZE].
+// Writes `out`, of q's shape. A query sees the last `window` tokens up to itself, or all of them if `window` is 0.
+extern "C" void attend(const Step& step, const void* q, const void* kv_cache, int64_t num_blocks, int64_t window,
+                       void* out) {
+    const auto keys = (const Stored*)kv_cache;
+    const Layer layer{(const Stored*)q, keys, keys + num_blocks * NUM_KV_HEADS * PAGE, (Stored*)out, window};
+    std::vector<Piece> pieces;
+    int64_t row = 0;
+    for (int64_t i = 0; i < step.num_sequences; row += step.query_lens[i++]) {
+        const Sequence sequence{step.block_tables + i * step.table_width, row, step.query_lens[i], step.seq_lens[i]};
+        for (int64_t query = 0; query < sequence.num_queries; query += TILE_QUERIES) {
+            const int64_t position = sequence.num_keys - sequence.num_queries + query;
+            const int64_t end = std::min(position + TILE_QUERIES, sequence.num_keys);
+            const int64_t first = window ? std::max<int64_t>(0, position + 1 - window) / KEYS * KEYS : 0;
+            const int64_t length = sequence.num_queries == 1 ? SPLIT_KEYS : end - first;
+            const int num_splits = (end - first + length - 1) / length;
+            for (int head = 0; head < NUM_KV_HEADS; head++)
+                for (int split = 0; split < num_splits; split++) {
+                    const int64_t from = first + split * length;
+                    pieces.push_back({sequence, query, head, from, std::min(from + length, end), split, num_splits});
+                }
+        }
+    }
+    std::vector<Partial> partials;
+    if (std::any_of(pieces.begin(), pieces.end(), [](const Piece& piece) { return piece.num_splits > 1; }))
+        partials.resize(pieces.size());
+#pragma omp parallel num_threads(THREADS)
+    {
+        static thread_local Scratch scratch;
+#pragma omp for schedule(dynamic)
+        // The last tiles of a prompt see the most keys: begin with them.
+        for (int64_t i = pieces.size() - 1; i >= 0; i--)
+            attend_piece(layer, pieces[i], pieces[i].num_splits > 1 ? &partials[i] : nullptr, scratch);
+#pragma omp for
+        for (size_t i = 0; i < pieces.size(); i++)
+            if (pieces[i].num_splits > 1 && pieces[i].split == 0) merge(layer, pieces[i], &partials[i]);
+    }
+}

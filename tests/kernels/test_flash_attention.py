@@ -1,0 +1,103 @@
+"""flash_attention.cpp against attention spelled out, compiled for several models, and for AVX2 as well."""
+
+import pytest
+import torch
+from test_kernels import Pool, attention
+
+from nanopage.kernels.reference import ReferenceAttention
+from nanopage.worker import aot_compile
+from nanopage.worker.aot_chain import Chain, Step
+
+KV_HEADS = 2
+AVX512, AVX2 = "AVX512", "AVX2"
+# head_dim, group, block_size, dtype and instructions: sizes that fill registers, and some that do not.
+MADE_FOR = [
+    (64, 3, 16, torch.float32, AVX512),
+    (64, 3, 16, torch.float32, AVX2),
+    (64, 3, 16, torch.bfloat16, AVX512),
+    (64, 3, 16, torch.bfloat16, AVX2),
+    (20, 1, 8, torch.bfloat16, AVX512),
+    (80, 7, 24, torch.float32, AVX512),
+    (128, 8, 5, torch.bfloat16, AVX512),
+    (16, 100, 256, torch.float32, AVX2),
+]
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2**-6}
+
+
+@pytest.fixture(scope="module", params=MADE_FOR, ids=lambda made: "-".join(map(str, made)))
+def made(request, tmp_path_factory):
+    """What the code is compiled for, and the code."""
+    head_dim, group, block_size, dtype, instructions = request.param
+    constants = {"HEAD_DIM": head_dim, "NUM_KV_HEADS": KV_HEADS, "GROUP": group, "BLOCK_SIZE": block_size}
+    constants |= {"THREADS": 2, "BFLOAT16": int(dtype == torch.bfloat16)}
+    directory = tmp_path_factory.mktemp("attention")
+    with pytest.MonkeyPatch.context() as patch:
+        if instructions == AVX2:
+            patch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: AVX2)
+        aot_compile.compile_chain(constants, directory / "chain.so")
+    (file,) = directory.glob("chain.*.so")
+    return head_dim, group, block_size, dtype, Chain(file)
+
+
+def attend(chain, pool, q, query_lens, window):
+    out = torch.full_like(q, torch.nan)
+    step = Step(ReferenceAttention(torch.empty(0), *pool.metadata(query_lens)))
+    chain.attend(step, q.data_ptr(), pool.cache.data_ptr(), pool.cache.shape[1], window or 0, out.data_ptr())
+    return out
+
+
+def check(made, sequences, window):
+    """`sequences` is a list of (tokens, how many of the last are queries)."""
+    head_dim, group, block_size, dtype, chain = made
+    num_blocks = sum(-(-length // block_size) for length, _ in sequences)
+    pool = Pool(KV_HEADS, head_dim, block_size, dtype, num_blocks)
+    query_lens = {pool.add(length): queries for length, queries in sequences}
+    q = pool.random(sum(query_lens.values()), KV_HEADS * group, head_dim)
+    rows = q.double().split(list(query_lens.values()))
+    exact = [
+        attention(r, pool.sequences[i][1].double(), pool.sequences[i][2].double(), window)
+        for i, r in zip(query_lens, rows, strict=True)
+    ]
+    out, tolerance = attend(chain, pool, q, query_lens, window), TOLERANCE[dtype]
+    torch.testing.assert_close(out.double(), torch.cat(exact), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("window", [None, 1, 5, 100])
+def test_it_equals_attention(made, window):
+    """Decodes, prompts and later chunks of them, with lengths around the edges of pages, blocks of keys and tiles."""
+    check(made, [(1, 1), (7, 1), (64, 1), (9, 9), (65, 64), (40, 3), (150, 150), (131, 20)], window)
+    check(made, [(2, 2)], window)
+
+
+@pytest.mark.parametrize("window", [None, 300])
+def test_long_sequences_are_split(made, window):
+    split = 4 * max(made[2], 64 // made[2] * made[2])
+    check(made, [(length, 1) for length in (1, split - 1, split, split + 1, 3 * split + 5)], window)
+    check(made, [(3 * split + 5, 1)], window)
+    check(made, [(2 * split + 9, 33)], window)
+
+
+def test_large_scores_are_not_rounded_and_do_not_overflow(made):
+    """Nearly all weight goes to one key, which differs from the others by less than bfloat16 can tell at this size."""
+    head_dim, group, block_size, dtype, chain = made
+    pool = Pool(KV_HEADS, head_dim, block_size, dtype)
+    query_lens = {pool.add(70): 70, pool.add(70): 1}
+    q = 300 * pool.random(71, KV_HEADS * group, head_dim)
+    exact = torch.cat(
+        [
+            attention(rows.double(), *(x.double() for x in pool.sequences[i][1:]))
+            for i, rows in enumerate(q.split([70, 1]))
+        ]
+    )
+    out = attend(chain, pool, q, query_lens, None)
+    torch.testing.assert_close(out.double(), exact, rtol=2**-5, atol=2**-5)
+
+
+def test_nan_reaches_the_output_of_its_own_sequence_only(made):
+    head_dim, group, block_size, dtype, chain = made
+    pool = Pool(KV_HEADS, head_dim, block_size, dtype)
+    query_lens = {pool.add(11): 1, pool.add(35): 1, pool.add(12): 12}
+    pool.cache[:, pool.sequences[1][0]] = torch.nan
+    out = attend(chain, pool, pool.random(14, KV_HEADS * group, head_dim), query_lens, None)
+    assert out[1].isnan().all()
+    assert out[0].isfinite().all() and out[2:].isfinite().all()
