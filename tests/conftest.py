@@ -3,6 +3,7 @@ import signal
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported: no test asks the hub
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+os.environ["NANOPAGE_COMPILE"] = "never"
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # for the tests share the cores with processes that they start
 if "PYTEST_XDIST_WORKER" in os.environ:  # several processes run tests: a thread each is enough
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -35,16 +36,13 @@ def model(tmp_path_factory):
     return tiny_model(tmp_path_factory.mktemp("model"))
 
 
-@pytest.fixture(autouse=True)
-def _compile_nothing_by_accident(request, monkeypatch):
-    """An engine of a tiny model would start a process that compiles for a minute beside the tests."""
-    from nanopage.worker import aot
-
-    def refuse(self):
-        pytest.fail("this test should say enforce_eager=True")  # no Exception: an engine would take it for a request's
-
-    if request.module.__name__ not in COMPILES:
-        monkeypatch.setattr(aot.Compiled, "start", refuse)
+@pytest.fixture(scope="module", autouse=True)
+def _may_compile(request):
+    """Only the tests of compiled code start processes that compile, beside the tests and after their end."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.module.__name__ in COMPILES:
+            patch.delenv("NANOPAGE_COMPILE")
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -133,7 +133,7 @@ def test_the_debugger_shows_what_debugging_says(monkeypatch):
 
 
 def names_in(file: Path) -> set[str]:
-    """What a file defines: functions and classes as `name`, methods and annotated fields as `Class.name`. Of a C++ file, its
+    """What a file defines: functions and classes as `name`, methods and annotated fields as `Class.name`. Of C++, only
     functions."""
     if file.suffix == ".cpp":
         return set(re.findall(r"^\w[^;=]*?(\w+)\(", file.read_text(), re.MULTILINE))

@@ -1,5 +1,6 @@
 """int8 weights with a scale for each output, activations as they are (W8A16): see kernels/cpu/int8_linear.py."""
 
+import torch
 from torch import Tensor, nn
 
 from nanopage.kernels.cpu import int8_linear
@@ -23,18 +24,8 @@ class Int8Linear(nn.Module):
         self.bias = linear.bias
 
     def forward(self, x: Tensor) -> Tensor:
-        return self._finish(int8_linear.product(x, self.tiles, self.scales))
-
-    def _finish(self, y: Tensor) -> Tensor:
-        y = y[:, : self.out_features]
+        y = torch.ops.nanopage.int8_linear(x, self.tiles, self.scales)[:, : self.out_features]
         return y if self.bias is None else y + self.bias
-
-
-class Int8RowsLinear(Int8Linear):
-    """An Int8Linear to be compiled, for steps of decodes, however many: it reads the int8 weights directly."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self._finish(int8_linear.product_of_few(x, self.tiles, self.scales))
 
 
 class Int8Embedding(nn.Module):
@@ -53,6 +44,6 @@ class Int8Embedding(nn.Module):
         return int8_linear.rows(self.tiles, self.scales, input_ids, self.dtype)
 
 
-def quantize(module: nn.Module, kind: type[Int8Linear] = Int8Linear) -> None:
+def quantize(module: nn.Module) -> None:
     """Quantize every Linear in a module, and the embedding if it is tied to one of them."""
-    replace_linears(module, kind, Int8Embedding)
+    replace_linears(module, Int8Linear, Int8Embedding)

@@ -26,11 +26,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock, Timeout
 from torch import Tensor, nn
 
 import nanopage
 from nanopage.config import ModelConfig
-from nanopage.kernels.cpu.int8_linear import FEW_ROWS
 from nanopage.models import find_family
 from nanopage.models.decoder import Decoder
 from nanopage.private_files import check_private, make_private
@@ -48,19 +48,20 @@ logger = logging.getLogger("nanopage")
 #   before  a layer up to the write to the cache
 #   after   a layer after its attention
 #   head    the head
-# The last three are compiled for several kinds of steps, by the number of rows that they compute:
+# The last three are compiled for two kinds of steps, by the number of rows that they compute:
 #   one     a single row
-#   few     int8 weights only: up to FEW_ROWS
 #   many    any number; the head, except with int8 weights, is then the model's own
 CHAIN = "chain.so"
+LOCK = "lock"  # name of the file that the process holds a lock of while it compiles
+TIME_LIMIT = 20 * 60  # seconds, for compiling everything
 
 
 class Compiled:
     """Runs steps with compiled decoder layers and a compiled head, once another process has compiled them.
 
     Switches to compiled code only while no request runs, because it rounds differently. An engine that is never idle
-    stays eager. Compiling starts when a second request begins to run, or one runs again after a preemption: a program
-    that asks only one question would end before compiling pays. A damaged file is compiled again, once. Any other
+    stays eager. Compiling starts with the first step, and goes on when this process ends: a program that asks one
+    question ends before it is done, and the next one finds the code. A damaged file is compiled again, once. Any other
     failure to compile or load is logged once, and steps run eagerly from then on. With the environment variable
     NANOPAGE_COMPILE=never, only code that exists is used.
 
@@ -95,7 +96,6 @@ class Compiled:
         self.directory = hub.cache_directory() / "compiled" / _key(config, self.spec)
         self.layers: CompiledLayers | None = None  # None until they are loaded
         self.head: CompiledHead | None = None
-        self._num_sequences = 0
         self._process: subprocess.Popen | None = None
         self._log: Path | None = None  # what the process prints
         self._given_up = False
@@ -107,13 +107,12 @@ class Compiled:
         self._load_if_ready()
 
     def fits(self, batch: Batch) -> bool:
-        self._num_sequences += len(batch.new)
         if self.layers is None and batch.idle:
             self._load_if_ready()
             if self.layers is not None:
                 logger.info("the decoder layers are compiled: from now on steps use them")
-        if self.layers is None and self._num_sequences >= 2:
-            self.start()
+            else:
+                self.start()
         return self.layers is not None
 
     def run(self, batch: Batch) -> Output:
@@ -123,21 +122,23 @@ class Compiled:
         )
 
     def compile(self, on_progress: Callable[[int, int], None] | None = None) -> None:
-        """Compile and load everything now.
+        """Compile and load everything now. If that is interrupted, nothing goes on.
 
         Args: on_progress: called from time to time with the number of parts that are compiled, and of all parts.
         Raises: RuntimeError with the end of the log if that fails, or if NANOPAGE_COMPILE forbids it.
         """
         if self.layers is None and not self.may_compile:
             raise RuntimeError("NANOPAGE_COMPILE=never: the decoder layer is not compiled")
-        while self.layers is None and not self._given_up:  # a second time if a file is damaged
-            self.start()
-            while self._process is not None and self._process.poll() is None:
+        try:
+            while self.layers is None and not self._given_up:  # a second time if a file is damaged
+                self.start()
                 if on_progress is not None:
                     made = [name for name in self.files if find_file(self.directory, name) is not None]
                     on_progress(len(made), len(self.files))
                 time.sleep(0.1)
-            self._load_if_ready()
+                self._load_if_ready()
+        finally:
+            self._stop()
         if self.layers is None:
             log = self._log.read_text(errors="replace")[-2000:] if self._log is not None else ""
             raise RuntimeError(f"compiling the decoder layer failed ({self._log or self.directory}):\n{log}")
@@ -153,46 +154,43 @@ class Compiled:
         return False
 
     def start(self) -> None:
-        """Start the process that compiles, if it is needed and allowed. It ends when this process ends."""
+        """Start the process that compiles, if it is needed and allowed and no other process compiles the same."""
         if not self.may_compile or self._process is not None or self._given_up or self.ready():
             return
         try:
+            make_private(self.directory)
+            with FileLock(self.directory / LOCK, blocking=False):
+                pass
             self._process = self._spawn()
+        except Timeout:
+            return
         except OSError as error:
             self._give_up(f"the decoder layer cannot be compiled: {error}")
             return
         if hasattr(os, "SCHED_IDLE"):  # Linux: it runs only when the CPU is idle, from its first import on
             with contextlib.suppress(OSError):  # some containers forbid this; the process also calls nice
                 os.sched_setscheduler(self._process.pid, os.SCHED_IDLE, os.sched_param(0))
-        atexit.register(self.stop)
+        atexit.register(_say_that_it_goes_on, self._process)
         logger.info("compiling the decoder layer in the background; steps run eagerly until that is done")
 
     def _spawn(self) -> subprocess.Popen:
-        make_private(self.directory)
         descriptor, log = tempfile.mkstemp(dir=self.directory, prefix="log-")
         self._log = Path(log)
         # -P and `cwd` keep the process from importing files in the user's current directory.
-        command = [
-            sys.executable,
-            "-P",
-            "-m",
-            "nanopage.worker.aot_compile",
-            json.dumps(self.spec),
-            str(self.directory),
-        ]
+        command = [sys.executable, "-P", "-m", "nanopage.worker.aot_compile"]
+        command += [json.dumps(self.spec), str(self.directory), log]
         inherited = os.environ.get("PYTHONPATH", "").split(os.pathsep)
         paths = [str(Path(nanopage.__file__).parents[1]), *filter(os.path.isabs, inherited)]
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "PYTHONSAFEPATH": "1"}
         try:
-            # The process reads from a pipe that this one holds open, so it ends however this one ends.
             return subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=descriptor, stderr=descriptor, start_new_session=True,
+                command, stdin=subprocess.DEVNULL, stdout=descriptor, stderr=descriptor, start_new_session=True,
                 cwd=self.directory, env=environment,
             )  # fmt: skip
         finally:
             os.close(descriptor)
 
-    def stop(self) -> None:
+    def _stop(self) -> None:
         """Kill the process that compiles, if it still runs."""
         if self._process is not None and self._process.poll() is None:
             os.killpg(self._process.pid, signal.SIGKILL)  # the C++ compilers that it runs, too
@@ -214,8 +212,6 @@ class Compiled:
         except (OSError, RuntimeError, AttributeError) as error:  # AttributeError: a library lacks a function
             self._give_up(f"the compiled code in {self.directory} cannot be loaded: {error}")
             return
-        if self._log is not None:
-            self._log.unlink(missing_ok=True)
 
     def _make_layers(self, chain: Chain, libraries: dict[tuple[str, str], Library]) -> "CompiledLayers":
         caches = self.kv_cache.tensor.unbind(0)
@@ -253,6 +249,14 @@ class Compiled:
     def _give_up(self, why: str) -> None:
         self._given_up = True
         logger.warning(f"{why}; running eagerly")
+
+
+def _say_that_it_goes_on(process: subprocess.Popen) -> None:
+    if process.poll() is None:
+        logger.warning(
+            "nanopage is still compiling the model's layers, for its next start. This goes on in the background, when "
+            f"the CPU is idle, for at most {TIME_LIMIT // 60} minutes. NANOPAGE_COMPILE=never prevents it"
+        )
 
 
 class DamagedFile(Exception):
@@ -293,10 +297,7 @@ class CompiledLayers:
 
     def _part(self, part: str, x: Tensor) -> Library:
         """The function for as many rows as x has."""
-        if len(x) == 1:
-            return self.libraries[part, "one"]
-        few = self.libraries.get((part, "few"))
-        return few if few is not None and len(x) <= FEW_ROWS[x.dtype] else self.libraries[part, "many"]
+        return self.libraries[part, "one" if len(x) == 1 else "many"]
 
 
 class CompiledHead:
@@ -304,10 +305,10 @@ class CompiledHead:
 
     def __init__(self, chain: Chain, libraries: dict[tuple[str, str], Library], weights: FixedInputs, head: nn.Module):
         self.chain, self.weights, self.head = chain, weights, head
-        self.of_one, self.of_few = libraries["head", "one"], libraries.get(("head", "few"))
+        self.of_one, self.of_many = libraries["head", "one"], libraries.get(("head", "many"))
 
     def __call__(self, x: Tensor) -> Tensor:
-        compiled = self.of_one if len(x) == 1 else self.of_few
+        compiled = self.of_one if len(x) == 1 else self.of_many
         if compiled is None:
             return self.head(x)
         return self.chain.call(compiled, self.weights, x)[:, : self.head.out_features]
@@ -322,7 +323,7 @@ def file_kinds(quantization: str | None) -> dict[str, tuple[str, str]]:
     """The files to compile, in the order of their use: name -> (part, kind)."""
     kinds = [("before", "one"), ("after", "one"), ("head", "one"), ("before", "many"), ("after", "many")]
     if quantization is not None:
-        kinds += [("before", "few"), ("after", "few"), ("head", "few")]
+        kinds += [("head", "many")]
     return {CHAIN: ("chain", "")} | {f"{part}-{kind}.so": (part, kind) for part, kind in kinds}
 
 

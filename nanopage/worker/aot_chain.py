@@ -77,9 +77,9 @@ class FixedInputs:
     """Tensors that a compiled function takes in every call, after its other inputs: a layer's weights, for example."""
 
     def __init__(self, tensors: Sequence[Tensor]):
-        self.handles = _handles(tensors)
+        self.handles = new_handles(tensors)
         self.structure = _FixedInputs(self.handles, len(self.handles))
-        weakref.finalize(self, _tensors, self.handles).atexit = False
+        weakref.finalize(self, take_tensors, self.handles).atexit = False
 
 
 class Layers:
@@ -122,9 +122,9 @@ class Chain:
 
     def call(self, library: Library, fixed: FixedInputs, *inputs: Tensor) -> Tensor:
         """Call a function. Raises: RuntimeError if it fails; its error is on stderr."""
-        handles, output = _handles(inputs), c_void_p()
+        handles, output = new_handles(inputs), c_void_p()
         _check(self._call(library.function, handles, len(handles), fixed.structure, byref(output)))
-        return _tensors([output.value])[0]
+        return take_tensors([output.value])[0]
 
     def run_layers(
         self,
@@ -151,14 +151,14 @@ class Chain:
         Raises: RuntimeError if a function fails; its error is on stderr.
         """
         step, output = Step(attention), c_void_p()
-        inputs = _handles((x, cos, sin, attention.slot_mapping, attended))
+        inputs = new_handles((x, cos, sin, attention.slot_mapping, attended))
         code = self._run_layers(
             before.function, after.function, layers.structures, len(layers.structures), step,
             layers.kv_cache.shape[2], *inputs, byref(output),
         )  # fmt: skip
-        _tensors(inputs)  # frees them
+        take_tensors(inputs)  # frees them
         _check(code)
-        return _tensors([output.value])[0]
+        return take_tensors([output.value])[0]
 
 
 def _check(code: int) -> None:
@@ -166,12 +166,12 @@ def _check(code: int) -> None:
         raise RuntimeError("compiled code failed; it has written its error to standard error")
 
 
-def _handles(tensors: Sequence[Tensor]) -> "ctypes.Array[c_void_p]":
+def new_handles(tensors: Sequence[Tensor]) -> "ctypes.Array[c_void_p]":
     """New handles."""
     capsules = _aoti.unsafe_alloc_void_ptrs_from_tensors(list(tensors))
     return (c_void_p * len(capsules))(*(_address_in(capsule, None) for capsule in capsules))
 
 
-def _tensors(handles) -> list[Tensor]:
+def take_tensors(handles) -> list[Tensor]:
     """The tensors of handles, which are freed."""
     return _aoti.alloc_tensors_by_stealing_from_void_ptrs([_capsule_of(handle, None, None) for handle in handles])

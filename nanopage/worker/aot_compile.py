@@ -1,4 +1,4 @@
-"""Compiles decoder layers ahead of time: `python -m nanopage.worker.aot_compile SPEC DIRECTORY`, started by `aot.py`.
+"""Compiles decoder layers ahead of time. `aot.py` runs `python -m nanopage.worker.aot_compile SPEC DIRECTORY LOG`.
 
 Each part of a layer (see the beginning of `aot.py`) is exported as a function of its inputs and weights, and compiled
 to a file. Several parts are compiled at the same time, in processes of their own.
@@ -20,6 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from filelock import FileLock
 from torch import Tensor, nn
@@ -27,20 +28,27 @@ from torch import Tensor, nn
 from nanopage.config import ModelConfig
 from nanopage.kernels import pages
 from nanopage.kernels.cpu import packed_linear
-from nanopage.kernels.cpu.int8_linear import product_of_few
 from nanopage.kernels.cpu.packed_linear import TILE, matvec
 from nanopage.layers.packed import PackedLinear, PackedRowLinear, pack
-from nanopage.quantization.int8 import Int8Linear, Int8RowsLinear, quantize
+from nanopage.quantization.int8 import quantize
 from nanopage.weights import loader
-from nanopage.worker.aot import digest, file_kinds, find_file, tensors_of
+from nanopage.worker.aot import LOCK, TIME_LIMIT, digest, file_kinds, find_file, tensors_of
 
 OPTIONS: dict[str, Any] = {
     "size_asserts": False,  # packed weights have no strides to assert on
     "alignment_asserts": False,
     "assert_indirect_indexing": False,  # pages are indexed in the innermost loops
     "cpp.enable_floating_point_contract_flag": "fast",  # fused multiply-add
+    "aot_inductor.custom_ops_to_c_shims": {
+        torch.ops.nanopage.int8_linear.default: [
+            "int aoti_torch_cpu_int8_linear(AtenTensorHandle, AtenTensorHandle, AtenTensorHandle, AtenTensorHandle*)"
+        ]
+    },
 }
+INT8 = "nanopage_int8"  # a static library of int8_linear.cpp
 MAX_PROCESSES = 4  # that compile at the same time
+PROCESS_BYTES = 2**30  # of memory for each: 700 MB were measured
+KERNELS = Path(packed_linear.__file__).parent
 SCRATCH = "scratch-"  # prefix of the names of temporary directories
 
 
@@ -97,7 +105,7 @@ class _ExportedHead(nn.Module):
     """Computes the head as a function of its input and weights, for a vocabulary of any size."""
 
     def forward(self, x, tiles, scales=None):
-        return matvec(x, tiles, None) if scales is None else product_of_few(x, tiles, scales)
+        return matvec(x, tiles, None) if scales is None else torch.ops.nanopage.int8_linear(x, tiles, scales)
 
 
 def compile_head(config: ModelConfig, dtype: torch.dtype, quantized: bool, num_rows: int, file: Path) -> None:
@@ -149,18 +157,34 @@ def constants_of(config: ModelConfig, spec: dict[str, Any]) -> dict[str, int]:
 
 def compile_chain(constants: dict[str, int], file: Path) -> None:
     """Compile aot_chain.cpp with flash_attention.cpp."""
-    from torch._inductor.cpp_builder import get_cpp_compiler
-
-    sources = [Path(__file__).with_name("aot_chain.cpp"), Path(packed_linear.__file__).with_name("flash_attention.cpp")]
-    command = [get_cpp_compiler(), *map(str, sources), *(f"-D{name}={value}" for name, value in constants.items())]
-    command += ["-std=c++17", "-O3", "-march=native", "-ffp-contract=fast", "-fopenmp", "-shared", "-fPIC"]
-    command += [f"-L{Path(torch.__file__).parent / 'lib'}", "-ltorch_cpu"]
-    if _only_avx2():
-        command.append("-mno-avx512f")
+    sources = [Path(__file__).with_name("aot_chain.cpp"), KERNELS / "flash_attention.cpp"]
     with tempfile.TemporaryDirectory(dir=file.parent, prefix=SCRATCH) as scratch:
         made = Path(scratch, file.name)
-        subprocess.run([*command, "-o", str(made)], check=True)
+        run_compiler(constants, *sources, *shared(made))
         _move(made, file)
+
+
+def compile_int8(constants: dict[str, int], directory: Path) -> None:
+    """Compile int8_linear.cpp to a static library in `directory`."""
+    made = directory / f"lib{INT8}.a"
+    run_compiler(constants, KERNELS / "int8_linear.cpp", "-c", "-o", directory / "int8_linear.o")
+    subprocess.run(["ar", "rcs", made, directory / "int8_linear.o"], check=True)
+
+
+def shared(file: Path) -> list[str]:
+    """Arguments of the compiler for a shared library that uses torch."""
+    return ["-shared", f"-L{Path(torch.__file__).parent / 'lib'}", "-ltorch_cpu", "-o", str(file)]
+
+
+def run_compiler(constants: dict[str, int], *arguments: str | Path) -> None:
+    """Run the C++ compiler, for this processor."""
+    from torch._inductor.cpp_builder import get_cpp_compiler
+
+    command = [get_cpp_compiler(), "-std=c++17", "-O3", "-march=native", "-ffp-contract=fast", "-fopenmp", "-fPIC"]
+    if _only_avx2():
+        command.append("-mno-avx512f")
+    command += [f"-D{name}={value}" for name, value in constants.items()]
+    subprocess.run([*command, *map(str, arguments)], check=True)
 
 
 def _only_avx2() -> bool:
@@ -171,30 +195,46 @@ def _only_avx2() -> bool:
 def main(spec: dict[str, Any], directory: Path) -> None:
     """Compile the parts that `spec` needs and `directory` does not have. `aot.Compiled` makes `spec`."""
     os.umask(0o077)
-    threading.Thread(target=_end_with_the_parent, daemon=True).start()
+    timer = threading.Timer(TIME_LIMIT, _give_up)
+    timer.daemon = True
+    timer.start()
     os.nice(19)  # for systems without SCHED_IDLE
     torch._inductor.config.force_disable_caches = True  # `directory` is the cache
     if _only_avx2():
         torch._inductor.config.cpp.simdlen = 256
     _register_lowering()
     config = loader.read_config(Path(spec["path"]))
-    with FileLock(directory / "lock"):
+    with FileLock(directory / LOCK):
         for stale in directory.glob(f"{SCRATCH}*"):  # left by a process that was killed
             shutil.rmtree(stale, ignore_errors=True)
         missing = [name for name in file_kinds(spec["quantization"]) if find_file(directory, name) is None]
         if missing:
             _probe_compiler()
-        # Forked processes import nothing again. Each takes about 700 MB.
-        pool = ProcessPoolExecutor(min(spec["threads"], MAX_PROCESSES), multiprocessing.get_context("fork"))
-        with pool:
+        # Forked processes import nothing again.
+        with (
+            tempfile.TemporaryDirectory(dir=directory, prefix=SCRATCH) as scratch,
+            ProcessPoolExecutor(_num_processes(spec["threads"]), multiprocessing.get_context("fork")) as pool,
+        ):
+            if missing and spec["quantization"]:
+                compile_int8(constants_of(config, spec), Path(scratch))
+                os.environ["LIBRARY_PATH"] = scratch  # where the linker looks for it
+                torch._inductor.config.aot_inductor.custom_op_libs = [INT8]
             for _ in pool.map(partial(_make, spec, config, directory), missing):
                 pass  # raises the exceptions of the processes
 
 
-def _end_with_the_parent() -> None:
-    """End this process when its parent ends. The parent holds the other end of standard input and never writes."""
-    os.read(0, 1)
-    if os.getpgrp() == os.getpid():  # as `aot.py` starts it: end its C++ compilers, too
+def _num_processes(num_threads: int) -> int:
+    """How many processes may compile at the same time. Raises: MemoryError if there is no memory for one."""
+    available = psutil.virtual_memory().available
+    if available < PROCESS_BYTES:
+        raise MemoryError(f"compiling needs 1 GiB of memory, and {available / 2**30:.2f} GiB are available")
+    return min(num_threads, MAX_PROCESSES, available // PROCESS_BYTES)
+
+
+def _give_up() -> None:
+    """End this process, and the processes and C++ compilers that it has started."""
+    print(f"compiling took longer than {TIME_LIMIT} s", file=sys.stderr, flush=True)
+    if os.getpgrp() == os.getpid():  # as `aot.py` starts it
         os.killpg(0, signal.SIGKILL)
     os._exit(1)
 
@@ -208,7 +248,7 @@ def _make(spec: dict[str, Any], config: ModelConfig, directory: Path, name: str)
         compile_chain(constants_of(config, spec), directory / name)
         return
     # Inductor decides by the number of rows which loops are worth several threads.
-    num_rows = {"one": 1, "few": 16, "many": 90}[kind]
+    num_rows = {"one": 1, "many": 90}[kind]
     if part == "head":
         compile_head(config, dtype, quantized, num_rows, directory / name)
         return
@@ -216,7 +256,7 @@ def _make(spec: dict[str, Any], config: ModelConfig, directory: Path, name: str)
     small = replace(config, num_layers=1, sliding_windows=(None,), vocab_size=64)
     layer = loader.build_model(small, dtype, torch.device("cpu")).layers[0]
     if quantized:
-        quantize(layer, Int8Linear if kind == "many" else Int8RowsLinear)
+        quantize(layer)
     else:
         pack(layer, PackedRowLinear if kind == "one" else PackedLinear)
     compile_layer(layer, config, dtype, spec["block_size"], part, num_rows, directory / name)
@@ -244,3 +284,4 @@ def _register_lowering() -> None:
 
 if __name__ == "__main__":
     main(json.loads(sys.argv[1]), Path(sys.argv[2]))
+    os.unlink(sys.argv[3])  # nobody needs the log of a success

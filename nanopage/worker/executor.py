@@ -48,4 +48,3 @@ class LocalExecutor:
 
     def shutdown(self) -> None:
         self._launched.clear()
-        self.worker.shutdown()

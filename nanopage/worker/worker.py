@@ -93,10 +93,6 @@ class Worker:
         if self.compiled is not None:
             self.compiled.compile(on_progress)
 
-    def shutdown(self) -> None:
-        if self.compiled is not None:
-            self.compiled.stop()
-
     # How steps run
 
     def _choose_ways(self, table: SequenceTable, max_model_len: int) -> list[Way]:

@@ -13,7 +13,7 @@ from nanopage.kernels.cpu import int8_linear, packed_linear
 from nanopage.layers.embedding import Embedding
 from nanopage.layers.linear import Linear
 from nanopage.layers.packed import PackedEmbedding, PackedLinear, PackedRowLinear, pack
-from nanopage.quantization.int8 import Int8Embedding, Int8Linear, Int8RowsLinear, quantize
+from nanopage.quantization.int8 import Int8Embedding, Int8Linear, quantize
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -354,13 +354,13 @@ def test_only_an_embedding_tied_to_a_head_with_tiles_is_replaced_by_packing(voca
 
 @pytest.mark.parametrize("convert", [pack, quantize])
 def test_a_layer_by_itself_can_be_converted(convert):
-    """As it is for compiling: without an embedding, with another kind of Linear."""
+    """As it is for compiling: without an embedding, and packed with another kind of Linear."""
     model = Tied(torch.randn(192, 64))
-    kind = {pack: PackedRowLinear, quantize: Int8RowsLinear}[convert]
+    kind, arguments = (PackedRowLinear, [PackedRowLinear]) if convert is pack else (Int8Linear, [])
     x = torch.randn(1, 64)
     first = model.layers[0]
     expected = first(x)
-    convert(model.layers, kind)
+    convert(model.layers, *arguments)
     assert [type(layer) for layer in model.layers] == [kind, kind]
     assert model.layers[0].bias is first.bias
     tolerance = 1e-4 if convert is pack else 0.3
@@ -474,13 +474,12 @@ class TestInt8Linear:
 
     @SIZES
     @pytest.mark.parametrize("num_rows", [1, 2, 4, 9])
-    @pytest.mark.parametrize("product", [int8_linear.product, int8_linear.product_of_few])
-    def test_products_are_those_of_the_rounded_weight(self, product, num_rows, out_features, in_features):
+    def test_products_are_those_of_the_rounded_weight(self, num_rows, out_features, in_features):
         weight = self.weight(out_features, in_features)
         x = torch.randn(num_rows, in_features, generator=torch.Generator().manual_seed(1))
         rounded = self.dequantized(weight).double()
         for dtype, rtol in ((torch.float32, 1e-6), (torch.bfloat16, 2**-7)):
-            out = product(x.to(dtype), *int8_linear.quantize(weight))[:, :out_features]
+            out = int8_linear.product(x.to(dtype), *int8_linear.quantize(weight))[:, :out_features]
             exact, size = x.to(dtype).double() @ rounded.T, x.double().abs() @ rounded.abs().T
             assert out.dtype == dtype
             assert ((out.double() - exact).abs() <= rtol * size).all()
@@ -496,14 +495,13 @@ class TestInt8Linear:
         assert list(model.embed_tokens.parameters()) == list(model.lm_head.parameters()) == []
 
     @SIZES
-    @pytest.mark.parametrize("kind", [Int8Linear, Int8RowsLinear])
-    def test_a_quantized_layer_leaves_out_what_fills_its_last_tile(self, kind, out_features, in_features):
+    def test_a_quantized_layer_leaves_out_what_fills_its_last_tile(self, out_features, in_features):
         weight = self.weight(out_features, in_features)
         linear = Linear(in_features, out_features, bias=True).requires_grad_(False)
         linear.weight.copy_(weight)
         linear.bias.fill_(3)
         x = torch.randn(5, in_features, generator=torch.Generator().manual_seed(1))
-        out = kind(linear)(x)
+        out = Int8Linear(linear)(x)
         assert out.shape == (5, out_features)
         exact = x @ self.dequantized(weight).T
         size = x.abs() @ self.dequantized(weight).abs().T + 3

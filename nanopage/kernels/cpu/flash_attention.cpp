@@ -6,81 +6,11 @@
 // score so far. When it grows, the sums up to then are scaled down. Nothing that grows with the sequence is stored.
 //
 // The compiler is given HEAD_DIM (even), NUM_KV_HEADS, GROUP (query heads of a KV head), BLOCK_SIZE, THREADS, and
-// BFLOAT16: 1 if q and the cache are bfloat16, 0 if they are float32. Sums and scores are float32. Products are of
-// bfloat16 where the processor multiplies it (AVX512-BF16), else of float32.
+// BFLOAT16 (see registers.h).
 
-#include <algorithm>
-#include <cstdint>
-#include <cstring>
-#include <vector>
+#include "registers.h"
 
 namespace {
-
-#ifdef __AVX512F__
-constexpr int LANES = 16, VECTORS = 4;  // of a register of floats; registers in a row of sums: 6 * 4 of 32 hold sums
-#else
-constexpr int LANES = 8, VECTORS = 2;  // 6 * 2 of 16
-#endif
-constexpr int ROWS = 6;  // of sums that are in registers together
-
-typedef float Floats __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
-typedef int32_t Ints __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
-
-#ifdef __AVX512F__
-constexpr Ints LANE = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-#else
-constexpr Ints LANE = {0, 1, 2, 3, 4, 5, 6, 7};
-#endif
-
-#if BFLOAT16
-using Stored = uint16_t;  // as in the cache, q and the output
-
-[[maybe_unused]] float widen(Stored x) {
-    const uint32_t bits = uint32_t(x) << 16;
-    float wide;
-    std::memcpy(&wide, &bits, 4);
-    return wide;
-}
-
-Stored narrow(float x) {  // to the nearest, ties to even
-    if (x != x) return 0x7fc0;
-    uint32_t bits;
-    std::memcpy(&bits, &x, 4);
-    return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
-}
-#else
-using Stored = float;
-[[maybe_unused]] float widen(Stored x) { return x; }
-Stored narrow(float x) { return x; }
-#endif
-
-// A word is what one lane of a vector multiplies at once: a float, or a pair of bfloat16 that are adjacent in the
-// dimension that is summed.
-#if BFLOAT16 && defined(__AVX512BF16__)
-#include <immintrin.h>
-constexpr int PER_WORD = 2;
-using Element = uint16_t;
-using Word = int32_t;
-using Words = Ints;
-Element element(Stored x) { return x; }
-Floats multiply_add(Floats sum, Word a, Words b) {
-    return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32(a), (__m512bh)b);
-}
-void store(Element* to, Floats x) {
-    const __m256bh narrow = _mm512_cvtneps_pbh((__m512)x);
-    std::memcpy(to, &narrow, sizeof narrow);
-}
-#else
-constexpr int PER_WORD = 1;
-using Element = float;
-using Word = float;
-using Words = Floats;
-Element element(Stored x) { return widen(x); }
-Floats multiply_add(Floats sum, Word a, Words b) { return sum + a * b; }
-void store(Element* to, Floats x) { *(Floats*)to = x; }
-#endif
-
-constexpr int round_up(int n, int multiple) { return (n + multiple - 1) / multiple * multiple; }
 
 constexpr int TILE_QUERIES = std::max(1, 96 / GROUP);
 constexpr int TILE_ROWS = TILE_QUERIES * GROUP;
@@ -128,34 +58,6 @@ struct Scratch {
     Floats total[TILE_ROWS];  // to be added up over the lanes
     float largest[TILE_ROWS];
 };
-
-// c [N, COLUMNS] = or += a [N, DEPTH] words times b [DEPTH, COLUMNS] words.
-template <int N, int DEPTH, int COLUMNS, bool ADD>
-void multiply_rows(const Element* a, const Element* b, float* c) {
-    constexpr int WIDTH = COLUMNS / LANES, TOGETHER = WIDTH % VECTORS == 0 ? VECTORS : WIDTH % 2 == 0 ? 2 : 1;
-    const auto a_words = (const Word __attribute__((may_alias))*)a;
-    const auto b_words = (const Words*)b;
-    const auto c_vectors = (Floats*)c;
-    for (int column = 0; column < WIDTH; column += TOGETHER) {
-        Floats sums[N][TOGETHER];
-        for (int i = 0; i < N; i++)
-            for (int j = 0; j < TOGETHER; j++) sums[i][j] = ADD ? c_vectors[i * WIDTH + column + j] : Floats{};
-        for (int k = 0; k < DEPTH; k++)
-            for (int i = 0; i < N; i++)
-                for (int j = 0; j < TOGETHER; j++)
-                    sums[i][j] = multiply_add(sums[i][j], a_words[i * DEPTH + k], b_words[k * WIDTH + column + j]);
-        for (int i = 0; i < N; i++)
-            for (int j = 0; j < TOGETHER; j++) c_vectors[i * WIDTH + column + j] = sums[i][j];
-    }
-}
-
-// The same for any number of rows, N at a time.
-template <int N, int DEPTH, int COLUMNS, bool ADD>
-void multiply(const Element* a, const Element* b, float* c, int rows) {
-    for (; rows >= N; rows -= N, a += N * DEPTH * PER_WORD, c += N * COLUMNS)
-        multiply_rows<N, DEPTH, COLUMNS, ADD>(a, b, c);
-    if constexpr (N > 1) multiply<N - 1, DEPTH, COLUMNS, ADD>(a, b, c, rows);
-}
 
 // 2^x. 2^fraction is a polynomial, with a relative error below 3e-7.
 Floats power_of_two(Floats x) {
@@ -275,12 +177,14 @@ void attend_piece(const Layer& layer, const Piece& piece, Partial* partial, Scra
     for (int64_t first = piece.first; first < piece.end; first += KEYS) {
         const int count = std::min<int64_t>(KEYS, piece.end - first);
         pack(layer, sequence, piece.head, first, count, scratch);
-        multiply<ROWS, HEAD_DIM / PER_WORD, KEY_COLUMNS, false>(scratch.q[0], scratch.k, scratch.scores[0], rows);
+        constexpr int SIZE = HEAD_DIM / PER_WORD,
+                      LENGTH = KEY_COLUMNS / PER_WORD;  // of rows of q and weights, in words
+        multiply<KEY_COLUMNS, false>(scratch.q[0], SIZE, SIZE, scratch.k, scratch.scores[0], rows);
         softmax(scratch, rows, [&](int i) {
             const int64_t end = position + i / GROUP + 1 - first;
             return std::pair<int, int>(layer.window ? end - layer.window : 0, std::min<int64_t>(end, count));
         });
-        multiply<ROWS, KEY_COLUMNS / PER_WORD, DIMS, true>(scratch.weights[0], scratch.v, scratch.out[0], rows);
+        multiply<DIMS, true>(scratch.weights[0], LENGTH, LENGTH, scratch.v, scratch.out[0], rows);
     }
     for (int i = 0; i < rows; i++)
         finish(layer, piece, i, scratch.out[i], scratch.largest[i], reduce(scratch.total[i], sum), partial);

@@ -10,11 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanopage.kernels.cpu.packed_linear import TILE
-
-# The most rows for which `product_of_few` is faster than `product`, which multiplies matrices in this dtype.
-FEW_ROWS = {torch.float32: 256, torch.bfloat16: 20}
-ROWS = 4  # rows that share a load of the weights: with 4 registers of outputs, 16 sums are in registers
+from nanopage.kernels.cpu.packed_linear import TILE, library
 
 
 def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -40,27 +36,17 @@ def rows(tiles: Tensor, scales: Tensor, ids: Tensor, dtype: torch.dtype) -> Tens
 
 
 def product(x: Tensor, tiles: Tensor, scales: Tensor) -> Tensor:
-    """Multiply x [T, in] by the quantized weight: [T, tiles * TILE]. Converts the whole weight to x's dtype first."""
+    """Multiply x [T, in] by the quantized weight: [T, tiles * TILE]. Converts the whole weight to x's dtype first;
+    compiled code converts a part at a time (int8_linear.cpp)."""
     weight = tiles.transpose(1, 2).to(x.dtype).reshape(-1, x.shape[1])
     return (F.linear(x, weight) * scales.flatten()).to(x.dtype)
 
 
-def product_of_few(x: Tensor, tiles: Tensor, scales: Tensor) -> Tensor:
-    """Compute the same as `product`, in code for Inductor.
+# Registered as an operator, so that compiled code calls int8_linear.cpp for it.
+library.define("int8_linear(Tensor x, Tensor tiles, Tensor scales) -> Tensor")
+library.impl("int8_linear", product, "CompositeExplicitAutograd")
 
-    Reads the int8 weights once for every ROWS rows, or once for a single row, and sums in float32.
-    """
-    num_rows, in_features = x.shape
-    together = 1 if num_rows == 1 else ROWS
-    num_groups = -(-num_rows // together)
-    padded = F.pad(x.float(), (0, 0, 0, num_groups * together - num_rows))
-    # as_strided makes Inductor store the padded rows in memory. Otherwise it would convert and pad them again for every
-    # weight.
-    groups = padded.as_strided((num_groups, together, in_features), (together * in_features, in_features, 1))
-    sums = []
-    # Unrolled over vector registers of outputs and over rows, so that one loop computes all of them.
-    for lanes in tiles.unflatten(2, (-1, 16)).unbind(2):
-        weight = lanes.float()[:, None]  # [tiles, 1, in, 16]
-        sums.append(torch.stack([(weight * row[None, :, :, None]).sum(2) for row in groups.unbind(1)], 2))
-    scaled = torch.stack(sums, 3) * scales.view(-1, 1, 1, TILE // 16, 16)  # [tiles, groups, together, 4, 16]
-    return scaled.permute(1, 2, 0, 3, 4).reshape(num_groups * together, -1)[:num_rows].to(x.dtype)
+
+@torch.library.register_fake("nanopage::int8_linear", lib=library)
+def _(x, tiles, scales):
+    return x.new_empty(x.shape[0], tiles.shape[0] * TILE)

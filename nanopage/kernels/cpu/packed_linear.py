@@ -75,11 +75,11 @@ def rows(tiles: Tensor, ids: Tensor) -> Tensor:
 
 
 # Registered as an operator, so that it is a single call in a compiled graph: tracing cannot look into oneDNN.
-_library = torch.library.Library("nanopage", "DEF")
-_library.define("packed_linear(Tensor x, Tensor packed_weight, Tensor? bias) -> Tensor")
-_library.impl("packed_linear", packed_linear, "CompositeExplicitAutograd")
+library = torch.library.Library("nanopage", "DEF")
+library.define("packed_linear(Tensor x, Tensor packed_weight, Tensor? bias) -> Tensor")
+library.impl("packed_linear", packed_linear, "CompositeExplicitAutograd")
 
 
-@torch.library.register_fake("nanopage::packed_linear", lib=_library)
+@torch.library.register_fake("nanopage::packed_linear", lib=library)
 def _(x, packed_weight, bias):
     return x.new_empty(*x.shape[:-1], packed_weight.shape[0])
