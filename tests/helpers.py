@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from benchmarks.host import ThroughBytes
 from nanopage.layers.packed import pack
-from nanopage.quantization import int8
+from nanopage.layers.tiled import tile
 from nanopage.step import (
     Batch,
     BlockUpdate,
@@ -176,11 +176,11 @@ class Paged:
     Args: make_way: makes a way to run steps from (model, kv_cache, table, config).
     """
 
-    def __init__(self, directory, sequences, dtype=torch.float32, make_way=None, quantization=None, seed=0):
+    def __init__(self, directory, sequences, dtype=torch.float32, make_way=None, tiles=None, seed=0):
         config = loader.read_config(directory)
         model = loader.load_model(directory, config, dtype, CPU)
-        if quantization == "int8":
-            int8.quantize(model)
+        if tiles is not None:
+            tile(model, tiles)
         elif make_way is not None:
             pack(model)
         num_blocks = 2 + sum(-(-len(tokens) // BLOCK_SIZE) for tokens in sequences)

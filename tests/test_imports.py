@@ -28,7 +28,7 @@ RULES = {
     "nanopage/outputs.py": ("torch", "nanopage.engine", "nanopage.worker"),
     "nanopage/text": ("torch", "nanopage.engine", "nanopage.worker"),
     "nanopage/sampling": ("nanopage.engine", "nanopage.models", "nanopage.layers", "nanopage.kernels"),
-    "nanopage/models": ("nanopage.engine", "nanopage.worker", "nanopage.weights", "nanopage.quantization"),
+    "nanopage/models": ("nanopage.engine", "nanopage.worker", "nanopage.weights"),
     "nanopage/layers": ("nanopage.engine", "nanopage.worker", "nanopage.weights", "nanopage.models"),
     "nanopage/kernels": (
         "nanopage.engine",
@@ -37,10 +37,9 @@ RULES = {
         "nanopage.models",
         "nanopage.layers",
     ),
-    "nanopage/quantization": ("nanopage.engine", "nanopage.worker", "nanopage.weights", "nanopage.models"),
     # Features plug in elsewhere.
-    "nanopage/worker/model_runner.py": ("nanopage.quantization", "nanopage.worker.aot", "nanopage.worker.cuda_graphs"),
-    "nanopage/worker/eager.py": ("nanopage.quantization", "nanopage.worker.aot", "nanopage.worker.cuda_graphs"),
+    "nanopage/worker/model_runner.py": ("nanopage.layers.tiled", "nanopage.worker.aot", "nanopage.worker.cuda_graphs"),
+    "nanopage/worker/eager.py": ("nanopage.layers.tiled", "nanopage.worker.aot", "nanopage.worker.cuda_graphs"),
     "nanopage": ("torch.distributed",),
 }
 

@@ -50,7 +50,7 @@ logger = logging.getLogger("nanopage")
 #   head    the head
 # The last three are compiled for two kinds of steps, by the number of rows that they compute:
 #   one     a single row
-#   many    any number; the head, except with int8 weights, is then the model's own
+#   many    any number; the head, except with weights in tiles, is then the model's own
 CHAIN = "chain.so"
 LOCK = "lock"  # name of the file that the process holds a lock of while it compiles
 TIME_LIMIT = 20 * 60  # seconds, for compiling everything
@@ -69,7 +69,7 @@ class Compiled:
         path: the directory or file of the model.
         config: of the same model.
         dtype: of weights, activations and KV: float32 or bfloat16 (see kernels/cpu/packed_linear.py).
-        quantization: of the weights, as in EngineConfig.
+        tiles: the dtype of the weights if they are in tiles (layers/tiled.py).
 
     Raises: ValueError for another value of NANOPAGE_COMPILE.
     """
@@ -82,17 +82,17 @@ class Compiled:
         path: Path,
         config: ModelConfig,
         dtype: torch.dtype,
-        quantization: str | None = None,
+        tiles: torch.dtype | None = None,
     ):
         self.model, self.kv_cache, self.table, self.config = model, kv_cache, table, config
         self.spec: dict[str, Any] = {
             "path": str(path.absolute()),
             "dtype": str(dtype).removeprefix("torch."),
             "block_size": kv_cache.block_size,
-            "quantization": quantization,
+            "tiles": tiles and str(tiles).removeprefix("torch."),
             "threads": torch.get_num_threads(),  # the compiled loops are divided among them
         }
-        self.files = file_kinds(quantization)
+        self.files = file_kinds(tiles is not None)
         self.directory = hub.cache_directory() / "compiled" / _key(config, self.spec)
         self.layers: CompiledLayers | None = None  # None until they are loaded
         self.head: CompiledHead | None = None
@@ -319,10 +319,10 @@ def tensors_of(layer: nn.Module) -> dict[str, Tensor]:
     return dict(layer.named_parameters()) | dict(layer.named_buffers())
 
 
-def file_kinds(quantization: str | None) -> dict[str, tuple[str, str]]:
-    """The files to compile, in the order of their use: name -> (part, kind)."""
+def file_kinds(tiled: bool) -> dict[str, tuple[str, str]]:
+    """The files to compile, in the order of their use: name -> (part, kind). tiled: whether weights are in tiles."""
     kinds = [("before", "one"), ("after", "one"), ("head", "one"), ("before", "many"), ("after", "many")]
-    if quantization is not None:
+    if tiled:
         kinds += [("head", "many")]
     return {CHAIN: ("chain", "")} | {f"{part}-{kind}.so": (part, kind) for part, kind in kinds}
 
@@ -334,13 +334,13 @@ def _key(config: ModelConfig, spec: dict[str, Any]) -> str:
     family = find_family(config.architecture)
     assert family is not None and family.__file__ is not None
     sources = [*sorted(here.glob("kernels/cpu/*.*")), here / "kernels" / "pages.py", Path(family.__file__)]
-    sources += [*sorted(here.glob("layers/*.py")), here / "models" / "decoder.py", here / "quantization" / "int8.py"]
+    sources += [*sorted(here.glob("layers/*.py")), here / "models" / "decoder.py"]
     sources += sorted(here.glob("worker/aot*"))
     sizes = asdict(config) | {"num_layers": None, "vocab_size": None, "max_position_embeddings": None}
     sizes["sliding_windows"] = None  # an argument of attention
     processor = sorted(torch.cpu.get_capabilities().items()), torch.backends.cpu.get_cpu_capability()
     parts = [torch.__version__, *processor, spec["dtype"], spec["block_size"]]
-    parts += [spec["threads"], spec["quantization"], sorted((name, repr(value)) for name, value in sizes.items())]
+    parts += [spec["threads"], spec["tiles"], sorted((name, repr(value)) for name, value in sizes.items())]
     digest = hashlib.sha256(repr(parts).encode())
     for source in sources:
         digest.update(source.read_bytes())

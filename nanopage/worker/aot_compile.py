@@ -30,7 +30,7 @@ from nanopage.kernels import pages
 from nanopage.kernels.cpu import packed_linear
 from nanopage.kernels.cpu.packed_linear import TILE, matvec
 from nanopage.layers.packed import PackedLinear, PackedRowLinear, pack
-from nanopage.quantization.int8 import quantize
+from nanopage.layers.tiled import tile
 from nanopage.weights import loader
 from nanopage.worker.aot import LOCK, TIME_LIMIT, digest, file_kinds, find_file, tensors_of
 
@@ -40,12 +40,12 @@ OPTIONS: dict[str, Any] = {
     "assert_indirect_indexing": False,  # pages are indexed in the innermost loops
     "cpp.enable_floating_point_contract_flag": "fast",  # fused multiply-add
     "aot_inductor.custom_ops_to_c_shims": {
-        torch.ops.nanopage.int8_linear.default: [
-            "int aoti_torch_cpu_int8_linear(AtenTensorHandle, AtenTensorHandle, AtenTensorHandle, AtenTensorHandle*)"
+        torch.ops.nanopage.tile_linear.default: [
+            "int aoti_torch_cpu_tile_linear(AtenTensorHandle, AtenTensorHandle, AtenTensorHandle, AtenTensorHandle*)"
         ]
     },
 }
-INT8 = "nanopage_int8"  # a static library of int8_linear.cpp
+TILES = "nanopage_tiles"  # a static library of tile_linear.cpp
 MAX_PROCESSES = 4  # that compile at the same time
 PROCESS_BYTES = 2**30  # of memory for each: 700 MB were measured
 KERNELS = Path(packed_linear.__file__).parent
@@ -105,16 +105,16 @@ class _ExportedHead(nn.Module):
     """Computes the head as a function of its input and weights, for a vocabulary of any size."""
 
     def forward(self, x, tiles, scales=None):
-        return matvec(x, tiles, None) if scales is None else torch.ops.nanopage.int8_linear(x, tiles, scales)
+        return matvec(x, tiles, None) if scales is None else torch.ops.nanopage.tile_linear(x, tiles, scales)
 
 
-def compile_head(config: ModelConfig, dtype: torch.dtype, quantized: bool, num_rows: int, file: Path) -> None:
+def compile_head(config: ModelConfig, dtype: torch.dtype, tiles: torch.dtype | None, num_rows: int, file: Path) -> None:
     """Compile the head, for a single row or for several, to `file`."""
     any_size = {0: torch.export.Dim.DYNAMIC}
     many = None if num_rows == 1 else any_size
     num_tiles = 500
-    if quantized:
-        weight = [torch.zeros(num_tiles, config.hidden_size, TILE, dtype=torch.int8), torch.zeros(num_tiles, TILE)]
+    if tiles:
+        weight = [torch.zeros(num_tiles, config.hidden_size, TILE, dtype=tiles), torch.zeros(num_tiles, TILE)]
     else:
         per_word = 4 // dtype.itemsize
         word = torch.int32 if per_word == 2 else torch.float32
@@ -164,11 +164,11 @@ def compile_chain(constants: dict[str, int], file: Path) -> None:
         _move(made, file)
 
 
-def compile_int8(constants: dict[str, int], directory: Path) -> None:
-    """Compile int8_linear.cpp to a static library in `directory`."""
-    made = directory / f"lib{INT8}.a"
-    run_compiler(constants, KERNELS / "int8_linear.cpp", "-c", "-o", directory / "int8_linear.o")
-    subprocess.run(["ar", "rcs", made, directory / "int8_linear.o"], check=True)
+def compile_tiles(constants: dict[str, int], directory: Path) -> None:
+    """Compile tile_linear.cpp to a static library in `directory`."""
+    made = directory / f"lib{TILES}.a"
+    run_compiler(constants, KERNELS / "tile_linear.cpp", "-c", "-o", directory / "tile_linear.o")
+    subprocess.run(["ar", "rcs", made, directory / "tile_linear.o"], check=True)
 
 
 def shared(file: Path) -> list[str]:
@@ -207,7 +207,7 @@ def main(spec: dict[str, Any], directory: Path) -> None:
     with FileLock(directory / LOCK):
         for stale in directory.glob(f"{SCRATCH}*"):  # left by a process that was killed
             shutil.rmtree(stale, ignore_errors=True)
-        missing = [name for name in file_kinds(spec["quantization"]) if find_file(directory, name) is None]
+        missing = [name for name in file_kinds(spec["tiles"] is not None) if find_file(directory, name) is None]
         if missing:
             _probe_compiler()
         # Forked processes import nothing again.
@@ -215,10 +215,10 @@ def main(spec: dict[str, Any], directory: Path) -> None:
             tempfile.TemporaryDirectory(dir=directory, prefix=SCRATCH) as scratch,
             ProcessPoolExecutor(_num_processes(spec["threads"]), multiprocessing.get_context("fork")) as pool,
         ):
-            if missing and spec["quantization"]:
-                compile_int8(constants_of(config, spec), Path(scratch))
+            if missing and spec["tiles"]:
+                compile_tiles(constants_of(config, spec), Path(scratch))
                 os.environ["LIBRARY_PATH"] = scratch  # where the linker looks for it
-                torch._inductor.config.aot_inductor.custom_op_libs = [INT8]
+                torch._inductor.config.aot_inductor.custom_op_libs = [TILES]
             for _ in pool.map(partial(_make, spec, config, directory), missing):
                 pass  # raises the exceptions of the processes
 
@@ -242,21 +242,21 @@ def _give_up() -> None:
 def _make(spec: dict[str, Any], config: ModelConfig, directory: Path, name: str) -> None:
     """Compile one part. Runs in a forked process."""
     torch.set_num_threads(spec["threads"])
-    dtype, quantized = getattr(torch, spec["dtype"]), spec["quantization"] is not None
-    part, kind = file_kinds(spec["quantization"])[name]
+    dtype, tiles = getattr(torch, spec["dtype"]), spec["tiles"] and getattr(torch, spec["tiles"])
+    part, kind = file_kinds(tiles is not None)[name]
     if part == "chain":
         compile_chain(constants_of(config, spec), directory / name)
         return
     # Inductor decides by the number of rows which loops are worth several threads.
     num_rows = {"one": 1, "many": 90}[kind]
     if part == "head":
-        compile_head(config, dtype, quantized, num_rows, directory / name)
+        compile_head(config, dtype, tiles, num_rows, directory / name)
         return
     # The smallest model with such a layer. Its weights are never filled.
     small = replace(config, num_layers=1, sliding_windows=(None,), vocab_size=64)
     layer = loader.build_model(small, dtype, torch.device("cpu")).layers[0]
-    if quantized:
-        quantize(layer)
+    if tiles:
+        tile(layer, tiles)
     else:
         pack(layer, PackedRowLinear if kind == "one" else PackedLinear)
     compile_layer(layer, config, dtype, spec["block_size"], part, num_rows, directory / name)

@@ -14,7 +14,7 @@ from nanopage.config import EngineConfig, ModelConfig
 from nanopage.device import resolve_device, resolve_dtype, set_cuda_precision
 from nanopage.kernels.cpu.packed_linear import can_pack
 from nanopage.layers.packed import pack
-from nanopage.quantization import int8
+from nanopage.layers.tiled import tile
 from nanopage.step import Batch, Capacity
 from nanopage.weights import loader
 from nanopage.worker.aot import Compiled
@@ -64,6 +64,7 @@ class Worker:
         self.model = loader.load_model(
             checkpoint, model_config, self.dtype, self.device, config.load_format, on_progress
         )
+        self.tiles = self._tiles()
         self._replace_modules()
         longest = config.max_model_len or model_config.max_position_embeddings
         step_bytes = 0
@@ -109,10 +110,7 @@ class Worker:
         if not can_pack(self.dtype):
             self.way = f"eagerly: {self.capacity.dtype} is not compiled on this CPU"
             return [eager]
-        quantization = self.config.quantization
-        self.compiled = Compiled(
-            self.model, self.kv_cache, table, self.path, self.model_config, self.dtype, quantization
-        )
+        self.compiled = Compiled(self.model, self.kv_cache, table, self.path, self.model_config, self.dtype, self.tiles)
         if self.compiled.layers is not None:
             self.way = "with compiled layers"
         elif self.compiled.may_compile:
@@ -121,13 +119,24 @@ class Worker:
             self.way = "eagerly: NANOPAGE_COMPILE=never"
         return [self.compiled, eager]
 
+    def _tiles(self) -> torch.dtype | None:
+        """The dtype of weights in tiles (layers/tiled.py), if they are to be."""
+        if self.device.type != "cpu":
+            return None
+        if self.config.quantization == "int8":
+            return torch.int8
+        # In float32, reading the weights takes most of the time of a decode. The checkpoint's bfloat16 loses nothing.
+        compiles = can_pack(self.dtype) and not self.config.enforce_eager
+        halves = self.dtype == torch.float32 and self.model_config.dtype == "bfloat16"
+        return torch.bfloat16 if compiles and halves else None
+
     def _replace_modules(self) -> None:
         """Replace the model's modules by packed, quantized or compiled ones."""
         if self.device.type == "cuda":
             if not self.config.enforce_eager:
                 compile_model(self.model, self.model_config, self.dtype, self.device)
-        elif self.config.quantization == "int8":
-            int8.quantize(self.model)
+        elif self.tiles is not None:
+            tile(self.model, self.tiles)
         elif can_pack(self.dtype):
             pack(self.model)
 
@@ -165,7 +174,8 @@ class Worker:
         config, capacity = self.config, self.capacity
         tokens = capacity.num_blocks * config.block_size
         gib = capacity.num_blocks * block_bytes(self.model_config, config.block_size, self.dtype) / GIB
-        kinds = [kind for kind in ("dummy" if config.load_format == "dummy" else None, config.quantization) if kind]
+        stored = self.tiles and str(self.tiles).removeprefix("torch.")
+        kinds = [kind for kind in ("dummy" if config.load_format == "dummy" else None, stored) if kind]
         weights = f" with {' '.join(kinds)} weights" if kinds else ""
         logger.info(
             f"{self.path.name} in {capacity.dtype}{weights} on {capacity.device}; KV cache {gib:.2f} GiB = "

@@ -9,11 +9,11 @@ import torch
 
 from nanopage.kernels import pages, reference
 from nanopage.kernels.chunks import group_chunks
-from nanopage.kernels.cpu import int8_linear, packed_linear
+from nanopage.kernels.cpu import packed_linear, tile_linear
 from nanopage.layers.embedding import Embedding
 from nanopage.layers.linear import Linear
 from nanopage.layers.packed import PackedEmbedding, PackedLinear, PackedRowLinear, pack
-from nanopage.quantization.int8 import Int8Embedding, Int8Linear, quantize
+from nanopage.layers.tiled import TiledEmbedding, TiledLinear, tile
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -293,6 +293,10 @@ def test_what_a_step_writes_it_sees(window):
     torch.testing.assert_close(out, torch.cat([attention(q[:1], k1, v1, window), attention(q[1:], k2, v2, window)]))
 
 
+def quantize(module):
+    tile(module, torch.int8)
+
+
 class Tied(torch.nn.Module):
     """An embedding, a head tied to it, and a layer of two Linears."""
 
@@ -313,19 +317,19 @@ class Tied(torch.nn.Module):
 
 @pytest.mark.parametrize("head_first", [False, True], ids=["embedding first", "head first"])
 @pytest.mark.parametrize(
-    ("module", "convert"), [(packed_linear, pack), (int8_linear, quantize)], ids=["packed", "quantized"]
+    ("module", "convert"), [(packed_linear, pack), (tile_linear, quantize)], ids=["packed", "quantized"]
 )
 def test_one_matrix_at_a_time_exists_twice(module, convert, head_first, monkeypatch):
     model = Tied(torch.randn(192, 64), head_first)
     alive = [weakref.ref(parameter) for parameter in model.parameters() if parameter.dim() == 2]
     assert len(alive) == 3  # the tied one is one
-    name, seen = convert.__name__, []
+    name, seen = "pack" if module is packed_linear else "tile", []
     convert_weight = getattr(module, name)
 
-    def count(weight):
+    def count(weight, *arguments):
         gc.collect()
         seen.append(sum(reference() is not None for reference in alive))
-        return convert_weight(weight)
+        return convert_weight(weight, *arguments)
 
     monkeypatch.setattr(module, name, count)
     convert(model)
@@ -356,7 +360,7 @@ def test_only_an_embedding_tied_to_a_head_with_tiles_is_replaced_by_packing(voca
 def test_a_layer_by_itself_can_be_converted(convert):
     """As it is for compiling: without an embedding, and packed with another kind of Linear."""
     model = Tied(torch.randn(192, 64))
-    kind, arguments = (PackedRowLinear, [PackedRowLinear]) if convert is pack else (Int8Linear, [])
+    kind, arguments = (PackedRowLinear, [PackedRowLinear]) if convert is pack else (TiledLinear, [])
     x = torch.randn(1, 64)
     first = model.layers[0]
     expected = first(x)
@@ -443,7 +447,7 @@ class TestPackedLinear:
         self.check(packed(x), x, weight, bias, dtype)
 
 
-class TestInt8Linear:
+class TestTiledLinear:
     """Quantized weights, on sizes that fill their tiles and others."""
 
     SIZES = pytest.mark.parametrize(("out_features", "in_features"), [(64, 32), (300, 17), (33, 576)])
@@ -455,7 +459,7 @@ class TestInt8Linear:
         return weight.to(dtype)
 
     def dequantized(self, weight):
-        return int8_linear.rows(*int8_linear.quantize(weight), torch.arange(len(weight)), torch.float32)
+        return tile_linear.rows(*tile_linear.tile(weight, torch.int8), torch.arange(len(weight)), torch.float32)
 
     @SIZES
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -468,7 +472,7 @@ class TestInt8Linear:
     def test_is_one_byte_a_weight_and_loses_no_integers(self):
         weight = torch.randint(-127, 128, (128, 64), generator=torch.Generator().manual_seed(0)).float()
         weight[:, 3] = -127
-        tiles, scales = int8_linear.quantize(weight)
+        tiles, scales = tile_linear.tile(weight, torch.int8)
         assert (tiles.dtype, tiles.numel(), scales.numel()) == (torch.int8, weight.numel(), len(weight))
         assert torch.equal(self.dequantized(weight), weight)
 
@@ -479,7 +483,7 @@ class TestInt8Linear:
         x = torch.randn(num_rows, in_features, generator=torch.Generator().manual_seed(1))
         rounded = self.dequantized(weight).double()
         for dtype, rtol in ((torch.float32, 1e-6), (torch.bfloat16, 2**-7)):
-            out = int8_linear.product(x.to(dtype), *int8_linear.quantize(weight))[:, :out_features]
+            out = tile_linear.product(x.to(dtype), *tile_linear.tile(weight, torch.int8))[:, :out_features]
             exact, size = x.to(dtype).double() @ rounded.T, x.double().abs() @ rounded.abs().T
             assert out.dtype == dtype
             assert ((out.double() - exact).abs() <= rtol * size).all()
@@ -489,7 +493,7 @@ class TestInt8Linear:
         model = Tied(weight)
         quantize(model)
         ids = torch.tensor([3, 191, 64])
-        assert isinstance(model.embed_tokens, Int8Embedding)
+        assert isinstance(model.embed_tokens, TiledEmbedding)
         assert torch.equal(model.embed_tokens(ids), self.dequantized(weight)[ids].bfloat16())
         assert model.embed_tokens.tiles is model.lm_head.tiles  # one copy
         assert list(model.embed_tokens.parameters()) == list(model.lm_head.parameters()) == []
@@ -501,7 +505,7 @@ class TestInt8Linear:
         linear.weight.copy_(weight)
         linear.bias.fill_(3)
         x = torch.randn(5, in_features, generator=torch.Generator().manual_seed(1))
-        out = Int8Linear(linear)(x)
+        out = TiledLinear(linear, torch.int8)(x)
         assert out.shape == (5, out_features)
         exact = x @ self.dequantized(weight).T
         size = x.abs() @ self.dequantized(weight).abs().T + 3

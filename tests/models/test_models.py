@@ -293,7 +293,7 @@ def test_int8_weights_are_those_of_transformers_rounded_to_255_steps(tmp_path, n
                 step = module.weight.abs().amax(1, keepdim=True) / 127
                 module.weight.copy_((module.weight / step).round() * step)
     sequences = random_tokens(LENGTHS)
-    paged = Paged(tmp_path, sequences, quantization="int8")
+    paged = Paged(tmp_path, sequences, tiles=torch.int8)
     assert_all_close(paged.run(PLANS[0]), reference_logits(hf_model, sequences))
 
 

@@ -27,7 +27,7 @@ from nanopage.engine.schedule import Schedule
 from nanopage.kernels.cpu.packed_linear import can_pack
 from nanopage.layers.linear import Linear
 from nanopage.layers.packed import PackedLinear, pack
-from nanopage.quantization import int8
+from nanopage.layers.tiled import tile
 from nanopage.step import SamplingSettings
 from nanopage.weights import hub, loader
 from nanopage.worker import aot, aot_compile
@@ -56,34 +56,34 @@ def model(tmp_path_factory):
     return tiny_model(tmp_path_factory.mktemp("model"), **MODEL)
 
 
-def compiled_of(path, dtype=torch.float32, block_size=8, quantization=None) -> aot.Compiled:
+def compiled_of(path, dtype=torch.float32, block_size=8, tiles=None) -> aot.Compiled:
     """For a model that is never filled."""
     config = loader.read_config(path)
     model = loader.build_model(config, dtype, CPU)
-    if quantization:
-        int8.quantize(model)
+    if tiles is not None:
+        tile(model, tiles)
     elif can_pack(dtype):
         pack(model)
     cache = KVCache(config, 4, block_size, dtype, CPU)
     table = SequenceTable(2, 4 * block_size, block_size, config.vocab_size, CPU)
-    return aot.Compiled(model, cache, table, path, config, dtype, quantization)
+    return aot.Compiled(model, cache, table, path, config, dtype, tiles)
 
 
-def paged(model, compiled, dtype=torch.float32, quantization=None) -> Paged:
+def paged(model, compiled, dtype=torch.float32, tiles=None) -> Paged:
     """With room for any nine of the sequences that tests run."""
     sequences = random_tokens([*LENGTHS, 40, 40, 40])
 
     def make_way(*made):
-        return aot.Compiled(*made[:3], model, made[3], dtype, quantization) if compiled else packed(*made)
+        return aot.Compiled(*made[:3], model, made[3], dtype, tiles) if compiled else packed(*made)
 
-    made = Paged(model, sequences, dtype, make_way, quantization)
+    made = Paged(model, sequences, dtype, make_way, tiles)
     if compiled:
         assert made.way.layers is not None
     return made
 
 
-def assert_compiled_equals_eager(model, all_lengths, quantization=None):
-    compiled, eager = (paged(model, compiled, quantization=quantization) for compiled in (True, False))
+def assert_compiled_equals_eager(model, all_lengths, tiles=None):
+    compiled, eager = (paged(model, compiled, tiles=tiles) for compiled in (True, False))
     for lengths in all_lengths:
         sequences = random_tokens(lengths, seed=len(lengths))
         for plan in PLANS:
@@ -181,15 +181,18 @@ def test_compiled_layers_equal_the_eager_ones_at_any_size(model, directory):
     assert_compiled_equals_eager(model, (LENGTHS, [40], [2], [1], [3, 3], [17, 1], [1] * 9))
 
 
-@pytest.mark.skipif(not LONG, reason="compiles for 50 s; runs with NANOPAGE_LONG_TESTS=1")
-def test_compiled_layers_of_int8_weights_equal_the_eager_ones(tmp_path, cache):
+@pytest.mark.skipif(not LONG, reason="compiles for 30 s; runs with NANOPAGE_LONG_TESTS=1")
+@pytest.mark.parametrize("tiles", [torch.int8, torch.bfloat16], ids=str)
+def test_compiled_layers_with_weights_in_tiles_equal_the_eager_ones(tmp_path, cache, tiles):
     # Sizes that fill their tiles and some that do not, a tied head that does not.
     model = tiny_model(tmp_path, hidden_size=96, num_attention_heads=6, mlp_bias=True, tie_word_embeddings=True)
-    compiled = compiled_of(model, quantization="int8")
+    compiled = compiled_of(model, tiles=tiles)
     compiled.compile()
     kinds = {f"{part}-{kind}" for part in ("before", "after", "head") for kind in ("one", "many")}
     assert kinds_in(compiled.directory) == kinds | {"chain"}
-    assert_compiled_equals_eager(model, (LENGTHS, [3, 3], [17, 1], [1] * 9), "int8")
+    assert_compiled_equals_eager(model, (LENGTHS, [3, 3], [17, 1], [1] * 9), tiles)
+    if tiles == torch.bfloat16:
+        return
     engines = [engine_of(model, quantization="int8", enforce_eager=eager) for eager in (True, False)]
     assert compiled_in(engines[1]).head.of_many is not None
     assert run(engines[0]) == run(engines[1])
@@ -328,7 +331,7 @@ def test_a_second_start_never_wakes_the_compiler(model, directory):
 def test_what_the_code_depends_on_is_in_the_key(model, directory, tmp_path):
     assert compiled_of(model).directory == directory
     others = [compiled_of(model, block_size=16), compiled_of(model, dtype=torch.bfloat16)]
-    others.append(compiled_of(model, quantization="int8"))
+    others += [compiled_of(model, tiles=dtype) for dtype in (torch.int8, torch.bfloat16)]
     others.append(compiled_of(tiny_model(tmp_path / "wider", **MODEL, hidden_size=128)))
     threads = torch.get_num_threads()
     torch.set_num_threads(threads + 1)

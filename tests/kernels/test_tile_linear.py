@@ -1,11 +1,11 @@
-"""int8_linear.cpp against the same product in PyTorch, compiled for both dtypes, and for AVX2 as well."""
+"""tile_linear.cpp against the same product in PyTorch, compiled for both dtypes, and for AVX2 as well."""
 
 import ctypes
 
 import pytest
 import torch
 
-from nanopage.kernels.cpu import int8_linear
+from nanopage.kernels.cpu import tile_linear
 from nanopage.worker import aot_compile
 from nanopage.worker.aot_chain import new_handles, take_tensors
 
@@ -21,12 +21,12 @@ def made(request, tmp_path_factory):
     """A dtype, and the function that was compiled for it."""
     dtype, instructions = request.param
     constants = {"THREADS": 2, "BFLOAT16": int(dtype == torch.bfloat16)}
-    file = tmp_path_factory.mktemp("int8") / "int8.so"
+    file = tmp_path_factory.mktemp("tiles") / "tiles.so"
     with pytest.MonkeyPatch.context() as patch:
         if instructions == AVX2:
             patch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: AVX2)
-        aot_compile.run_compiler(constants, aot_compile.KERNELS / "int8_linear.cpp", *aot_compile.shared(file))
-    return dtype, ctypes.CDLL(str(file)).aoti_torch_cpu_int8_linear
+        aot_compile.run_compiler(constants, aot_compile.KERNELS / "tile_linear.cpp", *aot_compile.shared(file))
+    return dtype, ctypes.CDLL(str(file)).aoti_torch_cpu_tile_linear
 
 
 def multiply(function, *tensors):
@@ -39,16 +39,17 @@ def multiply(function, *tensors):
 # Inputs that fill panels, and some that do not; an odd number of them; rows that fill blocks, and some that do not.
 @pytest.mark.parametrize("num_rows", [1, 2, 6, 13, 192, 390])
 @pytest.mark.parametrize(("out_features", "in_features"), [(64, 32), (300, 17), (100, 576), (64, 257)])
-def test_it_equals_the_plain_product(made, num_rows, out_features, in_features):
+@pytest.mark.parametrize("weights", [torch.int8, torch.bfloat16], ids=str)
+def test_it_equals_the_plain_product(made, weights, num_rows, out_features, in_features):
     dtype, function = made
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(out_features, in_features, generator=generator)
     weight *= torch.logspace(-3, 3, out_features)[:, None]
-    tiles, scales = int8_linear.quantize(weight)
+    tiles, scales = tile_linear.tile(weight, weights)
     x = torch.randn(num_rows, in_features, generator=generator).to(dtype)
     out = multiply(function, x, tiles, scales)
-    exact = int8_linear.product(x.double(), tiles, scales.double())
-    size = int8_linear.product(x.abs().double(), tiles.abs(), scales.double())
+    exact = tile_linear.product(x.double(), tiles, scales.double())
+    size = tile_linear.product(x.abs().double(), tiles.abs(), scales.double())
     assert out.dtype == dtype and out.shape == exact.shape
     # The sum is float32, and bfloat16 rounds it once.
     assert ((out.double() - exact).abs() <= 1e-6 * size + (2**-8 * exact.abs() if dtype == torch.bfloat16 else 0)).all()
@@ -58,5 +59,5 @@ def test_nan_and_infinity_stay_in_their_rows(made):
     dtype, function = made
     x = torch.ones(3, 32, dtype=dtype)
     x[0, 3], x[1, 5] = torch.nan, torch.inf
-    out = multiply(function, x, *int8_linear.quantize(torch.ones(64, 32)))
+    out = multiply(function, x, *tile_linear.tile(torch.ones(64, 32), torch.int8))
     assert out[0].isnan().all() and (out[1] == torch.inf).all() and (out[2] == 32).all()
