@@ -140,7 +140,7 @@ class Compiled:
         finally:
             self._stop()
         if self.layers is None:
-            log = self._log.read_text(errors="replace")[-2000:] if self._log is not None else ""
+            log = self._log.read_text(errors="replace")[-2000:] if self._log is not None and self._log.exists() else ""
             raise RuntimeError(f"compiling the decoder layer failed ({self._log or self.directory}):\n{log}")
 
     def ready(self) -> bool:
@@ -160,7 +160,9 @@ class Compiled:
         try:
             make_private(self.directory)
             with FileLock(self.directory / LOCK, blocking=False):
-                pass
+                for old in self.directory.glob("log-*"):  # of processes that failed
+                    if time.time() - old.stat().st_mtime > TIME_LIMIT:
+                        old.unlink(missing_ok=True)
             self._process = self._spawn()
         except Timeout:
             return

@@ -284,4 +284,4 @@ def _register_lowering() -> None:
 
 if __name__ == "__main__":
     main(json.loads(sys.argv[1]), Path(sys.argv[2]))
-    os.unlink(sys.argv[3])  # nobody needs the log of a success
+    Path(sys.argv[3]).unlink(missing_ok=True)  # nobody needs the log of a success
