@@ -92,8 +92,8 @@ class EngineConfig:
         scheduling_policy: "fcfs", or "priority": requests with a lower `priority` go first, and may take the blocks of
             requests with a higher one.
         enforce_eager: True compiles and captures nothing. False: on a CPU, in float32, and in bfloat16 where oneDNN
-            computes in it, decoder layers are compiled in the background from the first step on, and
-            used once the engine is idle (see worker/aot.py). On a GPU they are compiled at start, and decode steps are
+            computes in it, decoder layers are compiled in the background once the first requests have ended, and used
+            once the engine is idle (see worker/aot.py). On a GPU they are compiled at start, and decode steps are
             captured as CUDA graphs (see worker/jit.py and worker/cuda_graphs.py).
         quantization: "int8" stores each weight of linear layers, and of an embedding tied to the head, in one byte (see
             layers/tiled.py); activations and KV stay in `dtype`. Only on a CPU. None: weights are in `dtype`.

@@ -183,6 +183,9 @@ class Executor(Protocol):
         return theirs. The engine then sends every sequence as new.
         """
 
+    def rest(self) -> None:
+        """No request is left: there is time for other work, in the background."""
+
     def compile(self, on_progress: Callable[[int, int], None] | None = None) -> None:
         """Compile what can be compiled, and wait for it.
 

@@ -160,6 +160,7 @@ class LLMEngine:
                 self.scheduler.finish(request.group, seq, "abort")
                 self.output_processor.read_aborted(request_id)
                 self.output_processor.report()
+        self._rest_if_idle()
         outputs = self.output_processor.outputs
         mine = [output for output in outputs if output.request_id == request_id]
         if not mine:
@@ -212,6 +213,7 @@ class LLMEngine:
                 self._isolate(error, suspect)
             self._count_state(stats)
         stats.finished = unfinished - len(self.output_processor.requests)
+        self._rest_if_idle()
         stats.events = self.scheduler.take_events()
         stats.seconds = time.perf_counter() - started
         for listener in self.listeners:
@@ -258,6 +260,10 @@ class LLMEngine:
         started = time.perf_counter()
         self.output_processor.report()
         stats.output_seconds += time.perf_counter() - started
+
+    def _rest_if_idle(self) -> None:
+        if not self.output_processor.requests:
+            self.executor.rest()
 
     def _count_batch(self, schedule: Schedule, stats: StepStats) -> None:
         batch = schedule.batch

@@ -53,17 +53,22 @@ logger = logging.getLogger("nanopage")
 #   many    any number; the head, except with weights in tiles, is then the model's own
 CHAIN = "chain.so"
 LOCK = "lock"  # name of the file that the process holds a lock of while it compiles
+# A step with at least so many rows for each thread is computed in parts, one by each thread. They read all weights, but
+# do not wait for each other at every loop, nor read what another core has just written. On two cores, 6 to 9 % faster
+# for 200 to 600 rows, and 3 to 6 % slower for 32.
+PART_ROWS = 64
 TIME_LIMIT = 20 * 60  # seconds, for compiling everything
 
 
 class Compiled:
     """Runs steps with compiled decoder layers and a compiled head, once another process has compiled them.
 
-    Switches to compiled code only while no request runs, because it rounds differently. An engine that is never idle
-    stays eager. Compiling starts with the first step, and goes on when this process ends: a program that asks one
-    question ends before it is done, and the next one finds the code. A damaged file is compiled again, once. Any other
-    failure to compile or load is logged once, and steps run eagerly from then on. With the environment variable
-    NANOPAGE_COMPILE=never, only code that exists is used.
+    Compiling starts when no request is left for the first time, because beside a step it would halve the step's speed.
+    It goes on when this process ends: a program that asks one question ends before it is done, and the next program
+    finds the code. This class switches to compiled code only while no request runs, because it rounds differently. So
+    an engine that is never idle stays eager. A damaged file is compiled again, once. Any other failure to compile or
+    load is logged once, and steps run eagerly from then on. With the environment variable NANOPAGE_COMPILE=never, only
+    code that exists is used.
 
     Args:
         path: the directory or file of the model.
@@ -111,8 +116,6 @@ class Compiled:
             self._load_if_ready()
             if self.layers is not None:
                 logger.info("the decoder layers are compiled: from now on steps use them")
-            else:
-                self.start()
         return self.layers is not None
 
     def run(self, batch: Batch) -> Output:
@@ -155,7 +158,9 @@ class Compiled:
 
     def start(self) -> None:
         """Start the process that compiles, if it is needed and allowed and no other process compiles the same."""
-        if not self.may_compile or self._process is not None or self._given_up or self.ready():
+        if self.layers is not None or not self.may_compile or self._process is not None or self._given_up:
+            return
+        if self.ready():
             return
         try:
             make_private(self.directory)
@@ -205,7 +210,9 @@ class Compiled:
             check_private(self.directory)
             chain = Chain(_find_whole(self.directory, CHAIN))
             libraries = {
-                part: Library(_find_whole(self.directory, name)) for name, part in self.files.items() if name != CHAIN
+                part: Library(_find_whole(self.directory, name), self.spec["threads"])
+                for name, part in self.files.items()
+                if name != CHAIN
             }
             self.layers, self.head = self._make_layers(chain, libraries), self._make_head(chain, libraries)
         except DamagedFile as damaged:
@@ -222,7 +229,9 @@ class Compiled:
             for cache, layer in zip(caches, self.model.layers, strict=True)
         ]
         layers = Layers(fixed, self.kv_cache.tensor, self.config.sliding_windows)
-        return CompiledLayers(chain, libraries, layers, self.config.num_heads, self.config.head_dim)
+        return CompiledLayers(
+            chain, libraries, layers, self.config.num_heads, self.config.head_dim, self.spec["threads"]
+        )
 
     def _make_head(self, chain: Chain, libraries: dict[tuple[str, str], Library]) -> "CompiledHead | None":
         """The compiled head; None if the head has no tiles, because oneDNN chose another layout for it."""
@@ -282,17 +291,24 @@ class CompiledLayers:
     """
 
     def __init__(
-        self, chain: Chain, libraries: dict[tuple[str, str], Library], layers: Layers, num_heads: int, head_dim: int
+        self,
+        chain: Chain,
+        libraries: dict[tuple[str, str], Library],
+        layers: Layers,
+        num_heads: int,
+        head_dim: int,
+        num_threads: int,
     ):
         self.chain, self.libraries, self.layers = chain, libraries, layers
-        self.num_heads, self.head_dim = num_heads, head_dim
+        self.num_heads, self.head_dim, self.num_threads = num_heads, head_dim, num_threads
 
     def __call__(
         self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, attention: Any, rows: Tensor | None
     ) -> Tensor:
         attended = x.new_empty(len(x), self.num_heads, self.head_dim)
         before, after = self._part("before", x), self._part("after", x)
-        x = self.chain.run_layers(before, after, self.layers, x, cos, sin, attention, attended)
+        num_parts = self.num_threads if len(x) >= self.num_threads * PART_ROWS else 1
+        x = self.chain.run_layers(before, after, self.layers, x, cos, sin, attention, attended, num_parts)
         if rows is not None:
             x, attended = x[rows], attended[rows]
         return self.chain.call(self._part("after", x), self.layers.fixed[-1], x, attended)

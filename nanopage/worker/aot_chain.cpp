@@ -2,6 +2,9 @@
 //
 // A handle is the address of a tensor object. A compiled function frees the handles of its inputs.
 
+#include <omp.h>
+
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <initializer_list>
@@ -14,8 +17,8 @@ extern "C" int aoti_torch_get_data_ptr(void* handle, void** address);
 
 // kernels/cpu/flash_attention.cpp
 struct Step;
-extern "C" void attend(const Step& step, const void* q, const void* kv_cache, int64_t num_blocks, int64_t window,
-                       void* out);
+extern "C" void attend(const Step& step, const void* const* q, int64_t part_rows, const void* kv_cache,
+                       int64_t num_blocks, int64_t window, void* out);
 
 struct Function {
     // AOTInductorModelContainerRunSingleThreaded (torch/csrc/inductor/aoti_runtime/interface.h)
@@ -34,6 +37,12 @@ struct Layer {
     FixedInputs fixed;
     const void* kv_cache;
     int64_t window;
+};
+
+// Some rows of a step's activations, as handles.
+struct Part {
+    void *x, *cos, *sin, *slot_mapping, *attended;
+    void* output;
 };
 
 // Call a function with `inputs`, which it frees, followed by copies of `fixed`. Returns 0, or the code of what has
@@ -61,31 +70,69 @@ int call_with_copies(const Function& function, std::initializer_list<void*> inpu
     return call_function(function, copies.data(), copies.size(), fixed, output);
 }
 
+// The part of a layer before attention. Its output is `q`, at `address`.
+int call_before(const Function& before, const Layer& layer, const Part& part, void** q, const void** address) {
+    const auto inputs = {part.output, part.cos, part.sin, part.slot_mapping};
+    if (const int error = call_with_copies(before, inputs, layer.fixed, q)) return error;
+    return aoti_torch_get_data_ptr(*q, (void**)address);
+}
+
+// The part of a layer after attention. Frees q.
+int call_after(const Function& after, const Layer& layer, Part& part, void* q) {
+    if (const int error = aoti_torch_delete_tensor_object(q)) return error;
+    void* x = part.output;
+    if (const int error = call_with_copies(after, {x, part.attended}, layer.fixed, &part.output)) return error;
+    return aoti_torch_delete_tensor_object(x);
+}
+
 }  // namespace
 
 // Run layers up to the attention of the last one. Each layer is `before`, attention and `after`.
 //
+// before, after: of each part, because threads must not call the same one at the same time.
+// parts: each has `part_rows` rows except the last, which may have fewer. `output` becomes the handle of the input of
+//     the last layer.
 // attended: the output of each layer's attention is written to it; that of the last one stays there.
-// output: the handle of the input of the last layer.
 //
+// Several parts are computed at the same time, each by a single thread. A single part is computed by all threads.
 // Frees no inputs. Returns 0, or the code of what has failed; temporary tensors may then not be freed.
-extern "C" int run_layers(const Function& before, const Function& after, const Layer* layers, size_t num_layers,
-                          const Step& step, int64_t num_blocks, void* x, void* cos, void* sin, void* slot_mapping,
-                          void* attended, void** output) {
-    void *q, *q_address, *attended_address;
-    if (const int error = aoti_torch_new_tensor_handle(x, output)) return error;
-    if (const int error = aoti_torch_get_data_ptr(attended, &attended_address)) return error;
-    for (size_t i = 0; i < num_layers; i++) {
-        const Layer& layer = layers[i];
-        if (const int error = call_with_copies(before, {*output, cos, sin, slot_mapping}, layer.fixed, &q))
-            return error;
-        if (const int error = aoti_torch_get_data_ptr(q, &q_address)) return error;
-        attend(step, q_address, layer.kv_cache, num_blocks, layer.window, attended_address);
-        if (const int error = aoti_torch_delete_tensor_object(q)) return error;
-        if (i + 1 == num_layers) break;
-        void* x = *output;
-        if (const int error = call_with_copies(after, {x, attended}, layer.fixed, output)) return error;
-        if (const int error = aoti_torch_delete_tensor_object(x)) return error;
+extern "C" int run_layers(const Function* before, const Function* after, const Layer* layers, size_t num_layers,
+                          const Step& step, int64_t num_blocks, Part* parts, int num_parts, int64_t part_rows,
+                          void* attended) {
+    std::vector<void*> q(num_parts);
+    std::vector<const void*> addresses(num_parts);
+    std::atomic<int> error = 0;
+    for (int i = 0; i < num_parts; i++)
+        if (const int error = aoti_torch_new_tensor_handle(parts[i].x, &parts[i].output)) return error;
+    const auto run = [&] {
+        for (size_t i = 0; i < num_layers; i++) {
+            const Layer& layer = layers[i];
+#pragma omp for schedule(static)
+            for (int j = 0; j < num_parts; j++) {
+                if (error) continue;  // of another part, in the layer before
+                if (const int code = call_before(before[j], layer, parts[j], &q[j], &addresses[j])) error = code;
+            }
+            if (error) break;
+            attend(step, addresses.data(), part_rows, layer.kv_cache, num_blocks, layer.window, attended);
+#pragma omp for schedule(static) nowait  // a thread has the same part as before
+            for (int j = 0; j < num_parts; j++) {
+                int code;
+                if (i + 1 == num_layers)
+                    code = aoti_torch_delete_tensor_object(q[j]);
+                else
+                    code = call_after(after[j], layer, parts[j], q[j]);
+                if (code) error = code;
+            }
+        }
+    };
+    if (num_parts == 1) {
+        run();  // not in a parallel region: libgomp would start new threads for each one that is nested
+    } else {
+#pragma omp parallel num_threads(num_parts)
+        {
+            omp_set_num_threads(1);  // of what this thread calls
+            run();
+        }
     }
-    return 0;
+    return error;
 }

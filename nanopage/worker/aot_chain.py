@@ -10,9 +10,10 @@ A tensor crosses as a handle: the address of a tensor object, which the called f
 import ctypes
 import weakref
 from collections.abc import Sequence
-from ctypes import POINTER, byref, c_char_p, c_int64, c_size_t, c_void_p, py_object
+from ctypes import POINTER, byref, c_char_p, c_int, c_int64, c_size_t, c_void_p, py_object
 from pathlib import Path
 
+import torch
 from torch import Tensor
 from torch._C import _aoti
 
@@ -35,6 +36,17 @@ class _Layer(ctypes.Structure):
     _fields_ = (("fixed", _FixedInputs), ("kv_cache", c_void_p), ("window", c_int64))
 
 
+class _Part(ctypes.Structure):
+    _fields_ = (
+        ("x", c_void_p),
+        ("cos", c_void_p),
+        ("sin", c_void_p),
+        ("slot_mapping", c_void_p),
+        ("attended", c_void_p),
+        ("output", c_void_p),
+    )
+
+
 class Step(ctypes.Structure):
     """The addresses of what attention needs to know of a step."""
 
@@ -55,22 +67,24 @@ class Step(ctypes.Structure):
 
 
 class Library:
-    """A compiled function of tensors that returns one tensor. Threads must not call it at the same time.
+    """A compiled function of tensors that returns one tensor.
 
+    Args: count: the length of `functions`. Threads must not call the same one at the same time.
     Raises:
         OSError: the file is not a library that can be loaded.
         RuntimeError: it cannot be initialized.
     """
 
-    def __init__(self, file: Path):
+    def __init__(self, file: Path, count: int = 1):
         self.library = ctypes.CDLL(str(file))
-        container = c_void_p()
-        if self.library.AOTInductorModelContainerCreateWithDevice(byref(container), c_size_t(1), b"cpu", None):
-            raise RuntimeError(f"{file} cannot be initialized")
-        weakref.finalize(self, self.library.AOTInductorModelContainerDelete, container).atexit = False
-        self.function = _Function(
-            ctypes.cast(self.library.AOTInductorModelContainerRunSingleThreaded, c_void_p), container
-        )
+        run = ctypes.cast(self.library.AOTInductorModelContainerRunSingleThreaded, c_void_p)
+        self.functions = (_Function * count)()
+        for function in self.functions:
+            container = c_void_p()
+            if self.library.AOTInductorModelContainerCreateWithDevice(byref(container), c_size_t(1), b"cpu", None):
+                raise RuntimeError(f"{file} cannot be initialized")
+            weakref.finalize(self, self.library.AOTInductorModelContainerDelete, container).atexit = False
+            function.run, function.container = run, container
 
 
 class FixedInputs:
@@ -115,15 +129,15 @@ class Chain:
         ]  # fmt: skip
         self._run_layers.argtypes = [
             POINTER(_Function), POINTER(_Function), POINTER(_Layer), c_size_t, POINTER(Step), c_int64,
-            *[c_void_p] * 5, POINTER(c_void_p),
+            POINTER(_Part), c_int, c_int64, c_void_p,
         ]  # fmt: skip
-        self.attend.argtypes = [POINTER(Step), c_void_p, c_void_p, c_int64, c_int64, c_void_p]
+        self.attend.argtypes = [POINTER(Step), POINTER(c_void_p), c_int64, c_void_p, c_int64, c_int64, c_void_p]
         self.attend.restype = None
 
     def call(self, library: Library, fixed: FixedInputs, *inputs: Tensor) -> Tensor:
         """Call a function. Raises: RuntimeError if it fails; its error is on stderr."""
         handles, output = new_handles(inputs), c_void_p()
-        _check(self._call(library.function, handles, len(handles), fixed.structure, byref(output)))
+        _check(self._call(library.functions, handles, len(handles), fixed.structure, byref(output)))
         return take_tensors([output.value])[0]
 
     def run_layers(
@@ -136,6 +150,7 @@ class Chain:
         sin: Tensor,
         attention: ReferenceAttention,
         attended: Tensor,
+        num_parts: int,
     ) -> Tensor:
         """Run layers up to the attention of the last one.
 
@@ -146,19 +161,25 @@ class Chain:
             attention: where the K and V of the tokens are.
             attended: [T, num_heads, head_dim], contiguous. The output of each layer's attention is written to it, and
                 that of the last one stays there.
+            num_parts: the rows are divided into at most so many parts that are computed at the same time, each by a
+                single thread. 1: all threads compute all rows together.
 
         Returns: the input of the last layer, [T, hidden_size].
         Raises: RuntimeError if a function fails; its error is on stderr.
         """
-        step, output = Step(attention), c_void_p()
-        inputs = new_handles((x, cos, sin, attention.slot_mapping, attended))
+        part_rows = -(-len(x) // num_parts)
+        while len(x) > 1 and len(x) % part_rows == 1:
+            part_rows += 1  # for the code for several rows may not be right for one
+        inputs = [new_handles(t.split(part_rows)) for t in (x, cos, sin, attention.slot_mapping, attended)]
+        parts = (_Part * len(inputs[0]))(*(_Part(*handles) for handles in zip(*inputs, strict=True)))
         code = self._run_layers(
-            before.function, after.function, layers.structures, len(layers.structures), step,
-            layers.kv_cache.shape[2], *inputs, byref(output),
+            before.functions, after.functions, layers.structures, len(layers.structures), Step(attention),
+            layers.kv_cache.shape[2], parts, len(parts), part_rows, attended.data_ptr(),
         )  # fmt: skip
-        take_tensors(inputs)  # frees them
+        for handles in inputs:
+            take_tensors(handles)  # frees them
         _check(code)
-        return take_tensors([output.value])[0]
+        return torch.cat(take_tensors([part.output for part in parts]))
 
 
 def _check(code: int) -> None:

@@ -43,6 +43,9 @@ class LocalExecutor:
     def discard(self) -> None:
         self._launched.clear()
 
+    def rest(self) -> None:
+        self.worker.rest()
+
     def compile(self, on_progress: Callable[[int, int], None] | None = None) -> None:
         self.worker.compile(on_progress)
 

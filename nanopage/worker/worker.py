@@ -89,6 +89,11 @@ class Worker:
         """Start a step. Does not wait for its result."""
         return self.runner.launch(batch)
 
+    def rest(self) -> None:
+        """No request is left."""
+        if self.compiled is not None:
+            self.compiled.start()
+
     def compile(self, on_progress: Callable[[int, int], None] | None = None) -> None:
         """Compile what can be compiled on this device, and wait for it. See `Compiled.compile`."""
         if self.compiled is not None:

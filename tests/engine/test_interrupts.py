@@ -114,6 +114,9 @@ class HashExecutor:
     def discard(self) -> None:
         self.results.clear()
 
+    def rest(self) -> None:
+        pass
+
     def move(self, batch: Batch) -> None:
         for block, host_block in batch.swap_out:
             self.host[host_block] = list(self.cache[block])

@@ -1,5 +1,7 @@
 """flash_attention.cpp against attention spelled out, compiled for several models, and for AVX2 as well."""
 
+from ctypes import c_void_p
+
 import pytest
 import torch
 from test_kernels import Pool, attention
@@ -39,10 +41,12 @@ def made(request, tmp_path_factory):
     return head_dim, group, block_size, dtype, Chain(file)
 
 
-def attend(chain, pool, q, query_lens, window):
-    out = torch.full_like(q, torch.nan)
+def attend(chain, pool, parts, query_lens, window):
+    """Attention of queries in parts. All but the last have the same number of rows."""
+    out = torch.full_like(torch.cat(parts), torch.nan)
     step = Step(ReferenceAttention(torch.empty(0), *pool.metadata(query_lens)))
-    chain.attend(step, q.data_ptr(), pool.cache.data_ptr(), pool.cache.shape[1], window or 0, out.data_ptr())
+    addresses, cache = (c_void_p * len(parts))(*(part.data_ptr() for part in parts)), pool.cache
+    chain.attend(step, addresses, len(parts[0]), cache.data_ptr(), cache.shape[1], window or 0, out.data_ptr())
     return out
 
 
@@ -58,8 +62,11 @@ def check(made, sequences, window):
         attention(r, pool.sequences[i][1].double(), pool.sequences[i][2].double(), window)
         for i, r in zip(query_lens, rows, strict=True)
     ]
-    out, tolerance = attend(chain, pool, q, query_lens, window), TOLERANCE[dtype]
-    torch.testing.assert_close(out.double(), torch.cat(exact), rtol=tolerance, atol=tolerance)
+    tolerance = TOLERANCE[dtype]
+    for part_rows in (len(q), len(q) // 3 + 1):
+        parts = [part.clone() for part in q.split(part_rows)]  # so that each is at a place of its own
+        out = attend(chain, pool, parts, query_lens, window)
+        torch.testing.assert_close(out.double(), torch.cat(exact), rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("window", [None, 1, 5, 100])
@@ -89,7 +96,7 @@ def test_large_scores_are_not_rounded_and_do_not_overflow(made):
             for i, rows in enumerate(q.split([70, 1]))
         ]
     )
-    out = attend(chain, pool, q, query_lens, None)
+    out = attend(chain, pool, [q], query_lens, None)
     torch.testing.assert_close(out.double(), exact, rtol=2**-5, atol=2**-5)
 
 
@@ -98,6 +105,6 @@ def test_nan_reaches_the_output_of_its_own_sequence_only(made):
     pool = Pool(KV_HEADS, head_dim, block_size, dtype)
     query_lens = {pool.add(11): 1, pool.add(35): 1, pool.add(12): 12}
     pool.cache[:, pool.sequences[1][0]] = torch.nan
-    out = attend(chain, pool, pool.random(14, KV_HEADS * group, head_dim), query_lens, None)
+    out = attend(chain, pool, [pool.random(14, KV_HEADS * group, head_dim)], query_lens, None)
     assert out[1].isnan().all()
     assert out[0].isfinite().all() and out[2:].isfinite().all()

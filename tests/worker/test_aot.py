@@ -181,6 +181,24 @@ def test_compiled_layers_equal_the_eager_ones_at_any_size(model, directory):
     assert_compiled_equals_eager(model, (LENGTHS, [40], [2], [1], [3, 3], [17, 1], [1] * 9))
 
 
+@pytest.mark.parametrize("num_threads", [2, 3, 7])
+def test_parts_of_a_step_that_threads_compute_equal_the_whole(model, directory, monkeypatch, num_threads):
+    monkeypatch.setattr(aot, "PART_ROWS", 2)
+    compiled, eager = (paged(model, compiled) for compiled in (True, False))
+    layers = compiled.way.layers
+    layers.num_threads = num_threads
+    layers.libraries = {
+        kind: Library(aot.find_file(directory, name), num_threads)
+        for name, kind in compiled.way.files.items()
+        if name != aot.CHAIN
+    }
+    for lengths in (LENGTHS, [40], [4], [num_threads * 2 + 1], [17, 1], [1] * 9):
+        for plan in PLANS:
+            for way in (compiled, eager):
+                way.restart(random_tokens(lengths, seed=len(lengths)))
+            assert_all_close(compiled.run(plan), eager.run(plan))
+
+
 @pytest.mark.skipif(not LONG, reason="compiles for 30 s; runs with NANOPAGE_LONG_TESTS=1")
 @pytest.mark.parametrize("tiles", [torch.int8, torch.bfloat16], ids=str)
 def test_compiled_layers_with_weights_in_tiles_equal_the_eager_ones(tmp_path, cache, tiles):
@@ -405,16 +423,21 @@ def test_a_request_that_is_interrupted_goes_on_as_it_began(model, not_ready, mon
     assert compiled_in(engine)
 
 
-def test_compiling_begins_with_the_first_step(model, monkeypatch, tmp_path):
+@pytest.mark.parametrize("end", ["the last token", "an abort"])
+def test_compiling_begins_when_no_request_is_left(model, monkeypatch, tmp_path, end):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     started = []
-    monkeypatch.setattr(aot.Compiled, "start", lambda self: started.append(self))
+    monkeypatch.setattr(aot.Compiled, "_spawn", lambda self: started.append(self) or subprocess.Popen(["true"]))
     engine = engine_of(model)
-    engine.add_request("0", [5, 6, 7], SamplingParams(temperature=1.0, max_tokens=4))
-    assert not started
+    for i in range(2):
+        engine.add_request(str(i), [5, 6, 7], SamplingParams(temperature=1.0, max_tokens=4 + i, ignore_eos=True))
     while engine.has_unfinished_requests():
-        engine.step()
-        assert len(started) == 1
+        assert not started
+        if engine.step()[-1].outputs[0].token_ids[3:] and end == "an abort":
+            engine.abort("1")
+    assert len(started) == 1
+    run(engine)
+    assert len(started) == 1
 
 
 def compile_by_command(*arguments):

@@ -54,7 +54,7 @@ def waiting(tmp_path):
     command = [get_cpp_compiler(), "-shared", "-fPIC", str(tmp_path / "waiting.cpp")]
     command += [f"-L{torch_libraries}", "-ltorch_cpu", "-o", str(tmp_path / "waiting.so")]
     subprocess.run(command, check=True)
-    library = Library(tmp_path / "waiting.so")
+    library = Library(tmp_path / "waiting.so", 2)
     return library, ctypes.c_int.in_dll(library.library, "flag")
 
 
@@ -69,16 +69,22 @@ def layers_of(num_layers):
     return Layers([FixedInputs([])] * num_layers, torch.zeros(num_layers, 2, 1, NUM_KV_HEADS, 32), [None] * num_layers)
 
 
-def run_layers(chain, function, num_layers, x):
+def run_layers(chain, function, num_layers, x, num_parts=1):
     zeros = torch.zeros(1, dtype=torch.int64)
-    attention = ReferenceAttention(zeros, zeros[None], zeros + 1, zeros + 1)
-    return chain.run_layers(function, function, layers_of(num_layers), x, x, x, attention, torch.empty_like(x))
+    attention = ReferenceAttention(zeros.expand(len(x)), zeros[None], zeros + 1, zeros + 1)
+    return chain.run_layers(
+        function, function, layers_of(num_layers), x, x, x, attention, torch.empty_like(x), num_parts
+    )
 
 
 def test_a_function_that_fails_is_an_error(chain, waiting):
     function, _ = waiting
-    x = torch.arange(8.0).view(1, NUM_KV_HEADS, HEAD_DIM)
-    for fails in (lambda: chain.call(function, FixedInputs([]), x), lambda: run_layers(chain, function, 2, x)):
+    x = torch.arange(32.0).view(4, NUM_KV_HEADS, HEAD_DIM)
+    for fails in (
+        lambda: chain.call(function, FixedInputs([]), x),
+        lambda: run_layers(chain, function, 2, x),
+        lambda: run_layers(chain, function, 2, x, num_parts=2),
+    ):
         with pytest.raises(RuntimeError, match="compiled code failed"):
             fails()
 
@@ -86,13 +92,14 @@ def test_a_function_that_fails_is_an_error(chain, waiting):
 def test_calls_and_the_end_of_fixed_inputs_free_their_tensors(chain, waiting):
     function, flag = waiting
     flag.value = 1
-    array = np.arange(8, dtype=np.float32)
+    array = np.arange(32, dtype=np.float32)
     before = sys.getrefcount(array)
-    x = torch.from_numpy(array).view(1, NUM_KV_HEADS, HEAD_DIM)
+    x = torch.from_numpy(array).view(4, NUM_KV_HEADS, HEAD_DIM)
     held = sys.getrefcount(array)
     assert torch.equal(chain.call(function, FixedInputs([]), x), x)
     for num_layers in (1, 3):
-        assert torch.equal(run_layers(chain, function, num_layers, x), x)
+        for num_parts in (1, 2):
+            assert torch.equal(run_layers(chain, function, num_layers, x, num_parts), x)
     assert sys.getrefcount(array) == held
     fixed = FixedInputs([x])
     del x

@@ -8,6 +8,8 @@
 // The compiler is given HEAD_DIM (even), NUM_KV_HEADS, GROUP (query heads of a KV head), BLOCK_SIZE, THREADS, and
 // BFLOAT16 (see registers.h).
 
+#include <omp.h>
+
 #include "registers.h"
 
 namespace {
@@ -19,6 +21,7 @@ constexpr int KEY_COLUMNS = round_up(KEYS, LANES);
 constexpr int DIMS = round_up(HEAD_DIM, LANES);
 constexpr int SPLIT_KEYS = 4 * KEYS;  // a query by itself is computed by pieces, so that threads can share them
 constexpr int64_t PAGE = HEAD_DIM * BLOCK_SIZE;
+constexpr int64_t ROW = NUM_KV_HEADS * GROUP * HEAD_DIM;  // of q and the output
 constexpr float LOWEST = -1e30f;             // `largest` of a row that has seen nothing
 constexpr float HIDDEN = -__builtin_inff();  // a score that is masked
 
@@ -38,7 +41,9 @@ struct Piece {
 };
 
 struct Layer {
-    const Stored *q, *keys, *values;
+    const Stored* const* q;  // its parts
+    int64_t part_rows;       // rows of each part but the last
+    const Stored *keys, *values;
     Stored* out;
     int64_t window;  // 0: none
 };
@@ -148,9 +153,15 @@ void softmax(Scratch& scratch, int rows, Seen seen) {
     }
 }
 
-int64_t offset(const Piece& piece, int row) {  // of a row in q and in the output
+const Stored* q_of(const Layer& layer, const Piece& piece, int row) {
     const int64_t query = piece.sequence.row + piece.query + row / GROUP;
-    return ((query * NUM_KV_HEADS + piece.head) * GROUP + row % GROUP) * HEAD_DIM;
+    return layer.q[query / layer.part_rows] + query % layer.part_rows * ROW +
+           (piece.head * GROUP + row % GROUP) * HEAD_DIM;
+}
+
+Stored* out_of(const Layer& layer, const Piece& piece, int row) {
+    const int64_t query = piece.sequence.row + piece.query + row / GROUP;
+    return layer.out + query * ROW + (piece.head * GROUP + row % GROUP) * HEAD_DIM;
 }
 
 // Write a row of the output, or its part of `partial` if there are more splits.
@@ -160,7 +171,8 @@ void finish(const Layer& layer, const Piece& piece, int row, const float* out, f
         std::copy(out, out + DIMS, partial->out[row]);
         partial->largest[row] = largest, partial->total[row] = total;
     } else {
-        for (int i = 0; i < HEAD_DIM; i++) layer.out[offset(piece, row) + i] = narrow(out[i] / total);
+        Stored* to = out_of(layer, piece, row);
+        for (int i = 0; i < HEAD_DIM; i++) to[i] = narrow(out[i] / total);
     }
 }
 
@@ -169,7 +181,7 @@ void attend_piece(const Layer& layer, const Piece& piece, Partial* partial, Scra
     const int rows = GROUP * std::min<int64_t>(TILE_QUERIES, sequence.num_queries - piece.query);
     const int64_t position = sequence.num_keys - sequence.num_queries + piece.query;  // of the first query
     for (int i = 0; i < rows; i++) {
-        const Stored* q = layer.q + offset(piece, i);
+        const Stored* q = q_of(layer, piece, i);
         for (int j = 0; j < HEAD_DIM; j++) scratch.q[i][j] = element(q[j]);
         std::memset(scratch.out[i], 0, sizeof scratch.out[i]);
         scratch.largest[i] = LOWEST, scratch.total[i] = Floats{};
@@ -214,41 +226,77 @@ struct Step {
     const int64_t *query_lens, *seq_lens;
 };
 
+namespace {
+
+// The pieces of a step, and the results of those that are splits.
+struct Work {
+    std::vector<Piece> pieces;
+    std::vector<Partial> partials;  // none if there are no splits
+
+    Work(const Step& step, int64_t window) {
+        bool any_split = false;
+        int64_t row = 0;
+        for (int64_t i = 0; i < step.num_sequences; row += step.query_lens[i++]) {
+            const int64_t* blocks = step.block_tables + i * step.table_width;
+            const Sequence sequence{blocks, row, step.query_lens[i], step.seq_lens[i]};
+            for (int64_t query = 0; query < sequence.num_queries; query += TILE_QUERIES) {
+                const int64_t position = sequence.num_keys - sequence.num_queries + query;
+                const int64_t end = std::min(position + TILE_QUERIES, sequence.num_keys);
+                const int64_t first = window ? std::max<int64_t>(0, position + 1 - window) / KEYS * KEYS : 0;
+                const int64_t length = sequence.num_queries == 1 ? SPLIT_KEYS : end - first;
+                const int num_splits = (end - first + length - 1) / length;
+                any_split |= num_splits > 1;
+                for (int head = 0; head < NUM_KV_HEADS; head++)
+                    for (int split = 0; split < num_splits; split++) {
+                        const int64_t from = first + split * length, to = std::min(from + length, end);
+                        pieces.push_back({sequence, query, head, from, to, split, num_splits});
+                    }
+            }
+        }
+        if (any_split) partials.resize(pieces.size());
+    }
+};
+
+// All threads of a parallel region call this. It begins when the last one has, and returns when all is done.
+void attend_together(const Step& step, const Layer& layer) {
+    Work* work;
+#pragma omp single copyprivate(work)
+    work = new Work(step, layer.window);
+    const int64_t num_pieces = work->pieces.size(), num_partials = work->partials.size();
+    static thread_local Scratch scratch;
+#pragma omp for schedule(dynamic)
+    // The last tiles of a prompt see the most keys: begin with them.
+    for (int64_t i = num_pieces - 1; i >= 0; i--) {
+        const Piece& piece = work->pieces[i];
+        attend_piece(layer, piece, piece.num_splits > 1 ? &work->partials[i] : nullptr, scratch);
+    }
+    if (num_partials)
+#pragma omp for
+        for (int64_t i = 0; i < num_partials; i++) {
+            const Piece& piece = work->pieces[i];
+            if (piece.num_splits > 1 && piece.split == 0) merge(layer, piece, &work->partials[i]);
+        }
+#pragma omp single nowait
+    delete work;
+}
+
+}  // namespace
+
 // Causal attention of q [T, heads, HEAD_DIM] over a layer's cache [2, num_blocks, NUM_KV_HEADS, HEAD_DIM * BLOCK_SIZE].
 // Writes `out`, of q's shape. A query sees the last `window` tokens up to itself, or all of them if `window` is 0.
-extern "C" void attend(const Step& step, const void* q, const void* kv_cache, int64_t num_blocks, int64_t window,
-                       void* out) {
+//
+// q: the addresses of its parts, each of `part_rows` rows except the last, which may have fewer.
+//
+// In a parallel region, all threads must call this. Elsewhere, it starts THREADS threads.
+extern "C" void attend(const Step& step, const void* const* q, int64_t part_rows, const void* kv_cache,
+                       int64_t num_blocks, int64_t window, void* out) {
     const auto keys = (const Stored*)kv_cache;
-    const Layer layer{(const Stored*)q, keys, keys + num_blocks * NUM_KV_HEADS * PAGE, (Stored*)out, window};
-    std::vector<Piece> pieces;
-    int64_t row = 0;
-    for (int64_t i = 0; i < step.num_sequences; row += step.query_lens[i++]) {
-        const Sequence sequence{step.block_tables + i * step.table_width, row, step.query_lens[i], step.seq_lens[i]};
-        for (int64_t query = 0; query < sequence.num_queries; query += TILE_QUERIES) {
-            const int64_t position = sequence.num_keys - sequence.num_queries + query;
-            const int64_t end = std::min(position + TILE_QUERIES, sequence.num_keys);
-            const int64_t first = window ? std::max<int64_t>(0, position + 1 - window) / KEYS * KEYS : 0;
-            const int64_t length = sequence.num_queries == 1 ? SPLIT_KEYS : end - first;
-            const int num_splits = (end - first + length - 1) / length;
-            for (int head = 0; head < NUM_KV_HEADS; head++)
-                for (int split = 0; split < num_splits; split++) {
-                    const int64_t from = first + split * length;
-                    pieces.push_back({sequence, query, head, from, std::min(from + length, end), split, num_splits});
-                }
-        }
-    }
-    std::vector<Partial> partials;
-    if (std::any_of(pieces.begin(), pieces.end(), [](const Piece& piece) { return piece.num_splits > 1; }))
-        partials.resize(pieces.size());
+    const Stored* values = keys + num_blocks * NUM_KV_HEADS * PAGE;
+    const Layer layer{(const Stored* const*)q, part_rows, keys, values, (Stored*)out, window};
+    if (omp_in_parallel()) {
+        attend_together(step, layer);
+    } else {
 #pragma omp parallel num_threads(THREADS)
-    {
-        static thread_local Scratch scratch;
-#pragma omp for schedule(dynamic)
-        // The last tiles of a prompt see the most keys: begin with them.
-        for (int64_t i = pieces.size() - 1; i >= 0; i--)
-            attend_piece(layer, pieces[i], pieces[i].num_splits > 1 ? &partials[i] : nullptr, scratch);
-#pragma omp for
-        for (size_t i = 0; i < pieces.size(); i++)
-            if (pieces[i].num_splits > 1 && pieces[i].split == 0) merge(layer, pieces[i], &partials[i]);
+        attend_together(step, layer);
     }
 }
