@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import gc
 import logging
 import math
 import os
@@ -211,6 +212,8 @@ class Server(uvicorn.Server):
             self.state.llm = AsyncLLM.from_engine_args(self.engine_args)
             if changed := changed_defaults(self.state.llm):
                 logger.info(f"requests without these parameters get those of generation_config.json: {changed}")
+            gc.collect()
+            gc.freeze()  # so that no later collection visits all that has been imported and loaded
             print(self._ready_line(), flush=True)
         except BaseException as error:  # what tokenizers raises when Rust panics is not an Exception
             self.state.error = str(error) or type(error).__name__
