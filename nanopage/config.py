@@ -96,7 +96,8 @@ class EngineConfig:
             once the engine is idle (see worker/aot.py). On a GPU they are compiled at start, and decode steps are
             captured as CUDA graphs (see worker/jit.py and worker/cuda_graphs.py).
         quantization: "int8" stores each weight of linear layers, and of an embedding tied to the head, in one byte (see
-            layers/tiled.py); activations and KV stay in `dtype`. Only on a CPU. None: weights are in `dtype`.
+            layers/tiled.py), and rounds the activations that they multiply to one byte. Everything else, such as KV, is
+            in `dtype`. Only on a CPU. None: weights are in `dtype`.
         async_scheduling: submit a step before the results of the previous one have been read, so that a GPU need not
             wait for Python. Outputs are the same, but come one call of `step` later. None: only on a GPU.
         load_format: "auto" reads the model's weights. "dummy" draws random ones, to measure speed: a directory with

@@ -239,6 +239,16 @@ class Paged:
         return self.logits
 
 
+def assert_close_but_for_rounding(ours, theirs):
+    """Where an activation is rounded to another integer, all tokens after it in the sequence differ.
+
+    Args: logits [T, vocab_size], of the same model with int8 activations.
+    """
+    differences = (ours - theirs).abs().amax(1) / theirs.std()
+    assert differences.max() < 0.4
+    assert differences.sort().values[len(differences) // 4] < 2e-4
+
+
 def assert_all_close(got, expected, tolerance=2e-4):
     for ours, theirs in zip(got, expected, strict=True):
         assert ours.shape == theirs.shape

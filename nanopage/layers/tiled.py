@@ -1,5 +1,5 @@
-"""Linear layers and an embedding for a CPU, with weights of fewer bits than activations: int8 with a scale for each
-output, or bfloat16 (see kernels/cpu/tile_linear.py).
+"""Linear layers and an embedding for a CPU, with weights in tiles: int8 with a scale for each output, whose inputs are
+rounded to int8 as well, or bfloat16 (see kernels/cpu/tile_linear.py).
 
 `tile` replaces plain modules with these once the weights are loaded.
 """
@@ -21,7 +21,8 @@ class TiledLinear(nn.Module):
 
     def __init__(self, linear: Linear, dtype: torch.dtype):
         super().__init__()
-        self.out_features, self.dtype = linear.out_features, linear.weight.dtype
+        self.out_features, self.in_features = linear.out_features, linear.in_features
+        self.dtype = linear.weight.dtype
         tiles, scales = tile_linear.tile(linear.weight.data, dtype)
         self.register_buffer("tiles", tiles, persistent=False)
         self.register_buffer("scales", scales, persistent=False)
@@ -40,12 +41,12 @@ class TiledEmbedding(nn.Module):
 
     def __init__(self, head: TiledLinear):
         super().__init__()
-        self.dtype = head.dtype
+        self.in_features, self.dtype = head.in_features, head.dtype
         self.register_buffer("tiles", head.tiles, persistent=False)
         self.register_buffer("scales", head.scales, persistent=False)
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        return tile_linear.rows(self.tiles, self.scales, input_ids, self.dtype)
+        return tile_linear.rows(self.tiles, self.scales, input_ids, self.in_features, self.dtype)
 
 
 def tile(module: nn.Module, dtype: torch.dtype) -> None:

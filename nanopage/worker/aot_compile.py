@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from nanopage.config import ModelConfig
 from nanopage.kernels import pages
-from nanopage.kernels.cpu import packed_linear
+from nanopage.kernels.cpu import packed_linear, tile_linear
 from nanopage.kernels.cpu.packed_linear import TILE, matvec
 from nanopage.layers.packed import PackedLinear, PackedRowLinear, pack
 from nanopage.layers.tiled import tile
@@ -114,7 +114,7 @@ def compile_head(config: ModelConfig, dtype: torch.dtype, tiles: torch.dtype | N
     many = None if num_rows == 1 else any_size
     num_tiles = 500
     if tiles:
-        weight = [torch.zeros(num_tiles, config.hidden_size, TILE, dtype=tiles), torch.zeros(num_tiles, TILE)]
+        weight = list(tile_linear.tile(torch.zeros(num_tiles * TILE, config.hidden_size, dtype=dtype), tiles))
     else:
         per_word = 4 // dtype.itemsize
         word = torch.int32 if per_word == 2 else torch.float32

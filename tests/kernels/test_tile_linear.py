@@ -47,17 +47,34 @@ def test_it_equals_the_plain_product(made, weights, num_rows, out_features, in_f
     weight *= torch.logspace(-3, 3, out_features)[:, None]
     tiles, scales = tile_linear.tile(weight, weights)
     x = torch.randn(num_rows, in_features, generator=generator).to(dtype)
+    x[:, : in_features // 2] *= 100  # so that groups have other scales
     out = multiply(function, x, tiles, scales)
-    exact = tile_linear.product(x.double(), tiles, scales.double())
-    size = tile_linear.product(x.abs().double(), tiles.abs(), scales.double())
+    stored = tile_linear.rows(tiles, scales.double(), torch.arange(scales.numel()), in_features, torch.float64)
+    rounded = tile_linear.round_activations(x.double()) if weights == torch.int8 else x.double()
+    exact, size = rounded @ stored.T, rounded.abs() @ stored.abs().T
+    torch.testing.assert_close(tile_linear.product(x.double(), tiles, scales.double()), exact)
     assert out.dtype == dtype and out.shape == exact.shape
     # The sum is float32, and bfloat16 rounds it once.
     assert ((out.double() - exact).abs() <= 1e-6 * size + (2**-8 * exact.abs() if dtype == torch.bfloat16 else 0)).all()
+
+
+def test_int8_is_within_a_step_of_what_it_stands_for():
+    generator = torch.Generator().manual_seed(0)
+    weight, x = (torch.randn(size, generator=generator) for size in ((70, 300), (9, 300)))
+    x[2] = 0
+    tiles, scales = tile_linear.tile(weight, torch.int8)
+    stored = tile_linear.rows(tiles, scales, torch.arange(70), 300, torch.float32)
+    assert ((stored - weight).abs() <= weight.abs().amax(1, keepdim=True) / 253).all()
+    for group, rounded in zip(x.split(64, 1), tile_linear.round_activations(x).split(64, 1), strict=True):
+        assert ((rounded - group).abs() <= group.abs().amax(1, keepdim=True) / 253).all()
 
 
 def test_nan_and_infinity_stay_in_their_rows(made):
     dtype, function = made
     x = torch.ones(3, 32, dtype=dtype)
     x[0, 3], x[1, 5] = torch.nan, torch.inf
-    out = multiply(function, x, *tile_linear.tile(torch.ones(64, 32), torch.int8))
-    assert out[0].isnan().all() and (out[1] == torch.inf).all() and (out[2] == 32).all()
+    for weights in (torch.int8, torch.bfloat16):
+        tiles = tile_linear.tile(torch.ones(64, 32), weights)
+        for out in (multiply(function, x, *tiles), tile_linear.product(x, *tiles)):
+            assert out[0].isnan().all() and not out[1].isfinite().any()
+            torch.testing.assert_close(out[2], torch.full((64,), 32, dtype=dtype), rtol=2e-3, atol=0)

@@ -22,8 +22,8 @@ constexpr int DIMS = round_up(HEAD_DIM, LANES);
 constexpr int SPLIT_KEYS = 4 * KEYS;  // a query by itself is computed by pieces, so that threads can share them
 constexpr int64_t PAGE = HEAD_DIM * BLOCK_SIZE;
 constexpr int64_t ROW = NUM_KV_HEADS * GROUP * HEAD_DIM;  // of q and the output
-constexpr float LOWEST = -1e30f;             // `largest` of a row that has seen nothing
-constexpr float HIDDEN = -__builtin_inff();  // a score that is masked
+constexpr float LOWEST = -1e30f;                          // `largest` of a row that has seen nothing
+constexpr float HIDDEN = -__builtin_inff();               // a score that is masked
 
 struct Sequence {
     const int64_t* blocks;

@@ -27,6 +27,8 @@ constexpr int ROWS = 6;  // of sums that are in registers together
 
 typedef float Floats __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef int32_t Ints __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef uint32_t Unsigned __attribute__((vector_size(4 * LANES)));
+typedef uint16_t Halves __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
 
 #ifdef __AVX512F__
 constexpr Ints LANE = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
@@ -44,7 +46,7 @@ using Stored = uint16_t;  // as in the cache, q and the output
     return wide;
 }
 
-Stored narrow(float x) {  // to the nearest, ties to even
+[[maybe_unused]] Stored narrow(float x) {  // to the nearest, ties to even
     if (x != x) return 0x7fc0;
     uint32_t bits;
     std::memcpy(&bits, &x, 4);
@@ -53,7 +55,7 @@ Stored narrow(float x) {  // to the nearest, ties to even
 #else
 using Stored = float;
 [[maybe_unused]] float widen(Stored x) { return x; }
-Stored narrow(float x) { return x; }
+[[maybe_unused]] Stored narrow(float x) { return x; }
 #endif
 
 // A word is what one lane of a vector multiplies at once: a float, or a pair of bfloat16 that are adjacent in the
@@ -80,6 +82,18 @@ using Words = Floats;
 Floats multiply_add(Floats sum, Word a, Words b) { return sum + a * b; }
 [[maybe_unused]] void store(Element* to, Floats x) { *(Floats*)to = x; }
 #endif
+
+// Write a register of what is computed.
+[[maybe_unused]] void narrow(Stored* to, Floats x) {
+#ifdef BFLOAT16_PRODUCTS
+    store(to, x);
+#elif BFLOAT16
+    const Unsigned bits = (Unsigned)x, rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+    *(Halves*)to = __builtin_convertvector(x == x ? rounded : Unsigned{} + 0x7fc0, Halves);
+#else
+    *(Floats*)to = x;
+#endif
+}
 
 constexpr int round_up(int n, int multiple) { return (n + multiple - 1) / multiple * multiple; }
 
