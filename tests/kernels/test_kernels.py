@@ -459,7 +459,8 @@ class TestTiledLinear:
         return weight.to(dtype)
 
     def dequantized(self, weight):
-        return tile_linear.rows(*tile_linear.tile(weight, torch.int8), torch.arange(len(weight)), torch.float32)
+        tiles, ids = tile_linear.tile(weight, torch.int8), torch.arange(len(weight))
+        return tile_linear.rows(*tiles, ids, weight.shape[1], torch.float32)
 
     @SIZES
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -473,18 +474,19 @@ class TestTiledLinear:
         weight = torch.randint(-127, 128, (128, 64), generator=torch.Generator().manual_seed(0)).float()
         weight[:, 3] = -127
         tiles, scales = tile_linear.tile(weight, torch.int8)
-        assert (tiles.dtype, tiles.numel(), scales.numel()) == (torch.int8, weight.numel(), len(weight))
+        assert (tiles.itemsize, tiles.numel(), scales.numel()) == (1, weight.numel(), len(weight))
         assert torch.equal(self.dequantized(weight), weight)
 
     @SIZES
-    @pytest.mark.parametrize("num_rows", [1, 2, 4, 9])
-    def test_products_are_those_of_the_rounded_weight(self, num_rows, out_features, in_features):
+    @pytest.mark.parametrize("num_rows", [1, 2, 16, 17])
+    def test_products_are_those_of_the_rounded_values(self, num_rows, out_features, in_features):
         weight = self.weight(out_features, in_features)
         x = torch.randn(num_rows, in_features, generator=torch.Generator().manual_seed(1))
         rounded = self.dequantized(weight).double()
         for dtype, rtol in ((torch.float32, 1e-6), (torch.bfloat16, 2**-7)):
             out = tile_linear.product(x.to(dtype), *tile_linear.tile(weight, torch.int8))[:, :out_features]
-            exact, size = x.to(dtype).double() @ rounded.T, x.double().abs() @ rounded.abs().T
+            inputs = tile_linear.round_activations(x.to(dtype).double())
+            exact, size = inputs @ rounded.T, inputs.abs() @ rounded.abs().T
             assert out.dtype == dtype
             assert ((out.double() - exact).abs() <= rtol * size).all()
 
@@ -507,6 +509,6 @@ class TestTiledLinear:
         x = torch.randn(5, in_features, generator=torch.Generator().manual_seed(1))
         out = TiledLinear(linear, torch.int8)(x)
         assert out.shape == (5, out_features)
-        exact = x @ self.dequantized(weight).T
+        exact = tile_linear.round_activations(x) @ self.dequantized(weight).T
         size = x.abs() @ self.dequantized(weight).abs().T + 3
         assert ((out - 3 - exact).abs() <= 1e-5 * size).all()
