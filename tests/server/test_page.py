@@ -177,9 +177,12 @@ def test_a_conversation_gets_the_answers_of_the_api(page, server):
     shown = page.evaluate("log.lastChild.firstChild.innerText")
     assert shown.split()[:3] == expected.split()[:3]
     assert re.match(
-        r"30 tokens · [\d.]+ tokens/s · first after .* s · cut off at the limit",
+        r"30 tokens · ([\d.]+ tokens/s · )?first after .* s · cut off at the limit",
         page.evaluate("log.lastChild.lastChild.innerText"),
     )
+    summary = "summary({ completion_tokens: 3 }, 'length', 0.1, %s)"
+    assert page.evaluate(summary % 0.5) == "3 tokens · 4.0 tokens/s · first after 0.10 s · cut off at the limit"
+    assert page.evaluate(summary % 0) == "3 tokens · first after 0.10 s · cut off at the limit"  # all in one piece
 
     retry = "log.lastChild.querySelector('.meta button').click(), [messages.length, log.children.length]"
     assert page.evaluate(retry) == [2, 4]
