@@ -173,13 +173,17 @@ class Paged:
 
     Blocks are handed out at random, and everything in the cache that was never handed out is NaN.
 
-    Args: make_way: makes a way to run steps from (model, kv_cache, table, config).
+    Args:
+        make_way: makes a way to run steps from (model, kv_cache, table, config).
+        tiles: the dtype of weights in tiles, or "blocks" if they are to be those of a .gguf file.
     """
 
     def __init__(self, directory, sequences, dtype=torch.float32, make_way=None, tiles=None, seed=0):
         config = loader.read_config(directory)
-        model = loader.load_model(directory, config, dtype, CPU)
-        if tiles is not None:
+        model = loader.load_model(directory, config, dtype, CPU, tiled=tiles == "blocks")
+        if tiles == "blocks":
+            pass
+        elif tiles is not None:
             tile(model, tiles)
         elif make_way is not None:
             pack(model)

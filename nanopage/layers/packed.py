@@ -57,18 +57,18 @@ class PackedEmbedding(nn.Module):
 
 def pack(module: nn.Module, kind: type[PackedLinear] = PackedLinear) -> None:
     """Pack every Linear in a module, and the embedding if it is tied to a Linear that has tiles."""
-    replace_linears(module, kind, lambda head: None if head.tiles is None else PackedEmbedding(head.tiles))
+    replace_linears(module, kind, lambda head, _: None if head.tiles is None else PackedEmbedding(head.tiles))
 
 
 def replace_linears(
-    module: nn.Module, replace: Callable[[Linear], Any], replace_tied: Callable[[Any], nn.Module | None]
+    module: nn.Module, replace: Callable[[Linear], Any], replace_tied: Callable[[Any, Embedding], nn.Module | None]
 ) -> None:
     """Replace every Linear in a module, one after the other, so that at most one matrix exists twice.
 
     Args:
         replace: makes the replacement of a Linear.
-        replace_tied: makes the replacement of an embedding that is tied to a Linear, from the Linear's replacement. If
-            it returns None, the embedding stays as it is.
+        replace_tied: makes the replacement of an embedding that is tied to a Linear, from the Linear's replacement and
+            the embedding. If it returns None, the embedding stays as it is.
     """
     children = [(parent, name, child) for parent in module.modules() for name, child in parent.named_children()]
     for parent, name, child in children:
@@ -77,8 +77,9 @@ def replace_linears(
         replacement = replace(child)
         setattr(parent, name, replacement)
         for place, place_name, other in children:
-            tied = isinstance(other, Embedding) and other.weight is child.weight
-            if tied and (embedding := replace_tied(replacement)) is not None:
+            if not isinstance(other, Embedding) or other.weight is not child.weight:
+                continue
+            if (embedding := replace_tied(replacement, other)) is not None:
                 setattr(place, place_name, embedding)
                 other.register_parameter("weight", None)
         child.register_parameter("weight", None)

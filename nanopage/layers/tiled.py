@@ -1,49 +1,55 @@
-"""Linear layers and an embedding for a CPU, with weights in tiles: int8 with a scale for each output, whose inputs are
-rounded to int8 as well, or bfloat16 (see kernels/cpu/tile_linear.py).
+"""Linear layers and an embedding for a CPU, with weights in tiles: integers, whose inputs are rounded to int8 as well,
+or bfloat16 (see kernels/cpu/tile_linear.py).
 
-`tile` replaces plain modules with these once the weights are loaded.
+`tile` replaces plain modules with these once the weights are loaded. Those of a quantized .gguf file are made by
+weights/gguf_tiles.py.
 """
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
 from nanopage.kernels.cpu import tile_linear
+from nanopage.layers.embedding import Embedding
 from nanopage.layers.linear import Linear
 from nanopage.layers.packed import replace_linears
 
 
 class TiledLinear(nn.Module):
-    """A Linear whose weight exists only in tiles of `dtype`."""
+    """A Linear whose weight exists only in tiles.
+
+    product: computes products when a step runs eagerly, as the operator nanopage::tile_linear does.
+    """
 
     tiles: Tensor
     scales: Tensor
     bias: Tensor | None
 
-    def __init__(self, linear: Linear, dtype: torch.dtype):
+    def __init__(self, linear: Linear, tiles: Tensor, scales: Tensor):
         super().__init__()
-        self.out_features, self.in_features = linear.out_features, linear.in_features
-        self.dtype = linear.weight.dtype
-        tiles, scales = tile_linear.tile(linear.weight.data, dtype)
+        self.parts, self.out_features, self.in_features = linear.parts, linear.out_features, linear.in_features
         self.register_buffer("tiles", tiles, persistent=False)
         self.register_buffer("scales", scales, persistent=False)
         self.bias = linear.bias
+        self.product: Callable[[Tensor, Tensor, Tensor], Tensor] = torch.ops.nanopage.tile_linear
 
     def forward(self, x: Tensor) -> Tensor:
-        y = torch.ops.nanopage.tile_linear(x, self.tiles, self.scales)[:, : self.out_features]
+        y = self.product(x, self.tiles, self.scales)[:, : self.out_features]
         return y if self.bias is None else y + self.bias
 
 
 class TiledEmbedding(nn.Module):
-    """An embedding tied to a tiled head. The two share one matrix."""
+    """An embedding in tiles, which may be those of a TiledLinear. `dtype` is that of activations."""
 
     tiles: Tensor
     scales: Tensor
 
-    def __init__(self, head: TiledLinear):
+    def __init__(self, tiles: Tensor, scales: Tensor, in_features: int, dtype: torch.dtype):
         super().__init__()
-        self.in_features, self.dtype = head.in_features, head.dtype
-        self.register_buffer("tiles", head.tiles, persistent=False)
-        self.register_buffer("scales", head.scales, persistent=False)
+        self.in_features, self.dtype = in_features, dtype
+        self.register_buffer("tiles", tiles, persistent=False)
+        self.register_buffer("scales", scales, persistent=False)
 
     def forward(self, input_ids: Tensor) -> Tensor:
         return tile_linear.rows(self.tiles, self.scales, input_ids, self.in_features, self.dtype)
@@ -51,4 +57,11 @@ class TiledEmbedding(nn.Module):
 
 def tile(module: nn.Module, dtype: torch.dtype) -> None:
     """Tile every Linear in a module, and the embedding if it is tied to one of them. dtype: int8 or bfloat16."""
-    replace_linears(module, lambda linear: TiledLinear(linear, dtype), TiledEmbedding)
+
+    def replace(linear: Linear) -> TiledLinear:
+        return TiledLinear(linear, *tile_linear.tile(linear.weight.data, dtype))
+
+    def replace_tied(head: TiledLinear, embedding: Embedding) -> TiledEmbedding:
+        return TiledEmbedding(head.tiles, head.scales, head.in_features, embedding.weight.dtype)
+
+    replace_linears(module, replace, replace_tied)

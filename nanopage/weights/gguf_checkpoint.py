@@ -7,7 +7,7 @@ its names, its reordering of q and k rows in the llama architecture, its flat li
 import json
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cached_property
 from math import prod
 from pathlib import Path
@@ -128,30 +128,47 @@ class GGUFCheckpoint:
             config["eos_token_id"] = sorted(ends) if len(ends) > 1 else ends.pop()
         return config
 
-    def pieces(self) -> Iterator[tuple[str, int, np.ndarray]]:
-        """(name in transformers, first row, float32 rows) of every tensor, in pieces of at most 2^17 elements, or
-        of one head, row or vector where that is more.
+    def pieces(self, names: Iterable[str] | None = None) -> Iterator[tuple[str, int, np.ndarray]]:
+        """(name in transformers, first row, float32 rows) of these tensors, or of every tensor, in pieces of at most
+        2^17 elements, or of one head, row or vector where that is more.
 
         Raises: ValueError if rows cannot be divided among the heads.
         """
-        heads = {}
-        if self.architecture == "llama":
-            num_heads = self._size("{arch}.attention.head_count", "num_attention_heads")
-            heads["q_proj"] = num_heads
-            heads["k_proj"] = self._size("{arch}.attention.head_count_kv", "num_key_value_heads", num_heads)
-        for name, tensor in self.weights.items():
+        for name in self.weights if names is None else names:
+            tensor = self.weights[name]
             num_rows, *row = tensor.shape
-            num_heads = heads.get(name.split(".")[-2], 0)
-            if num_heads and num_rows % (2 * num_heads):
-                raise ValueError(
-                    f"{self.path}: {tensor.name} has {num_rows} rows, which {num_heads} heads cannot share"
-                )
+            num_heads = self._num_reordered_heads(name)
             # Rows are reordered within a head, so a piece has whole heads.
             unit = num_rows // num_heads if num_heads else 1
             step = unit * max(1, PIECE_ELEMENTS // (unit * prod(row))) if row else num_rows
             for start in range(0, num_rows, step):
                 piece = self._dequantize(tensor, start, min(start + step, num_rows))
                 yield name, start, _unpermute(piece, len(piece) // unit) if num_heads else piece
+
+    def stored_rows(self, name: str) -> np.ndarray:
+        """The stored bytes of a matrix, with rows in transformers' order: uint8 [rows, bytes of a row].
+
+        Raises: ValueError as `pieces`.
+        """
+        tensor = self.weights[name]
+        data = read_rows(self.path, tensor, 0, tensor.shape[0])
+        num_heads = self._num_reordered_heads(name)
+        return np.ascontiguousarray(_unpermute(data, num_heads)) if num_heads else data
+
+    def _num_reordered_heads(self, name: str) -> int:
+        """The number of heads whose rows llama.cpp has reordered, or 0. Raises: ValueError as `pieces`."""
+        part = name.split(".")[-2]
+        if self.architecture != "llama" or part not in ("q_proj", "k_proj"):
+            return 0
+        num_heads = self._size("{arch}.attention.head_count", "num_attention_heads")
+        if part == "k_proj":
+            num_heads = self._size("{arch}.attention.head_count_kv", "num_key_value_heads", num_heads)
+        tensor = self.weights[name]
+        if tensor.shape[0] % (2 * num_heads):
+            raise ValueError(
+                f"{self.path}: {tensor.name} has {tensor.shape[0]} rows, which {num_heads} heads cannot share"
+            )
+        return num_heads
 
     def tokenizer(self) -> Tokenizer:
         """The file's tokenizer.

@@ -18,8 +18,10 @@ from torch import Tensor, nn
 from nanopage.config import ModelConfig
 from nanopage.device import free_bytes
 from nanopage.layers.linear import Linear
+from nanopage.layers.tiled import TiledLinear
 from nanopage.model_files import shown
 from nanopage.models.decoder import Decoder, meta_model
+from nanopage.weights import gguf_tiles
 from nanopage.weights.gguf_checkpoint import GGUFCheckpoint
 from nanopage.weights.safetensors_checkpoint import StoredTensor, read_tensors, safetensors_files, stored_tensors
 
@@ -62,11 +64,13 @@ def load_model(
     device: torch.device,
     load_format: str = "auto",
     on_progress: Callable[[int, int], None] | None = None,
+    tiled: bool = False,
 ) -> Decoder:
     """Build the model of `config` and fill it from `checkpoint`, or with `dummy_tensors`.
 
     Args:
         load_format: as in EngineConfig.
+        tiled: keep the matrices of `checkpoint`, a .gguf file, in its own integers (gguf_tiles.py).
         on_progress: called while weights load, with the number of weights read so far and the total.
 
     Raises:
@@ -85,6 +89,9 @@ def load_model(
         stored, pieces = contents(checkpoint)
         check_fit(slots(model), stored, source)
     try:
+        if tiled and isinstance(checkpoint, GGUFCheckpoint):
+            gguf_tiles.place(model, checkpoint, dtype, on_progress)
+            pieces, on_progress = gguf_pieces(checkpoint, slots(model)), None  # the rest is small
         materialize(model, dtype, device)
     except MemoryError as error:
         raise MemoryError(f"{source}: {error}") from None
@@ -161,7 +168,7 @@ def slots(model: Decoder) -> dict[str, Tensor]:
             if id(parameter) in seen:
                 continue  # tied
             seen.add(id(parameter))
-            if isinstance(module, Linear):
+            if isinstance(module, Linear | TiledLinear):
                 parent = path.rpartition(".")[0]
                 rows = parameter.data.split(list(module.parts.values()))
                 for part, view in zip(module.parts, rows, strict=True):
@@ -180,7 +187,7 @@ def contents(checkpoint: Checkpoint) -> tuple[list[StoredTensor], Pieces]:
     if isinstance(checkpoint, GGUFCheckpoint):
         weights = checkpoint.weights.items()
         stored = [StoredTensor(name, tensor.shape, "F32", checkpoint.path) for name, tensor in weights]
-        return stored, ((name, start, torch.from_numpy(piece)) for name, start, piece in checkpoint.pieces())
+        return stored, gguf_pieces(checkpoint, checkpoint.weights)
     files = safetensors_files(checkpoint)
     # Old Llama checkpoints store the rotary table. It is computed from config.json.
     stored = [tensor for tensor in stored_tensors(files) if not tensor.name.endswith("rotary_emb.inv_freq")]
@@ -190,6 +197,12 @@ def contents(checkpoint: Checkpoint) -> tuple[list[StoredTensor], Pieces]:
             names = f"{first[tensor.name].name} and {tensor.file.name}"
             raise ValueError(f"{checkpoint} has the tensor {shown(tensor.name)} in two files: {names}")
     return stored, read_tensors(files)
+
+
+def gguf_pieces(checkpoint: GGUFCheckpoint, names: Iterable[str]) -> Pieces:
+    """Those tensors with these names that the file has."""
+    known = [name for name in names if name in checkpoint.weights]
+    return ((name, start, torch.from_numpy(piece)) for name, start, piece in checkpoint.pieces(known))
 
 
 def check_fit(wanted: dict[str, Tensor], stored: list[StoredTensor], source: Path) -> None:
@@ -250,7 +263,7 @@ def fill(
 
 def _with_tied_head(wanted: dict[str, Tensor]) -> dict[str, Tensor]:
     """A checkpoint of a model with a tied head may name the shared matrix by either name, or by both."""
-    if "lm_head.weight" in wanted:
+    if "lm_head.weight" in wanted or "model.embed_tokens.weight" not in wanted:  # not tied, or in tiles
         return wanted
     return wanted | {"lm_head.weight": wanted["model.embed_tokens.weight"]}
 

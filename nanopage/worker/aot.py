@@ -74,7 +74,7 @@ class Compiled:
         path: the directory or file of the model.
         config: of the same model.
         dtype: of weights, activations and KV: float32 or bfloat16 (see kernels/cpu/packed_linear.py).
-        tiles: the dtype of the weights if they are in tiles (layers/tiled.py).
+        tiled: whether the weights are in tiles (layers/tiled.py). The code is the same for all kinds of tiles.
 
     Raises: ValueError for another value of NANOPAGE_COMPILE.
     """
@@ -87,17 +87,17 @@ class Compiled:
         path: Path,
         config: ModelConfig,
         dtype: torch.dtype,
-        tiles: torch.dtype | None = None,
+        tiled: bool = False,
     ):
         self.model, self.kv_cache, self.table, self.config = model, kv_cache, table, config
         self.spec: dict[str, Any] = {
             "path": str(path.absolute()),
             "dtype": str(dtype).removeprefix("torch."),
             "block_size": kv_cache.block_size,
-            "tiles": tiles and str(tiles).removeprefix("torch."),
+            "tiled": tiled,
             "threads": torch.get_num_threads(),  # the compiled loops are divided among them
         }
-        self.files = file_kinds(tiles is not None)
+        self.files = file_kinds(tiled)
         self.directory = hub.cache_directory() / "compiled" / _key(config, self.spec)
         self.layers: CompiledLayers | None = None  # None until they are loaded
         self.head: CompiledHead | None = None
@@ -105,10 +105,7 @@ class Compiled:
         self._log: Path | None = None  # what the process prints
         self._given_up = False
         self._damaged: set[str] = set()  # names of parts whose files were damaged
-        setting = os.environ.get("NANOPAGE_COMPILE")
-        if setting not in (None, "", "never"):
-            raise ValueError(f"NANOPAGE_COMPILE must be 'never' or not set, got {setting[:100]!r}")
-        self.may_compile = setting != "never"
+        self.may_compile = may_compile()
         self._load_if_ready()
 
     def fits(self, batch: Batch) -> bool:
@@ -208,9 +205,9 @@ class Compiled:
             return
         try:
             check_private(self.directory)
-            chain = Chain(_find_whole(self.directory, CHAIN))
+            chain = Chain(find_whole(self.directory, CHAIN))
             libraries = {
-                part: Library(_find_whole(self.directory, name), self.spec["threads"])
+                part: Library(find_whole(self.directory, name), self.spec["threads"])
                 for name, part in self.files.items()
                 if name != CHAIN
             }
@@ -268,6 +265,14 @@ def _say_that_it_goes_on(process: subprocess.Popen) -> None:
             "nanopage is still compiling the model's layers, for its next start. This goes on in the background, when "
             f"the CPU is idle, for at most {TIME_LIMIT // 60} minutes. NANOPAGE_COMPILE=never prevents it"
         )
+
+
+def may_compile() -> bool:
+    """What NANOPAGE_COMPILE says. Raises: ValueError for a value that it cannot have."""
+    setting = os.environ.get("NANOPAGE_COMPILE")
+    if setting not in (None, "", "never"):
+        raise ValueError(f"NANOPAGE_COMPILE must be 'never' or not set, got {setting[:100]!r}")
+    return setting != "never"
 
 
 class DamagedFile(Exception):
@@ -356,16 +361,20 @@ def _key(config: ModelConfig, spec: dict[str, Any]) -> str:
     sources += sorted(here.glob("worker/aot*"))
     sizes = asdict(config) | {"num_layers": None, "vocab_size": None, "max_position_embeddings": None}
     sizes["sliding_windows"] = None  # an argument of attention
-    processor = sorted(torch.cpu.get_capabilities().items()), torch.backends.cpu.get_cpu_capability()
-    parts = [torch.__version__, *processor, spec["dtype"], spec["block_size"]]
-    parts += [spec["threads"], spec["tiles"], sorted((name, repr(value)) for name, value in sizes.items())]
+    parts = [torch.__version__, *processor(), spec["dtype"], spec["block_size"]]
+    parts += [spec["threads"], spec["tiled"], sorted((name, repr(value)) for name, value in sizes.items())]
     digest = hashlib.sha256(repr(parts).encode())
     for source in sources:
         digest.update(source.read_bytes())
     return digest.hexdigest()[:24]
 
 
-def _find_whole(directory: Path, name: str) -> Path:
+def processor() -> tuple[list, str]:
+    """What compiled code needs to know of the CPU, and which of its instructions torch uses."""
+    return sorted(torch.cpu.get_capabilities().items()), torch.backends.cpu.get_cpu_capability()
+
+
+def find_whole(directory: Path, name: str) -> Path:
     """The file of the compiled part `name`. Raises: DamagedFile; FileNotFoundError if it is gone."""
     file = find_file(directory, name)
     if file is None:

@@ -33,6 +33,7 @@ from nanopage.layers.packed import PackedLinear, PackedRowLinear, pack
 from nanopage.layers.tiled import tile
 from nanopage.weights import loader
 from nanopage.worker.aot import LOCK, TIME_LIMIT, digest, file_kinds, find_file, tensors_of
+from nanopage.worker.aot_tiles import product_constants
 
 OPTIONS: dict[str, Any] = {
     "size_asserts": False,  # packed weights have no strides to assert on
@@ -108,13 +109,13 @@ class _ExportedHead(nn.Module):
         return matvec(x, tiles, None) if scales is None else torch.ops.nanopage.tile_linear(x, tiles, scales)
 
 
-def compile_head(config: ModelConfig, dtype: torch.dtype, tiles: torch.dtype | None, num_rows: int, file: Path) -> None:
+def compile_head(config: ModelConfig, dtype: torch.dtype, tiled: bool, num_rows: int, file: Path) -> None:
     """Compile the head, for a single row or for several, to `file`."""
     any_size = {0: torch.export.Dim.DYNAMIC}
     many = None if num_rows == 1 else any_size
     num_tiles = 500
-    if tiles:
-        weight = list(tile_linear.tile(torch.zeros(num_tiles * TILE, config.hidden_size, dtype=dtype), tiles))
+    if tiled:
+        weight = list(tile_linear.tile(torch.zeros(num_tiles * TILE, config.hidden_size), torch.bfloat16))
     else:
         per_word = 4 // dtype.itemsize
         word = torch.int32 if per_word == 2 else torch.float32
@@ -135,23 +136,22 @@ def _export(module: nn.Module, inputs: list[Any], dims: list[Any], file: Path, o
             (library,) = (name for name in archive.namelist() if name.endswith(".so"))
             made = Path(scratch, file.name)
             made.write_bytes(archive.read(library))
-        _move(made, file)
+        move(made, file)
 
 
-def _move(made: Path, file: Path) -> None:
+def move(made: Path, file: Path) -> None:
     """Move what was made to `file`, with a digest in its name."""
     os.replace(made, file.with_name(f"{file.stem}.{digest(made)}.so"))  # atomic: never a partial file
 
 
-def constants_of(config: ModelConfig, spec: dict[str, Any]) -> dict[str, int]:
+def attention_constants(config: ModelConfig, dtype: torch.dtype, spec: dict[str, Any]) -> dict[str, int]:
     """What flash_attention.cpp is compiled for."""
     return {
         "HEAD_DIM": config.head_dim,
         "NUM_KV_HEADS": config.num_kv_heads,
         "GROUP": config.num_heads // config.num_kv_heads,
         "BLOCK_SIZE": spec["block_size"],
-        "THREADS": spec["threads"],
-        "BFLOAT16": int(spec["dtype"] == "bfloat16"),
+        **product_constants(dtype, spec["threads"]),
     }
 
 
@@ -161,7 +161,7 @@ def compile_chain(constants: dict[str, int], file: Path) -> None:
     with tempfile.TemporaryDirectory(dir=file.parent, prefix=SCRATCH) as scratch:
         made = Path(scratch, file.name)
         run_compiler(constants, *sources, *shared(made))
-        _move(made, file)
+        move(made, file)
 
 
 def compile_tiles(constants: dict[str, int], directory: Path) -> None:
@@ -181,8 +181,8 @@ def run_compiler(constants: dict[str, int], *arguments: str | Path) -> None:
     from torch._inductor.cpp_builder import get_cpp_compiler
 
     command = [get_cpp_compiler(), "-std=c++17", "-O3", "-march=native", "-ffp-contract=fast", "-fopenmp", "-fPIC"]
-    if _only_avx2():
-        command.append("-mno-avx512f")
+    if _only_avx2():  # perhaps on a processor that has more
+        command += ["-mno-avx512f"] + (["-mno-avxvnni"] if torch.cpu.get_capabilities().get("avx512_f") else [])
     command += [f"-D{name}={value}" for name, value in constants.items()]
     subprocess.run([*command, *map(str, arguments)], check=True)
 
@@ -207,7 +207,7 @@ def main(spec: dict[str, Any], directory: Path) -> None:
     with FileLock(directory / LOCK):
         for stale in directory.glob(f"{SCRATCH}*"):  # left by a process that was killed
             shutil.rmtree(stale, ignore_errors=True)
-        missing = [name for name in file_kinds(spec["tiles"] is not None) if find_file(directory, name) is None]
+        missing = [name for name in file_kinds(spec["tiled"]) if find_file(directory, name) is None]
         if missing:
             _probe_compiler()
         # Forked processes import nothing again.
@@ -215,8 +215,9 @@ def main(spec: dict[str, Any], directory: Path) -> None:
             tempfile.TemporaryDirectory(dir=directory, prefix=SCRATCH) as scratch,
             ProcessPoolExecutor(_num_processes(spec["threads"]), multiprocessing.get_context("fork")) as pool,
         ):
-            if missing and spec["tiles"]:
-                compile_tiles(constants_of(config, spec), Path(scratch))
+            if missing and spec["tiled"]:
+                dtype = getattr(torch, spec["dtype"])
+                compile_tiles(product_constants(dtype, spec["threads"]), Path(scratch))
                 os.environ["LIBRARY_PATH"] = scratch  # where the linker looks for it
                 torch._inductor.config.aot_inductor.custom_op_libs = [TILES]
             for _ in pool.map(partial(_make, spec, config, directory), missing):
@@ -242,21 +243,21 @@ def _give_up() -> None:
 def _make(spec: dict[str, Any], config: ModelConfig, directory: Path, name: str) -> None:
     """Compile one part. Runs in a forked process."""
     torch.set_num_threads(spec["threads"])
-    dtype, tiles = getattr(torch, spec["dtype"]), spec["tiles"] and getattr(torch, spec["tiles"])
-    part, kind = file_kinds(tiles is not None)[name]
+    dtype, tiled = getattr(torch, spec["dtype"]), spec["tiled"]
+    part, kind = file_kinds(tiled)[name]
     if part == "chain":
-        compile_chain(constants_of(config, spec), directory / name)
+        compile_chain(attention_constants(config, dtype, spec), directory / name)
         return
     # Inductor decides by the number of rows which loops are worth several threads.
     num_rows = {"one": 1, "many": 90}[kind]
     if part == "head":
-        compile_head(config, dtype, tiles, num_rows, directory / name)
+        compile_head(config, dtype, tiled, num_rows, directory / name)
         return
     # The smallest model with such a layer. Its weights are never filled.
     small = replace(config, num_layers=1, sliding_windows=(None,), vocab_size=64)
     layer = loader.build_model(small, dtype, torch.device("cpu")).layers[0]
-    if tiles:
-        tile(layer, tiles)
+    if tiled:
+        tile(layer, torch.bfloat16)
     else:
         pack(layer, PackedRowLinear if kind == "one" else PackedLinear)
     compile_layer(layer, config, dtype, spec["block_size"], part, num_rows, directory / name)

@@ -14,10 +14,13 @@ from nanopage.config import EngineConfig, ModelConfig
 from nanopage.device import resolve_device, resolve_dtype, set_cuda_precision
 from nanopage.kernels.cpu.packed_linear import can_pack
 from nanopage.layers.packed import pack
-from nanopage.layers.tiled import tile
+from nanopage.layers.tiled import TiledLinear, tile
 from nanopage.step import Batch, Capacity
 from nanopage.weights import loader
+from nanopage.weights.gguf_checkpoint import GGUFCheckpoint
+from nanopage.weights.gguf_tiles import is_quantized
 from nanopage.worker.aot import Compiled
+from nanopage.worker.aot_tiles import TileLinear, tile_product
 from nanopage.worker.cuda_graphs import CUDAGraphs
 from nanopage.worker.eager import Eager, Inputs
 from nanopage.worker.jit import compile_afresh, compile_model
@@ -28,6 +31,8 @@ from nanopage.worker.sequence_table import SequenceTable
 from nanopage.worker.threads import limit_threads
 
 logger = logging.getLogger("nanopage")
+
+BLOCKS = "block-quantized"  # weights of a .gguf file in its own integers
 
 
 class Worker:
@@ -61,10 +66,11 @@ class Worker:
             limit_threads()
         else:
             set_cuda_precision()
+        self.product: TileLinear | None = None  # of weights in tiles, compiled
+        self.tiles = self._choose_tiles(checkpoint)
         self.model = loader.load_model(
-            checkpoint, model_config, self.dtype, self.device, config.load_format, on_progress
+            checkpoint, model_config, self.dtype, self.device, config.load_format, on_progress, self.tiles == BLOCKS
         )
-        self.tiles = self._tiles()
         self._replace_modules()
         longest = config.max_model_len or model_config.max_position_embeddings
         step_bytes = 0
@@ -115,7 +121,8 @@ class Worker:
         if not can_pack(self.dtype):
             self.way = f"eagerly: {self.capacity.dtype} is not compiled on this CPU"
             return [eager]
-        self.compiled = Compiled(self.model, self.kv_cache, table, self.path, self.model_config, self.dtype, self.tiles)
+        tiled = self.tiles is not None
+        self.compiled = Compiled(self.model, self.kv_cache, table, self.path, self.model_config, self.dtype, tiled)
         if self.compiled.layers is not None:
             self.way = "with compiled layers"
         elif self.compiled.may_compile:
@@ -124,16 +131,24 @@ class Worker:
             self.way = "eagerly: NANOPAGE_COMPILE=never"
         return [self.compiled, eager]
 
-    def _tiles(self) -> torch.dtype | None:
-        """The dtype of weights in tiles (layers/tiled.py), if they are to be."""
+    def _choose_tiles(self, checkpoint: loader.Checkpoint) -> str | None:
+        """What the weights in tiles (layers/tiled.py) are, if they are to be in tiles: "int8", "bfloat16" or BLOCKS.
+        Sets `self.product`."""
         if self.device.type != "cpu":
             return None
-        if self.config.quantization == "int8":
-            return torch.int8
-        # In float32, reading the weights takes most of the time of a decode. The checkpoint's bfloat16 loses nothing.
         compiles = can_pack(self.dtype) and not self.config.enforce_eager
+        quantized = isinstance(checkpoint, GGUFCheckpoint) and is_quantized(checkpoint)
+        if compiles and quantized and not self.config.quantization and self.config.load_format != "dummy":
+            self.product = tile_product(self.dtype)
+            # PyTorch alone would convert all weights in each step. So without the compiled product they become dense.
+            if self.product is not None:
+                return BLOCKS
+        # In float32, reading the weights takes most of the time of a decode. The checkpoint's bfloat16 loses nothing.
         halves = self.dtype == torch.float32 and self.model_config.dtype == "bfloat16"
-        return torch.bfloat16 if compiles and halves else None
+        tiles = self.config.quantization or ("bfloat16" if compiles and halves else None)
+        if tiles and compiles:
+            self.product = tile_product(self.dtype)
+        return tiles
 
     def _replace_modules(self) -> None:
         """Replace the model's modules by packed, quantized or compiled ones."""
@@ -141,7 +156,12 @@ class Worker:
             if not self.config.enforce_eager:
                 compile_model(self.model, self.model_config, self.dtype, self.device)
         elif self.tiles is not None:
-            tile(self.model, self.tiles)
+            if self.tiles != BLOCKS:
+                tile(self.model, getattr(torch, self.tiles))
+            if self.product is not None:
+                for module in self.model.modules():
+                    if isinstance(module, TiledLinear):
+                        module.product = self.product
         elif can_pack(self.dtype):
             pack(self.model)
 
@@ -179,8 +199,7 @@ class Worker:
         config, capacity = self.config, self.capacity
         tokens = capacity.num_blocks * config.block_size
         gib = capacity.num_blocks * block_bytes(self.model_config, config.block_size, self.dtype) / GIB
-        stored = self.tiles and str(self.tiles).removeprefix("torch.")
-        kinds = [kind for kind in ("dummy" if config.load_format == "dummy" else None, stored) if kind]
+        kinds = [kind for kind in ("dummy" if config.load_format == "dummy" else None, self.tiles) if kind]
         weights = f" with {' '.join(kinds)} weights" if kinds else ""
         logger.info(
             f"{self.path.name} in {capacity.dtype}{weights} on {capacity.device}; KV cache {gib:.2f} GiB = "

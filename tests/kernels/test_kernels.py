@@ -507,7 +507,7 @@ class TestTiledLinear:
         linear.weight.copy_(weight)
         linear.bias.fill_(3)
         x = torch.randn(5, in_features, generator=torch.Generator().manual_seed(1))
-        out = TiledLinear(linear, torch.int8)(x)
+        out = TiledLinear(linear, *tile_linear.tile(linear.weight.data, torch.int8))(x)
         assert out.shape == (5, out_features)
         exact = tile_linear.round_activations(x) @ self.dequantized(weight).T
         size = x.abs() @ self.dequantized(weight).abs().T + 3

@@ -58,6 +58,40 @@ def test_it_equals_the_plain_product(made, weights, num_rows, out_features, in_f
     assert ((out.double() - exact).abs() <= 1e-6 * size + (2**-8 * exact.abs() if dtype == torch.bfloat16 else 0)).all()
 
 
+def random_blocks(bits, group, offset, out_features, in_features):
+    generator = torch.Generator().manual_seed(0)
+    low, high = (0, 16) if bits == 4 else (-128, 128)
+    integers = torch.randint(low, high, (out_features, in_features), generator=generator, dtype=torch.int8)
+    scales, offsets = torch.rand(2, out_features, in_features // group, generator=generator).half().float()
+    return tile_linear.Blocks(integers, scales, 10 * offsets if offset else None, bits)
+
+
+# (bits, inputs in a group, whether there are offsets): all that tile_linear.cpp knows.
+BLOCKS = [(4, 32, True), (8, 16, False), (8, 16, True), (8, 32, False), (8, 32, True)]
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 13, 200])
+@pytest.mark.parametrize(("out_features", "in_features"), [(64, 32), (300, 576)])
+@pytest.mark.parametrize(("bits", "group", "offset"), BLOCKS)
+def test_products_with_blocks_equal_the_plain_ones(made, bits, group, offset, num_rows, out_features, in_features):
+    dtype, function = made
+    blocks = random_blocks(bits, group, offset, out_features, in_features)
+    tiles, scales = tile_linear.tile_blocks(blocks)
+    stored = tile_linear.rows(tiles, scales, torch.arange(out_features), in_features, torch.float64)
+    wide = blocks.integers.unflatten(1, (-1, group)) * blocks.scales[..., None]
+    if offset:
+        wide -= blocks.offsets.half()[..., None]
+    torch.testing.assert_close(stored, wide.flatten(1).double(), rtol=0, atol=0)
+    x = torch.randn(num_rows, in_features, generator=torch.Generator().manual_seed(1)).to(dtype)
+    x[:, : in_features // 2] *= 100  # so that groups have other scales
+    out = multiply(function, x, tiles, scales)[:, :out_features]
+    rounded = tile_linear.round_activations(x.double(), group)
+    exact = rounded @ stored.T
+    size = rounded.abs() @ (stored.abs() + 2 * wide.abs().amax()).T  # offsets are multiplied by themselves
+    torch.testing.assert_close(tile_linear.product(x.double(), tiles, scales)[:, :out_features], exact)
+    assert ((out.double() - exact).abs() <= 1e-6 * size + (2**-8 * exact.abs() if dtype == torch.bfloat16 else 0)).all()
+
+
 def test_int8_is_within_a_step_of_what_it_stands_for():
     generator = torch.Generator().manual_seed(0)
     weight, x = (torch.randn(size, generator=generator) for size in ((70, 300), (9, 300)))

@@ -14,6 +14,7 @@ import psutil
 import pytest
 import torch
 from filelock import FileLock
+from gguf import GGMLQuantizationType as Kind
 from helpers import (
     CPU,
     Paged,
@@ -24,6 +25,7 @@ from helpers import (
     tiny_model,
 )
 from rich.progress import Progress
+from test_gguf import SMOLLM, model_for, write_gguf
 from test_models import LENGTHS, PLANS, packed
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
@@ -69,12 +71,12 @@ def compiled_of(path, dtype=torch.float32, block_size=8, tiles=None) -> aot.Comp
     config = loader.read_config(path)
     model = loader.build_model(config, dtype, CPU)
     if tiles is not None:
-        tile(model, tiles)
+        tile(model, torch.bfloat16)
     elif can_pack(dtype):
         pack(model)
     cache = KVCache(config, 4, block_size, dtype, CPU)
     table = SequenceTable(2, 4 * block_size, block_size, config.vocab_size, CPU)
-    return aot.Compiled(model, cache, table, path, config, dtype, tiles)
+    return aot.Compiled(model, cache, table, path, config, dtype, tiles is not None)
 
 
 def paged(model, compiled, dtype=torch.float32, tiles=None) -> Paged:
@@ -82,7 +84,7 @@ def paged(model, compiled, dtype=torch.float32, tiles=None) -> Paged:
     sequences = random_tokens([*LENGTHS, 40, 40, 40])
 
     def make_way(*made):
-        return aot.Compiled(*made[:3], model, made[3], dtype, tiles) if compiled else packed(*made)
+        return aot.Compiled(*made[:3], model, made[3], dtype, tiles is not None) if compiled else packed(*made)
 
     made = Paged(model, sequences, dtype, make_way, tiles)
     if compiled:
@@ -98,7 +100,7 @@ def assert_compiled_equals_eager(model, all_lengths, tiles=None):
             compiled.restart(sequences)
             eager.restart(sequences)
             ours, theirs = compiled.run(plan), eager.run(plan)
-            if tiles == torch.int8:
+            if tiles in (torch.int8, "blocks"):
                 assert_close_but_for_rounding(torch.cat(ours), torch.cat(theirs))
             else:
                 assert_all_close(ours, theirs)
@@ -212,16 +214,21 @@ def test_parts_of_a_step_that_threads_compute_equal_the_whole(model, directory, 
 
 
 @pytest.mark.skipif(not LONG, reason="compiles for 30 s; runs with NANOPAGE_LONG_TESTS=1")
-@pytest.mark.parametrize("tiles", [torch.int8, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("tiles", [torch.int8, torch.bfloat16, "blocks"], ids=str)
 def test_compiled_layers_with_weights_in_tiles_equal_the_eager_ones(tmp_path, cache, tiles):
     # Sizes that fill their tiles and some that do not, a tied head that does not.
-    model = tiny_model(tmp_path, hidden_size=96, num_attention_heads=6, mlp_bias=True, tie_word_embeddings=True)
+    options = {"hidden_size": 96, "num_attention_heads": 6, "tie_word_embeddings": True}
+    if tiles == "blocks":
+        types = {"q_proj": Kind.Q4_0, "self_attn": Kind.Q8_0, "": Kind.Q4_1}
+        model = write_gguf(tmp_path / "tiny.gguf", model_for(SMOLLM, **options), "llama", SMOLLM, types=types)
+    else:
+        model = tiny_model(tmp_path, mlp_bias=True, **options)
     compiled = compiled_of(model, tiles=tiles)
     compiled.compile()
     kinds = {f"{part}-{kind}" for part in ("before", "after", "head") for kind in ("one", "many")}
     assert kinds_in(compiled.directory) == kinds | {"chain"}
     assert_compiled_equals_eager(model, (LENGTHS, [3, 3], [17, 1], [1] * 9), tiles)
-    if tiles == torch.bfloat16:
+    if tiles != torch.int8:
         return
     engines = [engine_of(model, quantization="int8", enforce_eager=eager) for eager in (True, False)]
     assert compiled_in(engines[1]).head.of_many is not None
@@ -361,7 +368,7 @@ def test_a_second_start_never_wakes_the_compiler(model, directory):
 def test_what_the_code_depends_on_is_in_the_key(model, directory, tmp_path):
     assert compiled_of(model).directory == directory
     others = [compiled_of(model, block_size=16), compiled_of(model, dtype=torch.bfloat16)]
-    others += [compiled_of(model, tiles=dtype) for dtype in (torch.int8, torch.bfloat16)]
+    others.append(compiled_of(model, tiles=torch.bfloat16))
     others.append(compiled_of(tiny_model(tmp_path / "wider", **MODEL, hidden_size=128)))
     threads = torch.get_num_threads()
     torch.set_num_threads(threads + 1)

@@ -1,10 +1,10 @@
-// Products with weights in tiles of int8 or bfloat16 (see tile_linear.py): y = x W^T, for any number of rows.
+// Products with weights in tiles of 8 or 4 bits, or bfloat16 (see tile_linear.py): y = x W^T, for any number of rows.
 //
 // bfloat16 weights are widened. A panel is a part of a tile, up to PANEL inputs of TILE outputs. It is widened once, to
 // what registers.h multiplies, and all rows of a block are multiplied by it. The compiler is given THREADS, and
 // BFLOAT16 (see registers.h).
 
-#include "int8_products.h"
+#include "integer_products.h"
 
 namespace {
 
@@ -99,14 +99,15 @@ void multiply_bfloat16(const Stored* x, int64_t rows, const Bfloat16* tiles, int
     });
 }
 
-// The same with int8 weights, [num_tiles, ceil(in_features / QUAD), TILE, QUAD], and scales, [num_tiles, TILE].
-void multiply_int8(const Stored* x, int64_t rows, const uint8_t* tiles, int64_t num_tiles, int64_t in_features,
-                   const float* scales, Stored* y) {
-    const Quantized quantized(x, rows, in_features);
-    const int64_t y_stride = num_tiles * TILE;
+// The same with weights of integers. The scales of a tile take `scale_bytes`.
+template <class Format>
+void multiply_integers(const Stored* x, int64_t rows, const uint8_t* tiles, int64_t num_tiles, int64_t in_features,
+                       const void* scales, int64_t scale_bytes, Stored* y) {
+    const Quantized<Format::GROUP> quantized(x, rows, in_features);
+    const int64_t tile_bytes = quantized.num_quads / Format::QUADS * QUAD * TILE, y_stride = num_tiles * TILE;
     const auto multiply = [&](int64_t row, int count, int64_t i) {
-        multiply_int8_tile<TILE>(quantized, row, count, tiles + i * quantized.num_quads * QUAD * TILE,
-                                 scales + i * TILE, y + row * y_stride + i * TILE, y_stride);
+        const Tile<Format> tile = {tiles + i * tile_bytes, (const char*)scales + i * scale_bytes};
+        multiply_integer_tile<Format, TILE>(quantized, row, count, tile, y + row * y_stride + i * TILE, y_stride);
     };
     if (rows > 1) return for_each_block(rows, num_tiles, multiply);
 #pragma omp parallel for num_threads(THREADS)  // each thread has the same tiles in every step
@@ -122,18 +123,22 @@ extern "C" int aoti_torch_empty_strided(int64_t num_dims, const int64_t* sizes, 
                                         int32_t device_type, int32_t device_index, void** tensor);
 extern "C" int aoti_torch_get_dtype(void* tensor, int32_t* dtype);
 extern "C" int32_t aoti_torch_device_type_cpu();
-extern "C" int32_t aoti_torch_dtype_uint8();
+extern "C" int32_t aoti_torch_dtype_bfloat16();
+extern "C" int32_t aoti_torch_dtype_float32();
 
-// The operator nanopage::tile_linear, as Inductor calls it: x [rows, in_features], tiles [N, ...] and scales [N, TILE]
-// -> y [rows, N * TILE]. Returns 0, or the code of an error.
+// The operator nanopage::tile_linear, as Inductor calls it: x [rows, in_features], tiles and scales -> y
+// [rows, num_tiles * TILE]. What the weights are follows from the types and sizes of tiles and scales. Returns 0, or
+// the code of an error.
 extern "C" int aoti_torch_cpu_tile_linear(void* x_tensor, void* tiles_tensor, void* scales_tensor, void** y_tensor) {
-    int64_t *x_sizes, *tiles_sizes;
-    int32_t dtype, weight_dtype;
+    int64_t *x_sizes, *tiles_sizes, *scales_sizes;
+    int32_t dtype, tiles_dtype, scales_dtype;
     void *x, *tiles, *scales, *y;
     int error = aoti_torch_get_sizes(x_tensor, &x_sizes);
     error = error ? error : aoti_torch_get_sizes(tiles_tensor, &tiles_sizes);
+    error = error ? error : aoti_torch_get_sizes(scales_tensor, &scales_sizes);
     error = error ? error : aoti_torch_get_dtype(x_tensor, &dtype);
-    error = error ? error : aoti_torch_get_dtype(tiles_tensor, &weight_dtype);
+    error = error ? error : aoti_torch_get_dtype(tiles_tensor, &tiles_dtype);
+    error = error ? error : aoti_torch_get_dtype(scales_tensor, &scales_dtype);
     if (error) return error;
     const int64_t rows = x_sizes[0], in_features = x_sizes[1], num_tiles = tiles_sizes[0];
     const int64_t sizes[] = {rows, num_tiles * TILE}, strides[] = {num_tiles * TILE, 1};
@@ -143,10 +148,22 @@ extern "C" int aoti_torch_cpu_tile_linear(void* x_tensor, void* tiles_tensor, vo
     error = error ? error : aoti_torch_get_data_ptr(scales_tensor, &scales);
     error = error ? error : aoti_torch_get_data_ptr(*y_tensor, &y);
     if (error) return error;
-    if (weight_dtype == aoti_torch_dtype_uint8())
-        multiply_int8((const Stored*)x, rows, (const uint8_t*)tiles, num_tiles, in_features, (const float*)scales,
-                      (Stored*)y);
-    else
+    if (tiles_dtype == aoti_torch_dtype_bfloat16()) {
         multiply_bfloat16((const Stored*)x, rows, (const Bfloat16*)tiles, num_tiles, in_features, (Stored*)y);
-    return 0;
+        return 0;
+    }
+    const auto multiply = [&](auto format, int64_t scale_bytes) {
+        multiply_integers<decltype(format)>((const Stored*)x, rows, (const uint8_t*)tiles, num_tiles, in_features,
+                                            scales, scale_bytes, (Stored*)y);
+        return 0;
+    };
+    if (scales_dtype == aoti_torch_dtype_float32()) return multiply(PerOutput{}, TILE * sizeof(float));
+    const int64_t num_groups = scales_sizes[1], per_group = scales_sizes[2];
+    const int64_t scale_bytes = num_groups * per_group * TILE * sizeof(uint16_t);
+    const bool small = in_features == 16 * num_groups, offset = per_group == 2;
+    if (tiles_sizes[1] * 8 == in_features) return multiply(Format<4, 32, true, true>{}, scale_bytes);
+    if (small && offset) return multiply(Format<8, 16, true, true>{}, scale_bytes);
+    if (small) return multiply(Format<8, 16, true, false>{}, scale_bytes);
+    if (offset) return multiply(Format<8, 32, true, true>{}, scale_bytes);
+    return multiply(Format<8, 32, true, false>{}, scale_bytes);
 }

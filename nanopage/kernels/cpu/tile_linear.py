@@ -1,13 +1,17 @@
-"""Products with weights in tiles: int8 with one scale for each output, or bfloat16 for activations in float32.
+"""Products with weights in tiles: int8 with one scale for each output, blocks of 8 or 4 bits with a scale for each
+group of inputs, or bfloat16 for activations in float32.
 
 The int8 weights of an output are divided by their largest magnitude and rounded to 127 steps on either side of zero
 (vector-wise absmax, as in LLM.int8() by Dettmers et al. 2022). So are activations (W8A8), GROUP_INPUTS inputs of a
-token at a time, because processors multiply int8 fastest. bfloat16 is how most checkpoints store their weights: a CPU
-that does not multiply it computes in float32, but need not read twice the bytes.
+token at a time, because processors multiply int8 fastest. Blocks are how .gguf files store their weights; their
+activations are rounded in the groups that the weights have. bfloat16 is how most checkpoints store their weights: a
+CPU that does not multiply it computes in float32, but need not read twice the bytes.
 
 The weights are stored in tiles like oneDNN's blocks: a vector register holds weights of different outputs, so a product
 of few rows needs no sum across a register.
 """
+
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +19,7 @@ from torch import Tensor
 
 from nanopage.kernels.cpu.packed_linear import TILE, library
 
-GROUP_INPUTS = 64  # inputs that share a scale of their activations, as in int8_products.h
+GROUP_INPUTS = 64  # inputs that share a scale of their activations, as in integer_products.h
 QUAD = 4  # inputs whose int8 weights are adjacent in memory
 ZERO = 128  # the byte of the weight 0
 MANY_ROWS = 16  # from which on it is worth while to transpose int8 weights
@@ -47,18 +51,68 @@ def tile(weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return tiles, scales
 
 
+@dataclass
+class Blocks:
+    """A weight [out, in] of integers: weight = scale * integer - offset, with G groups of 16 or 32 adjacent inputs.
+
+    integers: int8 [out, in]; from 0 to 15 if there are 4 bits.
+    scales: float32 [out, G]. offsets: the same, or None for zeros.
+    bits: 8 or 4. Weights of 4 bits have groups of 32 and offsets.
+    """
+
+    integers: Tensor
+    scales: Tensor
+    offsets: Tensor | None
+    bits: int
+
+    def without_rows(self) -> "Blocks":
+        offsets = None if self.offsets is None else self.offsets[:0]
+        return Blocks(self.integers[:0], self.scales[:0], offsets, self.bits)
+
+
+def tile_blocks(blocks: Blocks) -> tuple[Tensor, Tensor]:
+    """Store a weight of integers in tiles.
+
+    Returns: uint8 tiles, zero beyond `out`: of 8 bits plus ZERO [ceil(out / TILE), in / QUAD, TILE, QUAD], or of 4 bits
+        [ceil(out / TILE), in / QUAD / 2, TILE, QUAD], where the high halves of bytes are the weights of the quad after
+        that of the low halves. And float16 scales [ceil(out / TILE), G, 1, TILE], or with offsets
+        [ceil(out / TILE), G, 2, TILE].
+    """
+    padding = -len(blocks.integers) % TILE
+    integers = F.pad(blocks.integers, (0, 0, 0, padding)).unflatten(0, (-1, TILE)).unflatten(2, (-1, QUAD))
+    quads = integers.transpose(1, 2).view(torch.uint8)
+    # Adding ZERO to a byte is the same as flipping its highest bit.
+    tiles = quads ^ ZERO if blocks.bits == 8 else quads[:, 0::2] | quads[:, 1::2] << 4
+    parts = [blocks.scales] if blocks.offsets is None else [blocks.scales, blocks.offsets]
+    scales = F.pad(torch.stack(parts, 1), (0, 0, 0, 0, 0, padding)).unflatten(0, (-1, TILE))  # [tiles, TILE, 1 or 2, G]
+    return tiles.contiguous(), scales.permute(0, 3, 2, 1).to(torch.float16).contiguous()
+
+
 def rows(tiles: Tensor, scales: Tensor, ids: Tensor, in_features: int, dtype: torch.dtype) -> Tensor:
     """Rows `ids` [T] of the weight [out, in]: [T, in]."""
     tile, lane = ids // TILE, ids % TILE
     weights = tiles[tile, :, lane]
+    if scales.dim() == 4:
+        return _rows_of_blocks(weights, scales[tile, :, :, lane].float(), in_features).to(dtype)
     if tiles.dtype == torch.uint8:
         weights = weights.flatten(1)[:, :in_features].float() - ZERO
     return (weights * scales[tile, lane][:, None]).to(dtype)
 
 
-def round_activations(x: Tensor) -> Tensor:
-    """Round x [T, in] to the values that int8 can represent, with a scale for each GROUP_INPUTS inputs."""
-    groups = F.pad(x, (0, -x.shape[1] % GROUP_INPUTS)).unflatten(1, (-1, GROUP_INPUTS)).float()
+def _rows_of_blocks(weights: Tensor, scales: Tensor, in_features: int) -> Tensor:
+    """Rows in float32 [T, in], from their bytes [T, in / QUAD or in / QUAD / 2, QUAD] and scales [T, G, 1 or 2]."""
+    if weights.shape[1] * QUAD < in_features:
+        integers = torch.stack([weights & 15, weights >> 4], 2).flatten(1).float()
+    else:
+        integers = weights.flatten(1).float() - ZERO
+    scale, *offset = scales[..., None].unbind(2)
+    wide = integers.unflatten(1, (scales.shape[1], -1)) * scale
+    return (wide - offset[0] if offset else wide).flatten(1)
+
+
+def round_activations(x: Tensor, group: int = GROUP_INPUTS) -> Tensor:
+    """Round x [T, in] to the values that int8 can represent, with a scale for each `group` inputs."""
+    groups = F.pad(x, (0, -x.shape[1] % group)).unflatten(1, (-1, group)).float()
     largest = groups.abs().amax(2, keepdim=True)
     steps = torch.div(torch.tensor(127.0), largest)  # the operator / multiplies by the rounded reciprocal
     rounded = (groups.double() * steps).round() * (largest / 127)  # in C++, too, these products are not rounded
@@ -68,6 +122,10 @@ def round_activations(x: Tensor) -> Tensor:
 def product(x: Tensor, tiles: Tensor, scales: Tensor) -> Tensor:
     """Multiply x [T, in] by the weight: [T, tiles * TILE]. Converts the whole weight to x's dtype first; compiled code
     converts a part at a time, or nothing (tile_linear.cpp)."""
+    if scales.dim() == 4:
+        in_features = x.shape[1]
+        weight = rows(tiles, scales, torch.arange(len(tiles) * TILE), in_features, x.dtype)
+        return torch.matmul(round_activations(x, in_features // scales.shape[1]), weight.T)
     if tiles.dtype == torch.uint8:
         products = _int8_product(round_activations(x), (tiles ^ ZERO).view(torch.int8))
     else:

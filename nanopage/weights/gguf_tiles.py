@@ -1,0 +1,207 @@
+"""The matrices of a GGUF file in tiles (kernels/cpu/tile_linear.py), with the integers that the file has.
+
+The first start of a model repacks them into a file of the cache, `$XDG_CACHE_HOME/nanopage/tiles` or
+`~/.cache/nanopage/tiles`, in the format of safetensors. Later starts map that file, which takes milliseconds, and
+several processes share its memory. Matrices that have no integers of 4 or 8 bits, such as those of Q2_K or F16, become
+bfloat16.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from nanopage.kernels.cpu import tile_linear
+from nanopage.kernels.cpu.packed_linear import TILE
+from nanopage.layers.embedding import Embedding
+from nanopage.layers.linear import Linear
+from nanopage.layers.packed import replace_linears
+from nanopage.layers.tiled import TiledEmbedding, TiledLinear
+from nanopage.models.decoder import Decoder
+from nanopage.private_files import check_private
+from nanopage.weights import gguf_blocks, hub
+from nanopage.weights.gguf_checkpoint import GGUFCheckpoint
+
+logger = logging.getLogger("nanopage")
+
+ROWS = 32 * TILE  # repacked at once: few enough that temporary tensors are small
+HEADER_BYTES = 256  # of a tensor, at most
+DTYPES = {torch.uint8: "U8", torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
+SUFFIX = ".safetensors"
+
+
+def is_quantized(checkpoint: GGUFCheckpoint) -> bool:
+    """Whether the file has a matrix with integers of 4 or 8 bits."""
+    return any(tensor.kind in gguf_blocks.KINDS and len(tensor.shape) == 2 for tensor in checkpoint.weights.values())
+
+
+def place(
+    model: Decoder,
+    checkpoint: GGUFCheckpoint,
+    dtype: torch.dtype,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> None:
+    """Replace all linear layers and embeddings of a model on the meta device by tiled ones, with their weights.
+
+    Args:
+        dtype: of activations.
+        on_progress: as in `load_model`.
+
+    Raises: ValueError naming the file and a tensor with values that are not finite; OSError if there is no place for
+        the repacked weights.
+    """
+    matrices = names_of_matrices(model, checkpoint)
+    tensors = _read_or_make(checkpoint, matrices, on_progress)
+    places = {module: place for place, module in model.named_modules()}
+
+    def replace(linear: Linear) -> TiledLinear:
+        place = places[linear]
+        return TiledLinear(linear, tensors[f"{place}.tiles"], tensors[f"{place}.scales"])
+
+    def replace_tied(head: TiledLinear, _: Embedding) -> TiledEmbedding:
+        return TiledEmbedding(head.tiles, head.scales, head.in_features, dtype)
+
+    replace_linears(model, replace, replace_tied)
+    embedding: nn.Module = model.embed_tokens
+    if isinstance(embedding, Embedding):  # not tied
+        tiles, scales = tensors["embed_tokens.tiles"], tensors["embed_tokens.scales"]
+        tiled = TiledEmbedding(tiles, scales, embedding.weight.shape[1], dtype)
+        setattr(model, "embed_tokens", tiled)  # noqa: B010 (its type is another one)
+
+
+def names_of_matrices(model: Decoder, checkpoint: GGUFCheckpoint) -> dict[str, list[str]]:
+    """Place of a linear layer or embedding in the model -> the names of the file's tensors that are its rows."""
+    names: dict[str, list[str]] = {}
+    for place, module in model.named_modules():
+        if isinstance(module, Linear):
+            parent = place.rpartition(".")[0]
+            names[place] = [
+                f"model.{parent}.{part}.weight" if part else f"model.{place}.weight" for part in module.parts
+            ]
+        elif isinstance(module, Embedding):
+            names[place] = [f"model.{place}.weight"]
+    embedding = names.pop("embed_tokens")
+    head = ["lm_head.weight"]
+    tied = model.lm_head.weight is model.embed_tokens.weight
+    names["lm_head"] = embedding if tied and head[0] not in checkpoint.weights else head
+    return names if tied else names | {"embed_tokens": embedding}
+
+
+def _read_or_make(
+    checkpoint: GGUFCheckpoint, matrices: dict[str, list[str]], on_progress: Callable[[int, int], None] | None
+) -> dict[str, Tensor]:
+    try:
+        file = hub.private_cache("tiles") / _file_name(checkpoint)
+        if file.exists():
+            check_private(file)
+            try:
+                return _read(file)
+            except SafetensorError as error:
+                logger.warning(f"{file} is damaged, and will be made again: {error}")
+        _write(file, checkpoint, matrices, on_progress)
+        _remove_older(file)
+        return _read(file)
+    except OSError as error:
+        logger.warning(f"the repacked weights of {checkpoint.path} cannot be kept: {error}")
+    with tempfile.TemporaryDirectory() as scratch:
+        file = Path(scratch, "tiles" + SUFFIX)
+        _write(file, checkpoint, matrices, on_progress)
+        return _read(file)  # it stays mapped
+
+
+def _read(file: Path) -> dict[str, Tensor]:
+    with safe_open(file, framework="pt", device="cpu") as content:
+        return {name: content.get_tensor(name) for name in content.keys()}  # noqa: SIM118 (not a dict)
+
+
+def _write(
+    file: Path,
+    checkpoint: GGUFCheckpoint,
+    matrices: dict[str, list[str]],
+    on_progress: Callable[[int, int], None] | None,
+) -> None:
+    """Write a safetensors file, one matrix after another, so that only one of them is in memory."""
+    sizes = {place: sum(prod(checkpoint.weights[name].shape) for name in names) for place, names in matrices.items()}
+    header: dict[str, dict[str, Any]] = {}
+    header_bytes = -(-2 * len(matrices) * HEADER_BYTES // 4096) * 4096 - 8  # so that tensors begin at multiples of 64
+    partial = file.with_name(f"{file.name}.{os.getpid()}.partial")
+    done = begin = 0
+    try:
+        with open(partial, "wb") as output:
+            output.seek(8 + header_bytes)
+            for place, names in matrices.items():
+                tiles, scales = zip(*tiles_of(checkpoint, names), strict=True)
+                for kind, parts in (("tiles", tiles), ("scales", scales)):
+                    shape = [sum(map(len, parts)), *parts[0].shape[1:]]
+                    end = begin + sum(part.nbytes for part in parts)
+                    entry = {"dtype": DTYPES[parts[0].dtype], "shape": shape, "data_offsets": [begin, end]}
+                    header[f"{place}.{kind}"] = entry
+                    for part in parts:
+                        output.write(part.view(torch.uint8).numpy())
+                    begin = end
+                done += sizes[place]
+                if on_progress is not None:
+                    on_progress(done, sum(sizes.values()))
+            output.seek(0)
+            output.write(header_bytes.to_bytes(8, "little") + json.dumps(header).encode().ljust(header_bytes))
+        os.replace(partial, file)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def tiles_of(checkpoint: GGUFCheckpoint, names: list[str]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Tiles and scales of a matrix whose rows are those of several tensors, ROWS rows at a time, or all.
+
+    Raises: ValueError naming the file and a tensor with values that are not finite.
+    """
+    kinds = [checkpoint.weights[name].kind for name in names]
+    if not all(kind in gguf_blocks.KINDS for kind in kinds):
+        pieces = [torch.from_numpy(piece) for name in names for _, _, piece in checkpoint.pieces([name])]
+        tiles, scales = tile_linear.tile(torch.cat(pieces), torch.bfloat16)
+        _check_finite(checkpoint, names, tiles)
+        yield tiles, scales
+        return
+    rows = [torch.from_numpy(checkpoint.stored_rows(name)) for name in names]
+    formats = [gguf_blocks.split_blocks(kind, data[:1]) for kind, data in zip(kinds, rows, strict=True)]
+    num_rows = sum(map(len, rows))
+    for begin in range(0, num_rows, ROWS):
+        end, first, parts = min(begin + ROWS, num_rows), 0, []
+        for kind, data, a_row in zip(kinds, rows, formats, strict=True):
+            part = data[max(begin - first, 0) : max(end - first, 0)]
+            # A part without rows counts as well, so that all tiles of the matrix have one format.
+            parts.append(gguf_blocks.split_blocks(kind, part) if len(part) else a_row.without_rows())
+            first += len(data)
+        tiles, scales = tile_linear.tile_blocks(gguf_blocks.with_one_format(parts))
+        _check_finite(checkpoint, names, scales)
+        yield tiles, scales
+
+
+def _check_finite(checkpoint: GGUFCheckpoint, names: list[str], values: Tensor) -> None:
+    if not values.isfinite().all():
+        raise ValueError(f"{checkpoint.path}: {' or '.join(names)} has values that are NaN, infinite or too large")
+
+
+def _file_name(checkpoint: GGUFCheckpoint) -> str:
+    """A name that begins with a digest of the path, and changes with the .gguf file and with the code that repacks."""
+    status = checkpoint.path.stat()
+    state = hashlib.sha256(repr((status.st_size, status.st_mtime_ns)).encode())
+    for source in (__file__, gguf_blocks.__file__, tile_linear.__file__):
+        state.update(Path(source).read_bytes())
+    path = hashlib.sha256(os.fsencode(checkpoint.path.resolve())).hexdigest()
+    return f"{path[:16]}-{state.hexdigest()[:16]}{SUFFIX}"
+
+
+def _remove_older(file: Path) -> None:
+    """Remove what was made of an earlier state of the same .gguf file."""
+    for old in file.parent.glob(f"{file.name.split('-')[0]}-*{SUFFIX}"):
+        if old != file:
+            old.unlink(missing_ok=True)

@@ -1,0 +1,90 @@
+"""TileLinear: products with weights in tiles for steps that run eagerly, by compiled C++ (kernels/cpu/tile_linear.cpp).
+
+PyTorch alone would convert a whole weight for each product.
+"""
+
+import ctypes
+import hashlib
+import logging
+import subprocess
+import tempfile
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from nanopage.kernels.cpu import tile_linear
+from nanopage.private_files import check_private, make_private
+from nanopage.weights import hub
+from nanopage.worker.aot import DamagedFile, find_file, find_whole, may_compile, processor
+from nanopage.worker.aot_chain import new_handles, take_tensors
+
+logger = logging.getLogger("nanopage")
+
+NAME = "tiles.so"
+
+
+class TileLinear:
+    """Computes the same as the operator nanopage::tile_linear.
+
+    Raises: OSError if the file is not a library that can be loaded; AttributeError if it is another library.
+    """
+
+    def __init__(self, file: Path):
+        self._product = ctypes.CDLL(str(file)).aoti_torch_cpu_tile_linear
+        self._product.argtypes = [ctypes.c_void_p] * 4
+
+    def __call__(self, x: Tensor, tiles: Tensor, scales: Tensor) -> Tensor:
+        handles, output = new_handles([x.contiguous(), tiles, scales]), ctypes.c_void_p()
+        code = self._product(*handles, ctypes.byref(output))
+        take_tensors(handles)  # frees them
+        if code:
+            raise RuntimeError("a compiled product failed; it has written its error to standard error")
+        return take_tensors([output.value])[0]
+
+
+def tile_product(dtype: torch.dtype) -> TileLinear | None:
+    """The compiled product for activations of this dtype, and the present number of threads. Compiles it on first use,
+    which takes seconds.
+
+    Returns: None if NANOPAGE_COMPILE forbids it, or, after a warning, if that is not possible.
+    """
+    try:
+        constants = product_constants(dtype, torch.get_num_threads())
+        directory = hub.private_cache("compiled") / _key(constants)
+        make_private(directory)
+        file = find_file(directory, NAME)
+        if file is None and not may_compile():
+            logger.info("NANOPAGE_COMPILE=never: products with weights in tiles are not compiled")
+            return None
+        if file is None:
+            _compile(constants, directory)
+        check_private(directory)
+        return TileLinear(find_whole(directory, NAME))
+    except (OSError, AttributeError, RuntimeError, DamagedFile, subprocess.CalledProcessError) as error:
+        logger.warning(f"products with weights in tiles cannot be compiled: {error}")
+        return None
+
+
+def product_constants(dtype: torch.dtype, threads: int) -> dict[str, int]:
+    """What tile_linear.cpp is compiled for."""
+    return {"THREADS": threads, "BFLOAT16": int(dtype == torch.bfloat16)}
+
+
+def _compile(constants: dict[str, int], directory: Path) -> None:
+    from nanopage.worker import aot_compile  # imports what the compiler needs
+
+    with tempfile.TemporaryDirectory(dir=directory) as scratch:
+        made = Path(scratch, NAME)
+        aot_compile.run_compiler(constants, aot_compile.KERNELS / "tile_linear.cpp", *aot_compile.shared(made))
+        aot_compile.move(made, directory / NAME)
+
+
+def _key(constants: dict[str, int]) -> str:
+    """A digest of what the compiled code depends on: the sources, torch, the CPU and the constants."""
+    parts = torch.__version__, *processor(), sorted(constants.items())
+    key = hashlib.sha256(repr(parts).encode())
+    kernels = Path(tile_linear.__file__).parent
+    for source in [*sorted(kernels.glob("*.h")), kernels / "tile_linear.cpp"]:
+        key.update(source.read_bytes())
+    return f"tiles-{key.hexdigest()[:24]}"

@@ -1,0 +1,87 @@
+"""aot_tiles.py: the compiled product of weights in tiles, and which engines use it."""
+
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Kind
+from test_gguf import SMOLLM, model_for, write_gguf
+
+from nanopage import EngineConfig
+from nanopage.build import build_engine
+from nanopage.kernels.cpu import tile_linear
+from nanopage.worker import aot_tiles
+from nanopage.worker.aot import find_file
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    """A cache of this module's own."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory):
+    file = tmp_path_factory.mktemp("model") / "tiny.gguf"
+    return write_gguf(file, model_for(SMOLLM), "llama", SMOLLM, types={"q_proj": Kind.Q4_0, "": Kind.Q8_0})
+
+
+def worker_of(file, **options):
+    defaults = {"dtype": "float32", "max_model_len": 128, "num_gpu_blocks_override": 32, "block_size": 8}
+    return build_engine(EngineConfig(model=str(file), device="cpu", **defaults | options)).executor.worker
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("weights", [torch.int8, torch.bfloat16], ids=str)
+def test_it_equals_the_operator(cache, weights, dtype):
+    generator = torch.Generator().manual_seed(0)
+    weight, x = (torch.randn(size, generator=generator) for size in ((100, 96), (5, 192)))
+    x = x.to(dtype)[:, ::2]  # not contiguous
+    tiles = tile_linear.tile(weight, weights)
+    made = aot_tiles.tile_product(dtype)(x, *tiles)
+    torch.testing.assert_close(made, torch.ops.nanopage.tile_linear(x, *tiles), rtol=2**-6, atol=0.1)
+
+
+def test_it_is_compiled_once(cache, monkeypatch):
+    aot_tiles.tile_product(torch.float32)
+    monkeypatch.setattr(aot_tiles, "_compile", None)
+    assert aot_tiles.tile_product(torch.float32) is not None
+
+
+def test_a_quantized_file_keeps_its_integers(cache, file):
+    worker = worker_of(file)
+    assert worker.tiles == "block-quantized"
+    layer = worker.model.layers[0].self_attn
+    assert layer.qkv_proj.tiles.dtype == torch.uint8
+    assert layer.qkv_proj.product is worker.product is not None
+
+
+@pytest.mark.parametrize(
+    "options", [{"enforce_eager": True}, {"quantization": "int8"}, {"load_format": "dummy"}], ids=str
+)
+def test_options_that_need_other_weights_get_them(cache, file, options):
+    expected = {"quantization": "int8", "load_format": "bfloat16"}.get(*options)
+    assert worker_of(file, **options).tiles == expected
+
+
+def test_where_it_cannot_be_compiled_weights_are_widened(file, tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("torch._inductor.cpp_builder.get_cpp_compiler", lambda: "no-such-compiler")
+    assert worker_of(file).tiles == "bfloat16"
+    assert "products with weights in tiles cannot be compiled" in caplog.text
+
+
+def test_compiling_can_be_refused(file, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("NANOPAGE_COMPILE", "never")
+    assert worker_of(file).tiles == "bfloat16"
+
+
+def test_a_damaged_library_is_named(cache, tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert aot_tiles.tile_product(torch.float32) is not None
+    (directory,) = (tmp_path / "nanopage" / "compiled").iterdir()
+    library = find_file(directory, aot_tiles.NAME)
+    library.write_bytes(library.read_bytes() + b"x")
+    assert aot_tiles.tile_product(torch.float32) is None
+    assert f"{library} is damaged" in caplog.text
