@@ -487,6 +487,9 @@ def compare(
     threads: Annotated[
         int | None, typer.Option(min=1, help="Of every engine [default: usable physical cores].")
     ] = None,
+    busy: Annotated[
+        int | None, typer.Option(min=1, help="Repeat every iteration while other processes keep so many cores busy.")
+    ] = None,
     json_file: JsonOption = None,
 ) -> None:
     """Run the same requests on nanopage and its peers, in turn.
@@ -508,8 +511,11 @@ def compare(
     names = list(comparison.WORKLOADS) if workloads is None else list(dict.fromkeys(workloads.split(",")))
     for name in names:
         check_choice(name, list(comparison.WORKLOADS), "--workloads")
-    if (usable := comparison.usable_threads()) < (threads or 1):
+    usable = comparison.usable_threads()
+    if usable < (threads or 1):
         refuse(f"{threads} threads are more than the {usable} that this process may use", "--threads")
+    if usable < (busy or 1):
+        refuse(f"{busy} cores are more than the {usable} that this process may use", "--busy")
     if "W6" not in names and mt_bench is not None:
         refuse("is for W6, which --workloads leaves out", "--mt-bench")
     if "W6" in names and mt_bench is None:
@@ -530,6 +536,7 @@ def compare(
         num_iters_warmup,
         seed,
         threads or default_threads(),
+        busy or 0,
         json_file,
     )
 

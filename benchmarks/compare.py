@@ -24,6 +24,7 @@ from typing import IO, cast
 
 import psutil
 
+from benchmarks.busy import busy_cores
 from benchmarks.checks import find_model, refuse, shown
 from benchmarks.datasets import check_text, read_json_lines
 from benchmarks.machine import cpu_name, read_bandwidth
@@ -139,10 +140,12 @@ class Results:
     """Everything measured, as the JSON file has it. `runs`: workload -> engine -> one Run for each iteration."""
 
     header: dict[str, str]
+    busy_cores: int = 0
     bandwidth_gb_s: dict[str, float] = field(default_factory=dict)  # workload -> measured just before it
     roofline_tok_s: dict[str, float] = field(default_factory=dict)  # workload -> only for workloads with one request
     start: dict[str, dict[str, dict[str, float]]] = field(default_factory=dict)  # dtype -> engine -> what -> value
     runs: dict[str, dict[str, list[Run]]] = field(default_factory=dict)
+    runs_beside: dict[str, dict[str, list[Run]]] = field(default_factory=dict)  # the same, beside busy cores
     idle_cpu_share: dict[str, float] = field(default_factory=dict)  # CPU seconds a second of engines not at work
     failures: dict[str, str] = field(default_factory=dict)
 
@@ -158,6 +161,7 @@ class Setup:
     eager: bool
     threads: int
     warmup: int  # iterations
+    busy: int  # cores of --busy, or 0
 
 
 def compare(
@@ -173,9 +177,13 @@ def compare(
     num_iters_warmup: int,
     seed: int,
     threads: int,
+    busy: int,
     json_file: Path | None,
 ) -> None:
-    """Run everything, and print a table when a workload is done."""
+    """Run everything, and print a table when a workload is done.
+
+    Args: busy: cores that other processes keep busy in a second run of each iteration; 0: no such runs.
+    """
     pythons = python_of_engines(engines, environments, quantization)
     path, config = find_model(model)
     path = path.resolve()
@@ -183,16 +191,17 @@ def compare(
         refuse("compare needs a Hugging Face directory: most peers cannot read a .gguf file", "--model")
     questions = read_questions(mt_bench) if mt_bench else []
     rng = random.Random(seed)
+    # The runs beside busy cores have prompts of their own, because a prefix cache knows those of the runs alone.
+    num_runs = num_iters_warmup + num_iters * (2 if busy else 1)
     work = {
-        name: [make_work(name, seed, rng, config, path, questions, i) for i in range(num_iters_warmup + num_iters)]
-        for name in workloads
+        name: [make_work(name, seed, rng, config, path, questions, i) for i in range(num_runs)] for name in workloads
     }
     for name, iterations in work.items():
         tokens, limit = longest(iterations), config.max_position_embeddings
         if tokens > limit:
             refuse(f"{name}: {tokens} tokens are more than the model's {limit}", "--workloads")
-    setup = Setup(path, config, pythons, quantization, eager, threads, num_iters_warmup)
-    results = Results(header(path, dtype, quantization, seed, num_iters, num_iters_warmup, threads))
+    setup = Setup(path, config, pythons, quantization, eager, threads, num_iters_warmup, busy)
+    results = Results(header(path, dtype, quantization, seed, num_iters, num_iters_warmup, threads, busy), busy)
     show_header(results.header)
     with recorded(json_file, lambda: asdict(results)) as record:
         try:
@@ -217,7 +226,7 @@ def compare_in(dtype: str, work: dict[str, list[list[Work]]], setup: Setup, resu
                 results.bandwidth_gb_s[name] = bandwidth = read_bandwidth(setup.threads)
                 step = bytes_of_a_step(setup.path, setup.config, dtype, setup.quantization, iterations[0][0])
                 results.roofline_tok_s[name] = bandwidth * 1e9 / step
-            run_workload(name, iterations, setup.warmup, peers, results)
+            run_workload(name, iterations, setup.warmup, setup.busy, peers, results)
             show_workload(name, dtype, results, iterations[0])
         for peer in peers.values():
             peer.close()
@@ -277,30 +286,48 @@ def prepare(command: list[str], threads: int) -> None:
 
 
 def run_workload(
-    name: str, iterations: list[list[Work]], warmup: int, peers: dict[str, Peer], results: Results
+    name: str, batches: list[list[Work]], warmup: int, busy: int, peers: dict[str, Peer], results: Results
 ) -> None:
-    """Let the engines take turns, iteration by iteration. One that fails is dropped, and the others go on."""
+    """Let the engines take turns, iteration by iteration. One that fails is dropped, and the others go on.
+
+    Args: batches: one for each iteration; with `busy`, then one more for the second run of each measured iteration.
+    """
     runs: dict[str, list[Run]] = {engine: [] for engine in peers}
+    beside: dict[str, list[Run]] = {engine: [] for engine in peers}
     results.runs[name] = runs
-    busy = idle = 0.0
+    if busy:
+        results.runs_beside[name] = beside
+    seconds = idle = 0.0
+    num_iters = (len(batches) - warmup) // (2 if busy else 1)
     with console.status("") as status:
-        for i, work in enumerate(iterations):
+        for i in range(warmup + num_iters):
             for engine, peer in list(peers.items()):
-                label = f"{i - warmup + 1}/{len(iterations) - warmup}" if i >= warmup else "warm-up"
+                measured = i >= warmup
+                label = f"{i - warmup + 1}/{num_iters}" if measured else "warm-up"
                 status.update(f"{name} {engine} {label}")
-                time.sleep(SETTLE)
                 before = {other: each.cpu_seconds() for other, each in peers.items() if other != engine}
                 try:
-                    run = peer.ask(work)
+                    done = [run_one(peer, batches[i], 0)]
+                    if busy and measured:
+                        status.update(f"{name} {engine} {label} beside {cores(busy)}")
+                        done.append(run_one(peer, batches[i + num_iters], busy))
                 except PeerError as error:
                     drop(engine, error, peers, results)
-                    del runs[engine]
+                    del runs[engine], beside[engine]
                     continue
-                busy += run.seconds
+                seconds += sum(run.seconds for run in done)
                 idle += sum(peers[other].cpu_seconds() - used for other, used in before.items())
-                if i >= warmup:
-                    runs[engine].append(run)
-    results.idle_cpu_share[name] = idle / busy if busy else 0.0
+                if measured:
+                    runs[engine].append(done[0])
+                    beside[engine] += done[1:]
+    results.idle_cpu_share[name] = idle / seconds if seconds else 0.0
+
+
+def run_one(peer: Peer, work: list[Work], busy: int) -> Run:
+    """Run a batch while `busy` cores are busy with something else. Raises PeerError."""
+    time.sleep(SETTLE)
+    with busy_cores(busy):
+        return peer.ask(work)
 
 
 def drop(name: str, error: PeerError, peers: dict[str, Peer], results: Results) -> None:
@@ -317,6 +344,7 @@ def show_workload(name: str, dtype: str, results: Results, work: list[Work]) -> 
     columns = ["", "output tok/s", "first token (ms)", "decode tok/s"]
     columns += ["prefill tok/s"] if single else ["time (s)"]
     columns += ["of the roofline"] if roof else []
+    columns += [f"beside {cores(results.busy_cores)}"] if results.busy_cores else []
     columns += ["nanopage / this"] if "nanopage" in runs else []
     title = f"{name}: {WORKLOADS[name]}, {dtype}; medians [lowest-highest]"
     if roof:
@@ -333,6 +361,10 @@ def show_workload(name: str, dtype: str, results: Results, work: list[Work]) -> 
             cells.append(figure(median(run.seconds for run in column)))
         if roof:
             cells.append(f"{decode / roof:.0%}" if decode else "-")
+        if results.busy_cores:
+            beside = [output_tok_s(run) for run in results.runs_beside[name][engine]]
+            share = statistics.median(b / a for a, b in zip(speeds, beside, strict=True))
+            cells.append(f"{figure(statistics.median(beside))} ({share:.0%})")
         if "nanopage" in runs:
             ours = [output_tok_s(run) for run in runs["nanopage"]]
             ratios = [a / b for a, b in zip(ours, speeds, strict=True)]
@@ -450,13 +482,25 @@ def bytes_of_a_step(path: Path, config: ModelConfig, dtype: str, quantization: s
 
 
 def header(
-    path: Path, dtype: str, quantization: str | None, seed: int, num_iters: int, num_iters_warmup: int, threads: int
+    path: Path,
+    dtype: str,
+    quantization: str | None,
+    seed: int,
+    num_iters: int,
+    num_iters_warmup: int,
+    threads: int,
+    busy: int,
 ) -> dict[str, str]:
+    again = f", each also beside {cores(busy)}" if busy else ""
     return {
-        "bench": f"compare, seed {seed}, {num_iters} iterations after {num_iters_warmup} to warm up",
+        "bench": f"compare, seed {seed}, {num_iters} iterations after {num_iters_warmup} to warm up{again}",
         "model": f"{path.name}, {dtype}" + (f", weights {quantization}" if quantization else ""),
         "device": f"cpu: {cpu_name()}, {threads} threads",
     }
+
+
+def cores(busy: int) -> str:
+    return f"{busy} busy core{'s' if busy > 1 else ''}"
 
 
 def output_tok_s(run: Run) -> float:

@@ -43,6 +43,18 @@ ENGINE_THAT_DIES = ENGINE.replace(
         if len(work[0].prompt) == 128:
             sys.exit("no more memory, says the [fake] engine")""",
 ).replace("import os", "import os, sys")
+# It writes how many processes spin beside it, and its prompts.
+ENGINE_THAT_LOOKS_AROUND = ENGINE.replace(
+    "    def run(work):",
+    """    def run(work):
+        spinning = 0
+        for pid in filter(str.isdigit, os.listdir("/proc")):
+            with contextlib.suppress(OSError), open(f"/proc/{pid}/cmdline") as line, open(f"/proc/{pid}/stat") as stat:
+                ours = stat.read().rpartition(")")[2].split()[1] == str(os.getppid())
+                spinning += ours and "spinning" in line.read()
+        with open(sys.argv[0].replace(".py", ".seen"), "a") as file:
+            print(spinning, [w.prompt for w in work], file=file)""",
+).replace("import os", "import contextlib, os, sys")
 ENGINE_THAT_HANGS = """
 import os, subprocess, sys, time
 from pathlib import Path
@@ -222,6 +234,7 @@ def test_tables_of_all_engines_fit_80_columns(monkeypatch, name):
     results.start = {
         "bfloat16": {engine: {"start_to_first_token": 89.5, "peak_rss": 2**31} for engine in results.runs[name]}
     }
+    results.busy_cores, results.runs_beside[name] = 2, results.runs[name]
     if name == "W1":
         results.roofline_tok_s[name], results.bandwidth_gb_s[name] = 130.5, 36.12
     with console.capture() as printed:
@@ -232,6 +245,41 @@ def test_tables_of_all_engines_fit_80_columns(monkeypatch, name):
     words = printed.get().split()
     assert words.count("[373-410]") == 6 and words.count("[1.00-1.00]") == 0 and words.count("89.5") == 6
     assert ("1,037" in words) == (name == "W1") and ("3.23" in words) == (name == "W2")
+
+
+def test_every_iteration_runs_again_beside_busy_cores(model, tmp_path, monkeypatch):
+    """With other prompts, while exactly the processes that were asked for spin; alone, there are none."""
+    file = tmp_path / "result.json"
+    fake_engine(tmp_path, "vllm", ENGINE_THAT_LOOKS_AROUND)
+    options = ["--workloads", "W1,W3", "--engines", "vllm", "--environments", tmp_path, "--json", file, "--busy", 2]
+    monkeypatch.setattr(compare, "usable_threads", lambda: 2)
+    done = run_bench("compare", "--model", model, *options, "--num-iters", 2, "--num-iters-warmup", 1)
+    assert done.exit_code == 0, done.output
+    seen = (tmp_path / "vllm.seen").read_text().splitlines()
+    counts, prompts = zip(*(line.split(" ", 1) for line in seen), strict=True)
+    assert counts == ("0", *("0", "0", "2", "0", "2") * 2)  # to start with; then for each workload, the warm-up first
+    assert len(set(prompts)) == len(prompts)
+    result = json.loads(file.read_text())
+    assert result["busy_cores"] == 2
+    for name in ("W1", "W3"):
+        assert len(result["runs"][name]["vllm"]) == len(result["runs_beside"][name]["vllm"]) == 2
+    assert "beside 2 busy cores" in done.stdout
+
+
+def test_a_busy_core_is_busy_until_the_program_ends():
+    """However it ends."""
+    script = (
+        "import time; from benchmarks.busy import busy_cores\nwith busy_cores(2): print(1, flush=True); time.sleep(99)"
+    )
+    with subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, stdout=subprocess.PIPE) as program:
+        program.stdout.readline()
+        spinning = psutil.Process(program.pid).children()
+        assert len(spinning) == 2
+        for each in spinning:
+            wait_until(lambda each=each: each.cpu_times().user > 0.1)
+            assert each.nice() == psutil.Process().nice()
+        program.kill()
+    wait_until(lambda: not any(alive(each.pid) for each in spinning), 30)
 
 
 def test_questions_go_through_the_chat_template(model, tmp_path):
@@ -279,6 +327,8 @@ def test_an_engine_that_dies_is_named_and_the_others_go_on(model, tmp_path):
         (["--quantization", "int8", "--engines", "nanopage,vllm"], "'vllm' is not one of the engines with"),
         (["--threads", "0"], "--threads"),
         (["--threads", 10**30], "--threads"),
+        (["--busy", "0"], "--busy"),
+        (["--busy", 10**30], "--busy"),
         (["--seed", -1], "--seed"),
         (["--num-iters", 10**30], "--num-iters"),
         (["--model", "/no/such/model"], "--model"),
