@@ -181,8 +181,8 @@ def run_compiler(constants: dict[str, int], *arguments: str | Path) -> None:
     from torch._inductor.cpp_builder import get_cpp_compiler
 
     command = [get_cpp_compiler(), "-std=c++17", "-O3", "-march=native", "-ffp-contract=fast", "-fopenmp", "-fPIC"]
-    if _only_avx2():  # perhaps on a processor that has more
-        command += ["-mno-avx512f"] + (["-mno-avxvnni"] if torch.cpu.get_capabilities().get("avx512_f") else [])
+    if _only_avx2() and torch.cpu.get_capabilities().get("avx512_f"):  # act as a processor with AVX2 and nothing newer
+        command += ["-march=x86-64-v3", "-mtune=native"]
     command += [f"-D{name}={value}" for name, value in constants.items()]
     subprocess.run([*command, *map(str, arguments)], check=True)
 
