@@ -48,7 +48,7 @@ from benchmarks.checks import (
     refuse,
 )
 from benchmarks.datasets import Dataset, Requests, dataset, parse_range, read_trace
-from benchmarks.machine import cpu_name, versions
+from benchmarks.machine import cpu_has, cpu_name, versions
 from benchmarks.outputs import check_outputs, check_plot, exit_unless, recorded, stopped_by_signals
 from benchmarks.report import console, describe, errors_by_name, show_header
 
@@ -490,6 +490,9 @@ def compare(
     busy: Annotated[
         int | None, typer.Option(min=1, help="Repeat every iteration while other processes keep so many cores busy.")
     ] = None,
+    isa: Annotated[
+        str | None, typer.Option(help="avx2: no engine uses newer instructions [default: all that there are].")
+    ] = None,
     json_file: JsonOption = None,
 ) -> None:
     """Run the same requests on nanopage and its peers, in turn.
@@ -508,6 +511,9 @@ def compare(
     check_outputs({"--json": json_file}, {"--mt-bench": mt_bench})
     check_choice(dtype, ["bfloat16", "float32"], "--dtype")
     check_choice(quantization, ["int8"], "--quantization")
+    check_choice(isa, ["avx2"], "--isa")
+    if isa is not None and not cpu_has("avx2"):
+        refuse("this processor has no AVX2", "--isa")
     names = list(comparison.WORKLOADS) if workloads is None else list(dict.fromkeys(workloads.split(",")))
     for name in names:
         check_choice(name, list(comparison.WORKLOADS), "--workloads")
@@ -537,6 +543,7 @@ def compare(
         seed,
         threads or default_threads(),
         busy or 0,
+        isa is not None,
         json_file,
     )
 

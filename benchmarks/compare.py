@@ -27,7 +27,7 @@ import psutil
 from benchmarks.busy import busy_cores
 from benchmarks.checks import find_model, refuse, shown
 from benchmarks.datasets import check_text, read_json_lines
-from benchmarks.machine import cpu_name, read_bandwidth
+from benchmarks.machine import cpu_has, cpu_name, read_bandwidth
 from benchmarks.outputs import exit_unless, recorded
 from benchmarks.peers.protocol import Run, Work
 from benchmarks.report import console, errors_by_name, figure, plain, show_header, show_table, spread, table_of
@@ -45,6 +45,15 @@ WORKLOADS = {
 PACKAGES = {"vllm": "vllm", "openvino": "openvino_genai", "llamacpp": "llama_cpp"}
 ENGINES = ("nanopage", "transformers", "transformers_continuous", *PACKAGES)
 WITH_INT8 = ("nanopage", "openvino", "llamacpp")  # engines that take --quantization
+# What keeps engines from using more than AVX2. torch reads the first variable; vLLM asks torch (see peers/vllm.py), and
+# nanopage compiles for what torch uses. The second is oneDNN's, in torch, vLLM and OpenVINO; the third is of OpenVINO's
+# own loops; the fourth, of the code that Inductor compiles. llama.cpp is told when it is compiled: llamacpp-avx2.
+AVX2 = {
+    "ATEN_CPU_CAPABILITY": "avx2",
+    "ONEDNN_MAX_CPU_ISA": "AVX2",
+    "OV_CPU_MAX_ISA": "AVX2",
+    "TORCHINDUCTOR_CPP_MARCH": "x86-64-v3",
+}
 ROOT = Path(__file__).parent.parent
 GIB = 2**30
 SETTLE = 0.3  # seconds between two runs: OpenMP threads spin for up to 200 ms after their last work
@@ -178,13 +187,19 @@ def compare(
     seed: int,
     threads: int,
     busy: int,
+    only_avx2: bool,
     json_file: Path | None,
 ) -> None:
     """Run everything, and print a table when a workload is done.
 
-    Args: busy: cores that other processes keep busy in a second run of each iteration; 0: no such runs.
+    Args:
+        busy: cores that other processes keep busy in a second run of each iteration; 0: no such runs.
+        only_avx2: all engines use AVX2 and nothing newer.
     """
-    pythons = python_of_engines(engines, environments, quantization)
+    acts_as_older = only_avx2 and cpu_has("avx512_f")
+    pythons = python_of_engines(engines, environments, quantization, acts_as_older)
+    if acts_as_older:
+        os.environ.update(AVX2)  # for the engines, and for torch in this process
     path, config = find_model(model)
     path = path.resolve()
     if path.suffix == ".gguf":
@@ -201,7 +216,9 @@ def compare(
         if tokens > limit:
             refuse(f"{name}: {tokens} tokens are more than the model's {limit}", "--workloads")
     setup = Setup(path, config, pythons, quantization, eager, threads, num_iters_warmup, busy)
-    results = Results(header(path, dtype, quantization, seed, num_iters, num_iters_warmup, threads, busy), busy)
+    results = Results(
+        header(path, dtype, quantization, seed, num_iters, num_iters_warmup, threads, busy, only_avx2), busy
+    )
     show_header(results.header)
     with recorded(json_file, lambda: asdict(results)) as record:
         try:
@@ -387,8 +404,13 @@ def show_start(results: Results) -> None:
     show_table(table)
 
 
-def python_of_engines(engines: list[str] | None, environments: Path, quantization: str | None) -> dict[str, str]:
-    """Engine -> its interpreter, for the named engines or all that are installed. Raises BadParameter."""
+def python_of_engines(
+    engines: list[str] | None, environments: Path, quantization: str | None, only_avx2: bool
+) -> dict[str, str]:
+    """Engine -> its interpreter, for the named engines or all that are installed. Raises BadParameter.
+
+    Args: only_avx2: of engines that are compiled for an instruction set, take those compiled for AVX2.
+    """
     pythons = {}
     known = WITH_INT8 if quantization else ENGINES
     for name in engines if engines is not None else known:
@@ -398,7 +420,7 @@ def python_of_engines(engines: list[str] | None, environments: Path, quantizatio
         if name not in PACKAGES:
             pythons[name] = sys.executable
             continue
-        home = environments / name
+        home = environments / (f"{name}-avx2" if name == "llamacpp" and only_avx2 else name)
         if any(home.glob(f"lib/python*/site-packages/{PACKAGES[name]}")):
             pythons[name] = str(home / "bin" / "python")
         elif engines is not None:
@@ -490,12 +512,13 @@ def header(
     num_iters_warmup: int,
     threads: int,
     busy: int,
+    only_avx2: bool,
 ) -> dict[str, str]:
     again = f", each also beside {cores(busy)}" if busy else ""
     return {
         "bench": f"compare, seed {seed}, {num_iters} iterations after {num_iters_warmup} to warm up{again}",
         "model": f"{path.name}, {dtype}" + (f", weights {quantization}" if quantization else ""),
-        "device": f"cpu: {cpu_name()}, {threads} threads",
+        "device": f"cpu: {cpu_name()}, {threads} threads" + (", AVX2 alone" if only_avx2 else ""),
     }
 
 

@@ -29,6 +29,14 @@ def cpu_name() -> str:
         return platform.processor() or platform.machine()
 
 
+def cpu_has(feature: str) -> bool:
+    """Whether the processor has these instructions, by their name in torch, such as "avx512_f". The environment, which
+    can keep torch from using them, does not count."""
+    import torch
+
+    return bool(torch.cpu.get_capabilities().get(feature))
+
+
 def nvidia_smi(gpu: str) -> str | None:
     """Driver, clocks and power limit of the GPU with this id. None where nvidia-smi is missing or does not answer."""
     fields = "driver_version,clocks.sm,clocks.max.sm,clocks.mem,clocks.max.mem,power.limit"

@@ -3,6 +3,12 @@
     python3 -m venv ~/.cache/nanopage/peers/llamacpp
     CMAKE_ARGS=-DGGML_NATIVE=ON ~/.cache/nanopage/peers/llamacpp/bin/pip install llama-cpp-python gguf
 
+compare --isa avx2 takes another one, on a processor with AVX-512:
+
+    python3 -m venv ~/.cache/nanopage/peers/llamacpp-avx2
+    CMAKE_ARGS="-DGGML_NATIVE=OFF -DGGML_AVX=ON -DGGML_AVX2=ON -DGGML_FMA=ON -DGGML_F16C=ON -DGGML_BMI2=ON" \\
+        ~/.cache/nanopage/peers/llamacpp-avx2/bin/pip install llama-cpp-python gguf
+
 The loop is that of llama.cpp's server: each batch holds one token of every running sequence, then prompts. A
 prefix common to all prompts is computed once and shared by llama_memory_seq_cp. The KV cache is float16 with bfloat16
 weights, as shipped. Models must have the architecture LlamaForCausalLM, without rope scaling. No vocabulary is written,

