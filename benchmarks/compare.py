@@ -27,10 +27,11 @@ import psutil
 from benchmarks.busy import busy_cores
 from benchmarks.checks import find_model, refuse, shown
 from benchmarks.datasets import check_text, read_json_lines
-from benchmarks.machine import cpu_has, cpu_name, read_bandwidth
+from benchmarks.machine import cpu_has, cpu_name, product_speed, read_bandwidth
 from benchmarks.outputs import exit_unless, recorded
 from benchmarks.peers.protocol import Run, Work
 from benchmarks.report import console, errors_by_name, figure, plain, show_header, show_table, spread, table_of
+from benchmarks.roofline import Roofline, Speed, kv_bytes_of_a_layer, read_weights, roofline
 from nanopage.config import ModelConfig
 
 WORKLOADS = {
@@ -150,8 +151,7 @@ class Results:
 
     header: dict[str, str]
     busy_cores: int = 0
-    bandwidth_gb_s: dict[str, float] = field(default_factory=dict)  # workload -> measured just before it
-    roofline_tok_s: dict[str, float] = field(default_factory=dict)  # workload -> only for workloads with one request
+    rooflines: dict[str, Roofline] = field(default_factory=dict)  # workload -> its speeds measured just before it
     start: dict[str, dict[str, dict[str, float]]] = field(default_factory=dict)  # dtype -> engine -> what -> value
     runs: dict[str, dict[str, list[Run]]] = field(default_factory=dict)
     runs_beside: dict[str, dict[str, list[Run]]] = field(default_factory=dict)  # the same, beside busy cores
@@ -236,13 +236,13 @@ def compare(
 def compare_in(dtype: str, work: dict[str, list[list[Work]]], setup: Setup, results: Results) -> None:
     """Start the engines in one dtype, and run the workloads."""
     peers: dict[str, Peer] = {}
+    with errors_by_name():
+        weights = read_weights(setup.path, setup.config, dtype, setup.quantization)
     try:
         start_all(peers, dtype, work, setup, results)
         for name, iterations in work.items():
-            if name in ("W1", "W4"):
-                results.bandwidth_gb_s[name] = bandwidth = read_bandwidth(setup.threads)
-                step = bytes_of_a_step(setup.path, setup.config, dtype, setup.quantization, iterations[0][0])
-                results.roofline_tok_s[name] = bandwidth * 1e9 / step
+            speed = Speed(read_bandwidth(setup.threads), product_speed(setup.threads, dtype, setup.quantization))
+            results.rooflines[name] = roofline(iterations[0], setup.config, weights, dtype, speed)
             run_workload(name, iterations, setup.warmup, setup.busy, peers, results)
             show_workload(name, dtype, results, iterations[0])
         for peer in peers.values():
@@ -280,7 +280,8 @@ def peer_arguments(dtype: str, work: dict[str, list[list[Work]]], setup: Setup) 
     batches = [batch for iterations in work.values() for batch in iterations]
     tokens = max(sum(len(w.prompt) + w.output_len for w in batch) for batch in batches)
     tokens = 1024 * math.ceil(1.25 * tokens / 1024)  # some more: blocks are not all full
-    kv_gib = max(2, math.ceil(tokens * kv_bytes(setup.config, dtype) / GIB))
+    kv_bytes = setup.config.num_layers * kv_bytes_of_a_layer(setup.config, dtype)
+    kv_gib = max(2, math.ceil(tokens * kv_bytes / GIB))
     max_model_len = min(setup.config.max_position_embeddings, max(4096, longest(batches)))
     arguments = [str(setup.path), "--dtype", dtype, "--threads", str(setup.threads), "--kv-tokens", str(tokens)]
     arguments += ["--kv-gib", str(kv_gib), "--max-model-len", str(max_model_len)]
@@ -356,16 +357,17 @@ def drop(name: str, error: PeerError, peers: dict[str, Peer], results: Results) 
 
 def show_workload(name: str, dtype: str, results: Results, work: list[Work]) -> None:
     runs = results.runs[name]
-    roof = results.roofline_tok_s.get(name)
+    roof = results.rooflines[name]
     single = len(work) == 1
     columns = ["", "output tok/s", "first token (ms)", "decode tok/s"]
     columns += ["prefill tok/s"] if single else ["time (s)"]
-    columns += ["of the roofline"] if roof else []
+    columns += ["of the roofline"]
     columns += [f"beside {cores(results.busy_cores)}"] if results.busy_cores else []
     columns += ["nanopage / this"] if "nanopage" in runs else []
     title = f"{name}: {WORKLOADS[name]}, {dtype}; medians [lowest-highest]"
-    if roof:
-        title += f"\nroofline {figure(roof)} tok/s: memory is read at {figure(results.bandwidth_gb_s[name])} GB/s"
+    title += f"\nroofline {figure(roof.seconds)} s: memory {figure(roof.memory_seconds)} s at "
+    title += f"{figure(roof.speed.read_gb_s)} GB/s, arithmetic {figure(roof.arithmetic_seconds)} s at "
+    title += f"{figure(roof.speed.product_gflop_s)} GFLOP/s"
     table = table_of(title, columns)
     for engine, column in runs.items():
         speeds = [output_tok_s(run) for run in column]
@@ -376,8 +378,7 @@ def show_workload(name: str, dtype: str, results: Results, work: list[Work]) -> 
             cells.append(figure(ttft and len(work[0].prompt) / ttft))
         else:
             cells.append(figure(median(run.seconds for run in column)))
-        if roof:
-            cells.append(f"{decode / roof:.0%}" if decode else "-")
+        cells.append(f"{roof.seconds / statistics.median(run.seconds for run in column):.0%}")
         if results.busy_cores:
             beside = [output_tok_s(run) for run in results.runs_beside[name][engine]]
             share = statistics.median(b / a for a, b in zip(speeds, beside, strict=True))
@@ -480,27 +481,6 @@ def make_work(
             text = tokenizer.render_chat(messages)
         work.append(Work(tokenizer.encode(text, add_special_tokens=False), 64))
     return work
-
-
-def kv_bytes(config: ModelConfig, dtype: str) -> int:
-    """Bytes of one token's K and V."""
-    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * {"bfloat16": 2, "float32": 4}[dtype]
-
-
-def bytes_of_a_step(path: Path, config: ModelConfig, dtype: str, quantization: str | None, work: Work) -> float:
-    """Bytes that one decode step of a request has to read, on average over the output: the weights once, without an
-    embedding that is not also the head, and the KV of the tokens before it."""
-    from safetensors import safe_open
-
-    skipped = "lm_head.weight" if config.tie_word_embeddings else "model.embed_tokens.weight"
-    parameters = 0
-    for file in sorted(path.glob("*.safetensors")):
-        with safe_open(file, framework="pt") as tensors:
-            shapes = {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}  # noqa: SIM118
-        parameters += sum(math.prod(shape) for name, shape in shapes.items() if name != skipped)
-    context = len(work.prompt) + work.output_len / 2
-    weight = 1 if quantization else {"bfloat16": 2, "float32": 4}[dtype]
-    return parameters * weight + context * kv_bytes(config, dtype)
 
 
 def header(

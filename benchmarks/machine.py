@@ -68,6 +68,32 @@ def read_bandwidth(threads: int) -> float:
     return GIB / best / 1e9
 
 
+def product_speed(threads: int, dtype: str, quantization: str | None) -> float:
+    """GFLOP/s of the fastest matrix products that an engine could use, 512 x 1024 by 1024 x 1024, by torch: the best
+    of 30 of each kind.
+
+    The kinds are float32; with the dtype bfloat16, also bfloat16, if the processor has instructions for it; with int8
+    weights, also int8 by int8. A multiplication and an addition count as two operations in each.
+    """
+    import torch
+
+    from nanopage.device import computes_natively
+
+    torch.set_num_threads(threads)
+    kinds = [torch.float32]
+    kinds += [torch.bfloat16] if dtype == "bfloat16" and computes_natively(dtype, torch.device("cpu")) else []
+    kinds += [torch.int8] if quantization == "int8" else []
+    best = math.inf
+    for kind in kinds:
+        x, weights = torch.ones(512, 1024, dtype=kind), torch.ones(1024, 1024, dtype=kind)
+        product = torch._int_mm if kind == torch.int8 else torch.mm
+        for _ in range(30):
+            started = time.perf_counter()
+            product(x, weights)
+            best = min(best, time.perf_counter() - started)
+    return 2 * 512 * 1024 * 1024 / best / 1e9
+
+
 def data_sheet_bandwidth(clock_khz: int, bus_bits: int) -> float:
     """GB/s of memory that moves data on both edges of its clock."""
     return 2 * clock_khz * 1e3 * bus_bits / 8 / 1e9

@@ -21,6 +21,7 @@ from benchmarks.outputs import Stopped
 from benchmarks.peers import llamacpp
 from benchmarks.peers.protocol import Options, Output, Run, Work, measure
 from benchmarks.report import console
+from benchmarks.roofline import Roofline, Speed
 
 pytestmark = pytest.mark.usefixtures("fast_and_wide")
 
@@ -139,7 +140,9 @@ def test_it_compares_nanopage_with_transformers_and_writes_json(model, tmp_path,
     assert result["failures"] == {} and result["complete"] is True
     for figures in result["start"]["bfloat16"].values():
         assert figures["start_to_first_token"] > 0 and figures["peak_rss"] > 2**26
-    assert list(result["roofline_tok_s"]) == ["W1"] and result["bandwidth_gb_s"]["W1"] > 0
+    roofline = result["rooflines"]["W1"]
+    assert roofline["memory_seconds"] > 0 and roofline["arithmetic_seconds"] > 0
+    assert roofline["speed"] == {"read_gb_s": 25.0, "product_gflop_s": 250.0}
     ours, theirs = (result["runs"]["W1"][engine][0] for engine in ("nanopage", "transformers"))
     assert ours["output_tokens"] == theirs["output_tokens"] == 128 and ours["total_tokens"] == 256
     assert 0 < ours["ttft"] < ours["seconds"] and ours["decode_tok_s"] > 0
@@ -222,7 +225,7 @@ def test_it_compares_in_both_precisions(model, tmp_path):
     assert done.exit_code == 0, done.output
     result = json.loads(file.read_text())
     assert list(result["start"]) == ["bfloat16", "float32"]
-    assert list(result["runs"]) == ["W1", "W5"] and list(result["roofline_tok_s"]) == ["W1"]
+    assert list(result["runs"]) == ["W1", "W5"] == list(result["rooflines"])
     for runs in result["runs"].values():
         assert list(runs) == ["vllm", "openvino"]
         assert len(runs["vllm"]) == len(runs["openvino"]) == 2
@@ -241,8 +244,7 @@ def test_tables_of_all_engines_fit_80_columns(monkeypatch, name):
         "bfloat16": {engine: {"start_to_first_token": 89.5, "peak_rss": 2**31} for engine in results.runs[name]}
     }
     results.busy_cores, results.runs_beside[name] = 2, results.runs[name]
-    if name == "W1":
-        results.roofline_tok_s[name], results.bandwidth_gb_s[name] = 130.5, 36.12
+    results.rooflines[name] = Roofline(Speed(36.12, 1234.5), 1.2345, 2.3456)
     with console.capture() as printed:
         compare.show_workload(name, "bfloat16", results, [Work([1] * 128, 128)] * (1 if name == "W1" else 32))
         compare.show_start(results)

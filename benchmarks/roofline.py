@@ -1,0 +1,104 @@
+"""The least time that a batch of requests can take on a machine: by the speed of its memory, and of its arithmetic.
+
+Memory: the weights are read once for each token of the longest output, since its tokens come one after another; the K
+and V of the context, for each token of each output but the first. A weight has as many bytes as in the checkpoint or in
+the dtype, whichever is less; with int8, one.
+
+Arithmetic: 2 operations for each weight of the layers and each token, and for each weight of the head and each token of
+an output; in attention, 4 for each element of a query and each token that it attends to. A prefix that prompts share is
+computed once.
+
+The embedding counts only where it is the head, because few of its rows are read. Everything else is free, and memory
+and arithmetic never wait for each other. So no engine reaches the larger limit, except where the caches hold the
+weights.
+"""
+
+import math
+from collections import Counter
+from dataclasses import dataclass
+from itertools import takewhile
+from pathlib import Path
+
+from benchmarks.peers.protocol import Work
+from nanopage.config import ModelConfig
+from nanopage.weights.safetensors_checkpoint import safetensors_files, stored_tensors
+
+ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "float32": 4, "bfloat16": 2}
+
+
+@dataclass
+class Speed:
+    """What machine.py measured."""
+
+    read_gb_s: float
+    product_gflop_s: float
+
+
+@dataclass
+class Roofline:
+    speed: Speed
+    memory_seconds: float
+    arithmetic_seconds: float
+
+    @property
+    def seconds(self) -> float:
+        return max(self.memory_seconds, self.arithmetic_seconds)
+
+
+@dataclass
+class Weights:
+    """Of a checkpoint: the number of those that every token passes through, and the bytes of all."""
+
+    in_layers: int = 0
+    in_head: int = 0
+    num_bytes: int = 0
+
+
+def roofline(work: list[Work], config: ModelConfig, weights: Weights, dtype: str, speed: Speed) -> Roofline:
+    """Args: dtype: of K and V: bfloat16 or float32."""
+    computed = attended = attended_by_outputs = 0  # tokens
+    before: list[int] = []
+    for w in sorted(work, key=lambda w: w.prompt):  # neighbours share the longest prefixes
+        pairs = zip(before, w.prompt[:-1], strict=False)  # the last token is computed in any case, for its logits
+        shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        end = len(w.prompt) + w.output_len - 1  # nothing follows the last token
+        computed += end - shared
+        attended += attended_tokens(config, shared, end)
+        attended_by_outputs += attended_tokens(config, len(w.prompt), end)
+        before = w.prompt
+    output_lens = [w.output_len for w in work]
+    num_bytes = weights.num_bytes * max(output_lens) + kv_bytes_of_a_layer(config, dtype) * attended_by_outputs
+    operations = 2 * weights.in_layers * computed + 2 * weights.in_head * sum(output_lens)
+    operations += 4 * config.num_heads * config.head_dim * attended
+    return Roofline(speed, num_bytes / speed.read_gb_s / 1e9, operations / speed.product_gflop_s / 1e9)
+
+
+def attended_tokens(config: ModelConfig, start: int, end: int) -> int:
+    """How many tokens the positions start to end - 1 attend to, themselves included, in all layers together."""
+    return sum(
+        num_layers * sum(min(i + 1, window or i + 1) for i in range(start, end))
+        for window, num_layers in Counter(config.sliding_windows).items()
+    )
+
+
+def kv_bytes_of_a_layer(config: ModelConfig, dtype: str) -> int:
+    """Bytes of one token's K and V in one layer."""
+    return 2 * config.num_kv_heads * config.head_dim * ITEM_BYTES[dtype]
+
+
+def read_weights(path: Path, config: ModelConfig, dtype: str, quantization: str | None) -> Weights:
+    """By the headers of the checkpoint's files. Raises: as `stored_tensors`."""
+    head, unread = "lm_head.weight", "model.embed_tokens.weight"
+    if config.tie_word_embeddings:
+        head, unread = unread, head
+    weights = Weights()
+    for tensor in stored_tensors(safetensors_files(path)):
+        if tensor.name == unread:
+            continue
+        count = math.prod(tensor.shape)
+        if tensor.name == head:
+            weights.in_head += count
+        else:
+            weights.in_layers += count
+        weights.num_bytes += count * (1 if quantization else min(ITEM_BYTES[tensor.dtype], ITEM_BYTES[dtype]))
+    return weights

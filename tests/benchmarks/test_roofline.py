@@ -1,0 +1,64 @@
+"""The least time of a batch: weights by the headers of a checkpoint, bytes and operations counted by hand."""
+
+from dataclasses import replace
+
+import pytest
+from helpers import tiny_hf_model, tiny_model
+
+from benchmarks.machine import product_speed
+from benchmarks.peers.protocol import Work
+from benchmarks.roofline import Speed, Weights, attended_tokens, read_weights, roofline
+from nanopage.config import ModelConfig
+
+KV_BYTES = 2 * 2 * 16 * 4  # of a layer of the tiny model in float32: K and V, 2 heads of 16
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(
+    ("stored", "dtype", "quantization", "each"),
+    [
+        ("bfloat16", "bfloat16", None, 2),
+        ("bfloat16", "float32", None, 2),  # an engine can widen them as it reads them
+        ("float32", "bfloat16", None, 2),
+        ("float32", "float32", None, 4),
+        ("float32", "float32", "int8", 1),
+    ],
+)
+def test_weights_are_those_that_every_token_passes_through(tmp_path, tied, stored, dtype, quantization, each):
+    path = tiny_model(tmp_path / "model", dtype=stored, tie_word_embeddings=tied)
+    weights = read_weights(path, ModelConfig.from_directory(path), dtype, quantization)
+    parameters = {name: p.numel() for name, p in tiny_hf_model(tie_word_embeddings=tied).named_parameters()}
+    head = parameters.pop("model.embed_tokens.weight")
+    assert weights.in_head == parameters.pop("lm_head.weight", head)
+    assert weights.in_layers == sum(parameters.values())
+    assert weights.num_bytes == each * (weights.in_layers + weights.in_head)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "output_len", "passes", "computed", "attended", "attended_by_outputs"),
+    [
+        ([[7, 8, 9]], 1, 1, 3, 1 + 2 + 3, 0),
+        ([[7, 8, 9]], 2, 2, 4, 1 + 2 + 3 + 4, 4),
+        ([[7, 8, 9], [7, 8, 1]], 1, 1, 3 + 1, 6 + 3, 0),  # two tokens are shared
+        ([[7, 8], [7, 8]], 2, 2, 3 + 2, 6 + 5, 3 + 3),  # the last one of a prompt is never found in a cache
+        ([[7], [8]], 3, 3, 3 + 3, 6 + 6, 5 + 5),
+    ],
+)
+def test_bytes_and_operations(model, prompts, output_len, passes, computed, attended, attended_by_outputs):
+    config = ModelConfig.from_directory(model)
+    assert (config.num_layers, config.num_heads, config.head_dim) == (2, 4, 16)
+    work = [Work(prompt, output_len) for prompt in prompts]
+    roof = roofline(work, config, Weights(1000, 100, 5000), "float32", Speed(1e-9, 1e-9))  # a byte a second, and so on
+    assert roof.memory_seconds == pytest.approx(5000 * passes + KV_BYTES * 2 * attended_by_outputs)
+    operations = 2 * 1000 * computed + 2 * 100 * output_len * len(work) + 4 * 4 * 16 * 2 * attended
+    assert roof.arithmetic_seconds == pytest.approx(operations)
+    assert roof.seconds == max(roof.memory_seconds, roof.arithmetic_seconds)
+
+
+def test_a_window_limits_what_is_attended_to(model):
+    config = replace(ModelConfig.from_directory(model), sliding_windows=(None, 3))
+    assert attended_tokens(config, 1, 5) == (2 + 3 + 4 + 5) + (2 + 3 + 3 + 3)
+
+
+def test_every_kind_of_product_can_be_measured():
+    assert product_speed(1, "bfloat16", "int8") > 0
