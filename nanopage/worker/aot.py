@@ -292,7 +292,9 @@ def find_file(directory: Path, name: str) -> Path | None:
 class CompiledLayers:
     """Computes the same as `run_layers` with a ReferenceAttention, with compiled code.
 
-    Args: libraries: the compiled functions, by part and kind.
+    Args:
+        libraries: the compiled functions, by part and kind.
+        num_threads: the most that a step may have.
     """
 
     def __init__(
@@ -312,7 +314,8 @@ class CompiledLayers:
     ) -> Tensor:
         attended = x.new_empty(len(x), self.num_heads, self.head_dim)
         before, after = self._part("before", x), self._part("after", x)
-        num_parts = self.num_threads if len(x) >= self.num_threads * PART_ROWS else 1
+        num_threads = min(self.num_threads, torch.get_num_threads())
+        num_parts = num_threads if len(x) >= num_threads * PART_ROWS else 1
         x = self.chain.run_layers(before, after, self.layers, x, cos, sin, attention, attended, num_parts)
         if rows is not None:
             x, attended = x[rows], attended[rows]

@@ -151,7 +151,7 @@ def attention_constants(config: ModelConfig, dtype: torch.dtype, spec: dict[str,
         "NUM_KV_HEADS": config.num_kv_heads,
         "GROUP": config.num_heads // config.num_kv_heads,
         "BLOCK_SIZE": spec["block_size"],
-        **product_constants(dtype, spec["threads"]),
+        **product_constants(dtype),
     }
 
 
@@ -216,8 +216,7 @@ def main(spec: dict[str, Any], directory: Path) -> None:
             ProcessPoolExecutor(_num_processes(spec["threads"]), multiprocessing.get_context("fork")) as pool,
         ):
             if missing and spec["tiled"]:
-                dtype = getattr(torch, spec["dtype"])
-                compile_tiles(product_constants(dtype, spec["threads"]), Path(scratch))
+                compile_tiles(product_constants(getattr(torch, spec["dtype"])), Path(scratch))
                 os.environ["LIBRARY_PATH"] = scratch  # where the linker looks for it
                 torch._inductor.config.aot_inductor.custom_op_libs = [TILES]
             for _ in pool.map(partial(_make, spec, config, directory), missing):

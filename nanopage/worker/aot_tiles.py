@@ -44,13 +44,12 @@ class TileLinear:
 
 
 def tile_product(dtype: torch.dtype) -> TileLinear | None:
-    """The compiled product for activations of this dtype, and the present number of threads. Compiles it on first use,
-    which takes seconds.
+    """The compiled product for activations of this dtype. Compiles it on first use, which takes seconds.
 
     Returns: None if NANOPAGE_COMPILE forbids it, or, after a warning, if that is not possible.
     """
     try:
-        constants = product_constants(dtype, torch.get_num_threads())
+        constants = product_constants(dtype)
         directory = hub.private_cache("compiled") / _key(constants)
         make_private(directory)
         file = find_file(directory, NAME)
@@ -66,9 +65,9 @@ def tile_product(dtype: torch.dtype) -> TileLinear | None:
         return None
 
 
-def product_constants(dtype: torch.dtype, threads: int) -> dict[str, int]:
+def product_constants(dtype: torch.dtype) -> dict[str, int]:
     """What tile_linear.cpp is compiled for."""
-    return {"THREADS": threads, "BFLOAT16": int(dtype == torch.bfloat16)}
+    return {"BFLOAT16": int(dtype == torch.bfloat16)}
 
 
 def _compile(constants: dict[str, int], directory: Path) -> None:

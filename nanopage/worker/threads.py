@@ -1,7 +1,9 @@
-"""Limits the threads of an engine on a CPU to one for each physical core that the process may use."""
+"""The threads of an engine on a CPU: at most one for each physical core that the process may use, and fewer while other
+processes keep cores busy."""
 
 import logging
 import os
+import time
 from pathlib import Path
 
 import psutil
@@ -25,10 +27,14 @@ def limit_threads() -> None:
         logger.info(f"using {useful} of {before} threads: the physical cores this process may use")
 
 
+def allowed_cpus() -> set[int]:
+    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
+
+
 def default_threads(system: Path = Path("/sys")) -> int:
     """The number of physical cores that this process may run on, within the CPU quota of its container
     (cgroup v2)."""
-    allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
+    allowed = allowed_cpus()
     siblings = [system / f"devices/system/cpu/cpu{cpu}/topology/thread_siblings_list" for cpu in allowed]
     try:
         cores = len({file.read_text() for file in siblings})
@@ -40,3 +46,44 @@ def default_threads(system: Path = Path("/sys")) -> int:
     except (OSError, ValueError):  # "max": no quota
         pass
     return max(1, cores)
+
+
+class ThreadCount:
+    """Chooses the number of threads of each step: as many as there are CPUs that other processes leave, at least one.
+
+    The threads of a step wait for each other many times. If one of them has to share its CPU, the others wait as well:
+    with one of two CPUs busy, a step of two threads takes longer than a step of one.
+
+    Args: most: threads.
+    """
+
+    INTERVAL = 0.25  # seconds between measurements
+    # A CPU is left to others if they use more than BUSY of it, and taken again if they use less than IDLE.
+    BUSY, IDLE = 0.4, 0.2
+
+    def __init__(self, most: int):
+        self.most = self.threads = most
+        self._before = self._times()
+
+    def set(self) -> None:
+        """Set the number of threads for what the calling thread computes. Call this before each step."""
+        if self.most > 1 and time.perf_counter() - self._before[0] >= self.INTERVAL:
+            now = self._times()
+            seconds, busy, own = (after - before for after, before in zip(now, self._before, strict=True))
+            self._before = now
+            self.threads = self.choose((busy - own) / seconds, len(allowed_cpus()))
+        torch.set_num_threads(self.threads)
+
+    def choose(self, others: float, num_cpus: int) -> int:
+        """Args: others: CPUs that other processes use, on average. num_cpus: all that this process may use."""
+        at_most, at_least = (int(num_cpus - others + share) for share in (self.BUSY, self.IDLE))
+        return max(1, min(self.most, max(at_least, min(self.threads, at_most))))
+
+    def _times(self) -> tuple[float, float, float]:
+        """Seconds: now; of work of all processes, on the CPUs that this one may use; of work of this process.
+
+        Leaves out processes with a low priority, such as the one that compiles: they give way.
+        """
+        allowed = allowed_cpus()
+        cpus = [cpu for i, cpu in enumerate(psutil.cpu_times(percpu=True)) if i in allowed]
+        return time.perf_counter(), sum(cpu.user + cpu.system for cpu in cpus), time.process_time()

@@ -28,7 +28,7 @@ from nanopage.worker.kv_cache import KVCache
 from nanopage.worker.memory import GIB, block_bytes, fit_length, measure_step, num_blocks_that_fit, num_host_blocks
 from nanopage.worker.model_runner import Launched, ModelRunner, Way
 from nanopage.worker.sequence_table import SequenceTable
-from nanopage.worker.threads import limit_threads
+from nanopage.worker.threads import ThreadCount, limit_threads
 
 logger = logging.getLogger("nanopage")
 
@@ -62,8 +62,10 @@ class Worker:
         self.dtype, why = resolve_dtype(config.dtype, model_config.dtype, self.device)
         if why:
             logger.info(why)
+        self.threads: ThreadCount | None = None  # on a CPU
         if self.device.type == "cpu":
             limit_threads()
+            self.threads = ThreadCount(torch.get_num_threads())
         else:
             set_cuda_precision()
         self.product: TileLinear | None = None  # of weights in tiles, compiled
@@ -93,6 +95,8 @@ class Worker:
 
     def launch(self, batch: Batch) -> Launched:
         """Start a step. Does not wait for its result."""
+        if self.threads is not None:
+            self.threads.set()
         return self.runner.launch(batch)
 
     def rest(self) -> None:

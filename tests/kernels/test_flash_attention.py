@@ -31,7 +31,7 @@ def made(request, tmp_path_factory):
     """What the code is compiled for, and the code."""
     head_dim, group, block_size, dtype, instructions = request.param
     constants = {"HEAD_DIM": head_dim, "NUM_KV_HEADS": KV_HEADS, "GROUP": group, "BLOCK_SIZE": block_size}
-    constants |= {"THREADS": 2, "BFLOAT16": int(dtype == torch.bfloat16)}
+    constants |= {"BFLOAT16": int(dtype == torch.bfloat16)}
     directory = tmp_path_factory.mktemp("attention")
     with pytest.MonkeyPatch.context() as patch:
         if instructions == AVX2:

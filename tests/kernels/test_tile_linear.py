@@ -20,7 +20,7 @@ AVX512, AVX2 = "AVX512", "AVX2"
 def made(request, tmp_path_factory):
     """A dtype, and the function that was compiled for it."""
     dtype, instructions = request.param
-    constants = {"THREADS": 2, "BFLOAT16": int(dtype == torch.bfloat16)}
+    constants = {"BFLOAT16": int(dtype == torch.bfloat16)}
     file = tmp_path_factory.mktemp("tiles") / "tiles.so"
     with pytest.MonkeyPatch.context() as patch:
         if instructions == AVX2:

@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -53,6 +54,44 @@ def test_without_a_topology_it_asks_psutil(machine, monkeypatch):
     assert machine(range(8), siblings=[]) == 3
     monkeypatch.setattr(psutil, "cpu_count", lambda logical: None)
     assert threads.default_threads(Path("/nowhere")) == 1
+
+
+@pytest.mark.parametrize(
+    ("num_cpus", "most", "others", "expected"),
+    [
+        (2, 2, [0.0, 0.3, 0.5, 1.0, 0.3, 0.1], [2, 2, 1, 1, 1, 2]),
+        (2, 2, [2.0, -0.1], [1, 2]),  # the two clocks do not agree exactly
+        (8, 4, [1.0, 4.0, 4.5, 9.0, 0.0], [4, 4, 3, 1, 4]),  # hyperthreads are left to others first
+        (1, 1, [1.0, 0.0], [1, 1]),
+    ],
+)
+def test_cpus_that_others_use_are_left_to_them(num_cpus, most, others, expected):
+    count = threads.ThreadCount(most)
+    for used, wanted in zip(others, expected, strict=True):
+        count.threads = count.choose(used, num_cpus)
+        assert count.threads == wanted
+
+
+def test_the_work_of_other_processes_is_measured_from_time_to_time(monkeypatch):
+    times = [(0.0, 10.0, 5.0), (1.0, 12.0, 6.0), (2.0, 14.0, 8.0)]  # in the first second, others use a CPU
+    monkeypatch.setattr(threads.ThreadCount, "_times", lambda self: times.pop(0))
+    monkeypatch.setattr(threads, "allowed_cpus", lambda: {0, 1})
+    clock = iter((0.1, 1.0, 1.1, 2.0))
+    monkeypatch.setattr(threads.time, "perf_counter", lambda: next(clock))
+    chosen = []
+    monkeypatch.setattr(torch, "set_num_threads", chosen.append)
+    count = threads.ThreadCount(2)
+    for _ in range(4):
+        count.set()
+    assert chosen == [2, 1, 1, 2]
+    assert times == []
+
+
+def test_processes_of_low_priority_do_not_count(monkeypatch):
+    cpu = SimpleNamespace(user=3.0, system=1.0, nice=100.0, idle=50.0)
+    monkeypatch.setattr(psutil, "cpu_times", lambda percpu: [cpu, cpu, cpu])
+    monkeypatch.setattr(threads, "allowed_cpus", lambda: {0, 2})
+    assert threads.ThreadCount(2)._times()[1] == 8.0
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@
 // time, it computes scores = q k, weights = 2^(scores - largest) and out += weights v. `largest` is each row's largest
 // score so far. When it grows, the sums up to then are scaled down. Nothing that grows with the sequence is stored.
 //
-// The compiler is given HEAD_DIM (even), NUM_KV_HEADS, GROUP (query heads of a KV head), BLOCK_SIZE, THREADS, and
+// The compiler is given HEAD_DIM (even), NUM_KV_HEADS, GROUP (query heads of a KV head), BLOCK_SIZE, and
 // BFLOAT16 (see registers.h).
 
 #include <omp.h>
@@ -287,7 +287,7 @@ void attend_together(const Step& step, const Layer& layer) {
 //
 // q: the addresses of its parts, each of `part_rows` rows except the last, which may have fewer.
 //
-// In a parallel region, all threads must call this. Elsewhere, it starts THREADS threads.
+// In a parallel region, all threads must call this. Elsewhere, this begins one.
 extern "C" void attend(const Step& step, const void* const* q, int64_t part_rows, const void* kv_cache,
                        int64_t num_blocks, int64_t window, void* out) {
     const auto keys = (const Stored*)kv_cache;
@@ -296,7 +296,7 @@ extern "C" void attend(const Step& step, const void* const* q, int64_t part_rows
     if (omp_in_parallel()) {
         attend_together(step, layer);
     } else {
-#pragma omp parallel num_threads(THREADS)
+#pragma omp parallel
         attend_together(step, layer);
     }
 }

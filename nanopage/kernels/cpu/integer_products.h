@@ -111,7 +111,7 @@ class Quantized {
           num_groups(round_up(in_features, GROUP) / GROUP),
           quads(rows * num_quads),
           groups(rows * num_groups) {
-#pragma omp parallel for num_threads(THREADS) if (rows * in_features > 1 << 16)
+#pragma omp parallel for if (rows * in_features > 1 << 16)
         for (int64_t row = 0; row < rows; row++)
             for (int group = 0; group < num_groups; group++) {
                 const int begin = group * GROUP;

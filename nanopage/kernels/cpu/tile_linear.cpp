@@ -1,8 +1,8 @@
 // Products with weights in tiles of 8 or 4 bits, or bfloat16 (see tile_linear.py): y = x W^T, for any number of rows.
 //
 // bfloat16 weights are widened. A panel is a part of a tile, up to PANEL inputs of TILE outputs. It is widened once, to
-// what registers.h multiplies, and all rows of a block are multiplied by it. The compiler is given THREADS, and
-// BFLOAT16 (see registers.h).
+// what registers.h multiplies, and all rows of a block are multiplied by it. The compiler is given BFLOAT16
+// (see registers.h).
 
 #include "integer_products.h"
 
@@ -69,7 +69,7 @@ void multiply_tile(const Element* x, int stride, int rows, const Bfloat16* tile,
 // Call multiply(first row, number of rows, tile) for all tiles and rows, by all threads.
 template <class Multiply>
 void for_each_block(int64_t rows, int64_t num_tiles, Multiply multiply) {
-#pragma omp parallel for num_threads(THREADS) collapse(2) schedule(dynamic)
+#pragma omp parallel for collapse(2) schedule(dynamic)
     for (int64_t row = 0; row < rows; row += BLOCK_ROWS)
         for (int64_t i = 0; i < num_tiles; i++) multiply(row, std::min<int64_t>(BLOCK_ROWS, rows - row), i);
 }
@@ -79,7 +79,7 @@ void multiply_bfloat16(const Stored* x, int64_t rows, const Bfloat16* tiles, int
                        Stored* y) {
     const auto tile_of = [&](int64_t i) { return tiles + i * in_features * TILE; };
     if (rows == 1) {
-#pragma omp parallel for num_threads(THREADS)
+#pragma omp parallel for
         for (int64_t i = 0; i < num_tiles; i++) multiply_row(x, tile_of(i), in_features, y + i * TILE);
         return;
     }
@@ -110,7 +110,7 @@ void multiply_integers(const Stored* x, int64_t rows, const uint8_t* tiles, int6
         multiply_integer_tile<Format, TILE>(quantized, row, count, tile, y + row * y_stride + i * TILE, y_stride);
     };
     if (rows > 1) return for_each_block(rows, num_tiles, multiply);
-#pragma omp parallel for num_threads(THREADS)  // each thread has the same tiles in every step
+#pragma omp parallel for  // each thread has the same tiles in every step
     for (int64_t i = 0; i < num_tiles; i++) multiply(0, 1, i);
 }
 
