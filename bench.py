@@ -470,7 +470,7 @@ def host(
 @app.command()
 def compare(
     model: ModelOption = None,
-    workloads: Annotated[str | None, typer.Option(help="Which, as in W1,W2 [default: all].")] = None,
+    workloads: Annotated[str | None, typer.Option(help="Which, as in W1,W2 [default: W1 to W6].")] = None,
     engines: Annotated[
         str | None, typer.Option(help="Which, as in nanopage,vllm [default: all that are installed].")
     ] = None,
@@ -514,7 +514,8 @@ def compare(
     check_choice(isa, ["avx2"], "--isa")
     if isa is not None and not cpu_has("avx2"):
         refuse("this processor has no AVX2", "--isa")
-    names = list(comparison.WORKLOADS) if workloads is None else list(dict.fromkeys(workloads.split(",")))
+    default = [name for name in comparison.WORKLOADS if name not in comparison.PROCESSES]
+    names = default if workloads is None else list(dict.fromkeys(workloads.split(",")))
     for name in names:
         check_choice(name, list(comparison.WORKLOADS), "--workloads")
     usable = comparison.usable_threads()

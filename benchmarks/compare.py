@@ -6,30 +6,24 @@ the chat template puts first. One engine works at a time.
 """
 
 import ast
-import contextlib
-import json
 import math
 import os
 import random
-import signal
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import IO, cast
-
-import psutil
 
 from benchmarks.busy import busy_cores
 from benchmarks.checks import find_model, refuse, shown
 from benchmarks.datasets import check_text, read_json_lines
 from benchmarks.machine import cpu_has, cpu_name, product_speed, read_bandwidth
 from benchmarks.outputs import exit_unless, recorded
+from benchmarks.peer import ROOT, Peer, PeerError, prepare
 from benchmarks.peers.protocol import Run, Work
+from benchmarks.questions import PROCESSES, Question, ask_in_new_processes
 from benchmarks.report import console, errors_by_name, figure, plain, show_header, show_table, spread, table_of
 from benchmarks.roofline import Roofline, Speed, kv_bytes_of_a_layer, read_weights, roofline
 from nanopage.config import ModelConfig
@@ -41,6 +35,8 @@ WORKLOADS = {
     "W4": "1 request, 1500 in, 128 out",
     "W5": "W2 in float32",
     "W6": "first turns of the questions of --mt-bench, chat template, 80 at once, 64 out",
+    "W7": "a question to a new process, 32 in, 64 out, nothing of nanopage compiled",
+    "W8": "three questions, each to a new process, 32 in, 64 out, nothing of nanopage compiled at first",
 }
 # The engines that need an environment of their own, and the package that it must have.
 PACKAGES = {"vllm": "vllm", "openvino": "openvino_genai", "llamacpp": "llama_cpp"}
@@ -55,99 +51,14 @@ AVX2 = {
     "OV_CPU_MAX_ISA": "AVX2",
     "TORCHINDUCTOR_CPP_MARCH": "x86-64-v3",
 }
-ROOT = Path(__file__).parent.parent
 GIB = 2**30
 SETTLE = 0.3  # seconds between two runs: OpenMP threads spin for up to 200 ms after their last work
 
 
-class PeerError(RuntimeError):
-    """An engine's process ended before it answered; the message has the end of its log."""
-
-
-class Peer:
-    """An engine in its own process (see peers/protocol.py)."""
-
-    def __init__(self, command: list[str], threads: int):
-        self.log = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 (closed with the process)
-        self.started = time.perf_counter()
-        self.process = subprocess.Popen(
-            command,
-            cwd=ROOT,  # python -m imports from here first, and not from the folder that bench.py was started in
-            env=os.environ | {"OMP_NUM_THREADS": str(threads)},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self.log,
-            text=True,
-            start_new_session=True,  # so that Ctrl-C does not reach it, and what it starts can be ended with it
-        )
-        self.requests = cast(IO[str], self.process.stdin)
-        self.answers = cast(IO[str], self.process.stdout)
-
-    def ask(self, work: list[Work]) -> Run:
-        """Run a batch. Raises PeerError."""
-        request = {"prompts": [w.prompt for w in work], "output_lens": [w.output_len for w in work]}
-        try:
-            self.requests.write(json.dumps(request) + "\n")
-            self.requests.flush()
-        except BrokenPipeError:
-            raise self.error() from None
-        return Run(**self.answer())
-
-    def answer(self) -> dict:
-        """The next line that the engine writes. Raises PeerError."""
-        line = self.answers.readline()
-        if not line.endswith("\n"):
-            raise self.error()
-        return json.loads(line)
-
-    def error(self) -> PeerError:
-        code = self.process.wait()
-        self.log.seek(0)
-        return PeerError("\n".join([f"exit code {code}", *self.log.read().splitlines()[-15:]]))
-
-    def cpu_seconds(self) -> float:
-        """CPU time of the process and of its children until now."""
-        total = 0.0
-        for each in self.processes():
-            with contextlib.suppress(psutil.NoSuchProcess):
-                times = each.cpu_times()
-                total += times.user + times.system
-        return total
-
-    def processes(self) -> list[psutil.Process]:
-        """The process and its descendants, also in sessions of their own. Empty when the process has ended."""
-        if self.process.poll() is not None:  # its id may be another process's by now
-            return []
-        try:
-            process = psutil.Process(self.process.pid)
-            return [process, *process.children(recursive=True)]
-        except psutil.NoSuchProcess:
-            return []
-
-    def close(self) -> None:
-        """Let the engine end by itself, then kill what is left."""
-        with contextlib.suppress(BrokenPipeError):  # it has ended
-            self.requests.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(10)
-        self.kill()
-
-    def kill(self) -> None:
-        """End the process and all that it has started. Does nothing the second time."""
-        if self.log.closed:
-            return
-        for each in self.processes():
-            with contextlib.suppress(psutil.NoSuchProcess):
-                each.kill()
-        with contextlib.suppress(ProcessLookupError):  # processes that outlived their parent
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-        self.log.close()
-
-
 @dataclass
 class Results:
-    """Everything measured, as the JSON file has it. `runs`: workload -> engine -> one Run for each iteration."""
+    """Everything measured, as the JSON file has it. `runs`: workload -> engine -> one Run for each iteration; of W7 and
+    W8, a Question for each process."""
 
     header: dict[str, str]
     busy_cores: int = 0
@@ -224,10 +135,13 @@ def compare(
         try:
             for batch_dtype in dict.fromkeys((dtype, "float32")):  # one after the other, to save memory
                 batch = {name: work[name] for name in work if ("float32" if name == "W5" else dtype) == batch_dtype}
+                for name in [name for name in batch if name in PROCESSES]:  # while no other engine has a process
+                    run_questions(name, batch_dtype, batch.pop(name), setup, results)
                 if batch:
                     compare_in(batch_dtype, batch, setup, results)
         finally:
-            show_start(results)
+            if results.start:
+                show_start(results)
             for name, message in results.failures.items():
                 console.print(f"[red]error:[/red] {name}: {plain(message)}", highlight=False)
     exit_unless(record.written, not results.failures)
@@ -243,7 +157,7 @@ def compare_in(dtype: str, work: dict[str, list[list[Work]]], setup: Setup, resu
         for name, iterations in work.items():
             speed = Speed(read_bandwidth(setup.threads), product_speed(setup.threads, dtype, setup.quantization))
             results.rooflines[name] = roofline(iterations[0], setup.config, weights, dtype, speed)
-            run_workload(name, iterations, setup.warmup, setup.busy, peers, results)
+            run_workload(name, iterations, setup, list(peers), lambda *turn: [run_one(peers, *turn)], peers, results)
             show_workload(name, dtype, results, iterations[0])
         for peer in peers.values():
             peer.close()
@@ -260,13 +174,14 @@ def start_all(
     short = Work([random.Random(0).randrange(setup.config.vocab_size) for _ in range(8)], 1)
     start = results.start.setdefault(dtype, {})
     for name, python in setup.pythons.items():
-        command = [python, "-m", f"benchmarks.peers.{name}", *arguments]
-        command += ["--eager"] if name == "nanopage" and setup.eager else []
+        if name in results.failures:
+            continue
+        command = [python, "-m", f"benchmarks.peers.{name}", *arguments, "--compiled"]
         with console.status(f"{name} starts"):
             try:
                 prepare([*command, "--prepare"], setup.threads)
                 peers[name] = peer = Peer(command, setup.threads)
-                results.header[name] = ", ".join(f"{k} {v}" for k, v in peer.answer()["versions"].items())
+                results.header[name] = listed(peer.answer()["versions"])
                 run = peer.ask([short])
             except PeerError as error:
                 drop(name, error, peers, results)
@@ -285,6 +200,7 @@ def peer_arguments(dtype: str, work: dict[str, list[list[Work]]], setup: Setup) 
     max_model_len = min(setup.config.max_position_embeddings, max(4096, longest(batches)))
     arguments = [str(setup.path), "--dtype", dtype, "--threads", str(setup.threads), "--kv-tokens", str(tokens)]
     arguments += ["--kv-gib", str(kv_gib), "--max-model-len", str(max_model_len)]
+    arguments += ["--eager"] if setup.eager else []
     return arguments + (["--quantization", setup.quantization] if setup.quantization else [])
 
 
@@ -293,59 +209,84 @@ def longest(iterations: list[list[Work]]) -> int:
     return max(len(w.prompt) + w.output_len for batch in iterations for w in batch)
 
 
-def prepare(command: list[str], threads: int) -> None:
-    """Let an engine make what it keeps on disk. Raises PeerError."""
-    peer = Peer(command, threads)
-    try:
-        if peer.process.wait():
-            raise peer.error()
-    finally:
-        peer.kill()
+def run_questions(name: str, dtype: str, batches: list[list[Work]], setup: Setup, results: Results) -> None:
+    """W7 and W8."""
+    arguments = peer_arguments(dtype, {name: batches}, setup)
+    commands = {
+        engine: [python, "-m", f"benchmarks.peers.{engine}", *arguments] for engine, python in setup.pythons.items()
+    }
+
+    def ask(engine: str, work: list[Work], busy: int) -> list[Question]:
+        questions, versions = ask_in_new_processes(engine, commands[engine], setup.threads, work, busy)
+        if engine not in results.header:
+            results.header[engine] = listed(versions)
+            show_header({engine: results.header[engine]})
+        return questions
+
+    engines = []
+    for engine in setup.pythons:
+        try:
+            prepare([*commands[engine], "--prepare"], setup.threads)
+            engines.append(engine)
+        except PeerError as error:
+            drop(engine, error, {}, results)
+    run_workload(name, batches, setup, engines, ask, {}, results)
+    show_questions(name, dtype, results)
 
 
 def run_workload(
-    name: str, batches: list[list[Work]], warmup: int, busy: int, peers: dict[str, Peer], results: Results
+    name: str,
+    batches: list[list[Work]],
+    setup: Setup,
+    engines: list[str],
+    ask: Callable[[str, list[Work], int], Sequence[Run]],
+    peers: dict[str, Peer],
+    results: Results,
 ) -> None:
     """Let the engines take turns, iteration by iteration. One that fails is dropped, and the others go on.
 
-    Args: batches: one for each iteration; with `busy`, then one more for the second run of each measured iteration.
+    Args:
+        batches: one for each iteration; with --busy, then one more for the second run of each measured iteration.
+        ask: runs a batch on an engine beside so many busy cores. Raises PeerError.
+        peers: the processes that wait while they are not asked.
     """
-    runs: dict[str, list[Run]] = {engine: [] for engine in peers}
-    beside: dict[str, list[Run]] = {engine: [] for engine in peers}
+    runs: dict[str, list[Run]] = {engine: [] for engine in engines}
+    beside: dict[str, list[Run]] = {engine: [] for engine in engines}
     results.runs[name] = runs
-    if busy:
+    if setup.busy:
         results.runs_beside[name] = beside
     seconds = idle = 0.0
-    num_iters = (len(batches) - warmup) // (2 if busy else 1)
+    num_iters = (len(batches) - setup.warmup) // (2 if setup.busy else 1)
     with console.status("") as status:
-        for i in range(warmup + num_iters):
-            for engine, peer in list(peers.items()):
-                measured = i >= warmup
-                label = f"{i - warmup + 1}/{num_iters}" if measured else "warm-up"
+        for i in range(setup.warmup + num_iters):
+            for engine in list(runs):
+                measured = i >= setup.warmup
+                label = f"{i - setup.warmup + 1}/{num_iters}" if measured else "warm-up"
                 status.update(f"{name} {engine} {label}")
                 before = {other: each.cpu_seconds() for other, each in peers.items() if other != engine}
                 try:
-                    done = [run_one(peer, batches[i], 0)]
-                    if busy and measured:
-                        status.update(f"{name} {engine} {label} beside {cores(busy)}")
-                        done.append(run_one(peer, batches[i + num_iters], busy))
+                    alone = ask(engine, batches[i], 0)
+                    again: Sequence[Run] = []
+                    if setup.busy and measured:
+                        status.update(f"{name} {engine} {label} beside {cores(setup.busy)}")
+                        again = ask(engine, batches[i + num_iters], setup.busy)
                 except PeerError as error:
                     drop(engine, error, peers, results)
                     del runs[engine], beside[engine]
                     continue
-                seconds += sum(run.seconds for run in done)
+                seconds += sum(run.seconds for run in (*alone, *again))
                 idle += sum(peers[other].cpu_seconds() - used for other, used in before.items())
                 if measured:
-                    runs[engine].append(done[0])
-                    beside[engine] += done[1:]
+                    runs[engine] += alone
+                    beside[engine] += again
     results.idle_cpu_share[name] = idle / seconds if seconds else 0.0
 
 
-def run_one(peer: Peer, work: list[Work], busy: int) -> Run:
+def run_one(peers: dict[str, Peer], engine: str, work: list[Work], busy: int) -> Run:
     """Run a batch while `busy` cores are busy with something else. Raises PeerError."""
     time.sleep(SETTLE)
     with busy_cores(busy):
-        return peer.ask(work)
+        return peers[engine].ask(work)
 
 
 def drop(name: str, error: PeerError, peers: dict[str, Peer], results: Results) -> None:
@@ -380,17 +321,52 @@ def show_workload(name: str, dtype: str, results: Results, work: list[Work]) -> 
             cells.append(figure(median(run.seconds for run in column)))
         cells.append(f"{roof.seconds / statistics.median(run.seconds for run in column):.0%}")
         if results.busy_cores:
-            beside = [output_tok_s(run) for run in results.runs_beside[name][engine]]
-            share = statistics.median(b / a for a, b in zip(speeds, beside, strict=True))
-            cells.append(f"{figure(statistics.median(beside))} ({share:.0%})")
+            beside = results.runs_beside[name][engine]
+            cells.append(beside_cell(column, beside, [output_tok_s(run) for run in beside]))
         if "nanopage" in runs:
-            ours = [output_tok_s(run) for run in runs["nanopage"]]
-            ratios = [a / b for a, b in zip(ours, speeds, strict=True)]
-            cells.append("1" if engine == "nanopage" else spread(ratios))
+            cells.append(ratio_cell(engine, runs["nanopage"], column))
         table.add_row(*cells)
     show_table(table)
     if (share := results.idle_cpu_share[name]) > 0.05:
         console.print(f"Engines that should have been idle used {share:.0%} of a core.", style="yellow")
+
+
+def show_questions(name: str, dtype: str, results: Results) -> None:
+    """A row for each process."""
+    runs, count = results.runs[name], PROCESSES[name]
+    columns = ["", "process", "wait before (s)"] if count > 1 else [""]
+    columns += ["start to first token (s)", "decode tok/s", "start to end (s)"]
+    columns += [f"beside {cores(results.busy_cores)} (s)"] if results.busy_cores else []
+    columns += ["nanopage / this"] if "nanopage" in runs else []
+    table = table_of(f"{name}: {WORKLOADS[name]}, {dtype}; medians [lowest-highest]", columns)
+    for engine in runs:
+        for i in range(count):
+            column = [run for run in runs[engine][i::count] if isinstance(run, Question)]
+            cells = [engine.replace("_", " ")]
+            if count > 1:
+                cells += [str(i + 1), figure(median(run.seconds_waited for run in column))]
+            cells += [spread([run.ttft for run in column]), figure(median(run.decode_tok_s for run in column))]
+            cells.append(spread([run.seconds for run in column]))
+            if results.busy_cores:
+                beside = results.runs_beside[name][engine][i::count]
+                cells.append(beside_cell(column, beside, [run.seconds for run in beside]))
+            if "nanopage" in runs:
+                cells.append(ratio_cell(engine, runs["nanopage"][i::count], column))
+            table.add_row(*cells)
+    show_table(table)
+
+
+def beside_cell(alone: Sequence[Run], beside: Sequence[Run], values: list[float]) -> str:
+    """The median of the values, and the share of the speed alone."""
+    pairs = zip(alone, beside, strict=True)
+    share = statistics.median(output_tok_s(b) / output_tok_s(a) for a, b in pairs)
+    return f"{figure(statistics.median(values))} ({share:.0%})"
+
+
+def ratio_cell(engine: str, ours: Sequence[Run], theirs: Sequence[Run]) -> str:
+    """nanopage's speed over the engine's."""
+    ratios = [output_tok_s(a) / output_tok_s(b) for a, b in zip(ours, theirs, strict=True)]
+    return "1" if engine == "nanopage" else spread(ratios)
 
 
 def show_start(results: Results) -> None:
@@ -470,6 +446,8 @@ def make_work(
         return [Work(common + tokens(16), 16) for _ in range(64)]
     if name == "W4":
         return [Work(tokens(1500), 128)]
+    if name in PROCESSES:
+        return [Work(tokens(32), 64) for _ in range(PROCESSES[name])]
     from nanopage.text.tokenizer import Tokenizer
 
     tokenizer = Tokenizer(path)
@@ -500,6 +478,10 @@ def header(
         "model": f"{path.name}, {dtype}" + (f", weights {quantization}" if quantization else ""),
         "device": f"cpu: {cpu_name()}, {threads} threads" + (", AVX2 alone" if only_avx2 else ""),
     }
+
+
+def listed(versions: dict[str, str]) -> str:
+    return ", ".join(f"{name} {version}" for name, version in versions.items())
 
 
 def cores(busy: int) -> str:

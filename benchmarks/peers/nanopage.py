@@ -12,13 +12,13 @@ def load(options: Options) -> tuple[dict[str, str], Engine]:
 
 
 def prepare(options: Options) -> None:
-    """Compile, if that has not been done on this machine."""
-    if not options.eager:
+    """Compile, if that is wanted and has not been done on this machine."""
+    if options.compiled and not options.eager:
         make(options)
 
 
 def make(options: Options):
-    """The LLM, with its compiled layers unless it is to be eager."""
+    """The LLM. Without `options.compiled`, it compiles by itself, in the background once it has answered."""
     import torch
 
     from nanopage import LLM
@@ -33,7 +33,8 @@ def make(options: Options):
         kv_cache_gib=options.kv_gib,
         max_model_len=options.max_model_len,
     )
-    llm.engine.executor.compile()
+    if options.compiled:
+        llm.engine.executor.compile()
     return llm
 
 

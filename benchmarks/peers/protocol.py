@@ -38,6 +38,7 @@ class Options:
     kv_gib: int  # the same as a size, for engines that take one
     max_model_len: int  # most tokens of a request, prompt and output
     eager: bool  # nanopage only: nothing compiled
+    compiled: bool  # nanopage only: compile everything before the first answer, unless eager
     quantization: str | None  # of the weights: "int8", for the engines in compare.WITH_INT8
 
 
@@ -115,6 +116,7 @@ def serve(
     parser.add_argument("--kv-gib", type=int, required=True)
     parser.add_argument("--max-model-len", type=int, required=True)
     parser.add_argument("--eager", action="store_true")
+    parser.add_argument("--compiled", action="store_true")
     parser.add_argument("--quantization", choices=["int8"])
     parser.add_argument("--prepare", action="store_true")
     arguments = vars(parser.parse_args())

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 
 import psutil
 import pytest
@@ -16,9 +17,10 @@ from helpers import gguf_tensors, run_bench, tiny_hf_model, tiny_model
 from test_bench import ROOT, in_a_process
 
 import bench as program
-from benchmarks import compare
+from benchmarks import compare, questions
 from benchmarks.outputs import Stopped
 from benchmarks.peers import llamacpp
+from benchmarks.peers import nanopage as nanopage_peer
 from benchmarks.peers.protocol import Options, Output, Run, Work, measure
 from benchmarks.report import console
 from benchmarks.roofline import Roofline, Speed
@@ -61,6 +63,30 @@ ENGINE_THAT_IS_TOLD = ENGINE.replace(
     '{"fake": "1.0"}',
     '{name: value for name, value in os.environ.items() if name.endswith(("_CAPABILITY", "_ISA", "_MARCH"))}',
 )
+# What it leaves runs for some time after each question, in a session of its own.
+ENGINE_THAT_LEAVES_WORK = """
+import os, subprocess, sys, time
+from benchmarks.peers.protocol import Output, serve
+
+def load(options):
+    def run(work):
+        file = sys.argv[0].replace(".py", ".events")
+        later = subprocess.Popen(["sh", "-c", f"sleep 3; echo finished >> {file}"], start_new_session=True)
+        with open(file, "a") as events:
+            print("asked", os.getpid(), later.pid, file=events)
+        return [Output([7] * w.output_len, time.perf_counter() + 5) for w in work]
+    return {"fake": "1.0"}, run
+
+serve(load)
+"""
+ENGINE_WITH_A_CACHE = ENGINE.replace(
+    "def load(options):",
+    """def load(options):
+    cache = os.path.join(os.environ["XDG_CACHE_HOME"], "code")
+    with open(sys.argv[0].replace(".py", ".caches"), "a") as caches:
+        print("full" if os.path.exists(cache) else "empty", file=caches, end=" ")
+    open(cache, "w").close()""",
+).replace("import os", "import os, sys")
 ENGINE_THAT_HANGS = """
 import os, subprocess, sys, time
 from pathlib import Path
@@ -233,6 +259,19 @@ def test_it_compares_in_both_precisions(model, tmp_path):
         assert len(tokens) == 1  # the lengths are those of the seed, in every iteration and engine
 
 
+def test_tables_of_questions_fit_80_columns(monkeypatch):
+    monkeypatch.setattr(console, "width", 80)
+    results = compare.Results({}, busy_cores=1)
+    runs = [questions.Question(10.123 + i, 64, 96, 9.123, 31.2, 2**30, 123.4 * (i % 3)) for i in range(6)]
+    results.runs["W8"] = results.runs_beside["W8"] = dict.fromkeys(compare.ENGINES, runs)
+    with console.capture() as printed:
+        compare.show_questions("W8", "bfloat16", results)
+    lines = printed.get().splitlines()
+    assert max(map(len, lines)) <= 80 and "…" not in printed.get()
+    words = printed.get().split()
+    assert words.count("(100%)") == 18 and words.count("[10.1-13.1]") == 6 and words.count("247") == 6
+
+
 @pytest.mark.parametrize("name", ["W1", "W2"])
 def test_tables_of_all_engines_fit_80_columns(monkeypatch, name):
     monkeypatch.setattr(console, "width", 80)
@@ -315,11 +354,56 @@ def test_a_busy_core_is_busy_until_the_program_ends():
     wait_until(lambda: not any(alive(each.pid) for each in spinning), 30)
 
 
+def test_each_question_of_w8_has_a_process_of_its_own(model, tmp_path):
+    """The next one starts when nothing of the previous one is left, in another session either. What the last one leaves
+    is killed."""
+    file = tmp_path / "result.json"
+    fake_engine(tmp_path, "vllm", ENGINE_THAT_LEAVES_WORK)
+    options = ["--workloads", "W7,W8", "--engines", "vllm", "--environments", tmp_path, "--json", file]
+    done = run_bench("compare", "--model", model, *options, "--num-iters", 1, "--num-iters-warmup", 0)
+    assert done.exit_code == 0, done.output
+    events = [line.split() for line in (tmp_path / "vllm.events").read_text().splitlines()]
+    assert [event for event, *_ in events] == ["asked", "asked", "finished", "asked", "finished", "asked"]
+    processes = [pid for event, *pids in events for pid in map(int, pids)]
+    assert len(set(processes)) == 8 and not any(map(alive, processes))
+    result = json.loads(file.read_text())
+    (only,), three = result["runs"]["W7"]["vllm"], result["runs"]["W8"]["vllm"]
+    for question in (only, *three):
+        assert question["output_tokens"] == 64 and question["total_tokens"] == 96
+        assert question["ttft"] > 5, "the engine says that it took 5 seconds, and its start is not in them"
+    assert only["seconds_waited"] == three[0]["seconds_waited"] == 0 < three[1]["seconds_waited"]
+    assert "wait before (s)" in done.stdout and result["header"]["vllm"] == "fake 1.0"
+    assert result["start"] == {} and result["rooflines"] == {}
+
+
+def test_nanopage_has_never_compiled_at_its_first_question(tmp_path, monkeypatch):
+    """And finds what it has compiled at the second one. Other engines keep their caches."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    fake_engine(tmp_path, "vllm", ENGINE_WITH_A_CACHE)
+    command = [str(tmp_path / "vllm" / "bin" / "python"), "-m", "benchmarks.peers.vllm", str(tmp_path)]
+    command += ["--dtype", "float32", "--threads", "1", "--kv-tokens", "64", "--kv-gib", "1", "--max-model-len", "64"]
+    for name, expected in (("nanopage", "empty full empty full "), ("vllm", "empty full full full ")):
+        for _ in range(2):
+            questions.ask_in_new_processes(name, command, 1, [Work([1], 1)] * 2, 0)
+        assert (tmp_path / "vllm.caches").read_text() == expected
+        (tmp_path / "vllm.caches").unlink()
+
+
+def test_nanopage_compiles_first_only_if_it_is_told_to(model):
+    options = Options(
+        model, "float32", threads=1, kv_tokens=64, kv_gib=1, max_model_len=64, eager=False, compiled=False,
+        quantization=None,
+    )  # fmt: skip
+    nanopage_peer.make(options)
+    with pytest.raises(RuntimeError, match="NANOPAGE_COMPILE=never"):  # as the tests set it
+        nanopage_peer.make(replace(options, compiled=True))
+
+
 def test_questions_go_through_the_chat_template(model, tmp_path):
-    questions, file = tmp_path / "questions.jsonl", tmp_path / "result.json"
-    questions.write_text("".join(json.dumps({"turns": [text, "more"]}) + "\n" for text in ("Who?", "What then?")))
+    texts, file = tmp_path / "questions.jsonl", tmp_path / "result.json"
+    texts.write_text("".join(json.dumps({"turns": [text, "more"]}) + "\n" for text in ("Who?", "What then?")))
     fake_engine(tmp_path, "vllm", ENGINE)
-    options = ["--workloads", "W6", "--mt-bench", questions, "--engines", "vllm", "--environments", tmp_path]
+    options = ["--workloads", "W6", "--mt-bench", texts, "--engines", "vllm", "--environments", tmp_path]
     options += ["--num-iters", 1, "--num-iters-warmup", 0, "--json", file]
     done = run_bench("compare", "--model", model, *options)
     assert done.exit_code == 0, done.output
@@ -411,7 +495,9 @@ def test_times_are_means_over_the_requests(monkeypatch):
 def test_llama_cpp_gets_the_same_weights(tmp_path, monkeypatch, dtype, tied):
     model = tiny_model(tmp_path / "model", dtype=dtype, tie_word_embeddings=tied)
     monkeypatch.setattr(sys, "prefix", str(tmp_path))
-    options = Options(model, dtype, threads=1, kv_tokens=64, kv_gib=1, max_model_len=64, eager=True, quantization=None)
+    options = Options(
+        model, dtype, threads=1, kv_tokens=64, kv_gib=1, max_model_len=64, eager=True, compiled=False, quantization=None
+    )
     llamacpp.prepare(options)
     written = gguf_tensors(llamacpp.gguf_file(options))
     expected = tiny_hf_model(dtype=dtype, tie_word_embeddings=tied).state_dict()
