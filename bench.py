@@ -499,7 +499,7 @@ def compare(
 
     Each engine has a process of its own. The first lines of a peer's file in benchmarks/peers say how to install it.
     --eager is nanopage's. With --quantization int8 each engine runs its own kind of int8; engines without one are left
-    out.
+    out. nanopage and llama.cpp also read the same .gguf file.
 
     \b
     python bench.py compare --workloads W1,W2 --engines nanopage,transformers

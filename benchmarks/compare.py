@@ -42,6 +42,7 @@ WORKLOADS = {
 PACKAGES = {"vllm": "vllm", "openvino": "openvino_genai", "llamacpp": "llama_cpp"}
 ENGINES = ("nanopage", "transformers", "transformers_continuous", *PACKAGES)
 WITH_INT8 = ("nanopage", "openvino", "llamacpp")  # engines that take --quantization
+WITH_GGUF = ("nanopage", "llamacpp")  # engines that read .gguf files
 # What keeps engines from using more than AVX2. torch reads the first variable; vLLM asks torch (see peers/vllm.py), and
 # nanopage compiles for what torch uses. The second is oneDNN's, in torch, vLLM and OpenVINO; the third is of OpenVINO's
 # own loops; the fourth, of the code that Inductor compiles. llama.cpp is told when it is compiled: llamacpp-avx2.
@@ -107,14 +108,15 @@ def compare(
         busy: cores that other processes keep busy in a second run of each iteration; 0: no such runs.
         only_avx2: all engines use AVX2 and nothing newer.
     """
+    gguf = model is not None and Path(model).suffix == ".gguf"
+    if gguf and quantization:
+        refuse("a .gguf file has a quantization of its own", "--quantization")
     acts_as_older = only_avx2 and cpu_has("avx512_f")
-    pythons = python_of_engines(engines, environments, quantization, acts_as_older)
+    pythons = python_of_engines(engines, environments, quantization, gguf, acts_as_older)
     if acts_as_older:
         os.environ.update(AVX2)  # for the engines, and for torch in this process
     path, config = find_model(model)
-    path = path.resolve()
-    if path.suffix == ".gguf":
-        refuse("compare needs a Hugging Face directory: most peers cannot read a .gguf file", "--model")
+    path = path.absolute() if gguf else path.resolve()  # a link's target may not end in .gguf
     questions = read_questions(mt_bench) if mt_bench else []
     rng = random.Random(seed)
     # The runs beside busy cores have prompts of their own, because a prefix cache knows those of the runs alone.
@@ -382,17 +384,23 @@ def show_start(results: Results) -> None:
 
 
 def python_of_engines(
-    engines: list[str] | None, environments: Path, quantization: str | None, only_avx2: bool
+    engines: list[str] | None, environments: Path, quantization: str | None, gguf: bool, only_avx2: bool
 ) -> dict[str, str]:
     """Engine -> its interpreter, for the named engines or all that are installed. Raises BadParameter.
 
-    Args: only_avx2: of engines that are compiled for an instruction set, take those compiled for AVX2.
+    Args:
+        gguf: the model is a .gguf file.
+        only_avx2: take the environment of llama.cpp that is compiled for AVX2.
     """
     pythons = {}
-    known = WITH_INT8 if quantization else ENGINES
+    known = WITH_GGUF if gguf else WITH_INT8 if quantization else ENGINES
+    if gguf and engines is None:
+        others = ", ".join(name for name in ENGINES if name not in known)
+        console.print(f"left out, because they cannot read a .gguf file: {others}", style="dim", highlight=False)
     for name in engines if engines is not None else known:
         if name not in known:
             which = f"one of the engines with --quantization {quantization}" if quantization else "one of"
+            which = "one of the engines that read a .gguf file" if gguf else which
             refuse(f"{shown(name)} is not {which}: {', '.join(known)}", "--engines")
         if name not in PACKAGES:
             pythons[name] = sys.executable

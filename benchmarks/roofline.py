@@ -2,7 +2,7 @@
 
 Memory: the weights are read once for each token of the longest output, since its tokens come one after another; the K
 and V of the context, for each token of each output but the first. A weight has as many bytes as in the checkpoint or in
-the dtype, whichever is less; with int8, one.
+the dtype, whichever is less; with int8, one; from a .gguf file, as many as there.
 
 Arithmetic: 2 operations for each weight of the layers and each token, and for each weight of the head and each token of
 an output; in attention, 4 for each element of a query and each token that it attends to. A prefix that prompts share is
@@ -21,6 +21,7 @@ from pathlib import Path
 
 from benchmarks.peers.protocol import Work
 from nanopage.config import ModelConfig
+from nanopage.weights.gguf_checkpoint import GGUFCheckpoint
 from nanopage.weights.safetensors_checkpoint import safetensors_files, stored_tensors
 
 ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "float32": 4, "bfloat16": 2}
@@ -49,9 +50,9 @@ class Roofline:
 class Weights:
     """Of a checkpoint: the number of those that every token passes through, and the bytes of all."""
 
-    in_layers: int = 0
-    in_head: int = 0
-    num_bytes: int = 0
+    in_layers: int
+    in_head: int
+    num_bytes: int
 
 
 def roofline(work: list[Work], config: ModelConfig, weights: Weights, dtype: str, speed: Speed) -> Roofline:
@@ -87,18 +88,20 @@ def kv_bytes_of_a_layer(config: ModelConfig, dtype: str) -> int:
 
 
 def read_weights(path: Path, config: ModelConfig, dtype: str, quantization: str | None) -> Weights:
-    """By the headers of the checkpoint's files. Raises: as `stored_tensors`."""
+    """By the headers of the checkpoint's files. Raises: as GGUFCheckpoint and `stored_tensors`."""
+    if path.suffix == ".gguf":
+        tensors = GGUFCheckpoint(path).weights.items()
+        sizes = {name: (math.prod(tensor.shape), tensor.num_bytes) for name, tensor in tensors}
+    else:
+        sizes = {}
+        for tensor in stored_tensors(safetensors_files(path)):
+            count = math.prod(tensor.shape)
+            each = 1 if quantization else min(ITEM_BYTES[tensor.dtype], ITEM_BYTES[dtype])
+            sizes[tensor.name] = count, each * count
     head, unread = "lm_head.weight", "model.embed_tokens.weight"
     if config.tie_word_embeddings:
         head, unread = unread, head
-    weights = Weights()
-    for tensor in stored_tensors(safetensors_files(path)):
-        if tensor.name == unread:
-            continue
-        count = math.prod(tensor.shape)
-        if tensor.name == head:
-            weights.in_head += count
-        else:
-            weights.in_layers += count
-        weights.num_bytes += count * (1 if quantization else min(ITEM_BYTES[tensor.dtype], ITEM_BYTES[dtype]))
-    return weights
+    sizes.pop(unread, None)
+    in_head, _ = sizes.get(head, (0, 0))  # without a head, no engine loads it
+    counts, num_bytes = map(sum, zip(*sizes.values(), strict=True))
+    return Weights(counts - in_head, in_head, num_bytes)

@@ -11,8 +11,8 @@ compare --isa avx2 takes another one, on a processor with AVX-512:
 
 The loop is that of llama.cpp's server: each batch holds one token of every running sequence, then prompts. A
 prefix common to all prompts is computed once and shared by llama_memory_seq_cp. The KV cache is float16 with bfloat16
-weights, as shipped. Models must have the architecture LlamaForCausalLM, without rope scaling. No vocabulary is written,
-since prompts are token ids.
+weights, as shipped. A .gguf file is read as it is. A directory must have a model of the architecture LlamaForCausalLM,
+without rope scaling; no vocabulary is written for it, since prompts are token ids.
 """
 
 import ctypes
@@ -104,11 +104,14 @@ def common_prefix(texts: list[list[int]]) -> int:
 
 
 def gguf_file(options: Options) -> Path:
+    """The model, or where it is kept as a .gguf file."""
+    if options.model.suffix == ".gguf":
+        return options.model
     return converted(options, f"{options.quantization or options.dtype}.gguf")
 
 
 def prepare(options: Options) -> None:
-    """Write the model's weights as a .gguf file; vectors in float32, as llama.cpp wants them."""
+    """Write the weights of a directory as a .gguf file; vectors in float32, as llama.cpp wants them."""
     if gguf_file(options).exists():
         return
     if options.quantization:

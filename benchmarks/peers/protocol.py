@@ -31,7 +31,7 @@ from typing import TextIO
 class Options:
     """The options of every engine. An engine that cannot follow them raises."""
 
-    model: Path  # a Hugging Face directory
+    model: Path  # a Hugging Face directory; for the engines in compare.WITH_GGUF, also a .gguf file
     dtype: str  # of weights, activations and KV (llama.cpp's KV is float16 with bfloat16): bfloat16 or float32
     threads: int
     kv_tokens: int  # that the KV cache must hold at least

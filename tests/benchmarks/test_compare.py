@@ -15,6 +15,7 @@ import pytest
 import torch
 from helpers import gguf_tensors, run_bench, tiny_hf_model, tiny_model
 from test_bench import ROOT, in_a_process
+from test_gguf import SMOLLM, model_for, write_gguf
 
 import bench as program
 from benchmarks import compare, questions
@@ -410,6 +411,38 @@ def test_questions_go_through_the_chat_template(model, tmp_path):
     (run,) = json.loads(file.read_text())["runs"]["W6"]["vllm"]
     assert run["output_tokens"] == 2 * 64
     assert run["total_tokens"] > 2 * (64 + len("<|im_start|>"))
+
+
+def test_a_gguf_file_is_read_by_those_who_can(tmp_path):
+    """By a link whose target has another name, as in the hub's cache. llama.cpp gets the file itself."""
+    write_gguf(tmp_path / "blob", model_for(SMOLLM), "llama", SMOLLM)
+    (tmp_path / "model.gguf").symlink_to(tmp_path / "blob")
+    texts, file = tmp_path / "questions.jsonl", tmp_path / "result.json"
+    texts.write_text(json.dumps({"turns": ["Who?"]}))
+    fake_engine(tmp_path, "llamacpp", ENGINE.replace('"1.0"', "str(options.model)"))
+    fake_engine(tmp_path, "vllm", ENGINE)
+    options = ["--workloads", "W1,W6", "--mt-bench", texts, "--environments", tmp_path, "--eager", "--threads", 1]
+    options += ["--num-iters", 1, "--num-iters-warmup", 0, "--json", file]
+    done = run_bench("compare", "--model", tmp_path / "model.gguf", *options)
+    assert done.exit_code == 0, done.output
+    others = "transformers, transformers_continuous, vllm, openvino"
+    assert f"left out, because they cannot read a .gguf file: {others}" in done.output
+    result = json.loads(file.read_text())
+    assert result["header"]["llamacpp"] == f"fake {tmp_path / 'model.gguf'}"
+    assert list(result["runs"]["W1"]) == list(result["runs"]["W6"]) == ["nanopage", "llamacpp"]
+    for more, message in (("--quantization int8", "quantization of its own"), ("--engines vllm", "that read a .gguf")):
+        done = run_bench("compare", "--model", tmp_path / "model.gguf", *more.split())
+        assert done.exit_code == 2 and message in done.output
+
+
+def test_llama_cpp_reads_a_gguf_file_itself(tmp_path):
+    options = Options(
+        tmp_path / "model.gguf", "bfloat16", threads=1, kv_tokens=64, kv_gib=1, max_model_len=64, eager=True,
+        compiled=False, quantization=None,
+    )  # fmt: skip
+    options.model.touch()
+    llamacpp.prepare(options)
+    assert llamacpp.gguf_file(options) == options.model
 
 
 def test_an_engine_that_dies_is_named_and_the_others_go_on(model, tmp_path):

@@ -2,13 +2,16 @@
 
 from dataclasses import replace
 
+import gguf
 import pytest
 from helpers import tiny_hf_model, tiny_model
+from test_gguf import SMOLLM, model_for, write_gguf
 
 from benchmarks.machine import product_speed
 from benchmarks.peers.protocol import Work
 from benchmarks.roofline import Speed, Weights, attended_tokens, read_weights, roofline
 from nanopage.config import ModelConfig
+from nanopage.weights import loader
 
 KV_BYTES = 2 * 2 * 16 * 4  # of a layer of the tiny model in float32: K and V, 2 heads of 16
 
@@ -32,6 +35,20 @@ def test_weights_are_those_that_every_token_passes_through(tmp_path, tied, store
     assert weights.in_head == parameters.pop("lm_head.weight", head)
     assert weights.in_layers == sum(parameters.values())
     assert weights.num_bytes == each * (weights.in_layers + weights.in_head)
+
+
+def test_weights_of_a_gguf_file_have_its_bytes(tmp_path):
+    """Q8_0: 34 bytes for 32 weights. Vectors, and here the embedding, which is the head, are float32."""
+    hf_model = model_for(SMOLLM, tie_word_embeddings=True)
+    types = dict.fromkeys(("self_attn", "mlp"), gguf.GGMLQuantizationType.Q8_0)
+    path = write_gguf(tmp_path / "model.gguf", hf_model, "llama", SMOLLM, types)
+    weights = read_weights(path, loader.read_config(path), "bfloat16", None)
+    parameters = dict(hf_model.named_parameters())
+    assert weights.in_head == parameters["model.embed_tokens.weight"].numel()
+    matrices = sum(p.numel() for name, p in parameters.items() if "layers" in name and p.dim() == 2)
+    everything = sum(p.numel() for p in parameters.values())
+    assert weights.in_layers == everything - weights.in_head
+    assert weights.num_bytes == matrices * 34 // 32 + 4 * (everything - matrices)
 
 
 @pytest.mark.parametrize(
