@@ -396,7 +396,8 @@ def python_of_engines(
     known = WITH_GGUF if gguf else WITH_INT8 if quantization else ENGINES
     if gguf and engines is None:
         others = ", ".join(name for name in ENGINES if name not in known)
-        console.print(f"left out, because they cannot read a .gguf file: {others}", style="dim", highlight=False)
+        text = f"left out, because they cannot read a .gguf file: {others}"
+        console.print(text, style="dim", highlight=False, soft_wrap=True)
     for name in engines if engines is not None else known:
         if name not in known:
             which = f"one of the engines with --quantization {quantization}" if quantization else "one of"
