@@ -57,7 +57,7 @@ class ThreadCount:
     Args: most: threads.
     """
 
-    INTERVAL = 0.25  # seconds between measurements
+    INTERVAL = 0.1  # seconds between measurements
     # A CPU is left to others if they use more than BUSY of it, and taken again if they use less than IDLE.
     BUSY, IDLE = 0.4, 0.2
 

@@ -76,7 +76,7 @@ def test_the_work_of_other_processes_is_measured_from_time_to_time(monkeypatch):
     times = [(0.0, 10.0, 5.0), (1.0, 12.0, 6.0), (2.0, 14.0, 8.0)]  # in the first second, others use a CPU
     monkeypatch.setattr(threads.ThreadCount, "_times", lambda self: times.pop(0))
     monkeypatch.setattr(threads, "allowed_cpus", lambda: {0, 1})
-    clock = iter((0.1, 1.0, 1.1, 2.0))
+    clock = iter((0.05, 1.0, 1.05, 2.0))
     monkeypatch.setattr(threads.time, "perf_counter", lambda: next(clock))
     chosen = []
     monkeypatch.setattr(torch, "set_num_threads", chosen.append)

@@ -153,15 +153,17 @@ void softmax(Scratch& scratch, int rows, Seen seen) {
     }
 }
 
+// The row of q and of the output that a row of a piece belongs to, and where its head begins in it.
+int64_t query_of(const Piece& piece, int row) { return piece.sequence.row + piece.query + row / GROUP; }
+int head_of(const Piece& piece, int row) { return (piece.head * GROUP + row % GROUP) * HEAD_DIM; }
+
 const Stored* q_of(const Layer& layer, const Piece& piece, int row) {
-    const int64_t query = piece.sequence.row + piece.query + row / GROUP;
-    return layer.q[query / layer.part_rows] + query % layer.part_rows * ROW +
-           (piece.head * GROUP + row % GROUP) * HEAD_DIM;
+    const int64_t query = query_of(piece, row);
+    return layer.q[query / layer.part_rows] + query % layer.part_rows * ROW + head_of(piece, row);
 }
 
 Stored* out_of(const Layer& layer, const Piece& piece, int row) {
-    const int64_t query = piece.sequence.row + piece.query + row / GROUP;
-    return layer.out + query * ROW + (piece.head * GROUP + row % GROUP) * HEAD_DIM;
+    return layer.out + query_of(piece, row) * ROW + head_of(piece, row);
 }
 
 // Write a row of the output, or its part of `partial` if there are more splits.
