@@ -70,8 +70,9 @@ class EngineConfig:
         model: a Hugging Face directory, a .gguf file, a hub id, or None for SmolLM2-135M-Instruct (see weights/hub.py).
         dtype: of weights, activations and KV; "auto" is the checkpoint's if the device computes in it natively. That of
             a .gguf file is bfloat16. On a CPU, compiled layers in float32 keep weights that the checkpoint has in
-            bfloat16 as they are, and widen them as they read them; weights that a .gguf file has in 4, 5, 6 or 8 bits
-            stay integers, and the activations that they multiply are rounded to int8 (see weights/gguf_tiles.py).
+            bfloat16 as they are, and widen them as they read them; weights that a .gguf file has as Q4_0, Q4_1, Q5_0,
+            Q5_1, Q8_0, Q4_K, Q5_K or Q6_K stay integers, and the activations that they multiply are rounded to int8
+            (see weights/gguf_tiles.py).
         device: "auto" is CUDA if present, else the CPU.
         max_model_len: most tokens (prompt + output) of a sequence; None is the model's own limit, or what the
             KV cache holds if that is less.
@@ -98,7 +99,7 @@ class EngineConfig:
             captured as CUDA graphs (see worker/jit.py and worker/cuda_graphs.py).
         quantization: "int8" stores each weight of linear layers, and of an embedding tied to the head, in one byte (see
             layers/tiled.py), and rounds the activations that they multiply to one byte. Everything else, such as KV, is
-            in `dtype`. Only on a CPU. None: weights are as the checkpoint has them (see `dtype`).
+            in `dtype`. Only on a CPU. None: as `dtype` says.
         async_scheduling: submit a step before the results of the previous one have been read, so that a GPU need not
             wait for Python. Outputs are the same, but come one call of `step` later. None: only on a GPU.
         load_format: "auto" reads the model's weights. "dummy" draws random ones, to measure speed: a directory with

@@ -1,6 +1,6 @@
-"""The matrices of a GGUF file in tiles (kernels/cpu/tile_linear.py), with the integers that the file has.
+"""Repacks the matrices of a GGUF file into tiles (kernels/cpu/tile_linear.py), and keeps their integers.
 
-The first start of a model repacks them into a file of the cache, `$XDG_CACHE_HOME/nanopage/tiles` or
+The first start of a model writes them to a file of the cache, `$XDG_CACHE_HOME/nanopage/tiles` or
 `~/.cache/nanopage/tiles`, in the format of safetensors. Later starts map that file, which takes milliseconds, and
 several processes share its memory. Matrices that have no integers of 4 or 8 bits, such as those of Q2_K or F16, become
 bfloat16.
@@ -12,14 +12,18 @@ import logging
 import os
 import tempfile
 from collections.abc import Callable, Iterator
+from importlib.metadata import version
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+import nanopage
+from nanopage.device import free_bytes
 from nanopage.kernels.cpu import tile_linear
 from nanopage.kernels.cpu.packed_linear import TILE
 from nanopage.layers.embedding import Embedding
@@ -36,7 +40,8 @@ logger = logging.getLogger("nanopage")
 ROWS = 32 * TILE  # repacked at once: few enough that temporary tensors are small
 HEADER_BYTES = 256  # of a tensor, at most
 DTYPES = {torch.uint8: "U8", torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
-SUFFIX = ".safetensors"
+SUFFIX, PARTIAL = ".safetensors", ".partial"
+GIB = 2**30
 
 
 def is_quantized(checkpoint: GGUFCheckpoint) -> bool:
@@ -56,10 +61,12 @@ def place(
         dtype: of activations.
         on_progress: as in `load_model`.
 
-    Raises: ValueError naming the file and a tensor with values that are not finite; OSError if there is no place for
-        the repacked weights.
+    Raises:
+        ValueError: a tensor has values that are not finite. The message names the file and the tensor.
+        MemoryError: there is less free memory than the tiles take.
+        OSError: there is no place for the repacked weights.
     """
-    matrices = names_of_matrices(model, checkpoint)
+    matrices = names_of_matrices(model)
     tensors = _read_or_make(checkpoint, matrices, on_progress)
     places = {module: place for place, module in model.named_modules()}
 
@@ -78,22 +85,19 @@ def place(
         setattr(model, "embed_tokens", tiled)  # noqa: B010 (its type is another one)
 
 
-def names_of_matrices(model: Decoder, checkpoint: GGUFCheckpoint) -> dict[str, list[str]]:
+def names_of_matrices(model: Decoder) -> dict[str, list[str]]:
     """Place of a linear layer or embedding in the model -> the names of the file's tensors that are its rows."""
     names: dict[str, list[str]] = {}
     for place, module in model.named_modules():
+        path = place if place == "lm_head" else f"model.{place}"  # as transformers names them
         if isinstance(module, Linear):
-            parent = place.rpartition(".")[0]
-            names[place] = [
-                f"model.{parent}.{part}.weight" if part else f"model.{place}.weight" for part in module.parts
-            ]
+            parent = path.rpartition(".")[0]
+            names[place] = [f"{parent}.{part}.weight" if part else f"{path}.weight" for part in module.parts]
         elif isinstance(module, Embedding):
-            names[place] = [f"model.{place}.weight"]
-    embedding = names.pop("embed_tokens")
-    head = ["lm_head.weight"]
-    tied = model.lm_head.weight is model.embed_tokens.weight
-    names["lm_head"] = embedding if tied and head[0] not in checkpoint.weights else head
-    return names if tied else names | {"embed_tokens": embedding}
+            names[place] = [f"{path}.weight"]
+    if model.lm_head.weight is model.embed_tokens.weight:
+        names["lm_head"] = names.pop("embed_tokens")
+    return names
 
 
 def _read_or_make(
@@ -101,14 +105,15 @@ def _read_or_make(
 ) -> dict[str, Tensor]:
     try:
         file = hub.private_cache("tiles") / _file_name(checkpoint)
-        if file.exists():
-            check_private(file)
-            try:
-                return _read(file)
-            except SafetensorError as error:
-                logger.warning(f"{file} is damaged, and will be made again: {error}")
-        _write(file, checkpoint, matrices, on_progress)
-        _remove_older(file)
+        with FileLock(file.with_suffix(".lock"), mode=0o600):  # another process may repack the same
+            if file.exists():
+                check_private(file)
+                try:
+                    return _read(file)
+                except SafetensorError as error:
+                    logger.warning(f"{file} is damaged, and will be made again: {error}")
+            _remove_older(file)
+            _write(file, checkpoint, matrices, on_progress)
         return _read(file)
     except OSError as error:
         logger.warning(f"the repacked weights of {checkpoint.path} cannot be kept: {error}")
@@ -119,6 +124,9 @@ def _read_or_make(
 
 
 def _read(file: Path) -> dict[str, Tensor]:
+    size, free = file.stat().st_size, free_bytes(torch.device("cpu"))
+    if size > free:
+        raise MemoryError(f"the weights take {size / GIB:,.2f} GiB, and {free / GIB:,.2f} GiB are free")
     with safe_open(file, framework="pt", device="cpu") as content:
         return {name: content.get_tensor(name) for name in content.keys()}  # noqa: SIM118 (not a dict)
 
@@ -133,10 +141,10 @@ def _write(
     sizes = {place: sum(prod(checkpoint.weights[name].shape) for name in names) for place, names in matrices.items()}
     header: dict[str, dict[str, Any]] = {}
     header_bytes = -(-2 * len(matrices) * HEADER_BYTES // 4096) * 4096 - 8  # so that tensors begin at multiples of 64
-    partial = file.with_name(f"{file.name}.{os.getpid()}.partial")
+    descriptor, partial = tempfile.mkstemp(dir=file.parent, prefix=file.stem, suffix=PARTIAL)
     done = begin = 0
     try:
-        with open(partial, "wb") as output:
+        with open(descriptor, "wb") as output:
             output.seek(8 + header_bytes)
             for place, names in matrices.items():
                 tiles, scales = zip(*tiles_of(checkpoint, names), strict=True)
@@ -153,9 +161,11 @@ def _write(
                     on_progress(done, sum(sizes.values()))
             output.seek(0)
             output.write(header_bytes.to_bytes(8, "little") + json.dumps(header).encode().ljust(header_bytes))
+            output.flush()
+            os.fsync(output.fileno())
         os.replace(partial, file)
     finally:
-        partial.unlink(missing_ok=True)
+        Path(partial).unlink(missing_ok=True)
 
 
 def tiles_of(checkpoint: GGUFCheckpoint, names: list[str]) -> Iterator[tuple[Tensor, Tensor]]:
@@ -193,15 +203,17 @@ def _check_finite(checkpoint: GGUFCheckpoint, names: list[str], values: Tensor) 
 def _file_name(checkpoint: GGUFCheckpoint) -> str:
     """A name that begins with a digest of the path, and changes with the .gguf file and with the code that repacks."""
     status = checkpoint.path.stat()
-    state = hashlib.sha256(repr((status.st_size, status.st_mtime_ns)).encode())
-    for source in (__file__, gguf_blocks.__file__, tile_linear.__file__):
-        state.update(Path(source).read_bytes())
+    state = hashlib.sha256(repr((status.st_size, status.st_mtime_ns, version("gguf"))).encode())
+    package, family = Path(nanopage.__file__).parent, checkpoint.family.__file__
+    sources = [*package.glob("weights/gguf_*.py"), *package.glob("kernels/cpu/*.py"), package / "models" / "decoder.py"]
+    for source in [*sorted(sources), Path(family or "")]:
+        state.update(source.read_bytes())
     path = hashlib.sha256(os.fsencode(checkpoint.path.resolve())).hexdigest()
     return f"{path[:16]}-{state.hexdigest()[:16]}{SUFFIX}"
 
 
 def _remove_older(file: Path) -> None:
-    """Remove what was made of an earlier state of the same .gguf file."""
-    for old in file.parent.glob(f"{file.name.split('-')[0]}-*{SUFFIX}"):
-        if old != file:
+    """Remove the files made from earlier versions of the same .gguf file, and by processes that were killed."""
+    for old in file.parent.glob(f"{file.name.split('-')[0]}-*"):
+        if old.suffix in (SUFFIX, PARTIAL) and old != file:
             old.unlink(missing_ok=True)

@@ -77,6 +77,7 @@ def load_model(
         ValueError: missing, unexpected or mis-shaped tensors; a value that is not finite; a broken file; weights in a
             format that is not safe.
         MemoryError: the device has too little memory for the weights; nothing has been allocated then.
+        OSError: there is no place for the weights of a .gguf file that are to be `tiled`.
     """
     checkpoint = open_checkpoint(checkpoint) if isinstance(checkpoint, Path) else checkpoint
     source = path_of(checkpoint)
@@ -200,7 +201,7 @@ def contents(checkpoint: Checkpoint) -> tuple[list[StoredTensor], Pieces]:
 
 
 def gguf_pieces(checkpoint: GGUFCheckpoint, names: Iterable[str]) -> Pieces:
-    """Those tensors with these names that the file has."""
+    """The tensors of these names that the file has."""
     known = [name for name in names if name in checkpoint.weights]
     return ((name, start, torch.from_numpy(piece)) for name, start, piece in checkpoint.pieces(known))
 

@@ -33,7 +33,7 @@ from nanopage.layers.packed import PackedLinear, PackedRowLinear, pack
 from nanopage.layers.tiled import tile
 from nanopage.weights import loader
 from nanopage.worker.aot import LOCK, TIME_LIMIT, digest, file_kinds, find_file, tensors_of
-from nanopage.worker.aot_tiles import product_constants
+from nanopage.worker.aot_tiles import SCRATCH, product_constants
 
 OPTIONS: dict[str, Any] = {
     "size_asserts": False,  # packed weights have no strides to assert on
@@ -50,7 +50,6 @@ TILES = "nanopage_tiles"  # a static library of tile_linear.cpp
 MAX_PROCESSES = 4  # that compile at the same time
 PROCESS_BYTES = 2**30  # of memory for each: 700 MB were measured
 KERNELS = Path(packed_linear.__file__).parent
-SCRATCH = "scratch-"  # prefix of the names of temporary directories
 
 
 class _Exported(nn.Module):

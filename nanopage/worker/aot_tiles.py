@@ -1,4 +1,4 @@
-"""TileLinear: products with weights in tiles for steps that run eagerly, by compiled C++ (kernels/cpu/tile_linear.cpp).
+"""CompiledProduct: compiled products with weights in tiles (kernels/cpu/tile_linear.cpp), for steps that run eagerly.
 
 PyTorch alone would convert a whole weight for each product.
 """
@@ -6,25 +6,28 @@ PyTorch alone would convert a whole weight for each product.
 import ctypes
 import hashlib
 import logging
+import shutil
 import subprocess
 import tempfile
 from pathlib import Path
 
 import torch
+from filelock import FileLock
 from torch import Tensor
 
 from nanopage.kernels.cpu import tile_linear
 from nanopage.private_files import check_private, make_private
 from nanopage.weights import hub
-from nanopage.worker.aot import DamagedFile, find_file, find_whole, may_compile, processor
+from nanopage.worker.aot import LOCK, DamagedFile, find_file, find_whole, may_compile, processor
 from nanopage.worker.aot_chain import new_handles, take_tensors
 
 logger = logging.getLogger("nanopage")
 
 NAME = "tiles.so"
+SCRATCH = "scratch-"  # prefix of the names of temporary directories
 
 
-class TileLinear:
+class CompiledProduct:
     """Computes the same as the operator nanopage::tile_linear.
 
     Raises: OSError if the file is not a library that can be loaded; AttributeError if it is another library.
@@ -43,7 +46,7 @@ class TileLinear:
         return take_tensors([output.value])[0]
 
 
-def tile_product(dtype: torch.dtype) -> TileLinear | None:
+def tile_product(dtype: torch.dtype) -> CompiledProduct | None:
     """The compiled product for activations of this dtype. Compiles it on first use, which takes seconds.
 
     Returns: None if NANOPAGE_COMPILE forbids it, or, after a warning, if that is not possible.
@@ -52,16 +55,17 @@ def tile_product(dtype: torch.dtype) -> TileLinear | None:
         constants = product_constants(dtype)
         directory = hub.private_cache("compiled") / _key(constants)
         make_private(directory)
-        file = find_file(directory, NAME)
-        if file is None and not may_compile():
-            logger.info("NANOPAGE_COMPILE=never: products with weights in tiles are not compiled")
-            return None
-        if file is None:
-            _compile(constants, directory)
-        check_private(directory)
-        return TileLinear(find_whole(directory, NAME))
+        with FileLock(directory / LOCK):
+            _remove_damaged(directory)
+            if find_file(directory, NAME) is None:
+                if not may_compile():
+                    logger.info("NANOPAGE_COMPILE=never: products with weights in tiles are not compiled")
+                    return None
+                _compile(constants, directory)
+            check_private(directory)
+            return CompiledProduct(find_whole(directory, NAME))
     except (OSError, AttributeError, RuntimeError, DamagedFile, subprocess.CalledProcessError) as error:
-        logger.warning(f"products with weights in tiles cannot be compiled: {error}")
+        logger.warning(f"compiled products with weights in tiles cannot be used: {error}")
         return None
 
 
@@ -70,12 +74,25 @@ def product_constants(dtype: torch.dtype) -> dict[str, int]:
     return {"BFLOAT16": int(dtype == torch.bfloat16)}
 
 
+def _remove_damaged(directory: Path) -> None:
+    """Remove a damaged library, and what processes that were killed have left."""
+    for stale in directory.glob(f"{SCRATCH}*"):
+        shutil.rmtree(stale, ignore_errors=True)
+    try:
+        if find_file(directory, NAME) is not None:
+            find_whole(directory, NAME)
+    except DamagedFile as damaged:
+        logger.warning(f"{damaged.file} is damaged, and will be compiled again")
+        damaged.file.unlink()
+
+
 def _compile(constants: dict[str, int], directory: Path) -> None:
     from nanopage.worker import aot_compile  # imports what the compiler needs
 
-    with tempfile.TemporaryDirectory(dir=directory) as scratch:
+    with tempfile.TemporaryDirectory(dir=directory, prefix=SCRATCH) as scratch:
         made = Path(scratch, NAME)
         aot_compile.run_compiler(constants, aot_compile.KERNELS / "tile_linear.cpp", *aot_compile.shared(made))
+        made.chmod(0o600)
         aot_compile.move(made, directory / NAME)
 
 
@@ -84,6 +101,10 @@ def _key(constants: dict[str, int]) -> str:
     parts = torch.__version__, *processor(), sorted(constants.items())
     key = hashlib.sha256(repr(parts).encode())
     kernels = Path(tile_linear.__file__).parent
-    for source in [*sorted(kernels.glob("*.h")), kernels / "tile_linear.cpp"]:
+    for source in [
+        *sorted(kernels.glob("*.h")),
+        kernels / "tile_linear.cpp",
+        Path(__file__).with_name("aot_compile.py"),
+    ]:
         key.update(source.read_bytes())
     return f"tiles-{key.hexdigest()[:24]}"

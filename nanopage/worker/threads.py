@@ -54,10 +54,11 @@ class ThreadCount:
     The threads of a step wait for each other many times. If one of them has to share its CPU, the others wait as well:
     with one of two CPUs busy, a step of two threads takes longer than a step of one.
 
-    Args: most: threads.
+    Args: most: the largest number of threads.
     """
 
     INTERVAL = 0.1  # seconds between measurements
+    PAUSE = 1.0  # after so many seconds without a step, an average says little about now
     # A CPU is left to others if they use more than BUSY of it, and taken again if they use less than IDLE.
     BUSY, IDLE = 0.4, 0.2
 
@@ -71,8 +72,13 @@ class ThreadCount:
             now = self._times()
             seconds, busy, own = (after - before for after, before in zip(now, self._before, strict=True))
             self._before = now
-            self.threads = self.choose((busy - own) / seconds, len(allowed_cpus()))
+            if seconds < self.PAUSE:
+                self.threads = self.choose((busy - own) / seconds, len(allowed_cpus()))
         torch.set_num_threads(self.threads)
+
+    def reset(self) -> None:
+        """Set the largest number of threads, for what the calling thread does after the last step."""
+        torch.set_num_threads(self.most)
 
     def choose(self, others: float, num_cpus: int) -> int:
         """Args: others: CPUs that other processes use, on average. num_cpus: all that this process may use."""
@@ -82,8 +88,12 @@ class ThreadCount:
     def _times(self) -> tuple[float, float, float]:
         """Seconds: now; of work of all processes, on the CPUs that this one may use; of work of this process.
 
-        Leaves out processes with a low priority, such as the one that compiles: they give way.
+        Leaves out processes with a low priority, such as the one that compiles, because they give way. Where the system
+        does not say what others do, they do nothing.
         """
-        allowed = allowed_cpus()
-        cpus = [cpu for i, cpu in enumerate(psutil.cpu_times(percpu=True)) if i in allowed]
-        return time.perf_counter(), sum(cpu.user + cpu.system for cpu in cpus), time.process_time()
+        now, own, allowed = time.perf_counter(), time.process_time(), allowed_cpus()
+        try:
+            cpus = [cpu for i, cpu in enumerate(psutil.cpu_times(percpu=True)) if i in allowed]
+        except OSError:
+            return now, own, own
+        return now, sum(cpu.user + cpu.system for cpu in cpus), own

@@ -20,7 +20,7 @@ from nanopage.weights import loader
 from nanopage.weights.gguf_checkpoint import GGUFCheckpoint
 from nanopage.weights.gguf_tiles import is_quantized
 from nanopage.worker.aot import Compiled
-from nanopage.worker.aot_tiles import TileLinear, tile_product
+from nanopage.worker.aot_tiles import CompiledProduct, tile_product
 from nanopage.worker.cuda_graphs import CUDAGraphs
 from nanopage.worker.eager import Eager, Inputs
 from nanopage.worker.jit import compile_afresh, compile_model
@@ -68,7 +68,7 @@ class Worker:
             self.threads = ThreadCount(torch.get_num_threads())
         else:
             set_cuda_precision()
-        self.product: TileLinear | None = None  # of weights in tiles, compiled
+        self.product: CompiledProduct | None = None  # multiplies by weights in tiles
         self.tiles = self._choose_tiles(checkpoint)
         self.model = loader.load_model(
             checkpoint, model_config, self.dtype, self.device, config.load_format, on_progress, self.tiles == BLOCKS
@@ -101,6 +101,8 @@ class Worker:
 
     def rest(self) -> None:
         """No request is left."""
+        if self.threads is not None:
+            self.threads.reset()
         if self.compiled is not None:
             self.compiled.start()
 
@@ -136,23 +138,20 @@ class Worker:
         return [self.compiled, eager]
 
     def _choose_tiles(self, checkpoint: loader.Checkpoint) -> str | None:
-        """What the weights in tiles (layers/tiled.py) are, if they are to be in tiles: "int8", "bfloat16" or BLOCKS.
+        """Choose how weights are stored in tiles (layers/tiled.py): "int8", "bfloat16" or BLOCKS; None if they are not.
         Sets `self.product`."""
         if self.device.type != "cpu":
             return None
         compiles = can_pack(self.dtype) and not self.config.enforce_eager
         quantized = isinstance(checkpoint, GGUFCheckpoint) and is_quantized(checkpoint)
-        if compiles and quantized and not self.config.quantization and self.config.load_format != "dummy":
-            self.product = tile_product(self.dtype)
-            # PyTorch alone would convert all weights in each step. So without the compiled product they become dense.
-            if self.product is not None:
-                return BLOCKS
+        blocks = quantized and not self.config.quantization and self.config.load_format != "dummy"
         # In float32, reading the weights takes most of the time of a decode. The checkpoint's bfloat16 loses nothing.
         halves = self.dtype == torch.float32 and self.model_config.dtype == "bfloat16"
-        tiles = self.config.quantization or ("bfloat16" if compiles and halves else None)
-        if tiles and compiles:
+        if compiles and (blocks or halves or self.config.quantization):
             self.product = tile_product(self.dtype)
-        return tiles
+        if blocks and self.product is not None:
+            return BLOCKS
+        return self.config.quantization or ("bfloat16" if compiles and halves else None)
 
     def _replace_modules(self) -> None:
         """Replace the model's modules by packed, quantized or compiled ones."""

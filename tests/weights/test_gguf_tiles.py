@@ -78,7 +78,7 @@ def load(file, tiled=True):
 
 
 def kept_files():
-    return sorted((hub.cache_directory() / "tiles").iterdir())
+    return sorted((hub.cache_directory() / "tiles").glob("*.safetensors"))
 
 
 def matrix_of(module):
@@ -96,6 +96,7 @@ STORED = {
 }
 
 
+@pytest.mark.parametrize("rows", [64, 2048])
 @pytest.mark.parametrize("stored", STORED)
 @pytest.mark.parametrize(
     ("family", "arch", "options"),
@@ -106,7 +107,8 @@ STORED = {
     ],
     ids=["llama", "sizes that do not fill tiles", "qwen2, biases, tied"],
 )
-def test_weights_are_those_of_the_file(file, family, arch, options, stored):
+def test_weights_are_those_of_the_file(file, monkeypatch, family, arch, options, stored, rows):
+    monkeypatch.setattr(gguf_tiles, "ROWS", rows)
     vocabulary = SMOLLM if arch == "llama" else VOCABULARIES["qwen2"]
     types = STORED[stored]
     write_gguf(file, model_for(vocabulary, family, **options), arch, vocabulary, types=types)
@@ -171,6 +173,30 @@ def test_where_nothing_can_be_kept_it_is_repacked_at_each_start(quantized, caplo
     tiled = load(quantized)
     assert "cannot be kept" in caplog.text and str(directory) in caplog.text
     assert torch.equal(matrix_of(tiled.lm_head)[: len(SMOLLM.tokens)], load(quantized, tiled=False).lm_head.weight)
+
+
+def test_what_killed_processes_left_is_removed(quantized):
+    load(quantized)
+    (kept,) = (file for file in kept_files() if file.suffix == ".safetensors")
+    left = kept.with_suffix(".xyz.partial")
+    kept.rename(left)
+    load(quantized)
+    assert kept.exists() and not left.exists()
+
+
+def test_weights_that_do_not_fit_into_the_memory_are_refused(quantized, monkeypatch):
+    monkeypatch.setattr(gguf_tiles, "free_bytes", lambda device: 2**10)
+    with pytest.raises(MemoryError, match=r"tiny.gguf: the weights take 0.00 GiB, and 0.00 GiB are free"):
+        load(quantized)
+
+
+@pytest.mark.parametrize("kind", [Kind.Q4_K, Kind.Q5_K, Kind.Q6_K], ids=lambda kind: kind.name)
+def test_scales_of_k_types_are_rounded_to_float16(kind):
+    blocks = split_blocks(kind, torch.from_numpy(random_blocks(kind, 6, 512)))
+    tiles, scales = tile_linear.tile_blocks(blocks)
+    stored, exact = tile_linear.rows(tiles, scales, torch.arange(6), 512, torch.float32), dense(blocks)
+    assert not torch.equal(stored, exact)
+    assert ((stored - exact).abs().amax(1) <= 2**-10 * exact.abs().amax(1)).all()
 
 
 def test_a_scale_that_is_not_finite_is_named_and_nothing_is_kept(file):

@@ -201,6 +201,7 @@ def test_parts_of_a_step_that_threads_compute_equal_the_whole(model, directory, 
     compiled, eager = (paged(model, compiled) for compiled in (True, False))
     layers = compiled.way.layers
     layers.num_threads = num_threads
+    monkeypatch.setattr(torch, "get_num_threads", lambda: num_threads)
     layers.libraries = {
         kind: Library(aot.find_file(directory, name), num_threads)
         for name, kind in compiled.way.files.items()

@@ -1,5 +1,7 @@
 """aot_tiles.py: the compiled product of weights in tiles, and which engines use it."""
 
+import os
+
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
@@ -68,7 +70,20 @@ def test_where_it_cannot_be_compiled_weights_are_widened(file, tmp_path, monkeyp
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr("torch._inductor.cpp_builder.get_cpp_compiler", lambda: "no-such-compiler")
     assert worker_of(file).tiles == "bfloat16"
-    assert "products with weights in tiles cannot be compiled" in caplog.text
+    assert "compiled products with weights in tiles cannot be used" in caplog.text
+
+
+def test_with_any_umask_only_the_user_can_write_what_is_kept(file, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    before = os.umask(0o002)
+    try:
+        workers = [worker_of(file) for _ in range(2)]
+    finally:
+        os.umask(before)
+    assert [worker.tiles for worker in workers] == ["block-quantized"] * 2
+    kept = [path for path in (tmp_path / "nanopage").rglob("*") if path.is_file()]
+    assert {".so", ".safetensors"} <= {path.suffix for path in kept}
+    assert not [path for path in kept if path.stat().st_mode & 0o022]
 
 
 def test_compiling_can_be_refused(file, tmp_path, monkeypatch):
@@ -77,11 +92,11 @@ def test_compiling_can_be_refused(file, tmp_path, monkeypatch):
     assert worker_of(file).tiles == "bfloat16"
 
 
-def test_a_damaged_library_is_named(cache, tmp_path, monkeypatch, caplog):
+def test_a_damaged_library_is_named_and_compiled_again(cache, tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert aot_tiles.tile_product(torch.float32) is not None
     (directory,) = (tmp_path / "nanopage" / "compiled").iterdir()
     library = find_file(directory, aot_tiles.NAME)
     library.write_bytes(library.read_bytes() + b"x")
-    assert aot_tiles.tile_product(torch.float32) is None
+    assert aot_tiles.tile_product(torch.float32) is not None
     assert f"{library} is damaged" in caplog.text

@@ -2,14 +2,14 @@
 // at once (VNNI), or two (AVX2).
 //
 // A group of inputs of a row of x is divided by its largest magnitude and rounded to 127 steps on either side of zero.
-// Instructions multiply unsigned by signed integers, so weights of 8 bits are stored as unsigned bytes, 128 more than
-// they are, and each sum begins with -128 times the sum of the activations. Integer sums are exact.
+// Instructions multiply unsigned by signed integers, so weights of 8 bits are stored as unsigned bytes, with
+// 128 added, and each sum begins with -128 times the sum of the activations. Integer sums are exact.
 
 #pragma once
 
 #include "registers.h"
 
-#ifdef __AVX2__
+#if defined(__AVX2__) || defined(__F16C__)
 #include <immintrin.h>
 #endif
 
@@ -22,9 +22,9 @@ template <int BITS_, int GROUP_, bool SCALED_, bool OFFSET_>
 struct Format {
     static constexpr int BITS = BITS_;       // of a weight: 8 or 4
     static constexpr int GROUP = GROUP_;     // inputs that share a scale of their activations
-    static constexpr bool SCALED = SCALED_;  // whether the weights of each group have a scale, or those of an output
+    static constexpr bool SCALED = SCALED_;  // true: a scale for each group; false: one for each output
     static constexpr bool OFFSET = OFFSET_;  // whether they have an offset, too: weight = scale * integer - offset
-    static constexpr int QUADS = 8 / BITS;   // whose weights are in the same bytes
+    static constexpr int QUADS = 8 / BITS;   // quads that share bytes
 };
 
 constexpr int GROUP_INPUTS = 64;  // as in tile_linear.py
@@ -93,14 +93,14 @@ Ints dot(Ints sum, Ints weights, const Quad& quad) {
 #endif
 }
 
-// What the sums of a group of a row need to know of it.
+// A group of a row, apart from its integers.
 struct Group {
     float scale;    // of the activations
     float sum;      // of the rounded activations
     int32_t start;  // of integer sums with weights of 8 bits
 };
 
-// Rows of x in int8, in groups of GROUP inputs. A quad whose inputs are not all there is filled with zeros.
+// Rows of x in int8, in groups of GROUP inputs. The last quad is padded with zeros.
 template <int GROUP>
 class Quantized {
    public:

@@ -1,10 +1,10 @@
 """Products with weights in tiles: int8 with one scale for each output, blocks of 8 or 4 bits with a scale for each
-group of inputs, or bfloat16 for activations in float32.
+group of inputs, or bfloat16.
 
 The int8 weights of an output are divided by their largest magnitude and rounded to 127 steps on either side of zero
 (vector-wise absmax, as in LLM.int8() by Dettmers et al. 2022). So are activations (W8A8), GROUP_INPUTS inputs of a
-token at a time, because processors multiply int8 fastest. Blocks are how .gguf files store their weights; their
-activations are rounded in the groups that the weights have. bfloat16 is how most checkpoints store their weights: a
+token at a time, because processors multiply int8 fastest. Blocks are the format of .gguf files; activations are
+then rounded in the same groups as the weights. bfloat16 is how most checkpoints store their weights: a
 CPU that does not multiply it computes in float32, but need not read twice the bytes.
 
 The weights are stored in tiles like oneDNN's blocks: a vector register holds weights of different outputs, so a product
