@@ -39,9 +39,15 @@ WORKLOADS = {
     "W8": "three questions, each to a new process, 32 in, 64 out, nothing of nanopage compiled at first",
 }
 # The engines that need an environment of their own, and the package that it must have.
-PACKAGES = {"vllm": "vllm", "openvino": "openvino_genai", "llamacpp": "llama_cpp"}
+PACKAGES = {
+    "vllm": "vllm",
+    "openvino": "openvino_genai",
+    "llamacpp": "llama_cpp",
+    "ctranslate2": "ctranslate2",
+    "onnxruntime": "onnxruntime_genai",
+}
 ENGINES = ("nanopage", "transformers", "transformers_continuous", *PACKAGES)
-WITH_INT8 = ("nanopage", "openvino", "llamacpp")  # engines that take --quantization
+WITH_INT8 = ("nanopage", "openvino", "llamacpp", "ctranslate2", "onnxruntime")  # engines that take --quantization
 WITH_GGUF = ("nanopage", "llamacpp")  # engines that read .gguf files
 # What keeps engines from using more than AVX2. torch reads the first variable; vLLM asks torch (see peers/vllm.py), and
 # nanopage compiles for what torch uses. The second is oneDNN's, in torch, vLLM and OpenVINO; the third is of OpenVINO's
@@ -52,6 +58,7 @@ AVX2 = {
     "OV_CPU_MAX_ISA": "AVX2",
     "TORCHINDUCTOR_CPP_MARCH": "x86-64-v3",
 }
+NOT_TOLD = ("ctranslate2", "onnxruntime")  # nothing known keeps their products from using AVX-512
 GIB = 2**30
 SETTLE = 0.3  # seconds between two runs: OpenMP threads spin for up to 200 ms after their last work
 
@@ -390,10 +397,12 @@ def python_of_engines(
 
     Args:
         gguf: the model is a .gguf file.
-        only_avx2: take the environment of llama.cpp that is compiled for AVX2.
+        only_avx2: take the environment of llama.cpp that is compiled for AVX2, and leave out NOT_TOLD.
     """
     pythons = {}
     known = WITH_GGUF if gguf else WITH_INT8 if quantization else ENGINES
+    if only_avx2:
+        known = tuple(name for name in known if name not in NOT_TOLD)
     if gguf and engines is None:
         others = ", ".join(name for name in ENGINES if name not in known)
         text = f"left out, because they cannot read a .gguf file: {others}"
@@ -402,6 +411,7 @@ def python_of_engines(
         if name not in known:
             which = f"one of the engines with --quantization {quantization}" if quantization else "one of"
             which = "one of the engines that read a .gguf file" if gguf else which
+            which = "one of the engines that can be told to use AVX2 alone" if name in NOT_TOLD and only_avx2 else which
             refuse(f"{shown(name)} is not {which}: {', '.join(known)}", "--engines")
         if name not in PACKAGES:
             pythons[name] = sys.executable

@@ -21,7 +21,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from benchmarks.peers.protocol import Engine, Options, Output, Work, converted, serve, written_whole
+from benchmarks.peers.protocol import Engine, Options, Output, Work, common_prefix, converted, serve, written_whole
 
 MAX_SEQUENCES = 256  # llama.cpp's own limit
 BATCH = 2048  # tokens
@@ -94,13 +94,6 @@ def load(options: Options) -> tuple[dict[str, str], Engine]:
             raise RuntimeError(f"llama_decode gave {code}: 1 means that the KV cache is full")
 
     return {"llama-cpp-python": llama_cpp.__version__}, run
-
-
-def common_prefix(texts: list[list[int]]) -> int:
-    """The length of the common prefix of all texts. It leaves out the last token of a text, whose logits are needed."""
-    first, last = min(texts), max(texts)
-    most = min(len(text) for text in texts) - 1
-    return next((i for i in range(most) if first[i] != last[i]), most)
 
 
 def gguf_file(options: Options) -> Path:

@@ -174,6 +174,25 @@ def process_tree() -> Iterator[int]:
                 pids += map(int, (task / "children").read_text().split())
 
 
+def common_prefix(texts: list[list[int]]) -> int:
+    """The length of the common prefix of all texts. It leaves out the last token of a text, whose logits are needed."""
+    first, last = min(texts), max(texts)
+    most = min(len(text) for text in texts) - 1
+    return next((i for i in range(most) if first[i] != last[i]), most)
+
+
+def similar_prompts(work: list[Work], size: int = 16, spread: int = 64) -> list[list[int]]:
+    """Static batches for engines that have no others, as indices into `work`: shortest prompts first, at most `size`
+    requests, whose prompts differ by at most `spread` tokens."""
+    batches: list[list[int]] = []
+    for i in sorted(range(len(work)), key=lambda i: len(work[i].prompt)):
+        if batches and len(batches[-1]) < size and len(work[i].prompt) - len(work[batches[-1][0]].prompt) <= spread:
+            batches[-1].append(i)
+        else:
+            batches.append([i])
+    return batches
+
+
 def converted(options: Options, form: str) -> Path:
     """Where this environment keeps the model in a form of its own. The path changes when the model's files do."""
     files = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in sorted(options.model.iterdir())]

