@@ -161,7 +161,7 @@ class Compiled:
             return
         try:
             make_private(self.directory)
-            with FileLock(self.directory / LOCK, blocking=False):
+            with FileLock(self.directory / LOCK, mode=0o600, blocking=False):
                 for old in self.directory.glob("log-*"):  # of processes that failed
                     if time.time() - old.stat().st_mtime > TIME_LIMIT:
                         old.unlink(missing_ok=True)

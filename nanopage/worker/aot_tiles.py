@@ -55,7 +55,7 @@ def tile_product(dtype: torch.dtype) -> CompiledProduct | None:
         constants = product_constants(dtype)
         directory = hub.private_cache("compiled") / _key(constants)
         make_private(directory)
-        with FileLock(directory / LOCK):
+        with FileLock(directory / LOCK, mode=0o600):
             _remove_damaged(directory)
             if find_file(directory, NAME) is None:
                 if not may_compile():

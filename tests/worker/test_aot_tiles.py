@@ -97,6 +97,8 @@ def test_a_damaged_library_is_named_and_compiled_again(cache, tmp_path, monkeypa
     assert aot_tiles.tile_product(torch.float32) is not None
     (directory,) = (tmp_path / "nanopage" / "compiled").iterdir()
     library = find_file(directory, aot_tiles.NAME)
-    library.write_bytes(library.read_bytes() + b"x")
+    content = library.read_bytes()
+    library.unlink()  # the process has mapped it
+    library.write_bytes(content + b"x")
     assert aot_tiles.tile_product(torch.float32) is not None
     assert f"{library} is damaged" in caplog.text
