@@ -62,7 +62,7 @@ class StepRecorder:
     def __init__(self, engine: Any, bandwidth: dict[str, float]):
         self.bandwidth = bandwidth
         self.weight_bytes = weight_bytes(engine.executor.worker.model)
-        self.kv_bytes = block_bytes(engine.model_config, 1, getattr(torch, engine.capacity.dtype))  # of a token
+        self.kv_bytes = block_bytes(engine.model_config, 1, engine.executor.worker.kv_cache.tensor.dtype)  # of a token
         self._on_gpu = engine.capacity.device == "cuda"
         self.taken: list[Step] = []  # by the last call of take()
         self.cached_tokens = 0  # that these steps found in the prefix cache

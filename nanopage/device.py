@@ -29,6 +29,15 @@ def resolve_dtype(name: str, checkpoint: str, device: torch.device) -> tuple[tor
     return getattr(torch, nearest), f"this {here} does not compute in {checkpoint} natively: using {nearest}"
 
 
+def resolve_kv_dtype(name: str, checkpoint: str, dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """The dtype of K and V: `dtype`, which `resolve_dtype` has chosen for `name`. But where "auto" chose float32
+    because a CPU does not compute in the checkpoint's 16 bits, K and V are kept in these, and widened as they are read.
+    """
+    if name == "auto" and device.type == "cpu" and checkpoint in ("bfloat16", "float16"):
+        return getattr(torch, checkpoint)
+    return dtype
+
+
 def computes_natively(dtype: str, device: torch.device) -> bool:
     """Whether the device multiplies matrices of this dtype in hardware.
 

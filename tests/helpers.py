@@ -175,10 +175,11 @@ class Paged:
 
     Args:
         make_way: makes a way to run steps from (model, kv_cache, table, config).
-        tiles: the dtype of weights in tiles, or "blocks" if they are to be those of a .gguf file.
+        tiles: the kind of weights in tiles (layers/tiled.py), or "blocks" if they are to be those of a .gguf file.
+        kv_dtype: of K and V. None: dtype.
     """
 
-    def __init__(self, directory, sequences, dtype=torch.float32, make_way=None, tiles=None, seed=0):
+    def __init__(self, directory, sequences, dtype=torch.float32, make_way=None, tiles=None, kv_dtype=None, seed=0):
         config = loader.read_config(directory)
         model = loader.load_model(directory, config, dtype, CPU, tiled=tiles == "blocks")
         if tiles == "blocks":
@@ -189,7 +190,7 @@ class Paged:
             pack(model)
         num_blocks = 2 + sum(-(-len(tokens) // BLOCK_SIZE) for tokens in sequences)
         self.model = model
-        self.cache = KVCache(config, num_blocks, BLOCK_SIZE, dtype, CPU)
+        self.cache = KVCache(config, num_blocks, BLOCK_SIZE, kv_dtype or dtype, CPU)
         longest = max(map(len, sequences))
         self.table = SequenceTable(len(sequences) + 1, longest, BLOCK_SIZE, config.vocab_size, CPU)
         self.way = (make_way or (lambda *made: Eager(*made[:3])))(model, self.cache, self.table, config)

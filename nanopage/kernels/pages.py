@@ -22,7 +22,9 @@ def views(kv_cache: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
 
 
 def write(k: Tensor, v: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
-    """Write k and v [T, kv_heads, head_dim] to slots [T] of a layer's cache: block * block_size + offset."""
+    """Write k and v [T, kv_heads, head_dim] to slots [T] of a layer's cache: block * block_size + offset. They are
+    rounded to the cache's dtype."""
+    k, v = k.to(kv_cache.dtype), v.to(kv_cache.dtype)
     _, num_heads, head_dim = k.shape
     block_size = kv_cache.shape[3] // head_dim
     blocks, offsets = slot_mapping // block_size, slot_mapping % block_size

@@ -63,7 +63,7 @@ def attend_chunks(chunks: Chunks, q: Tensor, kv_cache: Tensor, block_tables: Ten
     """Causal attention of the chunks' queries over block_tables [chunks, blocks]. Fills their rows of `out` [T, heads,
     head_dim]."""
     kv_heads, head_dim = kv_cache.shape[2], q.shape[2]
-    k, v = gather(kv_cache, block_tables, head_dim)
+    k, v = (pages.to(q.dtype) for pages in gather(kv_cache, block_tables, head_dim))
     count = len(k)
     k, v = k.flatten(0, 1), v.flatten(0, 1)  # [chunks * kv_heads, head_dim, keys] and [.., keys, head_dim]
     first_row = int(chunks.rows[0, 0])

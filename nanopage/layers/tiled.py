@@ -1,5 +1,5 @@
 """Linear layers and an embedding for a CPU, with weights in tiles: integers, whose inputs are rounded to int8 as well,
-or bfloat16 (see kernels/cpu/tile_linear.py).
+or 16 bits (see kernels/cpu/tile_linear.py).
 
 `tile` replaces plain modules with these once the weights are loaded. Those of a quantized .gguf file are made by
 weights/gguf_tiles.py.
@@ -55,11 +55,22 @@ class TiledEmbedding(nn.Module):
         return tile_linear.rows(self.tiles, self.scales, input_ids, self.in_features, self.dtype)
 
 
-def tile(module: nn.Module, dtype: torch.dtype) -> None:
-    """Tile every Linear in a module, and the embedding if it is tied to one of them. dtype: int8 or bfloat16."""
+def tile(module: nn.Module, kind: str) -> None:
+    """Tile every Linear in a module, and the embedding if it is tied to one of them.
+
+    Args:
+        kind: "int4", "int8", "bfloat16" or "float16". With int4, the head, whose rounding costs the most, and matrices
+            whose number of inputs is not a multiple of INT4_GROUP become int8.
+    """
+    head = getattr(module, "lm_head", None)
 
     def replace(linear: Linear) -> TiledLinear:
-        return TiledLinear(linear, *tile_linear.tile(linear.weight.data, dtype))
+        weight = linear.weight.data
+        if kind != "int4":
+            return TiledLinear(linear, *tile_linear.tile(weight, getattr(torch, kind)))
+        if linear is head or linear.in_features % tile_linear.INT4_GROUP:
+            return TiledLinear(linear, *tile_linear.tile(weight, torch.int8))
+        return TiledLinear(linear, *tile_linear.tile_int4(weight))
 
     def replace_tied(head: TiledLinear, embedding: Embedding) -> TiledEmbedding:
         return TiledEmbedding(head.tiles, head.scales, head.in_features, embedding.weight.dtype)

@@ -73,7 +73,7 @@ class Compiled:
     Args:
         path: the directory or file of the model.
         config: of the same model.
-        dtype: of weights, activations and KV: float32 or bfloat16 (see kernels/cpu/packed_linear.py).
+        dtype: of weights and activations: float32 or bfloat16 (see kernels/cpu/packed_linear.py).
         tiled: whether the weights are in tiles (layers/tiled.py). The code is the same for all kinds of tiles.
 
     Raises: ValueError for another value of NANOPAGE_COMPILE.
@@ -93,6 +93,7 @@ class Compiled:
         self.spec: dict[str, Any] = {
             "path": str(path.absolute()),
             "dtype": str(dtype).removeprefix("torch."),
+            "kv_dtype": str(kv_cache.tensor.dtype).removeprefix("torch."),
             "block_size": kv_cache.block_size,
             "tiled": tiled,
             "threads": torch.get_num_threads(),  # the compiled loops are divided among them
@@ -364,7 +365,7 @@ def _key(config: ModelConfig, spec: dict[str, Any]) -> str:
     sources += sorted(here.glob("worker/aot*"))
     sizes = asdict(config) | {"num_layers": None, "vocab_size": None, "max_position_embeddings": None}
     sizes["sliding_windows"] = None  # an argument of attention
-    parts = [torch.__version__, *processor(), spec["dtype"], spec["block_size"]]
+    parts = [torch.__version__, *processor(), spec["dtype"], spec["kv_dtype"], spec["block_size"]]
     parts += [spec["threads"], spec["tiled"], sorted((name, repr(value)) for name, value in sizes.items())]
     digest = hashlib.sha256(repr(parts).encode())
     for source in sources:

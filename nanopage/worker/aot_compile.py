@@ -14,6 +14,7 @@ import sys
 import tempfile
 import threading
 import zipfile
+from collections.abc import Mapping
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -82,7 +83,14 @@ class _Part(nn.Module):
 
 
 def compile_layer(
-    layer: Any, config: ModelConfig, dtype: torch.dtype, block_size: int, part: str, num_rows: int, file: Path
+    layer: Any,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+    block_size: int,
+    part: str,
+    num_rows: int,
+    file: Path,
 ) -> None:
     """Compile one part of a decoder layer to `file`, for a single row or for several. Takes tens of seconds at most."""
     x = torch.zeros(num_rows, config.hidden_size, dtype=dtype)
@@ -93,7 +101,7 @@ def compile_layer(
         inputs = [x, cos, sin, torch.zeros(num_rows, dtype=torch.int64)]
     # oneDNN's tensors are opaque: tracing uses plain tensors of the same shape instead.
     stand_ins = [torch.empty(t.shape, dtype=t.dtype) if t.is_mkldnn else t for t in tensors_of(layer).values()]
-    kv_cache = torch.zeros(2, 8, config.num_kv_heads, config.head_dim * block_size, dtype=dtype)
+    kv_cache = torch.zeros(2, 8, config.num_kv_heads, config.head_dim * block_size, dtype=kv_dtype)
     any_size = torch.export.Dim.DYNAMIC
     dims = [[{0: None if num_rows == 1 else any_size}] * len(inputs), {1: any_size}, [None] * len(stand_ins)]
     # Memory planning saves allocations, which take a twentieth of a step of a single token.
@@ -143,18 +151,22 @@ def move(made: Path, file: Path) -> None:
     os.replace(made, file.with_name(f"{file.stem}.{digest(made)}.so"))  # atomic: never a partial file
 
 
-def attention_constants(config: ModelConfig, dtype: torch.dtype, spec: dict[str, Any]) -> dict[str, int]:
+def attention_constants(
+    config: ModelConfig, dtype: torch.dtype, kv_dtype: torch.dtype, block_size: int
+) -> dict[str, int | str]:
     """What flash_attention.cpp is compiled for."""
+    stored = {torch.bfloat16: "Bfloat16", torch.float16: "Float16"}
     return {
         "HEAD_DIM": config.head_dim,
         "NUM_KV_HEADS": config.num_kv_heads,
         "GROUP": config.num_heads // config.num_kv_heads,
-        "BLOCK_SIZE": spec["block_size"],
+        "BLOCK_SIZE": block_size,
+        "KV_CACHE": "Stored" if kv_dtype == dtype else stored[kv_dtype],
         **product_constants(dtype),
     }
 
 
-def compile_chain(constants: dict[str, int], file: Path) -> None:
+def compile_chain(constants: dict[str, int | str], file: Path) -> None:
     """Compile aot_chain.cpp with flash_attention.cpp."""
     sources = [Path(__file__).with_name("aot_chain.cpp"), KERNELS / "flash_attention.cpp"]
     with tempfile.TemporaryDirectory(dir=file.parent, prefix=SCRATCH) as scratch:
@@ -175,7 +187,7 @@ def shared(file: Path) -> list[str]:
     return ["-shared", f"-L{Path(torch.__file__).parent / 'lib'}", "-ltorch_cpu", "-o", str(file)]
 
 
-def run_compiler(constants: dict[str, int], *arguments: str | Path) -> None:
+def run_compiler(constants: Mapping[str, int | str], *arguments: str | Path) -> None:
     """Run the C++ compiler, for this processor."""
     from torch._inductor.cpp_builder import get_cpp_compiler
 
@@ -241,10 +253,10 @@ def _give_up() -> None:
 def _make(spec: dict[str, Any], config: ModelConfig, directory: Path, name: str) -> None:
     """Compile one part. Runs in a forked process."""
     torch.set_num_threads(spec["threads"])
-    dtype, tiled = getattr(torch, spec["dtype"]), spec["tiled"]
+    dtype, kv_dtype, tiled = getattr(torch, spec["dtype"]), getattr(torch, spec["kv_dtype"]), spec["tiled"]
     part, kind = file_kinds(tiled)[name]
     if part == "chain":
-        compile_chain(attention_constants(config, dtype, spec), directory / name)
+        compile_chain(attention_constants(config, dtype, kv_dtype, spec["block_size"]), directory / name)
         return
     # Inductor decides by the number of rows which loops are worth several threads.
     num_rows = {"one": 1, "many": 90}[kind]
@@ -255,10 +267,10 @@ def _make(spec: dict[str, Any], config: ModelConfig, directory: Path, name: str)
     small = replace(config, num_layers=1, sliding_windows=(None,), vocab_size=64)
     layer = loader.build_model(small, dtype, torch.device("cpu")).layers[0]
     if tiled:
-        tile(layer, torch.bfloat16)
+        tile(layer, "bfloat16")
     else:
         pack(layer, PackedRowLinear if kind == "one" else PackedLinear)
-    compile_layer(layer, config, dtype, spec["block_size"], part, num_rows, directory / name)
+    compile_layer(layer, config, dtype, kv_dtype, spec["block_size"], part, num_rows, directory / name)
 
 
 def _probe_compiler() -> None:

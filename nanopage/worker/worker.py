@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 
 from nanopage.config import EngineConfig, ModelConfig
-from nanopage.device import resolve_device, resolve_dtype, set_cuda_precision
+from nanopage.device import resolve_device, resolve_dtype, resolve_kv_dtype, set_cuda_precision
 from nanopage.kernels.cpu.packed_linear import can_pack
 from nanopage.layers.packed import pack
 from nanopage.layers.tiled import TiledLinear, tile
@@ -62,6 +62,7 @@ class Worker:
         self.dtype, why = resolve_dtype(config.dtype, model_config.dtype, self.device)
         if why:
             logger.info(why)
+        self.kv_dtype = resolve_kv_dtype(config.dtype, model_config.dtype, self.dtype, self.device)
         self.threads: ThreadCount | None = None  # on a CPU
         if self.device.type == "cpu":
             limit_threads()
@@ -80,12 +81,12 @@ class Worker:
             step_bytes = measure_step(
                 config, model_config, self.model, longest, self.dtype, self.device, self._make_attention
             )
-        num_blocks = num_blocks_that_fit(config, model_config, longest, self.dtype, self.device, step_bytes)
+        num_blocks = num_blocks_that_fit(config, model_config, longest, self.kv_dtype, self.device, step_bytes)
         max_model_len = fit_length(config, longest, num_blocks * config.block_size)
-        host_blocks = num_host_blocks(config, num_blocks, block_bytes(model_config, config.block_size, self.dtype))
+        host_blocks = num_host_blocks(config, num_blocks, block_bytes(model_config, config.block_size, self.kv_dtype))
         name = str(self.dtype).removeprefix("torch.")
         self.capacity = Capacity(self.device.type, name, num_blocks, host_blocks, max_model_len)
-        self.kv_cache = KVCache(model_config, num_blocks, config.block_size, self.dtype, self.device, host_blocks)
+        self.kv_cache = KVCache(model_config, num_blocks, config.block_size, self.kv_dtype, self.device, host_blocks)
         table = SequenceTable(
             config.max_num_seqs + 1, max_model_len, config.block_size, model_config.vocab_size, self.device
         )
@@ -138,20 +139,20 @@ class Worker:
         return [self.compiled, eager]
 
     def _choose_tiles(self, checkpoint: loader.Checkpoint) -> str | None:
-        """Choose how weights are stored in tiles (layers/tiled.py): "int8", "bfloat16" or BLOCKS; None if they are not.
+        """Choose how weights are stored in tiles: a kind that layers/tiled.py knows, or BLOCKS; None if they are not.
         Sets `self.product`."""
         if self.device.type != "cpu":
             return None
         compiles = can_pack(self.dtype) and not self.config.enforce_eager
         quantized = isinstance(checkpoint, GGUFCheckpoint) and is_quantized(checkpoint)
         blocks = quantized and not self.config.quantization and self.config.load_format != "dummy"
-        # In float32, reading the weights takes most of the time of a decode. The checkpoint's bfloat16 loses nothing.
-        halves = self.dtype == torch.float32 and self.model_config.dtype == "bfloat16"
+        # In float32, reading the weights takes most of the time of a decode. The checkpoint's 16 bits lose nothing.
+        halves = self.dtype == torch.float32 and self.model_config.dtype in ("bfloat16", "float16")
         if compiles and (blocks or halves or self.config.quantization):
             self.product = tile_product(self.dtype)
         if blocks and self.product is not None:
             return BLOCKS
-        return self.config.quantization or ("bfloat16" if compiles and halves else None)
+        return self.config.quantization or (self.model_config.dtype if compiles and halves else None)
 
     def _replace_modules(self) -> None:
         """Replace the model's modules by packed, quantized or compiled ones."""
@@ -160,7 +161,7 @@ class Worker:
                 compile_model(self.model, self.model_config, self.dtype, self.device)
         elif self.tiles is not None:
             if self.tiles != BLOCKS:
-                tile(self.model, getattr(torch, self.tiles))
+                tile(self.model, self.tiles)
             if self.product is not None:
                 for module in self.model.modules():
                     if isinstance(module, TiledLinear):
@@ -201,11 +202,12 @@ class Worker:
     def _log_start(self) -> None:
         config, capacity = self.config, self.capacity
         tokens = capacity.num_blocks * config.block_size
-        gib = capacity.num_blocks * block_bytes(self.model_config, config.block_size, self.dtype) / GIB
+        gib = capacity.num_blocks * block_bytes(self.model_config, config.block_size, self.kv_dtype) / GIB
         kinds = [kind for kind in ("dummy" if config.load_format == "dummy" else None, self.tiles) if kind]
         weights = f" with {' '.join(kinds)} weights" if kinds else ""
+        kv_dtype = "" if self.kv_dtype == self.dtype else f" in {str(self.kv_dtype).removeprefix('torch.')}"
         logger.info(
-            f"{self.path.name} in {capacity.dtype}{weights} on {capacity.device}; KV cache {gib:.2f} GiB = "
+            f"{self.path.name} in {capacity.dtype}{weights} on {capacity.device}; KV cache{kv_dtype} {gib:.2f} GiB = "
             f"{tokens:,} tokens = {tokens / capacity.max_model_len:.1f} requests of {capacity.max_model_len:,} tokens"
         )
         logger.info(f"steps run {self.way}")

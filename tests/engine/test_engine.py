@@ -10,7 +10,7 @@ from helpers import EOS, VOCAB_SIZE, tiny_model
 
 from nanopage import BeamSearchParams, EngineConfig, LLMEngine, SamplingParams
 from nanopage.build import build_engine
-from nanopage.device import resolve_dtype, set_cuda_precision
+from nanopage.device import resolve_dtype, resolve_kv_dtype, set_cuda_precision
 from nanopage.params import RequestOutputKind
 from nanopage.worker.model_runner import Launched
 
@@ -459,6 +459,27 @@ def test_a_dtype_the_machine_does_not_compute_in_is_replaced_with_one_line(model
     assert [r.message for r in caplog.records if "natively" in r.message] == [
         "this CPU does not compute in float16 natively: using float32"
     ]
+    assert "KV cache in float16" in caplog.text
+    output = run(engine, a=("the cat", GREEDY))["a"]
+    assert output.finished and engine.executor.worker.kv_cache.tensor.dtype == torch.float16
+
+
+@pytest.mark.parametrize(
+    ("name", "checkpoint", "dtype", "device", "expected"),
+    [
+        ("auto", "bfloat16", "float32", "cpu", "bfloat16"),
+        ("auto", "float16", "float32", "cpu", "float16"),
+        ("auto", "float32", "float32", "cpu", "float32"),
+        ("auto", "bfloat16", "bfloat16", "cpu", "bfloat16"),
+        ("float32", "bfloat16", "float32", "cpu", "float32"),
+        ("auto", "bfloat16", "float16", "cuda", "float16"),
+    ],
+)
+def test_k_and_v_have_the_checkpoints_16_bits_where_float32_only_replaces_them(
+    name, checkpoint, dtype, device, expected
+):
+    resolved = resolve_kv_dtype(name, checkpoint, getattr(torch, dtype), torch.device(device))
+    assert resolved == getattr(torch, expected)
 
 
 @pytest.mark.parametrize(
@@ -533,9 +554,10 @@ def test_pages_that_the_kernels_of_a_gpu_can_not_read_are_refused(model, monkeyp
         make_engine(model, block_size=12)
 
 
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float64"])
-def test_int8_weights_serve_in_every_dtype_and_schedule(model, dtype):
-    options = {"dtype": dtype, "quantization": "int8", "enforce_eager": True}
+def test_integer_weights_serve_in_every_dtype_and_schedule(model, dtype, quantization):
+    options = {"dtype": dtype, "quantization": quantization, "enforce_eager": True}
     prompts = {"a": ("the cat", GREEDY), "b": ([5] * 40, GREEDY), "c": ("the morning", GREEDY)}
     together = run(make_engine(model, **options, max_num_batched_tokens=16), **prompts)
     assert all(output.finished for output in together.values())

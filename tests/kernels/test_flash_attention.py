@@ -1,5 +1,6 @@
 """flash_attention.cpp against attention spelled out, compiled for several models, and for AVX2 as well."""
 
+from collections import namedtuple
 from ctypes import c_void_p
 
 import pytest
@@ -12,33 +13,43 @@ from nanopage.worker.aot_chain import Chain, Step
 
 KV_HEADS = 2
 AVX512, AVX2 = "AVX512", "AVX2"
-# head_dim, group, block_size, dtype and instructions: sizes that fill registers, and some that do not.
+ModelSizes = namedtuple("ModelSizes", "head_dim num_kv_heads num_heads")
+FLOAT32, BFLOAT16, FLOAT16 = torch.float32, torch.bfloat16, torch.float16
+# head_dim, group, block_size, dtype, dtype of K and V, instructions: sizes that fill registers, and some that do not.
 MADE_FOR = [
-    (64, 3, 16, torch.float32, AVX512),
-    (64, 3, 16, torch.float32, AVX2),
-    (64, 3, 16, torch.bfloat16, AVX512),
-    (64, 3, 16, torch.bfloat16, AVX2),
-    (20, 1, 8, torch.bfloat16, AVX512),
-    (80, 7, 24, torch.float32, AVX512),
-    (128, 8, 5, torch.bfloat16, AVX512),
-    (16, 100, 256, torch.float32, AVX2),
+    (64, 3, 16, FLOAT32, FLOAT32, AVX512),
+    (64, 3, 16, FLOAT32, FLOAT32, AVX2),
+    (64, 3, 16, FLOAT32, BFLOAT16, AVX2),
+    (64, 3, 16, FLOAT32, FLOAT16, AVX2),
+    (64, 3, 16, BFLOAT16, BFLOAT16, AVX512),
+    (64, 3, 16, BFLOAT16, BFLOAT16, AVX2),
+    (20, 1, 8, BFLOAT16, BFLOAT16, AVX512),
+    (80, 7, 24, FLOAT32, FLOAT32, AVX512),
+    (80, 7, 24, FLOAT32, FLOAT16, AVX512),
+    (128, 8, 5, BFLOAT16, BFLOAT16, AVX512),
+    (128, 8, 5, FLOAT32, BFLOAT16, AVX512),
+    (16, 100, 256, FLOAT32, FLOAT32, AVX2),
 ]
-TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2**-6}
+TOLERANCE = {FLOAT32: 2e-5, BFLOAT16: 2**-6}
 
 
 @pytest.fixture(scope="module", params=MADE_FOR, ids=lambda made: "-".join(map(str, made)))
 def made(request, tmp_path_factory):
     """What the code is compiled for, and the code."""
-    head_dim, group, block_size, dtype, instructions = request.param
-    constants = {"HEAD_DIM": head_dim, "NUM_KV_HEADS": KV_HEADS, "GROUP": group, "BLOCK_SIZE": block_size}
-    constants |= {"BFLOAT16": int(dtype == torch.bfloat16)}
+    head_dim, group, block_size, dtype, kv_dtype, instructions = request.param
+    sizes = ModelSizes(head_dim, KV_HEADS, KV_HEADS * group)
+    constants = aot_compile.attention_constants(sizes, dtype, kv_dtype, block_size)
     directory = tmp_path_factory.mktemp("attention")
     with pytest.MonkeyPatch.context() as patch:
         if instructions == AVX2:
             patch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: AVX2)
         aot_compile.compile_chain(constants, directory / "chain.so")
     (file,) = directory.glob("chain.*.so")
-    return head_dim, group, block_size, dtype, Chain(file)
+
+    def make_pool(num_blocks=32):
+        return Pool(KV_HEADS, head_dim, block_size, dtype, num_blocks, kv_dtype=kv_dtype)
+
+    return group, make_pool, Chain(file)
 
 
 def attend(chain, pool, parts, query_lens, window):
@@ -52,17 +63,16 @@ def attend(chain, pool, parts, query_lens, window):
 
 def check(made, sequences, window):
     """`sequences` is a list of (tokens, how many of the last are queries)."""
-    head_dim, group, block_size, dtype, chain = made
-    num_blocks = sum(-(-length // block_size) for length, _ in sequences)
-    pool = Pool(KV_HEADS, head_dim, block_size, dtype, num_blocks)
+    group, make_pool, chain = made
+    pool = make_pool(sum(-(-length // make_pool().block_size) for length, _ in sequences))
     query_lens = {pool.add(length): queries for length, queries in sequences}
-    q = pool.random(sum(query_lens.values()), KV_HEADS * group, head_dim)
+    q = pool.random(sum(query_lens.values()), KV_HEADS * group, pool.head_dim)
     rows = q.double().split(list(query_lens.values()))
     exact = [
         attention(r, pool.sequences[i][1].double(), pool.sequences[i][2].double(), window)
         for i, r in zip(query_lens, rows, strict=True)
     ]
-    tolerance = TOLERANCE[dtype]
+    tolerance = TOLERANCE[pool.dtype]
     for part_rows in (len(q), len(q) // 3 + 1):
         parts = [part.clone() for part in q.split(part_rows)]  # so that each is at a place of its own
         out = attend(chain, pool, parts, query_lens, window)
@@ -78,7 +88,9 @@ def test_it_equals_attention(made, window):
 
 @pytest.mark.parametrize("window", [None, 300])
 def test_long_sequences_are_split(made, window):
-    split = 4 * max(made[2], 64 // made[2] * made[2])
+    _, make_pool, _ = made
+    block_size = make_pool().block_size
+    split = 4 * max(block_size, 64 // block_size * block_size)
     check(made, [(length, 1) for length in (1, split - 1, split, split + 1, 3 * split + 5)], window)
     check(made, [(3 * split + 5, 1)], window)
     check(made, [(2 * split + 9, 33)], window)
@@ -86,10 +98,10 @@ def test_long_sequences_are_split(made, window):
 
 def test_large_scores_are_not_rounded_and_do_not_overflow(made):
     """Nearly all weight goes to one key, which differs from the others by less than bfloat16 can tell at this size."""
-    head_dim, group, block_size, dtype, chain = made
-    pool = Pool(KV_HEADS, head_dim, block_size, dtype)
+    group, make_pool, chain = made
+    pool = make_pool()
     query_lens = {pool.add(70): 70, pool.add(70): 1}
-    q = 300 * pool.random(71, KV_HEADS * group, head_dim)
+    q = 300 * pool.random(71, KV_HEADS * group, pool.head_dim)
     exact = torch.cat(
         [
             attention(rows.double(), *(x.double() for x in pool.sequences[i][1:]))
@@ -101,10 +113,10 @@ def test_large_scores_are_not_rounded_and_do_not_overflow(made):
 
 
 def test_nan_reaches_the_output_of_its_own_sequence_only(made):
-    head_dim, group, block_size, dtype, chain = made
-    pool = Pool(KV_HEADS, head_dim, block_size, dtype)
+    group, make_pool, chain = made
+    pool = make_pool()
     query_lens = {pool.add(11): 1, pool.add(35): 1, pool.add(12): 12}
     pool.cache[:, pool.sequences[1][0]] = torch.nan
-    out = attend(chain, pool, [pool.random(14, KV_HEADS * group, head_dim)], query_lens, None)
+    out = attend(chain, pool, [pool.random(14, KV_HEADS * group, pool.head_dim)], query_lens, None)
     assert out[1].isnan().all()
     assert out[0].isfinite().all() and out[2:].isfinite().all()

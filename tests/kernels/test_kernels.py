@@ -34,12 +34,14 @@ def attention(q, k, v, window=None):
 
 
 class Pool:
-    """A cache of NaN in which sequences get random blocks, written by pages.write, the rest of the last one garbage."""
+    """A cache of NaN in which sequences get random blocks, written by pages.write, the rest of the last one garbage.
+    K and V are numbers that `kv_dtype` has."""
 
-    def __init__(self, kv_heads, head_dim, block_size, dtype, num_blocks=32, seed=0):
+    def __init__(self, kv_heads, head_dim, block_size, dtype, num_blocks=32, seed=0, kv_dtype=None):
         self.generator = torch.Generator().manual_seed(seed)
         self.dtype, self.block_size, self.kv_heads, self.head_dim = dtype, block_size, kv_heads, head_dim
-        self.cache = torch.full((2, num_blocks, kv_heads, head_dim * block_size), torch.nan, dtype=dtype)
+        self.kv_dtype = kv_dtype or dtype
+        self.cache = torch.full((2, num_blocks, kv_heads, head_dim * block_size), torch.nan, dtype=self.kv_dtype)
         self.free = torch.randperm(num_blocks, generator=self.generator).tolist()
         self.sequences = []  # (table, k, v)
 
@@ -48,7 +50,7 @@ class Pool:
 
     def add(self, length, prefix_of=None, shared_blocks=0):
         """A sequence of `length` tokens, the first blocks of which may be those of an earlier sequence."""
-        k, v = self.random(2, length, self.kv_heads, self.head_dim)
+        k, v = self.random(2, length, self.kv_heads, self.head_dim).to(self.kv_dtype).to(self.dtype)
         table = []
         shared = shared_blocks * self.block_size
         if prefix_of is not None:
@@ -115,6 +117,16 @@ def test_paged_attention_equals_attention(head_dim, group, block_size, dtype, wi
     for alone in (decodes, whole, later_chunks):
         for index, queries in alone.items():
             pool.check(group, {index: queries}, window)
+
+
+@pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_k_and_v_may_have_fewer_bits_than_activations(kv_dtype):
+    pool = Pool(2, 64, 16, torch.float32, kv_dtype=kv_dtype)
+    pool.check(3, {pool.add(1): 1, pool.add(40): 1, pool.add(20): 20, pool.add(35): 7})
+    k, v = pool.random(2, 1, 2, 64)
+    pages.write(k, v, pool.cache, torch.tensor([17]))
+    (k_page,), (v_page,) = pages.gather(pool.cache, torch.tensor([[1]]), 64)
+    assert torch.equal(k_page[:, :, 1], k[0].to(kv_dtype)) and torch.equal(v_page[:, 1], v[0].to(kv_dtype))
 
 
 @pytest.mark.parametrize("window", [None, 5])
@@ -294,7 +306,7 @@ def test_what_a_step_writes_it_sees(window):
 
 
 def quantize(module):
-    tile(module, torch.int8)
+    tile(module, "int8")
 
 
 class Tied(torch.nn.Module):

@@ -296,7 +296,7 @@ def test_int8_weights_and_activations_are_those_of_transformers_rounded_to_255_s
                 module.weight.copy_((module.weight / step).round() * step)
                 module.register_forward_pre_hook(lambda _, inputs: round_activations(inputs[0][0])[None])
     sequences = random_tokens(LENGTHS)
-    paged = Paged(tmp_path, sequences, tiles=torch.int8)
+    paged = Paged(tmp_path, sequences, tiles="int8")
     ours, theirs = paged.run(PLANS[0]), reference_logits(hf_model, sequences)
     assert_close_but_for_rounding(torch.cat(ours), torch.cat(theirs))
 

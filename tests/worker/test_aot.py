@@ -66,41 +66,41 @@ def model(tmp_path_factory):
     return tiny_model(tmp_path_factory.mktemp("model"), **MODEL)
 
 
-def compiled_of(path, dtype=torch.float32, block_size=8, tiles=None) -> aot.Compiled:
+def compiled_of(path, dtype=torch.float32, block_size=8, tiles=None, kv_dtype=None) -> aot.Compiled:
     """For a model that is never filled."""
     config = loader.read_config(path)
     model = loader.build_model(config, dtype, CPU)
     if tiles is not None:
-        tile(model, torch.bfloat16)
+        tile(model, "bfloat16")
     elif can_pack(dtype):
         pack(model)
-    cache = KVCache(config, 4, block_size, dtype, CPU)
+    cache = KVCache(config, 4, block_size, kv_dtype or dtype, CPU)
     table = SequenceTable(2, 4 * block_size, block_size, config.vocab_size, CPU)
     return aot.Compiled(model, cache, table, path, config, dtype, tiles is not None)
 
 
-def paged(model, compiled, dtype=torch.float32, tiles=None) -> Paged:
+def paged(model, compiled, dtype=torch.float32, tiles=None, kv_dtype=None) -> Paged:
     """With room for any nine of the sequences that tests run."""
     sequences = random_tokens([*LENGTHS, 40, 40, 40])
 
     def make_way(*made):
         return aot.Compiled(*made[:3], model, made[3], dtype, tiles is not None) if compiled else packed(*made)
 
-    made = Paged(model, sequences, dtype, make_way, tiles)
+    made = Paged(model, sequences, dtype, make_way, tiles, kv_dtype)
     if compiled:
         assert made.way.layers is not None
     return made
 
 
-def assert_compiled_equals_eager(model, all_lengths, tiles=None):
-    compiled, eager = (paged(model, compiled, tiles=tiles) for compiled in (True, False))
+def assert_compiled_equals_eager(model, all_lengths, tiles=None, kv_dtype=None):
+    compiled, eager = (paged(model, compiled, tiles=tiles, kv_dtype=kv_dtype) for compiled in (True, False))
     for lengths in all_lengths:
         sequences = random_tokens(lengths, seed=len(lengths))
         for plan in PLANS:
             compiled.restart(sequences)
             eager.restart(sequences)
             ours, theirs = compiled.run(plan), eager.run(plan)
-            if tiles in (torch.int8, "blocks"):
+            if tiles in ("int8", "int4", "blocks") or kv_dtype is not None:
                 assert_close_but_for_rounding(torch.cat(ours), torch.cat(theirs))
             else:
                 assert_all_close(ours, theirs)
@@ -215,8 +215,12 @@ def test_parts_of_a_step_that_threads_compute_equal_the_whole(model, directory, 
 
 
 @pytest.mark.skipif(not LONG, reason="compiles for 30 s; runs with NANOPAGE_LONG_TESTS=1")
-@pytest.mark.parametrize("tiles", [torch.int8, torch.bfloat16, "blocks"], ids=str)
-def test_compiled_layers_with_weights_in_tiles_equal_the_eager_ones(tmp_path, cache, tiles):
+@pytest.mark.parametrize(
+    ("tiles", "kv_dtype"),
+    [("int8", None), ("int4", None), ("bfloat16", None), ("bfloat16", torch.bfloat16), ("float16", torch.float16),
+     ("blocks", None)],
+)  # fmt: skip
+def test_compiled_layers_with_weights_in_tiles_equal_the_eager_ones(tmp_path, cache, tiles, kv_dtype):
     # Sizes that fill their tiles and some that do not, a tied head that does not.
     options = {"hidden_size": 96, "num_attention_heads": 6, "tie_word_embeddings": True}
     if tiles == "blocks":
@@ -224,12 +228,12 @@ def test_compiled_layers_with_weights_in_tiles_equal_the_eager_ones(tmp_path, ca
         model = write_gguf(tmp_path / "tiny.gguf", model_for(SMOLLM, **options), "llama", SMOLLM, types=types)
     else:
         model = tiny_model(tmp_path, mlp_bias=True, **options)
-    compiled = compiled_of(model, tiles=tiles)
+    compiled = compiled_of(model, tiles=tiles, kv_dtype=kv_dtype)
     compiled.compile()
     kinds = {f"{part}-{kind}" for part in ("before", "after", "head") for kind in ("one", "many")}
     assert kinds_in(compiled.directory) == kinds | {"chain"}
-    assert_compiled_equals_eager(model, (LENGTHS, [3, 3], [17, 1], [1] * 9), tiles)
-    if tiles != torch.int8:
+    assert_compiled_equals_eager(model, (LENGTHS, [3, 3], [17, 1], [1] * 9), tiles, kv_dtype)
+    if tiles != "int8":
         return
     engines = [engine_of(model, quantization="int8", enforce_eager=eager) for eager in (True, False)]
     assert compiled_in(engines[1]).head.of_many is not None
@@ -369,7 +373,7 @@ def test_a_second_start_never_wakes_the_compiler(model, directory):
 def test_what_the_code_depends_on_is_in_the_key(model, directory, tmp_path):
     assert compiled_of(model).directory == directory
     others = [compiled_of(model, block_size=16), compiled_of(model, dtype=torch.bfloat16)]
-    others.append(compiled_of(model, tiles=torch.bfloat16))
+    others += [compiled_of(model, tiles="bfloat16"), compiled_of(model, kv_dtype=torch.bfloat16)]
     others.append(compiled_of(tiny_model(tmp_path / "wider", **MODEL, hidden_size=128)))
     threads = torch.get_num_threads()
     torch.set_num_threads(threads + 1)

@@ -41,7 +41,7 @@ NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE = 2, 4, 8
 def chain(tmp_path_factory):
     directory = tmp_path_factory.mktemp("chain")
     constants = {"HEAD_DIM": HEAD_DIM, "NUM_KV_HEADS": NUM_KV_HEADS, "GROUP": 1, "BLOCK_SIZE": BLOCK_SIZE}
-    aot_compile.compile_chain(constants | {"BFLOAT16": 0}, directory / "chain.so")
+    aot_compile.compile_chain(constants | {"BFLOAT16": 0, "KV_CACHE": "Stored"}, directory / "chain.so")
     (file,) = directory.glob("chain.*.so")
     return Chain(file)
 

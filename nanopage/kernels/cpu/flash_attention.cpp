@@ -5,8 +5,12 @@
 // time, it computes scores = q k, weights = 2^(scores - largest) and out += weights v. `largest` is each row's largest
 // score so far. When it grows, the sums up to then are scaled down. Nothing that grows with the sequence is stored.
 //
+// A query by itself, as in decoding, is limited by reading K and V: it reads them as they are in the cache, where
+// vectors do not cross the ends of pages. More queries share a copy that is packed for products.
+//
 // The compiler is given HEAD_DIM (even), NUM_KV_HEADS, GROUP (query heads of a KV head), BLOCK_SIZE, and
-// BFLOAT16 (see registers.h).
+// BFLOAT16 (see registers.h), and KV_CACHE, the type of K and V in the cache: Stored, or, where activations are
+// float32, Bfloat16 or Float16.
 
 #include <omp.h>
 
@@ -17,9 +21,10 @@ namespace {
 constexpr int TILE_QUERIES = std::max(1, 96 / GROUP);
 constexpr int TILE_ROWS = TILE_QUERIES * GROUP;
 constexpr int KEYS = std::max(BLOCK_SIZE, 64 / BLOCK_SIZE * BLOCK_SIZE);
+constexpr int NUM_PAGES = KEYS / BLOCK_SIZE;
 constexpr int KEY_COLUMNS = round_up(KEYS, LANES);
 constexpr int DIMS = round_up(HEAD_DIM, LANES);
-constexpr int SPLIT_KEYS = 4 * KEYS;  // a query by itself is computed by pieces, so that threads can share them
+constexpr int PIECES = 8;  // of queries by themselves, for each thread
 constexpr int64_t PAGE = HEAD_DIM * BLOCK_SIZE;
 constexpr int64_t ROW = NUM_KV_HEADS * GROUP * HEAD_DIM;  // of q and the output
 constexpr float LOWEST = -1e30f;                          // `largest` of a row that has seen nothing
@@ -31,19 +36,28 @@ struct Sequence {
     int64_t num_queries, num_keys;
 };
 
-// What a thread computes in one go: the rows of a tile over the keys from `first` to `end`.
+// What a thread computes in one go: the rows of a tile, or of a query by itself with several heads of K and V, over the
+// keys from `first` to `end`.
 struct Piece {
     Sequence sequence;
-    int64_t query;  // the first of the tile
-    int head;       // of K and V
+    int64_t query;        // the first of the tile
+    int head, num_heads;  // of K and V
     int64_t first, end;
     int split, num_splits;  // which of the pieces into which the keys are split
+    int64_t partial;        // where the results of the heads' splits begin, [num_heads, num_splits]
+
+    int num_rows() const {
+        const int num_queries = std::min<int64_t>(TILE_QUERIES, sequence.num_queries - query);
+        return GROUP * num_heads * num_queries;
+    }
 };
+
+using Cached = KV_CACHE;
 
 struct Layer {
     const Stored* const* q;  // its parts
     int64_t part_rows;       // rows of each part but the last
-    const Stored *keys, *values;
+    const Cached *keys, *values;
     Stored* out;
     int64_t window;  // 0: none
 };
@@ -52,6 +66,8 @@ struct Layer {
 struct Partial {
     float out[GROUP][DIMS], largest[GROUP], total[GROUP];
 };
+
+constexpr bool IN_PLACE = BLOCK_SIZE % LANES == 0 && HEAD_DIM % LANES == 0 && GROUP <= MOST_SUMS;
 
 struct Scratch {
     alignas(64) Element q[TILE_ROWS][HEAD_DIM];
@@ -85,17 +101,19 @@ float reduce(Floats x, Combine combine) {
 Floats larger(Floats a, Floats b) { return a > b ? a : b; }
 Floats sum(Floats a, Floats b) { return a + b; }
 
+const Cached* page_of(const Cached* pages, const Sequence& sequence, int head, int64_t key) {
+    return pages + (sequence.blocks[key / BLOCK_SIZE] * NUM_KV_HEADS + head) * PAGE;
+}
+
 // Copy `count` keys and values, from the key `first` on, to `scratch`, as `multiply` wants them. The rest are zeros.
 void pack(const Layer& layer, const Sequence& sequence, int head, int64_t first, int count, Scratch& scratch) {
-    const auto page_of = [&](const Stored* pages, int64_t key) {
-        return pages + (sequence.blocks[key / BLOCK_SIZE] * NUM_KV_HEADS + head) * PAGE;
-    };
     if (count < KEY_COLUMNS) std::memset(scratch.k, 0, sizeof scratch.k);
     for (int begin = 0; begin < count; begin += BLOCK_SIZE) {
-        const Stored* page = page_of(layer.keys, first + begin);
+        const Cached* page = page_of(layer.keys, sequence, head, first + begin);
         // Fetch the next pages from memory meanwhile: the processor cannot guess where they are.
         const int64_t ahead = std::min(first + begin + KEYS, sequence.num_keys - 1);
-        const Stored *next_keys = page_of(layer.keys, ahead), *next_values = page_of(layer.values, ahead);
+        const Cached* next_keys = page_of(layer.keys, sequence, head, ahead);
+        const Cached* next_values = page_of(layer.values, sequence, head, ahead);
         const auto copy = [&](int tokens) {
             for (int i = 0; i < HEAD_DIM; i += PER_WORD) {
                 __builtin_prefetch(next_keys + i * BLOCK_SIZE, 0, 2);
@@ -111,24 +129,24 @@ void pack(const Layer& layer, const Sequence& sequence, int head, int64_t first,
         else
             copy(count - begin);
     }
-    static const Stored zeros[HEAD_DIM] = {};
+    static const Cached zeros[HEAD_DIM] = {};
     for (int i = 0; i < KEY_COLUMNS; i += PER_WORD) {
-        const Stored* rows[PER_WORD];
+        const Cached* rows[PER_WORD];
         for (int j = 0; j < PER_WORD; j++) {
             const int64_t key = first + i + j;
-            rows[j] = i + j < count ? page_of(layer.values, key) + key % BLOCK_SIZE * HEAD_DIM : zeros;
+            rows[j] = i + j < count ? page_of(layer.values, sequence, head, key) + key % BLOCK_SIZE * HEAD_DIM : zeros;
         }
         for (int dim = 0; dim < HEAD_DIM; dim++)
             for (int j = 0; j < PER_WORD; j++) scratch.v[i * DIMS + dim * PER_WORD + j] = element(rows[j][dim]);
     }
 }
 
-// Turn the scores of `rows` rows into weights, and update `largest`, `total` and the scale of `out`. Row i sees the
-// keys of seen(i), from the first up to the second.
+// Turn the scores of `rows` rows, from `begin` on, into weights, and update `largest`, `total` and the scale of `out`.
+// Row i sees the keys of seen(i), from the first up to the second.
 template <class Seen>
-void softmax(Scratch& scratch, int rows, Seen seen) {
+void softmax(Scratch& scratch, int begin, int rows, Seen seen) {
     const float scale = 1.44269504f / __builtin_sqrtf(HEAD_DIM);  // 2^(x log2(e)) = e^x
-    for (int i = 0; i < rows; i++) {
+    for (int i = begin; i < begin + rows; i++) {
         const auto scores = (Floats*)scratch.scores[i];
         const auto [from, to] = seen(i);
         if (from > 0 || to < KEY_COLUMNS)
@@ -146,16 +164,74 @@ void softmax(Scratch& scratch, int rows, Seen seen) {
             scratch.largest[i] = largest;
         }
         for (int j = 0; j < KEY_COLUMNS / LANES; j++) {
-            const Floats weights = power_of_two(scores[j] * scale - scratch.largest[i]);
-            scratch.total[i] += weights;
-            store(scratch.weights[i] + j * LANES, weights);
+            const Floats weight = power_of_two(scores[j] * scale - scratch.largest[i]);
+            scratch.total[i] += weight;
+            store(scratch.weights[i] + j * LANES, weight);
         }
     }
 }
 
+// How many vectors of a row are summed at once, if there are `width`.
+constexpr int vectors_at_once(int width) {
+    int count = std::clamp(MOST_SUMS / GROUP, 1, width);
+    while (width % count) count--;
+    return count;
+}
+
+Word word_of(const Element* row, int i) { return ((const Word __attribute__((may_alias))*)row)[i]; }
+
+// The scores of a query by itself with `count` keys. Fetches the pages `ahead` from memory meanwhile: the processor
+// cannot guess where they are.
+void multiply_keys(const Element (*q)[HEAD_DIM], const Cached* const* pages, int count, const Cached* const* ahead,
+                   int num_ahead, float (*scores)[KEY_COLUMNS]) {
+    constexpr int LINES = PAGE * sizeof(Cached) / 64;
+    constexpr int AT_ONCE = vectors_at_once(KEY_COLUMNS / LANES);
+    for (int first = 0; first < count; first += AT_ONCE * LANES) {
+        const Cached* keys[AT_ONCE];
+        for (int j = 0; j < AT_ONCE; j++) {
+            const int key = std::min(first + j * LANES, (count - 1) / LANES * LANES);
+            keys[j] = pages[key / BLOCK_SIZE] + key % BLOCK_SIZE;
+        }
+        Floats sums[GROUP][AT_ONCE] = {};
+        for (int k = 0; k < HEAD_DIM / PER_WORD; k++) {
+            for (int j = 0; first == 0 && j < num_ahead; j++)
+                for (int line = k; line < LINES; line += HEAD_DIM / PER_WORD)
+                    __builtin_prefetch((const char*)ahead[j] + line * 64, 0, 2);
+            for (int j = 0; j < AT_ONCE; j++) {
+                const Words key = words_at(keys[j] + k * PER_WORD * BLOCK_SIZE, BLOCK_SIZE);
+                for (int i = 0; i < GROUP; i++) sums[i][j] = multiply_add(sums[i][j], word_of(q[i], k), key);
+            }
+        }
+        for (int i = 0; i < GROUP; i++)
+            for (int j = 0; j < AT_ONCE; j++) store(scores[i] + first + j * LANES, sums[i][j]);
+    }
+}
+
+// Add the weighted values of `count` keys to `out`.
+void multiply_values(const Element (*weights)[KEY_COLUMNS], const Cached* const* pages, int count, float (*out)[DIMS]) {
+    constexpr int AT_ONCE = vectors_at_once(DIMS / LANES);
+    for (int dim = 0; dim < HEAD_DIM; dim += AT_ONCE * LANES) {
+        Floats sums[GROUP][AT_ONCE];
+        for (int i = 0; i < GROUP; i++)
+            for (int j = 0; j < AT_ONCE; j++) sums[i][j] = widen(out[i] + dim + j * LANES);
+        for (int key = 0; key < count; key += PER_WORD) {
+            const Cached* values = pages[key / BLOCK_SIZE] + key % BLOCK_SIZE * HEAD_DIM + dim;
+            for (int j = 0; j < AT_ONCE; j++) {
+                const Words value = words_at(values + j * LANES, HEAD_DIM);
+                for (int i = 0; i < GROUP; i++)
+                    sums[i][j] = multiply_add(sums[i][j], word_of(weights[i], key / PER_WORD), value);
+            }
+        }
+        for (int i = 0; i < GROUP; i++)
+            for (int j = 0; j < AT_ONCE; j++) store(out[i] + dim + j * LANES, sums[i][j]);
+    }
+}
+
 // The row of q and of the output that a row of a piece belongs to, and where its head begins in it.
-int64_t query_of(const Piece& piece, int row) { return piece.sequence.row + piece.query + row / GROUP; }
-int head_of(const Piece& piece, int row) { return (piece.head * GROUP + row % GROUP) * HEAD_DIM; }
+int64_t query_of(const Piece& piece, int row) {
+    return piece.sequence.row + piece.query + row / (GROUP * piece.num_heads);
+}
+int head_of(const Piece& piece, int row) { return (piece.head * GROUP + row % (GROUP * piece.num_heads)) * HEAD_DIM; }
 
 const Stored* q_of(const Layer& layer, const Piece& piece, int row) {
     const int64_t query = query_of(piece, row);
@@ -166,22 +242,43 @@ Stored* out_of(const Layer& layer, const Piece& piece, int row) {
     return layer.out + query_of(piece, row) * ROW + head_of(piece, row);
 }
 
-// Write a row of the output, or its part of `partial` if there are more splits.
-void finish(const Layer& layer, const Piece& piece, int row, const float* out, float largest, float total,
-            Partial* partial) {
-    if (partial) {
-        std::copy(out, out + DIMS, partial->out[row]);
-        partial->largest[row] = largest, partial->total[row] = total;
-    } else {
-        Stored* to = out_of(layer, piece, row);
-        for (int i = 0; i < HEAD_DIM; i++) to[i] = narrow(out[i] / total);
+// Write a row of the output.
+void write(const Layer& layer, const Piece& piece, int row, const float* out, float total) {
+    Stored* to = out_of(layer, piece, row);
+    for (int i = 0; i < HEAD_DIM; i++) to[i] = narrow(out[i] / total);
+}
+
+// Attend to `count` keys, from `first` on, by a query by itself.
+void attend_in_place(const Layer& layer, const Piece& piece, int64_t first, int count, Scratch& scratch) {
+    const Sequence& sequence = piece.sequence;
+    const int from = layer.window ? std::max<int64_t>(0, sequence.num_keys - layer.window - first) : 0;
+    for (int i = 0; i < piece.num_heads; i++) {
+        const Cached *keys[NUM_PAGES], *values[NUM_PAGES], *ahead[2 * NUM_PAGES];
+        const bool last = i + 1 == piece.num_heads;
+        const int64_t next = last ? first + KEYS : first;
+        const int next_head = last ? piece.head : piece.head + i + 1;
+        int num_ahead = 0;
+        for (int j = 0; j < KEYS; j += BLOCK_SIZE) {
+            if (j < count) {
+                keys[j / BLOCK_SIZE] = page_of(layer.keys, sequence, piece.head + i, first + j);
+                values[j / BLOCK_SIZE] = page_of(layer.values, sequence, piece.head + i, first + j);
+            }
+            if (next + j < piece.end) {
+                ahead[num_ahead++] = page_of(layer.keys, sequence, next_head, next + j);
+                ahead[num_ahead++] = page_of(layer.values, sequence, next_head, next + j);
+            }
+        }
+        multiply_keys(scratch.q + i * GROUP, keys, count, ahead, num_ahead, scratch.scores + i * GROUP);
+        softmax(scratch, i * GROUP, GROUP, [&](int) { return std::pair<int, int>(from, count); });
+        multiply_values(scratch.weights + i * GROUP, values, count, scratch.out + i * GROUP);
     }
 }
 
-void attend_piece(const Layer& layer, const Piece& piece, Partial* partial, Scratch& scratch) {
+void attend_piece(const Layer& layer, const Piece& piece, Partial* partials, Scratch& scratch) {
     const Sequence& sequence = piece.sequence;
-    const int rows = GROUP * std::min<int64_t>(TILE_QUERIES, sequence.num_queries - piece.query);
+    const int rows = piece.num_rows();
     const int64_t position = sequence.num_keys - sequence.num_queries + piece.query;  // of the first query
+    const bool in_place = IN_PLACE && sequence.num_queries == 1;
     for (int i = 0; i < rows; i++) {
         const Stored* q = q_of(layer, piece, i);
         for (int j = 0; j < HEAD_DIM; j++) scratch.q[i][j] = element(q[j]);
@@ -190,31 +287,45 @@ void attend_piece(const Layer& layer, const Piece& piece, Partial* partial, Scra
     }
     for (int64_t first = piece.first; first < piece.end; first += KEYS) {
         const int count = std::min<int64_t>(KEYS, piece.end - first);
+        if (in_place) {
+            attend_in_place(layer, piece, first, count, scratch);
+            continue;
+        }
         pack(layer, sequence, piece.head, first, count, scratch);
         constexpr int SIZE = HEAD_DIM / PER_WORD,
                       LENGTH = KEY_COLUMNS / PER_WORD;  // of rows of q and weights, in words
         multiply<KEY_COLUMNS, false>(scratch.q[0], SIZE, SIZE, scratch.k, scratch.scores[0], rows);
-        softmax(scratch, rows, [&](int i) {
+        softmax(scratch, 0, rows, [&](int i) {
             const int64_t end = position + i / GROUP + 1 - first;
             return std::pair<int, int>(layer.window ? end - layer.window : 0, std::min<int64_t>(end, count));
         });
         multiply<DIMS, true>(scratch.weights[0], LENGTH, LENGTH, scratch.v, scratch.out[0], rows);
     }
-    for (int i = 0; i < rows; i++)
-        finish(layer, piece, i, scratch.out[i], scratch.largest[i], reduce(scratch.total[i], sum), partial);
+    for (int i = 0; i < rows; i++) {
+        const float total = reduce(scratch.total[i], sum);
+        if (piece.num_splits == 1) {
+            write(layer, piece, i, scratch.out[i], total);
+            continue;
+        }
+        Partial& partial = partials[piece.partial + i / GROUP * piece.num_splits + piece.split];
+        std::copy(scratch.out[i], scratch.out[i] + DIMS, partial.out[i % GROUP]);
+        partial.largest[i % GROUP] = scratch.largest[i], partial.total[i % GROUP] = total;
+    }
 }
 
-// Combine the splits of a sequence.
+// Combine the splits that begin with this piece.
 void merge(const Layer& layer, const Piece& piece, const Partial* partials) {
-    for (int row = 0; row < GROUP; row++) {
+    for (int row = 0; row < piece.num_rows(); row++) {
+        const Partial* splits = partials + piece.partial + row / GROUP * piece.num_splits;
+        const int i = row % GROUP;
         float largest = LOWEST, total = 0, out[DIMS] = {};
-        for (int i = 0; i < piece.num_splits; i++) largest = std::max(largest, partials[i].largest[row]);
-        for (int i = 0; i < piece.num_splits; i++) {
-            const float factor = power_of_two(Floats{} + (partials[i].largest[row] - largest))[0];
-            total += partials[i].total[row] * factor;
-            for (int j = 0; j < DIMS; j++) out[j] += partials[i].out[row][j] * factor;
+        for (int split = 0; split < piece.num_splits; split++) largest = std::max(largest, splits[split].largest[i]);
+        for (int split = 0; split < piece.num_splits; split++) {
+            const float factor = power_of_two(Floats{} + (splits[split].largest[i] - largest))[0];
+            total += splits[split].total[i] * factor;
+            for (int j = 0; j < DIMS; j++) out[j] += splits[split].out[i][j] * factor;
         }
-        finish(layer, piece, row, out, largest, total, nullptr);
+        write(layer, piece, row, out, total);
     }
 }
 
@@ -236,26 +347,40 @@ struct Work {
     std::vector<Partial> partials;  // none if there are no splits
 
     Work(const Step& step, int64_t window) {
-        bool any_split = false;
-        int64_t row = 0;
+        const auto first_of = [&](int64_t position) {  // at most the first key that a query sees
+            return window ? std::max<int64_t>(0, position + 1 - window) / KEYS * KEYS : 0;
+        };
+        // Queries by themselves are divided into pieces with `share` keys or more, counted for each head. Heads of a
+        // block are adjacent in memory, so pieces have all of them unless that leaves too few pieces.
+        int64_t keys_alone = 0;
+        for (int64_t i = 0; i < step.num_sequences; i++)
+            if (step.query_lens[i] == 1) keys_alone += step.seq_lens[i] - first_of(step.seq_lens[i] - 1);
+        const int64_t share = keys_alone * NUM_KV_HEADS / (PIECES * omp_get_num_threads());
+        const int64_t most_heads = IN_PLACE ? std::min(NUM_KV_HEADS, TILE_QUERIES) : 1;
+        const int heads_at_once = std::clamp<int64_t>(share / KEYS, 1, most_heads);
+        const int64_t length_alone = (share / heads_at_once + KEYS) / KEYS * KEYS;
+        int64_t row = 0, num_partials = 0;
         for (int64_t i = 0; i < step.num_sequences; row += step.query_lens[i++]) {
             const int64_t* blocks = step.block_tables + i * step.table_width;
             const Sequence sequence{blocks, row, step.query_lens[i], step.seq_lens[i]};
             for (int64_t query = 0; query < sequence.num_queries; query += TILE_QUERIES) {
                 const int64_t position = sequence.num_keys - sequence.num_queries + query;
                 const int64_t end = std::min(position + TILE_QUERIES, sequence.num_keys);
-                const int64_t first = window ? std::max<int64_t>(0, position + 1 - window) / KEYS * KEYS : 0;
-                const int64_t length = sequence.num_queries == 1 ? SPLIT_KEYS : end - first;
+                const int64_t first = first_of(position);
+                const bool alone = sequence.num_queries == 1;
+                const int64_t length = alone ? length_alone : end - first;
                 const int num_splits = (end - first + length - 1) / length;
-                any_split |= num_splits > 1;
-                for (int head = 0; head < NUM_KV_HEADS; head++)
+                for (int head = 0; head < NUM_KV_HEADS; head += alone ? heads_at_once : 1) {
+                    const int num_heads = alone ? std::min(heads_at_once, NUM_KV_HEADS - head) : 1;
                     for (int split = 0; split < num_splits; split++) {
                         const int64_t from = first + split * length, to = std::min(from + length, end);
-                        pieces.push_back({sequence, query, head, from, to, split, num_splits});
+                        pieces.push_back({sequence, query, head, num_heads, from, to, split, num_splits, num_partials});
                     }
+                    if (num_splits > 1) num_partials += num_heads * num_splits;
+                }
             }
         }
-        if (any_split) partials.resize(pieces.size());
+        partials.resize(num_partials);
     }
 };
 
@@ -270,13 +395,13 @@ void attend_together(const Step& step, const Layer& layer) {
     // The last tiles of a prompt see the most keys: begin with them.
     for (int64_t i = num_pieces - 1; i >= 0; i--) {
         const Piece& piece = work->pieces[i];
-        attend_piece(layer, piece, piece.num_splits > 1 ? &work->partials[i] : nullptr, scratch);
+        attend_piece(layer, piece, work->partials.data(), scratch);
     }
     if (num_partials)
 #pragma omp for
-        for (int64_t i = 0; i < num_partials; i++) {
+        for (int64_t i = 0; i < num_pieces; i++) {
             const Piece& piece = work->pieces[i];
-            if (piece.num_splits > 1 && piece.split == 0) merge(layer, piece, &work->partials[i]);
+            if (piece.num_splits > 1 && piece.split == 0) merge(layer, piece, work->partials.data());
         }
 #pragma omp single nowait
     delete work;
@@ -292,8 +417,8 @@ void attend_together(const Step& step, const Layer& layer) {
 // In a parallel region, all threads must call this. Elsewhere, this begins one.
 extern "C" void attend(const Step& step, const void* const* q, int64_t part_rows, const void* kv_cache,
                        int64_t num_blocks, int64_t window, void* out) {
-    const auto keys = (const Stored*)kv_cache;
-    const Stored* values = keys + num_blocks * NUM_KV_HEADS * PAGE;
+    const auto keys = (const Cached*)kv_cache;
+    const Cached* values = keys + num_blocks * NUM_KV_HEADS * PAGE;
     const Layer layer{(const Stored* const*)q, part_rows, keys, values, (Stored*)out, window};
     if (omp_in_parallel()) {
         attend_together(step, layer);

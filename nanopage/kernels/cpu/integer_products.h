@@ -9,10 +9,6 @@
 
 #include "registers.h"
 
-#if defined(__AVX2__) || defined(__F16C__)
-#include <immintrin.h>
-#endif
-
 namespace {
 
 constexpr int QUAD = 4;  // inputs whose weights are adjacent in memory
@@ -56,25 +52,6 @@ constexpr int SUMS = 4;
 #else
 constexpr int SUMS = LANES / 8;
 #endif
-
-// Read LANES 16-bit floats.
-Floats widen_half(const uint16_t* from) {
-#if defined(__AVX512F__)
-    return (Floats)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)from));
-#elif defined(__F16C__)
-    return (Floats)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)from));
-#else
-    Floats wide;
-    for (int i = 0; i < LANES; i++) {  // the exponent moves by the difference of the biases
-        const uint32_t sign = (from[i] & 0x8000u) << 16, rest = from[i] & 0x7fffu;
-        float magnitude;
-        const uint32_t bits = rest << 13;
-        std::memcpy(&magnitude, &bits, 4);
-        wide[i] = magnitude * 0x1p112f * (sign ? -1 : 1);
-    }
-    return wide;
-#endif
-}
 
 // For each lane: sum + its four weights, which are bytes, times x.
 Ints dot(Ints sum, Ints weights, const Quad& quad) {
@@ -171,10 +148,11 @@ struct Tile {
 template <class Format, int TILE, int N>
 void multiply_integer_rows(const Quantized<Format::GROUP>& x, int64_t row, const Tile<Format>& tile, Stored* y,
                            int64_t y_stride) {
-    // A single row is limited by reading the weights: it reads each cache line once.
-    constexpr int WIDTH = TILE / LANES, TOGETHER = N == 1 ? WIDTH : SUMS;
+    // A single row is limited by reading the weights: it reads each cache line once. With offsets, sums of many rows
+    // leave registers for scales and offsets.
+    constexpr int WIDTH = TILE / LANES, TOGETHER = N == 1 ? WIDTH : Format::OFFSET ? std::max(1, SUMS / 2) : SUMS;
     constexpr int QUADS = Format::QUADS, DEPTH = Format::GROUP / QUAD / QUADS;
-    const auto halves = (const uint16_t*)tile.scales;
+    const auto halves = (const Float16*)tile.scales;
     const Quad* quads[N];
     const Group* groups[N];
     for (int i = 0; i < N; i++) quads[i] = x.quads_of(row + i), groups[i] = x.groups_of(row + i);
@@ -200,9 +178,9 @@ void multiply_integer_rows(const Quantized<Format::GROUP>& x, int64_t row, const
                     }
                 }
             for (int j = 0; j < TOGETHER; j++) {
-                const uint16_t* from = halves + group * (Format::OFFSET ? 2 : 1) * TILE + (column + j) * LANES;
-                const Floats scale = Format::SCALED ? widen_half(from) : Floats{} + 1;
-                const Floats offset = Format::OFFSET ? widen_half(from + TILE) : Floats{};
+                const Float16* from = halves + group * (Format::OFFSET ? 2 : 1) * TILE + (column + j) * LANES;
+                const Floats scale = Format::SCALED ? widen(from) : Floats{} + 1;
+                const Floats offset = Format::OFFSET ? widen(from + TILE) : Floats{};
                 for (int i = 0; i < N; i++) {
                     const Floats sum = __builtin_convertvector(sums[i][j], Floats);
                     totals[i][j] += (Format::SCALED ? sum * scale : sum) * groups[i][group].scale;

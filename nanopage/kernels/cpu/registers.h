@@ -1,8 +1,9 @@
 // Vector registers, and products of small matrices that keep their sums in registers. For the compilers of GCC's vector
 // extensions (https://gcc.gnu.org/onlinedocs/gcc/Vector-Extensions.html).
 //
-// BFLOAT16 is 1 if activations and the KV cache are bfloat16, and 0 if they are float32. Sums are float32. Products are
-// of bfloat16 where the processor multiplies it (AVX512-BF16), else of float32.
+// BFLOAT16 is 1 if activations are bfloat16, and 0 if they are float32. Sums are float32. Products are of bfloat16
+// where the processor multiplies it (AVX512-BF16), else of float32. Weights, K and V may have 16 bits in memory where
+// activations are float32: they are widened as they are read.
 
 #pragma once
 
@@ -11,8 +12,11 @@
 #include <cstring>
 #include <vector>
 
-#if BFLOAT16 && defined(__AVX512BF16__)
+#if defined(__AVX2__) || defined(__F16C__)
 #include <immintrin.h>
+#endif
+
+#if BFLOAT16 && defined(__AVX512BF16__)
 #define BFLOAT16_PRODUCTS
 #endif
 
@@ -24,6 +28,7 @@ constexpr int LANES = 16, VECTORS = 4;  // of a register of floats; registers in
 constexpr int LANES = 8, VECTORS = 2;  // 6 * 2 of 16
 #endif
 constexpr int ROWS = 6;  // of sums that are in registers together
+constexpr int MOST_SUMS = ROWS * VECTORS;
 
 typedef float Floats __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef int32_t Ints __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
@@ -36,25 +41,67 @@ constexpr Ints LANE = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 constexpr Ints LANE = {0, 1, 2, 3, 4, 5, 6, 7};
 #endif
 
-#if BFLOAT16
-using Stored = uint16_t;  // as in the cache, q and the output
+struct Bfloat16 {
+    uint16_t bits;
+};
 
-[[maybe_unused]] float widen(Stored x) {
-    const uint32_t bits = uint32_t(x) << 16;
-    float wide;
-    std::memcpy(&wide, &bits, 4);
-    return wide;
+struct Float16 {
+    uint16_t bits;
+};
+
+float float_of(uint32_t bits) {
+    float value;
+    std::memcpy(&value, &bits, 4);
+    return value;
 }
 
+[[maybe_unused]] float widen(float x) { return x; }
+[[maybe_unused]] float widen(Bfloat16 x) { return float_of(uint32_t(x.bits) << 16); }
+
+[[maybe_unused]] float widen(Float16 x) {
+    const uint32_t magnitude = x.bits & 0x7fff, bits = magnitude << 13;
+    const float finite = float_of(bits) * 0x1p112f;  // the difference of the exponents' biases
+    const float wide = magnitude < 0x7c00 ? finite : float_of(bits | 0x7f800000);
+    return x.bits & 0x8000 ? -wide : wide;
+}
+
+// Read LANES numbers. GCC finds the instructions only where they are named.
+[[maybe_unused]] Floats widen(const float* from) { return *(const Floats*)from; }
+
+[[maybe_unused]] Floats widen(const Bfloat16* from) {
+#if defined(__AVX512F__)
+    const Ints wide = (Ints)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)from));
+#elif defined(__AVX2__)
+    const Ints wide = (Ints)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)from));
+#else
+    const Ints wide = __builtin_convertvector(*(const Halves*)from, Ints);
+#endif
+    return (Floats)(wide << 16);
+}
+
+[[maybe_unused]] Floats widen(const Float16* from) {
+#if defined(__AVX512F__)
+    return (Floats)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)from));
+#elif defined(__F16C__)
+    return (Floats)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)from));
+#else
+    Floats wide;
+    for (int i = 0; i < LANES; i++) wide[i] = widen(from[i]);
+    return wide;
+#endif
+}
+
+#if BFLOAT16
+using Stored = Bfloat16;  // the activations
+
 [[maybe_unused]] Stored narrow(float x) {  // to the nearest, ties to even
-    if (x != x) return 0x7fc0;
+    if (x != x) return {0x7fc0};
     uint32_t bits;
     std::memcpy(&bits, &x, 4);
-    return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+    return {uint16_t((bits + 0x7fff + (bits >> 16 & 1)) >> 16)};
 }
 #else
 using Stored = float;
-[[maybe_unused]] float widen(Stored x) { return x; }
 [[maybe_unused]] Stored narrow(float x) { return x; }
 #endif
 
@@ -65,7 +112,14 @@ constexpr int PER_WORD = 2;
 using Element = uint16_t;
 using Word = int32_t;
 using Words = Ints;
-[[maybe_unused]] Element element(Stored x) { return x; }
+[[maybe_unused]] Element element(Bfloat16 x) { return x.bits; }
+
+// LANES words: the numbers at `from`, and those `stride` numbers behind them.
+[[maybe_unused]] Words words_at(const Bfloat16* from, int stride) {
+    const __m512i low = _mm512_castsi256_si512(_mm256_loadu_si256((const __m256i*)from));
+    const __m512i high = _mm512_castsi256_si512(_mm256_loadu_si256((const __m256i*)(from + stride)));
+    return (Words)_mm512_permutex2var_epi16(low, (__m512i)(LANE | (LANE + 32) << 16), high);
+}
 Floats multiply_add(Floats sum, Word a, Words b) {
     return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32(a), (__m512bh)b);
 }
@@ -78,15 +132,23 @@ constexpr int PER_WORD = 1;
 using Element = float;
 using Word = float;
 using Words = Floats;
-[[maybe_unused]] Element element(Stored x) { return widen(x); }
+template <class Number>
+Element element(Number x) {
+    return widen(x);
+}
+template <class Number>
+Words words_at(const Number* from, int) {
+    return widen(from);
+}
 Floats multiply_add(Floats sum, Word a, Words b) { return sum + a * b; }
-[[maybe_unused]] void store(Element* to, Floats x) { *(Floats*)to = x; }
 #endif
+
+[[maybe_unused]] void store(float* to, Floats x) { *(Floats*)to = x; }
 
 // Write a register of what is computed.
 [[maybe_unused]] void narrow(Stored* to, Floats x) {
 #ifdef BFLOAT16_PRODUCTS
-    store(to, x);
+    store(&to->bits, x);
 #elif BFLOAT16
     const Unsigned bits = (Unsigned)x, rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
     *(Halves*)to = __builtin_convertvector(x == x ? rounded : Unsigned{} + 0x7fc0, Halves);

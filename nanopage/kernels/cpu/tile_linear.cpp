@@ -1,8 +1,9 @@
-// Products with weights in tiles of 8 or 4 bits, or bfloat16 (see tile_linear.py): y = x W^T, for any number of rows.
+// Products with weights in tiles of 8 or 4 bits, bfloat16 or float16 (see tile_linear.py): y = x W^T, for any number of
+// rows.
 //
-// bfloat16 weights are widened. A panel is a part of a tile, up to PANEL inputs of TILE outputs. It is widened once, to
-// what registers.h multiplies, and all rows of a block are multiplied by it. The compiler is given BFLOAT16
-// (see registers.h).
+// Weights of 16 bits are widened. A panel is a part of a tile, up to PANEL inputs of TILE outputs. It is widened once,
+// to what registers.h multiplies, and all rows of a block are multiplied by it. The compiler is given BFLOAT16 (see
+// registers.h).
 
 #include "integer_products.h"
 
@@ -12,25 +13,12 @@ constexpr int TILE = 64;         // outputs
 constexpr int PANEL = 128;       // inputs
 constexpr int BLOCK_ROWS = 192;  // a block's sums, and a panel, stay in the cache
 
-using Bfloat16 = uint16_t;
-
-// Read LANES weights. GCC finds the instructions only where they are named.
-Floats widen(const Bfloat16* from) {
-#if defined(__AVX512F__)
-    const Ints wide = (Ints)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)from));
-#elif defined(__AVX2__)
-    const Ints wide = (Ints)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)from));
-#else
-    const Ints wide = __builtin_convertvector(*(const Halves*)from, Ints);
-#endif
-    return (Floats)(wide << 16);
-}
-
 // Widen inputs of a tile, [depth, TILE] weights, to a panel, [ceil(depth / PER_WORD), TILE] words.
-void widen_panel(const Bfloat16* tile, int depth, Element* panel) {
+template <class Weight>
+void widen_panel(const Weight* tile, int depth, Element* panel) {
     for (int i = 0; i < depth; i += PER_WORD)
         for (int j = 0; j < TILE; j += LANES) {
-            const Bfloat16* from = tile + i * TILE + j;
+            const Weight* from = tile + i * TILE + j;
 #ifdef BFLOAT16_PRODUCTS
             const Ints low = (Ints)widen(from), high = i + 1 < depth ? (Ints)widen(from + TILE) : Ints{};
             *(Ints*)(panel + i * TILE + j * PER_WORD) = (Ints)((Unsigned)low >> 16) | high;
@@ -41,7 +29,8 @@ void widen_panel(const Bfloat16* tile, int depth, Element* panel) {
 }
 
 // The same as multiply_tile for a single row. It is limited by reading the weights, so they are widened in registers.
-void multiply_row(const Stored* x, const Bfloat16* tile, int in_features, Stored* y) {
+template <class Weight>
+void multiply_row(const Stored* x, const Weight* tile, int in_features, Stored* y) {
     Floats sums[TILE / LANES] = {};
     for (int i = 0; i < in_features; i++)
         for (int j = 0; j < TILE / LANES; j++) sums[j] += widen(x[i]) * widen(tile + i * TILE + j * LANES);
@@ -50,7 +39,8 @@ void multiply_row(const Stored* x, const Bfloat16* tile, int in_features, Stored
 
 // y [rows, TILE] = x [rows, in_features] times a tile, [in_features, TILE]. Rows of x are `stride` words apart, and
 // those of y `y_stride` elements.
-void multiply_tile(const Element* x, int stride, int rows, const Bfloat16* tile, int in_features, Stored* y,
+template <class Weight>
+void multiply_tile(const Element* x, int stride, int rows, const Weight* tile, int in_features, Stored* y,
                    int64_t y_stride) {
     alignas(64) static thread_local Element panel[PANEL * TILE];
     alignas(64) static thread_local float sums[BLOCK_ROWS * TILE];
@@ -75,8 +65,9 @@ void for_each_block(int64_t rows, int64_t num_tiles, Multiply multiply) {
 }
 
 // y [rows, num_tiles * TILE] = x [rows, in_features] times the tiles, [num_tiles, in_features, TILE].
-void multiply_bfloat16(const Stored* x, int64_t rows, const Bfloat16* tiles, int64_t num_tiles, int64_t in_features,
-                       Stored* y) {
+template <class Weight>
+void multiply_floats(const Stored* x, int64_t rows, const Weight* tiles, int64_t num_tiles, int64_t in_features,
+                     Stored* y) {
     const auto tile_of = [&](int64_t i) { return tiles + i * in_features * TILE; };
     if (rows == 1) {
 #pragma omp parallel for
@@ -87,7 +78,7 @@ void multiply_bfloat16(const Stored* x, int64_t rows, const Bfloat16* tiles, int
     const int64_t length = round_up(in_features, PER_WORD), y_stride = num_tiles * TILE;
     std::vector<Element> copy;
     auto elements = (const Element*)x;
-    if (length != in_features || !std::is_same_v<Element, Stored>) {
+    if (length != in_features || (PER_WORD == 1 && BFLOAT16)) {
         copy.resize(rows * length);
         for (int64_t i = 0; i < rows; i++)
             for (int64_t j = 0; j < in_features; j++) copy[i * length + j] = element(x[i * in_features + j]);
@@ -124,6 +115,7 @@ extern "C" int aoti_torch_empty_strided(int64_t num_dims, const int64_t* sizes, 
 extern "C" int aoti_torch_get_dtype(void* tensor, int32_t* dtype);
 extern "C" int32_t aoti_torch_device_type_cpu();
 extern "C" int32_t aoti_torch_dtype_bfloat16();
+extern "C" int32_t aoti_torch_dtype_float16();
 extern "C" int32_t aoti_torch_dtype_float32();
 
 // The operator nanopage::tile_linear, as Inductor calls it: x [rows, in_features], tiles and scales -> y
@@ -148,10 +140,14 @@ extern "C" int aoti_torch_cpu_tile_linear(void* x_tensor, void* tiles_tensor, vo
     error = error ? error : aoti_torch_get_data_ptr(scales_tensor, &scales);
     error = error ? error : aoti_torch_get_data_ptr(*y_tensor, &y);
     if (error) return error;
-    if (tiles_dtype == aoti_torch_dtype_bfloat16()) {
-        multiply_bfloat16((const Stored*)x, rows, (const Bfloat16*)tiles, num_tiles, in_features, (Stored*)y);
+    const auto multiply_wide = [&](auto weights) {
+        multiply_floats((const Stored*)x, rows, weights, num_tiles, in_features, (Stored*)y);
         return 0;
-    }
+    };
+    if (tiles_dtype == aoti_torch_dtype_bfloat16()) return multiply_wide((const Bfloat16*)tiles);
+#if !BFLOAT16  // activations of a float16 checkpoint are float32
+    if (tiles_dtype == aoti_torch_dtype_float16()) return multiply_wide((const Float16*)tiles);
+#endif
     const auto multiply = [&](auto format, int64_t scale_bytes) {
         multiply_integers<decltype(format)>((const Stored*)x, rows, (const uint8_t*)tiles, num_tiles, in_features,
                                             scales, scale_bytes, (Stored*)y);

@@ -1,11 +1,11 @@
 """Products with weights in tiles: int8 with one scale for each output, blocks of 8 or 4 bits with a scale for each
-group of inputs, or bfloat16.
+group of inputs, or bfloat16 or float16.
 
 The int8 weights of an output are divided by their largest magnitude and rounded to 127 steps on either side of zero
 (vector-wise absmax, as in LLM.int8() by Dettmers et al. 2022). So are activations (W8A8), GROUP_INPUTS inputs of a
 token at a time, because processors multiply int8 fastest. Blocks are the format of .gguf files; activations are
-then rounded in the same groups as the weights. bfloat16 is how most checkpoints store their weights: a
-CPU that does not multiply it computes in float32, but need not read twice the bytes.
+then rounded in the same groups as the weights. bfloat16 and float16 are how most checkpoints store their weights: a
+CPU that does not multiply them computes in float32, but need not read twice the bytes.
 
 The weights are stored in tiles like oneDNN's blocks: a vector register holds weights of different outputs, so a product
 of few rows needs no sum across a register.
@@ -20,17 +20,20 @@ from torch import Tensor
 from nanopage.kernels.cpu.packed_linear import TILE, library
 
 GROUP_INPUTS = 64  # inputs that share a scale of their activations, as in integer_products.h
+INT4_GROUP = 32  # inputs that share a scale of their int4 weights
+INT4_FITS = 2
+INT4_ROWS = 16 * TILE  # rounded to int4 at once
 QUAD = 4  # inputs whose int8 weights are adjacent in memory
 ZERO = 128  # the byte of the weight 0
 MANY_ROWS = 16  # from which on it is worth while to transpose int8 weights
 
 
 def tile(weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Store a weight [out, in] of any floating type in tiles of int8 or bfloat16.
+    """Store a weight [out, in] of any floating type in tiles of int8, bfloat16 or float16.
 
-    Returns: tiles, zero beyond `out`: bfloat16 [ceil(out / TILE), in, TILE]; or int8, plus ZERO, as
+    Returns: tiles, zero beyond `out`: 16 bits [ceil(out / TILE), in, TILE]; or int8, plus ZERO, as
         uint8 [ceil(out / TILE), ceil(in / QUAD), TILE, QUAD]. And float32 scales [ceil(out / TILE), TILE], which are 1
-        for bfloat16.
+        for 16 bits.
     """
     num_tiles, in_features = -(-len(weight) // TILE), weight.shape[1]
     scales = torch.ones(num_tiles, TILE, device=weight.device)
@@ -70,6 +73,29 @@ class Blocks:
         return Blocks(self.integers[:0], self.scales[:0], offsets, self.bits)
 
 
+def round_to_int4(weight: Tensor) -> Blocks:
+    """Round a weight [out, in] of any floating type to 4 bits, with a scale and an offset for each INT4_GROUP inputs.
+
+    They begin with the group's range. Then they are twice fitted to the rounded weights by least squares, and the
+    weights rounded again. in: a multiple of INT4_GROUP.
+    """
+    groups = weight.float().unflatten(1, (-1, INT4_GROUP))
+    low, high = groups.amin(2, keepdim=True), groups.amax(2, keepdim=True)
+    scale, offset = (high - low) / 15, -low
+    for _ in range(INT4_FITS):
+        integers = _divide(groups + offset, scale)
+        centred, mean = integers - integers.mean(2, keepdim=True), groups.mean(2, keepdim=True)
+        scale = (centred * (groups - mean)).sum(2, keepdim=True) / centred.square().sum(2, keepdim=True).clamp(min=1)
+        offset = scale * integers.mean(2, keepdim=True) - mean
+    scale, offset = (part.to(torch.float16).float() for part in (scale, offset))  # as they are stored
+    integers = _divide(groups + offset, scale)
+    return Blocks(integers.flatten(1).to(torch.int8), scale.squeeze(2), offset.squeeze(2), 4)
+
+
+def _divide(values: Tensor, scale: Tensor) -> Tensor:
+    return torch.where(scale > 0, values / scale, 0).round_().clamp_(0, 15)
+
+
 def tile_blocks(blocks: Blocks) -> tuple[Tensor, Tensor]:
     """Store a weight of integers in tiles.
 
@@ -86,6 +112,14 @@ def tile_blocks(blocks: Blocks) -> tuple[Tensor, Tensor]:
     parts = [blocks.scales] if blocks.offsets is None else [blocks.scales, blocks.offsets]
     scales = F.pad(torch.stack(parts, 1), (0, 0, 0, 0, 0, padding)).unflatten(0, (-1, TILE))  # [tiles, TILE, 1 or 2, G]
     return tiles.contiguous(), scales.permute(0, 3, 2, 1).to(torch.float16).contiguous()
+
+
+def tile_int4(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Round a weight [out, in] of any floating type to int4, and store it in tiles. Returns: as `tile_blocks`."""
+    # A part at a time: float32 takes more memory.
+    parts = [tile_blocks(round_to_int4(part)) for part in weight.split(INT4_ROWS)]
+    tiles, scales = zip(*parts, strict=True)
+    return torch.cat(tiles), torch.cat(scales)
 
 
 def rows(tiles: Tensor, scales: Tensor, ids: Tensor, in_features: int, dtype: torch.dtype) -> Tensor:
