@@ -62,7 +62,9 @@ DeviceOption = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
 EagerOption = Annotated[
     bool, typer.Option("--eager", help="Without compiled code: the first run on a machine waits a minute for it.")
 ]
-QuantizationOption = Annotated[str | None, typer.Option(help="int8: weights in a byte each [default: as they are].")]
+QuantizationOption = Annotated[
+    str | None, typer.Option(help="int8 or int4: bits of the weights [default: as they are].")
+]
 LoadFormatOption = Annotated[
     str,
     typer.Option(help="auto, or dummy: random weights; config.json is enough, as in benchmarks/configs/Qwen3-0.6B."),
@@ -498,8 +500,8 @@ def compare(
     """Run the same requests on nanopage and its peers, in turn.
 
     Each engine has a process of its own. The first lines of a peer's file in benchmarks/peers say how to install it.
-    --eager is nanopage's. With --quantization int8 each engine runs its own kind of int8; engines without one are left
-    out. nanopage and llama.cpp also read the same .gguf file.
+    --eager is nanopage's. With --quantization each engine runs its own kind of int8 or int4; engines without one are
+    left out. nanopage and llama.cpp also read the same .gguf file.
 
     \b
     python bench.py compare --workloads W1,W2 --engines nanopage,transformers
@@ -510,7 +512,7 @@ def compare(
 
     check_outputs({"--json": json_file}, {"--mt-bench": mt_bench})
     check_choice(dtype, ["bfloat16", "float32"], "--dtype")
-    check_choice(quantization, ["int8"], "--quantization")
+    check_choice(quantization, ["int8", "int4"], "--quantization")
     check_choice(isa, ["avx2"], "--isa")
     if isa is not None and not cpu_has("avx2"):
         refuse("this processor has no AVX2", "--isa")

@@ -47,7 +47,8 @@ PACKAGES = {
     "onnxruntime": "onnxruntime_genai",
 }
 ENGINES = ("nanopage", "transformers", "transformers_continuous", *PACKAGES)
-WITH_INT8 = ("nanopage", "openvino", "llamacpp", "ctranslate2", "onnxruntime")  # engines that take --quantization
+WITH_INT4 = ("nanopage", "openvino", "llamacpp")
+WITH_QUANTIZATION = {"int8": (*WITH_INT4, "ctranslate2", "onnxruntime"), "int4": WITH_INT4}
 WITH_GGUF = ("nanopage", "llamacpp")  # engines that read .gguf files
 # What keeps engines from using more than AVX2. torch reads the first variable; vLLM asks torch (see peers/vllm.py), and
 # nanopage compiles for what torch uses. The second is oneDNN's, in torch, vLLM and OpenVINO; the third is of OpenVINO's
@@ -400,7 +401,7 @@ def python_of_engines(
         only_avx2: take the environment of llama.cpp that is compiled for AVX2, and leave out NOT_TOLD.
     """
     pythons = {}
-    known = WITH_GGUF if gguf else WITH_INT8 if quantization else ENGINES
+    known = WITH_GGUF if gguf else WITH_QUANTIZATION[quantization] if quantization else ENGINES
     if only_avx2:
         known = tuple(name for name in known if name not in NOT_TOLD)
     if gguf and engines is None:

@@ -73,7 +73,7 @@ def product_speed(threads: int, dtype: str, quantization: str | None) -> float:
     of 30 of each kind.
 
     The kinds are float32; with the dtype bfloat16, also bfloat16, if the processor has instructions for it; with int8
-    weights, also int8 by int8. A multiplication and an addition count as two operations in each.
+    or int4 weights, also int8 by int8. A multiplication and an addition count as two operations in each.
     """
     import torch
 
@@ -82,7 +82,7 @@ def product_speed(threads: int, dtype: str, quantization: str | None) -> float:
     torch.set_num_threads(threads)
     kinds = [torch.float32]
     kinds += [torch.bfloat16] if dtype == "bfloat16" and computes_natively(dtype, torch.device("cpu")) else []
-    kinds += [torch.int8] if quantization == "int8" else []
+    kinds += [torch.int8] if quantization else []
     best = math.inf
     for kind in kinds:
         x, weights = torch.ones(512, 1024, dtype=kind), torch.ones(1024, 1024, dtype=kind)

@@ -2,7 +2,8 @@
 
 Memory: the weights are read once for each token of the longest output, since its tokens come one after another; the K
 and V of the context, for each token of each output but the first. A weight has as many bytes as in the checkpoint or in
-the dtype, whichever is less; with int8, one; from a .gguf file, as many as there.
+the dtype, whichever is less; with int8, one; with int4, half of one in the layers, besides 16 bits of scale for each 32
+weights, and one in the head; from a .gguf file, as many as there.
 
 Arithmetic: 2 operations for each weight of the layers and each token, and for each weight of the head and each token of
 an output; in attention, 4 for each element of a query and each token that it attends to. A prefix that prompts share is
@@ -25,6 +26,7 @@ from nanopage.weights.gguf_checkpoint import GGUFCheckpoint
 from nanopage.weights.safetensors_checkpoint import safetensors_files, stored_tensors
 
 ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "float32": 4, "bfloat16": 2}
+INT4_BYTES = 1 / 2 + 2 / 32  # of a weight, with its share of a scale
 
 
 @dataclass
@@ -89,6 +91,9 @@ def kv_bytes_of_a_layer(config: ModelConfig, dtype: str) -> int:
 
 def read_weights(path: Path, config: ModelConfig, dtype: str, quantization: str | None) -> Weights:
     """By the headers of the checkpoint's files. Raises: as GGUFCheckpoint and `stored_tensors`."""
+    head, unread = "lm_head.weight", "model.embed_tokens.weight"
+    if config.tie_word_embeddings:
+        head, unread = unread, head
     if path.suffix == ".gguf":
         tensors = GGUFCheckpoint(path).weights.items()
         sizes = {name: (math.prod(tensor.shape), tensor.num_bytes) for name, tensor in tensors}
@@ -96,11 +101,10 @@ def read_weights(path: Path, config: ModelConfig, dtype: str, quantization: str 
         sizes = {}
         for tensor in stored_tensors(safetensors_files(path)):
             count = math.prod(tensor.shape)
-            each = 1 if quantization else min(ITEM_BYTES[tensor.dtype], ITEM_BYTES[dtype])
-            sizes[tensor.name] = count, each * count
-    head, unread = "lm_head.weight", "model.embed_tokens.weight"
-    if config.tie_word_embeddings:
-        head, unread = unread, head
+            each: float = min(ITEM_BYTES[tensor.dtype], ITEM_BYTES[dtype])
+            if quantization:
+                each = INT4_BYTES if quantization == "int4" and tensor.name not in (head, unread) else 1
+            sizes[tensor.name] = count, int(each * count)
     sizes.pop(unread, None)
     in_head, _ = sizes.get(head, (0, 0))  # without a head, no engine loads it
     counts, num_bytes = map(sum, zip(*sizes.values(), strict=True))

@@ -18,7 +18,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 DEVICES = ("auto", "cpu", "cuda")
 PREEMPTION_MODES = ("recompute", "swap")
 POLICIES = ("fcfs", "priority")
-QUANTIZATIONS = (None, "int8")
+QUANTIZATIONS = (None, "int8", "int4")
 LOAD_FORMATS = ("auto", "dummy")
 GENERATION_CONFIGS = ("auto", "vllm")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -69,10 +69,11 @@ class EngineConfig:
     Args:
         model: a Hugging Face directory, a .gguf file, a hub id, or None for SmolLM2-135M-Instruct (see weights/hub.py).
         dtype: of weights, activations and KV; "auto" is the checkpoint's if the device computes in it natively. That of
-            a .gguf file is bfloat16. On a CPU, compiled layers in float32 keep weights that the checkpoint has in
-            bfloat16 as they are, and widen them as they read them; weights that a .gguf file has as Q4_0, Q4_1, Q5_0,
-            Q5_1, Q8_0, Q4_K, Q5_K or Q6_K stay integers, and the activations that they multiply are rounded to int8
-            (see weights/gguf_tiles.py).
+            a .gguf file is bfloat16. Where a CPU does not compute in the checkpoint's 16 bits, "auto" is float32, but K
+            and V keep the 16 bits. On a CPU, compiled layers in float32 keep weights that the checkpoint has in
+            bfloat16 or float16 as they are, and widen them as they read them; weights that a .gguf file has as Q4_0,
+            Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K or Q6_K stay integers, and the activations that they multiply are rounded
+            to int8 (see weights/gguf_tiles.py).
         device: "auto" is CUDA if present, else the CPU.
         max_model_len: most tokens (prompt + output) of a sequence; None is the model's own limit, or what the
             KV cache holds if that is less.
@@ -98,8 +99,9 @@ class EngineConfig:
             once the engine is idle (see worker/aot.py). On a GPU they are compiled at start, and decode steps are
             captured as CUDA graphs (see worker/jit.py and worker/cuda_graphs.py).
         quantization: "int8" stores each weight of linear layers, and of an embedding tied to the head, in one byte (see
-            layers/tiled.py), and rounds the activations that they multiply to one byte. Everything else, such as KV, is
-            in `dtype`. Only on a CPU. None: as `dtype` says.
+            layers/tiled.py), and rounds the activations that they multiply to one byte. "int4" stores the weights of
+            the decoder layers in half a byte, with a scale and an offset for each 32 inputs, and those of the head in
+            one byte. Everything else, such as KV, is in `dtype`. Only on a CPU. None: as `dtype` says.
         async_scheduling: submit a step before the results of the previous one have been read, so that a GPU need not
             wait for Python. Outputs are the same, but come one call of `step` later. None: only on a GPU.
         load_format: "auto" reads the model's weights. "dummy" draws random ones, to measure speed: a directory with
@@ -146,7 +148,8 @@ class EngineConfig:
         if self.scheduling_policy not in POLICIES:
             raise ValueError(f"scheduling_policy={self.scheduling_policy!r} is not one of {', '.join(POLICIES)}")
         if self.quantization not in QUANTIZATIONS:
-            raise ValueError(f"quantization={self.quantization!r} is not one of int8")
+            names = ", ".join(filter(None, QUANTIZATIONS))
+            raise ValueError(f"quantization={self.quantization!r} is not one of {names}")
         if self.load_format not in LOAD_FORMATS:
             raise ValueError(f"load_format={self.load_format!r} is not one of {', '.join(LOAD_FORMATS)}")
         if self.generation_config not in GENERATION_CONFIGS:

@@ -86,7 +86,7 @@ OUT_OF_RANGE = cases(
     [
         (["dtype"], ["", "int8", "bf16", "Float32"]),
         (["device"], ["", "tpu", "CUDA", "cuda:0"]),
-        (["quantization"], ["", "int4", "awq", 8]),
+        (["quantization"], ["", "int2", "awq", 8]),
         (["load_format"], ["", None, "Dummy", "safetensors", True]),
         (COUNTS + OPTIONAL_COUNTS, [0, -1]),
         (SHARES, [0, 0.0, -1, -0.5, NAN, INF, -INF, HUGE]),

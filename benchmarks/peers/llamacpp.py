@@ -110,7 +110,7 @@ def prepare(options: Options) -> None:
     if options.quantization:
         unquantized = replace(options, quantization=None)
         prepare(unquantized)
-        quantize(gguf_file(unquantized), gguf_file(options))
+        quantize(gguf_file(unquantized), gguf_file(options), options.quantization)
         return
     import gguf
     import numpy as np
@@ -160,12 +160,13 @@ def prepare(options: Options) -> None:
         writer.close()
 
 
-def quantize(source: Path, target: Path) -> None:
-    """All matrices to Q8_0, llama.cpp's int8, by its own tool."""
+def quantize(source: Path, target: Path, quantization: str) -> None:
+    """By llama.cpp's own tool. int8: all matrices to Q8_0. int4: those of the layers to Q4_0, a tied head to Q6_K."""
     import llama_cpp
 
     params = llama_cpp.llama_model_quantize_default_params()
-    params.ftype = llama_cpp.LLAMA_FTYPE_MOSTLY_Q8_0
+    types = {"int8": llama_cpp.LLAMA_FTYPE_MOSTLY_Q8_0, "int4": llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_0}
+    params.ftype = types[quantization]
     with written_whole(target) as file:
         if llama_cpp.llama_model_quantize(str(source).encode(), str(file).encode(), ctypes.byref(params)):
             raise RuntimeError(f"llama.cpp cannot quantize {source}")

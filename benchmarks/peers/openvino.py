@@ -59,7 +59,7 @@ def load(options: Options) -> tuple[dict[str, str], Engine]:
 
 
 def ir(options: Options) -> Path:
-    return converted(options, "ir-int8" if options.quantization else "ir-float32")
+    return converted(options, f"ir-{options.quantization or 'float32'}")
 
 
 def prepare(options: Options) -> None:

@@ -39,7 +39,7 @@ class Options:
     max_model_len: int  # most tokens of a request, prompt and output
     eager: bool  # nanopage only: nothing compiled
     compiled: bool  # nanopage only: compile everything before the first answer, unless eager
-    quantization: str | None  # of the weights: "int8", for the engines in compare.WITH_INT8
+    quantization: str | None  # of the weights: "int8" or "int4", for the engines in compare.WITH_QUANTIZATION
 
 
 @dataclass
@@ -117,7 +117,7 @@ def serve(
     parser.add_argument("--max-model-len", type=int, required=True)
     parser.add_argument("--eager", action="store_true")
     parser.add_argument("--compiled", action="store_true")
-    parser.add_argument("--quantization", choices=["int8"])
+    parser.add_argument("--quantization", choices=["int8", "int4"])
     parser.add_argument("--prepare", action="store_true")
     arguments = vars(parser.parse_args())
     only_prepare = arguments.pop("prepare")

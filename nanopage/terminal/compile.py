@@ -15,7 +15,7 @@ def compile_layers(
         str | None, typer.Argument(help="Directory, .gguf file or hub id [default: SmolLM2-135M-Instruct].")
     ] = None,
     dtype: Annotated[str, typer.Option(help="auto, bfloat16 or float32.")] = "auto",
-    quantization: Annotated[str | None, typer.Option(help="int8, or nothing.")] = None,
+    quantization: Annotated[str | None, typer.Option(help="int8, int4, or nothing.")] = None,
     block_size: Annotated[int, typer.Option(help="Tokens per KV cache block.")] = 16,
     verbose: Annotated[bool, typer.Option("--verbose", help="Show the engine's log and tracebacks.")] = False,
 ) -> None:

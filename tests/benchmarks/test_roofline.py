@@ -25,6 +25,7 @@ KV_BYTES = 2 * 2 * 16 * 4  # of a layer of the tiny model in float32: K and V, 2
         ("float32", "bfloat16", None, 2),
         ("float32", "float32", None, 4),
         ("float32", "float32", "int8", 1),
+        ("bfloat16", "bfloat16", "int4", 0.5625),
     ],
 )
 def test_weights_are_those_that_every_token_passes_through(tmp_path, tied, stored, dtype, quantization, each):
@@ -34,7 +35,8 @@ def test_weights_are_those_that_every_token_passes_through(tmp_path, tied, store
     head = parameters.pop("model.embed_tokens.weight")
     assert weights.in_head == parameters.pop("lm_head.weight", head)
     assert weights.in_layers == sum(parameters.values())
-    assert weights.num_bytes == each * (weights.in_layers + weights.in_head)
+    of_head = 1 if quantization else each
+    assert weights.num_bytes == each * weights.in_layers + of_head * weights.in_head
 
 
 def test_weights_of_a_gguf_file_have_its_bytes(tmp_path):
