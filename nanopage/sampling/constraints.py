@@ -27,18 +27,18 @@ class Constraints:
         self._key: tuple | None = None  # of the batch that the lists are for
         self._lists: Lists | None = None
 
-    def apply(self, logits: Tensor, rows: np.ndarray, positions: np.ndarray) -> Tensor:
-        """Set the logits of forbidden tokens to -inf, and add biases. Returns a copy if anything changes.
+    def apply(self, logits: Tensor, rows: np.ndarray, positions: np.ndarray) -> None:
+        """Set the logits of forbidden tokens to -inf, and add biases, in place.
 
         Args:
-            logits: [B, vocab_size].
+            logits: [B, vocab_size], contiguous.
             rows: of the sequence table, [B].
             positions: of the tokens to be sampled, [B].
         """
         sampling = self.table.sampling
         constrained = sampling.constrained[rows]
         if not constrained.any():
-            return logits
+            return
         which = np.flatnonzero(constrained)
         num_output = positions[which] - self.table.num_prompt_tokens[rows[which]]
         settings = [sampling.settings[row] for row in rows[which].tolist()]
@@ -47,9 +47,9 @@ class Constraints:
         if key != self._key:
             self._lists, self._key = make_lists(which.tolist(), settings, too_short.tolist(), self.table.device), key
         assert self._lists is not None
-        return self._apply(self._lists, logits.clone(), rows, positions)
+        self._apply(self._lists, logits, rows, positions)
 
-    def _apply(self, lists: "Lists", logits: Tensor, rows: np.ndarray, positions: np.ndarray) -> Tensor:
+    def _apply(self, lists: "Lists", logits: Tensor, rows: np.ndarray, positions: np.ndarray) -> None:
         if len(lists.allowing):
             allowed = torch.zeros(len(lists.allowing), logits.shape[1], dtype=torch.bool, device=logits.device)
             allowed[lists.allowed[0], lists.allowed[1]] = True
@@ -64,7 +64,6 @@ class Constraints:
             logits.view(-1).scatter_reduce_(0, index, values, "amin")
         if lists.biased.shape[1]:
             logits[lists.biased[0], lists.biased[1]] += lists.biases.to(logits.dtype)
-        return logits
 
     def _complete_words(self, lists: "Lists", rows: np.ndarray, positions: np.ndarray) -> Tensor:
         """Whether each word lacks only its last token: bool [W], for the bad words of several tokens."""

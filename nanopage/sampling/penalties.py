@@ -1,9 +1,12 @@
 """Repetition, presence and frequency penalties.
 
-A penalty changes only the logits of tokens that the sequence has already. They are looked up in the sequence table, so
-the cost depends on the length of the sequences, apart from one copy of the logits. Counts of output tokens are on the
-device as well, and each sampled token is counted there, so the next step does not wait for the host.
+A penalty changes only the logits of tokens that the sequence has already. The sequence table has these tokens on the
+device, the one just sampled included, so each step reads and counts them there, for all rows at once. Nothing is kept
+from step to step that a fork, a preemption or a failed step would have to keep right. A token of the context costs a
+few hundred bytes of memory traffic; attention reads many kilobytes for it.
 """
+
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -11,62 +14,61 @@ from torch import Tensor
 
 from nanopage.device import to_device
 
+if TYPE_CHECKING:
+    from nanopage.worker.sequence_table import SequenceTable
 
-class TokenCounts:
-    """Counts the output tokens of sequences. Only rows of the sequence table that have penalties have an entry.
 
-    output  int32 [entries, vocab_size]  how often the output contains each token
+class Penalties:
+    """Applies the penalties of rows of a sequence table to their logits.
+
+    Memory: from the first presence or frequency penalty on, 4 bytes * rows of the table * vocab_size (149 MiB for 257
+    rows and 151,936 tokens); during a call, about 100 bytes for each token of the sequences that have penalties.
     """
 
-    def __init__(self, vocab_size: int, device: torch.device):
-        self.device = device
-        self.output = torch.zeros(0, vocab_size, dtype=torch.int32, device=device)
-        self._entries: dict[int, int] = {}  # row -> entry
-        self._free: list[int] = []
+    def __init__(self, table: "SequenceTable"):
+        self.table = table
+        self._counts: Tensor | None = None  # int32 [rows * vocab_size], to count in; nothing is kept in it
 
-    def add(self, row: int, tokens: Tensor, num_prompt_tokens: int) -> None:
-        """Count the output among the tokens of a sequence, integers [num_tokens] on the device."""
-        entry, output = self._take(row), tokens[num_prompt_tokens:].long()
-        self.output[entry] = 0
-        self.output[entry].index_add_(0, output, torch.ones_like(output, dtype=torch.int32))
-
-    def drop(self, row: int) -> None:
-        """Free the entry of a row, if it has one. The row now belongs to another sequence."""
-        if row in self._entries:
-            self._free.append(self._entries.pop(row))
-
-    def count(self, rows: np.ndarray, tokens: Tensor) -> None:
-        """Count one more output token of each row: int64 [B], on the device. NO_TOKEN counts as token 0."""
-        entries = self._index(rows)
-        self.output[entries, tokens.clamp(min=0)] += 1
-
-    def penalize(self, logits: Tensor, rows: np.ndarray, tokens: Tensor, penalties: list[Tensor]) -> Tensor:
-        """Apply penalties to a copy of logits [B, vocab_size].
+    def apply(self, logits: Tensor, rows: np.ndarray, positions: np.ndarray) -> None:
+        """Apply penalties in place. Does not synchronize with the device.
 
         Args:
+            logits: [B, vocab_size], contiguous.
             rows: of the sequence table, [B].
-            tokens: of each sequence so far, int64 [B, most tokens], padded with one of its tokens.
-            penalties: repetition, presence and frequency, [B] each.
+            positions: of the tokens to be sampled, [B].
         """
-        repetition, presence, frequency = (penalty.to(logits.dtype)[:, None] for penalty in penalties)
-        counts = self.output[self._index(rows)[:, None], tokens]
-        values = logits.gather(1, tokens)
+        table, sampling, vocab_size = self.table, self.table.sampling, logits.shape[1]
+        which = np.flatnonzero(sampling.penalized[rows])  # P rows of the logits, whose sequences have N tokens together
+        if not len(which):
+            return
+        rows, lengths = rows[which], positions[which]
+        num_tokens, starts = int(lengths.sum()), lengths.cumsum() - lengths  # of each sequence among the N tokens
+        places = rows * table.tokens.shape[1] - starts  # adding 0 ... N - 1 gives places in the flattened table
+        outputs = starts + table.num_prompt_tokens[rows]  # where the output begins among the N tokens
+        numbers = np.stack([rows, lengths, places, outputs, which * vocab_size, np.arange(len(which)) * vocab_size])
+        row, length, *others = to_device(torch.from_numpy(numbers), logits.device)
+        place, output, in_logits, in_counts = (
+            values.repeat_interleave(length, output_size=num_tokens) for values in others
+        )
+        each = torch.arange(num_tokens, device=logits.device)
+        tokens = table.tokens.view(-1).index_select(0, place + each).long()
+        penalties = sampling.penalties.index_select(1, row).to(logits.dtype)
+        repetition, presence, frequency = penalties.repeat_interleave(length, dim=1, output_size=num_tokens)
+        index = in_logits + tokens
+        values = logits.view(-1).index_select(0, index)
         values = torch.where(values > 0, values / repetition, values * repetition)
-        values = values - frequency * counts - presence * (counts > 0)
-        return logits.scatter(1, tokens, values)  # a token that occurs several times gets the same value each time
+        if sampling.counted[rows].any():
+            counts = self._count(in_counts + tokens, each >= output, vocab_size)
+            values = values - frequency * counts - presence * (counts > 0)
+        logits.view(-1).scatter_(0, index, values)  # a token that occurs several times gets the same value each time
 
-    def _index(self, rows: np.ndarray) -> Tensor:
-        return to_device([self._entries[row] for row in rows.tolist()], self.device)
+    def _count(self, index: Tensor, counted: Tensor, vocab_size: int) -> Tensor:
+        """For each of N indices, at how many places with the same index `counted` is true.
 
-    def _take(self, row: int) -> int:
-        if row in self._entries:
-            return self._entries[row]
-        if not self._free:
-            size, vocab_size = self.output.shape
-            more = max(1, size)
-            output = torch.cat((self.output, self.output.new_zeros(more, vocab_size)))
-            free = list(range(size, size + more))
-            # Plain assignments: no signal handler can run between them.
-            self.output, self._free = output, free
-        self._entries[row] = self._free.pop()
-        return self._entries[row]
+        Args: index: row * vocab_size + token, int64 [N]; counted: bool [N].
+        Returns: int32 [N].
+        """
+        if self._counts is None:
+            self._counts = torch.empty(len(self.table.tokens) * vocab_size, dtype=torch.int32, device=index.device)
+        self._counts.index_fill_(0, index, 0).index_add_(0, index, counted.int())
+        return self._counts.index_select(0, index)

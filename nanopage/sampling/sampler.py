@@ -19,6 +19,7 @@ from torch import Tensor
 from nanopage.device import to_device, to_host
 from nanopage.sampling.constraints import Constraints
 from nanopage.sampling.noise import gumbel_noise
+from nanopage.sampling.penalties import Penalties
 from nanopage.sampling.samples import Check, Samples
 from nanopage.sampling.truncation import CANDIDATES, sample_among, sample_truncated, truncate_among
 from nanopage.step import NO_TOKEN
@@ -38,7 +39,7 @@ class Sampler:
 
     def __init__(self, table: "SequenceTable", defer: bool = False):
         self.table, self.defer = table, defer
-        self.constraints = Constraints(table)
+        self.constraints, self.penalties = Constraints(table), Penalties(table)
 
     def __call__(self, logits: Tensor, rows: np.ndarray, positions: np.ndarray) -> Samples:
         """Sample a token for each row.
@@ -49,33 +50,27 @@ class Sampler:
             positions: of the tokens to be sampled, [B].
         """
         checks: list[Check] | None = [] if self.defer else None
-        changed = self.constraints.apply(at_least_float32(logits), rows, positions)
-        tokens = self.sample(self._penalize(changed, rows, positions), rows, positions, checks)
+        tokens = self.sample(self.change(logits, rows, positions), rows, positions, checks)
         return Samples(self.table, tokens, logits, rows, positions, checks or [])
 
     def needs_more_than_noise(self, rows: np.ndarray) -> bool:
         """Whether any of these rows has constraints, penalties or truncation."""
-        sampling = self.table.sampling
-        return bool((sampling.constrained | sampling.penalized | sampling.truncated)[rows].any())
+        return bool(self.table.sampling.truncated[rows].any()) or self._changes(rows)
 
-    def _penalize(self, logits: Tensor, rows: np.ndarray, positions: np.ndarray) -> Tensor:
-        """Apply the penalties of the rows that have some. Returns a copy if anything changes."""
-        sampling = self.table.sampling
-        which = np.flatnonzero(sampling.penalized[rows])
-        if not len(which):
-            return logits
-        table_rows, lengths = rows[which], positions[which]
-        some, index, length = to_device(torch.from_numpy(np.stack([which, table_rows, lengths])), logits.device)
-        most = int(lengths.max())
-        tokens = self.table.tokens[:, :most].index_select(0, index).long()
-        known = torch.arange(most, device=logits.device) < length[:, None]
-        tokens = torch.where(known, tokens, tokens[:, :1])
-        penalties = [penalty[index] for penalty in sampling.penalties]
-        if len(which) == len(rows):
-            return sampling.counts.penalize(logits, table_rows, tokens, penalties)
-        logits = logits.clone()
-        logits[some] = sampling.counts.penalize(logits[some], table_rows, tokens, penalties)
-        return logits
+    def change(self, logits: Tensor, rows: np.ndarray, positions: np.ndarray) -> Tensor:
+        """Apply constraints and penalties to logits [B, vocab_size]: at least float32. Returns a copy if anything
+        changes."""
+        if not self._changes(rows):
+            return at_least_float32(logits)
+        dtype = torch.promote_types(logits.dtype, torch.float32)
+        changed = logits.to(dtype, copy=True, memory_format=torch.contiguous_format)
+        self.constraints.apply(changed, rows, positions)
+        self.penalties.apply(changed, rows, positions)
+        return changed
+
+    def _changes(self, rows: np.ndarray) -> bool:
+        """Whether any row has constraints or penalties."""
+        return bool((self.table.sampling.penalized | self.table.sampling.constrained)[rows].any())
 
     def sample(
         self, logits: Tensor, rows: np.ndarray, positions: np.ndarray, checks: list[Check] | None = None

@@ -63,7 +63,7 @@ class Samples:
         self._logits = logits if checks else None  # large, so kept only if they may be needed again
         self._send(logits)
         if not checks and not recorded:
-            self._record()
+            self.table.record(self.rows, self.positions, self.tokens)
 
     def _send(self, logits: Tensor) -> None:
         """Start copying the tokens and their log-probabilities to the host."""
@@ -77,14 +77,6 @@ class Samples:
         if self.tokens.is_cuda:
             self._arrived = torch.cuda.Event()
             self._arrived.record()
-
-    def _record(self) -> None:
-        """Write the tokens to the sequence table, where the next step reads them."""
-        self.table.record(self.rows, self.positions, self.tokens)
-        penalized = np.flatnonzero(self.table.sampling.penalized[self.rows])
-        if len(penalized):
-            tokens = self.tokens[to_device(torch.from_numpy(penalized), self.tokens.device)]
-            self.table.sampling.counts.count(self.rows[penalized], tokens)
 
     @torch.inference_mode()
     def settle(self) -> None:
@@ -104,7 +96,7 @@ class Samples:
             assert self._logits is not None
             self._send(self._logits)
         self._logits = None
-        self._record()
+        self.table.record(self.rows, self.positions, self.tokens)
 
     def result(self) -> tuple[list[int], dict[int, LogprobTable]]:
         """The tokens, and the log-probabilities by index into the tokens, of the rows that asked for them. Synchronizes

@@ -7,10 +7,8 @@ host can skip a stage without waiting for the device.
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from nanopage.device import to_device
-from nanopage.sampling.penalties import TokenCounts
 from nanopage.step import Fork, NewSequence, SamplingSettings
 
 GREEDY_BELOW = 1e-5  # vLLM's threshold
@@ -27,13 +25,14 @@ class SamplingTable:
         self.device = device
         self.settings = [SamplingSettings()] * num_rows
         self.numbers = torch.ones(len(NUMBERS), num_rows, dtype=torch.float64, device=device)
-        self.temperature, self.top_p, self.min_p, *self.penalties = self.numbers  # float64 [rows] each
+        self.temperature, self.top_p, self.min_p = self.numbers[:3]  # float64 [rows] each
+        self.penalties = self.numbers[3:]  # float64 [3, rows]: repetition, presence and frequency
         self.integers = torch.zeros(2, num_rows, dtype=torch.int64, device=device)
         self.seed, self.top_k = self.integers  # int64 [rows] each; top_k is the size of the vocabulary if it is off
         self.vocab_size = vocab_size
-        self.counts = TokenCounts(vocab_size, device)
-        # bool [rows], on the host
-        self.greedy, self.truncated, self.penalized, self.constrained = np.zeros((4, num_rows), dtype=bool)
+        # bool [rows], on the host. Of `penalized`, `counted` are those whose penalties depend on the output.
+        self.greedy, self.truncated, self.penalized, self.counted = np.zeros((4, num_rows), dtype=bool)
+        self.constrained = np.zeros(num_rows, dtype=bool)
         self.num_logprobs = np.full(num_rows, -1)  # -1: none, not even the sampled token's
         self.version = 0  # increases whenever a row changes
 
@@ -51,19 +50,9 @@ class SamplingTable:
         self.integers.index_copy_(1, index, to_device(integers, self.device, torch.int64))
         for new in sequences:
             self._set(new.row, new.sampling)
-            self.counts.drop(new.row)
-            if self.penalized[new.row]:
-                tokens = to_device(new.token_ids, self.device, torch.int64)
-                self.counts.add(new.row, tokens, new.num_prompt_tokens)
 
-    def fork(self, forks: list[Fork], tokens: Tensor, num_prompt_tokens: np.ndarray) -> None:
-        """Copy the settings of parents to the rows of their forks, and count the forks' tokens. Each fork has its own
-        seed.
-
-        Args:
-            tokens: of the sequence table, with the forks' tokens already copied: [rows, max_model_len + 1].
-            num_prompt_tokens: of the sequence table, [rows].
-        """
+    def fork(self, forks: list[Fork]) -> None:
+        """Copy the settings of parents to the rows of their forks. Each fork has its own seed."""
         parents, rows = [fork.parent for fork in forks], [fork.row for fork in forks]
         source, target = to_device(parents, self.device), to_device(rows, self.device)
         for table in (self.numbers, self.integers):
@@ -71,17 +60,13 @@ class SamplingTable:
         self.seed.index_copy_(0, target, to_device([fork.seed for fork in forks], self.device, torch.int64))
         for fork in forks:
             self._set(fork.row, self.settings[fork.parent])
-            self.counts.drop(fork.row)
-            if self.penalized[fork.row]:  # the parent may have more tokens than it shares
-                self.counts.add(fork.row, tokens[fork.row, : fork.num_tokens], int(num_prompt_tokens[fork.row]))
 
     def _set(self, row: int, settings: SamplingSettings) -> None:
         self.settings[row] = settings
         self.greedy[row] = settings.temperature < GREEDY_BELOW
         self.truncated[row] = 0 < settings.top_k < self.vocab_size or settings.top_p < 1 or settings.min_p > 0
-        self.penalized[row] = (
-            settings.repetition_penalty != 1 or settings.presence_penalty != 0 or settings.frequency_penalty != 0
-        )
+        self.counted[row] = settings.presence_penalty != 0 or settings.frequency_penalty != 0
+        self.penalized[row] = settings.repetition_penalty != 1 or self.counted[row]
         self.constrained[row] = bool(
             settings.allowed_token_ids is not None
             or settings.bad_words_token_ids

@@ -84,7 +84,7 @@ def largest_batch(num_tokens: int, num_seqs: int, max_model_len: int, block_size
     tokens, up to PROMPT_LOGPROB_ROWS.
     """
     settings = SamplingSettings(
-        temperature=1.0, top_p=0.9, repetition_penalty=1.1, logprobs=MAX_LOGPROBS, prompt_logprobs=MAX_LOGPROBS
+        temperature=1.0, top_p=0.9, frequency_penalty=0.1, logprobs=MAX_LOGPROBS, prompt_logprobs=MAX_LOGPROBS
     )
     num_seqs = min(num_seqs, num_tokens)
     left = num_tokens - num_seqs  # every sequence has one token; the last ones get the others

@@ -68,7 +68,7 @@ class SequenceTable:
         tokens = self.tokens[:, :num_tokens]
         tokens.index_copy_(0, target, tokens.index_select(0, source))
         self.num_prompt_tokens[rows] = self.num_prompt_tokens[parents]
-        self.sampling.fork(forks, self.tokens, self.num_prompt_tokens)
+        self.sampling.fork(forks)
 
 
 def zeros(num_rows: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -95,7 +95,7 @@ def sample(logits, batch) -> torch.Tensor:
 def constrain(logits, batch) -> torch.Tensor:
     """The logits with constraints and penalties."""
     made, rows, positions = sampler_of(batch, logits.shape[1])
-    return made._penalize(made.constraints.apply(logits, rows, positions), rows, positions)
+    return made.change(logits, rows, positions)
 
 
 def table_of(logits, token, wanted):
@@ -712,6 +712,12 @@ def test_a_batch_without_constraints_is_not_copied():
     assert constrain(logits, [sequence(), sequence(top_p=0.5), sequence(temperature=0, logprobs=1)]) is logits
 
 
+def test_logits_may_have_any_layout():
+    logits = random_logits(30, 5).t()
+    batch = [sequence(output=[1, 2], repetition_penalty=1.5, frequency_penalty=1.0, bad_words=[[4], [2, 5]])] * 5
+    assert torch.equal(constrain(logits, batch), constrain(logits.contiguous(), batch))
+
+
 EVERYTHING = [
     {"temperature": 0},
     {"temperature": 0.5, "logprobs": 20},
@@ -874,7 +880,7 @@ class Table:
             self.samples.settle()
         positions = np.array([seq.position for seq in batch])
         made = self.sampler
-        got = made._penalize(made.constraints.apply(logits, np.array(rows), positions), np.array(rows), positions)
+        got = made.change(logits, np.array(rows), positions)
         expected = np.stack([naive_constraints(row.numpy(), seq) for row, seq in zip(logits, batch, strict=True)])
         np.testing.assert_allclose(got.numpy(), expected, rtol=1e-12, atol=1e-12)
         self.samples = made(logits, np.array(rows), positions)
@@ -936,13 +942,16 @@ def test_a_fork_of_a_sequence_without_penalties_takes_the_place_of_one_with_them
     table.step([1, 0])
 
 
-def test_counts_take_no_more_memory_than_rows_that_had_them_at_once():
+def test_only_presence_and_frequency_penalties_take_memory_to_count_in():
     table = Table(num_rows=8)
-    for turn in range(20):
-        for row in (turn % 8, (turn + 3) % 8):
-            table.add(row, sequence(prompt=[row, turn], seed=turn, **PENALTIES if turn % 3 else {}))
-            table.step([row])
-    assert len(table.table.sampling.counts.output) <= 8
+    penalties = table.sampler.penalties
+    table.add(0, sequence(prompt=[1, 1], seed=1, repetition_penalty=1.5))
+    table.step([0])
+    assert penalties._counts is None
+    for row in range(1, 8):
+        table.add(row, sequence(prompt=[row], seed=row, **PENALTIES))
+        table.step([row, 0])
+        assert penalties._counts.shape == (8 * table.vocab_size,)
 
 
 def test_the_settings_of_a_row_are_those_of_the_sequence_that_has_it_now():

@@ -3,11 +3,9 @@
 import random
 from dataclasses import dataclass, replace
 
-import numpy as np
 import pytest
 import torch
 
-from nanopage.sampling.penalties import TokenCounts
 from nanopage.step import Batch, BlockUpdate, Fork, NewSequence, SamplingSettings
 from nanopage.worker.sequence_table import SequenceTable, write_entries
 
@@ -184,62 +182,3 @@ def test_any_batches_leave_in_the_table_what_they_would_leave_in_lists(seed):
             assert table.sampling.seed[index] == row.seed
             assert table.sampling.greedy[index] == (row.settings.temperature == 0)
             assert table.sampling.penalized[index] == (row.settings.frequency_penalty != 0)
-
-
-# Counts of tokens
-
-
-def counted(counts: TokenCounts, row: int) -> dict[int, int]:
-    """{token: how often it is in the output} of a row."""
-    return {token: n for token, n in enumerate(counts.output[counts._entries[row]].tolist()) if n}
-
-
-def test_counts_tell_the_prompt_from_the_output():
-    counts = TokenCounts(10, CPU)
-    counts.add(4, torch.tensor([1, 1, 2, 3, 3, 1]), 3)
-    assert counted(counts, 4) == {3: 2, 1: 1}
-    counts.add(0, torch.tensor([7]), 1)
-    assert counted(counts, 0) == {}
-    assert counted(counts, 4) == {3: 2, 1: 1}
-
-
-def test_sampled_tokens_are_counted_and_no_token_counts_as_token_0():
-    counts = TokenCounts(10, CPU)
-    counts.add(4, torch.tensor([1]), 1)
-    counts.add(2, torch.tensor([5, 6]), 1)
-    counts.count(np.array([2, 4]), torch.tensor([6, 9]))
-    counts.count(np.array([4]), torch.tensor([-1]))
-    assert counted(counts, 2) == {6: 2}
-    assert counted(counts, 4) == {9: 1, 0: 1}
-
-
-def test_a_fork_counts_only_the_tokens_it_shares():
-    """After a preemption a parent may have more tokens than its forks share with it."""
-    table = make_table()
-    table.update(Batch(new=[new(1, [1, 2, 3, 3, 4], 2, presence_penalty=1.0), new(2, [6], 1)]))
-    table.update(Batch(forks=[Fork(1, 3, 4, 0), Fork(1, 5, 1, 0), Fork(1, 0, 5, 0), Fork(2, 4, 1, 0)]))
-    counts = table.sampling.counts
-    assert counted(counts, 3) == {3: 2}
-    assert counted(counts, 5) == {}
-    assert counted(counts, 0) == counted(counts, 1) == {3: 2, 4: 1}
-    counts.count(np.array([3]), torch.tensor([2]))
-    counts.count(np.array([1]), torch.tensor([8]))
-    assert counted(counts, 3) == {3: 2, 2: 1}
-    assert counted(counts, 1) == {3: 2, 4: 1, 8: 1}
-    assert counted(counts, 0) == {3: 2, 4: 1}
-    table.update(Batch(forks=[Fork(2, 3, 1, 0)]))
-    assert not {2, 3, 4} & counts._entries.keys()
-
-
-def test_an_entry_that_was_dropped_is_used_again_from_zero():
-    counts = TokenCounts(10, CPU)
-    for row in range(4):
-        counts.add(row, torch.tensor([row, row]), 1)
-    size = len(counts.output)
-    counts.drop(2)
-    counts.drop(2)
-    counts.drop(9)
-    counts.add(7, torch.tensor([4]), 1)
-    assert len(counts.output) == size
-    assert counted(counts, 7) == {}
-    assert [counted(counts, row) for row in (0, 1, 3)] == [{row: 1} for row in (0, 1, 3)]
