@@ -1,19 +1,21 @@
 """Constraints on the tokens that may be sampled: allowed ids, bad words, minimum length and logit bias.
 
-They become a few lists of (row, token), and each list is applied with one operation. The lists are kept on the device
-until the batch or the settings of a row change, or a sequence reaches its minimum length. Only bad words of several
-tokens depend on the tokens sampled so far, and these are compared on the device, too.
+The constraints of a sequence are sent to the device once, when it begins to run (`Rules`). Those of a batch are joined
+there into a few lists of places in the logits (`Lists`), and each list is applied with one operation. The lists are
+kept until the batch or the settings of a row change, or a sequence reaches its minimum length. Only bad words of
+several tokens depend on the tokens sampled so far, and these are compared on the device, too.
 """
 
 from dataclasses import dataclass
-from itertools import chain
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from nanopage.device import to_device
+from nanopage.step import SamplingSettings
 
 if TYPE_CHECKING:
     from nanopage.worker.sequence_table import SequenceTable
@@ -27,70 +29,100 @@ class Constraints:
         self._key: tuple | None = None  # of the batch that the lists are for
         self._lists: Lists | None = None
 
+    def find(self, rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        """Which rows have constraints on the tokens at these positions: bool [B]."""
+        return self.table.sampling.constrained[rows] | self._too_short(rows, positions)
+
     def apply(self, logits: Tensor, rows: np.ndarray, positions: np.ndarray) -> None:
-        """Set the logits of forbidden tokens to -inf, and add biases, in place.
+        """Set the logits of forbidden tokens to -inf, and add biases, in place. Does not synchronize with the device.
 
         Args:
             logits: [B, vocab_size], contiguous.
             rows: of the sequence table, [B].
             positions: of the tokens to be sampled, [B].
         """
-        sampling = self.table.sampling
-        constrained = sampling.constrained[rows]
-        if not constrained.any():
+        found = self.find(rows, positions)
+        if not found.any():
             return
-        which = np.flatnonzero(constrained)
-        num_output = positions[which] - self.table.num_prompt_tokens[rows[which]]
-        settings = [sampling.settings[row] for row in rows[which].tolist()]
-        too_short = num_output < [s.min_tokens for s in settings]
-        key = sampling.version, rows.tobytes(), too_short.tobytes()
+        sampling, short = self.table.sampling, self._too_short(rows, positions)
+        key = sampling.version, rows.tobytes(), short.tobytes()
         if key != self._key:
-            self._lists, self._key = make_lists(which.tolist(), settings, too_short.tolist(), self.table.device), key
+            which = np.flatnonzero(found).tolist()
+            rules = [sampling.rules[row] for row in rows[which].tolist()]
+            self._lists, self._key = make_lists(which, rules, short[which].tolist(), logits), key
         assert self._lists is not None
         self._apply(self._lists, logits, rows, positions)
 
+    def _too_short(self, rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        """Which rows have fewer than `min_tokens` tokens, so that they may not end yet: bool [B]."""
+        return positions - self.table.num_prompt_tokens[rows] < self.table.sampling.min_tokens[rows]
+
     def _apply(self, lists: "Lists", logits: Tensor, rows: np.ndarray, positions: np.ndarray) -> None:
+        flat = logits.view(-1)
         if len(lists.allowing):
-            allowed = torch.zeros(len(lists.allowing), logits.shape[1], dtype=torch.bool, device=logits.device)
-            allowed[lists.allowed[0], lists.allowed[1]] = True
-            logits[lists.allowing] = torch.where(allowed, logits[lists.allowing], -torch.inf)
-        if lists.banned.shape[1]:
-            logits[lists.banned[0], lists.banned[1]] = -torch.inf
+            allowed = flat.index_select(0, lists.allowed)
+            logits.index_fill_(0, lists.allowing, -torch.inf)
+            flat.index_copy_(0, lists.allowed, allowed)
+        if len(lists.banned):
+            flat.index_fill_(0, lists.banned, -torch.inf)
         if len(lists.lasts):
-            complete = self._complete_words(lists, rows, positions)
             # Several words may end in the same token: the smallest value counts.
-            values = torch.where(complete, -torch.inf, torch.inf).to(logits.dtype)
-            index = lists.word_rows * logits.shape[1] + lists.lasts
-            logits.view(-1).scatter_reduce_(0, index, values, "amin")
-        if lists.biased.shape[1]:
-            logits[lists.biased[0], lists.biased[1]] += lists.biases.to(logits.dtype)
+            values = torch.full_like(lists.lasts, torch.inf, dtype=logits.dtype)
+            values.masked_fill_(self._complete_words(lists, rows, positions), -torch.inf)
+            flat.scatter_reduce_(0, lists.lasts, values, "amin")
+        if len(lists.biased):
+            flat.index_add_(0, lists.biased, lists.biases.to(logits.dtype))
 
     def _complete_words(self, lists: "Lists", rows: np.ndarray, positions: np.ndarray) -> Tensor:
         """Whether each word lacks only its last token: bool [W], for the bad words of several tokens."""
-        device = self.table.device
-        row, position, num_prompt = to_device(
-            torch.from_numpy(np.stack([rows, positions, self.table.num_prompt_tokens[rows]])), device
-        )[:, lists.word_rows]
+        numbers = np.stack([rows, positions, self.table.num_prompt_tokens[rows]])
+        row, position, num_prompt = to_device(torch.from_numpy(numbers), self.table.device)[:, lists.word_rows, None]
         length = lists.beginnings.shape[1]
-        places = position[:, None] - length + torch.arange(length, device=device)
-        before = self.table.tokens[row[:, None], places.clamp(min=0)]
-        equal = (before == lists.beginnings) | (lists.beginnings < 0)  # shorter words are padded in front
-        return equal.all(dim=1) & (position - num_prompt >= lists.lengths)
+        places = position - length + torch.arange(length, device=self.table.device)
+        equal = self.table.tokens[row, places.clamp(min=0)] == lists.beginnings
+        return ((equal & (places >= num_prompt)) | (lists.beginnings < 0)).all(dim=1)
+
+
+class Rules:
+    """The constraints of a sequence, on the device. Forks share them. All are int64, except the biases.
+
+    allowed         [n], or None  if all tokens are allowed
+    banned          [n]           bad words of one token
+    endings         [n]           banned until the sequence has `min_tokens` tokens
+    biased, biases  [n]           tokens, and what to add to their logits, float64
+    beginnings      [W, L]        bad words of several tokens, without the last one, padded in front with -1
+    lasts           [W]           the last token of each of them
+    """
+
+    def __init__(self, settings: SamplingSettings, device: torch.device):
+        def tensor(values: list, dtype: torch.dtype = torch.int64) -> Tensor:
+            return to_device(values, device, dtype)
+
+        words = settings.bad_words_token_ids
+        longer = [word for word in words if len(word) > 1]
+        longest = max(map(len, longer), default=1)
+        beginnings = [[-1] * (longest - len(word)) + word[:-1] for word in longer]
+        self.allowed = None if settings.allowed_token_ids is None else tensor(settings.allowed_token_ids)
+        self.banned = tensor([word[0] for word in words if len(word) == 1])
+        self.endings = tensor(settings.ending_token_ids)
+        self.biased = tensor(list(settings.logit_bias))
+        self.biases = tensor(list(settings.logit_bias.values()), torch.float64)
+        self.beginnings = tensor(beginnings).view(len(longer), longest - 1)
+        self.lasts = tensor([word[-1] for word in longer])
 
 
 @dataclass(slots=True)
 class Lists:
-    """The constraints of a batch as lists of indices. A row is a row of the logits.
+    """The constraints of a batch, on the device. A place is row of the logits * vocab_size + token.
 
-    allowing    int64 [A]        rows that allow only some tokens
-    allowed     int64 [2, n]     (index into `allowing`, token)
-    banned      int64 [2, n]     (row, token)
-    biased      int64 [2, n]     (row, token)
-    biases      float64 [n]      what to add to these logits
-    word_rows   int64 [W]        the row of each bad word of several tokens
-    beginnings  int64 [W, L]     all tokens of the word except the last, padded in front with -1
-    lengths     int64 [W]        the number of tokens in `beginnings`
-    lasts       int64 [W]        the last token of the word
+    allowing    int64 [A]     rows of the logits that allow only some tokens
+    allowed     int64 [n]     places of the tokens that they allow
+    banned      int64 [n]     places
+    biased      int64 [n]     places
+    biases      float64 [n]   what to add to these logits
+    word_rows   int64 [W]     the row of the logits of each bad word of several tokens
+    beginnings  int64 [W, L]  all tokens of the word except the last, padded in front with -1
+    lasts       int64 [W]     the place of its last token
     """
 
     allowing: Tensor
@@ -100,48 +132,44 @@ class Lists:
     biases: Tensor
     word_rows: Tensor
     beginnings: Tensor
-    lengths: Tensor
     lasts: Tensor
 
 
-def make_lists(which: list[int], settings: list, too_short: list[bool], device: torch.device) -> Lists:
-    """Make the lists of a batch.
+def make_lists(which: list[int], rules: list[Rules], too_short: list[bool], logits: Tensor) -> Lists:
+    """Join the constraints of a batch.
 
     Args:
-        which: the rows of the logits that have constraints.
-        settings: the SamplingSettings of each of these rows.
-        too_short: whether each of them has fewer than `min_tokens` tokens, so that it may not end yet.
+        which: the rows of the logits [B, vocab_size] that have constraints.
+        rules: of each of these rows.
+        too_short: whether each of them may not end yet.
     """
-    allowing: list[int] = []
-    allowed: list[tuple[int, int]] = []
-    banned: list[tuple[int, int]] = []
-    biased: list[tuple[int, int, float]] = []
-    words: list[tuple[int, list[int]]] = []
-    for row, s, short in zip(which, settings, too_short, strict=True):
-        if s.allowed_token_ids is not None:
-            allowed += [(len(allowing), token_id) for token_id in s.allowed_token_ids]
-            allowing.append(row)
-        banned += [(row, word[0]) for word in s.bad_words_token_ids if len(word) == 1]
-        banned += [(row, token_id) for token_id in s.ending_token_ids] if short else []
-        biased += [(row, token_id, bias) for token_id, bias in s.logit_bias.items()]
-        words += [(row, word) for word in s.bad_words_token_ids if len(word) > 1]
-    longest = max((len(word) for _, word in words), default=1) - 1
-    beginnings = [[-1] * (longest + 1 - len(word)) + word[:-1] for _, word in words]
+    device, vocab_size = logits.device, logits.shape[1]
 
-    def tensor(values: list, dtype: torch.dtype = torch.int64) -> Tensor:
-        return to_device(values, device, dtype)
+    def rows_of(parts: list[tuple[int, Tensor]]) -> Tensor:
+        """The row of each token: int64 [n]."""
+        row, count = to_device([[row for row, _ in parts], [len(ids) for _, ids in parts]], device, torch.int64)
+        return row.repeat_interleave(count, output_size=sum(len(ids) for _, ids in parts))
 
-    def pairs(values: list[tuple]) -> Tensor:
-        return tensor([[value[0] for value in values], [value[1] for value in values]])
+    def join(tensors: list[Tensor]) -> Tensor:
+        return torch.cat(tensors) if tensors else torch.empty(0, dtype=torch.int64, device=device)
 
+    def places_of(parts: list[tuple[int, Tensor]]) -> Tensor:
+        return rows_of(parts) * vocab_size + join([ids for _, ids in parts])
+
+    rows = list(zip(which, rules, too_short, strict=True))
+    allowed = [(row, rule.allowed) for row, rule, _ in rows if rule.allowed is not None]
+    banned = [(row, rule.banned) for row, rule, _ in rows] + [(row, rule.endings) for row, rule, short in rows if short]
+    biased = [(row, rule.biased) for row, rule, _ in rows]
+    words = [(row, rule.lasts) for row, rule, _ in rows if len(rule.lasts)]
+    beginnings = [rule.beginnings for rule in rules if len(rule.lasts)]
+    longest = max((part.shape[1] for part in beginnings), default=0)
     return Lists(
-        allowing=tensor(allowing),
-        allowed=pairs(allowed),
-        banned=pairs(banned),
-        biased=pairs(biased),
-        biases=tensor([bias for _, _, bias in biased], torch.float64),
-        word_rows=tensor([row for row, _ in words]),
-        beginnings=tensor(list(chain.from_iterable(beginnings))).view(len(words), longest),
-        lengths=tensor([len(word) - 1 for _, word in words]),
-        lasts=tensor([word[-1] for _, word in words]),
+        allowing=to_device([row for row, _ in allowed], device, torch.int64),
+        allowed=places_of(allowed),
+        banned=places_of(banned),
+        biased=places_of(biased),
+        biases=join([rule.biases for rule in rules]),
+        word_rows=rows_of(words),
+        beginnings=join([pad(part, (longest - part.shape[1], 0), value=-1) for part in beginnings]),
+        lasts=places_of(words),
     )

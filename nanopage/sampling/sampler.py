@@ -53,14 +53,14 @@ class Sampler:
         tokens = self.sample(self.change(logits, rows, positions), rows, positions, checks)
         return Samples(self.table, tokens, logits, rows, positions, checks or [])
 
-    def needs_more_than_noise(self, rows: np.ndarray) -> bool:
-        """Whether any of these rows has constraints, penalties or truncation."""
-        return bool(self.table.sampling.truncated[rows].any()) or self._changes(rows)
+    def needs_more_than_noise(self, rows: np.ndarray, positions: np.ndarray) -> bool:
+        """Whether the tokens of any of these rows at these positions need constraints, penalties or truncation."""
+        return bool(self.table.sampling.truncated[rows].any()) or self._changes(rows, positions)
 
     def change(self, logits: Tensor, rows: np.ndarray, positions: np.ndarray) -> Tensor:
         """Apply constraints and penalties to logits [B, vocab_size]: at least float32. Returns a copy if anything
         changes."""
-        if not self._changes(rows):
+        if not self._changes(rows, positions):
             return at_least_float32(logits)
         dtype = torch.promote_types(logits.dtype, torch.float32)
         changed = logits.to(dtype, copy=True, memory_format=torch.contiguous_format)
@@ -68,9 +68,9 @@ class Sampler:
         self.penalties.apply(changed, rows, positions)
         return changed
 
-    def _changes(self, rows: np.ndarray) -> bool:
+    def _changes(self, rows: np.ndarray, positions: np.ndarray) -> bool:
         """Whether any row has constraints or penalties."""
-        return bool((self.table.sampling.penalized | self.table.sampling.constrained)[rows].any())
+        return bool((self.table.sampling.penalized[rows] | self.constraints.find(rows, positions)).any())
 
     def sample(
         self, logits: Tensor, rows: np.ndarray, positions: np.ndarray, checks: list[Check] | None = None

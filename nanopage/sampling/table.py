@@ -2,13 +2,14 @@
 
 Numbers, such as temperatures, are in tensors on the device, where the sampler selects the rows of a batch with one
 operation. Flags are on the host: they say which stages of sampling a row needs, such as penalties or truncation. So the
-host can skip a stage without waiting for the device.
+host can skip a stage without waiting for the device. The constraints of a row are lists on the device (`Rules`).
 """
 
 import numpy as np
 import torch
 
 from nanopage.device import to_device
+from nanopage.sampling.constraints import Rules
 from nanopage.step import Fork, NewSequence, SamplingSettings
 
 GREEDY_BELOW = 1e-5  # vLLM's threshold
@@ -30,9 +31,11 @@ class SamplingTable:
         self.integers = torch.zeros(2, num_rows, dtype=torch.int64, device=device)
         self.seed, self.top_k = self.integers  # int64 [rows] each; top_k is the size of the vocabulary if it is off
         self.vocab_size = vocab_size
+        self.rules: list[Rules | None] = [None] * num_rows  # of the rows that have constraints
         # bool [rows], on the host. Of `penalized`, `counted` are those whose penalties depend on the output.
         self.greedy, self.truncated, self.penalized, self.counted = np.zeros((4, num_rows), dtype=bool)
-        self.constrained = np.zeros(num_rows, dtype=bool)
+        self.constrained = np.zeros(num_rows, dtype=bool)  # by more than `min_tokens`
+        self.min_tokens = np.zeros(num_rows, dtype=np.int64)  # 0 also if no token could end the sequence
         self.num_logprobs = np.full(num_rows, -1)  # -1: none, not even the sampled token's
         self.version = 0  # increases whenever a row changes
 
@@ -50,6 +53,8 @@ class SamplingTable:
         self.integers.index_copy_(1, index, to_device(integers, self.device, torch.int64))
         for new in sequences:
             self._set(new.row, new.sampling)
+            constrained = self.constrained[new.row] or self.min_tokens[new.row]
+            self.rules[new.row] = Rules(new.sampling, self.device) if constrained else None
 
     def fork(self, forks: list[Fork]) -> None:
         """Copy the settings of parents to the rows of their forks. Each fork has its own seed."""
@@ -60,6 +65,7 @@ class SamplingTable:
         self.seed.index_copy_(0, target, to_device([fork.seed for fork in forks], self.device, torch.int64))
         for fork in forks:
             self._set(fork.row, self.settings[fork.parent])
+            self.rules[fork.row] = self.rules[fork.parent]
 
     def _set(self, row: int, settings: SamplingSettings) -> None:
         self.settings[row] = settings
@@ -68,10 +74,8 @@ class SamplingTable:
         self.counted[row] = settings.presence_penalty != 0 or settings.frequency_penalty != 0
         self.penalized[row] = settings.repetition_penalty != 1 or self.counted[row]
         self.constrained[row] = bool(
-            settings.allowed_token_ids is not None
-            or settings.bad_words_token_ids
-            or settings.logit_bias
-            or settings.min_tokens
+            settings.allowed_token_ids is not None or settings.bad_words_token_ids or settings.logit_bias
         )
+        self.min_tokens[row] = settings.min_tokens if settings.ending_token_ids else 0
         self.num_logprobs[row] = -1 if settings.logprobs is None else settings.logprobs
         self.version += 1

@@ -73,7 +73,7 @@ class ModelRunner:
         if output.logits is not None:
             rows, index = np.array(batch.sampled_rows), np.array(batch.sampled_from)
             positions = (np.array(batch.starts) + np.array(batch.counts))[index]  # of the tokens to be sampled
-            if output.tokens is not None and not self.sampler.needs_more_than_noise(rows):
+            if output.tokens is not None and not self.sampler.needs_more_than_noise(rows, positions):
                 samples = Samples(self.table, output.tokens, output.logits, rows, positions, [], recorded=True)
             else:
                 samples = self.sampler(output.logits, rows, positions)

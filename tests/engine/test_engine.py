@@ -116,6 +116,19 @@ def test_a_batch_in_flight_does_not_report_on_a_request_that_has_taken_its_id(mo
     assert counts == list(range(1, 13))
 
 
+def test_penalties_and_constraints_keep_two_steps_in_flight(model, monkeypatch):
+    engine = make_engine(model, async_scheduling=True)
+    executor, calls = engine.executor, []
+    for name in ("submit", "result"):
+        method = getattr(executor, name)
+        monkeypatch.setattr(executor, name, lambda *a, name=name, method=method: calls.append(name) or method(*a))
+    more = {"min_tokens": 9, "stop_token_ids": [5], "bad_words": ["a", "the cat"], "logit_bias": {7: 1.0}}
+    penalties = {"repetition_penalty": 1.2, "presence_penalty": 0.5, "frequency_penalty": 0.1}
+    both = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, **more, **penalties)
+    run(engine, a=("the cat", GREEDY), b=("the dog", both))
+    assert calls == ["submit", *["submit", "result"] * 11, "result"]
+
+
 def test_parameters_can_be_reused_and_changed_by_the_caller(model):
     engine, params = make_engine(model), dataclasses.replace(GREEDY)
     engine.add_request("a", "the cat", params)

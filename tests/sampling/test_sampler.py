@@ -1032,11 +1032,20 @@ def test_what_a_step_does_not_need_is_not_computed(monkeypatch):
 
 
 def test_needs_more_than_noise():
-    more = [{"top_k": 3}, {"min_p": 0.1}, {"presence_penalty": 0.1}, {"logit_bias": {1: 1.0}}, {"min_tokens": 1}]
-    for params in ({}, {"temperature": 0}, {"logprobs": 3}, {"top_k": 40}, {"temperature": 0.3}, *more):
-        made, rows, _ = sampler_of([sequence(), sequence(**params)], 40)
-        assert made.needs_more_than_noise(rows) == (params in more)
-        assert not made.needs_more_than_noise(rows[:1])
+    more = [{"top_k": 3}, {"min_p": 0.1}, {"presence_penalty": 0.1}, {"logit_bias": {1: 1.0}}]
+    more.append({"min_tokens": 1, "stop_token_ids": [2]})
+    less = [{}, {"temperature": 0}, {"logprobs": 3}, {"top_k": 40}, {"temperature": 0.3}, {"min_tokens": 1}]
+    for params in less + more:
+        made, rows, positions = sampler_of([sequence(), sequence(**params)], 40)
+        assert made.needs_more_than_noise(rows, positions) == (params in more)
+        assert not made.needs_more_than_noise(rows[:1], positions[:1])
+
+
+def test_a_minimum_length_needs_more_than_noise_until_it_is_reached():
+    made, rows, positions = sampler_of([sequence(min_tokens=3, stop_token_ids=[2]), sequence(min_tokens=3)], 40)
+    needs = [made.needs_more_than_noise(rows, positions + output) for output in range(5)]
+    assert needs == [True, True, True, False, False]
+    assert not made.needs_more_than_noise(rows[1:], positions[1:]), "no token could end it"
 
 
 def test_a_token_that_could_not_be_sampled_is_recorded_as_token_0():
