@@ -55,7 +55,10 @@ def one_thread():
 
 
 def pytest_collection_modifyitems(items):
-    if not torch.cuda.is_available():
-        for item in items:
-            if item.get_closest_marker("gpu"):
-                item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and torch sees none"))
+    if torch.cuda.is_available():  # Triton then compiles its kernels, which do not take tensors on the CPU
+        marker, reason = "interpreter", "needs Triton's interpreter: CUDA_VISIBLE_DEVICES= pytest -m interpreter"
+    else:
+        marker, reason = "gpu", "needs a CUDA device, and torch sees none"
+    for item in items:
+        if item.get_closest_marker(marker):
+            item.add_marker(pytest.mark.skip(reason=reason))

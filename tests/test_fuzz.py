@@ -490,6 +490,7 @@ def check_completions(oracle: LLMEngine, plan: Planned, max_model_len: int) -> N
             assert rounded(plan.output.prompt_logprobs) == rounded(output.prompt_logprobs)
 
 
+@pytest.mark.interpreter
 @pytest.mark.parametrize("world", range(TRITON_WORLDS))
 def test_nor_do_the_triton_kernels(world, model, oracle, monkeypatch):
     """The same with attention by Triton's kernels, in the interpreter: decodes in splits of a tile or two."""

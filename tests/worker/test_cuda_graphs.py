@@ -238,6 +238,7 @@ def fake_cuda(monkeypatch):
     return steps
 
 
+@pytest.mark.interpreter
 def test_every_size_is_captured_the_largest_first_and_replays_give_the_same_tokens(model, fake_cuda):
     expected = outputs_of(make_engine(model, max_num_seqs=6))
     engine = static(make_engine(model, max_num_seqs=6), uses_triton=True)
@@ -253,6 +254,7 @@ def test_every_size_is_captured_the_largest_first_and_replays_give_the_same_toke
     assert {size for (size, _), graph in graphs.graphs.items() if graph.replays} == {6, 4, 2, 1}
 
 
+@pytest.mark.interpreter
 def test_capturing_writes_to_no_sequence(model, fake_cuda):
     engine = static(make_engine(model, max_num_seqs=6), uses_triton=True)
     table = engine.executor.worker.runner.table
@@ -264,6 +266,7 @@ def test_capturing_writes_to_no_sequence(model, fake_cuda):
     assert not cache.any()
 
 
+@pytest.mark.interpreter
 def test_memory_that_runs_out_while_capturing_is_an_error_that_says_what_helps(model, fake_cuda, monkeypatch):
     @contextmanager
     def full(graph, pool):
@@ -276,6 +279,7 @@ def test_memory_that_runs_out_while_capturing_is_an_error_that_says_what_helps(m
         graphs.capture([6])
 
 
+@pytest.mark.interpreter
 def test_another_error_while_capturing_comes_out_as_it_is(model, fake_cuda, monkeypatch):
     @contextmanager
     def broken(graph, pool):
@@ -288,6 +292,7 @@ def test_another_error_while_capturing_comes_out_as_it_is(model, fake_cuda, monk
         graphs.capture([6])
 
 
+@pytest.mark.interpreter
 def test_the_largest_step_there_can_be_is_measured(model, fake_cuda, monkeypatch):
     worker = make_engine(model, max_num_seqs=6, num_gpu_blocks_override=4, max_num_batched_tokens=100).executor.worker
     arguments = worker.model_config, worker.model, 64, worker.dtype, worker.device, worker._make_attention
