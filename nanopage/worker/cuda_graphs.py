@@ -39,14 +39,14 @@ from nanopage.worker.kv_cache import KVCache
 from nanopage.worker.sequence_table import SequenceTable
 
 GROWTH = 4  # from one captured number of splits to the next
-LARGEST_SIZE = 512  # with more sequences, a step takes a GPU longer than its launches take the host
+LARGEST_SIZE = 1024  # with more sequences, a step takes a GPU longer than its launches take the host
 
 
 def batch_sizes(most: int) -> list[int]:
-    """The batch sizes to capture: 1, 2, 4, 8, then every 16 up to 64 and every 32 up to `most` or LARGEST_SIZE, and
-    that number itself."""
+    """The batch sizes to capture: 1, 2, 4, 8, then every 16 up to 64, every 32 up to 512 and every 64 up to `most` or
+    LARGEST_SIZE, and that number itself."""
     most = min(most, LARGEST_SIZE)
-    sizes = [1, 2, 4, 8, *range(16, 64, 16), *range(64, most + 1, 32)]
+    sizes = [1, 2, 4, 8, *range(16, 64, 16), *range(64, 512, 32), *range(512, most, 64)]
     return [size for size in sizes if size < most] + [most]
 
 

@@ -76,10 +76,11 @@ def test_batch_sizes_end_with_the_most(most, sizes):
 
 
 def test_sizes_are_never_far_apart():
-    assert batch_sizes(10_000) == batch_sizes(512)
-    sizes = batch_sizes(512)
-    assert sizes == sorted(set(sizes))
-    assert all(b <= 2 * a and b - a <= 32 for a, b in pairwise(sizes))
+    assert batch_sizes(10_000) == batch_sizes(1024)
+    sizes = batch_sizes(1024)
+    assert sizes == sorted(set(sizes)) and sizes[-1] == 1024
+    assert all(b <= 2 * a and b - a <= (64 if a >= 512 else 32) for a, b in pairwise(sizes))
+    assert batch_sizes(600)[-3:] == [512, 576, 600]
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -200,6 +201,26 @@ def test_the_splits_of_a_size_reach_from_equal_lengths_to_one_that_has_all_the_t
     assert graphs_of(static(make_engine(model))).splits_of(7) == [1], "plain attention has no splits"
 
 
+def test_hundreds_of_sequences_decode_on_static_buffers(model):
+    requests = [SamplingParams(temperature=0, max_tokens=2 + i % 2, ignore_eos=True) for i in range(590)]
+
+    def tokens(engine):
+        for i, params in enumerate(requests):
+            engine.add_request(str(i), [1 + i % 290, 1 + i // 290], params)
+        outputs = {}
+        while engine.has_unfinished_requests():
+            outputs |= {output.request_id: output.outputs[0].token_ids for output in engine.step() if output.finished}
+        return outputs
+
+    options = {"max_num_seqs": 600, "max_model_len": 16, "num_gpu_blocks_override": 600}
+    engine, sizes = static(make_engine(model, **options)), []
+    graphs = graphs_of(engine)
+    step = graphs._step
+    graphs._step = lambda size, splits, num_rows: sizes.append((size, num_rows)) or step(size, splits, num_rows)
+    assert tokens(engine) == tokens(make_engine(model, **options))
+    assert sizes == [(600, 590), (320, 295)]
+
+
 class FakeGraph:
     """Stands in for torch.cuda.CUDAGraph: what it captures is the arguments of a step, which a replay runs again."""
 
@@ -252,6 +273,26 @@ def test_every_size_is_captured_the_largest_first_and_replays_give_the_same_toke
     assert outputs_of(engine) == expected
     assert fake_cuda == [], "nothing is launched but replays"
     assert {size for (size, _), graph in graphs.graphs.items() if graph.replays} == {6, 4, 2, 1}
+
+
+def test_up_to_1024_sequences_replay_graphs(model, fake_cuda, monkeypatch):
+    monkeypatch.setattr(CUDAGraphs, "_step", lambda self, *arguments: fake_cuda.append(arguments))
+    graphs = graphs_of(static(make_engine(model, max_num_seqs=1100)))
+    graphs.capture(graphs.sizes)
+    assert list(graphs.graphs) == [(size, 1) for size in reversed(batch_sizes(1024))]
+    for graph in graphs.graphs.values():
+        graph.step = lambda *arguments: None
+
+    def batch(size):
+        rows = list(range(size))
+        return Batch(rows=rows, starts=[1] * size, counts=[1] * size, sampled_from=rows, sampled_rows=rows)
+
+    assert not graphs.fits(batch(1025))
+    for size, captured in ((1024, 1024), (961, 1024), (513, 576), (512, 512)):
+        assert graphs.fits(batch(size))
+        replays = graphs.graphs[captured, 1].replays
+        graphs.run(batch(size))
+        assert graphs.graphs[captured, 1].replays == replays + 1
 
 
 @pytest.mark.interpreter
