@@ -92,6 +92,8 @@ class Worker:
         )
         self.compiled: Compiled | None = None
         self.runner = ModelRunner(self.model, self.kv_cache, table, self._choose_ways(table, max_model_len))
+        if self.uses_triton:
+            self._warm_up()
         self._log_start()
 
     def launch(self, batch: Batch) -> Launched:
@@ -189,6 +191,15 @@ class Worker:
         seconds = time.perf_counter() - started
         logger.info(f"captured {len(graphs.graphs)} CUDA graphs of decode steps in {seconds:.1f} s, {used:.2f} GiB")
         return graphs
+
+    def _warm_up(self) -> None:
+        """Run steps that no graph fits, so that Triton compiles their kernels now and not while serving: a decode alone
+        and beside a prompt, of a short context, which is not split, and of the longest."""
+        self.kv_cache.clear([0])
+        for context in (1, self.capacity.max_model_len):
+            for rows, counts in (([0], [1]), ([0, 1], [1, 2])):  # no sequence has these rows yet: they name block 0
+                batch = Batch(rows=rows, starts=[context - 1, 0][: len(rows)], counts=counts)
+                self.runner.launch(batch).result()
 
     def _check_options(self) -> None:
         config = self.config

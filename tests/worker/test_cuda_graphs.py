@@ -12,8 +12,10 @@ from helpers import tiny_model
 
 from nanopage import EngineConfig, SamplingParams
 from nanopage.build import build_engine
+from nanopage.kernels import cache_write, paged_attention
 from nanopage.params import MAX_LOGPROBS
 from nanopage.step import Batch, BlockUpdate, Fork, NewSequence, SamplingSettings
+from nanopage.worker import jit
 from nanopage.worker.cuda_graphs import CUDAGraphs, batch_sizes, look_up, sample
 from nanopage.worker.eager import Eager
 from nanopage.worker.memory import GIB, blocks_of_gpu, largest_batch, measure_step
@@ -308,6 +310,53 @@ def test_capturing_writes_to_no_sequence(model, fake_cuda):
 
 
 @pytest.mark.interpreter
+def test_nothing_is_compiled_while_serving(model, fake_cuda, monkeypatch):
+    """By Dynamo, of which a backend counts the graphs, or by Triton, for constants that a kernel has not had before."""
+    graphs, variants = [], set()
+
+    def counting(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    def recorded(kernel, grid, *arguments, **options):
+        variants.add((kernel.fn.__name__, *sorted(options.items())))
+        launch(kernel, grid, *arguments, **options)
+
+    launch = cache_write.launch
+    for module in (cache_write, paged_attention):
+        monkeypatch.setattr(module, "launch", recorded)
+    monkeypatch.setattr(paged_attention, "num_processors", lambda device: 132)
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counting))
+    engine = make_engine(model, max_num_seqs=2, max_model_len=300)
+    worker = engine.executor.worker
+    worker.threads = None  # as on a GPU: torch compiles anew for another number of threads
+    jit.compile_model(worker.model, worker.model_config, worker.dtype, worker.device)
+    ways = static(engine, uses_triton=True).executor.worker.runner.ways
+    ways[0] = CUDAGraphs(worker.model, worker.kv_cache, worker.runner.table, 300, True, jit.compile_afresh)
+    ways[0].capture(ways[0].sizes)
+    for graph in ways[0].graphs.values():
+        graph.step = partial(graph.step, ways[0])
+    kernels = {name for name, *_ in variants}
+    assert kernels == {"write_kernel", "decode_kernel", "merge_kernel"}, (
+        "all contexts are split, and there is no prompt"
+    )
+    assert len(variants) == 3
+    worker._warm_up()
+    assert len(variants) == 5
+    before = len(graphs), set(variants)
+    with torch.compiler.set_stance("fail_on_recompile"):
+        for name, prompt, params in (
+            ("beside", [3, 4], {"max_tokens": 3}),
+            ("long", [1] * 280, {"max_tokens": 3}),
+            ("twice", [5], {"n": 2, "temperature": 1.0, "max_tokens": 2}),
+        ):
+            engine.add_request(name, prompt, SamplingParams(**{"temperature": 0, "ignore_eos": True} | params))
+        while engine.has_unfinished_requests():
+            assert not any(output.error for output in engine.step())
+    assert (len(graphs), variants) == before
+
+
+@pytest.mark.interpreter
 def test_memory_that_runs_out_while_capturing_is_an_error_that_says_what_helps(model, fake_cuda, monkeypatch):
     @contextmanager
     def full(graph, pool):
@@ -435,9 +484,15 @@ def test_replayed_graphs_give_the_tokens_of_direct_launches(model, overlap):
 
     eager, graphs = engine(enforce_eager=True), engine()
     assert {size for size, _ in graphs_of(graphs).graphs} == set(batch_sizes(12))
+    kernels = (
+        cache_write.write_kernel, paged_attention.decode_kernel, paged_attention.merge_kernel,
+        paged_attention.prefill_kernel,
+    )  # fmt: skip
+    variants = [sum(len(cache[0]) for cache in kernel.device_caches.values()) for kernel in kernels]
     with torch.compiler.set_stance("fail_on_recompile"):
         for _ in range(2):
             assert outputs_of(graphs, requests) == outputs_of(eager, requests)
+    assert [sum(len(cache[0]) for cache in kernel.device_caches.values()) for kernel in kernels] == variants
 
 
 @pytest.mark.gpu
