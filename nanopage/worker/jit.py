@@ -84,10 +84,15 @@ def compile_afresh(function: Any) -> Any:
     """torch.compile a copy of a function under a new name, so that engines do not share its graphs.
 
     torch identifies a function by its name and place. It keeps at most eight graphs of a function, and it makes a size
-    dynamic if it has seen another one before.
+    dynamic if it has seen another one before. Without the filter, it would compile again whenever torch's number of CPU
+    threads has changed, as an engine on the CPU of the same process changes it.
     """
     code = function.__code__.replace(co_name=f"{function.__name__}_{uuid4().hex}")
-    return torch.compile(FunctionType(code, function.__globals__, closure=function.__closure__), fullgraph=True)
+    options: dict[str, Any] = {
+        "guard_filter_fn": lambda guards: [guard.guard_type != "GLOBAL_STATE" for guard in guards]
+    }
+    copy = FunctionType(code, function.__globals__, closure=function.__closure__)
+    return torch.compile(copy, fullgraph=True, options=options)
 
 
 @torch.inference_mode()

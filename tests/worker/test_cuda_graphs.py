@@ -329,7 +329,6 @@ def test_nothing_is_compiled_while_serving(model, fake_cuda, monkeypatch):
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counting))
     engine = make_engine(model, max_num_seqs=2, max_model_len=300)
     worker = engine.executor.worker
-    worker.threads = None  # as on a GPU: torch compiles anew for another number of threads
     jit.compile_model(worker.model, worker.model_config, worker.dtype, worker.device)
     ways = static(engine, uses_triton=True).executor.worker.runner.ways
     ways[0] = CUDAGraphs(worker.model, worker.kv_cache, worker.runner.table, 300, True, jit.compile_afresh)

@@ -63,3 +63,15 @@ def test_engines_of_any_number_and_size_do_not_share_what_is_compiled(tmp_path, 
             temperatures, seeds = torch.zeros(9), torch.zeros(9, dtype=torch.int64)  # of rows of the sequence table
             assert torch.equal(after(logits, ints, ints, temperatures, seeds), logits.argmax(dim=-1))
     assert len(graphs) == 5 * (8 + 3)
+
+
+def test_another_number_of_threads_compiles_nothing(monkeypatch):
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    double, threads = jit.compile_afresh(lambda x: 2 * x), torch.get_num_threads()
+    assert double(torch.ones(3)).tolist() == [2, 2, 2]
+    torch.set_num_threads(threads + 1)
+    try:
+        with torch.compiler.set_stance("fail_on_recompile"):
+            assert double(torch.ones(3)).tolist() == [2, 2, 2]
+    finally:
+        torch.set_num_threads(threads)
