@@ -480,6 +480,7 @@ def compare(
         Path | None, typer.Option(help="A virtual environment for each peer [default: ~/.cache/nanopage/peers].")
     ] = None,
     mt_bench: Annotated[Path | None, typer.Option(help="mt_bench's question file (JSON lines), for W6.")] = None,
+    device: DeviceOption = "auto",
     dtype: Annotated[str, typer.Option(help="bfloat16 or float32; W5 is always float32.")] = "bfloat16",
     eager: EagerOption = False,
     quantization: QuantizationOption = None,
@@ -501,12 +502,14 @@ def compare(
 
     Each engine has a process of its own. The first lines of a peer's file in benchmarks/peers say how to install it.
     --eager is nanopage's. With --quantization each engine runs its own kind of int8 or int4; engines without one are
-    left out. nanopage and llama.cpp also read the same .gguf file.
+    left out. nanopage and llama.cpp also read the same .gguf file. On a GPU, nanopage,
+    vLLM and transformers run.
 
     \b
     python bench.py compare --workloads W1,W2 --engines nanopage,transformers
     """
     from benchmarks import compare as comparison
+    from nanopage.device import resolve_device
     from nanopage.weights import hub
     from nanopage.worker.threads import default_threads
 
@@ -514,6 +517,15 @@ def compare(
     check_choice(dtype, ["bfloat16", "float32"], "--dtype")
     check_choice(quantization, ["int8", "int4"], "--quantization")
     check_choice(isa, ["avx2"], "--isa")
+    check_engine({"device": device})
+    try:
+        device = resolve_device(device).type
+    except ValueError as error:
+        refuse(str(error), "--device")
+    if device == "cuda":
+        for option, value in {"--quantization": quantization, "--isa": isa}.items():
+            if value is not None:
+                refuse("is for a CPU: add --device cpu", option)
     if isa is not None and not cpu_has("avx2"):
         refuse("this processor has no AVX2", "--isa")
     default = [name for name in comparison.WORKLOADS if name not in comparison.PROCESSES]
@@ -538,6 +550,7 @@ def compare(
         None if engines is None else list(dict.fromkeys(engines.split(","))),
         check_folder(environments, "--environments") if environments else hub.cache_directory() / "peers",
         mt_bench,
+        device,
         dtype,
         eager,
         quantization,

@@ -19,7 +19,7 @@ from pathlib import Path
 from benchmarks.busy import busy_cores
 from benchmarks.checks import find_model, refuse, shown
 from benchmarks.datasets import check_text, read_json_lines
-from benchmarks.machine import cpu_has, cpu_name, product_speed, read_bandwidth
+from benchmarks.machine import cpu_has, machine_state, product_speed, read_bandwidth
 from benchmarks.outputs import exit_unless, recorded
 from benchmarks.peer import ROOT, Peer, PeerError, prepare
 from benchmarks.peers.protocol import Run, Work
@@ -47,6 +47,7 @@ PACKAGES = {
     "onnxruntime": "onnxruntime_genai",
 }
 ENGINES = ("nanopage", "transformers", "transformers_continuous", *PACKAGES)
+ON_GPU = ("nanopage", "transformers", "transformers_continuous", "vllm")  # engines that --device cuda runs
 WITH_INT4 = ("nanopage", "openvino", "llamacpp")
 WITH_QUANTIZATION = {"int8": (*WITH_INT4, "ctranslate2", "onnxruntime"), "int4": WITH_INT4}
 WITH_GGUF = ("nanopage", "llamacpp")  # engines that read .gguf files
@@ -71,7 +72,7 @@ class Results:
 
     header: dict[str, str]
     busy_cores: int = 0
-    rooflines: dict[str, Roofline] = field(default_factory=dict)  # workload -> its speeds measured just before it
+    rooflines: dict[str, Roofline] = field(default_factory=dict)  # on a CPU: workload -> speeds measured before it
     start: dict[str, dict[str, dict[str, float]]] = field(default_factory=dict)  # dtype -> engine -> what -> value
     runs: dict[str, dict[str, list[Run]]] = field(default_factory=dict)
     runs_beside: dict[str, dict[str, list[Run]]] = field(default_factory=dict)  # the same, beside busy cores
@@ -86,6 +87,7 @@ class Setup:
     path: Path  # of the model
     config: ModelConfig
     pythons: dict[str, str]  # engine -> its interpreter
+    device: str  # cpu or cuda
     quantization: str | None
     eager: bool
     threads: int
@@ -99,6 +101,7 @@ def compare(
     engines: list[str] | None,
     environments: Path,
     mt_bench: Path | None,
+    device: str,
     dtype: str,
     eager: bool,
     quantization: str | None,
@@ -113,6 +116,7 @@ def compare(
     """Run everything, and print a table when a workload is done.
 
     Args:
+        device: cpu or cuda.
         busy: cores that other processes keep busy in a second run of each iteration; 0: no such runs.
         only_avx2: all engines use AVX2 and nothing newer.
     """
@@ -120,7 +124,7 @@ def compare(
     if gguf and quantization:
         refuse("a .gguf file has a quantization of its own", "--quantization")
     acts_as_older = only_avx2 and cpu_has("avx512_f")
-    pythons = python_of_engines(engines, environments, quantization, gguf, acts_as_older)
+    pythons = python_of_engines(engines, environments, device, quantization, gguf, acts_as_older)
     if acts_as_older:
         os.environ.update(AVX2)  # for the engines, and for torch in this process
     path, config = find_model(model)
@@ -136,9 +140,9 @@ def compare(
         tokens, limit = longest(iterations), config.max_position_embeddings
         if tokens > limit:
             refuse(f"{name}: {tokens} tokens are more than the model's {limit}", "--workloads")
-    setup = Setup(path, config, pythons, quantization, eager, threads, num_iters_warmup, busy)
+    setup = Setup(path, config, pythons, device, quantization, eager, threads, num_iters_warmup, busy)
     results = Results(
-        header(path, dtype, quantization, seed, num_iters, num_iters_warmup, threads, busy, only_avx2), busy
+        header(path, device, dtype, quantization, seed, num_iters, num_iters_warmup, threads, busy, only_avx2), busy
     )
     show_header(results.header)
     with recorded(json_file, lambda: asdict(results)) as record:
@@ -160,13 +164,16 @@ def compare(
 def compare_in(dtype: str, work: dict[str, list[list[Work]]], setup: Setup, results: Results) -> None:
     """Start the engines in one dtype, and run the workloads."""
     peers: dict[str, Peer] = {}
-    with errors_by_name():
-        weights = read_weights(setup.path, setup.config, dtype, setup.quantization)
+    weights = None
+    if setup.device == "cpu":  # the speeds of a GPU's memory and products are not measured
+        with errors_by_name():
+            weights = read_weights(setup.path, setup.config, dtype, setup.quantization)
     try:
         start_all(peers, dtype, work, setup, results)
         for name, iterations in work.items():
-            speed = Speed(read_bandwidth(setup.threads), product_speed(setup.threads, dtype, setup.quantization))
-            results.rooflines[name] = roofline(iterations[0], setup.config, weights, dtype, speed)
+            if weights is not None:
+                speed = Speed(read_bandwidth(setup.threads), product_speed(setup.threads, dtype, setup.quantization))
+                results.rooflines[name] = roofline(iterations[0], setup.config, weights, dtype, speed)
             run_workload(name, iterations, setup, list(peers), lambda *turn: [run_one(peers, *turn)], peers, results)
             show_workload(name, dtype, results, iterations[0])
         for peer in peers.values():
@@ -208,8 +215,8 @@ def peer_arguments(dtype: str, work: dict[str, list[list[Work]]], setup: Setup) 
     kv_bytes = setup.config.num_layers * kv_bytes_of_a_layer(setup.config, dtype)
     kv_gib = max(2, math.ceil(tokens * kv_bytes / GIB))
     max_model_len = min(setup.config.max_position_embeddings, max(4096, longest(batches)))
-    arguments = [str(setup.path), "--dtype", dtype, "--threads", str(setup.threads), "--kv-tokens", str(tokens)]
-    arguments += ["--kv-gib", str(kv_gib), "--max-model-len", str(max_model_len)]
+    arguments = [str(setup.path), "--device", setup.device, "--dtype", dtype, "--threads", str(setup.threads)]
+    arguments += ["--kv-tokens", str(tokens), "--kv-gib", str(kv_gib), "--max-model-len", str(max_model_len)]
     arguments += ["--eager"] if setup.eager else []
     return arguments + (["--quantization", setup.quantization] if setup.quantization else [])
 
@@ -308,17 +315,18 @@ def drop(name: str, error: PeerError, peers: dict[str, Peer], results: Results) 
 
 def show_workload(name: str, dtype: str, results: Results, work: list[Work]) -> None:
     runs = results.runs[name]
-    roof = results.rooflines[name]
+    roof = results.rooflines.get(name)
     single = len(work) == 1
     columns = ["", "output tok/s", "first token (ms)", "decode tok/s"]
     columns += ["prefill tok/s"] if single else ["time (s)"]
-    columns += ["of the roofline"]
+    columns += ["of the roofline"] if roof else []
     columns += [f"beside {cores(results.busy_cores)}"] if results.busy_cores else []
     columns += ["nanopage / this"] if "nanopage" in runs else []
     title = f"{name}: {WORKLOADS[name]}, {dtype}; medians [lowest-highest]"
-    title += f"\nroofline {figure(roof.seconds)} s: memory {figure(roof.memory_seconds)} s at "
-    title += f"{figure(roof.speed.read_gb_s)} GB/s, arithmetic {figure(roof.arithmetic_seconds)} s at "
-    title += f"{figure(roof.speed.product_gflop_s)} GFLOP/s"
+    if roof:
+        title += f"\nroofline {figure(roof.seconds)} s: memory {figure(roof.memory_seconds)} s at "
+        title += f"{figure(roof.speed.read_gb_s)} GB/s, arithmetic {figure(roof.arithmetic_seconds)} s at "
+        title += f"{figure(roof.speed.product_gflop_s)} GFLOP/s"
     table = table_of(title, columns)
     for engine, column in runs.items():
         speeds = [output_tok_s(run) for run in column]
@@ -329,7 +337,8 @@ def show_workload(name: str, dtype: str, results: Results, work: list[Work]) -> 
             cells.append(figure(ttft and len(work[0].prompt) / ttft))
         else:
             cells.append(figure(median(run.seconds for run in column)))
-        cells.append(f"{roof.seconds / statistics.median(run.seconds for run in column):.0%}")
+        if roof:
+            cells.append(f"{roof.seconds / statistics.median(run.seconds for run in column):.0%}")
         if results.busy_cores:
             beside = results.runs_beside[name][engine]
             cells.append(beside_cell(column, beside, [output_tok_s(run) for run in beside]))
@@ -392,11 +401,12 @@ def show_start(results: Results) -> None:
 
 
 def python_of_engines(
-    engines: list[str] | None, environments: Path, quantization: str | None, gguf: bool, only_avx2: bool
+    engines: list[str] | None, environments: Path, device: str, quantization: str | None, gguf: bool, only_avx2: bool
 ) -> dict[str, str]:
     """Engine -> its interpreter, for the named engines or all that are installed. Raises BadParameter.
 
     Args:
+        device: cpu or cuda.
         gguf: the model is a .gguf file.
         only_avx2: take the environment of llama.cpp that is compiled for AVX2, and leave out NOT_TOLD.
     """
@@ -408,16 +418,24 @@ def python_of_engines(
         others = ", ".join(name for name in ENGINES if name not in known)
         text = f"left out, because they cannot read a .gguf file: {others}"
         console.print(text, style="dim", highlight=False, soft_wrap=True)
+    if device == "cuda":
+        if engines is None:
+            others = ", ".join(name for name in known if name not in ON_GPU)
+            text = f"left out, because compare runs them on a CPU only: {others}"
+            console.print(text, style="dim", highlight=False, soft_wrap=True)
+        known = tuple(name for name in known if name in ON_GPU)
     for name in engines if engines is not None else known:
         if name not in known:
             which = f"one of the engines with --quantization {quantization}" if quantization else "one of"
             which = "one of the engines that read a .gguf file" if gguf else which
             which = "one of the engines that can be told to use AVX2 alone" if name in NOT_TOLD and only_avx2 else which
+            which = "one of the engines that run on a GPU" if device == "cuda" else which
             refuse(f"{shown(name)} is not {which}: {', '.join(known)}", "--engines")
         if name not in PACKAGES:
             pythons[name] = sys.executable
             continue
         home = environments / (f"{name}-avx2" if name == "llamacpp" and only_avx2 else name)
+        home = environments / f"{name}-cuda" if device == "cuda" else home
         if any(home.glob(f"lib/python*/site-packages/{PACKAGES[name]}")):
             pythons[name] = str(home / "bin" / "python")
         elif engines is not None:
@@ -483,6 +501,7 @@ def make_work(
 
 def header(
     path: Path,
+    device: str,
     dtype: str,
     quantization: str | None,
     seed: int,
@@ -493,10 +512,12 @@ def header(
     only_avx2: bool,
 ) -> dict[str, str]:
     again = f", each also beside {cores(busy)}" if busy else ""
+    hardware, gpu = machine_state(device)
     return {
         "bench": f"compare, seed {seed}, {num_iters} iterations after {num_iters_warmup} to warm up{again}",
         "model": f"{path.name}, {dtype}" + (f", weights {quantization}" if quantization else ""),
-        "device": f"cpu: {cpu_name()}, {threads} threads" + (", AVX2 alone" if only_avx2 else ""),
+        "device": f"{device}: {hardware}, {threads} threads" + (", AVX2 alone" if only_avx2 else ""),
+        **gpu,
     }
 
 

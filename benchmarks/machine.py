@@ -48,6 +48,17 @@ def nvidia_smi(gpu: str) -> str | None:
     return None
 
 
+def machine_state(device: str) -> tuple[str, dict[str, str]]:
+    """The name of the CPU or GPU, and what else a header has: of a GPU, what `nvidia_smi` says, if anything."""
+    if device == "cpu":
+        return cpu_name(), {}
+    import torch
+
+    properties = torch.cuda.get_device_properties("cuda")
+    state = nvidia_smi(f"GPU-{properties.uuid}")
+    return properties.name, {"nvidia-smi": state} if state else {}
+
+
 def read_bandwidth(threads: int) -> float:
     """GB/s at which all threads together read a buffer of 1 GiB, far more than caches hold: the best of 7 readings.
 

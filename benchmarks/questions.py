@@ -40,7 +40,10 @@ def ask_in_new_processes(
     questions: list[Question] = []
     versions: dict[str, str] = {}
     with tempfile.TemporaryDirectory(prefix="nanopage-bench-") as home:
-        environment = {MARK: home} | ({"XDG_CACHE_HOME": home} if engine == "nanopage" else {})
+        environment = {MARK: home}
+        if engine == "nanopage":  # on a GPU, its compiled code is in torch's cache and in Triton's
+            caches = ("XDG_CACHE_HOME", *(("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR") if "cuda" in command else ()))
+            environment |= dict.fromkeys(caches, home)
         try:
             for w in work:
                 waited = wait_until_idle(home) if questions else 0.0

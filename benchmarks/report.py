@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from benchmarks.machine import cpu_name, nvidia_smi, versions
+from benchmarks.machine import machine_state, versions
 from nanopage.terminal.text import printable
 
 console = Console()
@@ -104,13 +104,8 @@ def describe(engine: Any, what: str, compare: str | None = None) -> dict[str, st
     scheduling = "async scheduling" if engine.async_scheduling else "no async scheduling"
     weights = f", weights {config.quantization}" if config.quantization else ""
     weights += ", dummy weights" if config.load_format == "dummy" else ""
-    hardware, gpu = cpu_name(), {}
-    if engine.capacity.device == "cuda":
-        libraries.append("triton")
-        properties = torch.cuda.get_device_properties(engine.capacity.device)
-        hardware = properties.name
-        if state := nvidia_smi(f"GPU-{properties.uuid}"):
-            gpu = {"nvidia-smi": state}
+    hardware, gpu = machine_state(engine.capacity.device)
+    libraries += ["triton"] if engine.capacity.device == "cuda" else []
     return {
         "bench": what,
         "model": f"{engine.model_path.name}, {engine.capacity.dtype}{weights}",

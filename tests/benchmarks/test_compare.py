@@ -24,6 +24,7 @@ from benchmarks import compare, questions
 from benchmarks.outputs import Stopped
 from benchmarks.peers import ctranslate2, llamacpp, onnxruntime
 from benchmarks.peers import nanopage as nanopage_peer
+from benchmarks.peers import vllm as vllm_peer
 from benchmarks.peers.protocol import Options, Output, Run, Work, common_prefix, measure, similar_prompts
 from benchmarks.report import console
 from benchmarks.roofline import Roofline, Speed
@@ -112,9 +113,15 @@ serve(load, PREPARE)
 """
 
 
+@pytest.fixture(autouse=True)
+def without_gpu(monkeypatch):
+    """--device auto is the CPU, whatever there is."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
 def fake_engine(environments, name, script):
     """An environment where a peer seems to be installed; its Python runs `script` whatever it is asked to run."""
-    package = compare.PACKAGES[name.removesuffix("-avx2")]
+    package = compare.PACKAGES[name.removesuffix("-avx2").removesuffix("-cuda")]
     (environments / name / "lib" / "python3" / "site-packages" / package).mkdir(parents=True)
     python = environments / name / "bin" / "python"
     python.parent.mkdir()
@@ -186,7 +193,7 @@ def test_no_engine_outlives_the_program(model, tmp_path, number, code):
     fake_engine(tmp_path, "openvino", ENGINE_THAT_HANGS.replace("PREPARE", "lambda _: None"))
     command = [sys.executable, ROOT / "bench.py", "compare", "--model", model, "--environments", tmp_path]
     command += ["--engines", "vllm,openvino", "--workloads", "W2,W3", "--num-iters", 1, "--num-iters-warmup", 0]
-    command += ["--json", file]
+    command += ["--json", file, "--device", "cpu"]
     with subprocess.Popen([*map(str, command)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as bench:
         pids = pids_when_it_hangs(tmp_path, "openvino")
         pids += [child.pid for child in psutil.Process(bench.pid).children()]
@@ -353,6 +360,85 @@ def test_a_processor_without_avx2_cannot_act_as_one(model, monkeypatch):
     assert done.exit_code == 2 and "--isa: this processor has no AVX2" in done.output
 
 
+@pytest.fixture
+def a_gpu(monkeypatch):
+    """What compare asks of one."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    properties = SimpleNamespace(name="a GPU", uuid="1")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr("benchmarks.machine.nvidia_smi", lambda gpu: f"clocks of {gpu}")
+
+
+def test_engines_are_told_to_run_on_the_gpu(model, tmp_path, a_gpu):
+    file = tmp_path / "result.json"
+    fake_engine(tmp_path, "vllm", ENGINE_THAT_DIES)
+    fake_engine(tmp_path, "vllm-cuda", ENGINE.replace('"1.0"', "options.device"))
+    options = ["--workloads", "W1,W3,W7", "--engines", "vllm", "--environments", tmp_path, "--json", file]
+    done = run_bench("compare", "--model", model, *options, "--num-iters", 1, "--num-iters-warmup", 0)
+    assert done.exit_code == 0, done.output
+    result = json.loads(file.read_text())
+    assert result["header"]["vllm"] == "fake cuda" and result["header"]["device"].startswith("cuda: a GPU, ")
+    assert result["header"]["nvidia-smi"] == "clocks of GPU-1"
+    assert list(result["runs"]) == ["W7", "W1", "W3"]
+    assert result["rooflines"] == {} and "roofline" not in done.output
+
+
+def test_engines_that_run_only_on_a_cpu_are_left_out_on_a_gpu(model, tmp_path, a_gpu):
+    for name in ("vllm", "vllm-cuda", "openvino"):
+        fake_engine(tmp_path, name, ENGINE)
+    with console.capture() as printed:
+        pythons = compare.python_of_engines(None, tmp_path, "cuda", None, False, False)
+    assert list(pythons) == ["nanopage", "transformers", "transformers_continuous", "vllm"]
+    assert pythons["vllm"] == str(tmp_path / "vllm-cuda" / "bin" / "python")
+    others = "openvino, llamacpp, ctranslate2, onnxruntime"
+    assert printed.get() == f"left out, because compare runs them on a CPU only: {others}\n"
+    for more, message in (
+        ("--engines openvino", "'openvino' is not one of the engines that run on a GPU"),
+        ("--quantization int8", "--quantization: is for a CPU"),
+        ("--isa avx2", "--isa: is for a CPU"),
+    ):
+        done = run_bench("compare", "--model", model, "--environments", tmp_path, *more.split())
+        assert done.exit_code == 2 and message in done.output
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_vllm_gets_a_kv_cache_of_the_same_size_on_each_device(options, monkeypatch, device):
+    """The engine here answers all requests with one token, in the second step."""
+    settings, asked = {}, {}
+
+    class Engine:
+        def add_request(self, request_id, prompt, params):
+            asked[request_id] = iter(([], [7]))
+
+        def has_unfinished_requests(self):
+            return bool(asked)
+
+        def step(self):
+            tokens = {request_id: next(steps, None) for request_id, steps in asked.items()}
+            for request_id in [request_id for request_id, each in tokens.items() if each]:
+                del asked[request_id]
+            return [
+                SimpleNamespace(request_id=i, outputs=[SimpleNamespace(token_ids=each)]) for i, each in tokens.items()
+            ]
+
+    def llm(path, **given):
+        settings.update(given)
+        return SimpleNamespace(llm_engine=Engine())
+
+    kinds = SimpleNamespace(RequestOutputKind=SimpleNamespace(DELTA=1))
+    fake = SimpleNamespace(LLM=llm, SamplingParams=SimpleNamespace, __version__="1", sampling_params=kinds)
+    monkeypatch.setitem(sys.modules, "vllm", fake)
+    monkeypatch.setitem(sys.modules, "vllm.sampling_params", kinds)
+    environment = ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_CPU_OMP_THREADS_BIND", "VLLM_CPU_KVCACHE_SPACE")
+    for name in environment:
+        monkeypatch.setenv(name, "")  # restores it later
+    _, run = vllm_peer.load(replace(options, device=device, kv_gib=3))
+    assert [output.token_ids for output in run([Work([1], 1), Work([2], 1)])] == [[7], [7]]
+    memory = settings.get("kv_cache_memory_bytes"), settings.get("gpu_memory_utilization")
+    assert memory == ((3 * 2**30, 0.01) if device == "cuda" else (None, None))
+    assert os.environ["VLLM_CPU_KVCACHE_SPACE"] == ("" if device == "cuda" else "3")
+
+
 def test_a_busy_core_is_busy_until_the_program_ends():
     """However it ends."""
     script = (
@@ -406,7 +492,7 @@ def test_nanopage_has_never_compiled_at_its_first_question(tmp_path, monkeypatch
 
 def test_nanopage_compiles_first_only_if_it_is_told_to(model):
     options = Options(
-        model, "float32", threads=1, kv_tokens=64, kv_gib=1, max_model_len=64, eager=False, compiled=False,
+        model, "cpu", "float32", threads=1, kv_tokens=64, kv_gib=1, max_model_len=64, eager=False, compiled=False,
         quantization=None,
     )  # fmt: skip
     nanopage_peer.make(options)
@@ -451,7 +537,7 @@ def test_a_gguf_file_is_read_by_those_who_can(tmp_path):
 
 def test_llama_cpp_reads_a_gguf_file_itself(tmp_path):
     options = Options(
-        tmp_path / "model.gguf", "bfloat16", threads=1, kv_tokens=64, kv_gib=1, max_model_len=64, eager=True,
+        tmp_path / "model.gguf", "cpu", "bfloat16", threads=1, kv_tokens=64, kv_gib=1, max_model_len=64, eager=True,
         compiled=False, quantization=None,
     )  # fmt: skip
     options.model.touch()
@@ -492,6 +578,8 @@ def test_an_engine_that_dies_is_named_and_the_others_go_on(model, tmp_path):
         (["--quantization", "int3"], "int3"),
         (["--quantization", "int8", "--engines", "nanopage,vllm"], "'vllm' is not one of the engines with"),
         (["--isa", "avx512"], "'avx512' is not one of: avx2"),
+        (["--device", "cuda"], "--device: device='cuda': torch sees no CUDA device"),
+        (["--device", "tpu"], "tpu"),
         (["--threads", "0"], "--threads"),
         (["--threads", 10**30], "--threads"),
         (["--busy", "0"], "--busy"),
@@ -545,7 +633,16 @@ def test_llama_cpp_gets_the_same_weights(tmp_path, monkeypatch, dtype, tied):
     model = tiny_model(tmp_path / "model", dtype=dtype, tie_word_embeddings=tied)
     monkeypatch.setattr(sys, "prefix", str(tmp_path))
     options = Options(
-        model, dtype, threads=1, kv_tokens=64, kv_gib=1, max_model_len=64, eager=True, compiled=False, quantization=None
+        model,
+        "cpu",
+        dtype,
+        threads=1,
+        kv_tokens=64,
+        kv_gib=1,
+        max_model_len=64,
+        eager=True,
+        compiled=False,
+        quantization=None,
     )
     llamacpp.prepare(options)
     written = gguf_tensors(llamacpp.gguf_file(options))
@@ -573,7 +670,16 @@ def options(tmp_path, monkeypatch):
     (tmp_path / "model").mkdir()
     monkeypatch.setattr(sys, "prefix", str(tmp_path))
     return Options(
-        tmp_path / "model", "float32", 2, 64, kv_gib=1, max_model_len=64, eager=False, compiled=True, quantization=None
+        tmp_path / "model",
+        "cpu",
+        "float32",
+        2,
+        64,
+        kv_gib=1,
+        max_model_len=64,
+        eager=False,
+        compiled=True,
+        quantization=None,
     )
 
 
