@@ -22,6 +22,7 @@ HEADS = ((32, 8, 128), (9, 3, 64))  # query heads, KV heads, head_dim: Llama 3 8
 DECODES = ((1, 512), (1, 4096), (1, 32768), (8, 4096), (32, 512), (32, 4096), (64, 4096), (128, 1024), (256, 512))
 PROMPTS = ((1, 512), (1, 4096), (8, 512), (8, 2048))
 BLOCK_SIZE = 16
+DEVICE = torch.device("cuda")
 
 
 def kernels(dtype: torch.dtype, num_iters: int, header: dict[str, str], json_file: Path | None) -> None:
@@ -63,19 +64,20 @@ def cells(row: dict[str, Any], copy: float) -> list[str]:
 
 def copy_bandwidth() -> float:
     """GB/s, bytes read and bytes written."""
-    source = torch.empty(GIB, dtype=torch.uint8, device="cuda")
+    source = torch.empty(GIB, dtype=torch.uint8, device=DEVICE)
     target = torch.empty_like(source)
     return 2 * GIB / (time_of(lambda: target.copy_(source), 20) / 1e6) / 1e9
 
 
 def time_of(function: Callable[[], Any], num_iters: int) -> float:
-    """Microseconds, the median; the GPU's cache is cleared before every call."""
-    flush = torch.empty(GIB // 4, dtype=torch.uint8, device="cuda")
+    """Microseconds, the median. Before every call, a buffer that is larger than the GPU's cache is read. If it were
+    written, the cache would have to write it back to memory during the call."""
+    flush = torch.zeros(GIB // 16, dtype=torch.float32, device=DEVICE)
     for _ in range(3):
         function()
     times = []
     for _ in range(num_iters):
-        flush.zero_()
+        flush.amax()
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
         function()
@@ -93,11 +95,11 @@ def measure(
 
     queries = 1 if kind == "decode" else tokens
     blocks = -(-tokens // BLOCK_SIZE)
-    kv_cache = torch.randn(2, batch * blocks, kv_heads, head_dim * BLOCK_SIZE, device="cuda", dtype=dtype)
-    tables = torch.randperm(batch * blocks, device="cuda").view(batch, blocks)
-    q = torch.randn(batch * queries, heads, head_dim, device="cuda", dtype=dtype)
+    kv_cache = torch.randn(2, batch * blocks, kv_heads, head_dim * BLOCK_SIZE, device=DEVICE, dtype=dtype)
+    tables = torch.randperm(batch * blocks, device=DEVICE).view(batch, blocks).int()  # as in a sequence table on a GPU
+    q = torch.randn(batch * queries, heads, head_dim, device=DEVICE, dtype=dtype)
     query_lens, seq_lens = torch.full((batch,), queries), torch.full((batch,), tokens)
-    no_slots = torch.zeros(0, dtype=torch.int64, device="cuda")  # nothing is written
+    no_slots = torch.zeros(0, dtype=torch.int64, device=DEVICE)  # nothing is written
     attention = paged_attention.make_attention(no_slots, tables, query_lens, seq_lens, kv_heads, q.device)
     row: dict[str, Any] = {"kind": kind, "batch": batch, "tokens": tokens, "heads": f"{heads}/{kv_heads} x {head_dim}"}
     # Captured, as the engine runs decodes, so that launches take no time.
@@ -111,7 +113,7 @@ def measure(
         lambda: lambda: reference.paged_attention(q, kv_cache, tables, query_lens, seq_lens), max(3, num_iters // 10)
     )
     shapes = (heads, queries), (kv_heads, tokens), (kv_heads, tokens)
-    a, k, v = (torch.randn(batch, n, length, head_dim, device="cuda", dtype=dtype) for n, length in shapes)
+    a, k, v = (torch.randn(batch, n, length, head_dim, device=DEVICE, dtype=dtype) for n, length in shapes)
     causal = kind == "prefill"
     row["sdpa"] = time_if_it_runs(
         lambda: captured(lambda: F.scaled_dot_product_attention(a, k, v, is_causal=causal, enable_gqa=True)), num_iters

@@ -30,6 +30,7 @@ from benchmarks.peers import transformers_continuous
 from benchmarks.peers.protocol import Run, Work, measure
 from benchmarks.report import console, figure, show_table, spread, table_of
 from nanopage import LLM, LLMEngine
+from nanopage.kernels import paged_attention
 from nanopage.outputs import StepStats
 from nanopage.weights import loader
 from nanopage.worker import worker
@@ -762,6 +763,54 @@ def test_ctrl_c_writes_the_rows_of_kernels(tmp_path, monkeypatch, kernels_on_a_f
     assert done.exit_code == 130 and "75%" in done.output
     result = json.loads((tmp_path / "result.json").read_text())
     assert result["complete"] is False and len(result["rows"]) == 3
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("kind", ["decode", "prefill"])
+def test_kernels_get_block_tables_as_the_engine_has_them(monkeypatch, kind):
+    """int32, of which the reference next to them computes the same."""
+    seen, make = [], paged_attention.make_attention
+
+    def made(slots, tables, *arguments):
+        seen.append((tables.dtype, make(slots, tables, *arguments)))
+        return seen[-1][1]
+
+    monkeypatch.setattr(kernels, "DEVICE", torch.device("cpu"))
+    monkeypatch.setattr(paged_attention, "make_attention", made)
+    monkeypatch.setattr(kernels, "captured", lambda function: function)
+    results = []
+    monkeypatch.setattr(kernels, "time_of", lambda function, num_iters: results.append(function()) or 1.0)
+    monkeypatch.setattr(kernels, "flex", lambda *_: lambda: None)
+    row = kernels.measure(kind, 4, 2, 16, 3, 40, torch.float32, 1)
+    ours, plain, sdpa, _ = results
+    torch.testing.assert_close(ours, plain)
+    assert [dtype for dtype, _ in seen] == [torch.int32] and sdpa.shape == (3, 4, 1 if kind == "decode" else 40, 16)
+    assert row["gb_s"] == 2 * 3 * 40 * 2 * 16 * 4 / 1e3 and row["reference"] == 1.0
+
+
+def test_a_call_is_timed_after_a_buffer_has_been_read(monkeypatch):
+    events = []
+
+    class Event:
+        def __init__(self, enable_timing):
+            pass
+
+        def record(self):
+            events.append("record")
+
+        def synchronize(self):
+            pass
+
+        def elapsed_time(self, end):
+            return 0.002
+
+    read = torch.Tensor.amax
+    monkeypatch.setattr(kernels, "DEVICE", torch.device("cpu"))
+    monkeypatch.setattr(kernels, "GIB", 2**20)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.Tensor, "amax", lambda self: events.append("read") or read(self))
+    assert kernels.time_of(lambda: events.append("call"), 2) == 2.0
+    assert events == [*["call"] * 3, *["read", "record", "call", "record"] * 2]
 
 
 @pytest.mark.gpu
