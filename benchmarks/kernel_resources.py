@@ -94,7 +94,7 @@ def compile_ahead(one: Specialization, architecture: int) -> Resources:
     options = {name: constants.pop(name) for name in ("num_warps", "num_stages") if name in constants}
     data = "*" + DTYPES[one.dtype]
     types = {"k_ptr": data, "v_ptr": data, "q_ptr": data, "cache_ptr": data, "out_ptr": data, "slot_ptr": "*i64"}
-    types |= {"table_ptr": "*i64", "seq_len_ptr": "*i32", "query_start_ptr": "*i32"}
+    types |= {"table_ptr": "*i32", "seq_len_ptr": "*i32", "query_start_ptr": "*i32"}
     types |= {"partial_ptr": "*fp32", "lse_ptr": "*fp32", "num_splits": "i32"}
     signature, attributes = {}, {}
     for i, name in enumerate(kernel.arg_names):
