@@ -23,7 +23,7 @@ class PackedLinear(nn.Module):
 
     def __init__(self, linear: Linear):
         super().__init__()
-        self.out_features = linear.out_features
+        self.in_features, self.out_features = linear.in_features, linear.out_features
         weight = linear.weight.data
         self.register_buffer("packed", packed_linear.pack(weight), persistent=False)
         self.register_buffer("tiles", packed_linear.tiles_of(self.packed, weight), persistent=False)

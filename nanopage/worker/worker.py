@@ -27,6 +27,7 @@ from nanopage.worker.jit import compile_afresh, compile_model
 from nanopage.worker.kv_cache import KVCache
 from nanopage.worker.memory import GIB, block_bytes, fit_length, measure_step, num_blocks_that_fit, num_host_blocks
 from nanopage.worker.model_runner import Launched, ModelRunner, Way
+from nanopage.worker.option_speed import warn_of_slow_options
 from nanopage.worker.sequence_table import SequenceTable
 from nanopage.worker.threads import ThreadCount, limit_threads
 
@@ -75,6 +76,8 @@ class Worker:
             checkpoint, model_config, self.dtype, self.device, config.load_format, on_progress, self.tiles == BLOCKS
         )
         self._replace_modules()
+        if self.device.type == "cpu":
+            warn_of_slow_options(config, model_config, self.model.layers[0], self.dtype)
         longest = config.max_model_len or model_config.max_position_embeddings
         step_bytes = 0
         if self.device.type == "cuda":
