@@ -101,7 +101,7 @@ class EngineConfig:
         quantization: "int8" stores each weight of linear layers, and of an embedding tied to the head, in one byte (see
             layers/tiled.py), and rounds the activations that they multiply to one byte. "int4" stores the weights of
             the decoder layers in half a byte, with a scale and an offset for each 32 inputs, and those of the head in
-            one byte. Everything else, such as KV, is in `dtype`. Only on a CPU. None: as `dtype` says.
+            one byte. Everything else, such as KV, is as `dtype` says. Only on a CPU. None: weights, too.
         async_scheduling: submit a step before the results of the previous one have been read, so that a GPU need not
             wait for Python. Outputs are the same, but come one call of `step` later. None: only on a GPU.
         load_format: "auto" reads the model's weights. "dummy" draws random ones, to measure speed: a directory with

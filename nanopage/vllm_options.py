@@ -37,7 +37,7 @@ ENGINE: Neutral = {
         (True, None),
         "prompts longer than max_num_batched_tokens are always prefilled in chunks",
     ),
-    "kv_cache_dtype": (("auto",), "K and V are kept in dtype"),
+    "kv_cache_dtype": (("auto",), "K and V are kept in dtype, or in the checkpoint's 16 bits (see EngineConfig)"),
     "calculate_kv_scales": ((False,), "K and V are not quantized"),
     "cpu_offload_gb": ((0, 0.0), "all weights are on the device"),
     "disable_log_stats": (ANY, "metrics are always counted, and never logged"),

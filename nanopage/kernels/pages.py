@@ -23,7 +23,10 @@ def views(kv_cache: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
 
 def write(k: Tensor, v: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
     """Write k and v [T, kv_heads, head_dim] to slots [T] of a layer's cache: block * block_size + offset. They are
-    rounded to the cache's dtype."""
+    rounded to the cache's dtype; in float16, larger numbers become the largest."""
+    if kv_cache.dtype == torch.float16 != k.dtype:
+        most = torch.finfo(torch.float16).max
+        k, v = k.clamp(-most, most), v.clamp(-most, most)
     k, v = k.to(kv_cache.dtype), v.to(kv_cache.dtype)
     _, num_heads, head_dim = k.shape
     block_size = kv_cache.shape[3] // head_dim

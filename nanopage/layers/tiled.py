@@ -55,6 +55,14 @@ class TiledEmbedding(nn.Module):
         return tile_linear.rows(self.tiles, self.scales, input_ids, self.in_features, self.dtype)
 
 
+def has_only_float16(module: nn.Module) -> bool:
+    """Whether all weights of linear layers are numbers that float16 has."""
+    linears = (child for child in module.modules() if isinstance(child, Linear))
+    return all(
+        torch.equal(linear.weight.to(torch.float16).to(linear.weight.dtype), linear.weight) for linear in linears
+    )
+
+
 def tile(module: nn.Module, kind: str) -> None:
     """Tile every Linear in a module, and the embedding if it is tied to one of them.
 

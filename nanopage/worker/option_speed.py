@@ -9,9 +9,12 @@ from torch import Tensor, nn
 
 from nanopage.config import EngineConfig, ModelConfig
 from nanopage.device import resolve_dtype
+from nanopage.kernels.cpu import tile_linear
 from nanopage.kernels.cpu.packed_linear import can_pack
 from nanopage.layers.linear import Linear
 from nanopage.layers.packed import PackedLinear
+from nanopage.layers.tiled import TiledLinear
+from nanopage.worker.aot_tiles import CompiledProduct
 
 logger = logging.getLogger("nanopage")
 
@@ -21,25 +24,39 @@ SECONDS = 0.003  # that a measurement takes at least
 REPEATS = 5
 
 
-def warn_of_slow_options(config: EngineConfig, model_config: ModelConfig, layer: nn.Module, dtype: torch.dtype) -> None:
+def warn_of_slow_options(
+    config: EngineConfig,
+    model_config: ModelConfig,
+    layer: nn.Module,
+    dtype: torch.dtype,
+    product: CompiledProduct | None,
+) -> None:
     """Compare the largest product of a decoder layer with the same one as the default would compute it, if there is an
     option to compare: a quantization, or another dtype of 16 bits than the default. Larger dtypes are for precision.
 
     Args:
         layer: of the model, as the options have made it.
         dtype: of its activations.
+        product: multiplies by weights in tiles, if there is one.
     """
     default, _ = resolve_dtype("auto", model_config.dtype, torch.device("cpu"))
     options = [f"dtype={config.dtype!r}"] if config.dtype in ("bfloat16", "float16") and dtype != default else []
     options += [f"quantization={config.quantization!r}"] if config.quantization else []
     if not options:
         return
-    options += ["enforce_eager=True"] if config.enforce_eager else []
+    if config.enforce_eager:
+        options.append("enforce_eager=True")
+    elif config.quantization and product is None:
+        options.append("products that are not compiled")
     linears: list[Any] = [module for module in layer.modules() if hasattr(module, "in_features")]
     linear = max(linears, key=lambda module: module.in_features * module.out_features)
-    plain = Linear(linear.in_features, linear.out_features).requires_grad_(False).to(default)
-    plain.weight.fill_(1)
-    usual = PackedLinear(plain) if can_pack(default) else plain
+    with torch.device("meta"):
+        plain = Linear(linear.in_features, linear.out_features).requires_grad_(False).to(default)
+    plain.to_empty(device="cpu").weight.fill_(1)
+    usual: nn.Module = PackedLinear(plain) if can_pack(default) else plain
+    if product is not None and dtype == default == torch.float32 and model_config.dtype in ("bfloat16", "float16"):
+        usual = TiledLinear(plain, *tile_linear.tile(plain.weight.data, torch.bfloat16))  # as Worker chooses by itself
+        usual.product = product
     slower = []
     for num_tokens in NUM_TOKENS:
         x = torch.ones(num_tokens, linear.in_features)

@@ -14,7 +14,7 @@ from nanopage.config import EngineConfig, ModelConfig
 from nanopage.device import resolve_device, resolve_dtype, resolve_kv_dtype, set_cuda_precision
 from nanopage.kernels.cpu.packed_linear import can_pack
 from nanopage.layers.packed import pack
-from nanopage.layers.tiled import TiledLinear, tile
+from nanopage.layers.tiled import TiledLinear, has_only_float16, tile
 from nanopage.step import Batch, Capacity
 from nanopage.weights import loader
 from nanopage.weights.gguf_checkpoint import GGUFCheckpoint
@@ -77,7 +77,7 @@ class Worker:
         )
         self._replace_modules()
         if self.device.type == "cpu":
-            warn_of_slow_options(config, model_config, self.model.layers[0], self.dtype)
+            warn_of_slow_options(config, model_config, self.model.layers[0], self.dtype, self.product)
         longest = config.max_model_len or model_config.max_position_embeddings
         step_bytes = 0
         if self.device.type == "cuda":
@@ -161,6 +161,8 @@ class Worker:
 
     def _replace_modules(self) -> None:
         """Replace the model's modules by packed, quantized or compiled ones."""
+        if self.tiles == "float16" and self.config.load_format != "dummy" and not has_only_float16(self.model):
+            self.tiles = self.product = None  # config.json says float16, but the file has other numbers
         if self.device.type == "cuda":
             if not self.config.enforce_eager:
                 compile_model(self.model, self.model_config, self.dtype, self.device)

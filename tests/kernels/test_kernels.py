@@ -13,7 +13,7 @@ from nanopage.kernels.cpu import packed_linear, tile_linear
 from nanopage.layers.embedding import Embedding
 from nanopage.layers.linear import Linear
 from nanopage.layers.packed import PackedEmbedding, PackedLinear, PackedRowLinear, pack
-from nanopage.layers.tiled import TiledEmbedding, TiledLinear, tile
+from nanopage.layers.tiled import TiledEmbedding, TiledLinear, has_only_float16, tile
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -127,6 +127,9 @@ def test_k_and_v_may_have_fewer_bits_than_activations(kv_dtype):
     pages.write(k, v, pool.cache, torch.tensor([17]))
     (k_page,), (v_page,) = pages.gather(pool.cache, torch.tensor([[1]]), 64)
     assert torch.equal(k_page[:, :, 1], k[0].to(kv_dtype)) and torch.equal(v_page[:, 1], v[0].to(kv_dtype))
+    pages.write(1e6 * k, -1e6 * v, pool.cache, torch.tensor([17]))  # too large for float16
+    (k_page,), (v_page,) = pages.gather(pool.cache, torch.tensor([[1]]), 64)
+    assert k_page[:, :, 1].isfinite().all() and v_page[:, 1].isfinite().all()
 
 
 @pytest.mark.parametrize("window", [None, 5])
@@ -307,6 +310,15 @@ def test_what_a_step_writes_it_sees(window):
 
 def quantize(module):
     tile(module, "int8")
+
+
+def test_weights_that_float16_does_not_have_are_found():
+    linear = Linear(3, 2).requires_grad_(False)
+    linear.weight.copy_(torch.tensor([[1.5, -65504, 0], [2**-24, 0.25, 3]]))
+    assert has_only_float16(torch.nn.Sequential(linear))
+    for other in (65520.0, 1 + 2**-12, 2**-26):
+        linear.weight[1, 2] = other
+        assert not has_only_float16(torch.nn.Sequential(linear))
 
 
 class Tied(torch.nn.Module):

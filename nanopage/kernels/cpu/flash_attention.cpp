@@ -410,7 +410,7 @@ void attend_together(const Step& step, const Layer& layer) {
 }  // namespace
 
 // Causal attention of q [T, heads, HEAD_DIM] over a layer's cache [2, num_blocks, NUM_KV_HEADS, HEAD_DIM * BLOCK_SIZE].
-// Writes `out`, of q's shape. A query sees the last `window` tokens up to itself, or all of them if `window` is 0.
+// Writes `out`, of q's shape. Slots between a sequence's end and the end of its last block must be finite. A query sees the last `window` tokens up to itself, or all of them if `window` is 0.
 //
 // q: the addresses of its parts, each of `part_rows` rows except the last, which may have fewer.
 //

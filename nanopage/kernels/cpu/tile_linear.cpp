@@ -147,6 +147,8 @@ extern "C" int aoti_torch_cpu_tile_linear(void* x_tensor, void* tiles_tensor, vo
     if (tiles_dtype == aoti_torch_dtype_bfloat16()) return multiply_wide((const Bfloat16*)tiles);
 #if !BFLOAT16  // activations of a float16 checkpoint are float32
     if (tiles_dtype == aoti_torch_dtype_float16()) return multiply_wide((const Float16*)tiles);
+#else
+    if (tiles_dtype == aoti_torch_dtype_float16()) return 1;
 #endif
     const auto multiply = [&](auto format, int64_t scale_bytes) {
         multiply_integers<decltype(format)>((const Stored*)x, rows, (const uint8_t*)tiles, num_tiles, in_features,
