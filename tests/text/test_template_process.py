@@ -47,8 +47,12 @@ def render(renderer: TemplateRenderer, source: str, content: str = "Hello") -> s
 
 def children() -> set[int]:
     """The template processes of this program, without those that other tests did not wait for."""
-    alive = [p for p in psutil.Process().children() if p.status() != psutil.STATUS_ZOMBIE]
-    return {p.pid for p in alive if str(chat_template.PROGRAM) in p.cmdline()}
+    pids = set()
+    for process in psutil.Process().children():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if process.status() != psutil.STATUS_ZOMBIE and str(chat_template.PROGRAM) in process.cmdline():
+                pids.add(process.pid)
+    return pids
 
 
 def process_of(renderer: TemplateRenderer) -> int:
@@ -58,9 +62,10 @@ def process_of(renderer: TemplateRenderer) -> int:
 
 def wait_until_gone(pid: int) -> None:
     deadline = time.monotonic() + 60
-    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    with contextlib.suppress(psutil.NoSuchProcess):
+        while psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
 
 
 # The life of the process
