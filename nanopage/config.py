@@ -78,8 +78,8 @@ class EngineConfig:
         max_model_len: most tokens (prompt + output) of a sequence; None is the model's own limit, or what the
             KV cache holds if that is less.
         max_num_seqs: most sequences that run at once; each completion of `n` and each beam counts.
-        max_num_batched_tokens: most tokens in one step; longer prompts are prefilled in chunks. None: 2,048 for `LLM`.
-            For AsyncLLM and the server it follows the time that steps take (see engine/token_budget.py).
+        max_num_batched_tokens: most tokens in one step; longer prompts are prefilled in chunks. None: 2,048 for `LLM`,
+            on a CPU 512. For AsyncLLM and the server it follows the time that steps take (see engine/token_budget.py).
         block_size: tokens per KV cache block; on a GPU a power of two.
         kv_cache_gib: most GiB for the KV cache. None: see `gpu_memory_utilization`.
         gpu_memory_utilization: the share of the device's memory (on a CPU: of the RAM) that weights and KV cache may

@@ -29,6 +29,10 @@ from nanopage.profiler import Profiler
 from nanopage.progress import progress_bar
 from nanopage.vllm_options import CALL, accept, accept_engine
 
+# The default of max_num_batched_tokens on a CPU. Steps of 512 tokens instead of 2,048 give 32 prompts at once their
+# first tokens 15 % earlier on average, at the same throughput (SmolLM2-135M, AVX512-BF16).
+CPU_TOKEN_BUDGET = 512
+
 
 class LLM:
     """A model ready to generate. Several threads may use it at once; their requests are batched together.
@@ -57,6 +61,8 @@ class LLM:
         self._profiler = Profiler(profiler_config)
         options = accept_engine("LLM()", options | {"model": model}, option_names())
         self.engine = build_engine(EngineConfig(**options), on_progress)
+        if self.engine.config.max_num_batched_tokens is None and self.engine.capacity.device == "cpu":
+            self.engine.scheduler.max_num_batched_tokens = CPU_TOKEN_BUDGET
         self._ids = itertools.count()
         self._metrics = Metrics(self.engine.model_path.name, self.engine.cache_config)
         self._lock = threading.RLock()  # guards the engine and the inboxes

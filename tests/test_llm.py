@@ -55,6 +55,15 @@ def test_an_unknown_option_is_named():
         LLM(block_size=0)
 
 
+@pytest.mark.parametrize(("options", "steps"), [({}, [512, 188]), ({"max_num_batched_tokens": 600}, [600, 100])])
+def test_a_step_on_a_cpu_has_512_tokens_unless_told_otherwise(tmp_path, options, steps):
+    llm = LLM(str(tiny_model(tmp_path, max_position_embeddings=1024)), device="cpu", enforce_eager=True, **options)
+    computed = []
+    llm.engine.listeners.append(lambda stats: computed.append(stats.prefill_tokens))
+    llm.generate({"prompt_token_ids": [5] * 700}, SamplingParams(max_tokens=1), use_tqdm=False)
+    assert computed == steps
+
+
 def test_every_form_of_prompt_is_the_same_prompt(llm):
     ids = llm.get_tokenizer().encode("the cat")
     forms = ["the cat", ids, {"prompt": "the cat"}, {"prompt_token_ids": ids}]

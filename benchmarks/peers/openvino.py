@@ -38,15 +38,21 @@ def load(options: Options) -> tuple[dict[str, str], Engine]:
     pipeline = openvino_genai.ContinuousBatchingPipeline(str(ir(options)), scheduler, "CPU", properties)
 
     def run(work: list[Work]) -> list[Output]:
-        started = time.perf_counter()
-        tensors = [openvino.Tensor(np.array([w.prompt], dtype=np.int64)) for w in work]
-        results = pipeline.generate(tensors, [greedy(w.output_len) for w in work])
-        outputs = []
-        for result in results:
-            times = result.perf_metrics.raw_metrics.m_new_token_times  # ms on a clock of its own
-            first = started + result.perf_metrics.get_ttft().mean / 1000
-            outputs.append(Output(result.m_generation_ids[0], first, first + (times[-1] - times[0]) / 1000))
-        return outputs
+        # Not `generate`: the times in its results are those of the first request's token.
+        handles = [
+            pipeline.add_request(i, openvino.Tensor(np.array([w.prompt], dtype=np.int64)), greedy(w.output_len))
+            for i, w in enumerate(work)
+        ]
+        tokens: list[list[int]] = [[] for _ in work]
+        times: list[list[float]] = [[] for _ in work]
+        while pipeline.has_non_finished_requests():
+            pipeline.step()
+            for i, handle in enumerate(handles):
+                while handle.can_read():
+                    (output,) = handle.read().values()
+                    tokens[i] += output.generated_ids
+                    times[i].append(time.perf_counter())
+        return [Output(ids, at[0], at[-1]) for ids, at in zip(tokens, times, strict=True)]
 
     def greedy(num_tokens: int):
         config = openvino_genai.GenerationConfig()
