@@ -235,7 +235,7 @@ class Paged:
         self.cache.move(batch)
         self.table.update(batch)
         assert self.way.fits(batch)
-        logits = self.model.lm_head(self.way.run(batch).hidden)
+        logits = self.model.logits(self.way.run(batch).hidden)
         for index, rows in zip(batch.rows, logits.split(batch.counts), strict=True):
             self.logits[index] = torch.cat([self.logits[index], rows])
 

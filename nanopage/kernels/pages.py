@@ -11,6 +11,7 @@ adjacent in V. The axes of a page are flattened into one, because K and V have t
 tensor.
 """
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -43,16 +44,16 @@ def write(k: Tensor, v: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
     kv_cache[which, blocks[:, None, None], heads, elements[:, :, None]] = torch.stack((k, v))
 
 
-def pad_tables(block_tables: Tensor, num_blocks: Tensor) -> Tensor:
+def pad_tables(block_tables: np.ndarray, num_blocks: np.ndarray) -> np.ndarray:
     """Replace the entries after each sequence's `num_blocks` [B] in block tables [B, max_blocks] with its first block.
 
     Plain attention gathers whole rows and masks them afterwards. The replaced entries may name blocks of other
     sequences, whose values may be NaN, and a mask does not hide NaN.
     """
     width = block_tables.shape[1]
-    if int(num_blocks.min()) == width:
+    if num_blocks.min() == width:
         return block_tables
-    return torch.where(torch.arange(width) < num_blocks[:, None], block_tables, block_tables[:, :1])
+    return np.where(np.arange(width) < num_blocks[:, None], block_tables, block_tables[:, :1])
 
 
 def gather(kv_cache: Tensor, block_tables: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:

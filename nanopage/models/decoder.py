@@ -1,6 +1,6 @@
 """A decoder-only transformer: the part that all model families share.
 
-token ids ─▶ embed_tokens ─▶ layers ─▶ norm ─▶ hidden states ─▶ lm_head ─▶ logits
+token ids ─▶ embed_tokens ─▶ layers ─▶ hidden states ─▶ norm ─▶ lm_head ─▶ logits
 
 a layer:   x = x + attention(norm(x))
            x = x + mlp(norm(x))
@@ -24,7 +24,7 @@ Layers = Callable[[Tensor, Tensor, Tensor, Tensor, Attention, Tensor | None], Te
 
 
 class Decoder(nn.Module):
-    """Computes the hidden states of tokens. `lm_head` turns hidden states into logits.
+    """Computes the hidden states of tokens. `logits` makes logits of them.
 
     Args:
         layers: `config.num_layers` decoder layers.
@@ -49,7 +49,7 @@ class Decoder(nn.Module):
         rows: Tensor | None = None,
         layers: Layers | None = None,
     ) -> Tensor:
-        """Compute the hidden states of T tokens.
+        """Compute the hidden states of T tokens, the output of the last layer.
 
         Args:
             input_ids, positions: [T].
@@ -64,7 +64,11 @@ class Decoder(nn.Module):
         cos, sin = self.rotary(positions, x.dtype)
         if layers is None:
             layers = partial(run_layers, self.layers)
-        return self.norm(layers(x, cos, sin, kv_cache, attention, rows))
+        return layers(x, cos, sin, kv_cache, attention, rows)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [T, hidden_size] -> [T, vocab_size]"""
+        return self.lm_head(self.norm(hidden))
 
 
 def run_layers(

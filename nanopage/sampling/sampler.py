@@ -8,7 +8,6 @@ With Gumbel noise, argmax(logits + temperature * noise) is a sample of softmax(l
 Gumbel-max trick (Maddison et al. 2014).
 """
 
-import math
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -17,12 +16,12 @@ import torch
 from torch import Tensor
 
 from nanopage.device import to_device, to_host
+from nanopage.sampling.argmax import argmax
 from nanopage.sampling.constraints import Constraints
 from nanopage.sampling.noise import gumbel_noise
 from nanopage.sampling.penalties import Penalties
 from nanopage.sampling.samples import Check, Samples
 from nanopage.sampling.truncation import CANDIDATES, sample_among, sample_truncated, truncate_among
-from nanopage.step import NO_TOKEN
 
 if TYPE_CHECKING:
     from nanopage.worker.sequence_table import SequenceTable
@@ -131,24 +130,3 @@ def gumbel_max(logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: T
     """
     ids = torch.arange(logits.shape[-1], device=logits.device)
     return argmax(logits + temperatures[:, None] * gumbel_noise(seeds, positions, ids))
-
-
-def argmax(logits: Tensor) -> Tensor:
-    """The token with the largest logit in each row of [B, vocab_size], the first one among equals: int64 [B].
-
-    NO_TOKEN if the largest logit is not finite: the row contains NaN or infinity, or only -infinity.
-
-    Finds the block with the largest logit first, then the token within that block. On a CPU, torch's argmax is not
-    vectorized and takes ten times as long. On a GPU, Inductor's argmax gives a whole row to a single program.
-    """
-    size = 1 if logits.is_cuda and not torch.compiler.is_compiling() else math.gcd(logits.shape[-1], 256)
-    if size < 16:
-        best = logits.argmax(dim=-1, keepdim=True)
-        largest = logits.gather(1, best)
-    else:
-        blocks = logits.unflatten(-1, (-1, size))
-        largest = blocks.amax(dim=-1)
-        block = largest.argmax(dim=-1, keepdim=True)  # [B, 1]
-        within = blocks.take_along_dim(block[..., None], dim=1).argmax(dim=-1)
-        best, largest = block * size + within, largest.gather(1, block)
-    return torch.where(largest.isfinite(), best, NO_TOKEN).squeeze(1)

@@ -25,19 +25,21 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from filelock import FileLock, Timeout
 from torch import Tensor, nn
 
 import nanopage
 from nanopage.config import ModelConfig
+from nanopage.kernels.reference import ReferenceAttention
 from nanopage.models import find_family
 from nanopage.models.decoder import Decoder
 from nanopage.private_files import check_private, make_private
 from nanopage.step import Batch
 from nanopage.weights import hub
 from nanopage.worker.aot_chain import Chain, FixedInputs, Layers, Library
-from nanopage.worker.eager import Output, prepare, reference_attention, run_model
+from nanopage.worker.eager import Inputs, Output, prepare, reference_attention, run_model, wants_prompt_logprobs
 from nanopage.worker.kv_cache import KVCache
 from nanopage.worker.sequence_table import SequenceTable
 
@@ -47,10 +49,10 @@ logger = logging.getLogger("nanopage")
 #   chain   aot_chain.cpp with kernels/cpu/flash_attention.cpp: attention, and the calls of the other parts
 #   before  a layer up to the write to the cache
 #   after   a layer after its attention
-#   head    the head
+#   head    the last norm and the head; of a single row also the token with the largest logit
 # The last three are compiled for two kinds of steps, by the number of rows that they compute:
 #   one     a single row
-#   many    any number; the head, except with weights in tiles, is then the model's own
+#   many    any number; the norm and the head, except with weights in tiles, are then the model's own
 CHAIN = "chain.so"
 LOCK = "lock"  # name of the file that the process holds a lock of while it compiles
 # A step with at least so many rows for each thread is computed in parts, one by each thread. They read all weights, but
@@ -118,9 +120,25 @@ class Compiled:
 
     def run(self, batch: Batch) -> Output:
         inputs = prepare(batch, self.table)
-        return run_model(
-            self.model, batch, inputs, reference_attention(inputs), self.kv_cache, self.table, self.layers, self.head
-        )
+        attention = reference_attention(inputs)
+        if self.head is not None and self._is_one_decode(batch):
+            return self._decode_one(batch.rows[0], inputs, attention, self.head)
+        return run_model(self.model, batch, inputs, attention, self.kv_cache, self.table, self.layers, self.head)
+
+    def _is_one_decode(self, batch: Batch) -> bool:
+        """Whether a batch has one token, which is not of a prompt whose log-probabilities are asked for, and samples
+        the next one."""
+        return batch.counts == [1] and batch.sampled_rows == batch.rows and not wants_prompt_logprobs(batch, self.table)
+
+    def _decode_one(self, row: int, inputs: Inputs, attention: ReferenceAttention, head: "CompiledHead") -> Output:
+        """Run a step of a single token. Unlike `run_model`, this does little in Python: for a small model that takes a
+        tenth of such a step."""
+        hidden = self.model(inputs.input_ids, inputs.positions, self.kv_cache.tensor, attention, layers=self.layers)
+        logits, tokens = head.of_one_row(hidden)
+        if not self.table.sampling.greedy[row]:
+            return Output(logits)
+        self.table.record(np.array([row]), inputs.seq_lens.numpy(), tokens)
+        return Output(logits, tokens=tokens)
 
     def compile(self, on_progress: Callable[[int, int], None] | None = None) -> None:
         """Compile and load everything now. If that is interrupted, nothing goes on.
@@ -236,8 +254,10 @@ class Compiled:
         head: Any = self.model.lm_head
         if head.tiles is None:
             return None
-        weights = [head.tiles] if (scales := getattr(head, "scales", None)) is None else [head.tiles, scales]
-        return CompiledHead(chain, libraries, FixedInputs(weights), head)
+        tensors = [*tensors_of(self.model.norm).values(), head.tiles]
+        if (scales := getattr(head, "scales", None)) is not None:
+            tensors.append(scales)
+        return CompiledHead(chain, libraries, FixedInputs(tensors), self.model)
 
     def _set_aside(self, file: Path) -> None:
         """Rename a damaged file, so that its part is compiled again. Give up if that part was damaged before."""
@@ -320,7 +340,7 @@ class CompiledLayers:
         x = self.chain.run_layers(before, after, self.layers, x, cos, sin, attention, attended, num_parts)
         if rows is not None:
             x, attended = x[rows], attended[rows]
-        return self.chain.call(self._part("after", x), self.layers.fixed[-1], x, attended)
+        return self.chain.call(self._part("after", x), self.layers.fixed[-1], x, attended)[0]
 
     def _part(self, part: str, x: Tensor) -> Library:
         """The function for as many rows as x has."""
@@ -328,17 +348,28 @@ class CompiledLayers:
 
 
 class CompiledHead:
-    """Computes logits, with compiled code if there is some for that number of rows, or else with `head`."""
+    """Computes the last norm and the head: `logits` of a Decoder.
 
-    def __init__(self, chain: Chain, libraries: dict[tuple[str, str], Library], weights: FixedInputs, head: nn.Module):
-        self.chain, self.weights, self.head = chain, weights, head
+    Args:
+        fixed: the tensors of the norm and the head.
+        model: computes the logits of several rows if there is no compiled code for them.
+    """
+
+    def __init__(self, chain: Chain, libraries: dict[tuple[str, str], Library], fixed: FixedInputs, model: Decoder):
+        self.chain, self.fixed, self.model = chain, fixed, model
         self.of_one, self.of_many = libraries["head", "one"], libraries.get(("head", "many"))
 
-    def __call__(self, x: Tensor) -> Tensor:
-        compiled = self.of_one if len(x) == 1 else self.of_many
-        if compiled is None:
-            return self.head(x)
-        return self.chain.call(compiled, self.weights, x)[:, : self.head.out_features]
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """hidden [T, hidden_size] -> [T, vocab_size]"""
+        if len(hidden) == 1:
+            return self.of_one_row(hidden)[0]
+        if self.of_many is None:
+            return self.model.logits(hidden)
+        return self.chain.call(self.of_many, self.fixed, hidden)[0]
+
+    def of_one_row(self, hidden: Tensor) -> list[Tensor]:
+        """hidden [1, hidden_size] -> logits [1, vocab_size] and their `argmax`, int64 [1]."""
+        return self.chain.call(self.of_one, self.fixed, hidden, num_outputs=2)
 
 
 def tensors_of(layer: nn.Module) -> dict[str, Tensor]:
@@ -362,8 +393,8 @@ def _key(config: ModelConfig, spec: dict[str, Any]) -> str:
     assert family is not None and family.__file__ is not None
     sources = [*sorted(here.glob("kernels/cpu/*.*")), here / "kernels" / "pages.py", Path(family.__file__)]
     sources += [*sorted(here.glob("layers/*.py")), here / "models" / "decoder.py"]
-    sources += sorted(here.glob("worker/aot*"))
-    sizes = asdict(config) | {"num_layers": None, "vocab_size": None, "max_position_embeddings": None}
+    sources += [*sorted(here.glob("worker/aot*")), here / "sampling" / "argmax.py"]
+    sizes = asdict(config) | {"num_layers": None, "max_position_embeddings": None}
     sizes["sliding_windows"] = None  # an argument of attention
     parts = [torch.__version__, *processor(), spec["dtype"], spec["kv_dtype"], spec["block_size"]]
     parts += [spec["threads"], spec["tiled"], sorted((name, repr(value)) for name, value in sizes.items())]

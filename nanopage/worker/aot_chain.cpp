@@ -48,13 +48,13 @@ struct Part {
 // Call a function with `inputs`, which it frees, followed by copies of `fixed`. Returns 0, or the code of what has
 // failed.
 extern "C" int call_function(const Function& function, void** inputs, size_t num_inputs, const FixedInputs& fixed,
-                             void** output) {
+                             void** outputs, size_t num_outputs) {
     std::vector<void*> handles(inputs, inputs + num_inputs);
     for (size_t i = 0; i < fixed.count; i++) {
         handles.push_back(nullptr);
         if (const int error = aoti_torch_new_tensor_handle(fixed.handles[i], &handles.back())) return error;
     }
-    return function.run(function.container, handles.data(), handles.size(), output, 1, nullptr, nullptr);
+    return function.run(function.container, handles.data(), handles.size(), outputs, num_outputs, nullptr, nullptr);
 }
 
 namespace {
@@ -67,7 +67,7 @@ int call_with_copies(const Function& function, std::initializer_list<void*> inpu
         copies.push_back(nullptr);
         if (const int error = aoti_torch_new_tensor_handle(handle, &copies.back())) return error;
     }
-    return call_function(function, copies.data(), copies.size(), fixed, output);
+    return call_function(function, copies.data(), copies.size(), fixed, output, 1);
 }
 
 // The part of a layer before attention. Its output is `q`, at `address`.

@@ -67,7 +67,7 @@ class Step(ctypes.Structure):
 
 
 class Library:
-    """A compiled function of tensors that returns one tensor.
+    """A compiled function of tensors.
 
     Args: count: the length of `functions`. Threads must not call the same one at the same time.
     Raises:
@@ -125,7 +125,7 @@ class Chain:
         library = ctypes.CDLL(str(file))
         self._call, self._run_layers, self.attend = library.call_function, library.run_layers, library.attend
         self._call.argtypes = [
-            POINTER(_Function), c_void_p, c_size_t, POINTER(_FixedInputs), POINTER(c_void_p),
+            POINTER(_Function), c_void_p, c_size_t, POINTER(_FixedInputs), POINTER(c_void_p), c_size_t,
         ]  # fmt: skip
         self._run_layers.argtypes = [
             POINTER(_Function), POINTER(_Function), POINTER(_Layer), c_size_t, POINTER(Step), c_int64,
@@ -134,11 +134,11 @@ class Chain:
         self.attend.argtypes = [POINTER(Step), POINTER(c_void_p), c_int64, c_void_p, c_int64, c_int64, c_void_p]
         self.attend.restype = None
 
-    def call(self, library: Library, fixed: FixedInputs, *inputs: Tensor) -> Tensor:
+    def call(self, library: Library, fixed: FixedInputs, *inputs: Tensor, num_outputs: int = 1) -> list[Tensor]:
         """Call a function. Raises: RuntimeError if it fails; its error is on stderr."""
-        handles, output = new_handles(inputs), c_void_p()
-        _check(self._call(library.functions, handles, len(handles), fixed.structure, byref(output)))
-        return take_tensors([output.value])[0]
+        handles, outputs = new_handles(inputs), (c_void_p * num_outputs)()
+        _check(self._call(library.functions, handles, len(handles), fixed.structure, outputs, num_outputs))
+        return take_tensors(outputs)
 
     def run_layers(
         self,

@@ -28,10 +28,11 @@ from torch import Tensor, nn
 
 from nanopage.config import ModelConfig
 from nanopage.kernels import pages
-from nanopage.kernels.cpu import packed_linear, tile_linear
+from nanopage.kernels.cpu import packed_linear
 from nanopage.kernels.cpu.packed_linear import TILE, matvec
 from nanopage.layers.packed import PackedLinear, PackedRowLinear, pack
 from nanopage.layers.tiled import tile
+from nanopage.sampling.argmax import argmax
 from nanopage.weights import loader
 from nanopage.worker.aot import LOCK, TIME_LIMIT, digest, file_kinds, find_file, tensors_of
 from nanopage.worker.aot_tiles import SCRATCH, product_constants
@@ -110,25 +111,38 @@ def compile_layer(
 
 
 class _ExportedHead(nn.Module):
-    """Computes the head as a function of its input and weights, for a vocabulary of any size."""
+    """Computes the last norm and the head as a function of their input and tensors: logits, and of a single row also
+    the token with the largest one."""
 
-    def forward(self, x, tiles, scales=None):
-        return matvec(x, tiles, None) if scales is None else torch.ops.nanopage.tile_linear(x, tiles, scales)
+    def __init__(self, norm: nn.Module, vocab_size: int, one_row: bool):
+        super().__init__()
+        self.norm, self.names, self.vocab_size, self.one_row = [norm], list(tensors_of(norm)), vocab_size, one_row
+
+    def forward(self, x, norm_tensors, tiles, scales=None):
+        x = torch.func.functional_call(self.norm[0], dict(zip(self.names, norm_tensors, strict=True)), x)
+        if scales is None:
+            logits = matvec(x, tiles, None)
+        else:
+            logits = torch.ops.nanopage.tile_linear(x, tiles, scales)[:, : self.vocab_size]
+        return (logits, argmax(logits)) if self.one_row else logits
 
 
-def compile_head(config: ModelConfig, dtype: torch.dtype, tiled: bool, num_rows: int, file: Path) -> None:
-    """Compile the head, for a single row or for several, to `file`."""
-    any_size = {0: torch.export.Dim.DYNAMIC}
-    many = None if num_rows == 1 else any_size
-    num_tiles = 500
-    if tiled:
-        weight = list(tile_linear.tile(torch.zeros(num_tiles * TILE, config.hidden_size), torch.bfloat16))
+def compile_head(
+    norm: nn.Module, config: ModelConfig, dtype: torch.dtype, tiled: bool, num_rows: int, file: Path
+) -> None:
+    """Compile the last norm and the head, for a single row or for several, to `file`."""
+    any_size = torch.export.Dim.DYNAMIC
+    num_tiles = -(-config.vocab_size // TILE)
+    if tiled:  # of any kind: compiled code does not check sizes
+        weight = [torch.empty(num_tiles, config.hidden_size, TILE, dtype=torch.bfloat16), torch.empty(num_tiles, TILE)]
     else:
         per_word = 4 // dtype.itemsize
         word = torch.int32 if per_word == 2 else torch.float32
-        weight = [torch.zeros(num_tiles, config.hidden_size // per_word, TILE, dtype=word)]
-    inputs = [torch.zeros(num_rows, config.hidden_size, dtype=dtype), *weight]
-    _export(_ExportedHead(), inputs, [many, *[any_size] * len(weight)], file, {})
+        weight = [torch.empty(num_tiles, config.hidden_size // per_word, TILE, dtype=word)]
+    tensors = list(tensors_of(norm).values())
+    inputs = [torch.zeros(num_rows, config.hidden_size, dtype=dtype), tensors, *weight]
+    dims = [{0: None if num_rows == 1 else any_size}, [None] * len(tensors), *[None] * len(weight)]
+    _export(_ExportedHead(norm, config.vocab_size, num_rows == 1), inputs, dims, file, {})
 
 
 @torch.no_grad()
@@ -260,12 +274,13 @@ def _make(spec: dict[str, Any], config: ModelConfig, directory: Path, name: str)
         return
     # Inductor decides by the number of rows which loops are worth several threads.
     num_rows = {"one": 1, "many": 90}[kind]
-    if part == "head":
-        compile_head(config, dtype, tiled, num_rows, directory / name)
-        return
     # The smallest model with such a layer. Its weights are never filled.
     small = replace(config, num_layers=1, sliding_windows=(None,), vocab_size=64)
-    layer = loader.build_model(small, dtype, torch.device("cpu")).layers[0]
+    model = loader.build_model(small, dtype, torch.device("cpu"))
+    if part == "head":
+        compile_head(model.norm, config, dtype, tiled, num_rows, directory / name)
+        return
+    layer = model.layers[0]
     if tiled:
         tile(layer, "bfloat16")
     else:

@@ -126,7 +126,7 @@ class CUDAGraphs:
         else:
             attention = PaddedAttention(slots[:num_rows], block_tables[:num_rows], seq_lens[:num_rows])
         hidden = self.model(input_ids, positions, self.kv_cache.tensor, attention)
-        logits = self.model.lm_head(hidden)
+        logits = self.model.logits(hidden)
         tokens = self.after(logits, rows, seq_lens, sampling.temperature, sampling.seed)
         self.logits[:size] = logits
         self.sampled[:size] = tokens
@@ -191,7 +191,7 @@ class PaddedAttention:
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, kv_cache: Tensor, window: int | None = None) -> Tensor:
         size, block_size = len(self.slots), kv_cache.shape[3] // q.shape[2]
-        tables = pad_tables(self.block_tables, -(-self.seq_lens // block_size))
+        tables = torch.from_numpy(pad_tables(self.block_tables.numpy(), -(-self.seq_lens.numpy() // block_size)))
         attention = ReferenceAttention(self.slots, tables, torch.ones_like(self.seq_lens), self.seq_lens)
         out = torch.zeros_like(q, memory_format=torch.contiguous_format)
         out[:size] = attention(q[:size], k[:size], v[:size], kv_cache, window)

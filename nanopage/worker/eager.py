@@ -87,21 +87,33 @@ def prepare(batch: Batch, table: SequenceTable) -> Inputs:
     num_blocks = -(-seq_lens // block_size)
     sequence = np.repeat(np.arange(len(rows)), counts)  # the sequence of each token
     positions = np.arange(len(sequence)) + np.repeat(starts - (counts.cumsum() - counts), counts)
+    lens = torch.from_numpy(counts), torch.from_numpy(seq_lens)
+    if table.device.type == "cpu":
+        # With NumPy: torch's operators on small tensors take several times as long.
+        blocks = pad_tables(table.block_tables.numpy()[rows, : num_blocks.max()], num_blocks)
+        slots = blocks[sequence, positions // block_size] * block_size + positions % block_size
+        input_ids = table.tokens.numpy()[rows[sequence], positions]
+        made = [torch.from_numpy(array) for array in (input_ids, positions, slots, blocks)]
+        return Inputs(made[0], made[1], made[2], made[3], *lens)
     token_rows, sequence, positions = to_device(
         torch.from_numpy(np.stack([rows[sequence], sequence, positions])), table.device
     )
     each_row = to_device(torch.from_numpy(rows), table.device)
+    # The kernels of a GPU read nothing behind a sequence's last block.
     block_tables = table.block_tables[:, : int(num_blocks.max())].index_select(0, each_row)
-    if table.device.type == "cpu":  # the kernels of a GPU read nothing behind a sequence's last block
-        block_tables = pad_tables(block_tables, torch.from_numpy(num_blocks))
     slots = block_tables[sequence, positions // block_size].long() * block_size + positions % block_size
     input_ids = table.tokens[token_rows, positions].long()
-    return Inputs(input_ids, positions, slots, block_tables, torch.from_numpy(counts), torch.from_numpy(seq_lens))
+    return Inputs(input_ids, positions, slots, block_tables, *lens)
 
 
-def reference_attention(inputs: Inputs) -> Attention:
+def reference_attention(inputs: Inputs) -> ReferenceAttention:
     """Plain attention (kernels/reference.py)."""
     return ReferenceAttention(inputs.slot_mapping, inputs.block_tables, inputs.query_lens, inputs.seq_lens)
+
+
+def wants_prompt_logprobs(batch: Batch, table: SequenceTable) -> bool:
+    """Whether a sequence of the batch asked for log-probabilities of its prompt."""
+    return any(table.sampling.settings[row].prompt_logprobs is not None for row in batch.rows)
 
 
 def run_model(
@@ -116,9 +128,10 @@ def run_model(
 ) -> Output:
     """Run the model on a batch, and its head on the rows to be sampled.
 
-    Args: layers, head: run the decoder layers and the head in another way. None: the model's own modules.
+    Args: layers, head: run the decoder layers, and the last norm and the head, in another way. None: the model's own
+        modules.
     """
-    scored = any(table.sampling.settings[row].prompt_logprobs is not None for row in batch.rows)
+    scored = wants_prompt_logprobs(batch, table)
     sampled = np.array(batch.sampled_from, dtype=np.int64)
     used = np.unique(sampled)  # completions that fork from one prompt share its logits
     last = np.cumsum(batch.counts)[used] - 1
@@ -129,7 +142,7 @@ def run_model(
     if not len(used):
         return Output(None, hidden if scored else None)
     chosen = hidden if not scored or everything else hidden[to_device(last.tolist(), table.device)]
-    logits = (head or model.lm_head)(chosen)
+    logits = (head or model.logits)(chosen)
     if len(used) < len(sampled):
         logits = logits[to_device(np.searchsorted(used, sampled).tolist(), table.device)]
     return Output(logits, hidden if scored else None)

@@ -99,7 +99,7 @@ class ModelRunner:
             tables = []
             for begin in range(start, end, PROMPT_LOGPROB_ROWS):
                 stop = min(begin + PROMPT_LOGPROB_ROWS, end)
-                logits = self.model.lm_head(part[begin - start : stop - start])
+                logits = self.model.logits(part[begin - start : stop - start])
                 targets = self.table.tokens[row, begin + 1 : stop + 1].long()  # position i predicts token i + 1
                 top = [tensor.cpu() for tensor in top_logprobs(logits, targets, num)]
                 tables += make_tables(targets.tolist(), top, [num] * len(targets))

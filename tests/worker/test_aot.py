@@ -35,13 +35,12 @@ from nanopage.__main__ import app
 from nanopage.build import build_engine
 from nanopage.engine.schedule import Schedule
 from nanopage.kernels.cpu.packed_linear import can_pack
-from nanopage.layers.linear import Linear
-from nanopage.layers.packed import PackedLinear, pack
+from nanopage.layers.packed import pack
 from nanopage.layers.tiled import tile
-from nanopage.step import SamplingSettings
+from nanopage.step import NO_TOKEN, SamplingSettings
 from nanopage.weights import hub, loader
 from nanopage.worker import aot, aot_compile
-from nanopage.worker.aot_chain import Chain, FixedInputs, Library
+from nanopage.worker.aot_chain import Library
 from nanopage.worker.eager import prepare, reference_attention
 from nanopage.worker.kv_cache import KVCache
 from nanopage.worker.sequence_table import SequenceTable
@@ -51,6 +50,7 @@ LONG = os.environ.get("NANOPAGE_LONG_TESTS", "0") != "0"
 # Layers with windows, biases, and sizes that oneDNN keeps in tiles (the MLP's are not). In a long run the layers differ
 # in their windows. The default model, which test_default_model.py compiles, has none.
 MODEL = {"family": "qwen2", "use_sliding_window": True, "sliding_window": 7, "max_window_layers": int(LONG)}
+FILLING = 320  # a vocabulary that fills its tiles
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +63,7 @@ def cache(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    return tiny_model(tmp_path_factory.mktemp("model"), **MODEL)
+    return tiny_model(tmp_path_factory.mktemp("model"), **MODEL, vocab_size=FILLING)
 
 
 def compiled_of(path, dtype=torch.float32, block_size=8, tiles=None, kv_dtype=None) -> aot.Compiled:
@@ -261,34 +261,75 @@ def test_compiled_layers_in_bfloat16_are_as_close_to_float32_as_transformers_is(
         compiled.restart(sequences)
         assert error(compiled.run(plan)) < 1.5 * error(theirs)
     assert compiled.way.head is not None
-    head, x = compiled.model.lm_head, torch.randn(1, compiled.way.config.hidden_size).bfloat16()
-    torch.testing.assert_close(compiled.way.head(x), head(x), rtol=2**-6, atol=0.01)
+    x = torch.randn(1, compiled.way.config.hidden_size).bfloat16()
+    torch.testing.assert_close(compiled.way.head(x), compiled.model.logits(x), rtol=2**-6, atol=0.01)
 
 
 @pytest.mark.parametrize("num_rows", [1, 2])
-def test_the_head_of_a_single_row_serves_any_vocabulary(directory, num_rows):
-    for vocab_size in (64, 320):
-        linear = Linear(64, vocab_size).requires_grad_(False)
-        linear.weight.copy_(torch.randn(linear.weight.shape, generator=torch.Generator().manual_seed(0)))
-        head = PackedLinear(linear)
-        if head.tiles is None:
-            pytest.skip("this version of oneDNN lays out a matrix of this size differently")
-        x = torch.randn(num_rows, 64, generator=torch.Generator().manual_seed(1))
-        libraries = {("head", "one"): Library(aot.find_file(directory, "head-one.so"))}
-        chain = Chain(aot.find_file(directory, aot.CHAIN))
-        compiled = aot.CompiledHead(chain, libraries, FixedInputs([head.tiles]), head)
-        torch.testing.assert_close(compiled(x), head(x), rtol=1e-5, atol=1e-5)
+def test_the_compiled_head_equals_the_eager_one(model, directory, num_rows):
+    made = paged(model, compiled=True)
+    if made.way.head is None:
+        pytest.skip("this version of oneDNN lays out a matrix of this size differently")
+    hidden = torch.randn(num_rows, made.way.config.hidden_size, generator=torch.Generator().manual_seed(1))
+    with torch.inference_mode():
+        logits, expected = made.way.head(hidden), made.model.logits(hidden)
+        torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
+        if num_rows == 1:
+            assert made.way.head.of_one_row(hidden)[1].tolist() == expected.argmax(1).tolist()
+            hidden[0, 0] = torch.nan
+            assert made.way.head.of_one_row(hidden)[1].tolist() == [NO_TOKEN]
 
 
-def test_a_head_without_tiles_stays_as_it_is(model, directory, tmp_path):
-    """The vocabulary of 300 does not fill its tiles; one of 320 does, and has the same layers."""
-    filling = tiny_model(tmp_path, **MODEL, vocab_size=320)
-    for path, has_tiles in ((model, False), (filling, True)):
-        engine = engine_of(path)
-        compiled = compiled_in(engine)
-        assert compiled.directory == directory
-        assert (compiled.model.lm_head.tiles is not None) == (compiled.head is not None) == has_tiles
-        assert run(engine) == run(engine_of(path, enforce_eager=True))
+def test_a_head_without_tiles_stays_as_it_is(directory, tmp_path, monkeypatch):
+    """The vocabulary of 300 does not fill its tiles."""
+    path = tiny_model(tmp_path, **MODEL)
+    monkeypatch.setattr(aot, "_key", lambda *_: str(directory))  # the layers are the same
+    engine = engine_of(path)
+    compiled = compiled_in(engine)
+    assert compiled.model.lm_head.tiles is compiled.head is None
+    assert run(engine) == run(engine_of(path, enforce_eager=True))
+
+
+class Steps(list):
+    """Notes which steps a compiled way runs as a decode of one sequence."""
+
+    def __init__(self, compiled):
+        self.run, self.decode_one = compiled.run, compiled._decode_one
+        compiled.run, compiled._decode_one = self._run, self._decode_one
+
+    def _run(self, batch):
+        self.append((len(batch.rows), False))
+        return self.run(batch)
+
+    def _decode_one(self, *arguments):
+        self[-1] = (1, True)
+        return self.decode_one(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("params", "alone"),
+    [
+        ({"temperature": 0}, True),
+        ({"temperature": 1.0, "seed": 5}, True),
+        ({"temperature": 1.0, "top_k": 3, "seed": 5}, True),
+        ({"temperature": 0, "repetition_penalty": 1.7, "logprobs": 3}, True),
+        ({"temperature": 0, "logit_bias": {7: 100.0}}, True),
+        ({"temperature": 0, "prompt_logprobs": 2}, False),
+    ],
+    ids=str,
+)
+def test_a_decode_by_itself_gives_the_same_tokens(model, directory, params, alone):
+    outputs = []
+    for eager in (True, False):
+        engine = engine_of(model, enforce_eager=eager)
+        steps = None if eager else Steps(compiled_in(engine))
+        engine.add_request("0", [5, 6, 7], SamplingParams(max_tokens=12, ignore_eos=True, **params))
+        while engine.has_unfinished_requests():
+            (output,) = engine.step()
+        outputs.append(output.outputs[0].token_ids)
+    has_head = compiled_in(engine).head is not None
+    assert outputs[0] == outputs[1]
+    assert steps[0] == (1, False) and steps[1:] == [(1, alone and has_head)] * 11
 
 
 @pytest.mark.parametrize("lengths", [[21], [17, 1, 8], [40, 40], [2], [1, 1], [1, 1, 1]], ids=str)
@@ -375,12 +416,13 @@ def test_what_the_code_depends_on_is_in_the_key(model, directory, tmp_path):
     others = [compiled_of(model, block_size=16), compiled_of(model, dtype=torch.bfloat16)]
     others += [compiled_of(model, tiles="bfloat16"), compiled_of(model, kv_dtype=torch.bfloat16)]
     others.append(compiled_of(tiny_model(tmp_path / "wider", **MODEL, hidden_size=128)))
+    others.append(compiled_of(tiny_model(tmp_path / "another-vocabulary", **MODEL)))
     threads = torch.get_num_threads()
     torch.set_num_threads(threads + 1)
     others.append(compiled_of(model))
     torch.set_num_threads(threads)
     assert len({directory, *(other.directory for other in others)}) == 1 + len(others)
-    deeper = tiny_model(tmp_path / "deeper", **MODEL, num_hidden_layers=3)
+    deeper = tiny_model(tmp_path / "deeper", **MODEL, vocab_size=FILLING, num_hidden_layers=3)
     assert compiled_of(deeper).directory == directory  # one layer's code serves any number
 
 
