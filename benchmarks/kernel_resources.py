@@ -21,10 +21,11 @@ import typer
 from triton.backends.compiler import GPUTarget
 
 from benchmarks.report import show_table, table_of
-from nanopage.kernels import cache_write, paged_attention
+from nanopage.kernels import cache_write, floors, paged_attention
 
 ARCHITECTURES = (75, 80, 90, 100)
 DTYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+VOCAB_SIZE = 151_936  # Qwen3's
 SHARED = {75: 64, 80: 163, 90: 227, 100: 227}  # KiB that a program may take
 
 
@@ -57,6 +58,7 @@ def common() -> Iterator[Specialization]:
             yield Specialization("decode_kernel", dtype, head_dim)
             yield Specialization("merge_kernel", dtype, head_dim)
             yield Specialization("prefill_kernel", dtype, head_dim)
+        yield Specialization("floor_kernel", dtype)
 
 
 def every() -> Iterator[Specialization]:
@@ -78,13 +80,16 @@ def every() -> Iterator[Specialization]:
 
 def compile_ahead(one: Specialization, architecture: int) -> Resources:
     """Raises what Triton raises if it does not compile."""
-    kernel: Any = getattr(cache_write if one.kernel == "write_kernel" else paged_attention, one.kernel)
+    modules = {"write_kernel": cache_write, "floor_kernel": floors}
+    kernel: Any = getattr(modules.get(one.kernel, paged_attention), one.kernel)
     q = torch.empty(1, one.group, one.head_dim, dtype=one.dtype, device="meta")
     cache = torch.empty(2, 1, 1, one.head_dim * one.block_size, dtype=one.dtype, device="meta")
     shape = q, cache, one.window, one.head_dim**-0.5, one.softcap
     fast = architecture >= 80
     if one.kernel == "write_kernel":
         constants = cache_write.write_options(q, cache)
+    elif one.kernel == "floor_kernel":
+        constants = floors.floor_options(torch.empty(1, VOCAB_SIZE, dtype=one.dtype, device="meta"))
     elif one.kernel == "prefill_kernel":
         constants = paged_attention.prefill_options(*shape, fast)
     else:
@@ -95,12 +100,16 @@ def compile_ahead(one: Specialization, architecture: int) -> Resources:
     data = "*" + DTYPES[one.dtype]
     types = {"k_ptr": data, "v_ptr": data, "q_ptr": data, "cache_ptr": data, "out_ptr": data, "slot_ptr": "*i64"}
     types |= {"table_ptr": "*i32", "seq_len_ptr": "*i32", "query_start_ptr": "*i32"}
+    types |= {"logits_ptr": data, "rows_ptr": "*i64", "top_k_ptr": "*i64"}
+    types |= dict.fromkeys(("temperature_ptr", "top_p_ptr", "min_p_ptr"), "*fp64")
+    if one.kernel == "floor_kernel":
+        types["out_ptr"] = "*fp32"
     types |= {"partial_ptr": "*fp32", "lse_ptr": "*fp32", "num_splits": "i32"}
     signature, attributes = {}, {}
     for i, name in enumerate(kernel.arg_names):
         signature[name] = "constexpr" if name in constants else types.get(name, "i32")
         # As at launch: addresses and strides are multiples of 16, but nothing is known about values that vary.
-        varies = [name for names in paged_attention.VARYING.values() for name in names]
+        varies = [*floors.TABLES, *(name for names in paged_attention.VARYING.values() for name in names)]
         if name not in constants and name not in varies:
             attributes[(i,)] = [["tt.divisibility", 16]]
     source = triton.compiler.ASTSource(kernel, signature, constants, attributes)

@@ -159,7 +159,7 @@ class StepStats:
     copied: int = 0
     seconds: float = 0.0  # the whole call of `step`, without its listeners
     schedule_seconds: float = 0.0
-    prepare_seconds: float = 0.0  # moving blocks, the worker's table, waiting for a truncated sample
+    prepare_seconds: float = 0.0  # moving blocks, the worker's table
     model_seconds: float = 0.0  # inputs and forward pass (its launch, on a GPU)
     sample_seconds: float = 0.0
     wait_seconds: float = 0.0  # the time that the host spent waiting for the results

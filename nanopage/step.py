@@ -138,7 +138,7 @@ class BatchResult:
     token_ids: list[int] = field(default_factory=list)
     logprobs: dict[int, LogprobTable] = field(default_factory=dict)
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
-    prepare_seconds: float = 0.0  # moving blocks, the table, waiting for a truncated sample
+    prepare_seconds: float = 0.0  # moving blocks, the table
     model_seconds: float = 0.0  # inputs and forward pass; on a GPU, its launch
     sample_seconds: float = 0.0
     wait_seconds: float = 0.0  # the time that the host spent waiting for the results

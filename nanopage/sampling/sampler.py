@@ -1,4 +1,4 @@
-"""Sampler: samples one token from each row of a batch's logits. A stage that no row needs is skipped.
+"""Sampler: samples one token from each row of a batch's logits.
 
     logits ─▶ constraints ─▶ penalties ─▶ greedy rows:     argmax
                                           plain rows:      argmax(logits + temperature * noise)
@@ -6,22 +6,25 @@
 
 With Gumbel noise, argmax(logits + temperature * noise) is a sample of softmax(logits / temperature). This is the
 Gumbel-max trick (Maddison et al. 2014).
+
+Constraints and penalties are skipped if no row needs them. The kinds of rows are sampled one after the other on a CPU,
+which so computes noise only where it is used. On a GPU, one compiled function samples all rows (`sample_rows`).
 """
 
-from functools import partial
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from nanopage.device import to_device, to_host
+from nanopage.device import to_device
 from nanopage.sampling.argmax import argmax
 from nanopage.sampling.constraints import Constraints
 from nanopage.sampling.noise import gumbel_noise
 from nanopage.sampling.penalties import Penalties
-from nanopage.sampling.samples import Check, Samples
-from nanopage.sampling.truncation import CANDIDATES, sample_among, sample_truncated, truncate_among
+from nanopage.sampling.samples import Samples
+from nanopage.sampling.truncation import sample_truncated
 
 if TYPE_CHECKING:
     from nanopage.worker.sequence_table import SequenceTable
@@ -32,90 +35,100 @@ class Sampler:
 
     Args:
         table: the sequence table.
-        defer: sample top-k, top-p and min-p from a few candidates without waiting to see whether these were enough.
-            `Samples.settle` finds that out before the next step.
+        sample_all: `sample_rows` with its first argument given, on a GPU. None: sample each kind of rows by itself.
     """
 
-    def __init__(self, table: "SequenceTable", defer: bool = False):
-        self.table, self.defer = table, defer
+    def __init__(self, table: "SequenceTable", sample_all: Callable[..., Tensor] | None = None):
+        self.table, self.sample_all = table, sample_all
         self.constraints, self.penalties = Constraints(table), Penalties(table)
 
     def __call__(self, logits: Tensor, rows: np.ndarray, positions: np.ndarray) -> Samples:
-        """Sample a token for each row.
+        """Sample a token for each row, and write it to the sequence table.
 
         Args:
             logits: [B, vocab_size].
             rows: of the sequence table, [B].
             positions: of the tokens to be sampled, [B].
         """
-        checks: list[Check] | None = [] if self.defer else None
-        tokens = self.sample(self.change(logits, rows, positions), rows, positions, checks)
-        return Samples(self.table, tokens, logits, rows, positions, checks or [])
+        tokens = self.sample(self.change(logits, rows, positions), rows, positions)
+        self.table.record(rows, positions, tokens)
+        return Samples(tokens, logits, self.table.sampling.num_logprobs[rows])
 
-    def needs_more_than_noise(self, rows: np.ndarray, positions: np.ndarray) -> bool:
-        """Whether the tokens of any of these rows at these positions need constraints, penalties or truncation."""
-        return bool(self.table.sampling.truncated[rows].any()) or self._changes(rows, positions)
+    def changes_logits(self, rows: np.ndarray, positions: np.ndarray) -> bool:
+        """Whether any of these rows has constraints or penalties at these positions."""
+        return bool((self.table.sampling.penalized[rows] | self.constraints.find(rows, positions)).any())
 
     def change(self, logits: Tensor, rows: np.ndarray, positions: np.ndarray) -> Tensor:
-        """Apply constraints and penalties to logits [B, vocab_size]: at least float32. Returns a copy if anything
-        changes."""
-        if not self._changes(rows, positions):
-            return at_least_float32(logits)
+        """Apply constraints and penalties to logits [B, vocab_size]: a copy, at least float32, if anything changes."""
+        if not self.changes_logits(rows, positions):
+            return logits
         dtype = torch.promote_types(logits.dtype, torch.float32)
         changed = logits.to(dtype, copy=True, memory_format=torch.contiguous_format)
         self.constraints.apply(changed, rows, positions)
         self.penalties.apply(changed, rows, positions)
         return changed
 
-    def _changes(self, rows: np.ndarray, positions: np.ndarray) -> bool:
-        """Whether any row has constraints or penalties."""
-        return bool((self.table.sampling.penalized[rows] | self.constraints.find(rows, positions)).any())
-
-    def sample(
-        self, logits: Tensor, rows: np.ndarray, positions: np.ndarray, checks: list[Check] | None = None
-    ) -> Tensor:
+    def sample(self, logits: Tensor, rows: np.ndarray, positions: np.ndarray) -> Tensor:
         """Sample a token for each row, without constraints and penalties.
-
-        Args: checks: a list to which the checks of truncated rows are added. None: sample these rows from as many
-            candidates as needed.
 
         Returns: int64 [B]; NO_TOKEN for a row whose largest logit is not finite.
         """
         sampling = self.table.sampling
+        if self.sample_all is not None:
+            row, position = to_device(torch.from_numpy(np.stack([rows, positions])), logits.device)
+            return self.sample_all(logits, row, position, sampling.temperature, sampling.seed, sampling.limits)
+        logits = at_least_float32(logits)
         greedy = sampling.greedy[rows]
         if greedy.all():
             return argmax(logits)
         truncated = sampling.truncated[rows] & ~greedy
         kinds = {"greedy": greedy, "plain": ~greedy & ~truncated, "truncated": truncated}
         tokens = torch.empty(len(rows), dtype=torch.int64, device=logits.device)
-        inputs = to_device(torch.from_numpy(np.stack([np.arange(len(rows)), rows, positions])), logits.device)
+        inputs = torch.from_numpy(np.stack([np.arange(len(rows)), rows, positions]))
         for kind, chosen in kinds.items():
             which = np.flatnonzero(chosen)
             if not len(which):
                 continue
             everything = len(which) == len(rows)
-            some, index, position = (
-                inputs if everything else inputs[:, to_device(torch.from_numpy(which), logits.device)]
-            )
+            some, index, position = inputs if everything else inputs[:, torch.from_numpy(which)]
             target: Tensor | slice = slice(None) if everything else some
             part = logits[target]
             if kind == "greedy":
                 tokens[target] = argmax(part)
                 continue
-            temperatures, seeds = sampling.temperature[index].to(logits.dtype), sampling.seed[index]
+            temperatures, seeds = sampling.temperature[index], sampling.seed[index]
             if kind == "plain":
                 tokens[target] = gumbel_max(part, temperatures, seeds, position)
                 continue
-            scaled = part / temperatures[:, None]
-            limits = [sampling.top_k[index], sampling.top_p[index], sampling.min_p[index]]
-            if checks is None:
-                tokens[target] = sample_truncated(scaled, limits, seeds, position)
-                continue
-            values, ids, exact = truncate_among(CANDIDATES, scaled, limits)
-            tokens[target] = sample_among(values, ids, seeds, position)
-            again = partial(sample_truncated, scaled, limits, seeds, position)
-            checks.append(Check(to_host(exact), target, again))
+            limits = [limit[index] for limit in sampling.limits]
+            tokens[target] = sample_truncated(part, temperatures, limits, seeds, position)
         return tokens
+
+
+def sample_rows(
+    find_floors: Callable[..., Tensor],
+    logits: Tensor,
+    rows: Tensor,
+    positions: Tensor,
+    temperature: Tensor,
+    seed: Tensor,
+    limits: list[Tensor],
+) -> Tensor:
+    """Sample a token for each row, whatever its temperature and truncation: int64 [B]; NO_TOKEN as in `argmax`.
+
+    A GPU runs this, in CUDA graphs and in other steps. Nothing in it depends on values on the host.
+
+    Args:
+        find_floors: finds the smallest logits that may be sampled, as `truncation.find_floors` does.
+        logits: [B, vocab_size], of any floating type.
+        rows: of the sequence table, int64 [B].
+        positions: of the tokens to be sampled, int64 [B].
+        temperature, seed, limits: of all rows of the sequence table.
+    """
+    floors = find_floors(logits, rows, temperature, *limits)
+    logits = at_least_float32(logits)
+    kept = torch.where(logits < floors[:, None], -torch.inf, logits)  # NaN is kept: it gives NO_TOKEN
+    return gumbel_max(kept, temperature[rows], seed[rows], positions)
 
 
 def at_least_float32(logits: Tensor) -> Tensor:
@@ -129,4 +142,4 @@ def gumbel_max(logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: T
     Returns: int64 [B]; NO_TOKEN as in `argmax`.
     """
     ids = torch.arange(logits.shape[-1], device=logits.device)
-    return argmax(logits + temperatures[:, None] * gumbel_noise(seeds, positions, ids))
+    return argmax(logits + temperatures[:, None].to(logits.dtype) * gumbel_noise(seeds, positions, ids))

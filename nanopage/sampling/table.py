@@ -1,8 +1,8 @@
 """SamplingTable: the sampling settings of each row of the sequence table.
 
 Numbers, such as temperatures, are in tensors on the device, where the sampler selects the rows of a batch with one
-operation. Flags are on the host: they say which stages of sampling a row needs, such as penalties or truncation. So the
-host can skip a stage without waiting for the device. The constraints of a row are lists on the device (`Rules`).
+operation. Flags are on the host: they say which stages of sampling a row needs, such as penalties. So the host can skip
+a stage without waiting for the device. The constraints of a row are lists on the device (`Rules`).
 """
 
 import numpy as np
@@ -30,6 +30,9 @@ class SamplingTable:
         self.penalties = self.numbers[3:]  # float64 [3, rows]: repetition, presence and frequency
         self.integers = torch.zeros(2, num_rows, dtype=torch.int64, device=device)
         self.seed, self.top_k = self.integers  # int64 [rows] each; top_k is the size of the vocabulary if it is off
+        self.limits = [self.top_k, self.top_p, self.min_p]
+        self.top_k.fill_(vocab_size)  # rows that no sequence has are not truncated: CUDA graphs sample the padding, too
+        self.min_p.zero_()
         self.vocab_size = vocab_size
         self.rules: list[Rules | None] = [None] * num_rows  # of the rows that have constraints
         # bool [rows], on the host. Of `penalized`, `counted` are those whose penalties depend on the output.

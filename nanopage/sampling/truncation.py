@@ -1,8 +1,17 @@
 """Top-k, top-p and min-p: which tokens may be sampled.
 
-Each of them sets a lower bound for the logits that may be sampled. The bound is searched among the candidates, a few
-hundred of the largest logits of a row, and noise is computed for the candidates only. If they do not reach down to the
-bound, more of them are taken.
+Each of them sets a lower bound for the logits that may be sampled, the floor. On a CPU, it is searched among the
+candidates, a few hundred of the largest logits of a row, and noise is computed for the candidates only. If they do not
+reach down to the floor, more of them are taken. On a GPU, kernels/floors.py searches the whole row.
+
+The rules of both:
+
+- min-p, then top-k, then top-p of what is left. This is vLLM's order.
+- Tokens that tie with the last one kept are kept, too, so the result does not depend on the order of equal logits.
+- Top-p keeps a token if the mass of the larger ones has not reached top_p of the total. So the token that crosses top_p
+  is kept. The mass of a token is exp((logit - largest) / temperature), computed in the logits' dtype, at least float32.
+  Masses are added up with a relative error of less than 2^-20, independently of other rows. Where the mass is that
+  close to top_p, a CPU and a GPU may decide differently.
 """
 
 import torch
@@ -14,66 +23,89 @@ from nanopage.step import NO_TOKEN
 CANDIDATES = 256  # how many of the largest logits are tried first
 
 
-def sample_truncated(scaled: Tensor, limits: list[Tensor], seeds: Tensor, positions: Tensor) -> Tensor:
-    """Sample from each row one of the tokens that `truncate` keeps: int64 [B]."""
-    return sample_among(*truncate(scaled, limits), seeds, positions)
-
-
-def sample_among(values: Tensor, ids: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
-    """Sample one of the candidates of each row: int64 [B]; NO_TOKEN if the largest value of a row is not finite.
-
-    Args: values, ids: logits and token ids of the candidates, [B, C], the largest first.
-    """
-    best = (values + gumbel_noise(seeds, positions, ids)).argmax(dim=-1, keepdim=True)
+def sample_truncated(
+    logits: Tensor, temperatures: Tensor, limits: list[Tensor], seeds: Tensor, positions: Tensor
+) -> Tensor:
+    """Sample from each row one of the tokens that `truncate` keeps: int64 [B]; NO_TOKEN if the largest logit of a row
+    is not finite."""
+    values, ids = truncate(logits, temperatures, limits)
+    noise = temperatures[:, None].to(logits.dtype) * gumbel_noise(seeds, positions, ids)
+    best = (values + noise).argmax(dim=-1, keepdim=True)
     return torch.where(values[:, 0].isfinite(), ids.gather(1, best).squeeze(1), NO_TOKEN)
 
 
-def truncate(scaled: Tensor, limits: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """Apply min-p, then top-k, then top-p to what is left. This is vLLM's order.
-
-    Tokens that tie with the last one kept are kept, too, so the result does not depend on the order of equal logits.
+def truncate(logits: Tensor, temperatures: Tensor, limits: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """The tokens of each row that may be sampled.
 
     Args:
-        scaled: logits divided by the temperature, [B, vocab_size].
-        limits: top_k (int64, the vocabulary's size if it is off), top_p and min_p, each [B].
+        logits: float32 or float64 [B, vocab_size].
+        temperatures: float64 [B], greater than 0.
+        limits: top_k (int64, the vocabulary's size if it is off), top_p and min_p (float64), each [B].
 
     Returns: (values, ids), both [B, C]: the C largest logits of each row, in descending order, and their token ids.
         Logits that are not kept are -inf.
     """
-    size = CANDIDATES
+    vocab_size, size = logits.shape[-1], CANDIDATES
     while True:
-        values, ids, exact = truncate_among(size, scaled, limits)
-        if bool(exact):
-            return values, ids
+        values, ids = logits.topk(min(size, vocab_size), dim=-1)
+        floors, exact = floors_among(values, logits, temperatures, limits)
+        if bool(exact.all()):
+            return values.masked_fill_(values < floors, -torch.inf), ids
         size *= 8
 
 
-def truncate_among(size: int, scaled: Tensor, limits: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """`truncate` among the `size` largest logits of each row, and whether they include all that is kept: bool []."""
-    vocab_size = scaled.shape[-1]
-    size = min(size, vocab_size)
+def find_floors(
+    logits: Tensor, rows: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
+) -> Tensor:
+    """The floor of each row, by sorting: float32 or float64 [B]. Tokens whose logit is at least this may be sampled.
+
+    Args:
+        logits: [B, vocab_size], of any floating type.
+        rows: of the sequence table, int64 [B].
+        temperature, top_k, top_p, min_p: of all rows of the sequence table.
+
+    A row whose temperature is 0 has a floor of -inf.
+    """
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    temperature, limits = temperature[rows], [limit[rows] for limit in (top_k, top_p, min_p)]
+    values = logits.sort(dim=-1, descending=True).values
+    floors, _ = floors_among(values, logits, temperature, limits)
+    return torch.where(temperature > 0, floors.squeeze(1), -torch.inf)
+
+
+def floors_among(values: Tensor, logits: Tensor, temperatures: Tensor, limits: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """The floors of rows according to their largest logits, and whether these include all that is kept.
+
+    Args:
+        values: the C largest logits of each row in descending order, [B, C].
+        logits, temperatures, limits: as in `truncate`.
+
+    Returns: floors [B, 1], and bool [B, 1].
+    """
+    size, vocab_size = values.shape[-1], logits.shape[-1]
+    temperatures = temperatures[:, None]
     top_k, top_p, min_p = (limit[:, None] for limit in limits)
-    top_p, min_p = top_p.to(scaled.dtype), min_p.to(scaled.dtype)
-    values, ids = scaled.topk(size, dim=-1)
-    last = values[:, -1:]
-    floor = values[:, :1] + min_p.log()  # min_p of 0: -inf
-    # The k-th largest is a bound if it is among the candidates.
+    largest, last = values[:, :1], values[:, -1:]
+
+    def weigh(logits: Tensor) -> Tensor:
+        return (logits - largest).div_(temperatures.to(logits.dtype)).exp_()
+
+    floors = (largest + temperatures * min_p.log()).to(logits.dtype)  # min_p of 0: -inf
+    # The k-th largest is a bound if it is among the values.
     kth = values.gather(1, top_k.clamp(max=size) - 1)
-    floor = torch.where(top_k <= size, torch.maximum(floor, kth), floor)
-    kept = values >= floor
-    complete = (last < floor) | (last == -torch.inf) | (size == vocab_size)
-    # Probability mass relative to the most likely token. If the floor lies within the candidates, they hold all the
-    # mass. Otherwise the total is that of the whole row.
-    weights = torch.where(kept, (values - values[:, :1]).exp(), 0)
-    mass = weights.cumsum(dim=-1)
+    floors = torch.where(top_k <= size, torch.maximum(floors, kth), floors)
+    kept = values >= floors
+    complete = (last < floors) | (last == -torch.inf) | (size == vocab_size)
+    # If the floor lies within the values, they hold all the mass. Otherwise the total is that of the whole row.
+    weights = torch.where(kept, weigh(values), 0)
+    mass = weights.cumsum(dim=-1, dtype=torch.float64)
     total = mass[:, -1:]
-    if scaled.is_cuda or not bool(complete.all()):  # computing on a GPU is faster than asking it
-        total = torch.where(complete, total, (scaled - values[:, :1]).exp().sum(dim=-1, keepdim=True))
-    # Keep a token if the mass before it has not reached top_p. So the token that crosses top_p is kept.
+    if size < vocab_size and not bool(complete.all()):
+        total = torch.where(complete, total, weigh(logits).sum(dim=-1, keepdim=True))
     crossing = ((mass - weights < top_p * total) & kept).sum(dim=-1, keepdim=True).clamp(min=1) - 1
     edge = torch.where(top_p < 1, values.gather(1, crossing), -torch.inf)
-    floor = torch.maximum(floor, edge)
-    # If the bound is above the last candidate, the candidates include all that is kept. But the bound of top-p is exact
-    # only if the total is, and the total ignores a min-p or top-k that cuts beyond the candidates.
-    exact = complete | ((last < floor) & (top_k >= vocab_size) & (min_p == 0))
-    return values.masked_fill_(values < floor, -torch.inf), ids, exact.all()
+    floors = torch.maximum(floors, edge)
+    # If the floor is above the last value, the values include all that is kept. But the floor of top-p is exact only if
+    # the total is, and the total ignores a min-p or top-k that cuts beyond the values.
+    exact = complete | ((last < floors) & (top_k >= vocab_size) & (min_p == 0))
+    return floors, exact

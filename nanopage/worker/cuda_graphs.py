@@ -20,6 +20,7 @@ On a CPU, for the tests, the same code runs on the same buffers without capture.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,7 +33,8 @@ from nanopage.kernels.pages import pad_tables
 from nanopage.kernels.reference import ReferenceAttention
 from nanopage.layers.attention import Attention
 from nanopage.models.decoder import Decoder
-from nanopage.sampling.sampler import at_least_float32, gumbel_max
+from nanopage.sampling import truncation
+from nanopage.sampling.sampler import sample_rows
 from nanopage.step import Batch
 from nanopage.worker.eager import Output
 from nanopage.worker.kv_cache import KVCache
@@ -50,6 +52,10 @@ def batch_sizes(most: int) -> list[int]:
     return [size for size in sizes if size < most] + [most]
 
 
+def no_wrap(function: Callable) -> Callable:
+    return function
+
+
 class CUDAGraphs:
     """Runs decode steps on static buffers. On CUDA, captures them as graphs and replays these.
 
@@ -59,7 +65,8 @@ class CUDAGraphs:
         table: the state of each running sequence. Its last row is for padding.
         max_model_len: the most tokens of a context.
         uses_triton: whether Triton kernels compute attention.
-        wrap: compiles the functions that run before and after the model.
+        sample_all: samples all rows after the model (see `make_sample_all`).
+        wrap: compiles the function that runs before the model.
     """
 
     def __init__(
@@ -69,10 +76,11 @@ class CUDAGraphs:
         table: SequenceTable,
         max_model_len: int,
         uses_triton: bool,
-        wrap: Callable[[Callable], Callable] = lambda function: function,
+        sample_all: Callable[..., Tensor],
+        wrap: Callable[[Callable], Callable] = no_wrap,
     ):
         self.model, self.kv_cache, self.table, self.uses_triton = model, kv_cache, table, uses_triton
-        self.before, self.after = wrap(look_up), wrap(sample)
+        self.look_up, self.sample_all = wrap(look_up), sample_all
         self.device, self.max_model_len = table.device, max_model_len
         self.sizes = batch_sizes(len(table.tokens) - 1)
         most, dtype = self.sizes[-1], kv_cache.tensor.dtype
@@ -114,7 +122,7 @@ class CUDAGraphs:
         """
         rows, seq_lens = self.ints[: 2 * size].view(2, size).unbind()
         table, sampling, block_size = self.table, self.table.sampling, self.kv_cache.block_size
-        input_ids, positions, slots, block_tables = self.before(
+        input_ids, positions, slots, block_tables = self.look_up(
             rows, seq_lens, table.tokens, table.block_tables, block_size
         )
         attention: Attention
@@ -127,7 +135,8 @@ class CUDAGraphs:
             attention = PaddedAttention(slots[:num_rows], block_tables[:num_rows], seq_lens[:num_rows])
         hidden = self.model(input_ids, positions, self.kv_cache.tensor, attention)
         logits = self.model.logits(hidden)
-        tokens = self.after(logits, rows, seq_lens, sampling.temperature, sampling.seed)
+        # A sequence's length is the position of the token to be sampled.
+        tokens = self.sample_all(logits, rows, seq_lens, sampling.temperature, sampling.seed, sampling.limits)
         self.logits[:size] = logits
         self.sampled[:size] = tokens
         table.record(rows, positions + 1, tokens)
@@ -212,8 +221,13 @@ def look_up(
     return tokens[rows, positions].long(), positions, slots, tables
 
 
-def sample(logits: Tensor, rows: Tensor, seq_lens: Tensor, temperatures: Tensor, seeds: Tensor) -> Tensor:
-    """Sample a token for each row at its temperature: int64 [size]."""
-    logits = at_least_float32(logits)
-    # A sequence's length is the position of the token to be sampled.
-    return gumbel_max(logits, temperatures[rows].to(logits.dtype), seeds[rows], seq_lens)
+def make_sample_all(uses_triton: bool, wrap: Callable[[Callable], Callable] = no_wrap) -> Callable[..., Tensor]:
+    """`sample_rows` with its first argument given, for CUDA graphs and for the `Sampler` of other steps.
+
+    Args: uses_triton: whether a Triton kernel applies top-k, top-p and min-p; wrap: compiles `sample_rows`.
+    """
+    if not uses_triton:
+        return partial(wrap(sample_rows), truncation.find_floors)
+    from nanopage.kernels.floors import find_floors  # imports Triton
+
+    return partial(wrap(sample_rows), find_floors)

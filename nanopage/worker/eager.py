@@ -47,8 +47,8 @@ class Output:
 
     logits  [S, vocab_size] of the S `sampled_rows`; None if there are none
     hidden  [T, hidden_size] of all tokens, if a sequence asked for log-probabilities of its prompt
-    tokens  int64 [S]: tokens that the way has already sampled by temperature alone and written to the sequence table
-            (CUDA graphs). If a row has constraints, penalties or truncation, they are ignored and `logits` are sampled
+    tokens  int64 [S]: tokens that the way has already sampled and written to the sequence table (CUDA graphs). If a row
+            has constraints or penalties, which the way does not apply, they are ignored and `logits` are sampled
     """
 
     logits: Tensor | None

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from nanopage.config import ModelConfig
 from nanopage.models.decoder import Decoder, DecoderLayer
+from nanopage.sampling.table import SamplingTable
 
 logger = logging.getLogger("nanopage")
 
@@ -109,6 +110,21 @@ def warm_up(model: Decoder, config: ModelConfig, dtype: torch.dtype, device: tor
         layer.before(x, cos, sin)
         layer.after(x, zeros(num_tokens, config.num_heads, config.head_dim))
         model.norm(x)
+
+
+@torch.inference_mode()
+def warm_up_sampling(
+    sample_all: Callable[..., Tensor], sampling: SamplingTable, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Call the sampler as `warm_up` calls the layers, with logits as they come from the model and from penalties.
+
+    Args: sampling: of a sequence table; its first row is sampled.
+    """
+    for kind in dict.fromkeys((dtype, torch.promote_types(dtype, torch.float32))):
+        for num_rows in (32, 1):
+            logits = any_length(torch.zeros(num_rows, sampling.vocab_size, dtype=kind, device=device))
+            rows, positions = map(any_length, torch.zeros(2, num_rows, dtype=torch.int64, device=device))
+            sample_all(logits, rows, positions, sampling.temperature, sampling.seed, sampling.limits)
 
 
 def any_length(tensor: Tensor) -> Tensor:

@@ -20,9 +20,9 @@ from nanopage.layers.attention import Attention
 from nanopage.models.decoder import Decoder
 from nanopage.params import MAX_LOGPROBS
 from nanopage.step import Batch, BlockUpdate, NewSequence, SamplingSettings
-from nanopage.worker.cuda_graphs import CUDAGraphs
+from nanopage.worker.cuda_graphs import CUDAGraphs, make_sample_all, no_wrap
 from nanopage.worker.eager import Eager, Inputs
-from nanopage.worker.jit import compile_afresh
+from nanopage.worker.jit import compile_afresh, warm_up_sampling
 from nanopage.worker.kv_cache import KVCache
 from nanopage.worker.model_runner import ModelRunner
 from nanopage.worker.sequence_table import SequenceTable
@@ -52,7 +52,9 @@ def measure_step(
     cache = KVCache(model_config, 1, config.block_size, dtype, device)
     table = SequenceTable(config.max_num_seqs + 1, max_model_len, config.block_size, model_config.vocab_size, device)
     table_bytes = table.num_bytes
-    runner = ModelRunner(model, cache, table, [Eager(model, cache, table, make_attention)])
+    sample_all = make_sample_all(True, no_wrap if config.enforce_eager else compile_afresh)
+    warm_up_sampling(sample_all, table.sampling, dtype, device)
+    runner = ModelRunner(model, cache, table, [Eager(model, cache, table, make_attention)], sample_all)
     batch = largest_batch(config.token_budget, config.max_num_seqs, max_model_len, config.block_size)
     cache.clear([0])
     torch.cuda.reset_peak_memory_stats(device)
@@ -64,7 +66,7 @@ def measure_step(
     if config.enforce_eager:
         return eager_bytes
     free = [torch.cuda.mem_get_info(device)[0]]
-    graphs = CUDAGraphs(model, cache, table, max_model_len, uses_triton=True, wrap=compile_afresh)
+    graphs = CUDAGraphs(model, cache, table, max_model_len, True, sample_all, compile_afresh)
     for sizes in (graphs.sizes[-1:], graphs.sizes[:1]):
         graphs.capture(sizes)
         torch.cuda.empty_cache()

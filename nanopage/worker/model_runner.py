@@ -4,6 +4,7 @@
 """
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -40,23 +41,27 @@ class ModelRunner:
         kv_cache: the pages of K and V.
         table: the state of each running sequence.
         ways: ways to run a step, in order of preference. The last one fits every batch.
+        sample_all: how a GPU samples the rows of a batch (see `Sampler`).
     """
 
-    def __init__(self, model: Decoder, kv_cache: KVCache, table: SequenceTable, ways: list[Way]):
+    def __init__(
+        self,
+        model: Decoder,
+        kv_cache: KVCache,
+        table: SequenceTable,
+        ways: list[Way],
+        sample_all: Callable[..., Tensor] | None = None,
+    ):
         self.model, self.kv_cache, self.table, self.ways = model, kv_cache, table, ways
-        self.sampler = Sampler(table, defer=table.device.type == "cuda")
-        self._samples: Samples | None = None  # of the last step
+        self.sampler = Sampler(table, sample_all)
 
     @torch.inference_mode()
     def launch(self, batch: Batch) -> "Launched":
         """Move blocks, update the sequence table and run a batch.
 
-        Synchronizes with a GPU in two cases: the previous step sampled with top-k, top-p or min-p (see
-        `Samples.settle`), or this step computes log-probabilities of prompts.
+        Does not synchronize with a GPU, unless the step computes log-probabilities of prompts.
         """
         started = time.perf_counter()
-        if self._samples is not None:  # this step reads the tokens of the previous one
-            self._samples.settle()
         self.kv_cache.move(batch)
         self.table.update(batch)
         launched = Launched(started=record_event(self.table.device))
@@ -73,11 +78,10 @@ class ModelRunner:
         if output.logits is not None:
             rows, index = np.array(batch.sampled_rows), np.array(batch.sampled_from)
             positions = (np.array(batch.starts) + np.array(batch.counts))[index]  # of the tokens to be sampled
-            if output.tokens is not None and not self.sampler.needs_more_than_noise(rows, positions):
-                samples = Samples(self.table, output.tokens, output.logits, rows, positions, [], recorded=True)
+            if output.tokens is not None and not self.sampler.changes_logits(rows, positions):
+                launched.samples = Samples(output.tokens, output.logits, self.table.sampling.num_logprobs[rows])
             else:
-                samples = self.sampler(output.logits, rows, positions)
-            self._samples = launched.samples = samples
+                launched.samples = self.sampler(output.logits, rows, positions)
         if output.hidden is not None:
             launched.prompt_logprobs = self._prompt_logprobs(batch, output.hidden)
         result = launched.partial

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
 from nanopage.config import EngineConfig, ModelConfig
 from nanopage.device import resolve_device, resolve_dtype, resolve_kv_dtype, set_cuda_precision
@@ -21,9 +22,9 @@ from nanopage.weights.gguf_checkpoint import GGUFCheckpoint
 from nanopage.weights.gguf_tiles import is_quantized
 from nanopage.worker.aot import Compiled
 from nanopage.worker.aot_tiles import CompiledProduct, tile_product
-from nanopage.worker.cuda_graphs import CUDAGraphs
+from nanopage.worker.cuda_graphs import CUDAGraphs, make_sample_all, no_wrap
 from nanopage.worker.eager import Eager, Inputs
-from nanopage.worker.jit import compile_afresh, compile_model
+from nanopage.worker.jit import compile_afresh, compile_model, warm_up_sampling
 from nanopage.worker.kv_cache import KVCache
 from nanopage.worker.memory import GIB, block_bytes, fit_length, measure_step, num_blocks_that_fit, num_host_blocks
 from nanopage.worker.model_runner import Launched, ModelRunner, Way
@@ -94,7 +95,9 @@ class Worker:
             config.max_num_seqs + 1, max_model_len, config.block_size, model_config.vocab_size, self.device
         )
         self.compiled: Compiled | None = None
-        self.runner = ModelRunner(self.model, self.kv_cache, table, self._choose_ways(table, max_model_len))
+        self.sample_all = self._make_sample_all(table)
+        ways = self._choose_ways(table, max_model_len)
+        self.runner = ModelRunner(self.model, self.kv_cache, table, ways, self.sample_all)
         if self.uses_triton:
             self._warm_up()
         self._log_start()
@@ -143,6 +146,14 @@ class Worker:
             self.way = "eagerly: NANOPAGE_COMPILE=never"
         return [self.compiled, eager]
 
+    def _make_sample_all(self, table: SequenceTable) -> Callable[..., Tensor] | None:
+        """The function by which a GPU samples all rows of a batch, compiled and warmed up."""
+        if not self.uses_triton:
+            return None
+        sample_all = make_sample_all(True, no_wrap if self.config.enforce_eager else compile_afresh)
+        warm_up_sampling(sample_all, table.sampling, self.dtype, self.device)
+        return sample_all
+
     def _choose_tiles(self, checkpoint: loader.Checkpoint) -> str | None:
         """Choose how weights are stored in tiles: a kind that layers/tiled.py knows, or BLOCKS; None if they are not.
         Sets `self.product`."""
@@ -190,7 +201,9 @@ class Worker:
 
     def _capture_graphs(self, table: SequenceTable, max_model_len: int) -> CUDAGraphs:
         started, free = time.perf_counter(), torch.cuda.mem_get_info(self.device)[0]
-        graphs = CUDAGraphs(self.model, self.kv_cache, table, max_model_len, self.uses_triton, compile_afresh)
+        assert self.sample_all is not None
+        made = self.model, self.kv_cache, table, max_model_len, self.uses_triton, self.sample_all
+        graphs = CUDAGraphs(*made, compile_afresh)
         graphs.capture(graphs.sizes)
         used = (free - torch.cuda.mem_get_info(self.device)[0]) / GIB
         seconds = time.perf_counter() - started

@@ -3,7 +3,7 @@
 A scene with every kind of request is first run undisturbed, which shows the lines there are; then again and again, with
 an error at one of the lines. For the lines of the engine it runs on an executor that computes no model: a token is a
 hash of the tokens before it. For those of the worker it runs on a tiny model, also as a GPU would run it: one step
-ahead, on static buffers, with candidates of truncation that are checked a step later.
+ahead, on static buffers, all rows sampled at once.
 
     NANOPAGE_ATTACKS=1000 pytest tests/engine/test_interrupts.py -s    five visits of every line, counts by outcome
 """
@@ -27,7 +27,7 @@ from nanopage.params import RequestOutputKind
 from nanopage.step import Batch, BatchResult, Capacity, LogprobTable, PromptLogprobs, SamplingSettings
 from nanopage.text.tokenizer import Tokenizer
 from nanopage.weights import loader
-from nanopage.worker.cuda_graphs import CUDAGraphs
+from nanopage.worker.cuda_graphs import CUDAGraphs, make_sample_all
 from nanopage.worker.eager import Eager
 
 VISITS = 5 if os.environ.get("NANOPAGE_ATTACKS", "0") != "0" else 0  # of every line; 0: one visit of SOME
@@ -184,8 +184,8 @@ def model(tmp_path_factory):
 def scene(request, model):
     half, ahead = request.param
     with pytest.MonkeyPatch.context() as patch:
-        if half == "worker" and ahead:
-            patch.setattr("nanopage.sampling.sampler.CANDIDATES", 4)
+        if half == "worker":
+            patch.setattr("nanopage.sampling.truncation.CANDIDATES", 4)
         yield Scene(model, half == "worker", ahead)
 
 
@@ -229,8 +229,9 @@ class Scene:
         if self.ahead:
             worker = engine.executor.worker
             made = worker.model, worker.kv_cache, worker.runner.table
-            worker.runner.ways = [CUDAGraphs(*made, engine.max_model_len, uses_triton=False), Eager(*made)]
-            worker.runner.sampler.defer = True
+            sample_all = make_sample_all(uses_triton=False)
+            worker.runner.ways = [CUDAGraphs(*made, engine.max_model_len, False, sample_all), Eager(*made)]
+            worker.runner.sampler.sample_all = sample_all
         return engine
 
     def try_errors(self, engine: LLMEngine, places: list[tuple[str, int, int]], error: type[BaseException]) -> int:

@@ -14,10 +14,12 @@ from hypothesis import strategies as st
 from scipy import stats
 from transformers import RepetitionPenaltyLogitsProcessor
 
-from nanopage.sampling import sampler, samples
+from nanopage.kernels import floors
+from nanopage.sampling import sampler, samples, truncation
+from nanopage.sampling.argmax import argmax
 from nanopage.sampling.logprobs import make_tables, top_logprobs
 from nanopage.sampling.noise import gumbel_noise
-from nanopage.sampling.sampler import Sampler, argmax
+from nanopage.sampling.sampler import Sampler, sample_rows
 from nanopage.sampling.table import SamplingTable
 from nanopage.sampling.truncation import CANDIDATES, truncate
 from nanopage.step import NO_TOKEN, Batch, Fork, LogprobTable, NewSequence, SamplingSettings
@@ -27,6 +29,8 @@ INF = float("inf")
 P_VALUE = 1e-4
 BIG_VOCAB = 3000  # more than CANDIDATES, so that truncation has to look at more than its first guess
 CPU = torch.device("cpu")
+BY_SORTING = functools.partial(sample_rows, truncation.find_floors)  # all rows at once, as on a GPU
+BY_KERNEL = functools.partial(sample_rows, floors.find_floors)
 
 
 @dataclass
@@ -63,18 +67,16 @@ def sequences(count: int, varying: str = "seed", start: int = 0, **params) -> li
     return [Sequence([], 0, number, 42, shared) for number in range(start, start + count)]
 
 
-def sampler_of(batch: list[Sequence], vocab_size: int, **options) -> tuple[Sampler, np.ndarray, np.ndarray]:
-    """A sampler of a table that holds these sequences in rows of any order, their rows and their positions."""
+def sampler_of(batch: list[Sequence], vocab_size: int, sample_all=None) -> tuple[Sampler, np.ndarray, np.ndarray]:
+    """A sampler of a table that holds these sequences in rows of any order, their rows and their positions.
+
+    Args: sample_all: None, or how a GPU samples.
+    """
     rows = np.random.default_rng(len(batch)).permutation(len(batch) + 3)[: len(batch)]
     positions = np.array([seq.position for seq in batch])
     table = SequenceTable(len(batch) + 3, int(positions.max()) + 1, 16, vocab_size, CPU)
     table.update(Batch(new=[seq.new(row) for row, seq in zip(rows.tolist(), batch, strict=True)]))
-    return Sampler(table, **options), rows, positions
-
-
-def samples_of(logits, batch, **options):
-    made, rows, positions = sampler_of(batch, logits.shape[1], **options)
-    return made(logits, rows, positions)
+    return Sampler(table, sample_all), rows, positions
 
 
 def tokens_of(samples) -> list[SampledToken]:
@@ -82,13 +84,14 @@ def tokens_of(samples) -> list[SampledToken]:
     return [SampledToken(token, logprobs.get(index)) for index, token in enumerate(tokens)]
 
 
-def run(logits, batch) -> list[SampledToken]:
-    return tokens_of(samples_of(logits, batch))
+def run(logits, batch, sample_all=None) -> list[SampledToken]:
+    made, rows, positions = sampler_of(batch, logits.shape[1], sample_all)
+    return tokens_of(made(logits, rows, positions))
 
 
-def sample(logits, batch) -> torch.Tensor:
+def sample(logits, batch, sample_all=None) -> torch.Tensor:
     """The tokens, without constraints and penalties."""
-    made, rows, positions = sampler_of(batch, logits.shape[1])
+    made, rows, positions = sampler_of(batch, logits.shape[1], sample_all)
     return made.sample(logits, rows, positions)
 
 
@@ -103,10 +106,11 @@ def table_of(logits, token, wanted):
     return table
 
 
-def limits_of(batch: list[Sequence], vocab_size: int) -> list[torch.Tensor]:
+def table_for(batch: list[Sequence], vocab_size: int) -> SamplingTable:
+    """Sampling settings, those of the first sequence in row 0, and so on."""
     table = SamplingTable(len(batch), vocab_size, CPU)
     table.add([seq.new(row) for row, seq in enumerate(batch)])
-    return [table.top_k, table.top_p, table.min_p]
+    return table
 
 
 def random_logits(rows: int, vocab_size: int, seed: int = 0, dtype=torch.float32) -> torch.Tensor:
@@ -114,9 +118,9 @@ def random_logits(rows: int, vocab_size: int, seed: int = 0, dtype=torch.float32
     return 3 * torch.randn(rows, vocab_size, generator=generator, dtype=torch.float64).to(dtype)
 
 
-def naive_kept(scaled, top_k=0, top_p=1.0, min_p=0.0) -> np.ndarray:
+def naive_kept(logits, top_k=0, top_p=1.0, min_p=0.0, temperature=1.0) -> np.ndarray:
     """The mask of tokens that may be sampled: min-p, then top-k, then top-p renormalised on what is left."""
-    scaled = np.asarray(scaled, np.float64)
+    scaled = np.asarray(logits, np.float64) / temperature
     weights = np.exp(scaled - scaled.max())
     kept = (weights >= min_p) & (scaled > -INF)
     if top_k > 0:
@@ -132,23 +136,25 @@ def naive_kept(scaled, top_k=0, top_p=1.0, min_p=0.0) -> np.ndarray:
 
 
 def exact_distribution(logits, temperature=1.0, **truncation) -> np.ndarray:
+    kept = naive_kept(logits, temperature=temperature, **truncation)
     scaled = np.asarray(logits, np.float64) / temperature
-    weights = np.where(naive_kept(scaled, **truncation), np.exp(scaled - scaled.max()), 0)
+    weights = np.where(kept, np.exp(scaled - scaled.max()), 0)
     return weights / weights.sum()
 
 
-def kept_by_truncate(scaled: torch.Tensor, batch: list[Sequence]) -> np.ndarray:
+def kept_by_truncate(logits: torch.Tensor, batch: list[Sequence]) -> np.ndarray:
     """What truncate() keeps, as a mask [B, vocab_size]; checks the form of what it returns on the way."""
-    before = scaled.clone()
-    values, ids = truncate(scaled, limits_of(batch, scaled.shape[1]))
-    assert torch.equal(scaled, before)
-    assert values.dtype == scaled.dtype
+    before = logits.clone()
+    table = table_for(batch, logits.shape[1])
+    values, ids = truncate(logits, table.temperature, table.limits)
+    assert torch.equal(logits, before)
+    assert values.dtype == logits.dtype
     assert (values.diff(dim=-1).nan_to_num(0, neginf=-1.0) <= 0).all()
-    mask = torch.zeros_like(scaled, dtype=torch.bool)
+    mask = torch.zeros_like(logits, dtype=torch.bool)
     for row in range(len(batch)):
         assert len(set(ids[row].tolist())) == ids.shape[1]
         finite = values[row] > -INF
-        assert torch.equal(scaled[row, ids[row, finite]], values[row, finite])
+        assert torch.equal(logits[row, ids[row, finite]], values[row, finite])
         mask[row, ids[row, finite]] = True
     return mask.numpy()
 
@@ -187,7 +193,8 @@ def test_argmax_is_the_first_of_the_largest(vocab_size, distinct):
     [{"temperature": 0}, {}, {"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.1}, {"top_p": 0.5, "top_k": 20, "min_p": 0.1}],
     ids=str,
 )
-def test_a_row_whose_largest_logit_is_not_finite_gives_no_token(vocab_size, params):
+@pytest.mark.parametrize("sample_all", [None, BY_SORTING, pytest.param(BY_KERNEL, marks=pytest.mark.interpreter)])
+def test_a_row_whose_largest_logit_is_not_finite_gives_no_token(vocab_size, params, sample_all):
     good = random_logits(1, vocab_size)[0]
     rows = [good.clone() for _ in range(6)]
     rows[0][vocab_size - 1] = math.nan
@@ -196,11 +203,11 @@ def test_a_row_whose_largest_logit_is_not_finite_gives_no_token(vocab_size, para
     rows[3][:] = -INF
     rows[4][1:] = -INF  # only token 0 is possible
     batch = [sequence(seed=row, **params) for row in range(6)]
-    tokens = sample(torch.stack(rows), batch).tolist()
+    tokens = sample(torch.stack(rows), batch, sample_all).tolist()
     assert tokens[:5] == [NO_TOKEN, NO_TOKEN, NO_TOKEN, NO_TOKEN, 0]
     assert tokens[5] == sample(good[None], batch[5:]).item()
     batch = [sequence(seed=5, logprobs=2, **params) for _ in range(6)]
-    result = tokens_of(samples_of(torch.stack(rows), batch, defer=True))
+    result = run(torch.stack(rows), batch, sample_all)
     assert [token.token_id for token in result] == tokens
     assert result[5].logprobs[tokens[5]][0] > -INF
 
@@ -383,9 +390,12 @@ def test_a_row_that_needs_the_whole_vocabulary_does_not_change_its_neighbours():
 
 
 def test_truncation_looks_beyond_its_first_guess_only_if_it_must():
-    peaked = torch.arange(BIG_VOCAB, dtype=torch.float64)[None]
-    assert truncate(peaked, limits_of([sequence(top_p=0.9)], BIG_VOCAB))[0].shape[1] == CANDIDATES
-    assert truncate(peaked, limits_of([sequence(top_k=CANDIDATES + 1)], BIG_VOCAB))[0].shape[1] > CANDIDATES
+    def candidates(**params):
+        table = table_for([sequence(**params)], BIG_VOCAB)
+        return truncate(torch.arange(BIG_VOCAB, dtype=torch.float64)[None], table.temperature, table.limits)[0].shape[1]
+
+    assert candidates(top_p=0.9) == candidates(top_k=CANDIDATES - 1) == CANDIDATES
+    assert candidates(top_k=CANDIDATES + 1) > CANDIDATES
 
 
 # The noise
@@ -799,25 +809,6 @@ def test_only_those_who_ask_get_logprobs():
             assert next(iter(sampled.logprobs)) == sampled.token_id
 
 
-@pytest.mark.parametrize("scale", [1.0, 0.01])  # peaked logits, and flat ones that need more candidates
-def test_what_is_settled_later_is_what_is_made_sure_of_at_once(scale):
-    logits = scale * random_logits(40, 3000)
-    kinds = [{"temperature": 0}, {"top_p": 0.9}, {"top_p": 0.9, "top_k": 50}, {"min_p": 0.1}, {"top_k": 99}, {}]
-    batch = [sequence(seed=row, logprobs=2, **kinds[row % 6]) for row in range(40)]
-    later = samples_of(logits, batch, defer=True)
-    at_first = later.tokens.clone()
-    recorded = later.table.tokens[later.rows, later.positions].tolist()
-    assert set(recorded) == {0}, "tokens that may still change are not in the table yet"
-    later.settle()
-    settled = later.tokens.clone()
-    assert torch.equal(at_first, settled) == (scale == 1)
-    assert torch.equal(later.table.tokens[later.rows, later.positions], settled)
-    later.settle()
-    assert torch.equal(later.tokens, settled)
-    assert tokens_of(later) == run(logits, batch) == tokens_of(samples_of(logits, batch, defer=True))
-    assert later.tokens.tolist() == [one.token_id for one in tokens_of(later)]
-
-
 def test_asking_for_logprobs_does_not_change_the_sample():
     logits = random_logits(50, 80)
     without = run(logits, [sequence(seed=row, temperature=2.0) for row in range(50)])
@@ -848,43 +839,34 @@ def test_logprobs_of_impossible_tokens_are_minus_infinity():
 class Table:
     """Sequences in a table, sampled step by step, and how each would be sampled from a table of its own."""
 
-    def __init__(self, vocab_size=30, num_rows=8, defer=False):
+    def __init__(self, vocab_size=30, num_rows=8, sample_all=None):
         self.vocab_size = vocab_size
         self.table = SequenceTable(num_rows, 64, 4, vocab_size, CPU)
-        self.sampler = Sampler(self.table, defer)
+        self.sampler = Sampler(self.table, sample_all)
         self.rows: dict[int, Sequence] = {}
-        self.samples = None
         self.steps = 0
-
-    def update(self, batch: Batch) -> None:
-        if self.samples is not None:
-            self.samples.settle()
-        self.table.update(batch)
 
     def add(self, row: int, seq: Sequence) -> None:
         self.rows[row] = seq
-        self.update(Batch(new=[seq.new(row)]))
+        self.table.update(Batch(new=[seq.new(row)]))
 
     def fork(self, parent: int, row: int, seed: int, num_tokens: int | None = None) -> None:
         source = self.rows[parent]
         token_ids = source.token_ids[:num_tokens]
         self.rows[row] = replace(source, token_ids=token_ids, position=len(token_ids), seed=seed)
-        self.update(Batch(forks=[Fork(parent, row, len(token_ids), seed)]))
+        self.table.update(Batch(forks=[Fork(parent, row, len(token_ids), seed)]))
 
     def step(self, rows: list[int]) -> list[int]:
         """Sample for some rows, in this order. Checks that each token is that of its sequence alone."""
         self.steps += 1
         logits = random_logits(len(rows), self.vocab_size, seed=self.steps, dtype=torch.float64)
         batch = [self.rows[row] for row in rows]
-        if self.samples is not None:
-            self.samples.settle()
         positions = np.array([seq.position for seq in batch])
         made = self.sampler
         got = made.change(logits, np.array(rows), positions)
         expected = np.stack([naive_constraints(row.numpy(), seq) for row, seq in zip(logits, batch, strict=True)])
         np.testing.assert_allclose(got.numpy(), expected, rtol=1e-12, atol=1e-12)
-        self.samples = made(logits, np.array(rows), positions)
-        tokens, _ = self.samples.result()
+        tokens, _ = made(logits, np.array(rows), positions).result()
         assert tokens == [run(logits[i : i + 1], [seq])[0].token_id for i, seq in enumerate(batch)]
         for seq, token in zip(batch, tokens, strict=True):
             seq.token_ids, seq.position = [*seq.token_ids, token], seq.position + 1
@@ -894,10 +876,10 @@ class Table:
 PENALTIES = {"repetition_penalty": 1.7, "presence_penalty": 0.6, "frequency_penalty": 0.5}
 
 
-@pytest.mark.parametrize("defer", [False, True])
+@pytest.mark.parametrize("sample_all", [None, BY_SORTING])
 @pytest.mark.parametrize("params", [{}, {"top_p": 0.8}, {"temperature": 0}], ids=str)
-def test_sampled_tokens_are_penalized_from_the_next_step_on(params, defer):
-    table = Table(defer=defer)
+def test_sampled_tokens_are_penalized_from_the_next_step_on(params, sample_all):
+    table = Table(sample_all=sample_all)
     table.add(5, sequence(prompt=[4, 4, 9], output=[6], seed=1, **PENALTIES, **params))
     table.add(2, sequence(prompt=[3], seed=2, **params))
     table.add(0, sequence(prompt=[8, 1], output=[1, 1], seed=3, frequency_penalty=2.0, **params))
@@ -985,9 +967,9 @@ def test_words_of_several_tokens_are_compared_with_what_was_just_sampled():
             assert all(output[i : i + len(word)] != word for i in range(len(output)))
 
 
-@pytest.mark.parametrize("defer", [False, True])
-def test_a_fork_knows_the_words_that_its_parent_has_begun(defer):
-    table = Table(vocab_size=5, defer=defer)
+@pytest.mark.parametrize("sample_all", [None, BY_SORTING])
+def test_a_fork_knows_the_words_that_its_parent_has_begun(sample_all):
+    table = Table(vocab_size=5, sample_all=sample_all)
     table.add(0, sequence(prompt=[4], seed=1, temperature=0, logit_bias={3: 100}, bad_words=[[3, 3, 3]]))
     assert [table.step([0]), table.step([0])] == [[3], [3]]
     table.fork(0, 2, seed=2)
@@ -1023,7 +1005,7 @@ def test_what_a_step_does_not_need_is_not_computed(monkeypatch):
     def refuse(*arguments):
         raise AssertionError("not needed")
 
-    for name in ("gumbel_max", "truncate_among", "sample_truncated"):
+    for name in ("gumbel_max", "sample_rows", "sample_truncated"):
         monkeypatch.setattr(sampler, name, refuse)
     monkeypatch.setattr(samples, "top_logprobs", refuse)
     greedy = [sequence(temperature=0, top_k=3, top_p=0.4, seed=row) for row in range(4)]
@@ -1031,28 +1013,36 @@ def test_what_a_step_does_not_need_is_not_computed(monkeypatch):
     assert [token.token_id for token in run(logits, greedy)] == logits.argmax(dim=-1).tolist()
 
 
-def test_needs_more_than_noise():
-    more = [{"top_k": 3}, {"min_p": 0.1}, {"presence_penalty": 0.1}, {"logit_bias": {1: 1.0}}]
-    more.append({"min_tokens": 1, "stop_token_ids": [2]})
-    less = [{}, {"temperature": 0}, {"logprobs": 3}, {"top_k": 40}, {"temperature": 0.3}, {"min_tokens": 1}]
-    for params in less + more:
+def test_constraints_and_penalties_change_logits_and_nothing_else_does():
+    changing = [{"presence_penalty": 0.1}, {"logit_bias": {1: 1.0}}, {"min_tokens": 1, "stop_token_ids": [2]}]
+    others = [{}, {"temperature": 0}, {"logprobs": 3}, {"top_k": 3}, {"top_p": 0.3}, {"min_p": 0.1}, {"min_tokens": 1}]
+    for params in changing + others:
         made, rows, positions = sampler_of([sequence(), sequence(**params)], 40)
-        assert made.needs_more_than_noise(rows, positions) == (params in more)
-        assert not made.needs_more_than_noise(rows[:1], positions[:1])
+        assert made.changes_logits(rows, positions) == (params in changing)
+        assert not made.changes_logits(rows[:1], positions[:1])
 
 
-def test_a_minimum_length_needs_more_than_noise_until_it_is_reached():
+def test_a_minimum_length_changes_logits_until_it_is_reached():
     made, rows, positions = sampler_of([sequence(min_tokens=3, stop_token_ids=[2]), sequence(min_tokens=3)], 40)
-    needs = [made.needs_more_than_noise(rows, positions + output) for output in range(5)]
-    assert needs == [True, True, True, False, False]
-    assert not made.needs_more_than_noise(rows[1:], positions[1:]), "no token could end it"
+    changes = [made.changes_logits(rows, positions + output) for output in range(5)]
+    assert changes == [True, True, True, False, False]
+    assert not made.changes_logits(rows[1:], positions[1:]), "no token could end it"
+
+
+@pytest.mark.parametrize("sample_all", [None, BY_SORTING])
+def test_sampled_tokens_are_in_the_table_at_once(sample_all):
+    batch = [sequence(seed=row, **params) for row, params in enumerate(EVERYTHING)]
+    made, rows, positions = sampler_of(batch, 60, sample_all)
+    samples = made(random_logits(len(batch), 60), rows, positions)
+    recorded = made.table.tokens[rows, positions].tolist()
+    assert recorded == samples.result()[0] and any(recorded)
 
 
 def test_a_token_that_could_not_be_sampled_is_recorded_as_token_0():
-    batch = [sequence(seed=1, **PENALTIES), sequence(seed=2)]
-    samples = samples_of(torch.full((2, 10), math.nan), batch)
-    assert samples.result() == ([NO_TOKEN, NO_TOKEN], {})
-    assert samples.table.tokens[samples.rows, samples.positions].tolist() == [0, 0]
+    made, rows, positions = sampler_of([sequence(seed=1, **PENALTIES), sequence(seed=2)], 10)
+    made.table.tokens.fill_(7)
+    assert made(torch.full((2, 10), math.nan), rows, positions).result() == ([NO_TOKEN, NO_TOKEN], {})
+    assert made.table.tokens[rows, positions].tolist() == [0, 0]
 
 
 @pytest.mark.parametrize("low", [0.0, 1e-6, 0.99e-5])

@@ -1,6 +1,7 @@
 """What a steady decode step of the sampler asks of the device: no values, and as much for many rows as for few."""
 
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import pytest
@@ -9,7 +10,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanopage.sampling import constraints, penalties, sampler, samples, table
-from nanopage.sampling.sampler import Sampler
+from nanopage.sampling.sampler import Sampler, sample_rows
+from nanopage.sampling.truncation import find_floors
 from nanopage.step import Batch, NewSequence, SamplingSettings
 from nanopage.worker import sequence_table
 from nanopage.worker.sequence_table import SequenceTable
@@ -19,6 +21,7 @@ CPU = torch.device("cpu")
 PENALTIES = {"repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.2}
 WORDS = {"bad_words_token_ids": [[5], [6, 7], [8, 9, 10]]}
 KINDS = {
+    "truncation": {"top_k": 20, "top_p": 0.9, "min_p": 0.01, "temperature": 0.6},
     "repetition": {"repetition_penalty": 1.1},
     "penalties": PENALTIES,
     "minimum": {"min_tokens": 900, "ending_token_ids": [2, 3]},
@@ -57,14 +60,14 @@ def make_sampler(num_rows: int, length: int, settings: dict, device=CPU) -> Samp
     made = SequenceTable(num_rows + 1, length + 5, 16, VOCAB_SIZE, device)
     settings = SamplingSettings(**settings)
     made.update(Batch(new=[NewSequence(row, [row % VOCAB_SIZE] * length, 3, row, settings) for row in range(num_rows)]))
-    return Sampler(made, defer=True)
+    return Sampler(made, partial(sample_rows, find_floors))
 
 
 def run_step(sample: Sampler, position: int) -> None:
     """Sample the tokens at a position."""
     num_rows, device = len(sample.table.tokens) - 1, sample.table.device
     logits = torch.zeros(num_rows, VOCAB_SIZE, dtype=torch.bfloat16, device=device)
-    sample(logits, np.arange(num_rows), np.full(num_rows, position)).settle()
+    sample(logits, np.arange(num_rows), np.full(num_rows, position))
 
 
 def run_steps(monkeypatch, num_rows: int, length: int, settings: dict, device=CPU, num_steps=3) -> Step:

@@ -16,7 +16,7 @@ from nanopage.kernels import cache_write, paged_attention
 from nanopage.params import MAX_LOGPROBS
 from nanopage.step import Batch, BlockUpdate, Fork, NewSequence, SamplingSettings
 from nanopage.worker import jit
-from nanopage.worker.cuda_graphs import CUDAGraphs, batch_sizes, look_up, sample
+from nanopage.worker.cuda_graphs import CUDAGraphs, batch_sizes, look_up, make_sample_all, no_wrap
 from nanopage.worker.eager import Eager
 from nanopage.worker.memory import GIB, blocks_of_gpu, largest_batch, measure_step
 from nanopage.worker.model_runner import ModelRunner
@@ -43,14 +43,17 @@ def make_engine(model, **options):
 
 
 def make_graphs(worker, uses_triton=False):
-    return CUDAGraphs(worker.model, worker.kv_cache, worker.runner.table, worker.capacity.max_model_len, uses_triton)
+    made = worker.model, worker.kv_cache, worker.runner.table, worker.capacity.max_model_len, uses_triton
+    return CUDAGraphs(*made, make_sample_all(uses_triton))
 
 
 def static(engine, uses_triton=False):
     """Have an engine on a CPU run decodes as one on a GPU does. Returns the engine."""
     worker = engine.executor.worker
     eager = Eager(worker.model, worker.kv_cache, worker.runner.table, worker._make_attention if uses_triton else None)
-    worker.runner.ways = [make_graphs(worker, uses_triton), eager]
+    graphs = make_graphs(worker, uses_triton)
+    worker.runner.ways = [graphs, eager]
+    worker.runner.sampler.sample_all = graphs.sample_all
     return engine
 
 
@@ -95,6 +98,18 @@ def test_static_buffers_change_no_token(model, overlap):
     assert outputs_of(engine) == outputs_of(make_engine(model))
     assert {6, 5, 1} <= set(used)  # padded to 7, 7 and not at all
     assert outputs_of(engine) == outputs_of(make_engine(model)), "nothing of an earlier batch is left over"
+
+
+def test_truncated_rows_are_sampled_on_static_buffers_and_those_with_penalties_again(model):
+    truncated = [{"top_p": 0.9}, {"top_k": 20, "top_p": 0.95, "temperature": 0.6}, {"min_p": 0.1}, {"temperature": 0.0}]
+    for more, calls in (({}, 1), ({"presence_penalty": 0.5}, 6)):  # the first step computes the prompts
+        requests = [SamplingParams(seed=3, max_tokens=6, ignore_eos=True, **kind | more) for kind in truncated]
+        engine = static(make_engine(model))
+        sampler, seen = engine.executor.worker.runner.sampler, []
+        sample = sampler.sample
+        sampler.sample = lambda *arguments, sample=sample, seen=seen: seen.append(1) or sample(*arguments)
+        assert outputs_of(engine, requests) == outputs_of(make_engine(model), requests)
+        assert len(seen) == calls
 
 
 def test_log_probabilities_are_float32_on_both_ways(model):
@@ -330,8 +345,13 @@ def test_nothing_is_compiled_while_serving(model, fake_cuda, monkeypatch):
     engine = make_engine(model, max_num_seqs=2, max_model_len=300)
     worker = engine.executor.worker
     jit.compile_model(worker.model, worker.model_config, worker.dtype, worker.device)
-    ways = static(engine, uses_triton=True).executor.worker.runner.ways
-    ways[0] = CUDAGraphs(worker.model, worker.kv_cache, worker.runner.table, 300, True, jit.compile_afresh)
+    runner, table = static(engine, uses_triton=True).executor.worker.runner, worker.runner.table
+    ways = runner.ways
+    # A kernel in Triton's interpreter cannot be compiled into the sampler, so truncation sorts here.
+    runner.sampler.sample_all = make_sample_all(False, jit.compile_afresh)
+    jit.warm_up_sampling(runner.sampler.sample_all, table.sampling, worker.dtype, worker.device)
+    made = worker.model, worker.kv_cache, table, 300, True, runner.sampler.sample_all
+    ways[0] = CUDAGraphs(*made, jit.compile_afresh)
     ways[0].capture(ways[0].sizes)
     for graph in ways[0].graphs.values():
         graph.step = partial(graph.step, ways[0])
@@ -348,6 +368,8 @@ def test_nothing_is_compiled_while_serving(model, fake_cuda, monkeypatch):
             ("beside", [3, 4], {"max_tokens": 3}),
             ("long", [1] * 280, {"max_tokens": 3}),
             ("twice", [5], {"n": 2, "temperature": 1.0, "max_tokens": 2}),
+            ("truncated", [6, 7], {"temperature": 1.0, "top_k": 5, "top_p": 0.9, "max_tokens": 3}),
+            ("penalized", [6, 7], {"temperature": 1.0, "top_p": 0.9, "presence_penalty": 0.5, "max_tokens": 3}),
         ):
             engine.add_request(name, prompt, SamplingParams(**{"temperature": 0, "ignore_eos": True} | params))
         while engine.has_unfinished_requests():
@@ -397,7 +419,7 @@ def test_the_largest_step_there_can_be_is_measured(model, fake_cuda, monkeypatch
     # Before; with the graph of size 6; with that of size 1, too. The others are 1, 2 and 4, with their splits.
     free = iter([9000, 7000, 6900])
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (next(free), 10_000))
-    monkeypatch.setattr("nanopage.worker.memory.compile_afresh", lambda function: function)
+    monkeypatch.setattr("nanopage.worker.memory.compile_afresh", no_wrap)
     monkeypatch.setattr(CUDAGraphs, "splits_of", lambda self, size: [1] if size == 1 else [1, 2])
     config = replace(worker.config, enforce_eager=False)
     assert measure_step(config, *arguments) == 250 + table_bytes + 2000 + 5 * 100
@@ -444,20 +466,23 @@ def test_what_is_around_the_model_is_compiled_for_any_size_and_once_more_for_one
         graphs.append(graph)
         return graph.forward
 
-    before, after = (torch.compile(function, fullgraph=True, backend=counting) for function in (look_up, sample))
+    before = torch.compile(look_up, fullgraph=True, backend=counting)
+    plain = make_sample_all(False)
+    after = make_sample_all(False, partial(torch.compile, fullgraph=True, backend=counting))
     tokens = torch.randint(0, 300, (49, 33))
     block_tables = torch.randint(0, 9, (49, 4)).int()
     temperatures, seeds = torch.rand(49, dtype=torch.float64).round(decimals=1), torch.randint(-9, 9, (49,))
+    limits = [torch.randint(1, 301, (49,)), torch.rand(49, dtype=torch.float64), torch.zeros(49, dtype=torch.float64)]
     for size in (48, 32, 16, 8, 4, 2, 1):  # as capturing goes
         generator = torch.Generator().manual_seed(size)
         rows = torch.randperm(49, generator=generator)[:size]
         seq_lens = torch.randint(0, 33, (size,), generator=generator)
         arguments = rows, seq_lens, tokens, block_tables, 8
-        for ours, plain in zip(before(*arguments), look_up(*arguments), strict=True):
-            assert torch.equal(ours, plain)
+        for ours, theirs in zip(before(*arguments), look_up(*arguments), strict=True):
+            assert torch.equal(ours, theirs)
         logits = torch.randn(size, 300, generator=generator)
-        arguments = logits, rows, seq_lens, temperatures, seeds
-        assert torch.equal(after(*arguments), sample(*arguments))
+        arguments = logits, rows, seq_lens, temperatures, seeds, limits
+        assert torch.equal(after(*arguments), plain(*arguments))
     assert len(graphs) == 6  # one size, any size, size 1
 
 

@@ -1,12 +1,17 @@
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from helpers import CPU, Paged, assert_all_close, random_tokens, reference_logits, tiny_hf_model
 
+from nanopage.sampling.sampler import Sampler
+from nanopage.sampling.table import SamplingTable
+from nanopage.step import Batch, NewSequence, SamplingSettings
 from nanopage.weights import loader
 from nanopage.worker import jit
-from nanopage.worker.cuda_graphs import sample
+from nanopage.worker.cuda_graphs import make_sample_all
+from nanopage.worker.sequence_table import SequenceTable
 
 LENGTHS = [11, 5, 1, 23]
 
@@ -57,12 +62,41 @@ def test_engines_of_any_number_and_size_do_not_share_what_is_compiled(tmp_path, 
         config = loader.read_config(directory)
         model = loader.load_model(directory, config, torch.float64, CPU)
         jit.compile_model(model, config, torch.float64, CPU)
-        after = jit.compile_afresh(sample)
+        sample_all = make_sample_all(False, jit.compile_afresh)
+        sampling = SamplingTable(9, 128 * (1 + number), CPU)
+        sampling.temperature.zero_()
         for size in (3, 2, 1):
-            logits, ints = torch.randn(size, 128 * (1 + number)), torch.zeros(size, dtype=torch.int64)
-            temperatures, seeds = torch.zeros(9), torch.zeros(9, dtype=torch.int64)  # of rows of the sequence table
-            assert torch.equal(after(logits, ints, ints, temperatures, seeds), logits.argmax(dim=-1))
+            logits, ints = torch.randn(size, sampling.vocab_size), torch.zeros(size, dtype=torch.int64)
+            tokens = sample_all(logits, ints, ints, sampling.temperature, sampling.seed, sampling.limits)
+            assert torch.equal(tokens, logits.argmax(dim=-1))
     assert len(graphs) == 5 * (8 + 3)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_sampler_is_compiled_when_it_is_warmed_up_and_not_later(dtype, monkeypatch):
+    """For logits of the model's dtype and of float32, of many rows and of one, whatever the settings of the rows."""
+    graphs = []
+
+    def counting(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counting))
+    table = SequenceTable(60, 40, 16, 300, CPU)
+    kinds = [{"temperature": 0.0}, {}, {"top_k": 3}, {"top_p": 0.9, "presence_penalty": 0.5}, {"min_p": 0.1}]
+    new = [NewSequence(row, [1, 2, 3], 3, row, SamplingSettings(**kinds[row % 5])) for row in range(59)]
+    table.update(Batch(new=new))
+    sample_all = make_sample_all(False, jit.compile_afresh)
+    jit.warm_up_sampling(sample_all, table.sampling, dtype, CPU)
+    assert len(graphs) == (2 if dtype == torch.float32 else 4)
+    plain, compiled = Sampler(table), Sampler(table, sample_all)
+    before = len(graphs)
+    with torch.compiler.set_stance("fail_on_recompile"), torch.inference_mode():
+        for rows in ([5], [3], [0, 1], [3, 4, 7], list(range(59)), [58]):
+            logits = 3 * torch.randn(len(rows), 300).to(dtype)
+            arguments = logits, np.array(rows), np.full(len(rows), 3)
+            assert compiled(*arguments).result() == plain(*arguments).result()
+    assert len(graphs) == before
 
 
 def test_another_number_of_threads_compiles_nothing(monkeypatch):
