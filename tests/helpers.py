@@ -181,7 +181,7 @@ class Paged:
 
     def __init__(self, directory, sequences, dtype=torch.float32, make_way=None, tiles=None, kv_dtype=None, seed=0):
         config = loader.read_config(directory)
-        model = loader.load_model(directory, config, dtype, CPU, tiled=tiles == "blocks")
+        model = loader.load_model(directory, config, dtype, CPU, keep_integers=tiles == "blocks")
         if tiles == "blocks":
             pass
         elif tiles is not None:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import torch
 
-from nanopage.config import EngineConfig, ModelConfig
+from nanopage.config import STORED_QUANTIZATIONS, EngineConfig, ModelConfig
 from nanopage.device import resolve_device, resolve_dtype, resolve_kv_dtype, set_cuda_precision
 from nanopage.kernels.cpu.packed_linear import can_pack
 from nanopage.layers.packed import pack
@@ -19,6 +19,7 @@ from nanopage.step import Batch, Capacity
 from nanopage.weights import loader
 from nanopage.weights.gguf_checkpoint import GGUFCheckpoint
 from nanopage.weights.gguf_tiles import is_quantized
+from nanopage.weights.quantized_checkpoint import fits_tiles
 from nanopage.worker.aot import Compiled
 from nanopage.worker.aot_tiles import CompiledProduct, tile_product
 from nanopage.worker.cuda_graphs import CUDAGraphs
@@ -33,7 +34,7 @@ from nanopage.worker.threads import ThreadCount, limit_threads
 
 logger = logging.getLogger("nanopage")
 
-BLOCKS = "block-quantized"  # weights of a .gguf file in its own integers
+BLOCKS = "block-quantized"  # weights of a .gguf, AWQ or GPTQ checkpoint in its own integers
 
 
 class Worker:
@@ -149,15 +150,18 @@ class Worker:
         if self.device.type != "cpu":
             return None
         compiles = can_pack(self.dtype) and not self.config.enforce_eager
-        quantized = isinstance(checkpoint, GGUFCheckpoint) and is_quantized(checkpoint)
-        blocks = quantized and not self.config.quantization and self.config.load_format != "dummy"
+        if (stored := self.model_config.quantization) is not None:
+            quantized = fits_tiles(self.model_config)
+        else:
+            quantized = isinstance(checkpoint, GGUFCheckpoint) and is_quantized(checkpoint)
+        blocks = quantized and not self.config.quantize_to and self.config.load_format != "dummy"
         # In float32, reading the weights takes most of the time of a decode. The checkpoint's 16 bits lose nothing.
-        halves = self.dtype == torch.float32 and self.model_config.dtype in ("bfloat16", "float16")
-        if compiles and (blocks or halves or self.config.quantization):
+        halves = self.dtype == torch.float32 and self.model_config.dtype in ("bfloat16", "float16") and stored is None
+        if compiles and (blocks or halves or self.config.quantize_to):
             self.product = tile_product(self.dtype)
         if blocks and self.product is not None:
             return BLOCKS
-        return self.config.quantization or (self.model_config.dtype if compiles and halves else None)
+        return self.config.quantize_to or (self.model_config.dtype if compiles and halves else None)
 
     def _replace_modules(self) -> None:
         """Replace the model's modules by packed, quantized or compiled ones."""
@@ -167,8 +171,10 @@ class Worker:
             if not self.config.enforce_eager:
                 compile_model(self.model, self.model_config, self.dtype, self.device)
         elif self.tiles is not None:
-            if self.tiles != BLOCKS:
-                tile(self.model, self.tiles)
+            kind = self.tiles
+            if kind == BLOCKS:  # the head of an AWQ or GPTQ checkpoint is not quantized
+                kind = "float16" if has_only_float16(self.model) else "bfloat16"
+            tile(self.model, kind)
             if self.product is not None:
                 for module in self.model.modules():
                     if isinstance(module, TiledLinear):
@@ -207,8 +213,21 @@ class Worker:
                 self.runner.launch(batch).result()
 
     def _check_options(self) -> None:
-        config = self.config
-        if config.quantization and self.device.type != "cpu":
+        config, stored = self.config, self.model_config.quantization
+        has = None if stored is None else stored.method
+        if config.quantization in STORED_QUANTIZATIONS and config.quantization != has:
+            kind = "are not quantized" if has is None else f"are quantized by {has}"
+            raise ValueError(f"quantization={config.quantization!r}, but the weights of {self.path} {kind}")
+        if config.quantize_to and has is not None:
+            raise ValueError(
+                f"quantization={config.quantization!r}, but the weights of {self.path} already are ({has})"
+            )
+        if has is not None and config.load_format == "dummy":
+            raise ValueError(
+                f"load_format='dummy' draws weights that are not quantized, but {self.path} is ({has}): give a "
+                "config.json without quantization_config, and quantization='int4'"
+            )
+        if config.quantize_to and self.device.type != "cpu":
             raise ValueError(
                 f"quantization={config.quantization!r} works on a CPU only, but this engine runs on {self.device}"
             )

@@ -74,7 +74,7 @@ def quantized(file):
 
 
 def load(file, tiled=True):
-    return loader.load_model(file, loader.read_config(file), torch.float32, CPU, tiled=tiled)
+    return loader.load_model(file, loader.read_config(file), torch.float32, CPU, keep_integers=tiled)
 
 
 def kept_files():
@@ -132,9 +132,8 @@ def test_logits_are_those_of_rounded_activations(quantized):
 
 def test_they_are_repacked_once(quantized, monkeypatch):
     calls = []
-    first = loader.load_model(
-        quantized, loader.read_config(quantized), torch.float32, CPU, "auto", lambda *now: calls.append(now), tiled=True
-    )
+    config, on_progress = loader.read_config(quantized), lambda *now: calls.append(now)
+    first = loader.load_model(quantized, config, torch.float32, CPU, "auto", on_progress, keep_integers=True)
     assert calls and calls == sorted(calls) and calls[-1][0] == calls[-1][1]
     monkeypatch.setattr(gguf_tiles, "_write", None)
     second = load(quantized)
