@@ -18,7 +18,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 DEVICES = ("auto", "cpu", "cuda")
 PREEMPTION_MODES = ("recompute", "swap")
 POLICIES = ("fcfs", "priority")
-QUANTIZATIONS = (None, "int8", "int4", "awq", "gptq")
+QUANTIZATIONS = (None, "int8", "int4", "fp8", "awq", "gptq")
 STORED_QUANTIZATIONS = ("awq", "gptq")  # those of a checkpoint, which `quantization` may only repeat
 GROUP_SIZES = (32, 64, 128)  # inputs that share a scale in a checkpoint of one of them
 LOAD_FORMATS = ("auto", "dummy")
@@ -100,11 +100,14 @@ class EngineConfig:
             computes in it, decoder layers are compiled in the background once the first requests have ended, and used
             once the engine is idle (see worker/aot.py). On a GPU they are compiled at start, and decode steps are
             captured as CUDA graphs (see worker/jit.py and worker/cuda_graphs.py).
-        quantization: "int8" stores each weight of linear layers, and of an embedding tied to the head, in one byte (see
-            layers/tiled.py), and rounds the activations that they multiply to one byte. "int4" stores the weights of
-            the decoder layers in half a byte, with a scale and an offset for each 32 inputs, and those of the head in
-            one byte. Everything else, such as KV, is as `dtype` says. Only on a CPU. "awq" and "gptq" say how the
-            checkpoint is quantized, which config.json says as well. None: the weights as the checkpoint has them.
+        quantization: "int8" stores each weight of linear layers, and of an embedding tied to the head, in one byte.
+            "int4" stores the weights of the decoder layers in half a byte, with a scale and an offset for each 32
+            inputs, and those of the head in one byte. On a CPU (layers/tiled.py), the activations that they multiply
+            are rounded to one byte; on a GPU (layers/quantized.py) they are not. "fp8", only on a GPU, stores the
+            weights of the decoder layers as float8_e4m3fn; where the GPU multiplies fp8, steps of 64 tokens or more
+            round activations to fp8, too, if `dtype` is bfloat16. Everything else, such as KV, is as `dtype` says.
+            "awq" and "gptq" say how the checkpoint is quantized, which config.json says as well. None: the weights as
+            the checkpoint has them.
         async_scheduling: submit a step before the results of the previous one have been read, so that a GPU need not
             wait for Python. Outputs are the same, but come one call of `step` later. None: only on a GPU.
         load_format: "auto" reads the model's weights. "dummy" draws random ones, to measure speed: a directory with

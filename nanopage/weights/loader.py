@@ -17,10 +17,11 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from nanopage.config import ModelConfig
+from nanopage.config import ModelConfig, StoredQuantization
 from nanopage.device import free_bytes
 from nanopage.kernels.cpu import tile_linear
 from nanopage.layers.linear import Linear
+from nanopage.layers.quantized import QuantizedLinear
 from nanopage.layers.tiled import TiledLinear
 from nanopage.model_files import shown
 from nanopage.models.decoder import Decoder, meta_model
@@ -68,14 +69,16 @@ def load_model(
     device: torch.device,
     load_format: str = "auto",
     on_progress: Callable[[int, int], None] | None = None,
-    keep_integers: bool = False,
+    keep_integers: str | None = None,
+    on_host: bool = False,
 ) -> Decoder:
     """Build the model of `config` and fill it from `checkpoint`, or with `dummy_tensors`.
 
     Args:
         load_format: as in EngineConfig.
-        keep_integers: keep the matrices of a quantized checkpoint in its own integers, in tiles for a CPU. Those of an
-            AWQ or GPTQ checkpoint must be in order (without desc_act).
+        keep_integers: keep the matrices of a quantized checkpoint in its own integers: in "tiles" for a CPU, where
+            those of an AWQ or GPTQ checkpoint must be in order (without desc_act), or "packed" for a GPU. None: floats.
+        on_host: leave the weights on the CPU, from where they are moved to `device` later.
         on_progress: called while weights load, with the number of weights read so far and the total.
 
     Raises:
@@ -97,18 +100,21 @@ def load_model(
         if config.quantization is not None:
             wanted = quantized_checkpoint.expected(model, wanted, stored, config.quantization)
         check_fit(wanted, stored, source)
-        pieces = pieces_of(checkpoint, _with_tied_head(slots(model)))
+        pieces = pieces_of(checkpoint, _wanted(model))
     try:
-        if keep_integers:
+        if keep_integers is not None:
             if config.quantization is not None:
-                quantized_checkpoint.place(model, stored, config.quantization, _in_tiles(config), device, on_progress)
+                make = _maker(config.quantization, device, keep_integers)
+                quantized_checkpoint.place(model, stored, config.quantization, make, device, on_progress)
+            elif isinstance(checkpoint, GGUFCheckpoint) and keep_integers == "packed":
+                gguf_tiles.place_on_gpu(model, checkpoint, dtype, device, on_progress)
             elif isinstance(checkpoint, GGUFCheckpoint):
                 gguf_tiles.place(model, checkpoint, dtype, on_progress)
             # The rest is small.
-            pieces, on_progress = pieces_of(checkpoint, _with_tied_head(slots(model))), None
+            pieces, on_progress = pieces_of(checkpoint, _wanted(model)), None
         elif config.quantization is not None and stored:
             pieces = chain(pieces, quantized_checkpoint.dequantized(model, stored, config.quantization))
-        materialize(model, dtype, device)
+        materialize(model, dtype, torch.device("cpu") if on_host else device, for_use=not on_host)
     except MemoryError as error:
         raise MemoryError(f"{source}: {error}") from None
     fill(model, pieces, stored, on_progress)
@@ -124,8 +130,11 @@ def build_model(config: ModelConfig, dtype: torch.dtype, device: torch.device) -
     return model
 
 
-def materialize(model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
-    """Allocate the parameters of a model that is on the meta device. Raises MemoryError as `load_model`."""
+def materialize(model: nn.Module, dtype: torch.dtype, device: torch.device, for_use: bool = True) -> None:
+    """Allocate the parameters of a model that is on the meta device. Raises MemoryError as `load_model`.
+
+    Args: for_use: whether the model runs on this device.
+    """
     sizes = [parameter.numel() * dtype.itemsize for parameter in model.parameters()]
     free = free_bytes(device)
     if sum(sizes) > free:
@@ -133,7 +142,7 @@ def materialize(model: nn.Module, dtype: torch.dtype, device: torch.device) -> N
             f"the weights take {sum(sizes) / GIB:,.2f} GiB in {str(dtype).removeprefix('torch.')}, and "
             f"{free / GIB:,.2f} GiB are free on {device.type}: use a smaller model"
         )
-    if device.type == "cpu" and sys.platform == "linux":
+    if for_use and device.type == "cpu" and sys.platform == "linux":
         _prepare_heap(sum(sizes) + max(sizes))  # packing them holds one weight twice
     materialized: dict[nn.Parameter, nn.Parameter] = {}  # tied parameters stay tied
     for layer in model.modules():
@@ -184,7 +193,7 @@ def slots(model: Decoder) -> dict[str, Tensor]:
             if id(parameter) in seen:
                 continue  # tied
             seen.add(id(parameter))
-            if isinstance(module, Linear | TiledLinear):
+            if isinstance(module, Linear | TiledLinear | QuantizedLinear):
                 parent = path.rpartition(".")[0]
                 rows = parameter.data.split(list(module.parts.values()))
                 for part, view in zip(module.parts, rows, strict=True):
@@ -222,10 +231,20 @@ def pieces_of(checkpoint: Checkpoint, names: Container[str] | None = None) -> Pi
     return ((name, start, torch.from_numpy(piece)) for name, start, piece in checkpoint.pieces(known))
 
 
-def _in_tiles(config: ModelConfig) -> Callable[[Linear, quantized_checkpoint.Matrix], TiledLinear]:
-    assert config.quantization is not None
-    bits = config.quantization.bits
-    return lambda linear, matrix: TiledLinear(linear, *tile_linear.tile_blocks(matrix.blocks(bits)))
+def _maker(
+    stored_as: StoredQuantization, device: torch.device, keep_integers: str
+) -> Callable[[Linear, quantized_checkpoint.Matrix], nn.Module]:
+    """A function that makes the linear layers of an AWQ or GPTQ checkpoint. Args: as in `load_model`."""
+    bits = stored_as.bits
+
+    def packed(linear: Linear, matrix: quantized_checkpoint.Matrix) -> QuantizedLinear:
+        order = None if matrix.order is None else matrix.order.to(device)
+        return QuantizedLinear(linear, matrix.packed(bits).to(device), order)
+
+    def tiled(linear: Linear, matrix: quantized_checkpoint.Matrix) -> TiledLinear:
+        return TiledLinear(linear, *tile_linear.tile_blocks(matrix.blocks(bits)))
+
+    return packed if keep_integers == "packed" else tiled
 
 
 def check_fit(wanted: dict[str, Tensor], stored: list[StoredTensor], source: Path) -> None:
@@ -261,7 +280,7 @@ def fill(
     Raises: ValueError naming the file and the tensor, for a value that is not finite, and for tied matrices that
         differ.
     """
-    wanted, files = _with_tied_head(slots(model)), {tensor.name: tensor.file for tensor in stored}
+    wanted, files = _wanted(model), {tensor.name: tensor.file for tensor in stored}
     total = sum(parameter.numel() for parameter in model.parameters())
     filled: dict[int, str] = {}  # address of a slot -> the tensor in it
     done = 0
@@ -282,6 +301,12 @@ def fill(
         done += rows.numel()
         if on_progress is not None:
             on_progress(done, total)
+
+
+def _wanted(model: Decoder) -> dict[str, Tensor]:
+    """The slots of a model by all names that a checkpoint may have for them. A head of integers has no slot."""
+    found = slots(model)
+    return found if isinstance(model.lm_head, QuantizedLinear) else _with_tied_head(found)
 
 
 def _with_tied_head(wanted: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -25,7 +25,9 @@ from torch import Tensor, nn
 
 from nanopage.config import ModelConfig, StoredQuantization
 from nanopage.device import free_bytes
+from nanopage.kernels import quantized_weights
 from nanopage.kernels.cpu.tile_linear import Blocks
+from nanopage.kernels.quantized_weights import QuantizedWeight
 from nanopage.layers.linear import Linear
 from nanopage.models.decoder import Decoder
 from nanopage.weights.safetensors_checkpoint import StoredTensor, opened
@@ -55,6 +57,14 @@ class Matrix:
         groups = self.integers.T.unflatten(0, (len(self.scales), -1))
         weight = ((groups - self.zeros[:, None]) * self.scales.float()[:, None]).flatten(0, 1).T
         return weight if self.order is None else torch.empty_like(weight).index_copy_(1, self.order, weight)
+
+    def packed(self, bits: int) -> QuantizedWeight:
+        """The weight for a GPU, without rounding anything. Its columns stay in the order of `integers`."""
+        shift = 128 if bits == 8 else 0  # integers of 8 bits are signed there
+        integers = (self.integers.to(torch.int16) - shift).to(torch.int8)
+        zeros = (self.zeros - shift).to(torch.float16)
+        group = integers.shape[1] // len(self.scales)
+        return quantized_weights.pack(integers, self.scales, zeros, True, bits, group)
 
     def blocks(self, bits: int) -> Blocks:
         """The weight for tiles on a CPU, whose groups have 32 inputs. Offsets, scale * zero point, are rounded to

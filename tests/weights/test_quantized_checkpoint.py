@@ -6,12 +6,14 @@ import re
 import numpy as np
 import pytest
 import torch
-from helpers import CPU, tiny_model
+from helpers import CPU, Paged, assert_all_close, random_tokens, tiny_model
 from safetensors.torch import load_file, save_file
 
 from nanopage import LLM, SamplingParams
 from nanopage.kernels.cpu import tile_linear
+from nanopage.kernels.quantized_weights import QuantizedWeight, dequantize
 from nanopage.layers.linear import Linear
+from nanopage.layers.quantized import QuantizedLinear
 from nanopage.layers.tiled import TiledLinear
 from nanopage.weights import loader, quantized_checkpoint
 
@@ -119,14 +121,14 @@ def write_quantized(directory, config, family="llama", dtype="float16", drop_g_i
     return weights
 
 
-def load(directory, keep_integers=False, dtype=torch.float32):
+def load(directory, keep_integers=None, dtype=torch.float32):
     return loader.load_model(directory, loader.read_config(directory), dtype, CPU, keep_integers=keep_integers)
 
 
 def matrices(model, weights):
     """(a linear layer of the model except the head, its weight as the rows of `weights`)"""
     for place, module in model.named_modules():
-        if isinstance(module, Linear | TiledLinear) and place != "lm_head":
+        if isinstance(module, Linear | TiledLinear | QuantizedLinear) and place != "lm_head":
             parent, _, own = f"model.{place}".rpartition(".")
             yield module, torch.cat([weights[f"{parent}.{part or own}.weight"] for part in module.parts])
 
@@ -145,7 +147,7 @@ def test_weights_are_those_that_the_layout_defines(tmp_path, kind):
 def test_tiles_hold_the_same_integers(tmp_path, kind):
     config = KINDS[kind]
     weights = write_quantized(tmp_path, config, "qwen2")
-    model = load(tmp_path, keep_integers=True)
+    model = load(tmp_path, keep_integers="tiles")
     for module, weight in matrices(model, weights):
         assert isinstance(module, TiledLinear)
         rows = torch.arange(module.out_features)
@@ -157,13 +159,40 @@ def test_tiles_hold_the_same_integers(tmp_path, kind):
     assert biases and all(torch.equal(bias, weights[name]) for name, bias in biases.items())
 
 
+@ALL
+def test_packed_weights_for_a_gpu_are_exact(tmp_path, kind):
+    weights = write_quantized(tmp_path, KINDS[kind], "qwen2")
+    model = load(tmp_path, keep_integers="packed")
+    for module, weight in matrices(model, weights):
+        assert isinstance(module, QuantizedLinear) and module.packed.dtype == torch.uint8
+        parts = module.packed, module.scales, module.offsets, module.zero_points, module.bits, module.group
+        found = dequantize(QuantizedWeight(*parts, module.in_features))
+        assert torch.equal(found, weight if module.order is None else weight[:, module.order])
+        assert (module.order is not None) == ("act-order" in kind)
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("kind", ["awq", "gptq, act-order"])
+def test_logits_of_packed_weights_are_those_of_the_dequantized_checkpoint(tmp_path, kind):
+    write_quantized(tmp_path, KINDS[kind], "qwen2")
+    sequences, logits = random_tokens([3, 1, 9]), []
+    for tiles in (None, "packed"):
+        paged = Paged(tmp_path, sequences, torch.float32, tiles=tiles)
+        for _ in range(9):
+            left = {i: 3 for i, tokens in enumerate(sequences) if paged.done(i) < len(tokens)}
+            if left:
+                paged.step({i: min(n, len(sequences[i]) - paged.done(i)) for i, n in left.items()})
+        logits.append(paged.logits)
+    assert_all_close(logits[1], logits[0], 1e-4)
+
+
 def test_symmetric_weights_in_tiles_are_exact(tmp_path):
     weights = write_quantized(tmp_path, KINDS["awq"])
     tensors = load_file(tmp_path / "model.safetensors")
     zero_of_eight = torch.full_like(tensors[f"{O_PROJ}.qzeros"], int(np.uint32(0x88888888).view(np.int32)))
     tensors[f"{O_PROJ}.qzeros"] = zero_of_eight
     save_file(tensors, tmp_path / "model.safetensors")
-    plain, tiled = (load(tmp_path, keep).layers[0].self_attn.o_proj for keep in (False, True))
+    plain, tiled = (load(tmp_path, keep).layers[0].self_attn.o_proj for keep in (None, "tiles"))
     assert not torch.equal(plain.weight, weights[f"{O_PROJ}.weight"])
     found = tile_linear.rows(tiled.tiles, tiled.scales, torch.arange(256), 256, torch.float32)
     assert torch.equal(found, plain.weight)
@@ -188,7 +217,7 @@ def test_parts_of_a_matrix_may_be_in_different_files(tmp_path):
 
 def test_progress_ends_at_the_total(tmp_path):
     write_quantized(tmp_path, KINDS["awq"])
-    for keep_integers in (False, True):
+    for keep_integers in (None, "tiles", "packed"):
         calls = []
         config, on_progress = loader.read_config(tmp_path), lambda *now, calls=calls: calls.append(now)
         loader.load_model(tmp_path, config, torch.float32, CPU, "auto", on_progress, keep_integers)
@@ -238,7 +267,7 @@ BROKEN = [
 
 
 @pytest.mark.parametrize(("kind", "tensors", "message"), BROKEN, ids=lambda value: str(value)[:40])
-@pytest.mark.parametrize("keep_integers", [False, True])
+@pytest.mark.parametrize("keep_integers", [None, "tiles", "packed"])
 def test_a_broken_checkpoint_is_an_error_that_names_the_tensor(tmp_path, kind, tensors, message, keep_integers):
     write_quantized(tmp_path, KINDS[kind])
     change(tmp_path, **tensors)
@@ -296,4 +325,4 @@ def test_little_memory_is_an_error_before_anything_is_read(tmp_path, monkeypatch
     monkeypatch.setattr(quantized_checkpoint, "free_bytes", lambda device: 1000)
     monkeypatch.setattr(quantized_checkpoint.Reader, "read", lambda *_: pytest.fail("a matrix is read"))
     with pytest.raises(MemoryError, match=r"the weights take .* GiB"):
-        load(tmp_path, keep_integers=True)
+        load(tmp_path, keep_integers="tiles")
