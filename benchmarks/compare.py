@@ -128,6 +128,8 @@ def compare(
     if acts_as_older:
         os.environ.update(AVX2)  # for the engines, and for torch in this process
     path, config = find_model(model)
+    if config.quantization is not None:
+        refuse(f"{path} has weights in {config.quantization.method}, which the engines cannot all read", "--model")
     path = path.absolute() if gguf else path.resolve()  # a link's target may not end in .gguf
     questions = read_questions(mt_bench) if mt_bench else []
     rng = random.Random(seed)

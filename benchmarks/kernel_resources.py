@@ -21,7 +21,7 @@ import typer
 from triton.backends.compiler import GPUTarget
 
 from benchmarks.report import show_table, table_of
-from nanopage.kernels import cache_write, floors, paged_attention
+from nanopage.kernels import cache_write, floors, paged_attention, quantized_linear
 
 ARCHITECTURES = (75, 80, 90, 100)
 DTYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
@@ -41,6 +41,29 @@ class Specialization:
     window: int = 0
     softcap: float = 0.0
     split: bool = True
+
+
+@dataclass(frozen=True)
+class Product:
+    """The kernel of products with quantized weights as the engine launches it."""
+
+    weights: str  # a key of WEIGHTS
+    dtype: torch.dtype
+    tokens: int
+    bias: bool = False
+
+
+# What quantizes weights -> bits, inputs of a group (0: all), whether there are offsets, whether these are zero points.
+WEIGHTS = {
+    "awq": (4, 128, True, True),  # and gptq
+    "gptq 8": (8, 128, True, True),
+    "int4": (4, 32, True, False),  # and q4_0, q4_1, q4_k
+    "q5_k": (8, 32, True, False),  # and q5_1
+    "q8_0": (8, 32, False, False),  # and q5_0
+    "q6_k": (8, 16, False, False),
+    "int8": (8, 0, False, False),
+    "fp8": (8, 0, False, False),
+}
 
 
 @dataclass(frozen=True)
@@ -78,6 +101,26 @@ def every() -> Iterator[Specialization]:
         yield Specialization("decode_kernel", dtype, split=False)
 
 
+def products(which: str) -> Iterator[Product]:
+    """Of one token, of many, and with "every" of numbers between them."""
+    for dtype in DTYPES:
+        for weights in WEIGHTS if which == "every" else ("awq", "int4", "int8", "fp8"):
+            for tokens in (1, 32, 64, 2048) if which == "every" else (1, 2048):
+                yield Product(weights, dtype, tokens, bias=which == "every")
+
+
+def compile_product(one: Product, architecture: int) -> Resources:
+    """Raises as `compile_ahead`."""
+    bits, group, offsets, zero_points = WEIGHTS[one.weights]
+    stored = torch.float8_e4m3fn if one.weights == "fp8" else torch.uint8
+    constants = quantized_linear.linear_options(one.tokens, one.dtype, stored, bits, group, architecture >= 80)
+    constants |= {"OFFSETS": offsets, "ZERO_POINTS": zero_points, "BIAS": one.bias}
+    data, scales = "*" + DTYPES[one.dtype], "*fp16" if group else "*fp32"
+    types = {"x_ptr": data, "packed_ptr": "*u8", "scale_ptr": scales, "offset_ptr": scales, "bias_ptr": data}
+    types["out_ptr"] = data if one.bias else "*fp32"  # a bias is added to the whole sum, and not to that of a split
+    return compile_for(quantized_linear.linear_kernel, constants, types, quantized_linear.VARYING, architecture)
+
+
 def compile_ahead(one: Specialization, architecture: int) -> Resources:
     """Raises what Triton raises if it does not compile."""
     modules = {"write_kernel": cache_write, "floor_kernel": floors}
@@ -96,7 +139,6 @@ def compile_ahead(one: Specialization, architecture: int) -> Resources:
         constants = paged_attention.decode_options(*shape, one.split, fast)
         if one.kernel == "merge_kernel":
             constants = paged_attention.merge_options(constants)
-    options = {name: constants.pop(name) for name in ("num_warps", "num_stages") if name in constants}
     data = "*" + DTYPES[one.dtype]
     types = {"k_ptr": data, "v_ptr": data, "q_ptr": data, "cache_ptr": data, "out_ptr": data, "slot_ptr": "*i64"}
     types |= {"table_ptr": "*i32", "seq_len_ptr": "*i32", "query_start_ptr": "*i32"}
@@ -105,11 +147,20 @@ def compile_ahead(one: Specialization, architecture: int) -> Resources:
     if one.kernel == "floor_kernel":
         types["out_ptr"] = "*fp32"
     types |= {"partial_ptr": "*fp32", "lse_ptr": "*fp32", "num_splits": "i32"}
+    varying = paged_attention.VARYING | {"tables": floors.TABLES}
+    return compile_for(kernel, constants, types, varying, architecture)
+
+
+def compile_for(
+    kernel: Any, constants: dict[str, Any], types: dict[str, str], varying: dict[str, list[str]], architecture: int
+) -> Resources:
+    """Args: types: of arguments that are not int32. varying: what is not specialized on."""
+    options = {name: constants.pop(name) for name in ("num_warps", "num_stages") if name in constants}
     signature, attributes = {}, {}
     for i, name in enumerate(kernel.arg_names):
         signature[name] = "constexpr" if name in constants else types.get(name, "i32")
         # As at launch: addresses and strides are multiples of 16, but nothing is known about values that vary.
-        varies = [*floors.TABLES, *(name for names in paged_attention.VARYING.values() for name in names)]
+        varies = [name for names in varying.values() for name in names]
         if name not in constants and name not in varies:
             attributes[(i,)] = [["tt.divisibility", 16]]
     source = triton.compiler.ASTSource(kernel, signature, constants, attributes)
@@ -142,22 +193,31 @@ def main(
         raise typer.BadParameter(f"{which!r} is not one of: common, every")
     if architecture is not None and architecture not in ARCHITECTURES:
         raise typer.BadParameter(f"{architecture} is not one of: {', '.join(map(str, ARCHITECTURES))}")
+    targets = ARCHITECTURES if architecture is None else (architecture,)
     rows = []
-    for target in ARCHITECTURES if architecture is None else (architecture,):
+    product_rows = []
+    for target in targets:
         for one in common() if which == "common" else every():
-            if one.dtype == torch.bfloat16 and target < 80:
-                continue  # there is none
-            row = asdict(one) | {"dtype": DTYPES[one.dtype], "sm": target} | asdict(compile_ahead(one, target))
-            rows.append(row)
+            if target >= 80 or one.dtype != torch.bfloat16:  # there is none before
+                rows.append(asdict(one) | named(one.dtype, target) | asdict(compile_ahead(one, target)))
+        for product in products(which):
+            if target >= 80 or product.dtype != torch.bfloat16:
+                row = {"kernel": "linear_kernel"} | asdict(product) | named(product.dtype, target)
+                product_rows.append(row | asdict(compile_product(product, target)))
     if as_json:
-        print(json.dumps(rows))
+        print(json.dumps(rows + product_rows))
         return
-    columns = [name.replace("_", " ") for name in rows[0]]
-    table = table_of("Registers and stack (bytes) of a thread, shared memory (bytes) of a program", columns)
-    table.padding = 0  # there are twelve columns
-    for row in rows:
-        table.add_row(row.pop("kernel").removesuffix("_kernel"), *map(str, row.values()))
-    show_table(table)
+    for found in (rows, product_rows):
+        columns = [name.replace("_", " ") for name in found[0]]
+        table = table_of("Registers and stack (bytes) of a thread, shared memory (bytes) of a program", columns)
+        table.padding = 0  # there are twelve columns
+        for row in found:
+            table.add_row(row.pop("kernel").removesuffix("_kernel"), *map(str, row.values()))
+        show_table(table)
+
+
+def named(dtype: torch.dtype, target: int) -> dict[str, Any]:
+    return {"dtype": DTYPES[dtype], "sm": target}
 
 
 if __name__ == "__main__":

@@ -184,11 +184,11 @@ class Model:
 
     def __init__(self, path, num_slots: int, dtype: torch.dtype):
         config = self.config = loader.read_config(path)
-        plain = config.rope.rope_type == "default" and not any(config.sliding_windows)
+        plain = config.rope.rope_type == "default" and not any(config.sliding_windows) and not config.quantization
         if config.architecture != "LlamaForCausalLM" or not plain:
-            raise ValueError(f"{path}: this example runs Llama models with plain attention and plain RoPE only")
+            raise ValueError(f"{path}: this example runs Llama models with plain attention, RoPE and weights only")
         pieces: dict[str, list[Tensor]] = {}
-        for name, _, piece in loader.contents(loader.open_checkpoint(path))[1]:
+        for name, _, piece in loader.pieces_of(loader.open_checkpoint(path)):
             pieces.setdefault(name, []).append(piece.to(dtype))
         self.weights = {name: torch.cat(parts) for name, parts in pieces.items()}
         if config.tie_word_embeddings:

@@ -18,7 +18,9 @@ DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 DEVICES = ("auto", "cpu", "cuda")
 PREEMPTION_MODES = ("recompute", "swap")
 POLICIES = ("fcfs", "priority")
-QUANTIZATIONS = (None, "int8", "int4")
+QUANTIZATIONS = (None, "int8", "int4", "fp8", "awq", "gptq")
+STORED_QUANTIZATIONS = ("awq", "gptq")  # those of a checkpoint, which `quantization` may only repeat
+GROUP_SIZES = (32, 64, 128)  # inputs that share a scale in a checkpoint of one of them
 LOAD_FORMATS = ("auto", "dummy")
 GENERATION_CONFIGS = ("auto", "vllm")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -98,10 +100,14 @@ class EngineConfig:
             computes in it, decoder layers are compiled in the background once the first requests have ended, and used
             once the engine is idle (see worker/aot.py). On a GPU they are compiled at start, and decode steps are
             captured as CUDA graphs (see worker/jit.py and worker/cuda_graphs.py).
-        quantization: "int8" stores each weight of linear layers, and of an embedding tied to the head, in one byte (see
-            layers/tiled.py), and rounds the activations that they multiply to one byte. "int4" stores the weights of
-            the decoder layers in half a byte, with a scale and an offset for each 32 inputs, and those of the head in
-            one byte. Everything else, such as KV, is as `dtype` says. Only on a CPU. None: weights, too.
+        quantization: "int8" stores each weight of linear layers, and of an embedding tied to the head, in one byte.
+            "int4" stores the weights of the decoder layers in half a byte, with a scale and an offset for each 32
+            inputs, and those of the head in one byte. On a CPU (layers/tiled.py), the activations that they multiply
+            are rounded to one byte; on a GPU (layers/quantized.py) they are not. "fp8", only on a GPU, stores the
+            weights of the decoder layers as float8_e4m3fn; where the GPU multiplies fp8, steps of 64 tokens or more
+            round activations to fp8, too, if `dtype` is bfloat16. Everything else, such as KV, is as `dtype` says.
+            "awq" and "gptq" say how the checkpoint is quantized, which config.json says as well. None: the weights as
+            the checkpoint has them.
         async_scheduling: submit a step before the results of the previous one have been read, so that a GPU need not
             wait for Python. Outputs are the same, but come one call of `step` later. None: only on a GPU.
         load_format: "auto" reads the model's weights. "dummy" draws random ones, to measure speed: a directory with
@@ -206,6 +212,11 @@ class EngineConfig:
             raise TypeError(f"seed must be an integer, not {self.seed!r}")
 
     @property
+    def quantize_to(self) -> str | None:
+        """What the weights are rounded to when they are loaded; None if they stay as the checkpoint has them."""
+        return None if self.quantization in STORED_QUANTIZATIONS else self.quantization
+
+    @property
     def token_budget(self) -> int:
         """The most tokens that a step ever has."""
         return DEFAULT_TOKEN_BUDGET if self.max_num_batched_tokens is None else self.max_num_batched_tokens
@@ -218,6 +229,61 @@ class RopeConfig:
     theta: float
     rope_type: str = "default"
     params: dict = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class StoredQuantization:
+    """How the linear layers of a checkpoint, except the head, are stored (see weights/quantized_checkpoint.py).
+
+    method: "awq", with 4 bits, or "gptq", with 4 or 8.
+    group_size: inputs that share a scale and a zero point; None: all inputs.
+    desc_act: whether the inputs of a group are not adjacent (GPTQ's act-order).
+    zero_offset: what is added to the stored zero points: 1 in GPTQ's first format.
+    """
+
+    method: str
+    bits: int
+    group_size: int | None
+    desc_act: bool = False
+    zero_offset: int = 0
+
+    @classmethod
+    def from_fields(cls, fields: "Fields") -> "StoredQuantization":
+        """`fields` is quantization_config. Raises: ValueError naming what is not supported."""
+        method = fields.values.get("quant_method")
+        if method not in STORED_QUANTIZATIONS:
+            supported = ", ".join(STORED_QUANTIZATIONS)
+            raise fields.error("quant_method", f"{shown(method)} is not supported; supported: {supported}")
+        layouts, default = (("gemm",), "gemm") if method == "awq" else (("gptq", "gptq_v2"), "gptq")
+        layout = default
+        for name in ("version", "format") if method == "awq" else ("checkpoint_format", "format"):
+            value = fields.values.get(name)
+            if value is not None:
+                layout = value.lower() if isinstance(value, str) else value
+                if layout not in layouts:
+                    raise fields.error(name, f"{shown(value)} is not supported; supported: {', '.join(layouts)}")
+        bits = fields.choice("bits", (4,) if method == "awq" else (4, 8))
+        group_size = fields.choice("group_size", (*GROUP_SIZES, -1))
+        if method == "awq" and not fields.flag("zero_point", True):
+            raise fields.error("zero_point", "false is not supported; supported: true")
+        skipped = fields.values.get("modules_to_not_convert") or []
+        if not isinstance(skipped, list) or any(name != "lm_head" for name in skipped):
+            raise fields.error("modules_to_not_convert", f"{shown(skipped)} is not supported, except for lm_head")
+        for name in ("lm_head", "is_marlin_format"):
+            if fields.flag(name):
+                raise fields.error(name, "true is not supported")
+        for name in ("dynamic", "modules_in_block_to_quantize"):  # other settings for some of the layers
+            if fields.values.get(name):
+                raise fields.error(name, f"{shown(fields.values[name])} is not supported")
+        if fields.values.get("pack_dtype", "int32") != "int32":
+            raise fields.error("pack_dtype", f"{shown(fields.values['pack_dtype'])} is not supported; supported: int32")
+        return cls(
+            method=method,
+            bits=bits,
+            group_size=None if group_size == -1 else group_size,
+            desc_act=method == "gptq" and fields.flag("desc_act"),
+            zero_offset=int(method == "gptq" and layout == "gptq"),
+        )
 
 
 @dataclass(frozen=True)
@@ -241,6 +307,7 @@ class ModelConfig:
     sliding_windows: tuple[int | None, ...]  # one per layer; None attends to everything
     dtype: str
     eos_token_ids: frozenset[int]
+    quantization: StoredQuantization | None = None
 
     @classmethod
     def from_directory(cls, path: Path) -> "ModelConfig":
@@ -267,11 +334,10 @@ class ModelConfig:
         """
         fields = Fields(config, source)
         architecture, family = _find_family(fields)
+        quantization = None
         if config.get("quantization_config") is not None:
-            method = fields.object("quantization_config").values.get("quant_method", "unknown")
-            raise fields.error(
-                "quantization_config", f"(quant_method {shown(method)}) is not supported: use unquantized weights"
-            )
+            stored = Fields(fields.object("quantization_config").values, f"{source}: quantization_config")
+            quantization = StoredQuantization.from_fields(stored)
         if config.get("hidden_act", "silu") not in ("silu", "swish"):
             raise fields.error("hidden_act", f"{shown(config['hidden_act'])} is not supported; supported: silu")
         vocab_size = fields.size("vocab_size")
@@ -297,6 +363,7 @@ class ModelConfig:
             tie_word_embeddings=fields.flag("tie_word_embeddings"),
             dtype=_dtype(fields),
             eos_token_ids=fields.special_ids(vocab_size),
+            quantization=quantization,
             **special,
         )
 
@@ -328,6 +395,14 @@ class Fields:
         if not isinstance(value, int | float) or isinstance(value, bool) or not low <= value <= high:
             raise self.error(name, f"must be a number from {low:g} to {high:g}, got {shown(value)}")
         return float(value)
+
+    def choice(self, name: str, supported: tuple[int, ...]) -> int:
+        """One of several integers."""
+        value = self.values.get(name)
+        if not isinstance(value, int) or isinstance(value, bool) or value not in supported:
+            choices = ", ".join(map(str, supported))
+            raise self.error(name, f"{shown(value)} is not supported; supported: {choices}")
+        return value
 
     def flag(self, name: str, default: bool = False) -> bool:
         value = self.values.get(name, default)

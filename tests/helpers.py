@@ -175,14 +175,16 @@ class Paged:
 
     Args:
         make_way: makes a way to run steps from (model, kv_cache, table, config).
-        tiles: the kind of weights in tiles (layers/tiled.py), or "blocks" if they are to be those of a .gguf file.
+        tiles: the kind of weights in tiles (layers/tiled.py), or "blocks" or "packed" if they are to be those
+            of a quantized checkpoint, as on a CPU or on a GPU.
         kv_dtype: of K and V. None: dtype.
     """
 
     def __init__(self, directory, sequences, dtype=torch.float32, make_way=None, tiles=None, kv_dtype=None, seed=0):
         config = loader.read_config(directory)
-        model = loader.load_model(directory, config, dtype, CPU, tiled=tiles == "blocks")
-        if tiles == "blocks":
+        keep_integers = {"blocks": "tiles", "packed": "packed"}.get(tiles)
+        model = loader.load_model(directory, config, dtype, CPU, keep_integers=keep_integers)
+        if keep_integers is not None:
             pass
         elif tiles is not None:
             tile(model, tiles)

@@ -25,6 +25,7 @@ from nanopage.config import (
     ROPE_TYPES,
     ModelConfig,
     RopeConfig,
+    StoredQuantization,
 )
 from nanopage.layers.rotary import inverse_frequencies
 from nanopage.models import find_family
@@ -86,7 +87,7 @@ OUT_OF_RANGE = cases(
     [
         (["dtype"], ["", "int8", "bf16", "Float32"]),
         (["device"], ["", "tpu", "CUDA", "cuda:0"]),
-        (["quantization"], ["", "int2", "awq", 8]),
+        (["quantization"], ["", "int2", "AWQ", "bitsandbytes", 8]),
         (["load_format"], ["", None, "Dummy", "safetensors", True]),
         (COUNTS + OPTIONAL_COUNTS, [0, -1]),
         (SHARES, [0, 0.0, -1, -0.5, NAN, INF, -INF, HUGE]),
@@ -374,10 +375,57 @@ def test_a_partial_rotary_embedding_is_an_error(fields):
     assert ModelConfig.from_dict(LLAMA | {"partial_rotary_factor": 1.0}) == ModelConfig.from_dict(LLAMA)
 
 
-@pytest.mark.parametrize("quantization", [{"quant_method": "gptq", "bits": 4}, {}])
-def test_quantized_weights_are_an_error_that_names_the_method(quantization):
-    with pytest.raises(ValueError, match=rf"quantization_config.*{quantization.get('quant_method', 'unknown')}"):
-        ModelConfig.from_dict(LLAMA | {"quantization_config": quantization})
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm", "zero_point": True}
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True}
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        (AWQ, StoredQuantization("awq", 4, 128)),
+        (AWQ | {"version": "GEMM", "modules_to_not_convert": None}, StoredQuantization("awq", 4, 128)),
+        (AWQ | {"group_size": 32, "modules_to_not_convert": ["lm_head"]}, StoredQuantization("awq", 4, 32)),
+        (GPTQ, StoredQuantization("gptq", 4, 128, zero_offset=1)),
+        (GPTQ | {"group_size": -1, "checkpoint_format": "gptq"}, StoredQuantization("gptq", 4, None, zero_offset=1)),
+        (GPTQ | {"desc_act": True, "bits": 8}, StoredQuantization("gptq", 8, 128, desc_act=True, zero_offset=1)),
+        (
+            GPTQ | {"checkpoint_format": "gptq_v2", "lm_head": False, "dynamic": None},
+            StoredQuantization("gptq", 4, 128),
+        ),
+    ],
+)
+def test_quantized_weights_are_described(fields, expected):
+    assert ModelConfig.from_dict(LLAMA | {"quantization_config": fields}).quantization == expected
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({}, "quant_method None"),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "quant_method 'bitsandbytes'"),
+        ({"quant_method": "fp8"}, "quant_method 'fp8' .* supported: awq, gptq"),
+        (AWQ | {"bits": 8}, "bits 8 .* supported: 4$"),
+        (AWQ | {"bits": None}, "bits None"),
+        (AWQ | {"bits": True}, "bits True"),
+        (AWQ | {"version": "gemv"}, "version 'gemv'"),
+        (AWQ | {"version": 1}, "version 1"),
+        (AWQ | {"zero_point": False}, "zero_point false"),
+        (AWQ | {"group_size": 16}, "group_size 16 .* supported: 32, 64, 128, -1"),
+        (AWQ | {"modules_to_not_convert": ["lm_head", "mlp.gate"]}, "modules_to_not_convert .*mlp.gate"),
+        (AWQ | {"modules_to_not_convert": "mlp"}, "modules_to_not_convert 'mlp'"),
+        (GPTQ | {"bits": 3}, "bits 3 .* supported: 4, 8"),
+        (GPTQ | {"checkpoint_format": "marlin"}, "checkpoint_format 'marlin'"),
+        (GPTQ | {"is_marlin_format": True}, "is_marlin_format"),
+        (GPTQ | {"desc_act": "yes"}, "desc_act"),
+        (GPTQ | {"lm_head": True}, "lm_head"),
+        (GPTQ | {"dynamic": {"-:.*down_proj": {}}}, "dynamic"),
+        (GPTQ | {"modules_in_block_to_quantize": [["self_attn.q_proj"]]}, "modules_in_block_to_quantize"),
+        (GPTQ | {"pack_dtype": "int16"}, "pack_dtype 'int16'"),
+    ],
+)
+def test_quantized_weights_that_are_not_supported_are_an_error_that_names_what(fields, named):
+    with pytest.raises(ValueError, match=f"quantization_config: {named}"):
+        ModelConfig.from_dict(LLAMA | {"quantization_config": fields})
     assert ModelConfig.from_dict(LLAMA | {"quantization_config": None}) == ModelConfig.from_dict(LLAMA)
 
 

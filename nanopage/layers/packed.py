@@ -66,7 +66,7 @@ def replace_linears(
     """Replace every Linear in a module, one after the other, so that at most one matrix exists twice.
 
     Args:
-        replace: makes the replacement of a Linear.
+        replace: makes the replacement of a Linear, or returns it to keep it.
         replace_tied: makes the replacement of an embedding that is tied to a Linear, from the Linear's replacement and
             the embedding. If it returns None, the embedding stays as it is.
     """
@@ -75,6 +75,8 @@ def replace_linears(
         if not isinstance(child, Linear):
             continue
         replacement = replace(child)
+        if replacement is child:
+            continue
         setattr(parent, name, replacement)
         for place, place_name, other in children:
             if not isinstance(other, Embedding) or other.weight is not child.weight:

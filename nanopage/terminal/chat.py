@@ -48,7 +48,7 @@ def chat(
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     max_model_len: Annotated[int | None, typer.Option(help="Most tokens of a conversation.")] = None,
     kv_cache_gib: Annotated[float | None, typer.Option(help="Size of the KV cache in GiB.")] = None,
-    quantization: Annotated[str | None, typer.Option(help="int8 or int4: bits of the weights, on a CPU.")] = None,
+    quantization: Annotated[str | None, typer.Option(help="int8, int4, or fp8 on a GPU: bits of the weights.")] = None,
     eager: Annotated[bool, typer.Option("--eager", help="Use no compiled code, and compile none.")] = False,
     async_scheduling: Annotated[
         bool | None, typer.Option(help="Launch a step before the last one's token is seen [default: on a GPU].")

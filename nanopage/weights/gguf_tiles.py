@@ -24,11 +24,15 @@ from torch import Tensor, nn
 
 import nanopage
 from nanopage.device import free_bytes
+from nanopage.kernels import quantized_weights
 from nanopage.kernels.cpu import tile_linear
 from nanopage.kernels.cpu.packed_linear import TILE
+from nanopage.kernels.cpu.tile_linear import Blocks
+from nanopage.kernels.quantized_weights import QuantizedWeight
 from nanopage.layers.embedding import Embedding
 from nanopage.layers.linear import Linear
 from nanopage.layers.packed import replace_linears
+from nanopage.layers.quantized import QuantizedEmbedding, QuantizedLinear
 from nanopage.layers.tiled import TiledEmbedding, TiledLinear
 from nanopage.models.decoder import Decoder
 from nanopage.private_files import check_private
@@ -98,6 +102,50 @@ def names_of_matrices(model: Decoder) -> dict[str, list[str]]:
     if model.lm_head.weight is model.embed_tokens.weight:
         names["lm_head"] = names.pop("embed_tokens")
     return names
+
+
+def place_on_gpu(
+    model: Decoder,
+    checkpoint: GGUFCheckpoint,
+    dtype: torch.dtype,
+    device: torch.device,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> None:
+    """Replace linear layers of a model on the meta device by quantized ones, with their weights, one at a time, and the
+    embedding if it is tied to one of them. Those without integers of 4 or 8 bits stay as they are.
+
+    Raises: ValueError as `place`; MemoryError if there is less free memory than the blocks take.
+    """
+    matrices = names_of_matrices(model)
+    places = {module: place for place, module in model.named_modules()}
+    sizes = [checkpoint.weights[name].num_bytes for names in matrices.values() for name in names]
+    if sum(sizes) > (free := free_bytes(device)):
+        raise MemoryError(f"the weights take {sum(sizes) / GIB:,.2f} GiB, and {free / GIB:,.2f} GiB are free")
+    made: dict[nn.Module, QuantizedWeight] = {}
+    done = 0
+
+    def replace(linear: Linear) -> nn.Module:
+        nonlocal done
+        names = matrices[places[linear]]
+        if not has_blocks(checkpoint, names):
+            return linear
+        parts = []
+        for blocks in blocks_of(checkpoint, names):
+            parts.append(quantized_weights.from_blocks(blocks).to(device))
+            for values in (parts[-1].scales, parts[-1].offsets):
+                if values is not None:
+                    _check_finite(checkpoint, names, values)
+        weight = quantized_weights.join(parts)
+        replacement = QuantizedLinear(linear, weight)
+        made[replacement] = weight
+        done += sum(checkpoint.weights[name].num_bytes for name in names)
+        if on_progress is not None:
+            on_progress(done, sum(sizes))
+        return replacement
+
+    replace_linears(model, replace, lambda head, _: QuantizedEmbedding(made[head], dtype))
+    if on_progress is not None:
+        on_progress(sum(sizes), sum(sizes))
 
 
 def _read_or_make(
@@ -173,13 +221,26 @@ def tiles_of(checkpoint: GGUFCheckpoint, names: list[str]) -> Iterator[tuple[Ten
 
     Raises: ValueError naming the file and a tensor with values that are not finite.
     """
-    kinds = [checkpoint.weights[name].kind for name in names]
-    if not all(kind in gguf_blocks.KINDS for kind in kinds):
+    if not has_blocks(checkpoint, names):
         pieces = [torch.from_numpy(piece) for name in names for _, _, piece in checkpoint.pieces([name])]
         tiles, scales = tile_linear.tile(torch.cat(pieces), torch.bfloat16)
         _check_finite(checkpoint, names, tiles)
         yield tiles, scales
         return
+    for blocks in blocks_of(checkpoint, names):
+        tiles, scales = tile_linear.tile_blocks(blocks)
+        _check_finite(checkpoint, names, scales)
+        yield tiles, scales
+
+
+def has_blocks(checkpoint: GGUFCheckpoint, names: list[str]) -> bool:
+    """Whether tensors have integers of 4 or 8 bits."""
+    return all(checkpoint.weights[name].kind in gguf_blocks.KINDS for name in names)
+
+
+def blocks_of(checkpoint: GGUFCheckpoint, names: list[str]) -> Iterator[Blocks]:
+    """A matrix whose rows are those of several tensors, ROWS rows at a time. All have one format."""
+    kinds = [checkpoint.weights[name].kind for name in names]
     rows = [torch.from_numpy(checkpoint.stored_rows(name)) for name in names]
     formats = [gguf_blocks.split_blocks(kind, data[:1]) for kind, data in zip(kinds, rows, strict=True)]
     num_rows = sum(map(len, rows))
@@ -190,9 +251,7 @@ def tiles_of(checkpoint: GGUFCheckpoint, names: list[str]) -> Iterator[tuple[Ten
             # A part without rows counts as well, so that all tiles of the matrix have one format.
             parts.append(gguf_blocks.split_blocks(kind, part) if len(part) else a_row.without_rows())
             first += len(data)
-        tiles, scales = tile_linear.tile_blocks(gguf_blocks.with_one_format(parts))
-        _check_finite(checkpoint, names, scales)
-        yield tiles, scales
+        yield gguf_blocks.with_one_format(parts)
 
 
 def _check_finite(checkpoint: GGUFCheckpoint, names: list[str], values: Tensor) -> None:

@@ -4,30 +4,35 @@ Every parameter of a model has one or more slots, named as checkpoints name them
 one matrix). The headers of the files are compared with the slots before anything is allocated: one error names the
 missing, unexpected and mis-shaped tensors, up to 50. Then each tensor is copied into its slot, which converts and moves
 it.
-Tensors of a .gguf file come in pieces, so that none of them ever exists twice.
+Tensors of a .gguf file come in pieces, so that none of them ever exists twice. Matrices of integers, of a .gguf, AWQ or
+GPTQ checkpoint, become floats, or they are placed as they are before the rest is allocated.
 """
 
 import ctypes
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
+from itertools import chain
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from nanopage.config import ModelConfig
+from nanopage.config import ModelConfig, StoredQuantization
 from nanopage.device import free_bytes
+from nanopage.kernels.cpu import tile_linear
 from nanopage.layers.linear import Linear
+from nanopage.layers.quantized import QuantizedLinear
 from nanopage.layers.tiled import TiledLinear
 from nanopage.model_files import shown
 from nanopage.models.decoder import Decoder, meta_model
-from nanopage.weights import gguf_tiles
+from nanopage.weights import gguf_tiles, quantized_checkpoint
 from nanopage.weights.gguf_checkpoint import GGUFCheckpoint
 from nanopage.weights.safetensors_checkpoint import StoredTensor, read_tensors, safetensors_files, stored_tensors
 
 DUMMY_STD = 0.02  # the usual initializer_range
 # The types that weights may have in a safetensors file. Types of 8 bits and less need scales, which we do not apply.
 FLOATS = ("F64", "F32", "F16", "BF16")
+INTEGERS = ("I32",)  # of AWQ and GPTQ
 GIB = 2**30
 
 Checkpoint = Path | GGUFCheckpoint
@@ -64,20 +69,23 @@ def load_model(
     device: torch.device,
     load_format: str = "auto",
     on_progress: Callable[[int, int], None] | None = None,
-    tiled: bool = False,
+    keep_integers: str | None = None,
+    on_host: bool = False,
 ) -> Decoder:
     """Build the model of `config` and fill it from `checkpoint`, or with `dummy_tensors`.
 
     Args:
         load_format: as in EngineConfig.
-        tiled: keep the matrices of `checkpoint`, a .gguf file, in its own integers (gguf_tiles.py).
+        keep_integers: keep the matrices of a quantized checkpoint in its own integers: in "tiles" for a CPU, where
+            those of an AWQ or GPTQ checkpoint must be in order (without desc_act), or "packed" for a GPU. None: floats.
+        on_host: leave the weights on the CPU, from where they are moved to `device` later.
         on_progress: called while weights load, with the number of weights read so far and the total.
 
     Raises:
         ValueError: missing, unexpected or mis-shaped tensors; a value that is not finite; a broken file; weights in a
             format that is not safe.
         MemoryError: the device has too little memory for the weights; nothing has been allocated then.
-        OSError: there is no place for the weights of a .gguf file that are to be `tiled`.
+        OSError: there is no place for the repacked weights of a .gguf file.
     """
     checkpoint = open_checkpoint(checkpoint) if isinstance(checkpoint, Path) else checkpoint
     source = path_of(checkpoint)
@@ -87,13 +95,26 @@ def load_model(
     if load_format == "dummy":
         pieces = ((name, 0, tensor) for name, tensor in dummy_tensors(config, dtype, device))
     else:
-        stored, pieces = contents(checkpoint)
-        check_fit(slots(model), stored, source)
+        stored = stored_tensors_of(checkpoint)
+        wanted = slots(model)
+        if config.quantization is not None:
+            wanted = quantized_checkpoint.expected(model, wanted, stored, config.quantization)
+        check_fit(wanted, stored, source)
+        pieces = pieces_of(checkpoint, _wanted(model))
     try:
-        if tiled and isinstance(checkpoint, GGUFCheckpoint):
-            gguf_tiles.place(model, checkpoint, dtype, on_progress)
-            pieces, on_progress = gguf_pieces(checkpoint, slots(model)), None  # the rest is small
-        materialize(model, dtype, device)
+        if keep_integers is not None:
+            if config.quantization is not None:
+                make = _maker(config.quantization, device, keep_integers)
+                quantized_checkpoint.place(model, stored, config.quantization, make, device, on_progress)
+            elif isinstance(checkpoint, GGUFCheckpoint) and keep_integers == "packed":
+                gguf_tiles.place_on_gpu(model, checkpoint, dtype, device, on_progress)
+            elif isinstance(checkpoint, GGUFCheckpoint):
+                gguf_tiles.place(model, checkpoint, dtype, on_progress)
+            # The rest is small.
+            pieces, on_progress = pieces_of(checkpoint, _wanted(model)), None
+        elif config.quantization is not None and stored:
+            pieces = chain(pieces, quantized_checkpoint.dequantized(model, stored, config.quantization))
+        materialize(model, dtype, torch.device("cpu") if on_host else device, for_use=not on_host)
     except MemoryError as error:
         raise MemoryError(f"{source}: {error}") from None
     fill(model, pieces, stored, on_progress)
@@ -109,8 +130,11 @@ def build_model(config: ModelConfig, dtype: torch.dtype, device: torch.device) -
     return model
 
 
-def materialize(model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
-    """Allocate the parameters of a model that is on the meta device. Raises MemoryError as `load_model`."""
+def materialize(model: nn.Module, dtype: torch.dtype, device: torch.device, for_use: bool = True) -> None:
+    """Allocate the parameters of a model that is on the meta device. Raises MemoryError as `load_model`.
+
+    Args: for_use: whether the model runs on this device.
+    """
     sizes = [parameter.numel() * dtype.itemsize for parameter in model.parameters()]
     free = free_bytes(device)
     if sum(sizes) > free:
@@ -118,7 +142,7 @@ def materialize(model: nn.Module, dtype: torch.dtype, device: torch.device) -> N
             f"the weights take {sum(sizes) / GIB:,.2f} GiB in {str(dtype).removeprefix('torch.')}, and "
             f"{free / GIB:,.2f} GiB are free on {device.type}: use a smaller model"
         )
-    if device.type == "cpu" and sys.platform == "linux":
+    if for_use and device.type == "cpu" and sys.platform == "linux":
         _prepare_heap(sum(sizes) + max(sizes))  # packing them holds one weight twice
     materialized: dict[nn.Parameter, nn.Parameter] = {}  # tied parameters stay tied
     for layer in model.modules():
@@ -169,7 +193,7 @@ def slots(model: Decoder) -> dict[str, Tensor]:
             if id(parameter) in seen:
                 continue  # tied
             seen.add(id(parameter))
-            if isinstance(module, Linear | TiledLinear):
+            if isinstance(module, Linear | TiledLinear | QuantizedLinear):
                 parent = path.rpartition(".")[0]
                 rows = parameter.data.split(list(module.parts.values()))
                 for part, view in zip(module.parts, rows, strict=True):
@@ -179,31 +203,48 @@ def slots(model: Decoder) -> dict[str, Tensor]:
     return views
 
 
-def contents(checkpoint: Checkpoint) -> tuple[list[StoredTensor], Pieces]:
-    """The tensors as the files' headers describe them, and the tensors themselves.
+def stored_tensors_of(checkpoint: Checkpoint) -> list[StoredTensor]:
+    """The tensors as the files' headers describe them.
 
     Raises: FileNotFoundError; ValueError naming a file that is broken or of a kind that can run code, or a tensor that
         two files have.
     """
     if isinstance(checkpoint, GGUFCheckpoint):
         weights = checkpoint.weights.items()
-        stored = [StoredTensor(name, tensor.shape, "F32", checkpoint.path) for name, tensor in weights]
-        return stored, gguf_pieces(checkpoint, checkpoint.weights)
-    files = safetensors_files(checkpoint)
+        return [StoredTensor(name, tensor.shape, "F32", checkpoint.path) for name, tensor in weights]
     # Old Llama checkpoints store the rotary table. It is computed from config.json.
-    stored = [tensor for tensor in stored_tensors(files) if not tensor.name.endswith("rotary_emb.inv_freq")]
+    found = stored_tensors(safetensors_files(checkpoint))
+    stored = [tensor for tensor in found if not tensor.name.endswith("rotary_emb.inv_freq")]
     first: dict[str, Path] = {}
     for tensor in stored:
         if first.setdefault(tensor.name, tensor.file) != tensor.file:
             names = f"{first[tensor.name].name} and {tensor.file.name}"
             raise ValueError(f"{checkpoint} has the tensor {shown(tensor.name)} in two files: {names}")
-    return stored, read_tensors(files)
+    return stored
 
 
-def gguf_pieces(checkpoint: GGUFCheckpoint, names: Iterable[str]) -> Pieces:
-    """The tensors of these names that the file has."""
-    known = [name for name in names if name in checkpoint.weights]
+def pieces_of(checkpoint: Checkpoint, names: Container[str] | None = None) -> Pieces:
+    """The tensors of these names that the checkpoint has, or all."""
+    if not isinstance(checkpoint, GGUFCheckpoint):
+        return read_tensors(safetensors_files(checkpoint), names)
+    known = [name for name in checkpoint.weights if names is None or name in names]
     return ((name, start, torch.from_numpy(piece)) for name, start, piece in checkpoint.pieces(known))
+
+
+def _maker(
+    stored_as: StoredQuantization, device: torch.device, keep_integers: str
+) -> Callable[[Linear, quantized_checkpoint.Matrix], nn.Module]:
+    """A function that makes the linear layers of an AWQ or GPTQ checkpoint. Args: as in `load_model`."""
+    bits = stored_as.bits
+
+    def packed(linear: Linear, matrix: quantized_checkpoint.Matrix) -> QuantizedLinear:
+        order = None if matrix.order is None else matrix.order.to(device)
+        return QuantizedLinear(linear, matrix.packed(bits).to(device), order)
+
+    def tiled(linear: Linear, matrix: quantized_checkpoint.Matrix) -> TiledLinear:
+        return TiledLinear(linear, *tile_linear.tile_blocks(matrix.blocks(bits)))
+
+    return packed if keep_integers == "packed" else tiled
 
 
 def check_fit(wanted: dict[str, Tensor], stored: list[StoredTensor], source: Path) -> None:
@@ -219,8 +260,8 @@ def check_fit(wanted: dict[str, Tensor], stored: list[StoredTensor], source: Pat
         if tensor.shape != slot.shape:
             shapes = f"is {list(tensor.shape)}, the model wants {list(slot.shape)}"
             problems.append(f"mis-shaped: {tensor.name} {shapes}")
-        elif tensor.dtype not in FLOATS:
-            problems.append(f"type not supported: {tensor.name} is {tensor.dtype}; supported: {', '.join(FLOATS)}")
+        elif tensor.dtype not in (types := FLOATS if slot.is_floating_point() else INTEGERS):
+            problems.append(f"type not supported: {tensor.name} is {tensor.dtype}; supported: {', '.join(types)}")
     problems += [f"missing: {name} {list(slot.shape)}" for name, slot in wanted.items() if id(slot) not in found]
     if problems:
         text = "\n  ".join(problems[:50])
@@ -239,7 +280,7 @@ def fill(
     Raises: ValueError naming the file and the tensor, for a value that is not finite, and for tied matrices that
         differ.
     """
-    wanted, files = _with_tied_head(slots(model)), {tensor.name: tensor.file for tensor in stored}
+    wanted, files = _wanted(model), {tensor.name: tensor.file for tensor in stored}
     total = sum(parameter.numel() for parameter in model.parameters())
     filled: dict[int, str] = {}  # address of a slot -> the tensor in it
     done = 0
@@ -260,6 +301,12 @@ def fill(
         done += rows.numel()
         if on_progress is not None:
             on_progress(done, total)
+
+
+def _wanted(model: Decoder) -> dict[str, Tensor]:
+    """The slots of a model by all names that a checkpoint may have for them. A head of integers has no slot."""
+    found = slots(model)
+    return found if isinstance(model.lm_head, QuantizedLinear) else _with_tied_head(found)
 
 
 def _with_tied_head(wanted: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -3,7 +3,7 @@
 The safetensors library checks that a header fits its file: sizes and offsets, no overlap, no gap.
 """
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,26 +30,28 @@ def stored_tensors(files: list[Path]) -> list[StoredTensor]:
     """The tensors of all files, by their headers. Raises: ValueError naming the file."""
     tensors = []
     for file in files:
-        with _opened(file) as content:
+        with opened(file) as content:
             for name in content.keys():  # noqa: SIM118 (not a dict)
                 view = content.get_slice(name)
                 tensors.append(StoredTensor(name, tuple(view.get_shape()), view.get_dtype(), file))
     return tensors
 
 
-def read_tensors(files: list[Path]) -> Iterator[tuple[str, int, Tensor]]:
-    """(name, 0, tensor) of every tensor, one at a time, in the form of GGUFCheckpoint.pieces.
+def read_tensors(files: list[Path], names: Container[str] | None = None) -> Iterator[tuple[str, int, Tensor]]:
+    """(name, 0, tensor) of the tensors of these names, or of all, one at a time, in the form of GGUFCheckpoint.pieces.
 
     Raises: ValueError naming the file.
     """
     for file in files:
-        with _opened(file) as content:
+        with opened(file) as content:
             for name in content.keys():  # noqa: SIM118 (not a dict)
-                yield name, 0, content.get_tensor(name)
+                if names is None or name in names:
+                    yield name, 0, content.get_tensor(name)
 
 
 @contextmanager
-def _opened(file: Path):
+def opened(file: Path):
+    """An open file, as the safetensors library reads it. Raises: ValueError naming the file."""
     check_file(file)
     with rust_errors(f"{file} is not a readable safetensors file (truncated?)"):
         with open(file, "rb") as head:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from nanopage.config import ModelConfig
+from nanopage.layers.quantized import format_of
 from nanopage.models.decoder import Decoder, DecoderLayer
 from nanopage.sampling.table import SamplingTable
 
@@ -33,11 +34,11 @@ def compile_model(model: Decoder, config: ModelConfig, dtype: torch.dtype, devic
         dtype: of weights and activations.
     """
     started = time.perf_counter()
-    compiled: dict[tuple[type, str], Callable] = {}
+    compiled: dict[tuple, Callable] = {}
 
     def compiled_once(module: nn.Module, name: str) -> Callable:
-        key = type(module), name
-        if key not in compiled:  # weights are inputs of a graph, so it serves all modules of a type
+        key = type(module), name, format_of(module)
+        if key not in compiled:  # weights are inputs of a graph, so it serves all modules of a type and format
             compiled[key] = compile_afresh(getattr(type(module), name))
         return compiled[key]
 
@@ -103,12 +104,13 @@ def warm_up(model: Decoder, config: ModelConfig, dtype: torch.dtype, device: tor
     def zeros(*shape: int, kind: torch.dtype = dtype) -> Tensor:
         return any_length(torch.zeros(shape, dtype=kind, device=device))
 
-    layer: Any = model.layers[0]
+    layers: dict[tuple, Any] = {format_of(layer): layer for layer in model.layers}
     for num_tokens in (32, 1):
         x = zeros(num_tokens, config.hidden_size)
         cos, sin = map(any_length, model.rotary(zeros(num_tokens, kind=torch.int64), dtype))
-        layer.before(x, cos, sin)
-        layer.after(x, zeros(num_tokens, config.num_heads, config.head_dim))
+        for layer in layers.values():
+            layer.before(x, cos, sin)
+            layer.after(x, zeros(num_tokens, config.num_heads, config.head_dim))
         model.norm(x)
 
 

@@ -41,12 +41,12 @@ def warn_of_slow_options(
     """
     default, _ = resolve_dtype("auto", model_config.dtype, torch.device("cpu"))
     options = [f"dtype={config.dtype!r}"] if config.dtype in ("bfloat16", "float16") and dtype != default else []
-    options += [f"quantization={config.quantization!r}"] if config.quantization else []
+    options += [f"quantization={config.quantization!r}"] if config.quantize_to else []
     if not options:
         return
     if config.enforce_eager:
         options.append("enforce_eager=True")
-    elif config.quantization and product is None:
+    elif config.quantize_to and product is None:
         options.append("products that are not compiled")
     linears: list[Any] = [module for module in layer.modules() if hasattr(module, "in_features")]
     linear = max(linears, key=lambda module: module.in_features * module.out_features)

@@ -11,15 +11,17 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from nanopage.config import EngineConfig, ModelConfig
+from nanopage.config import STORED_QUANTIZATIONS, EngineConfig, ModelConfig
 from nanopage.device import resolve_device, resolve_dtype, resolve_kv_dtype, set_cuda_precision
 from nanopage.kernels.cpu.packed_linear import can_pack
 from nanopage.layers.packed import pack
+from nanopage.layers.quantized import quantize
 from nanopage.layers.tiled import TiledLinear, has_only_float16, tile
 from nanopage.step import Batch, Capacity
 from nanopage.weights import loader
 from nanopage.weights.gguf_checkpoint import GGUFCheckpoint
 from nanopage.weights.gguf_tiles import is_quantized
+from nanopage.weights.quantized_checkpoint import fits_tiles
 from nanopage.worker.aot import Compiled
 from nanopage.worker.aot_tiles import CompiledProduct, tile_product
 from nanopage.worker.cuda_graphs import CUDAGraphs, make_sample_all, no_wrap
@@ -34,7 +36,7 @@ from nanopage.worker.threads import ThreadCount, limit_threads
 
 logger = logging.getLogger("nanopage")
 
-BLOCKS = "block-quantized"  # weights of a .gguf file in its own integers
+BLOCKS = "block-quantized"  # weights of a .gguf, AWQ or GPTQ checkpoint in its own integers
 
 
 class Worker:
@@ -73,8 +75,11 @@ class Worker:
             set_cuda_precision()
         self.product: CompiledProduct | None = None  # multiplies by weights in tiles
         self.tiles = self._choose_tiles(checkpoint)
+        integers = None if self.tiles != BLOCKS else "packed" if self.device.type == "cuda" else "tiles"
+        # A GPU that has no room for the weights may have room for the quantized ones.
+        on_host = self.device.type == "cuda" and config.quantize_to is not None
         self.model = loader.load_model(
-            checkpoint, model_config, self.dtype, self.device, config.load_format, on_progress, self.tiles == BLOCKS
+            checkpoint, model_config, self.dtype, self.device, config.load_format, on_progress, integers, on_host
         )
         self._replace_modules()
         if self.device.type == "cpu":
@@ -155,31 +160,43 @@ class Worker:
         return sample_all
 
     def _choose_tiles(self, checkpoint: loader.Checkpoint) -> str | None:
-        """Choose how weights are stored in tiles: a kind that layers/tiled.py knows, or BLOCKS; None if they are not.
-        Sets `self.product`."""
-        if self.device.type != "cpu":
-            return None
+        """Choose how weights are stored: a kind that layers/tiled.py (on a GPU: layers/quantized.py) knows, or BLOCKS;
+        None for floats. Sets `self.product`. Raises: ValueError for a dtype that a GPU does not multiply them by."""
         compiles = can_pack(self.dtype) and not self.config.enforce_eager
-        quantized = isinstance(checkpoint, GGUFCheckpoint) and is_quantized(checkpoint)
-        blocks = quantized and not self.config.quantization and self.config.load_format != "dummy"
+        on_gpu = self.device.type == "cuda"
+        if (stored := self.model_config.quantization) is not None:
+            quantized = on_gpu or fits_tiles(self.model_config)
+        else:
+            quantized = isinstance(checkpoint, GGUFCheckpoint) and is_quantized(checkpoint)
+        blocks = quantized and not self.config.quantize_to and self.config.load_format != "dummy"
+        if on_gpu:
+            if self.config.quantize_to and self.dtype == torch.float64:
+                raise ValueError(f"quantization={self.config.quantization!r} on a GPU does not work in float64")
+            return BLOCKS if blocks and self.dtype != torch.float64 else self.config.quantize_to
         # In float32, reading the weights takes most of the time of a decode. The checkpoint's 16 bits lose nothing.
-        halves = self.dtype == torch.float32 and self.model_config.dtype in ("bfloat16", "float16")
-        if compiles and (blocks or halves or self.config.quantization):
+        halves = self.dtype == torch.float32 and self.model_config.dtype in ("bfloat16", "float16") and stored is None
+        if compiles and (blocks or halves or self.config.quantize_to):
             self.product = tile_product(self.dtype)
         if blocks and self.product is not None:
             return BLOCKS
-        return self.config.quantization or (self.model_config.dtype if compiles and halves else None)
+        return self.config.quantize_to or (self.model_config.dtype if compiles and halves else None)
 
     def _replace_modules(self) -> None:
         """Replace the model's modules by packed, quantized or compiled ones."""
         if self.tiles == "float16" and self.config.load_format != "dummy" and not has_only_float16(self.model):
             self.tiles = self.product = None  # config.json says float16, but the file has other numbers
         if self.device.type == "cuda":
+            if (kind := self.config.quantize_to) is not None:
+                quantize(self.model, kind, self.device)
+                self.model.to(self.device)
+            torch.cuda.empty_cache()  # of what rounding took
             if not self.config.enforce_eager:
                 compile_model(self.model, self.model_config, self.dtype, self.device)
         elif self.tiles is not None:
-            if self.tiles != BLOCKS:
-                tile(self.model, self.tiles)
+            kind = self.tiles
+            if kind == BLOCKS:  # the head of an AWQ or GPTQ checkpoint is not quantized
+                kind = "float16" if has_only_float16(self.model) else "bfloat16"
+            tile(self.model, kind)
             if self.product is not None:
                 for module in self.model.modules():
                     if isinstance(module, TiledLinear):
@@ -220,11 +237,22 @@ class Worker:
                 self.runner.launch(batch).result()
 
     def _check_options(self) -> None:
-        config = self.config
-        if config.quantization and self.device.type != "cpu":
+        config, stored = self.config, self.model_config.quantization
+        has = None if stored is None else stored.method
+        if config.quantization in STORED_QUANTIZATIONS and config.quantization != has:
+            kind = "are not quantized" if has is None else f"are quantized by {has}"
+            raise ValueError(f"quantization={config.quantization!r}, but the weights of {self.path} {kind}")
+        if config.quantize_to and has is not None:
             raise ValueError(
-                f"quantization={config.quantization!r} works on a CPU only, but this engine runs on {self.device}"
+                f"quantization={config.quantization!r}, but the weights of {self.path} already are ({has})"
             )
+        if has is not None and config.load_format == "dummy":
+            raise ValueError(
+                f"load_format='dummy' draws weights that are not quantized, but {self.path} is ({has}): give a "
+                "config.json without quantization_config, and quantization='int4'"
+            )
+        if config.quantize_to == "fp8" and self.device.type == "cpu":
+            raise ValueError("quantization='fp8' works on a GPU only, but this engine runs on a CPU: use 'int8'")
         if self.uses_triton and config.block_size & (config.block_size - 1):
             raise ValueError(f"block_size={config.block_size} must be a power of two on a GPU")
 

@@ -714,7 +714,8 @@ def test_tables_fit_80_columns(model, monkeypatch, command):
 @pytest.mark.parametrize("which", ["common", "every"])
 def test_kernel_resources_fit_80_columns(monkeypatch, which):
     monkeypatch.setattr(console, "width", 80)
-    monkeypatch.setattr(kernel_resources, "compile_ahead", lambda *_: kernel_resources.Resources(255, 0, 232448))
+    for name in ("compile_ahead", "compile_product"):
+        monkeypatch.setattr(kernel_resources, name, lambda *_: kernel_resources.Resources(255, 0, 232448))
     done = CliRunner().invoke(kernel_resources.app, [which])
     assert done.exit_code == 0
     assert max(map(len, table_lines(done.stdout))) <= 80 and "232448" in done.stdout and "…" not in done.stdout

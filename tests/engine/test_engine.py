@@ -555,10 +555,16 @@ def test_a_product_of_float32_on_a_gpu_is_float32s(coarse):
     assert error < 1e-3  # TF32's is some 0.03
 
 
-def test_int8_weights_where_there_is_no_code_for_them_are_refused(model, monkeypatch):
+def test_fp8_weights_are_refused_on_a_cpu(model):
+    with pytest.raises(ValueError, match="quantization='fp8' works on a GPU only"):
+        make_engine(model, quantization="fp8")
+
+
+def test_quantized_weights_in_float64_are_refused_on_a_gpu(model, monkeypatch):
     monkeypatch.setattr("nanopage.worker.worker.resolve_device", lambda name: torch.device("cuda"))
-    with pytest.raises(ValueError, match="quantization='int8' works on a CPU only"):
-        make_engine(model, quantization="int8")
+    monkeypatch.setattr("nanopage.worker.worker.set_cuda_precision", lambda: None)
+    with pytest.raises(ValueError, match="quantization='int8' on a GPU does not work in float64"):
+        make_engine(model, quantization="int8", dtype="float64")
 
 
 def test_pages_that_the_kernels_of_a_gpu_can_not_read_are_refused(model, monkeypatch):

@@ -11,6 +11,8 @@ from helpers import CPU
 from test_gguf import SMOLLM, VOCABULARIES, model_for, write_gguf
 
 from nanopage.kernels.cpu import tile_linear
+from nanopage.kernels.quantized_weights import QuantizedWeight, dequantize
+from nanopage.layers.quantized import QuantizedEmbedding, QuantizedLinear
 from nanopage.layers.tiled import TiledEmbedding, TiledLinear
 from nanopage.weights import gguf_tiles, hub, loader
 from nanopage.weights.gguf_blocks import KINDS, split_blocks, with_one_format
@@ -74,7 +76,9 @@ def quantized(file):
 
 
 def load(file, tiled=True):
-    return loader.load_model(file, loader.read_config(file), torch.float32, CPU, tiled=tiled)
+    return loader.load_model(
+        file, loader.read_config(file), torch.float32, CPU, keep_integers="tiles" if tiled else None
+    )
 
 
 def kept_files():
@@ -123,6 +127,55 @@ def test_weights_are_those_of_the_file(file, monkeypatch, family, arch, options,
     assert isinstance(tiled.embed_tokens, TiledEmbedding) and isinstance(tiled.lm_head, TiledLinear)
 
 
+@pytest.mark.parametrize("rows", [64, 2048])
+@pytest.mark.parametrize("stored", STORED)
+@pytest.mark.parametrize(
+    ("family", "arch", "options"),
+    [
+        ("llama", "llama", {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 2}),
+        ("qwen2", "qwen2", {"tie_word_embeddings": True}),
+    ],
+    ids=["llama", "qwen2, biases, tied"],
+)
+def test_packed_for_a_gpu_weights_are_those_of_the_file(file, monkeypatch, family, arch, options, stored, rows):
+    monkeypatch.setattr(gguf_tiles, "ROWS", rows)
+    vocabulary = SMOLLM if arch == "llama" else VOCABULARIES["qwen2"]
+    write_gguf(file, model_for(vocabulary, family, **options), arch, vocabulary, types=STORED[stored])
+    plain, config, calls = load(file, tiled=False), loader.read_config(file), []
+    packed = loader.load_model(
+        file, config, torch.float32, CPU, on_progress=lambda *now: calls.append(now), keep_integers="packed"
+    )
+    kinds = set()
+    for (name, ours), theirs in zip(plain.named_modules(), packed.modules(), strict=True):
+        kinds.add(type(theirs))
+        if isinstance(theirs, QuantizedLinear):
+            parts = theirs.packed, theirs.scales, theirs.offsets, theirs.zero_points, theirs.bits, theirs.group
+            weight = dequantize(QuantizedWeight(*parts, theirs.in_features))
+            assert torch.equal(weight, ours.weight), name
+        elif hasattr(ours, "weight") and not isinstance(theirs, QuantizedEmbedding):
+            assert torch.equal(theirs.weight, ours.weight), name
+        if getattr(ours, "bias", None) is not None:
+            assert torch.equal(theirs.bias, ours.bias), name
+    ids = torch.tensor([5, 0, 5])
+    assert torch.equal(packed.embed_tokens(ids), plain.embed_tokens(ids))
+    assert QuantizedLinear in kinds
+    assert (QuantizedEmbedding in kinds) == ("tie_word_embeddings" in options and "embed" not in STORED[stored])
+    assert calls == sorted(calls) and calls[-1][0] == calls[-1][1]
+
+
+def test_packed_weights_that_do_not_fit_or_are_not_finite_are_refused(file, monkeypatch):
+    hf_model = model_for(SMOLLM)
+    write_gguf(file, hf_model, "llama", SMOLLM, types={"": Kind.Q4_1})
+    with monkeypatch.context() as patch, pytest.raises(MemoryError, match=r"the weights take .* GiB"):
+        patch.setattr(gguf_tiles, "free_bytes", lambda device: 1000)
+        loader.load_model(file, loader.read_config(file), torch.float32, CPU, keep_integers="packed")
+    with torch.no_grad():
+        hf_model.model.layers[0].mlp.down_proj.weight[0, 0] = 1e9
+    write_gguf(file, hf_model, "llama", SMOLLM, types={"": Kind.Q4_1})
+    with pytest.raises(ValueError, match=r"down_proj.weight has values that are NaN, infinite or too large"):
+        loader.load_model(file, loader.read_config(file), torch.float32, CPU, keep_integers="packed")
+
+
 def test_logits_are_those_of_rounded_activations(quantized):
     tiled, plain = load(quantized), load(quantized, tiled=False)
     x = torch.randn(5, 64, generator=torch.Generator().manual_seed(0))
@@ -132,9 +185,8 @@ def test_logits_are_those_of_rounded_activations(quantized):
 
 def test_they_are_repacked_once(quantized, monkeypatch):
     calls = []
-    first = loader.load_model(
-        quantized, loader.read_config(quantized), torch.float32, CPU, "auto", lambda *now: calls.append(now), tiled=True
-    )
+    config, on_progress = loader.read_config(quantized), lambda *now: calls.append(now)
+    first = loader.load_model(quantized, config, torch.float32, CPU, "auto", on_progress, keep_integers="tiles")
     assert calls and calls == sorted(calls) and calls[-1][0] == calls[-1][1]
     monkeypatch.setattr(gguf_tiles, "_write", None)
     second = load(quantized)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
 from test_gguf import SMOLLM, model_for, write_gguf
+from test_quantized_checkpoint import KINDS, write_quantized
 
 from nanopage import EngineConfig
 from nanopage.build import build_engine
@@ -64,6 +65,28 @@ def test_a_quantized_file_keeps_its_integers(cache, file):
 def test_options_that_need_other_weights_get_them(cache, file, options):
     expected = {"quantization": "int8", "load_format": "bfloat16"}.get(*options)
     assert worker_of(file, **options).tiles == expected
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "expected"),
+    [
+        ("awq", {}, "block-quantized"),
+        ("awq", {"quantization": "awq"}, "block-quantized"),
+        ("gptq, 8 bits", {}, "block-quantized"),
+        ("awq", {"enforce_eager": True}, None),
+        ("gptq, act-order", {}, None),
+    ],
+)
+def test_awq_and_gptq_keep_their_integers(cache, tmp_path, kind, options, expected):
+    write_quantized(tmp_path, KINDS[kind])
+    worker = worker_of(tmp_path, **options)
+    assert worker.tiles == expected
+    layer = worker.model.layers[0].self_attn
+    if expected:
+        assert layer.qkv_proj.tiles.dtype == torch.uint8 and layer.qkv_proj.product is worker.product
+        assert worker.model.lm_head.tiles.dtype == torch.float16  # as the checkpoint stores it
+    else:
+        assert not hasattr(layer.qkv_proj, "scales")
 
 
 def test_where_it_cannot_be_compiled_weights_are_widened(file, tmp_path, monkeypatch, caplog):
