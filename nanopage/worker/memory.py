@@ -53,7 +53,7 @@ def measure_step(
     table = SequenceTable(config.max_num_seqs + 1, max_model_len, config.block_size, model_config.vocab_size, device)
     table_bytes = table.num_bytes
     runner = ModelRunner(model, cache, table, [Eager(model, cache, table, make_attention)])
-    batch = largest_batch(config.token_budget, config.max_num_seqs, max_model_len, config.block_size)
+    batch = largest_batch(config.token_budget(device.type), config.max_num_seqs, max_model_len, config.block_size)
     cache.clear([0])
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
