@@ -21,7 +21,7 @@ import typer
 from triton.backends.compiler import GPUTarget
 
 from benchmarks.report import show_table, table_of
-from nanopage.kernels import cache_write, paged_attention
+from nanopage.kernels import cache_write, paged_attention, rotate_and_write
 
 ARCHITECTURES = (75, 80, 90, 100)
 DTYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
@@ -40,6 +40,7 @@ class Specialization:
     window: int = 0
     softcap: float = 0.0
     split: bool = True
+    norms: bool = False
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,7 @@ def common() -> Iterator[Specialization]:
     for dtype in DTYPES:
         for head_dim in (64, 128):
             yield Specialization("write_kernel", dtype, head_dim)
+            yield Specialization("rotate_kernel", dtype, head_dim)
             yield Specialization("decode_kernel", dtype, head_dim)
             yield Specialization("merge_kernel", dtype, head_dim)
             yield Specialization("prefill_kernel", dtype, head_dim)
@@ -64,7 +66,7 @@ def every() -> Iterator[Specialization]:
     yield from common()
     for dtype in DTYPES:
         for head_dim in (80, 96, 256):
-            for kernel in ("write_kernel", "decode_kernel", "merge_kernel", "prefill_kernel"):
+            for kernel in ("write_kernel", "rotate_kernel", "decode_kernel", "merge_kernel", "prefill_kernel"):
                 yield Specialization(kernel, dtype, head_dim)
         for kernel in ("decode_kernel", "prefill_kernel"):
             for block_size in (8, 32, 256):
@@ -74,17 +76,22 @@ def every() -> Iterator[Specialization]:
             yield Specialization(kernel, dtype, window=4096)
             yield Specialization(kernel, dtype, softcap=50.0)
         yield Specialization("decode_kernel", dtype, split=False)
+        yield Specialization("rotate_kernel", dtype, norms=True)
 
 
 def compile_ahead(one: Specialization, architecture: int) -> Resources:
     """Raises what Triton raises if it does not compile."""
-    kernel: Any = getattr(cache_write if one.kernel == "write_kernel" else paged_attention, one.kernel)
+    module = {"write_kernel": cache_write, "rotate_kernel": rotate_and_write}.get(one.kernel, paged_attention)
+    kernel: Any = getattr(module, one.kernel)
     q = torch.empty(1, one.group, one.head_dim, dtype=one.dtype, device="meta")
     cache = torch.empty(2, 1, 1, one.head_dim * one.block_size, dtype=one.dtype, device="meta")
     shape = q, cache, one.window, one.head_dim**-0.5, one.softcap
     fast = architecture >= 80
     if one.kernel == "write_kernel":
         constants = cache_write.write_options(q, cache)
+    elif one.kernel == "rotate_kernel":
+        heads = torch.empty(1, one.group + 2, one.head_dim, dtype=one.dtype, device="meta")
+        constants = rotate_and_write.rotate_options(heads, cache, 1e-6 if one.norms else None)
     elif one.kernel == "prefill_kernel":
         constants = paged_attention.prefill_options(*shape, fast)
     else:
@@ -94,6 +101,7 @@ def compile_ahead(one: Specialization, architecture: int) -> Resources:
     options = {name: constants.pop(name) for name in ("num_warps", "num_stages") if name in constants}
     data = "*" + DTYPES[one.dtype]
     types = {"k_ptr": data, "v_ptr": data, "q_ptr": data, "cache_ptr": data, "out_ptr": data, "slot_ptr": "*i64"}
+    types |= dict.fromkeys(("heads_ptr", "cos_ptr", "sin_ptr", "q_norm_ptr", "k_norm_ptr"), data)
     types |= {"table_ptr": "*i32", "seq_len_ptr": "*i32", "query_start_ptr": "*i32"}
     types |= {"partial_ptr": "*fp32", "lse_ptr": "*fp32", "num_splits": "i32"}
     signature, attributes = {}, {}
@@ -145,7 +153,7 @@ def main(
         return
     columns = [name.replace("_", " ") for name in rows[0]]
     table = table_of("Registers and stack (bytes) of a thread, shared memory (bytes) of a program", columns)
-    table.padding = 0  # there are twelve columns
+    table.padding = 0  # there are many columns
     for row in rows:
         table.add_row(row.pop("kernel").removesuffix("_kernel"), *map(str, row.values()))
     show_table(table)

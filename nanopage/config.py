@@ -97,8 +97,9 @@ class EngineConfig:
             requests with a higher one.
         enforce_eager: True compiles and captures nothing. False: on a CPU, in float32, and in bfloat16 where oneDNN
             computes in it, decoder layers are compiled in the background once the first requests have ended, and used
-            once the engine is idle (see worker/aot.py). On a GPU they are compiled at start, and decode steps are
-            captured as CUDA graphs (see worker/jit.py and worker/cuda_graphs.py).
+            once the engine is idle (see worker/aot.py). On a GPU they are compiled at start, and decode steps,
+            and the compiled parts of other small steps, are captured as CUDA graphs (see worker/jit.py,
+            worker/cuda_graphs.py and worker/piecewise_graphs.py).
         quantization: "int8" stores each weight of linear layers, and of an embedding tied to the head, in one byte (see
             layers/tiled.py), and rounds the activations that they multiply to one byte. "int4" stores the weights of
             the decoder layers in half a byte, with a scale and an offset for each 32 inputs, and those of the head in

@@ -1,7 +1,8 @@
 """The computations for which PyTorch has no single operator.
 
-pages.py                              the layout of the KV cache
-reference.py, chunks.py               paged attention in plain PyTorch, for every device
-cache_write.py, paged_attention.py    Triton kernels for a GPU
-cpu/                                  loops that are compiled for a CPU
+pages.py                      the layout of the KV cache
+reference.py, chunks.py       paged attention in plain PyTorch, for every device
+cache_write.py, rotate_and_write.py, paged_attention.py
+                              Triton kernels for a GPU
+cpu/                          loops that are compiled for a CPU
 """

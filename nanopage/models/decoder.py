@@ -158,7 +158,10 @@ class SelfAttention(nn.Module):
         return None
 
     def rotated(self, heads: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Normalize and rotate `heads`: q [T, num_heads, head_dim], k and v [T, num_kv_heads, head_dim]."""
+        """Normalize and rotate `heads`: q [T, num_heads, head_dim], k and v [T, num_kv_heads, head_dim].
+
+        On a GPU, `kernels.rotate_and_write` computes the same for compiled layers.
+        """
         norms = self.head_norms()
         if norms is None:
             qk, v = heads.split([self.num_heads + self.num_kv_heads, self.num_kv_heads], dim=1)
