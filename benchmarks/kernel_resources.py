@@ -21,7 +21,7 @@ import typer
 from triton.backends.compiler import GPUTarget
 
 from benchmarks.report import show_table, table_of
-from nanopage.kernels import cache_write, floors, paged_attention, quantized_linear
+from nanopage.kernels import cache_write, floors, paged_attention, quantized_linear, rotate_and_write
 
 ARCHITECTURES = (75, 80, 90, 100)
 DTYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
@@ -78,6 +78,7 @@ def common() -> Iterator[Specialization]:
     for dtype in DTYPES:
         for head_dim in (64, 128):
             yield Specialization("write_kernel", dtype, head_dim)
+            yield Specialization("rotate_kernel", dtype, head_dim)
             yield Specialization("decode_kernel", dtype, head_dim)
             yield Specialization("merge_kernel", dtype, head_dim)
             yield Specialization("prefill_kernel", dtype, head_dim)
@@ -89,7 +90,7 @@ def every() -> Iterator[Specialization]:
     yield from common()
     for dtype in DTYPES:
         for head_dim in (80, 96, 256):
-            for kernel in ("write_kernel", "decode_kernel", "merge_kernel", "prefill_kernel"):
+            for kernel in ("write_kernel", "rotate_kernel", "decode_kernel", "merge_kernel", "prefill_kernel"):
                 yield Specialization(kernel, dtype, head_dim)
         for kernel in ("decode_kernel", "prefill_kernel"):
             for block_size in (8, 32, 256):
@@ -99,6 +100,7 @@ def every() -> Iterator[Specialization]:
             yield Specialization(kernel, dtype, window=4096)
             yield Specialization(kernel, dtype, softcap=50.0)
         yield Specialization("decode_kernel", dtype, split=False)
+        yield Specialization("normed_kernel", dtype)
 
 
 def products(which: str) -> Iterator[Product]:
@@ -123,8 +125,10 @@ def compile_product(one: Product, architecture: int) -> Resources:
 
 def compile_ahead(one: Specialization, architecture: int) -> Resources:
     """Raises what Triton raises if it does not compile."""
+    rotates = one.kernel in ("rotate_kernel", "normed_kernel")  # the second is the first one with norms of the heads
     modules = {"write_kernel": cache_write, "floor_kernel": floors}
-    kernel: Any = getattr(modules.get(one.kernel, paged_attention), one.kernel)
+    module = modules.get(one.kernel, paged_attention)
+    kernel: Any = rotate_and_write.rotate_kernel if rotates else getattr(module, one.kernel)
     q = torch.empty(1, one.group, one.head_dim, dtype=one.dtype, device="meta")
     cache = torch.empty(2, 1, 1, one.head_dim * one.block_size, dtype=one.dtype, device="meta")
     shape = q, cache, one.window, one.head_dim**-0.5, one.softcap
@@ -133,6 +137,9 @@ def compile_ahead(one: Specialization, architecture: int) -> Resources:
         constants = cache_write.write_options(q, cache)
     elif one.kernel == "floor_kernel":
         constants = floors.floor_options(torch.empty(1, VOCAB_SIZE, dtype=one.dtype, device="meta"))
+    elif rotates:
+        heads = torch.empty(1, one.group + 2, one.head_dim, dtype=one.dtype, device="meta")
+        constants = rotate_and_write.rotate_options(heads, cache, 1e-6 if one.kernel == "normed_kernel" else None)
     elif one.kernel == "prefill_kernel":
         constants = paged_attention.prefill_options(*shape, fast)
     else:
@@ -141,6 +148,7 @@ def compile_ahead(one: Specialization, architecture: int) -> Resources:
             constants = paged_attention.merge_options(constants)
     data = "*" + DTYPES[one.dtype]
     types = {"k_ptr": data, "v_ptr": data, "q_ptr": data, "cache_ptr": data, "out_ptr": data, "slot_ptr": "*i64"}
+    types |= dict.fromkeys(("heads_ptr", "cos_ptr", "sin_ptr", "q_norm_ptr", "k_norm_ptr"), data)
     types |= {"table_ptr": "*i32", "seq_len_ptr": "*i32", "query_start_ptr": "*i32"}
     types |= {"logits_ptr": data, "rows_ptr": "*i64", "top_k_ptr": "*i64"}
     types |= dict.fromkeys(("temperature_ptr", "top_p_ptr", "min_p_ptr"), "*fp64")

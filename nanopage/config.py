@@ -13,7 +13,7 @@ from types import ModuleType
 
 from nanopage.model_files import exists, read_json, shown
 
-DEFAULT_TOKEN_BUDGET = 2048
+DEFAULT_TOKEN_BUDGET = {"cpu": 2048, "cuda": 8192}  # by device type
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 DEVICES = ("auto", "cpu", "cuda")
 PREEMPTION_MODES = ("recompute", "swap")
@@ -80,8 +80,9 @@ class EngineConfig:
         max_model_len: most tokens (prompt + output) of a sequence; None is the model's own limit, or what the
             KV cache holds if that is less.
         max_num_seqs: most sequences that run at once; each completion of `n` and each beam counts.
-        max_num_batched_tokens: most tokens in one step; longer prompts are prefilled in chunks. None: 2,048 for `LLM`,
-            on a CPU 512. For AsyncLLM and the server it follows the time that steps take (see engine/token_budget.py).
+        max_num_batched_tokens: most tokens in one step; longer prompts are prefilled in chunks. None: 8,192 on a GPU;
+            on a CPU 2,048, and 512 for `LLM`. For AsyncLLM and the server it follows the time that steps take, up to
+            these numbers (see engine/token_budget.py).
         block_size: tokens per KV cache block; on a GPU a power of two.
         kv_cache_gib: most GiB for the KV cache. None: see `gpu_memory_utilization`.
         gpu_memory_utilization: the share of the device's memory (on a CPU: of the RAM) that weights and KV cache may
@@ -98,8 +99,9 @@ class EngineConfig:
             requests with a higher one.
         enforce_eager: True compiles and captures nothing. False: on a CPU, in float32, and in bfloat16 where oneDNN
             computes in it, decoder layers are compiled in the background once the first requests have ended, and used
-            once the engine is idle (see worker/aot.py). On a GPU they are compiled at start, and decode steps are
-            captured as CUDA graphs (see worker/jit.py and worker/cuda_graphs.py).
+            once the engine is idle (see worker/aot.py). On a GPU they are compiled at start, and decode steps,
+            and the compiled parts of other small steps, are captured as CUDA graphs (see worker/jit.py,
+            worker/cuda_graphs.py and worker/piecewise_graphs.py).
         quantization: "int8" stores each weight of linear layers, and of an embedding tied to the head, in one byte.
             "int4" stores the weights of the decoder layers in half a byte, with a scale and an offset for each 32
             inputs, and those of the head in one byte. On a CPU (layers/tiled.py), the activations that they multiply
@@ -216,10 +218,9 @@ class EngineConfig:
         """What the weights are rounded to when they are loaded; None if they stay as the checkpoint has them."""
         return None if self.quantization in STORED_QUANTIZATIONS else self.quantization
 
-    @property
-    def token_budget(self) -> int:
-        """The most tokens that a step ever has."""
-        return DEFAULT_TOKEN_BUDGET if self.max_num_batched_tokens is None else self.max_num_batched_tokens
+    def token_budget(self, device_type: str) -> int:
+        """The most tokens that a step ever has on a device of this type."""
+        return self.max_num_batched_tokens or DEFAULT_TOKEN_BUDGET[device_type]
 
 
 @dataclass(frozen=True)

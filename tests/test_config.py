@@ -818,3 +818,8 @@ def test_a_config_that_names_code_runs_none(tmp_path, monkeypatch):
     assert (tmp_path / "sprung").exists(), "the trap works"
     for name in ("trap_module", "configuration_llama"):
         monkeypatch.delitem(sys.modules, name)
+
+
+def test_the_default_token_budget_depends_on_the_device():
+    assert [EngineConfig().token_budget(device) for device in ("cpu", "cuda")] == [2048, 8192]
+    assert [EngineConfig(max_num_batched_tokens=7).token_budget(device) for device in ("cpu", "cuda")] == [7, 7]

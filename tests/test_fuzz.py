@@ -28,9 +28,11 @@ from nanopage.engine.input_processor import branch_seed
 from nanopage.kernels import paged_attention
 from nanopage.outputs import RequestEvent
 from nanopage.params import RequestOutputKind
+from nanopage.worker import jit
 from nanopage.worker.cuda_graphs import CUDAGraphs, make_sample_all
-from nanopage.worker.eager import Eager
+from nanopage.worker.eager import Eager, reference_attention
 from nanopage.worker.memory import GIB, block_bytes
+from nanopage.worker.piecewise_graphs import PiecewiseGraphs
 
 WORLDS = int(os.environ.get("NANOPAGE_FUZZ_WORLDS", "50"))
 TRITON_WORLDS = int(os.environ.get("NANOPAGE_FUZZ_TRITON_WORLDS", "2"))
@@ -246,21 +248,26 @@ def watch(engine: LLMEngine) -> None:
 
 
 def run_as_on_a_gpu(engine: LLMEngine, uses_triton: bool = False) -> None:
-    """Decodes on padded buffers, with what is captured there. All rows of a batch are sampled at once."""
+    """Decodes on padded buffers, with what is captured there; other steps in pieces, on padded buffers if they have few
+    tokens. All rows of a batch are sampled at once."""
     worker = engine.executor.worker
     runner = worker.runner
     sample_all = make_sample_all(uses_triton)
-    graphs = CUDAGraphs(worker.model, worker.kv_cache, runner.table, engine.max_model_len, uses_triton, sample_all)
-    make_attention = worker._make_attention if uses_triton else None
-    runner.ways = [graphs, Eager(worker.model, worker.kv_cache, runner.table, make_attention)]
+    make_attention = worker._make_attention if uses_triton else reference_attention
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jit, "compile_afresh", lambda function: function)
+        made = jit.CompiledDecoder(worker.model, uses_triton), worker.kv_cache, runner.table
+    graphs = CUDAGraphs(*made, engine.max_model_len, uses_triton, sample_all)
+    pieces = PiecewiseGraphs(*made, make_attention, most=engine.scheduler.max_num_batched_tokens // 2 + 1)
+    runner.ways = [graphs, pieces, Eager(*made, make_attention)]
     runner.sampler.sample_all = sample_all
-    run = graphs.run
 
-    def counted_run(batch):
-        happened["steps on static buffers"] += 1
+    def counted_run(run, what, batch):
+        happened[what] += 1
         return run(batch)
 
-    graphs.run = counted_run
+    graphs.run = partial(counted_run, graphs.run, "steps on static buffers")
+    pieces.run = partial(counted_run, pieces.run, "steps in pieces on static buffers")
 
 
 def add(engine: LLMEngine, plan: Planned) -> None:
@@ -555,6 +562,7 @@ def test_the_worlds_were_not_easy():
     assert happened["tokens read before they were known"] > happened["tokens"] / 4
     assert happened["tokens dropped"] > WORLDS / 10
     assert happened["steps on static buffers"] > happened["steps"] / 5
+    assert happened["steps in pieces on static buffers"] > happened["steps"] / 20
     assert happened["steps that failed with copies or swaps"] > WORLDS / 20
     for what in ("worlds that swapped", "requests with several completions", "beam searches", "forks", "copies"):
         assert happened[what] > WORLDS * 0.01, what

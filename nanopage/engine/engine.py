@@ -69,7 +69,8 @@ class LLMEngine:
         block_manager = BlockManager(
             capacity.num_blocks, config.block_size, config.enable_prefix_caching, capacity.num_host_blocks
         )
-        self.scheduler = Scheduler(block_manager, config.max_num_seqs, config.token_budget, config.preemption_mode)
+        budget = config.token_budget(capacity.device)
+        self.scheduler = Scheduler(block_manager, config.max_num_seqs, budget, config.preemption_mode)
         self.output_processor = OutputProcessor(self.scheduler, tokenizer)
         on_gpu = capacity.device == "cuda"
         self.async_scheduling = on_gpu if config.async_scheduling is None else config.async_scheduling

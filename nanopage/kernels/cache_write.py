@@ -9,9 +9,6 @@ A slot of -1 writes nothing: CUDA graphs use it for padding. k and v may be view
 their last dimension must be contiguous. pages.py describes the layout. vLLM's kernel for this is reshape_and_cache.
 """
 
-from typing import Any
-
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -48,11 +45,10 @@ def write_kernel(
     tl.store(page + cache_kv_stride + offset * HEAD_DIM + dim, v.to(cache_ptr.dtype.element_ty), mask=inside)
 
 
-@torch.library.triton_op("nanopage::write_pages", mutates_args={"kv_cache"})
 def write(k: Tensor, v: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
     """Write k and v [T, kv_heads, head_dim] to slots [T] of one layer's cache. A slot of -1 writes nothing."""
     arguments = k, v, kv_cache, slot_mapping, *k.stride()[:2], *v.stride()[:2], *kv_cache.stride()[:3]
-    launch(write_kernel, (k.shape[0], k.shape[1]), *arguments, **write_options(k, kv_cache))
+    write_kernel[k.shape[0], k.shape[1]](*arguments, **write_options(k, kv_cache))
 
 
 def write_options(k: Tensor, kv_cache: Tensor) -> dict[str, int]:
@@ -60,9 +56,3 @@ def write_options(k: Tensor, kv_cache: Tensor) -> dict[str, int]:
     head_dim = k.shape[2]
     lanes = triton.next_power_of_2(head_dim)
     return {"HEAD_DIM": head_dim, "BLOCK_SIZE": kv_cache.shape[3] // head_dim, "LANES": lanes, "num_warps": 1}
-
-
-def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
-    """Launch a kernel such that torch.compile can trace it. A kernel in Triton's interpreter cannot be traced."""
-    kernel = torch.library.wrap_triton(kernel) if isinstance(kernel, triton.JITFunction) else kernel
-    kernel[grid](*arguments, **options)

@@ -22,8 +22,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanopage.kernels.cache_write import launch
-
 LANES = 2048
 UNROLLED = 4  # tiles of LANES tokens that are loaded at once
 ONE = tl.constexpr(2.0**40)  # the weight of the most likely token; sums fit int64 for up to 2^23 tokens
@@ -181,7 +179,10 @@ def find_floors(
     num_rows = logits.shape[0]  # len() would compile the number in
     floors = logits.new_empty(num_rows, dtype=torch.promote_types(logits.dtype, torch.float32))
     limits = temperature, top_k, top_p, min_p
-    launch(floor_kernel, (num_rows,), logits, rows, *limits, floors, **floor_options(logits))
+    # So that torch.compile can trace the launch. A kernel in Triton's interpreter cannot be traced.
+    traced = isinstance(floor_kernel, triton.JITFunction)
+    kernel = torch.library.wrap_triton(floor_kernel) if traced else floor_kernel
+    kernel[num_rows,](logits, rows, *limits, floors, **floor_options(logits))
     return floors
 
 

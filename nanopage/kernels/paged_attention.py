@@ -29,7 +29,6 @@ from torch import Tensor
 
 from nanopage.device import to_device
 from nanopage.kernels import cache_write
-from nanopage.kernels.cache_write import launch
 
 TILE_BYTES = 2**14  # of K in a tile; V has as many
 STAGES = 5  # of a decode's pipeline: the next tiles are loaded while one is computed
@@ -287,6 +286,7 @@ class TritonAttention:
         window: int | None = None,
         scale: float | None = None,
         softcap: float = 0.0,
+        out: Tensor | None = None,
     ) -> Tensor:
         """Causal attention of q [T, heads, head_dim] over each sequence's pages: [T, heads, head_dim].
 
@@ -295,9 +295,11 @@ class TritonAttention:
             window: attend only to the last `window` tokens, including the token itself. None: to all.
             scale: of the scores; default head_dim ** -0.5.
             softcap: scores become softcap * tanh(scores / softcap); 0 for none (Gemma 2).
+            out: filled and returned, [T, heads, head_dim], contiguous. None: a new tensor.
         """
         scale = q.shape[2] ** -0.5 if scale is None else scale
-        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        if out is None:
+            out = torch.empty_like(q, memory_format=torch.contiguous_format)
         options, first = (window or 0, scale, softcap), self.num_decodes
         if first:
             decode(q, kv_cache, self.block_tables, self.seq_lens, out, first, self.num_splits, *options)
@@ -344,7 +346,6 @@ def num_processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
-@torch.library.triton_op("nanopage::decode", mutates_args={"out"})
 def decode(
     q: Tensor,
     kv_cache: Tensor,
@@ -366,17 +367,15 @@ def decode(
         exact = torch.promote_types(q.dtype, torch.float32)
         partial = q.new_empty(num_decodes, num_heads, num_splits, head_dim, dtype=exact)
         lse = q.new_empty(num_decodes, num_heads, num_splits, dtype=exact)
-    launch(
-        decode_kernel, (num_decodes, kv_cache.shape[2], num_splits),
+    decode_kernel[num_decodes, kv_cache.shape[2], num_splits](
         q, kv_cache, block_tables, seq_lens, out, partial, lse, q.stride(0), q.stride(1), block_tables.stride(0),
         *kv_cache.stride()[:3], num_splits, **options,
     )  # fmt: skip
     if split:
         merged = merge_options(options)
-        launch(merge_kernel, (num_decodes, num_heads), partial, lse, seq_lens, out, num_splits, **merged)
+        merge_kernel[num_decodes, num_heads](partial, lse, seq_lens, out, num_splits, **merged)
 
 
-@torch.library.triton_op("nanopage::prefill", mutates_args={"out"})
 def prefill(
     q: Tensor,
     kv_cache: Tensor,
@@ -392,8 +391,7 @@ def prefill(
     """Compute rows query_start[0] to query_start[-1] of out, any number for each sequence. A window of 0 means none."""
     options = prefill_options(q, kv_cache, window, scale, softcap, has_tensor_cores(q.device))
     grid = triton.cdiv(max_query_len, options["ROWS"] // options["GROUP"]), kv_cache.shape[2], len(block_tables)
-    launch(
-        prefill_kernel, grid,
+    prefill_kernel[grid](
         q, kv_cache, block_tables, query_start, seq_lens, out, q.stride(0), q.stride(1), block_tables.stride(0),
         *kv_cache.stride()[:3], **options,
     )  # fmt: skip

@@ -35,7 +35,11 @@ class ReferenceAttention:
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, kv_cache: Tensor, window: int | None = None) -> Tensor:
         write(k, v, kv_cache, self.slot_mapping)
-        return paged_attention(q, kv_cache, self.block_tables, self.query_lens, self.seq_lens, window)
+        return self.attend(q, kv_cache, window)
+
+    def attend(self, q: Tensor, kv_cache: Tensor, window: int | None = None, out: Tensor | None = None) -> Tensor:
+        attended = paged_attention(q, kv_cache, self.block_tables, self.query_lens, self.seq_lens, window)
+        return attended if out is None else out.copy_(attended)
 
 
 def paged_attention(

@@ -12,7 +12,12 @@ from torch import Tensor
 
 
 class Attention(Protocol):
-    """Computes the attention of all layers in one step."""
+    """Computes the attention of all layers in one step.
+
+    slot_mapping  int64 [T], on the device: where K and V of each token go; -1 for padding
+    """
+
+    slot_mapping: Tensor
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, kv_cache: Tensor, window: int | None = None) -> Tensor:
         """Write k and v to the cache, then compute causal attention of each token over its own sequence.
@@ -25,4 +30,10 @@ class Attention(Protocol):
             window: attend only to the last `window` tokens, including the token itself. None: to all.
 
         Returns: [T, num_heads, head_dim]
+        """
+
+    def attend(self, q: Tensor, kv_cache: Tensor, window: int | None = None, *, out: Tensor | None = None) -> Tensor:
+        """As the call, for k and v that the cache already has.
+
+        Args: out: filled and returned. None: a new tensor.
         """

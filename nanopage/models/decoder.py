@@ -119,8 +119,12 @@ class DecoderLayer(nn.Module):
         return self.after(x, attended)
 
     def before(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The part before attention: q, k and v (see `SelfAttention.project`)."""
-        return self.self_attn.project(self.input_layernorm(x), cos, sin)
+        """The part before attention: q, k and v, rotated (see `SelfAttention.rotated`)."""
+        return self.self_attn.rotated(self.heads(x), cos, sin)
+
+    def heads(self, x: Tensor) -> Tensor:
+        """The part before the rotation: q, k and v of every head (see `SelfAttention.heads`)."""
+        return self.self_attn.heads(self.input_layernorm(x))
 
     def after(self, x: Tensor, attended: Tensor) -> Tensor:
         """The part after attention: x [T, hidden_size] and attended [T, num_heads, head_dim] -> [T, hidden_size]."""
@@ -145,12 +149,27 @@ class SelfAttention(nn.Module):
         self.qkv_proj = Linear(config.hidden_size, parts, qkv_bias)
         self.o_proj = Linear(q_size, config.hidden_size, o_bias)
 
-    def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute q [T, num_heads, head_dim], k and v [T, num_kv_heads, head_dim]. q and k are rotated."""
-        heads = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim))  # [T, q heads + k heads + v heads, head_dim]
-        qk, v = heads.split([self.num_heads + self.num_kv_heads, self.num_kv_heads], dim=1)
-        q, k = rotate(qk, cos, sin).split([self.num_heads, self.num_kv_heads], dim=1)
-        return q, k, v
+    def heads(self, x: Tensor) -> Tensor:
+        """Compute the heads of q, of k and of v, before the rotation: [T, num_heads + 2 * num_kv_heads, head_dim]."""
+        return self.qkv_proj(x).unflatten(-1, (-1, self.head_dim))
+
+    def head_norms(self) -> tuple[RMSNorm, RMSNorm] | None:
+        """The norms of each head of q and of each head of k before the rotation. None: there are none."""
+        return None
+
+    def rotated(self, heads: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Normalize and rotate `heads`: q [T, num_heads, head_dim], k and v [T, num_kv_heads, head_dim].
+
+        On a GPU, `kernels.rotate_and_write` computes the same for compiled layers.
+        """
+        norms = self.head_norms()
+        if norms is None:
+            qk, v = heads.split([self.num_heads + self.num_kv_heads, self.num_kv_heads], dim=1)
+            q, k = rotate(qk, cos, sin).split([self.num_heads, self.num_kv_heads], dim=1)
+            return q, k, v
+        q, k, v = heads.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1)
+        q_norm, k_norm = norms
+        return rotate(q_norm(q), cos, sin), rotate(k_norm(k), cos, sin), v
 
 
 def meta_model(config: ModelConfig) -> Decoder:

@@ -2,12 +2,9 @@
 
 from typing import Any
 
-from torch import Tensor
-
 from nanopage.config import Fields, ModelConfig
 from nanopage.layers.mlp import MLP
 from nanopage.layers.norm import RMSNorm
-from nanopage.layers.rotary import rotate
 from nanopage.models.decoder import DecoderLayer, SelfAttention
 
 ARCHITECTURES = ("Qwen3ForCausalLM",)
@@ -38,7 +35,5 @@ class Qwen3Attention(SelfAttention):
         self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
         self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
 
-    def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        heads = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim))
-        q, k, v = heads.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1)
-        return rotate(self.q_norm(q), cos, sin), rotate(self.k_norm(k), cos, sin), v
+    def head_norms(self) -> tuple[RMSNorm, RMSNorm]:
+        return self.q_norm, self.k_norm

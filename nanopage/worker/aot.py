@@ -22,6 +22,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -123,7 +124,8 @@ class Compiled:
         attention = reference_attention(inputs)
         if self.head is not None and self._is_one_decode(batch):
             return self._decode_one(batch.rows[0], inputs, attention, self.head)
-        return run_model(self.model, batch, inputs, attention, self.kv_cache, self.table, self.layers, self.head)
+        model, head = partial(self.model, layers=self.layers), self.head or self.model.logits
+        return run_model(model, batch, inputs, attention, self.kv_cache, self.table, head)
 
     def _is_one_decode(self, batch: Batch) -> bool:
         """Whether a batch has one token, which is not of a prompt whose log-probabilities are asked for, and samples

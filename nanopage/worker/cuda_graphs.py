@@ -29,8 +29,8 @@ from rich.progress import track
 from torch import Tensor
 
 from nanopage.device import to_device
-from nanopage.kernels.pages import pad_tables
-from nanopage.kernels.reference import ReferenceAttention
+from nanopage.kernels.pages import pad_tables, write
+from nanopage.kernels.reference import paged_attention
 from nanopage.layers.attention import Attention
 from nanopage.models.decoder import Decoder
 from nanopage.sampling import truncation
@@ -90,7 +90,7 @@ class CUDAGraphs:
         self.sampled = torch.zeros(most, dtype=torch.int64, device=self.device)
         self.graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}  # key: size, number of splits
         self._splits: dict[int, list[int]] = {}  # results of `splits_of`
-        self._pool: Any = None  # the memory pool that all graphs share
+        self.pool: Any = None  # the memory pool that all graphs share
 
     def fits(self, batch: Batch) -> bool:
         """Whether a batch has only decodes, samples each of them once, and is no larger than the largest size."""
@@ -132,7 +132,7 @@ class CUDAGraphs:
             starts = self.query_start[: size + 1]
             attention = TritonAttention(slots, block_tables, starts, seq_lens.int(), size, 1, num_splits)
         else:
-            attention = PaddedAttention(slots[:num_rows], block_tables[:num_rows], seq_lens[:num_rows])
+            attention = PaddedAttention(slots, block_tables[:num_rows], seq_lens[:num_rows])
         hidden = self.model(input_ids, positions, self.kv_cache.tensor, attention)
         logits = self.model.logits(hidden)
         # A sequence's length is the position of the token to be sampled.
@@ -172,14 +172,14 @@ class CUDAGraphs:
 
         Raises: MemoryError if the GPU's memory runs out. The message names the size and the options that help.
         """
-        self._pool = self._pool or torch.cuda.graph_pool_handle()
+        self.pool = self.pool or torch.cuda.graph_pool_handle()
         cases = [(size, splits) for size in reversed(sizes) for splits in self.splits_of(size)]
         console = Console(stderr=True)
         for size, splits in track(cases, "Capturing CUDA graphs", console=console, transient=True):
             try:
                 self._step(size, splits, 0)  # a first call allocates and compiles, which capturing does not allow
                 graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph, pool=self._pool):
+                with torch.cuda.graph(graph, pool=self.pool):
                     self._step(size, splits, 0)
             except RuntimeError as error:
                 if "out of memory" not in str(error):
@@ -193,17 +193,26 @@ class CUDAGraphs:
 
 
 class PaddedAttention:
-    """Plain attention of a padded batch of decodes. Computes the sequences and returns zeros for the padding."""
+    """Plain attention of a padded batch of decodes. Computes the sequences and returns zeros for the padding.
 
-    def __init__(self, slots: Tensor, block_tables: Tensor, seq_lens: Tensor):
-        self.slots, self.block_tables, self.seq_lens = slots, block_tables, seq_lens
+    Args: slot_mapping: of all rows; block_tables, seq_lens: of those that are not padding.
+    """
+
+    def __init__(self, slot_mapping: Tensor, block_tables: Tensor, seq_lens: Tensor):
+        self.slot_mapping, self.block_tables, self.seq_lens = slot_mapping, block_tables, seq_lens
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, kv_cache: Tensor, window: int | None = None) -> Tensor:
-        size, block_size = len(self.slots), kv_cache.shape[3] // q.shape[2]
+        size = len(self.seq_lens)
+        write(k[:size], v[:size], kv_cache, self.slot_mapping[:size])
+        return self.attend(q, kv_cache, window)
+
+    def attend(self, q: Tensor, kv_cache: Tensor, window: int | None = None, *, out: Tensor | None = None) -> Tensor:
+        size, block_size = len(self.seq_lens), kv_cache.shape[3] // q.shape[2]
         tables = torch.from_numpy(pad_tables(self.block_tables.numpy(), -(-self.seq_lens.numpy() // block_size)))
-        attention = ReferenceAttention(self.slots, tables, torch.ones_like(self.seq_lens), self.seq_lens)
-        out = torch.zeros_like(q, memory_format=torch.contiguous_format)
-        out[:size] = attention(q[:size], k[:size], v[:size], kv_cache, window)
+        if out is None:
+            out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        out.zero_()
+        out[:size] = paged_attention(q[:size], kv_cache, tables, torch.ones_like(self.seq_lens), self.seq_lens, window)
         return out
 
 

@@ -1,8 +1,9 @@
 """The eager way to run a step: Python calls the model's modules, without a captured graph. It can run any batch. On a
-GPU the layers may be compiled (jit.py).
+GPU the model may be compiled (jit.py).
 
 Each way to run a step has two methods: `fits(batch)` says whether the way can run a batch, and `run(batch)` runs it.
-ModelRunner takes the first way that fits. The other ways are `aot.py`, for a CPU, and `cuda_graphs.py`, for a GPU.
+ModelRunner takes the first way that fits. The other ways are `aot.py`, for a CPU, and `cuda_graphs.py` and
+`piecewise_graphs.py`, for a GPU.
 """
 
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from nanopage.device import to_device
 from nanopage.kernels.pages import pad_tables
 from nanopage.kernels.reference import ReferenceAttention
 from nanopage.layers.attention import Attention
-from nanopage.models.decoder import Decoder, Layers
+from nanopage.models.decoder import Decoder
 from nanopage.step import Batch
 from nanopage.worker.kv_cache import KVCache
 from nanopage.worker.sequence_table import SequenceTable
@@ -77,7 +78,8 @@ class Eager:
 
     def run(self, batch: Batch) -> Output:
         inputs = prepare(batch, self.table)
-        return run_model(self.model, batch, inputs, self.make_attention(inputs), self.kv_cache, self.table)
+        attention = self.make_attention(inputs)
+        return run_model(self.model, batch, inputs, attention, self.kv_cache, self.table, self.model.logits)
 
 
 def prepare(batch: Batch, table: SequenceTable) -> Inputs:
@@ -117,19 +119,19 @@ def wants_prompt_logprobs(batch: Batch, table: SequenceTable) -> bool:
 
 
 def run_model(
-    model: Decoder,
+    model: Callable[..., Tensor],
     batch: Batch,
     inputs: Inputs,
     attention: Attention,
     kv_cache: KVCache,
     table: SequenceTable,
-    layers: Layers | None = None,
-    head: Callable[[Tensor], Tensor] | None = None,
+    head: Callable[[Tensor], Tensor],
 ) -> Output:
     """Run the model on a batch, and its head on the rows to be sampled.
 
-    Args: layers, head: run the decoder layers, and the last norm and the head, in another way. None: the model's own
-        modules.
+    Args:
+        model: computes hidden states of input_ids, positions, kv_cache, attention and rows (see `Decoder.forward`).
+        head: computes logits of hidden states (see `Decoder.logits`).
     """
     scored = wants_prompt_logprobs(batch, table)
     sampled = np.array(batch.sampled_from, dtype=np.int64)
@@ -138,11 +140,11 @@ def run_model(
     everything = len(last) == len(inputs.input_ids)
     # At least one row: oneDNN cannot multiply matrices without rows.
     rows = None if scored or everything else to_device(last.tolist() or [0], table.device)
-    hidden = model(inputs.input_ids, inputs.positions, kv_cache.tensor, attention, rows, layers)
+    hidden = model(inputs.input_ids, inputs.positions, kv_cache.tensor, attention, rows)
     if not len(used):
         return Output(None, hidden if scored else None)
     chosen = hidden if not scored or everything else hidden[to_device(last.tolist(), table.device)]
-    logits = (head or model.logits)(chosen)
+    logits = head(chosen)
     if len(used) < len(sampled):
         logits = logits[to_device(np.searchsorted(used, sampled).tolist(), table.device)]
     return Output(logits, hidden if scored else None)

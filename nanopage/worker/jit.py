@@ -1,17 +1,29 @@
-"""Compiles decoder layers for a GPU with torch.compile, when the engine starts.
+"""Compiles a decoder for a GPU with torch.compile, in pieces, when the engine starts.
 
-The code before attention and the code after it are compiled separately. Attention itself is not compiled: its kernels
-would not be fused with anything, and without it a graph depends only on the number of tokens. One compilation therefore
-serves all layers and all steps, decodes and prompts alike. A second one serves steps of a single token, because torch
-specializes on that shape. Nothing is compiled while serving. Inductor caches its code on disk, so a later start takes
-seconds. cuBLAS still computes the matrix products.
+Attention is not compiled: its kernels would not be fused with anything, and without it a graph depends only on the
+number of tokens. The pieces are what lies before, between and after the attention of the layers:
 
-On a CPU, layers are compiled ahead of time instead (aot.py).
+    first     embedding, rotation table, norm and projection of layer 0
+    between   output projection and feed-forward layer of a layer, norm and projection of the next one
+    last      output projection and feed-forward layer of the last layer
+    head      norm of the decoder, logits
+
+The sum of a layer's output and its residual is therefore computed in one kernel with the next layer's norm. Weights are
+inputs of a graph, so `between` is compiled once for all layers whose weights have the same formats, and for all steps,
+decodes and prompts alike. It is compiled again for steps of a single token, because torch specializes on that shape.
+After the first piece and each `between`, one Triton kernel normalizes and rotates the heads and writes K and V
+(kernels/rotate_and_write.py).
+
+Nothing is compiled while serving. Inductor caches its code on disk, so a later start takes seconds. cuBLAS still
+computes the matrix products. On a CPU, layers are compiled ahead of time instead (aot.py).
 """
 
 import logging
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from itertools import pairwise
 from types import FunctionType
 from typing import Any
 from uuid import uuid4
@@ -20,98 +32,211 @@ import torch
 from torch import Tensor, nn
 
 from nanopage.config import ModelConfig
+from nanopage.kernels import pages
+from nanopage.layers.attention import Attention
 from nanopage.layers.quantized import format_of
-from nanopage.models.decoder import Decoder, DecoderLayer
+from nanopage.models.decoder import Decoder
 from nanopage.sampling.table import SamplingTable
 
 logger = logging.getLogger("nanopage")
 
+# Guards that nothing here can violate, more than half of those of a layer: they take time in each call. And the guard
+# of torch's number of CPU threads, which an engine on the CPU of the same process changes.
+UNCHECKED = {
+    "GLOBAL_STATE",
+    "EMPTY_NN_MODULE_HOOKS_DICT",  # no hooks are added to modules
+    "NOT_PRESENT_IN_GENERIC_DICT",  # no methods of modules are replaced
+    "BUILTIN_MATCH",  # nor are functions,
+    "CLOSURE_MATCH",
+    "MODULE_MATCH",  # or Python modules, under the names that the code has for them
+}
 
-def compile_model(model: Decoder, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
-    """Replace a model's layers, rotary embedding and last norm by compiled ones. Takes a minute or less the first time.
+
+def compile_model(
+    model: Decoder, config: ModelConfig, dtype: torch.dtype, device: torch.device, uses_triton: bool
+) -> "CompiledDecoder":
+    """Compile a model in pieces. Takes a minute or less the first time.
 
     Args:
         dtype: of weights and activations.
+        uses_triton: whether Triton kernels compute what lies between pieces, as on a GPU.
     """
     started = time.perf_counter()
-    compiled: dict[tuple, Callable] = {}
-
-    def compiled_once(module: nn.Module, name: str) -> Callable:
-        key = type(module), name, format_of(module)
-        if key not in compiled:  # weights are inputs of a graph, so it serves all modules of a type and format
-            compiled[key] = compile_afresh(getattr(type(module), name))
-        return compiled[key]
-
-    model.layers = nn.ModuleList(
-        CompiledLayer(layer, compiled_once(layer, "before"), compiled_once(layer, "after")) for layer in model.layers
-    )
-    for name in ("rotary", "norm"):
-        module = getattr(model, name)
-        setattr(model, name, CompiledModule(module, compiled_once(module, "forward")))
-    warm_up(model, config, dtype, device)
+    compiled = CompiledDecoder(model, uses_triton)
+    warm_up(compiled, config, dtype, device)
     logger.info(f"compiled the decoder layer in {time.perf_counter() - started:.1f} s")
+    return compiled
 
 
-class CompiledLayer(DecoderLayer):
-    """Wraps a decoder layer and runs compiled code before and after attention."""
+@dataclass(slots=True)
+class Carried:
+    """What a piece hands on to the next one, for T tokens.
 
-    def __init__(self, layer: nn.Module, before: Callable, after: Callable):
-        nn.Module.__init__(self)  # not DecoderLayer's: the modules are those of `layer`
-        self.layer: Any = layer
-        self.compiled_before, self.compiled_after = before, after
+    x         [T, hidden_size]         the hidden states
+    cos, sin  [T, 1, head_dim / 2]     the rotation of each token
+    """
 
-    @property
-    def window(self) -> int | None:
-        return self.layer.window
-
-    def before(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return self.compiled_before(self.layer, x, cos, sin)
-
-    def after(self, x: Tensor, attended: Tensor) -> Tensor:
-        return self.compiled_after(self.layer, x, attended)
+    x: Tensor
+    cos: Tensor
+    sin: Tensor
 
 
-class CompiledModule(nn.Module):
-    """Wraps a module and runs compiled code in place of its `forward`."""
+class CompiledDecoder(Decoder):
+    """Computes the same as a Decoder, in compiled pieces and with attention between them.
 
-    def __init__(self, module: nn.Module, compiled: Callable):
-        super().__init__()
-        self.module, self.compiled = module, compiled
+    Args:
+        decoder: its modules are used. Its layers must all be of one kind: the same modules and shapes, except for the
+            formats of quantized weights.
+        uses_triton: see `compile_model`.
+    """
 
-    def forward(self, *inputs: Any) -> Any:
-        return self.compiled(self.module, *inputs)
+    def __init__(self, decoder: Decoder, uses_triton: bool):
+        nn.Module.__init__(self)  # not Decoder's: the modules are those of `decoder`
+        self.embed_tokens, self.rotary, self.layers = decoder.embed_tokens, decoder.rotary, decoder.layers
+        self.norm, self.lm_head = decoder.norm, decoder.lm_head
+        self.uses_triton = uses_triton
+        self.first, self.last, self.head = map(compile_afresh, (first, last, head))
+        formats = [format_of(layer) for layer in decoder.layers]
+        made = {pair: compile_afresh(between) for pair in set(pairwise(formats))}
+        self.betweens = [made[pair] for pair in pairwise(formats)]  # what comes after each layer but the last
+
+    def forward(  # type: ignore[override]  # there is no other way to run the layers
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        kv_cache: Tensor,
+        attention: Attention,
+        rows: Tensor | None = None,
+    ) -> Tensor:
+        """As `Decoder.forward`."""
+        inputs, carried = (input_ids, positions, attention.slot_mapping), None
+        q = self.new_heads(len(input_ids))
+        attended = torch.empty_like(q)
+        layers: Any = self.layers
+        for index, (layer, cache) in enumerate(zip(layers, kv_cache.unbind(0), strict=True)):
+            carried = self.compute(index, inputs, carried, attended, cache, q)
+            attention.attend(q, cache, layer.window, out=attended)
+        assert carried is not None  # there is a layer
+        return self.finish(carried.x, attended, rows)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """As `Decoder.logits`."""
+        return self.head(self.norm, self.lm_head, hidden)
+
+    def new_heads(self, num_tokens: int) -> Tensor:
+        """An empty tensor for q or the output of attention: [num_tokens, heads, head_dim]."""
+        part: Any = self.layers[0].self_attn
+        return self.norm.weight.new_empty(num_tokens, part.num_heads, part.head_dim)
+
+    def compute(
+        self,
+        index: int,
+        inputs: tuple[Tensor, Tensor, Tensor],
+        carried: Carried | None,
+        attended: Tensor,
+        kv_cache: Tensor,
+        q: Tensor,
+    ) -> Carried:
+        """Compute the piece before attention of layer `index`.
+
+        Args:
+            inputs: input_ids, positions and slot_mapping, [T] each.
+            carried: from the previous piece; None for layer 0.
+            attended: [T, heads, head_dim], attention of the previous layer; not read for layer 0.
+            kv_cache: of layer `index`; K and V are written to it.
+            q: filled, [T, heads, head_dim].
+        """
+        input_ids, positions, slot_mapping = inputs
+        layer: Any = self.layers[index]
+        if carried is None:
+            x, cos, sin, heads = self.first(self, layer, input_ids, positions)
+        else:
+            x, heads = self.betweens[index - 1](self.layers[index - 1], layer, carried.x, attended)
+            cos, sin = carried.cos, carried.sin
+        self._place(layer.self_attn, heads, cos, sin, kv_cache, slot_mapping, q)
+        return Carried(x, cos, sin)
+
+    def finish(self, x: Tensor, attended: Tensor, rows: Tensor | None) -> Tensor:
+        """Compute the last piece for all T tokens, or only for `rows`: [T, hidden_size] or [len(rows), hidden_size]."""
+        if rows is not None:
+            x, attended = x[rows], attended[rows]
+        return self.last(self.layers[-1], x, attended)
+
+    def _place(
+        self, part: Any, heads: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, slots: Tensor, q: Tensor
+    ) -> None:
+        """Normalize and rotate heads, fill q, and write K and V. Padding writes no K and V."""
+        if self.uses_triton:
+            from nanopage.kernels.rotate_and_write import rotate_and_write  # imports Triton
+
+            norms = part.head_norms()
+            weights = None if norms is None else (norms[0].weight, norms[1].weight, norms[0].eps)
+            rotate_and_write(heads, cos, sin, weights, kv_cache, slots, q)
+            return
+        rotated, k, v = part.rotated(heads, cos, sin)
+        written = slots >= 0
+        pages.write(k[written], v[written], kv_cache, slots[written])
+        q.copy_(rotated)
+
+
+def first(decoder: Decoder, layer: Any, input_ids: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Returns: x, cos, sin and the heads of the first layer (see `SelfAttention.heads`)."""
+    x = decoder.embed_tokens(input_ids)
+    return x, *decoder.rotary(positions, x.dtype), layer.heads(x)
+
+
+def between(layer: Any, following: Any, x: Tensor, attended: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns: x after `layer`, and the heads of the layer that follows."""
+    x = layer.after(x, attended)
+    return x, following.heads(x)
+
+
+def last(layer: Any, x: Tensor, attended: Tensor) -> Tensor:
+    return layer.after(x, attended)
+
+
+def head(norm: Any, lm_head: Any, hidden: Tensor) -> Tensor:
+    return lm_head(norm(hidden))
 
 
 def compile_afresh(function: Any) -> Any:
     """torch.compile a copy of a function under a new name, so that engines do not share its graphs.
 
     torch identifies a function by its name and place. It keeps at most eight graphs of a function, and it makes a size
-    dynamic if it has seen another one before. Without the filter, it would compile again whenever torch's number of CPU
-    threads has changed, as an engine on the CPU of the same process changes it.
+    dynamic if it has seen another one before. Guards that UNCHECKED lists are not evaluated.
     """
     code = function.__code__.replace(co_name=f"{function.__name__}_{uuid4().hex}")
     options: dict[str, Any] = {
-        "guard_filter_fn": lambda guards: [guard.guard_type != "GLOBAL_STATE" for guard in guards]
+        "guard_filter_fn": lambda guards: [guard.guard_type not in UNCHECKED for guard in guards]
     }
     copy = FunctionType(code, function.__globals__, closure=function.__closure__)
     return torch.compile(copy, fullgraph=True, options=options)
 
 
 @torch.inference_mode()
-def warm_up(model: Decoder, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
-    """Call every compiled part with several tokens and with one, so that nothing is left to compile while serving."""
+def warm_up(model: CompiledDecoder, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+    """Call every piece with several tokens and with one, so that nothing is left to compile while serving."""
 
     def zeros(*shape: int, kind: torch.dtype = dtype) -> Tensor:
         return any_length(torch.zeros(shape, dtype=kind, device=device))
 
-    layers: dict[tuple, Any] = {format_of(layer): layer for layer in model.layers}
-    for num_tokens in (32, 1):
-        x = zeros(num_tokens, config.hidden_size)
-        cos, sin = map(any_length, model.rotary(zeros(num_tokens, kind=torch.int64), dtype))
-        for layer in layers.values():
-            layer.before(x, cos, sin)
-            layer.after(x, zeros(num_tokens, config.num_heads, config.head_dim))
-        model.norm(x)
+    layers: Any = model.layers
+    with without_patterns():
+        for num_tokens in (32, 1):
+            model.first(model, layers[0], zeros(num_tokens, kind=torch.int64), zeros(num_tokens, kind=torch.int64))
+            x, attended = zeros(num_tokens, config.hidden_size), zeros(num_tokens, config.num_heads, config.head_dim)
+            for compiled, index in {between: i for i, between in enumerate(model.betweens)}.items():
+                compiled(layers[index], layers[index + 1], x, attended)
+            model.last(layers[-1], x, attended)
+            model.logits(x)
+
+
+def without_patterns() -> AbstractContextManager:
+    """A context in which Inductor compiles pieces as they are written. Its patterns would turn a product plus a
+    residual into addmm, for which torch copies the residual before it calls cuBLAS."""
+    from torch._inductor import config  # takes long to import
+
+    return config.patch(pattern_matcher=False)
 
 
 @torch.inference_mode()

@@ -22,9 +22,10 @@ from nanopage.params import MAX_LOGPROBS
 from nanopage.step import Batch, BlockUpdate, NewSequence, SamplingSettings
 from nanopage.worker.cuda_graphs import CUDAGraphs, make_sample_all, no_wrap
 from nanopage.worker.eager import Eager, Inputs
-from nanopage.worker.jit import compile_afresh, warm_up_sampling
+from nanopage.worker.jit import CompiledDecoder, compile_afresh, warm_up_sampling
 from nanopage.worker.kv_cache import KVCache
 from nanopage.worker.model_runner import ModelRunner
+from nanopage.worker.piecewise_graphs import PiecewiseGraphs
 from nanopage.worker.sequence_table import SequenceTable
 
 logger = logging.getLogger("nanopage")
@@ -46,8 +47,8 @@ def measure_step(
     """Bytes of GPU memory that steps take in addition to the weights and the KV cache.
 
     Runs the largest possible step eagerly, on a KV cache of one block. With CUDA graphs, also captures the largest
-    graph and then the smallest. All graphs share the memory of the largest; the smallest shows what each further graph
-    adds.
+    decode step and then the smallest, and the pieces of the largest and of the smallest other step. All graphs share
+    the memory of the largest; the smallest shows what each further one adds.
     """
     cache = KVCache(model_config, 1, config.block_size, dtype, device)
     table = SequenceTable(config.max_num_seqs + 1, max_model_len, config.block_size, model_config.vocab_size, device)
@@ -55,7 +56,8 @@ def measure_step(
     sample_all = make_sample_all(True, no_wrap if config.enforce_eager else compile_afresh)
     warm_up_sampling(sample_all, table.sampling, dtype, device)
     runner = ModelRunner(model, cache, table, [Eager(model, cache, table, make_attention)], sample_all)
-    batch = largest_batch(config.token_budget, config.max_num_seqs, max_model_len, config.block_size)
+    budget = config.token_budget(device.type)
+    batch = largest_batch(budget, config.max_num_seqs, max_model_len, config.block_size)
     cache.clear([0])
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
@@ -63,7 +65,7 @@ def measure_step(
     eager_bytes = torch.cuda.max_memory_allocated(device) - before + table_bytes
     del runner
     torch.cuda.empty_cache()
-    if config.enforce_eager:
+    if not isinstance(model, CompiledDecoder):
         return eager_bytes
     free = [torch.cuda.mem_get_info(device)[0]]
     graphs = CUDAGraphs(model, cache, table, max_model_len, True, sample_all, compile_afresh)
@@ -71,11 +73,18 @@ def measure_step(
         graphs.capture(sizes)
         torch.cuda.empty_cache()
         free.append(torch.cuda.mem_get_info(device)[0])
+    pieces = PiecewiseGraphs(model, cache, table, make_attention, budget)
+    for sizes in (pieces.sizes[-1:], pieces.sizes[:1]):
+        pieces.capture(sizes, graphs.pool)
+        torch.cuda.empty_cache()
+        free.append(torch.cuda.mem_get_info(device)[0])
     each = max(0, free[1] - free[2]) // len(graphs.splits_of(graphs.sizes[0]))
     others = sum(len(graphs.splits_of(size)) for size in graphs.sizes[:-1])
-    del graphs, table, cache
+    decode_bytes = free[0] - free[1] + each * others
+    piece_bytes = free[2] - free[3] + max(0, free[3] - free[4]) * (len(pieces.sizes) - 1)
+    del graphs, pieces, table, cache
     torch.cuda.empty_cache()
-    return eager_bytes + free[0] - free[1] + each * others
+    return eager_bytes + decode_bytes + piece_bytes
 
 
 def largest_batch(num_tokens: int, num_seqs: int, max_model_len: int, block_size: int) -> Batch:

@@ -26,11 +26,12 @@ from nanopage.worker.aot import Compiled
 from nanopage.worker.aot_tiles import CompiledProduct, tile_product
 from nanopage.worker.cuda_graphs import CUDAGraphs, make_sample_all, no_wrap
 from nanopage.worker.eager import Eager, Inputs
-from nanopage.worker.jit import compile_afresh, compile_model, warm_up_sampling
+from nanopage.worker.jit import CompiledDecoder, compile_afresh, compile_model, warm_up_sampling
 from nanopage.worker.kv_cache import KVCache
 from nanopage.worker.memory import GIB, block_bytes, fit_length, measure_step, num_blocks_that_fit, num_host_blocks
 from nanopage.worker.model_runner import Launched, ModelRunner, Way
 from nanopage.worker.option_speed import warn_of_slow_options
+from nanopage.worker.piecewise_graphs import PiecewiseGraphs
 from nanopage.worker.sequence_table import SequenceTable
 from nanopage.worker.threads import ThreadCount, limit_threads
 
@@ -135,9 +136,10 @@ class Worker:
             self.way = "eagerly"
             return [eager]
         if self.device.type == "cuda":
-            graphs = self._capture_graphs(table, max_model_len)
-            self.way = "decodes as CUDA graphs, others with compiled layers"
-            return [graphs, eager]
+            graphs, pieces = self._capture_graphs(table, max_model_len)
+            most = pieces.sizes[-1]
+            self.way = f"decodes as CUDA graphs, others of up to {most} tokens as graphs of pieces, or compiled"
+            return [graphs, pieces, eager]
         if not can_pack(self.dtype):
             self.way = f"eagerly: {self.capacity.dtype} is not compiled on this CPU"
             return [eager]
@@ -191,7 +193,7 @@ class Worker:
                 self.model.to(self.device)
             torch.cuda.empty_cache()  # of what rounding took
             if not self.config.enforce_eager:
-                compile_model(self.model, self.model_config, self.dtype, self.device)
+                self.model = compile_model(self.model, self.model_config, self.dtype, self.device, self.uses_triton)
         elif self.tiles is not None:
             kind = self.tiles
             if kind == BLOCKS:  # the head of an AWQ or GPTQ checkpoint is not quantized
@@ -216,20 +218,28 @@ class Worker:
             self.device,
         )
 
-    def _capture_graphs(self, table: SequenceTable, max_model_len: int) -> CUDAGraphs:
+    def _capture_graphs(self, table: SequenceTable, max_model_len: int) -> tuple[CUDAGraphs, PiecewiseGraphs]:
         started, free = time.perf_counter(), torch.cuda.mem_get_info(self.device)[0]
         assert self.sample_all is not None
         made = self.model, self.kv_cache, table, max_model_len, self.uses_triton, self.sample_all
         graphs = CUDAGraphs(*made, compile_afresh)
         graphs.capture(graphs.sizes)
+        assert isinstance(self.model, CompiledDecoder)
+        budget = self.config.token_budget(self.device.type)
+        pieces = PiecewiseGraphs(self.model, self.kv_cache, table, self._make_attention, budget)
+        pieces.capture(pieces.sizes, graphs.pool)
         used = (free - torch.cuda.mem_get_info(self.device)[0]) / GIB
-        seconds = time.perf_counter() - started
-        logger.info(f"captured {len(graphs.graphs)} CUDA graphs of decode steps in {seconds:.1f} s, {used:.2f} GiB")
-        return graphs
+        seconds, num_pieces = time.perf_counter() - started, sum(map(len, pieces.graphs.values()))
+        logger.info(
+            f"captured {len(graphs.graphs)} CUDA graphs of decode steps and {num_pieces} of pieces of other steps in "
+            f"{seconds:.1f} s, {used:.2f} GiB"
+        )
+        return graphs, pieces
 
     def _warm_up(self) -> None:
-        """Run steps that no graph fits, so that Triton compiles their kernels now and not while serving: a decode alone
-        and beside a prompt, of a short context, which is not split, and of the longest."""
+        """Run steps that are not only decodes to be sampled, so that Triton compiles the kernels of their attention now
+        and not while serving: a decode alone and beside a prompt, of a short context, which is not split, and of the
+        longest."""
         self.kv_cache.clear([0])
         for context in (1, self.capacity.max_model_len):
             for rows, counts in (([0], [1]), ([0, 1], [1, 2])):  # no sequence has these rows yet: they name block 0

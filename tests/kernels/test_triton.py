@@ -19,6 +19,9 @@ from test_kernels import attention as plain_attention
 from benchmarks import kernel_resources
 from nanopage.kernels import cache_write, pages, reference
 from nanopage.kernels import paged_attention as kernels
+from nanopage.kernels.rotate_and_write import rotate_and_write
+from nanopage.layers.norm import RMSNorm
+from nanopage.layers.rotary import rotate
 
 ROOT = Path(__file__).parents[2]
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -201,6 +204,45 @@ def test_writes_equal_the_plain_ones(head_dim, block_size, dtype):
     assert torch.equal(cache.cpu().view(torch.uint8), expected.view(torch.uint8))
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("norms", [False, True], ids=["plain", "norms"])
+@pytest.mark.parametrize("sizes", [(9, 3, 64, 16), (4, 4, 6, 32), (2, 1, 80, 8)], ids=str)
+@torch.inference_mode()
+def test_heads_are_normalized_rotated_and_written_in_one_kernel(sizes, norms, dtype):
+    """Equal to the layers in float64, rounded to the dtype once."""
+    generator = torch.Generator().manual_seed(0)
+    q_heads, kv_heads, head_dim, block_size = sizes
+
+    def random(*shape):
+        return torch.randn(shape, generator=generator).to(dtype)
+
+    num_tokens, num_heads = 7, q_heads + 2 * kv_heads
+    heads, angles = random(num_tokens, num_heads, head_dim), random(num_tokens, 1, head_dim // 2)
+    cos, sin = angles.double().cos().to(dtype), angles.double().sin().to(dtype)
+    q_norm, k_norm = RMSNorm(head_dim, 0.1).double(), RMSNorm(head_dim, 0.1).double()
+    for norm in (q_norm, k_norm):
+        norm.weight.data = random(head_dim).double()
+    q, k, v = heads.double().split([q_heads, kv_heads, kv_heads], dim=1)
+    if norms:
+        q, k = q_norm(q), k_norm(k)
+    q, k = (rotate(part, cos.double(), sin.double()) for part in (q, k))
+    slots = torch.randperm(5 * block_size, generator=generator)[:num_tokens]
+    slots[[2, 6]] = -1
+    kept = slots >= 0
+    cache = torch.full((2, 5, kv_heads, head_dim * block_size), 9.0, dtype=dtype)
+    expected, out = cache.double(), torch.full((num_tokens, q_heads, head_dim), 9.0, dtype=dtype)
+    pages.write(k[kept], v[kept], expected, slots[kept])
+    weights = (q_norm.weight.to(dtype), k_norm.weight.to(dtype), 0.1) if norms else None
+    cache, out, inputs = cache.to(DEVICE), out.to(DEVICE), [tensor.to(DEVICE) for tensor in (heads, cos, sin)]
+    if weights is not None:
+        weights = weights[0].to(DEVICE), weights[1].to(DEVICE), weights[2]
+    rotate_and_write(*inputs, weights, cache, slots.to(DEVICE), out)
+    tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}[dtype]
+    torch.testing.assert_close(cache.cpu().double(), expected, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(out.cpu().double()[kept], q[kept], rtol=tolerance, atol=tolerance)
+    assert (out[~kept] == 9).all(), "padding"
+
+
 def without_interpreter(*arguments) -> subprocess.CompletedProcess:
     """Python in another process, whose kernels are compiled."""
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | {"PYTHONPATH": str(ROOT)}
@@ -223,41 +265,6 @@ def test_what_the_engine_launches_compiles_ahead_of_time(architecture):
         assert row["shared"] <= kernel_resources.SHARED[architecture] * 1024, row
         if architecture in (80, 90):
             assert row["stack"] == 0, row  # nothing is spilled
-
-
-TRACED = """
-import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
-from nanopage.kernels import paged_attention
-
-def layer(q, k, v, cache, slots, tables, starts, lens):
-    attention = paged_attention.TritonAttention(slots, tables, starts, lens, 2, 9, 3)
-    return attention(2 * q, k, v, cache, window=7) + 1
-
-graphs = []
-def backend(graph, inputs):
-    graphs.append(graph)
-    return graph.forward
-
-with FakeTensorMode():
-    q, k, v = (torch.empty(11, heads, 64, dtype=torch.bfloat16) for heads in (8, 2, 2))
-    cache = torch.empty(2, 30, 2, 64 * 16, dtype=torch.bfloat16)
-    sizes = torch.empty(11, dtype=torch.int64), torch.empty(3, 5, dtype=torch.int64)
-    lengths = torch.empty(4, dtype=torch.int32), torch.empty(3, dtype=torch.int32)
-    out = torch.compile(layer, fullgraph=True, backend=backend)(q, k, v, cache, *sizes, *lengths)
-assert out.shape == q.shape and out.dtype == q.dtype
-(graph,) = graphs
-print(*[node.target for node in graph.graph.nodes if "nanopage" in str(node.target)])
-"""
-
-
-def test_the_compiler_sees_one_graph_around_the_kernels():
-    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-c", TRACED], cwd=ROOT, env=env | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == [f"nanopage.{name}.default" for name in ("write_pages", "decode", "prefill")]
 
 
 @pytest.mark.gpu

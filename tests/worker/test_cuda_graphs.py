@@ -2,7 +2,6 @@
 
 import re
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 
@@ -12,7 +11,7 @@ from helpers import tiny_model
 
 from nanopage import EngineConfig, SamplingParams
 from nanopage.build import build_engine
-from nanopage.kernels import cache_write, paged_attention
+from nanopage.kernels import cache_write, paged_attention, rotate_and_write
 from nanopage.params import MAX_LOGPROBS
 from nanopage.step import Batch, BlockUpdate, Fork, NewSequence, SamplingSettings
 from nanopage.worker import jit
@@ -20,6 +19,7 @@ from nanopage.worker.cuda_graphs import CUDAGraphs, batch_sizes, look_up, make_s
 from nanopage.worker.eager import Eager
 from nanopage.worker.memory import GIB, blocks_of_gpu, largest_batch, measure_step
 from nanopage.worker.model_runner import ModelRunner
+from nanopage.worker.piecewise_graphs import PiecewiseGraphs
 
 MIXED = [
     SamplingParams(temperature=0, max_tokens=12, ignore_eos=True),
@@ -276,6 +276,25 @@ def fake_cuda(monkeypatch):
     return steps
 
 
+def record_launches(monkeypatch, variants):
+    """Add the name and the constants of each Triton kernel that is launched to a set."""
+
+    class Recorded:
+        def __init__(self, kernel):
+            self.kernel = kernel
+
+        def __getitem__(self, grid):
+            def launch(*arguments, **options):
+                variants.add((self.kernel.fn.__name__, *sorted(options.items())))
+                self.kernel[grid](*arguments, **options)
+
+            return launch
+
+    for module in (cache_write, paged_attention, rotate_and_write):
+        for name in [name for name in vars(module) if name.endswith("_kernel")]:
+            monkeypatch.setattr(module, name, Recorded(getattr(module, name)))
+
+
 @pytest.mark.interpreter
 def test_every_size_is_captured_the_largest_first_and_replays_give_the_same_tokens(model, fake_cuda):
     expected = outputs_of(make_engine(model, max_num_seqs=6))
@@ -326,37 +345,33 @@ def test_capturing_writes_to_no_sequence(model, fake_cuda):
 
 @pytest.mark.interpreter
 def test_nothing_is_compiled_while_serving(model, fake_cuda, monkeypatch):
-    """By Dynamo, of which a backend counts the graphs, or by Triton, for constants that a kernel has not had before."""
+    """By Dynamo, of which a backend counts the graphs, or by Triton, for constants that a kernel has not had before.
+
+    Decodes as graphs, others by the compiled model; test_piecewise_graphs.py has the same with pieces as graphs.
+    """
     graphs, variants = [], set()
 
     def counting(graph, inputs):
         graphs.append(graph)
         return graph.forward
 
-    def recorded(kernel, grid, *arguments, **options):
-        variants.add((kernel.fn.__name__, *sorted(options.items())))
-        launch(kernel, grid, *arguments, **options)
-
-    launch = cache_write.launch
-    for module in (cache_write, paged_attention):
-        monkeypatch.setattr(module, "launch", recorded)
+    record_launches(monkeypatch, variants)
     monkeypatch.setattr(paged_attention, "num_processors", lambda device: 132)
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counting))
     engine = make_engine(model, max_num_seqs=2, max_model_len=300)
     worker = engine.executor.worker
-    jit.compile_model(worker.model, worker.model_config, worker.dtype, worker.device)
-    runner, table = static(engine, uses_triton=True).executor.worker.runner, worker.runner.table
-    ways = runner.ways
+    compiled = jit.compile_model(worker.model, worker.model_config, worker.dtype, worker.device, uses_triton=True)
+    made, table = (compiled, worker.kv_cache, worker.runner.table), worker.runner.table
     # A kernel in Triton's interpreter cannot be compiled into the sampler, so truncation sorts here.
-    runner.sampler.sample_all = make_sample_all(False, jit.compile_afresh)
-    jit.warm_up_sampling(runner.sampler.sample_all, table.sampling, worker.dtype, worker.device)
-    made = worker.model, worker.kv_cache, table, 300, True, runner.sampler.sample_all
-    ways[0] = CUDAGraphs(*made, jit.compile_afresh)
+    sample_all = make_sample_all(False, jit.compile_afresh)
+    jit.warm_up_sampling(sample_all, table.sampling, worker.dtype, worker.device)
+    ways = [CUDAGraphs(*made, 300, True, sample_all, jit.compile_afresh), Eager(*made, worker._make_attention)]
+    worker.runner.ways, worker.runner.sampler.sample_all = ways, sample_all
     ways[0].capture(ways[0].sizes)
     for graph in ways[0].graphs.values():
         graph.step = partial(graph.step, ways[0])
     kernels = {name for name, *_ in variants}
-    assert kernels == {"write_kernel", "decode_kernel", "merge_kernel"}, (
+    assert kernels == {"rotate_kernel", "decode_kernel", "merge_kernel"}, (
         "all contexts are split, and there is no prompt"
     )
     assert len(variants) == 3
@@ -417,12 +432,17 @@ def test_the_largest_step_there_can_be_is_measured(model, fake_cuda, monkeypatch
     assert batch.sampled_rows == batch.rows
     assert all(new.sampling.prompt_logprobs == new.sampling.logprobs == MAX_LOGPROBS for new in batch.new)
     # Before; with the graph of size 6; with that of size 1, too. The others are 1, 2 and 4, with their splits.
-    free = iter([9000, 7000, 6900])
+    # Then with the pieces of 100 tokens; with those of 8, too. The others are 8, 16, 32, 64 and 96.
+    free = iter([9000, 7000, 6900, 6500, 6480])
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (next(free), 10_000))
     monkeypatch.setattr("nanopage.worker.memory.compile_afresh", no_wrap)
     monkeypatch.setattr(CUDAGraphs, "splits_of", lambda self, size: [1] if size == 1 else [1, 2])
-    config = replace(worker.config, enforce_eager=False)
-    assert measure_step(config, *arguments) == 250 + table_bytes + 2000 + 5 * 100
+    monkeypatch.setattr(jit, "compile_afresh", lambda function: function)
+    monkeypatch.setattr(PiecewiseGraphs, "_capture", lambda self, size, pool: captured.append((size, pool)))
+    model, captured = jit.CompiledDecoder(worker.model, uses_triton=True), []
+    arguments = worker.model_config, model, *arguments[2:]
+    assert measure_step(worker.config, *arguments) == 250 + table_bytes + 2000 + 5 * 100 + 400 + 5 * 20
+    assert captured == [(100, "pool"), (8, "pool")], "in the memory of the decode steps"
     assert len(batches) == 2
 
 
@@ -509,8 +529,8 @@ def test_replayed_graphs_give_the_tokens_of_direct_launches(model, overlap):
     eager, graphs = engine(enforce_eager=True), engine()
     assert {size for size, _ in graphs_of(graphs).graphs} == set(batch_sizes(12))
     kernels = (
-        cache_write.write_kernel, paged_attention.decode_kernel, paged_attention.merge_kernel,
-        paged_attention.prefill_kernel,
+        cache_write.write_kernel, rotate_and_write.rotate_kernel, paged_attention.decode_kernel,
+        paged_attention.merge_kernel, paged_attention.prefill_kernel,
     )  # fmt: skip
     variants = [sum(len(cache[0]) for cache in kernel.device_caches.values()) for kernel in kernels]
     with torch.compiler.set_stance("fail_on_recompile"):

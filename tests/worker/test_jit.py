@@ -1,4 +1,9 @@
+import json
+import os
+import subprocess
+import sys
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,6 +18,7 @@ from nanopage.worker import jit
 from nanopage.worker.cuda_graphs import make_sample_all
 from nanopage.worker.sequence_table import SequenceTable
 
+ROOT = Path(__file__).parents[2]
 LENGTHS = [11, 5, 1, 23]
 
 
@@ -31,9 +37,10 @@ def test_nothing_is_compiled_after_the_warm_up_and_logits_are_the_same(family, t
     sequences = random_tokens(LENGTHS)
     # float64: weights stay as they are, as on a GPU, and are not packed for a CPU.
     paged = Paged(tmp_path, sequences, torch.float64)
-    jit.compile_model(paged.model, loader.read_config(tmp_path), torch.float64, CPU)
-    assert len(graphs) == 8  # before, after, rotary and norm; of many tokens and of one
-    assert_compiled(paged.model)
+    paged.way.model = jit.compile_model(
+        paged.model, loader.read_config(tmp_path), torch.float64, CPU, uses_triton=False
+    )
+    assert len(graphs) == 8  # first, between, last and head; of many tokens and of one
     with torch.compiler.set_stance("fail_on_recompile"):
         while any(paged.done(i) < length for i, length in enumerate(LENGTHS)):
             left = {i: length - paged.done(i) for i, length in enumerate(LENGTHS) if paged.done(i) < length}
@@ -43,9 +50,33 @@ def test_nothing_is_compiled_after_the_warm_up_and_logits_are_the_same(family, t
     assert_all_close(paged.logits, reference_logits(hf_model.double(), sequences), 1e-5)
 
 
-def assert_compiled(model):
-    assert all(isinstance(layer, jit.CompiledLayer) for layer in model.layers)
-    assert isinstance(model.rotary, jit.CompiledModule) and isinstance(model.norm, jit.CompiledModule)
+@pytest.mark.parametrize("num_tokens", [1, 32])
+@pytest.mark.parametrize("config", ["Llama-3.1-8B", "Qwen3-0.6B"])
+def test_a_layer_launches_four_products_and_three_kernels_between_attentions(config, num_tokens):
+    """In the code that Inductor generates for an H100. Beside these, a layer launches what test_piecewise_graphs.py
+    counts: one kernel for rotation and cache, and those of attention."""
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    script, directory = Path(__file__).with_name("generated_code.py"), ROOT / "benchmarks" / "configs" / config
+    done = subprocess.run(
+        [sys.executable, script, directory, str(num_tokens)],
+        env=env | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    kernels = json.loads(done.stdout)
+    kinds = {piece: ["mm" if "extern" in name else "fused" for name in names] for piece, names in kernels.items()}
+    after = [
+        "mm",
+        "fused",
+        "mm",
+        "fused",
+        "mm",
+        "fused",
+    ]  # output, norm, gate and up, SiLU, down, sum
+    assert kinds == {"between": [*after, "mm"], "last": after}
+    products = {name for names in kernels.values() for name in names if "extern" in name}
+    assert products == {"extern_kernels.mm"}, "addmm would copy the residual first"
 
 
 def test_engines_of_any_number_and_size_do_not_share_what_is_compiled(tmp_path, monkeypatch):
@@ -61,7 +92,7 @@ def test_engines_of_any_number_and_size_do_not_share_what_is_compiled(tmp_path, 
         tiny_hf_model(hidden_size=32 + 16 * number, intermediate_size=32).save_pretrained(directory)
         config = loader.read_config(directory)
         model = loader.load_model(directory, config, torch.float64, CPU)
-        jit.compile_model(model, config, torch.float64, CPU)
+        jit.compile_model(model, config, torch.float64, CPU, uses_triton=False)
         sample_all = make_sample_all(False, jit.compile_afresh)
         sampling = SamplingTable(9, 128 * (1 + number), CPU)
         sampling.temperature.zero_()
@@ -109,3 +140,27 @@ def test_another_number_of_threads_compiles_nothing(monkeypatch):
             assert double(torch.ones(3)).tolist() == [2, 2, 2]
     finally:
         torch.set_num_threads(threads)
+
+
+def test_a_layer_takes_one_call_whose_guards_are_few(tmp_path, monkeypatch):
+    """A step that is not captured evaluates them for each layer. Those of types, shapes and constants are left."""
+    kept = []
+
+    def filtering(function, fullgraph, options):
+        def kept_of(guards):
+            keep = options["guard_filter_fn"](guards)
+            kept.append([guard.guard_type for guard, wanted in zip(guards, keep, strict=True) if wanted])
+            return keep
+
+        return compile(function, fullgraph=fullgraph, backend="eager", options={"guard_filter_fn": kept_of})
+
+    compile = torch.compile
+    monkeypatch.setattr(torch, "compile", filtering)
+    tiny_hf_model("qwen3").save_pretrained(tmp_path)
+    config = loader.read_config(tmp_path)
+    model = loader.load_model(tmp_path, config, torch.float64, CPU)
+    jit.compile_model(model, config, torch.float64, CPU, uses_triton=False)
+    assert len(kept) == 8
+    for types in kept:
+        assert "TENSOR_MATCH" in types and "TYPE_MATCH" in types
+        assert len(types) < 70 and not jit.UNCHECKED & set(types)

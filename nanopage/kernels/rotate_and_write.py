@@ -1,0 +1,118 @@
+"""What lies between a layer's projection and its attention, in one Triton kernel: the norms of the heads if the model
+has them, the rotation of q and k, and the write of K and V to their slots of the paged cache.
+
+    heads [T, q heads + k heads + v heads, head_dim]  ──▶  q [T, q heads, head_dim]
+                                                           K and V in the page of (block, head); see cache_write.py
+
+A program computes HEADS heads of one token, in float32 at least. A token with slot -1 is padding: neither q nor K and V
+are written. vLLM has a kernel for the norms and the rotation (fused_qk_norm_rope) and another one for the write.
+"""
+
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+HEADS = 8  # of a program
+
+
+@triton.jit(do_not_specialize_on_alignment=["slot_ptr"])
+def rotate_kernel(
+    heads_ptr,
+    cos_ptr,
+    sin_ptr,
+    q_norm_ptr,
+    k_norm_ptr,
+    q_ptr,
+    cache_ptr,
+    slot_ptr,
+    cache_kv_stride,
+    cache_block_stride,
+    cache_head_stride,
+    Q_HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEADS: tl.constexpr,
+    LANES: tl.constexpr,  # half of HEAD_DIM, rounded up to a power of two
+    NORMS: tl.constexpr,
+    EPS: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slot_ptr + token)
+    if slot < 0:
+        return
+    HALF: tl.constexpr = HEAD_DIM // 2
+    EXACT: tl.constexpr = tl.float64 if heads_ptr.dtype.element_ty == tl.float64 else tl.float32
+    head, dim = tl.program_id(1) * HEADS + tl.arange(0, HEADS), tl.arange(0, LANES)
+    is_q, is_v = head < Q_HEADS, head >= Q_HEADS + KV_HEADS
+    exists, inside = head < Q_HEADS + 2 * KV_HEADS, (dim < HALF)[None, :]
+    mask = exists[:, None] & inside
+    at = heads_ptr + (token * (Q_HEADS + 2 * KV_HEADS) + head)[:, None] * HEAD_DIM + dim[None, :]
+    x1 = tl.load(at, mask=mask, other=0.0).to(EXACT)
+    x2 = tl.load(at + HALF, mask=mask, other=0.0).to(EXACT)
+    if NORMS:
+        mean = (tl.sum(x1 * x1, 1) + tl.sum(x2 * x2, 1)) / HEAD_DIM
+        scale = tl.where(is_v, 1.0, 1.0 / tl.sqrt(mean + EPS))[:, None]
+        norm_ptr = tl.where(is_q[:, None], q_norm_ptr + dim[None, :], k_norm_ptr + dim[None, :])
+        normed = mask & (head < Q_HEADS + KV_HEADS)[:, None]
+        x1 *= scale * tl.load(norm_ptr, mask=normed, other=1.0).to(EXACT)
+        x2 *= scale * tl.load(norm_ptr + HALF, mask=normed, other=1.0).to(EXACT)
+    cos = tl.load(cos_ptr + token * HALF + dim, mask=dim < HALF, other=1.0).to(EXACT)[None, :]
+    sin = tl.load(sin_ptr + token * HALF + dim, mask=dim < HALF, other=0.0).to(EXACT)[None, :]
+    cos, sin = tl.where(is_v[:, None], 1.0, cos), tl.where(is_v[:, None], 0.0, sin)
+    y1, y2 = x1 * cos - x2 * sin, x2 * cos + x1 * sin
+    q_at = q_ptr + (token * Q_HEADS + head)[:, None] * HEAD_DIM + dim[None, :]
+    tl.store(q_at, y1.to(q_ptr.dtype.element_ty), mask=is_q[:, None] & inside)
+    tl.store(q_at + HALF, y2.to(q_ptr.dtype.element_ty), mask=is_q[:, None] & inside)
+    block, offset = slot // BLOCK_SIZE, slot % BLOCK_SIZE
+    kv_head = head - tl.where(is_v, Q_HEADS + KV_HEADS, Q_HEADS)
+    page = cache_ptr + block * cache_block_stride + kv_head * cache_head_stride + tl.where(is_v, cache_kv_stride, 0)
+    stride = tl.where(is_v, 1, BLOCK_SIZE)  # from one dimension of a token to the next
+    element = page + tl.where(is_v, offset * HEAD_DIM, offset)
+    to_cache = (~is_q & exists)[:, None] & inside
+    kv_at = element[:, None] + dim[None, :] * stride[:, None]
+    tl.store(kv_at, y1.to(cache_ptr.dtype.element_ty), mask=to_cache)
+    tl.store(kv_at + HALF * stride[:, None], y2.to(cache_ptr.dtype.element_ty), mask=to_cache)
+
+
+def rotate_and_write(
+    heads: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    norms: tuple[Tensor, Tensor, float] | None,
+    kv_cache: Tensor,
+    slot_mapping: Tensor,
+    q: Tensor,
+) -> None:
+    """Fill q and write K and V, as `SelfAttention.rotated` and `cache_write.write` do together.
+
+    Args:
+        heads: [T, q heads + 2 * kv_heads, head_dim], contiguous.
+        cos, sin: [T, 1, head_dim / 2], contiguous.
+        norms: the weights of the norms of q heads and k heads, [head_dim] each, and their epsilon. None: no norms.
+        kv_cache: one layer's cache (see pages.py).
+        slot_mapping: int64 [T]; -1 for padding.
+        q: [T, q heads, head_dim], contiguous; rows of padding keep what they hold.
+    """
+    options = rotate_options(heads, kv_cache, None if norms is None else norms[2])
+    q_norm, k_norm = norms[:2] if norms is not None else (cos, cos)  # placeholders
+    grid = len(heads), triton.cdiv(heads.shape[1], HEADS)
+    rotate_kernel[grid](heads, cos, sin, q_norm, k_norm, q, kv_cache, slot_mapping, *kv_cache.stride()[:3], **options)
+
+
+def rotate_options(heads: Tensor, kv_cache: Tensor, eps: float | None) -> dict[str, Any]:
+    """The constants that rotate_kernel is specialized on, and the number of warps. eps: of the norms; None without."""
+    kv_heads, head_dim = kv_cache.shape[2], heads.shape[2]
+    return {
+        "Q_HEADS": heads.shape[1] - 2 * kv_heads,
+        "KV_HEADS": kv_heads,
+        "HEAD_DIM": head_dim,
+        "BLOCK_SIZE": kv_cache.shape[3] // head_dim,
+        "HEADS": HEADS,
+        "LANES": triton.next_power_of_2(head_dim // 2),
+        "NORMS": eps is not None,
+        "EPS": eps or 0.0,
+        "num_warps": 4,
+    }

@@ -1,0 +1,146 @@
+"""PiecewiseGraphs: runs mixed and prompt steps of few tokens, with the pieces between attentions as CUDA graphs.
+
+The compiled pieces (jit.py) depend only on the number of tokens, but attention also depends on how these are divided
+among sequences. So each piece is captured for a few numbers of tokens, and attention is launched between the replays,
+as vLLM does:
+
+    input_ids, positions, slots [3, size] ─▶ ┌─ graph 0 ─┐ q  attention  ┌─ graph 1 ─┐ q  attention  ...  last piece
+                                             └───────────┘ K, V  ─▶      └───────────┘ K, V  ─▶
+                                               attended [size, heads, head_dim]
+
+A step is padded to the next captured size. Padding has slot -1: it writes no K and V, and attention does not see it.
+Inputs, q, the output of attention and the last hidden states have static buffers, which all sizes share. The hidden
+states in between stay in the graphs' memory. The last piece is launched directly, because it computes only the rows to
+be sampled.
+
+Weights differ from layer to layer, so there is a graph for each layer and size: 14 sizes of a model of 28 layers are
+392 graphs. Padding to these sizes costs little time: a GPU's matrix products work on tiles of 64 rows or more, and with
+up to about 256 rows they mostly wait for weights.
+
+On a CPU, for the tests, the same code runs on the same buffers without capture.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import track
+from torch import Tensor
+
+from nanopage.layers.attention import Attention
+from nanopage.step import Batch
+from nanopage.worker.eager import Inputs, Output, prepare, run_model
+from nanopage.worker.jit import Carried, CompiledDecoder
+from nanopage.worker.kv_cache import KVCache
+from nanopage.worker.sequence_table import SequenceTable
+
+LARGEST_SIZE = 512  # with more tokens, a step takes a GPU longer than its launches take the host
+
+
+def token_counts(most: int) -> list[int]:
+    """The numbers of tokens to capture: 8, 16, 32, then every 32 up to 256 and every 64 up to `most` or LARGEST_SIZE,
+    and that number itself."""
+    most = min(most, LARGEST_SIZE)
+    sizes = [8, 16, *range(32, 256, 32), *range(256, most, 64)]
+    return [size for size in sizes if size < most] + [most]
+
+
+class PiecewiseGraphs:
+    """Runs steps of any kind on static buffers. On CUDA, captures the pieces as graphs and replays these.
+
+    Args:
+        model: its pieces are captured.
+        kv_cache: the pages of K and V.
+        table: the state of each running sequence.
+        make_attention: makes the attention of a step from its inputs.
+        most: the most tokens of a step.
+    """
+
+    @torch.inference_mode()  # as steps are: torch compiles code again for tensors that were made otherwise
+    def __init__(
+        self,
+        model: CompiledDecoder,
+        kv_cache: KVCache,
+        table: SequenceTable,
+        make_attention: Callable[[Inputs], Attention],
+        most: int,
+    ):
+        self.model, self.kv_cache, self.table, self.make_attention = model, kv_cache, table, make_attention
+        self.sizes = token_counts(most)
+        most, hidden_size = self.sizes[-1], len(model.norm.weight)
+        self.ints = torch.zeros(3, most, dtype=torch.int64, device=table.device)  # input_ids, positions and slots
+        self.ints[2] = -1
+        self.q, self.attended = model.new_heads(most).zero_(), model.new_heads(most).zero_()
+        self.x = model.norm.weight.new_empty(most, hidden_size)  # what the last graph hands on
+        self.graphs: dict[int, list[torch.cuda.CUDAGraph]] = {}  # of each layer, by size
+
+    def fits(self, batch: Batch) -> bool:
+        return batch.num_tokens <= self.sizes[-1]
+
+    @torch.inference_mode()
+    def run(self, batch: Batch) -> Output:
+        inputs = prepare(batch, self.table)
+        attention = self.make_attention(inputs)
+        return run_model(self._forward, batch, inputs, attention, self.kv_cache, self.table, self.model.logits)
+
+    def _forward(
+        self, input_ids: Tensor, positions: Tensor, kv_cache: Tensor, attention: Attention, rows: Tensor | None
+    ) -> Tensor:
+        """As `Decoder.forward`."""
+        num_tokens = len(input_ids)
+        size = next(size for size in self.sizes if size >= num_tokens)
+        self.ints[:, :num_tokens] = torch.stack((input_ids, positions, attention.slot_mapping))
+        self.ints[2, num_tokens:size] = -1
+        q, attended, carried = self.q[:num_tokens], self.attended[:num_tokens], None
+        layers: Any = self.model.layers
+        for index, (layer, cache) in enumerate(zip(layers, kv_cache.unbind(0), strict=True)):
+            if self.graphs:
+                self.graphs[size][index].replay()
+            else:
+                carried = self._compute(size, index, carried)
+            attention.attend(q, cache, layer.window, out=attended)
+        return self.model.finish(self.x[:num_tokens], attended, rows)
+
+    def _compute(self, size: int, index: int, carried: Carried | None) -> Carried:
+        """Compute a piece on the static buffers. This is what a graph captures."""
+        inputs = self.ints[0, :size], self.ints[1, :size], self.ints[2, :size]
+        cache = self.kv_cache.tensor[index]
+        carried = self.model.compute(index, inputs, carried, self.attended[:size], cache, self.q[:size])
+        if index + 1 == len(self.model.layers):
+            self.x[:size] = carried.x
+        return carried
+
+    @torch.inference_mode()
+    def capture(self, sizes: list[int], pool: Any) -> None:
+        """Capture graphs of these sizes. The largest is captured first, and the others reuse its memory.
+
+        Args: pool: the memory pool of all graphs.
+        Raises: MemoryError if the GPU's memory runs out. The message names the size and the options that help.
+        """
+        self.ints[2] = -1
+        console = Console(stderr=True)
+        for size in track(sizes[::-1], "Capturing CUDA graphs", console=console, transient=True):
+            try:
+                self._capture(size, pool)
+            except RuntimeError as error:
+                if "out of memory" not in str(error):
+                    raise
+                raise MemoryError(
+                    f"the GPU's memory ran out while the graphs of {size} tokens were captured: lower "
+                    "gpu_memory_utilization, or set enforce_eager"
+                ) from None
+        torch.cuda.synchronize(self.table.device)
+
+    def _capture(self, size: int, pool: Any) -> None:
+        layers, carried = range(len(self.model.layers)), None
+        for index in layers:  # a first call allocates and compiles, which capturing does not allow
+            carried = self._compute(size, index, carried)
+        graphs, carried = [], None
+        for index in layers:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=pool):
+                # `carried` keeps the memory of a graph's outputs from being reused before the next graph has read them.
+                carried = self._compute(size, index, carried)
+            graphs.append(graph)
+        self.graphs[size] = graphs
