@@ -99,7 +99,7 @@ def every() -> Iterator[Specialization]:
                 yield Specialization(kernel, dtype, group=group)
             yield Specialization(kernel, dtype, window=4096)
             yield Specialization(kernel, dtype, softcap=50.0)
-        yield Specialization("decode_kernel", dtype, split=False)
+            yield Specialization(kernel, dtype, split=False)
         yield Specialization("normed_kernel", dtype)
 
 
@@ -131,8 +131,7 @@ def compile_ahead(one: Specialization, architecture: int) -> Resources:
     kernel: Any = rotate_and_write.rotate_kernel if rotates else getattr(module, one.kernel)
     q = torch.empty(1, one.group, one.head_dim, dtype=one.dtype, device="meta")
     cache = torch.empty(2, 1, 1, one.head_dim * one.block_size, dtype=one.dtype, device="meta")
-    shape = q, cache, one.window, one.head_dim**-0.5, one.softcap
-    fast = architecture >= 80
+    shape = q, cache, one.window, one.head_dim**-0.5, one.softcap, one.split, architecture
     if one.kernel == "write_kernel":
         constants = cache_write.write_options(q, cache)
     elif one.kernel == "floor_kernel":
@@ -141,11 +140,11 @@ def compile_ahead(one: Specialization, architecture: int) -> Resources:
         heads = torch.empty(1, one.group + 2, one.head_dim, dtype=one.dtype, device="meta")
         constants = rotate_and_write.rotate_options(heads, cache, 1e-6 if one.kernel == "normed_kernel" else None)
     elif one.kernel == "prefill_kernel":
-        constants = paged_attention.prefill_options(*shape, fast)
+        constants = paged_attention.prefill_options(*shape)
+    elif one.kernel == "decode_kernel":
+        constants = paged_attention.decode_options(*shape)
     else:
-        constants = paged_attention.decode_options(*shape, one.split, fast)
-        if one.kernel == "merge_kernel":
-            constants = paged_attention.merge_options(constants)
+        constants = paged_attention.merge_options(q)
     data = "*" + DTYPES[one.dtype]
     types = {"k_ptr": data, "v_ptr": data, "q_ptr": data, "cache_ptr": data, "out_ptr": data, "slot_ptr": "*i64"}
     types |= dict.fromkeys(("heads_ptr", "cos_ptr", "sin_ptr", "q_norm_ptr", "k_norm_ptr"), data)

@@ -21,6 +21,7 @@ GIB = 2**30
 HEADS = ((32, 8, 128), (9, 3, 64))  # query heads, KV heads, head_dim: Llama 3 8B's, SmolLM2 135M's
 DECODES = ((1, 512), (1, 4096), (1, 32768), (8, 4096), (32, 512), (32, 4096), (64, 4096), (128, 1024), (256, 512))
 PROMPTS = ((1, 512), (1, 4096), (8, 512), (8, 2048))
+CHUNKS = ((1, 32768, 32), (1, 32768, 256))  # of that many queries: a turn of a chat, over what is cached
 BLOCK_SIZE = 16
 DEVICE = torch.device("cuda")
 
@@ -36,8 +37,9 @@ def kernels(dtype: torch.dtype, num_iters: int, header: dict[str, str], json_fil
         raise typer.Exit(1)
     copy = copy_bandwidth()
     show_header(header | {"copy": f"{copy:.0f} GB/s, read and written"})
-    work = [("decode", *heads, *shape) for heads in HEADS for shape in DECODES]
-    work += [("prefill", *heads, *shape) for heads in HEADS for shape in PROMPTS]
+    work = [("decode", *heads, *shape, 1) for heads in HEADS for shape in DECODES]
+    work += [("prefill", *heads, *shape, shape[1]) for heads in HEADS for shape in PROMPTS]
+    work += [("chunk", *heads, *shape) for heads in HEADS for shape in CHUNKS]
     rows: list[dict[str, Any]] = []
     columns = ["", "batch", "tokens", "heads", "us", "GB/s", "of a copy", "TFLOP/s", "torch us", "SDPA us", "Flex us"]
     title = "Paged attention, medians; beside it torch's reference, SDPA and FlexAttention"
@@ -54,12 +56,13 @@ def kernels(dtype: torch.dtype, num_iters: int, header: dict[str, str], json_fil
 
 
 def cells(row: dict[str, Any], copy: float) -> list[str]:
-    """A line of the table. Decodes are bound by memory, prompts by arithmetic."""
-    bound = [figure(row["gb_s"]), f"{row['gb_s'] / copy:.0%}", "-"]
-    if row["kind"] == "prefill":
-        bound = ["-", "-", figure(row["tflop_s"])]
+    """A line of the table. Decodes are bound by memory, prompts by arithmetic, short chunks by either."""
+    bound = [figure(row["gb_s"]), f"{row['gb_s'] / copy:.0%}", figure(row["tflop_s"])]
+    for i in {"decode": (2,), "prefill": (0, 1), "chunk": ()}[row["kind"]]:
+        bound[i] = "-"
     times = [figure(row[name]) for name in ("nanopage", "reference", "sdpa", "flex")]
-    return [*map(str, (row["kind"], row["batch"], row["tokens"], row["heads"])), times[0], *bound, *times[1:]]
+    tokens = f"{row['queries']} of {row['tokens']}" if row["kind"] == "chunk" else row["tokens"]
+    return [*map(str, (row["kind"], row["batch"], tokens, row["heads"])), times[0], *bound, *times[1:]]
 
 
 def copy_bandwidth() -> float:
@@ -88,37 +91,46 @@ def time_of(function: Callable[[], Any], num_iters: int) -> float:
 
 
 def measure(
-    kind: str, heads: int, kv_heads: int, head_dim: int, batch: int, tokens: int, dtype: torch.dtype, num_iters: int
+    kind: str,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    batch: int,
+    tokens: int,
+    queries: int,
+    dtype: torch.dtype,
+    num_iters: int,
 ) -> dict[str, Any]:
-    """One row: `batch` sequences of `tokens` tokens. Queries are the last token of each, or all of them."""
+    """One row: `batch` sequences of `tokens` tokens, of which the last `queries` are queries."""
     from nanopage.kernels import paged_attention, reference
 
-    queries = 1 if kind == "decode" else tokens
     blocks = -(-tokens // BLOCK_SIZE)
     kv_cache = torch.randn(2, batch * blocks, kv_heads, head_dim * BLOCK_SIZE, device=DEVICE, dtype=dtype)
     tables = torch.randperm(batch * blocks, device=DEVICE).view(batch, blocks).int()  # as in a sequence table on a GPU
     q = torch.randn(batch * queries, heads, head_dim, device=DEVICE, dtype=dtype)
     query_lens, seq_lens = torch.full((batch,), queries), torch.full((batch,), tokens)
     no_slots = torch.zeros(0, dtype=torch.int64, device=DEVICE)  # nothing is written
-    attention = paged_attention.make_attention(no_slots, tables, query_lens, seq_lens, kv_heads, q.device)
-    row: dict[str, Any] = {"kind": kind, "batch": batch, "tokens": tokens, "heads": f"{heads}/{kv_heads} x {head_dim}"}
+    sizes = heads, kv_heads, head_dim, dtype, q.device
+    attention = paged_attention.make_attention(no_slots, tables, query_lens, seq_lens, *sizes)
+    row: dict[str, Any] = {"kind": kind, "batch": batch, "tokens": tokens, "queries": queries}
+    row["heads"] = f"{heads}/{kv_heads} x {head_dim}"
     # Captured, as the engine runs decodes, so that launches take no time.
     ours = captured(lambda: attention.attend(q, kv_cache))
     row["nanopage"] = time_of(ours, num_iters)
-    num_bytes = 2 * batch * tokens * kv_heads * head_dim * q.itemsize
+    num_bytes = 2 * batch * tokens * kv_heads * head_dim * kv_cache.itemsize
     row["gb_s"] = num_bytes / row["nanopage"] / 1e3
-    pairs = tokens if kind == "decode" else tokens * (tokens + 1) / 2
+    pairs = queries * tokens - queries * (queries - 1) / 2
     row["tflop_s"] = 4 * batch * heads * head_dim * pairs / row["nanopage"] / 1e6
     row["reference"] = time_if_it_runs(
         lambda: lambda: reference.paged_attention(q, kv_cache, tables, query_lens, seq_lens), max(3, num_iters // 10)
     )
     shapes = (heads, queries), (kv_heads, tokens), (kv_heads, tokens)
     a, k, v = (torch.randn(batch, n, length, head_dim, device=DEVICE, dtype=dtype) for n, length in shapes)
-    causal = kind == "prefill"
+    causal = kind == "prefill"  # SDPA's mask is not for fewer queries than keys: of a chunk it computes all pairs
     row["sdpa"] = time_if_it_runs(
         lambda: captured(lambda: F.scaled_dot_product_attention(a, k, v, is_causal=causal, enable_gqa=True)), num_iters
     )
-    row["flex"] = time_if_it_runs(lambda: captured(flex(a, k, v, causal)), num_iters)
+    row["flex"] = time_if_it_runs(lambda: captured(flex(a, k, v, queries > 1)), num_iters)
     return row
 
 
@@ -146,8 +158,10 @@ def flex(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Callable[[], Tensor]:
     """FlexAttention, compiled for these shapes."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
+    cached = k.shape[2] - q.shape[2]
+
     def before(b, h, query, key):
-        return query >= key
+        return cached + query >= key
 
     torch._dynamo.reset()  # after some shapes it would go on without compiling
     mask = create_block_mask(before, None, None, q.shape[2], k.shape[2]) if causal else None

@@ -503,6 +503,7 @@ def test_nor_do_the_triton_kernels(world, model, oracle, monkeypatch):
         patch.setattr(paged_attention, "num_processors", lambda device: rng.choice([1, 8, 32]))
         patch.setattr(paged_attention, "TILE_BYTES", 1)
         patch.setattr(paged_attention, "SPLIT_TOKENS", 8)
+        patch.setattr(paged_attention, "PROMPT_SPLIT_TOKENS", 8)
         options["async_scheduling"] = world % 2 == 0
         engine = build_engine(EngineConfig(model=str(model), dtype="float64", device="cpu", **options))
         run_as_on_a_gpu(engine, uses_triton=True)

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanopage.kernels.paged_attention import has_tensor_cores, num_processors
+from nanopage.kernels.paged_attention import architecture_of, num_processors
 from nanopage.kernels.quantized_weights import FP8, MIDDLE, TILE
 
 SPLIT_TILES = 8  # a split with fewer tiles costs more to add than it gains
@@ -134,7 +134,7 @@ def product(
     x = x if x.stride(1) == 1 else x.contiguous()
     num_tokens, in_features = x.shape
     per_output = bits == 8 and group == in_features and offsets is None
-    tensor_cores = has_tensor_cores(x.device)
+    tensor_cores = architecture_of(x.device) >= 80  # that Triton uses
     options = linear_options(num_tokens, x.dtype, packed.dtype, bits, 0 if per_output else group, tensor_cores)
     num_tiles, out_features = packed.shape[1] // TILE, len(packed)
     blocks = triton.cdiv(out_features, options["OUTPUTS"]) * triton.cdiv(num_tokens, options["TOKENS"])
@@ -169,7 +169,7 @@ def linear_options(
 
     Args:
         group: 0: an output has one scale and no offset.
-        fast: see has_tensor_cores.
+        fast: whether there are tensor cores that Triton uses: Ampere and later.
     """
     wide = dtype.itemsize > 2 or not fast
     most = 32 if wide else 128

@@ -48,8 +48,11 @@ def measure_step(
 
     Runs the largest possible step eagerly, on a KV cache of one block. With CUDA graphs, also captures the largest
     decode step and then the smallest, and the pieces of the largest and of the smallest other step. All graphs share
-    the memory of the largest; the smallest shows what each further one adds.
+    the memory of the largest; the smallest shows what each further one adds. The splits of a long prompt's context take
+    memory, too (PROMPT_SPLIT_BYTES): this step has none.
     """
+    from nanopage.kernels.paged_attention import PROMPT_SPLIT_BYTES  # imports Triton
+
     cache = KVCache(model_config, 1, config.block_size, dtype, device)
     table = SequenceTable(config.max_num_seqs + 1, max_model_len, config.block_size, model_config.vocab_size, device)
     table_bytes = table.num_bytes
@@ -62,7 +65,7 @@ def measure_step(
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
     runner.launch(batch).result()
-    eager_bytes = torch.cuda.max_memory_allocated(device) - before + table_bytes
+    eager_bytes = torch.cuda.max_memory_allocated(device) - before + table_bytes + PROMPT_SPLIT_BYTES
     del runner
     torch.cuda.empty_cache()
     if not isinstance(model, CompiledDecoder):

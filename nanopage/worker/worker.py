@@ -209,12 +209,16 @@ class Worker:
     def _make_attention(self, inputs: Inputs):
         from nanopage.kernels import paged_attention  # imports Triton, which would double the time to start on a CPU
 
+        config = self.model_config
         return paged_attention.make_attention(
             inputs.slot_mapping,
             inputs.block_tables,
             inputs.query_lens,
             inputs.seq_lens,
-            self.model_config.num_kv_heads,
+            config.num_heads,
+            config.num_kv_heads,
+            config.head_dim,
+            self.dtype,
             self.device,
         )
 
@@ -238,12 +242,12 @@ class Worker:
 
     def _warm_up(self) -> None:
         """Run steps that are not only decodes to be sampled, so that Triton compiles the kernels of their attention now
-        and not while serving: a decode alone and beside a prompt, of a short context, which is not split, and of the
-        longest."""
+        and not while serving: a decode alone and beside a prompt, both of short contexts, which are not split, and of
+        the longest."""
         self.kv_cache.clear([0])
         for context in (1, self.capacity.max_model_len):
             for rows, counts in (([0], [1]), ([0, 1], [1, 2])):  # no sequence has these rows yet: they name block 0
-                batch = Batch(rows=rows, starts=[context - 1, 0][: len(rows)], counts=counts)
+                batch = Batch(rows=rows, starts=[context - 1, max(0, context - 2)][: len(rows)], counts=counts)
                 self.runner.launch(batch).result()
 
     def _check_options(self) -> None:

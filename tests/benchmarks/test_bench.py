@@ -726,9 +726,10 @@ def kernels_on_a_fake_gpu(monkeypatch):
     """Rows of bench.py kernels without a GPU; the list of those that were measured."""
     measured = []
 
-    def measure(kind, heads, kv_heads, head_dim, batch, tokens, dtype, num_iters):
+    def measure(kind, heads, kv_heads, head_dim, batch, tokens, queries, dtype, num_iters):
         times = {"nanopage": 12.345, "reference": None, "sdpa": 1234.5, "flex": 9.9, "gb_s": 1500.0, "tflop_s": 123.4}
-        row = {"kind": kind, "batch": batch, "tokens": tokens, "heads": f"{heads}/{kv_heads} x {head_dim}"} | times
+        row = {"kind": kind, "batch": batch, "tokens": tokens, "queries": queries} | times
+        row["heads"] = f"{heads}/{kv_heads} x {head_dim}"
         measured.append(row)
         return row
 
@@ -749,6 +750,7 @@ def test_kernels_writes_its_rows(tmp_path, monkeypatch, kernels_on_a_fake_gpu):
     assert result["complete"] is True and result["copy_gb_s"] == 2000
     assert len(result["rows"]) == len(kernels_on_a_fake_gpu) and result["rows"][0]["of_copy"] == 0.75
     assert "75%" in done.output and f"wrote {file}" in done.output
+    assert any(row["queries"] == 32 and row["tokens"] == 32768 for row in result["rows"])
 
 
 def test_ctrl_c_writes_the_rows_of_kernels(tmp_path, monkeypatch, kernels_on_a_fake_gpu):
@@ -767,8 +769,8 @@ def test_ctrl_c_writes_the_rows_of_kernels(tmp_path, monkeypatch, kernels_on_a_f
 
 
 @pytest.mark.interpreter
-@pytest.mark.parametrize("kind", ["decode", "prefill"])
-def test_kernels_get_block_tables_as_the_engine_has_them(monkeypatch, kind):
+@pytest.mark.parametrize(("kind", "queries"), [("decode", 1), ("prefill", 40), ("chunk", 5)])
+def test_kernels_get_block_tables_as_the_engine_has_them(monkeypatch, kind, queries):
     """int32, of which the reference next to them computes the same."""
     seen, make = [], paged_attention.make_attention
 
@@ -782,10 +784,10 @@ def test_kernels_get_block_tables_as_the_engine_has_them(monkeypatch, kind):
     results = []
     monkeypatch.setattr(kernels, "time_of", lambda function, num_iters: results.append(function()) or 1.0)
     monkeypatch.setattr(kernels, "flex", lambda *_: lambda: None)
-    row = kernels.measure(kind, 4, 2, 16, 3, 40, torch.float32, 1)
+    row = kernels.measure(kind, 4, 2, 16, 3, 40, queries, torch.float32, 1)
     ours, plain, sdpa, _ = results
     torch.testing.assert_close(ours, plain)
-    assert [dtype for dtype, _ in seen] == [torch.int32] and sdpa.shape == (3, 4, 1 if kind == "decode" else 40, 16)
+    assert [dtype for dtype, _ in seen] == [torch.int32] and sdpa.shape == (3, 4, queries, 16)
     assert row["gb_s"] == 2 * 3 * 40 * 2 * 16 * 4 / 1e3 and row["reference"] == 1.0
 
 

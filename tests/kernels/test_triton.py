@@ -32,12 +32,13 @@ NO_SLOTS = torch.zeros(0, dtype=torch.int64, device=DEVICE)  # nothing is writte
 
 
 def attention_of(tables, query_lens, seq_lens, num_splits) -> kernels.TritonAttention:
+    """Decodes and prompts are split into as many parts."""
     query_start = torch.zeros(len(query_lens) + 1, dtype=torch.int32)
     query_start[1:] = torch.tensor(query_lens).cumsum(0)
     num_decodes = query_lens.count(1)
     lens = torch.tensor(seq_lens, dtype=torch.int32)
     lengths = query_start.to(DEVICE), lens.to(DEVICE)
-    return kernels.TritonAttention(NO_SLOTS, tables, *lengths, num_decodes, max(query_lens), num_splits)
+    return kernels.TritonAttention(NO_SLOTS, tables, *lengths, num_decodes, max(query_lens), num_splits, num_splits)
 
 
 def attended(q, k, v, window=None, softcap=0.0):
@@ -125,7 +126,14 @@ def test_query_heads_that_share_a_kv_head(group, window):
     check(pool, group, decodes | whole | chunks, window)
 
 
-@pytest.mark.usefixtures("poisoned")
+@pytest.fixture
+def small_splits(monkeypatch):
+    """A split may be a single tile."""
+    monkeypatch.setattr(kernels, "SPLIT_TOKENS", 1)
+    monkeypatch.setattr(kernels, "PROMPT_SPLIT_TOKENS", 1)
+
+
+@pytest.mark.usefixtures("poisoned", "small_splits")
 @pytest.mark.parametrize(
     ("num_splits", "window"),
     product((1, 2, 3, 8, 40), (None, 100)) if LONG else [(1, 100), (2, None), (3, 100), (8, None), (40, 100)],
@@ -135,6 +143,31 @@ def test_splits_of_a_decode(num_splits, window):
     """More than there are tiles, fewer, and more than are merged at once."""
     pool = Pool(2, 256, 16, torch.float32, num_blocks=150)  # tiles of 16 tokens
     check(pool, 3, {pool.add(length): 1 for length in (1, 15, 16, 17, 33, 700)}, window, num_splits=num_splits)
+
+
+@pytest.mark.usefixtures("poisoned", "small_splits")
+@pytest.mark.parametrize(
+    ("num_splits", "window"),
+    product((1, 2, 3, 8, 40), (None, 20)) if LONG else [(2, 20), (3, None), (40, 20)],
+    ids=lambda value: str(value),
+)
+def test_splits_of_prompts_and_of_decodes_beside_them(num_splits, window):
+    """Short chunks of long contexts and whole prompts. Rows of a program may see nothing of a split."""
+    pool = Pool(2, 256, 16, torch.float32, num_blocks=150)
+    queries = {pool.add(length): count for length, count in ((300, 9), (40, 40), (17, 2), (33, 1), (200, 1))}
+    check(pool, 3, queries, window, num_splits=num_splits)
+
+
+@pytest.mark.usefixtures("poisoned")
+def test_a_context_has_no_more_splits_than_pay_for_merging_them(monkeypatch):
+    """However many splits a longer context of the step has."""
+    pool, made, split_results = Pool(1, 256, 16, torch.float32, num_blocks=150), [], kernels.split_results
+    monkeypatch.setattr(kernels, "split_results", lambda *sizes: made.append(split_results(*sizes)) or made[-1])
+    monkeypatch.setattr(kernels, "PROMPT_SPLIT_TOKENS", 400)
+    check(pool, 1, {pool.add(length): count for length, count in ((600, 1), (200, 1), (600, 2), (30, 3))}, num_splits=8)
+    decodes, prompts = ((lse > -torch.inf).sum(2).flatten().tolist() for _, lse in made)
+    assert decodes == [3, 1]  # of 256 tokens
+    assert prompts == [2, 2, 1, 1, 1]
 
 
 @pytest.mark.usefixtures("poisoned")
@@ -364,7 +397,8 @@ def test_attention_of_a_step_writes_what_it_attends_over():
     q = pool.random(9, 4, 32)
     k, v = (torch.stack([pool.sequences[i][which][p] for i, p in rows]) for which in (1, 2))
     cache = pool.cache.to(DEVICE)
-    attention = kernels.make_attention(slots.to(DEVICE), tables.to(DEVICE), counts, seq_lens, 2, DEVICE)
+    sizes = 4, 2, 32, torch.float32, DEVICE
+    attention = kernels.make_attention(slots.to(DEVICE), tables.to(DEVICE), counts, seq_lens, *sizes)
     assert (attention.num_decodes, attention.max_query_len, attention.num_splits) == (2, 7, 1)
     assert attention.query_start.tolist() == [0, 1, 2, 9]
     out = attention(q.to(DEVICE), k.to(DEVICE), v.to(DEVICE), cache, 20).cpu()
@@ -380,3 +414,42 @@ def test_splits_share_the_work_of_two_programs_a_processor():
     assert choose([200], 8, 132) == 1  # too little to split
     assert choose([32768] + [100] * 63, 8, 132) > 8  # the longest is not left to eight programs
     assert choose([], 8, 132) == 1
+
+
+def test_prompts_are_split_where_their_programs_would_not_fill_the_gpu():
+    llama = 32, 8, 128, torch.bfloat16, 90, 132  # heads, KV heads, head_dim; an H100
+    choose = kernels.choose_prompt_splits
+    assert choose([32], [32_768], *llama) == 32  # 8 programs become 256
+    assert choose([4096], [4096], *llama) == 1  # 1,024 programs
+    assert choose([512], [512], *llama) == 1  # too little to split
+    assert choose([32] * 64, [32_800] * 64, *llama) == 1  # 512 programs
+    assert choose([300], [32_800], *llama) == 4  # 80 programs become 320
+    assert choose([], [], *llama) == 1
+    beside_others = choose([32, *[500] * 4], [131_072, *[500] * 4], *llama)
+    assert 1 < beside_others <= kernels.PROMPT_SPLIT_BYTES // (2032 * 32 * 128 * 4) + 1
+
+
+def test_a_step_splits_its_prompts_and_merges_them(monkeypatch):
+    """Decided by lengths on the host. One more launch, and the grid has that many times as many programs."""
+    launches = []
+
+    class Recorded:
+        def __init__(self, name):
+            self.name = name
+
+        def __getitem__(self, grid):
+            return lambda *arguments, **options: launches.append((self.name, grid))
+
+    for name in ("decode_kernel", "prefill_kernel", "merge_kernel"):
+        monkeypatch.setattr(kernels, name, Recorded(name))
+    monkeypatch.setattr(kernels, "num_processors", lambda device: 132)
+    cache = torch.zeros(2, 1, 8, 128 * 16, dtype=torch.bfloat16)
+    q = torch.zeros(34, 32, 128, dtype=torch.bfloat16)
+    for length, num_splits in ((40, 1), (32_768, 17)):  # 33 tokens are two programs for each KV head
+        lens = torch.tensor([1, 33]), torch.tensor([9, length])
+        tables = torch.zeros(2, 2048, dtype=torch.int32)
+        sizes = 32, 8, 128, torch.bfloat16, torch.device("cpu")
+        launches.clear()
+        kernels.make_attention(NO_SLOTS, tables, *lens, *sizes).attend(q, cache)
+        merges = [("merge_kernel", (33, 32))] if num_splits > 1 else []
+        assert launches == [("decode_kernel", (1, 8, 1)), ("prefill_kernel", (2 * num_splits, 8, 1)), *merges]
