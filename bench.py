@@ -567,6 +567,7 @@ def compare(
 @app.command()
 def kernels(
     dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
+    kv_cache_dtype: Annotated[str, typer.Option(help="auto, which is --dtype, or fp8.")] = "auto",
     num_iters: Annotated[
         int, typer.Option(min=1, max=MAX_ITERATIONS, help="Measured launches; medians are reported.")
     ] = 50,
@@ -585,12 +586,15 @@ def kernels(
 
     check_outputs({"--json": json_file})
     check_choice(dtype, ["bfloat16", "float16", "float32"], "--dtype")
+    check_choice(kv_cache_dtype, ["auto", "fp8"], "--kv-cache-dtype")
+    cache = "" if kv_cache_dtype == "auto" else f", KV cache in {kv_cache_dtype}"
     header = {
-        "bench": f"kernels, {dtype}, pages of {benchmark.BLOCK_SIZE}",
+        "bench": f"kernels, {dtype}{cache}, pages of {benchmark.BLOCK_SIZE}",
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else f"cpu: {cpu_name()}",
         "versions": versions("triton"),
     }
-    benchmark.kernels(getattr(torch, dtype), num_iters, header, json_file)
+    compute = getattr(torch, dtype)
+    benchmark.kernels(compute, torch.float8_e4m3fn if cache else compute, num_iters, header, json_file)
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from nanopage.kernels import cache_write, floors, paged_attention, quantized_lin
 
 ARCHITECTURES = (75, 80, 90, 100)
 DTYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+KEEPING = ("write_kernel", "rotate_kernel", "decode_kernel", "prefill_kernel")  # those that write or read the cache
 VOCAB_SIZE = 151_936  # Qwen3's
 SHARED = {75: 64, 80: 163, 90: 227, 100: 227}  # KiB that a program may take
 
@@ -41,6 +42,7 @@ class Specialization:
     window: int = 0
     softcap: float = 0.0
     split: bool = True
+    cache: str = ""  # "fp8" if K and V are kept in it; else they are in `dtype`
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,8 @@ def common() -> Iterator[Specialization]:
             yield Specialization("decode_kernel", dtype, head_dim)
             yield Specialization("merge_kernel", dtype, head_dim)
             yield Specialization("prefill_kernel", dtype, head_dim)
+            for kernel in KEEPING if dtype != torch.float32 else ():
+                yield Specialization(kernel, dtype, head_dim, cache="fp8")
         yield Specialization("floor_kernel", dtype)
 
 
@@ -101,6 +105,11 @@ def every() -> Iterator[Specialization]:
             yield Specialization(kernel, dtype, softcap=50.0)
             yield Specialization(kernel, dtype, split=False)
         yield Specialization("normed_kernel", dtype)
+        if dtype != torch.float32:
+            for kernel in KEEPING:
+                yield Specialization(kernel, dtype, 256, cache="fp8")
+            for kernel in ("decode_kernel", "prefill_kernel"):
+                yield Specialization(kernel, dtype, window=4096, cache="fp8")
 
 
 def products(which: str) -> Iterator[Product]:
@@ -130,7 +139,8 @@ def compile_ahead(one: Specialization, architecture: int) -> Resources:
     module = modules.get(one.kernel, paged_attention)
     kernel: Any = rotate_and_write.rotate_kernel if rotates else getattr(module, one.kernel)
     q = torch.empty(1, one.group, one.head_dim, dtype=one.dtype, device="meta")
-    cache = torch.empty(2, 1, 1, one.head_dim * one.block_size, dtype=one.dtype, device="meta")
+    kv_dtype = torch.float8_e4m3fn if one.cache else one.dtype
+    cache = torch.empty(2, 1, 1, one.head_dim * one.block_size, dtype=kv_dtype, device="meta")
     shape = q, cache, one.window, one.head_dim**-0.5, one.softcap, one.split, architecture
     if one.kernel == "write_kernel":
         constants = cache_write.write_options(q, cache)
@@ -146,7 +156,8 @@ def compile_ahead(one: Specialization, architecture: int) -> Resources:
     else:
         constants = paged_attention.merge_options(q)
     data = "*" + DTYPES[one.dtype]
-    types = {"k_ptr": data, "v_ptr": data, "q_ptr": data, "cache_ptr": data, "out_ptr": data, "slot_ptr": "*i64"}
+    types = {"k_ptr": data, "v_ptr": data, "q_ptr": data, "out_ptr": data, "slot_ptr": "*i64"}
+    types["cache_ptr"] = "*fp8e4nv" if one.cache else data
     types |= dict.fromkeys(("heads_ptr", "cos_ptr", "sin_ptr", "q_norm_ptr", "k_norm_ptr"), data)
     types |= {"table_ptr": "*i32", "seq_len_ptr": "*i32", "query_start_ptr": "*i32"}
     types |= {"logits_ptr": data, "rows_ptr": "*i64", "top_k_ptr": "*i64"}
@@ -154,6 +165,7 @@ def compile_ahead(one: Specialization, architecture: int) -> Resources:
     if one.kernel == "floor_kernel":
         types["out_ptr"] = "*fp32"
     types |= {"partial_ptr": "*fp32", "lse_ptr": "*fp32", "num_splits": "i32"}
+    types |= dict.fromkeys(("k_scale", "v_scale", "k_factor", "v_factor"), "fp32")
     varying = paged_attention.VARYING | {"tables": floors.TABLES}
     return compile_for(kernel, constants, types, varying, architecture)
 
@@ -168,7 +180,7 @@ def compile_for(
         signature[name] = "constexpr" if name in constants else types.get(name, "i32")
         # As at launch: addresses and strides are multiples of 16, but nothing is known about values that vary.
         varies = [name for names in varying.values() for name in names]
-        if name not in constants and name not in varies:
+        if signature[name] not in ("constexpr", "fp32") and name not in varies:
             attributes[(i,)] = [["tt.divisibility", 16]]
     source = triton.compiler.ASTSource(kernel, signature, constants, attributes)
     compiled = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
@@ -205,7 +217,7 @@ def main(
     product_rows = []
     for target in targets:
         for one in common() if which == "common" else every():
-            if target >= 80 or one.dtype != torch.bfloat16:  # there is none before
+            if target >= (89 if one.cache else 80 if one.dtype == torch.bfloat16 else 0):  # there is none before
                 rows.append(asdict(one) | named(one.dtype, target) | asdict(compile_ahead(one, target)))
         for product in products(which):
             if target >= 80 or product.dtype != torch.bfloat16:
@@ -215,9 +227,9 @@ def main(
         print(json.dumps(rows + product_rows))
         return
     for found in (rows, product_rows):
-        columns = [name.replace("_", " ") for name in found[0]]
+        columns = [{"registers": "regs", "softcap": "cap"}.get(name, name.replace("_", " ")) for name in found[0]]
         table = table_of("Registers and stack (bytes) of a thread, shared memory (bytes) of a program", columns)
-        table.padding = 0  # there are twelve columns
+        table.padding = 0  # there are thirteen columns
         for row in found:
             table.add_row(row.pop("kernel").removesuffix("_kernel"), *map(str, row.values()))
         show_table(table)

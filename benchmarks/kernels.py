@@ -26,7 +26,9 @@ BLOCK_SIZE = 16
 DEVICE = torch.device("cuda")
 
 
-def kernels(dtype: torch.dtype, num_iters: int, header: dict[str, str], json_file: Path | None) -> None:
+def kernels(
+    dtype: torch.dtype, kv_dtype: torch.dtype, num_iters: int, header: dict[str, str], json_file: Path | None
+) -> None:
     """Measure everything, print the tables, write the JSON."""
     if not torch.cuda.is_available():
         console.print(
@@ -47,7 +49,7 @@ def kernels(dtype: torch.dtype, num_iters: int, header: dict[str, str], json_fil
     with recorded(json_file, lambda: {"header": header, "copy_gb_s": copy, "rows": rows}) as record:
         try:
             for case in work:
-                row = measure(*case, dtype, num_iters)
+                row = measure(*case, dtype, kv_dtype, num_iters)
                 rows.append(row | {"of_copy": row["gb_s"] / copy})
                 table.add_row(*cells(row, copy))
         finally:
@@ -99,13 +101,14 @@ def measure(
     tokens: int,
     queries: int,
     dtype: torch.dtype,
+    kv_dtype: torch.dtype,
     num_iters: int,
 ) -> dict[str, Any]:
     """One row: `batch` sequences of `tokens` tokens, of which the last `queries` are queries."""
     from nanopage.kernels import paged_attention, reference
 
     blocks = -(-tokens // BLOCK_SIZE)
-    kv_cache = torch.randn(2, batch * blocks, kv_heads, head_dim * BLOCK_SIZE, device=DEVICE, dtype=dtype)
+    kv_cache = torch.randn(2, batch * blocks, kv_heads, head_dim * BLOCK_SIZE, device=DEVICE, dtype=dtype).to(kv_dtype)
     tables = torch.randperm(batch * blocks, device=DEVICE).view(batch, blocks).int()  # as in a sequence table on a GPU
     q = torch.randn(batch * queries, heads, head_dim, device=DEVICE, dtype=dtype)
     query_lens, seq_lens = torch.full((batch,), queries), torch.full((batch,), tokens)

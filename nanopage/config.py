@@ -16,6 +16,7 @@ from nanopage.model_files import exists, read_json, shown
 DEFAULT_TOKEN_BUDGET = {"cpu": 2048, "cuda": 8192}  # by device type
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 DEVICES = ("auto", "cpu", "cuda")
+KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3")
 PREEMPTION_MODES = ("recompute", "swap")
 POLICIES = ("fcfs", "priority")
 QUANTIZATIONS = (None, "int8", "int4", "fp8", "awq", "gptq")
@@ -84,6 +85,10 @@ class EngineConfig:
             on a CPU 2,048, and 512 for `LLM`. For AsyncLLM and the server it follows the time that steps take, up to
             these numbers (see engine/token_budget.py).
         block_size: tokens per KV cache block; on a GPU a power of two.
+        kv_cache_dtype: "auto" keeps K and V as `dtype` says. "fp8", or "fp8_e4m3", keeps them in 8 bits (e4m3), so that
+            twice as many tokens fit as in 16 bits. They are divided by the checkpoint's k_scale and v_scale of each
+            layer, or by 1 if it has none. On a GPU of compute capability 8.9 or later, and on a CPU with
+            `enforce_eager`.
         kv_cache_gib: most GiB for the KV cache. None: see `gpu_memory_utilization`.
         gpu_memory_utilization: the share of the device's memory (on a CPU: of the RAM) that weights and KV cache may
             take together; on a GPU the memory of a step counts, too. None: 0.9 on a GPU; on a CPU the KV cache gets a
@@ -130,6 +135,7 @@ class EngineConfig:
     max_num_seqs: int = 256
     max_num_batched_tokens: int | None = None
     block_size: int = 16
+    kv_cache_dtype: str = "auto"
     kv_cache_gib: float | None = None
     gpu_memory_utilization: float | None = None
     num_gpu_blocks_override: int | None = None
@@ -151,6 +157,8 @@ class EngineConfig:
             raise ValueError(f"dtype={self.dtype!r} is not one of {', '.join(DTYPES)}")
         if self.device not in DEVICES:
             raise ValueError(f"device={self.device!r} is not one of {', '.join(DEVICES)}")
+        if self.kv_cache_dtype not in KV_CACHE_DTYPES:
+            raise ValueError(f"kv_cache_dtype={self.kv_cache_dtype!r} is not one of {', '.join(KV_CACHE_DTYPES)}")
         if self.preemption_mode not in (None, *PREEMPTION_MODES):
             raise ValueError(f"preemption_mode={self.preemption_mode!r} is not one of {', '.join(PREEMPTION_MODES)}")
         if self.scheduling_policy not in POLICIES:

@@ -56,6 +56,10 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def oracle(model):
+    return make_oracle(model)
+
+
+def make_oracle(model, **options) -> LLMEngine:
     return build_engine(
         EngineConfig(
             model=str(model),
@@ -66,6 +70,7 @@ def oracle(model):
             num_gpu_blocks_override=1,
             max_num_seqs=1,
             enable_prefix_caching=False,
+            **options,
         )
     )
 
@@ -205,7 +210,7 @@ def watch(engine: LLMEngine) -> None:
     swapped: dict[int, torch.Tensor] = {}
 
     def blocks(of):
-        return [cache.tensor[:, :, block].clone() for block in of]
+        return [cache.movable[:, :, block].clone() for block in of]
 
     def checked_copy(pairs):
         before = blocks(source for source, _ in pairs)
@@ -508,6 +513,23 @@ def test_nor_do_the_triton_kernels(world, model, oracle, monkeypatch):
         engine = build_engine(EngineConfig(model=str(model), dtype="float64", device="cpu", **options))
         run_as_on_a_gpu(engine, uses_triton=True)
         run_world(engine, plans)
+    for plan in plans:
+        check = check_search if plan.searches else check_completions
+        check(oracle, plan, options["max_model_len"])
+
+
+@pytest.mark.parametrize("world", range(-(-WORLDS // 10)))
+def test_nor_does_a_cache_in_fp8(world, model):
+    """K and V are rounded to 8 bits, one token like another: the answer is the oracle's if it rounds them, too."""
+    fp8 = {"kv_cache_dtype": "fp8", "enforce_eager": True}
+    oracle, rng = make_oracle(model, **fp8), random.Random(f"fp8-{SEED}-{world}")
+    options, plans = draw_world(rng, oracle)
+    options["async_scheduling"] = world % 2 == 0
+    engine = build_engine(EngineConfig(model=str(model), dtype="float64", device="cpu", **fp8, **options))
+    if world % 3:
+        run_as_on_a_gpu(engine)
+    run_world(engine, plans)
+    assert engine.executor.worker.kv_cache.tensor.dtype == torch.float8_e4m3fn
     for plan in plans:
         check = check_search if plan.searches else check_completions
         check(oracle, plan, options["max_model_len"])

@@ -42,7 +42,6 @@ OTHER = {  # of each neutral option, a value that would change something
     "task": "embed",
     "runner": "pooling",
     "convert": "embed",
-    "kv_cache_dtype": "fp8",
     "limit_mm_per_prompt": {"image": 1},
     "mm_processor_kwargs": {"x": 1},
     "allowed_local_media_path": "media",

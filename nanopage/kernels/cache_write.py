@@ -6,7 +6,8 @@
         V  [block_size, head_dim]      a row
 
 A slot of -1 writes nothing: CUDA graphs use it for padding. k and v may be views of a fused projection, because only
-their last dimension must be contiguous. pages.py describes the layout. vLLM's kernel for this is reshape_and_cache.
+their last dimension must be contiguous. pages.py describes the layout, and what a cache in fp8 holds. vLLM's kernel for
+this is reshape_and_cache.
 """
 
 import triton
@@ -27,6 +28,8 @@ def write_kernel(
     cache_kv_stride,
     cache_block_stride,
     cache_head_stride,
+    k_factor,  # 1 / the scale of K; only for a cache in fp8
+    v_factor,
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     LANES: tl.constexpr,  # HEAD_DIM rounded up to a power of two
@@ -40,15 +43,26 @@ def write_kernel(
     inside = dim < HEAD_DIM
     k = tl.load(k_ptr + token.to(tl.int64) * k_token_stride + head * k_head_stride + dim, mask=inside)
     v = tl.load(v_ptr + token.to(tl.int64) * v_token_stride + head * v_head_stride + dim, mask=inside)
+    if cache_ptr.dtype.element_ty == tl.float8e4nv:
+        k, v = saturated(k, k_factor), saturated(v, v_factor)
     page = cache_ptr + block * cache_block_stride + head * cache_head_stride
     tl.store(page + dim * BLOCK_SIZE + offset, k.to(cache_ptr.dtype.element_ty), mask=inside)
     tl.store(page + cache_kv_stride + offset * HEAD_DIM + dim, v.to(cache_ptr.dtype.element_ty), mask=inside)
 
 
-def write(k: Tensor, v: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
-    """Write k and v [T, kv_heads, head_dim] to slots [T] of one layer's cache. A slot of -1 writes nothing."""
+@triton.jit
+def saturated(x, factor):
+    """x times factor in float32, within the range of e4m3. NaN stays NaN."""
+    return tl.clamp(x.to(tl.float32) * factor, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
+
+
+def write(
+    k: Tensor, v: Tensor, kv_cache: Tensor, slot_mapping: Tensor, k_scale: float = 1.0, v_scale: float = 1.0
+) -> None:
+    """Write k and v [T, kv_heads, head_dim] to slots [T] of one layer's cache. A slot of -1 writes nothing. The scales
+    are as in pages.py."""
     arguments = k, v, kv_cache, slot_mapping, *k.stride()[:2], *v.stride()[:2], *kv_cache.stride()[:3]
-    write_kernel[k.shape[0], k.shape[1]](*arguments, **write_options(k, kv_cache))
+    write_kernel[k.shape[0], k.shape[1]](*arguments, 1 / k_scale, 1 / v_scale, **write_options(k, kv_cache))
 
 
 def write_options(k: Tensor, kv_cache: Tensor) -> dict[str, int]:

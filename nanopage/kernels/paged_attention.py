@@ -61,6 +61,7 @@ def attend(
     k_ptr,  # of the KV head in block 0
     v_ptr,
     block_stride,
+    k_scale,
     MASKED: tl.constexpr,  # whether a row may not see all positions from `begin` to `end`
     HEAD_DIM: tl.constexpr,
     LANES: tl.constexpr,
@@ -74,6 +75,8 @@ def attend(
     RUN: tl.constexpr = min(TILE, BLOCK_SIZE)  # tokens of a tile that are contiguous
     LOG2_E: tl.constexpr = 1.4426950408889634  # exponentials are powers of two
     scale = tl.full((), SCALE, acc.dtype)  # Triton's interpreter makes float32 of a variable that is a Python number
+    if k_ptr.dtype.element_ty == tl.float8e4nv:
+        scale *= k_scale
     factor = tl.full((), LOG2_E, acc.dtype) if SOFTCAP > 0 else scale * LOG2_E
     dim, lane = tl.arange(0, LANES), tl.arange(0, TILE)
     inside = dim < HEAD_DIM
@@ -159,6 +162,8 @@ def decode_kernel(
     block_stride,
     head_stride,
     num_splits,
+    k_scale,  # only for a cache in fp8
+    v_scale,
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -193,9 +198,11 @@ def decode_kernel(
     # All tiles are masked: reading them takes longer than the mask, and a second loop would have to fill its pipeline.
     acc, highest, total = attend(
         acc, highest, total, q, oldest, newest, begin, end, table_ptr + sequence.to(tl.int64) * table_stride, k_ptr,
-        k_ptr + kv_stride, block_stride, True, HEAD_DIM, LANES, BLOCK_SIZE, TILE, SCALE, SOFTCAP, PRECISION,
+        k_ptr + kv_stride, block_stride, k_scale, True, HEAD_DIM, LANES, BLOCK_SIZE, TILE, SCALE, SOFTCAP, PRECISION,
     )  # fmt: skip
     acc = acc / tl.where(total == 0, 1.0, total)[:, None]  # padding has no context: its output is 0
+    if cache_ptr.dtype.element_ty == tl.float8e4nv:
+        acc *= v_scale
     out_row = sequence.to(tl.int64) * tl.num_programs(1) * GROUP + head
     if SPLIT:
         lse = highest + tl.log2(total)
@@ -221,6 +228,8 @@ def prefill_kernel(
     block_stride,
     head_stride,
     num_splits,
+    k_scale,  # only for a cache in fp8
+    v_scale,
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -270,10 +279,12 @@ def prefill_kernel(
     for part in tl.static_range(0 if WINDOW else 1, 3):
         acc, highest, total = attend(
             acc, highest, total, q, oldest, newest, bounds[part], bounds[part + 1],
-            table_ptr + sequence.to(tl.int64) * table_stride, k_ptr, k_ptr + kv_stride, block_stride,
+            table_ptr + sequence.to(tl.int64) * table_stride, k_ptr, k_ptr + kv_stride, block_stride, k_scale,
             part != 1, HEAD_DIM, LANES, BLOCK_SIZE, TILE, SCALE, SOFTCAP, PRECISION,
         )  # fmt: skip
     acc = acc / tl.where(total == 0, 1.0, total)[:, None]
+    if cache_ptr.dtype.element_ty == tl.float8e4nv:
+        acc *= v_scale
     if SPLIT:
         lse = highest + tl.log2(total)
         store_split(acc, lse, split_row, valid, split, num_splits, partial_ptr, lse_ptr, HEAD_DIM, LANES)
@@ -337,15 +348,24 @@ class TritonAttention:
     num_splits: int
     prompt_splits: int = 1
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, kv_cache: Tensor, window: int | None = None) -> Tensor:
-        cache_write.write(k, v, kv_cache, self.slot_mapping)
-        return self.attend(q, kv_cache, window)
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        kv_cache: Tensor,
+        window: int | None = None,
+        scales: tuple[float, float] = (1.0, 1.0),
+    ) -> Tensor:
+        cache_write.write(k, v, kv_cache, self.slot_mapping, *scales)
+        return self.attend(q, kv_cache, window, scales)
 
     def attend(
         self,
         q: Tensor,
         kv_cache: Tensor,
         window: int | None = None,
+        scales: tuple[float, float] = (1.0, 1.0),
         scale: float | None = None,
         softcap: float = 0.0,
         out: Tensor | None = None,
@@ -354,7 +374,7 @@ class TritonAttention:
 
         Args:
             kv_cache: one layer's cache (see pages.py). block_size must be a power of two.
-            window: attend only to the last `window` tokens, including the token itself. None: to all.
+            window, scales: as in layers/attention.py.
             scale: of the products of q and K, above 0; default head_dim ** -0.5.
             softcap: scores become softcap * tanh(scores / softcap); 0 for none (Gemma 2).
             out: filled and returned, [T, heads, head_dim], contiguous. None: a new tensor.
@@ -362,7 +382,7 @@ class TritonAttention:
         scale = q.shape[2] ** -0.5 if scale is None else scale
         if out is None:
             out = torch.empty_like(q, memory_format=torch.contiguous_format)
-        options, first = (window or 0, scale, softcap), self.num_decodes
+        options, first = (window or 0, scale, softcap, *scales), self.num_decodes
         if first:
             decode(q, kv_cache, self.block_tables, self.seq_lens, out, first, self.num_splits, *options)
         if first < len(self.block_tables):
@@ -459,6 +479,8 @@ def decode(
     window: int,
     scale: float,
     softcap: float,
+    k_scale: float,
+    v_scale: float,
 ) -> None:
     """Compute the first `num_decodes` rows of out, one for each sequence. A window of 0 means none."""
     split = num_splits > 1
@@ -466,7 +488,7 @@ def decode(
     partial, lse = split_results(q, num_decodes, num_splits) if split else (out, out)  # placeholders
     decode_kernel[num_decodes, kv_cache.shape[2], num_splits](
         q, kv_cache, block_tables, seq_lens, out, partial, lse, q.stride(0), q.stride(1), block_tables.stride(0),
-        *kv_cache.stride()[:3], num_splits, **options,
+        *kv_cache.stride()[:3], num_splits, k_scale, v_scale, **options,
     )  # fmt: skip
     if split:
         merge(partial, lse, out[:num_decodes])
@@ -485,6 +507,8 @@ def prefill(
     window: int,
     scale: float,
     softcap: float,
+    k_scale: float,
+    v_scale: float,
 ) -> None:
     """Compute the rows of out from `num_decodes` on, any number for each sequence: those of the first sequence from
     query_start[0] on. A window of 0 means none."""
@@ -494,7 +518,7 @@ def prefill(
     partial, lse = split_results(q, len(q) - num_decodes, num_splits) if split else (out, out)  # placeholders
     prefill_kernel[num_tiles * num_splits, kv_cache.shape[2], len(block_tables)](
         q, kv_cache, block_tables, query_start, seq_lens, out, partial, lse, q.stride(0), q.stride(1),
-        block_tables.stride(0), *kv_cache.stride()[:3], num_splits, **options,
+        block_tables.stride(0), *kv_cache.stride()[:3], num_splits, k_scale, v_scale, **options,
     )  # fmt: skip
     if split:
         merge(partial, lse, out[num_decodes:])
@@ -523,7 +547,8 @@ def decode_options(
     tile = min(max(TILE_BYTES // row_bytes, 16), 128)
     rows = max(16, triton.next_power_of_2(options["GROUP"]))
     options |= {"ROWS": rows, "TILE": tile, "SPLIT": split, "LEAST": triton.cdiv(SPLIT_TOKENS, tile)}
-    return options | {"num_warps": 8 if row_bytes > 512 else 4, "num_stages": STAGES}
+    stages = STAGES if kv_cache.itemsize > 1 else STAGES + 2  # one more tile is loaded: those in fp8 are small
+    return options | {"num_warps": 8 if row_bytes > 512 else 4, "num_stages": stages}
 
 
 def prefill_options(

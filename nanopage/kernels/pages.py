@@ -9,11 +9,17 @@ instruction multiplies one dimension of several tokens, so tokens are adjacent i
 compute several of its dimensions at once, an instruction multiplies several dimensions of one token, so dimensions are
 adjacent in V. The axes of a page are flattened into one, because K and V have them in different orders and share a
 tensor.
+
+A cache in fp8 (float8_e4m3fn, 1 byte, at most 448) holds K and V divided by a scale each, one number for all heads of a
+layer. Numbers beyond its range become the largest, not NaN. Attention multiplies by the scales as it reads. A cache in
+another dtype has no scales.
 """
 
 import numpy as np
 import torch
 from torch import Tensor
+
+FP8 = torch.float8_e4m3fn
 
 
 def views(kv_cache: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
@@ -22,13 +28,23 @@ def views(kv_cache: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
     return k.unflatten(2, (head_dim, -1)), v.unflatten(2, (-1, head_dim))
 
 
-def write(k: Tensor, v: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
+def movable(kv_cache: Tensor) -> Tensor:
+    """A view of a cache for operators that only move its numbers: of bytes if it is in fp8, which few operators of
+    torch know."""
+    return kv_cache.view(torch.uint8) if kv_cache.dtype == FP8 else kv_cache
+
+
+def write(
+    k: Tensor, v: Tensor, kv_cache: Tensor, slot_mapping: Tensor, k_scale: float = 1.0, v_scale: float = 1.0
+) -> None:
     """Write k and v [T, kv_heads, head_dim] to slots [T] of a layer's cache: block * block_size + offset. They are
-    rounded to the cache's dtype; in float16, larger numbers become the largest."""
-    if kv_cache.dtype == torch.float16 != k.dtype:
-        most = torch.finfo(torch.float16).max
+    rounded to the cache's dtype; in float16 and in fp8, larger numbers become the largest."""
+    if kv_cache.dtype == FP8:
+        k, v = k.float() * (1 / k_scale), v.float() * (1 / v_scale)
+    if kv_cache.dtype in (torch.float16, FP8) and kv_cache.dtype != k.dtype:
+        most = torch.finfo(kv_cache.dtype).max
         k, v = k.clamp(-most, most), v.clamp(-most, most)
-    k, v = k.to(kv_cache.dtype), v.to(kv_cache.dtype)
+    k, v, kv_cache = movable(k.to(kv_cache.dtype)), movable(v.to(kv_cache.dtype)), movable(kv_cache)
     _, num_heads, head_dim = k.shape
     block_size = kv_cache.shape[3] // head_dim
     blocks, offsets = slot_mapping // block_size, slot_mapping % block_size
@@ -62,5 +78,6 @@ def gather(kv_cache: Tensor, block_tables: Tensor, head_dim: int) -> tuple[Tenso
     Returns: K [B, kv_heads, head_dim, tokens] and V [B, kv_heads, tokens, head_dim].
     """
     ids = block_tables.flatten()
-    k, v = (x.index_select(0, ids).unflatten(0, block_tables.shape) for x in views(kv_cache, head_dim))
-    return k.permute(0, 2, 3, 1, 4).flatten(3), v.transpose(1, 2).flatten(2, 3)  # from [B, blocks, kv_heads, ...]
+    k, v = (x.index_select(0, ids).unflatten(0, block_tables.shape) for x in views(movable(kv_cache), head_dim))
+    k, v = k.permute(0, 2, 3, 1, 4).flatten(3), v.transpose(1, 2).flatten(2, 3)  # from [B, blocks, kv_heads, ...]
+    return k.view(kv_cache.dtype), v.view(kv_cache.dtype)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from nanopage.kernels.chunks import Chunks, chunks_of
-from nanopage.kernels.pages import gather, write
+from nanopage.kernels.pages import FP8, gather, write
 
 # bfloat16 rounds a score by up to 2^-9 of its value. Scores that may exceed this bound are computed in float32, because
 # rounding would spoil models with large key biases (Qwen2).
@@ -33,12 +33,27 @@ class ReferenceAttention:
     query_lens: Tensor
     seq_lens: Tensor
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, kv_cache: Tensor, window: int | None = None) -> Tensor:
-        write(k, v, kv_cache, self.slot_mapping)
-        return self.attend(q, kv_cache, window)
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        kv_cache: Tensor,
+        window: int | None = None,
+        scales: tuple[float, float] = (1.0, 1.0),
+    ) -> Tensor:
+        write(k, v, kv_cache, self.slot_mapping, *scales)
+        return self.attend(q, kv_cache, window, scales)
 
-    def attend(self, q: Tensor, kv_cache: Tensor, window: int | None = None, out: Tensor | None = None) -> Tensor:
-        attended = paged_attention(q, kv_cache, self.block_tables, self.query_lens, self.seq_lens, window)
+    def attend(
+        self,
+        q: Tensor,
+        kv_cache: Tensor,
+        window: int | None = None,
+        scales: tuple[float, float] = (1.0, 1.0),
+        out: Tensor | None = None,
+    ) -> Tensor:
+        attended = paged_attention(q, kv_cache, self.block_tables, self.query_lens, self.seq_lens, window, scales)
         return attended if out is None else out.copy_(attended)
 
 
@@ -49,21 +64,30 @@ def paged_attention(
     query_lens: Tensor,
     seq_lens: Tensor,
     window: int | None = None,
+    scales: tuple[float, float] = (1.0, 1.0),
 ) -> Tensor:
     """Causal attention of q [T, heads, head_dim] over each sequence's pages.
 
     Slots between a sequence's end and the end of its last block are read and masked: they must hold finite values.
 
-    Args: kv_cache and window as in layers/attention.py; the others as in ReferenceAttention.
+    Args: kv_cache, window and scales as in layers/attention.py; the others as in ReferenceAttention.
     Returns: [T, heads, head_dim]
     """
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     for chunks, tables in chunks_of(q, kv_cache, block_tables, query_lens, seq_lens, window):
-        attend_chunks(chunks, q, kv_cache, tables, out)
+        attend_chunks(chunks, q, kv_cache, tables, out, *(scales if kv_cache.dtype == FP8 else (1.0, 1.0)))
     return out
 
 
-def attend_chunks(chunks: Chunks, q: Tensor, kv_cache: Tensor, block_tables: Tensor, out: Tensor) -> None:
+def attend_chunks(
+    chunks: Chunks,
+    q: Tensor,
+    kv_cache: Tensor,
+    block_tables: Tensor,
+    out: Tensor,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+) -> None:
     """Causal attention of the chunks' queries over block_tables [chunks, blocks]. Fills their rows of `out` [T, heads,
     head_dim]."""
     kv_heads, head_dim = kv_cache.shape[2], q.shape[2]
@@ -72,7 +96,7 @@ def attend_chunks(chunks: Chunks, q: Tensor, kv_cache: Tensor, block_tables: Ten
     k, v = k.flatten(0, 1), v.flatten(0, 1)  # [chunks * kv_heads, head_dim, keys] and [.., keys, head_dim]
     first_row = int(chunks.rows[0, 0])
     rows = chunks.rows.flatten() if count > 1 else slice(first_row, first_row + chunks.rows.shape[1])
-    q = (q[rows] * head_dim**-0.5).view(count, -1, kv_heads, q.shape[1] // kv_heads, head_dim)
+    q = (q[rows] * (head_dim**-0.5 * k_scale)).view(count, -1, kv_heads, q.shape[1] // kv_heads, head_dim)
     # Products are computed in bfloat16, where they are fast, or in float32 at least: those of float16 could overflow.
     exact = torch.promote_types(q.dtype, torch.float32)
     if q.dtype == torch.float16:
@@ -88,6 +112,8 @@ def attend_chunks(chunks: Chunks, q: Tensor, kv_cache: Tensor, block_tables: Ten
             scores[..., first:] += mask
         weights = scores.softmax(dim=-1).to(v.dtype).view(count * kv_heads, -1, last)
         heads[:, :, :, begin:end] = (weights @ v[:, :last]).view(*q.shape[:3], end - begin, head_dim)
+    if v_scale != 1:
+        output *= v_scale
     out[rows] = output.view(-1, *out.shape[1:]).to(out.dtype)
 
 

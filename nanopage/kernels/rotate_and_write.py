@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nanopage.kernels.cache_write import saturated
+
 HEADS = 8  # of a program
 
 
@@ -30,6 +32,8 @@ def rotate_kernel(
     cache_kv_stride,
     cache_block_stride,
     cache_head_stride,
+    k_factor,  # 1 / the scale of K; only for a cache in fp8
+    v_factor,
     Q_HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -66,6 +70,9 @@ def rotate_kernel(
     q_at = q_ptr + (token * Q_HEADS + head)[:, None] * HEAD_DIM + dim[None, :]
     tl.store(q_at, y1.to(q_ptr.dtype.element_ty), mask=is_q[:, None] & inside)
     tl.store(q_at + HALF, y2.to(q_ptr.dtype.element_ty), mask=is_q[:, None] & inside)
+    if cache_ptr.dtype.element_ty == tl.float8e4nv:
+        factor = tl.where(is_v, v_factor, k_factor)[:, None]
+        y1, y2 = saturated(y1, factor), saturated(y2, factor)
     block, offset = slot // BLOCK_SIZE, slot % BLOCK_SIZE
     kv_head = head - tl.where(is_v, Q_HEADS + KV_HEADS, Q_HEADS)
     page = cache_ptr + block * cache_block_stride + kv_head * cache_head_stride + tl.where(is_v, cache_kv_stride, 0)
@@ -85,6 +92,7 @@ def rotate_and_write(
     kv_cache: Tensor,
     slot_mapping: Tensor,
     q: Tensor,
+    scales: tuple[float, float] = (1.0, 1.0),
 ) -> None:
     """Fill q and write K and V, as `SelfAttention.rotated` and `cache_write.write` do together.
 
@@ -95,11 +103,14 @@ def rotate_and_write(
         kv_cache: one layer's cache (see pages.py).
         slot_mapping: int64 [T]; -1 for padding.
         q: [T, q heads, head_dim], contiguous; rows of padding keep what they hold.
+        scales: of K and V in a cache in fp8 (see pages.py).
     """
     options = rotate_options(heads, kv_cache, None if norms is None else norms[2])
     q_norm, k_norm = norms[:2] if norms is not None else (cos, cos)  # placeholders
     grid = len(heads), triton.cdiv(heads.shape[1], HEADS)
-    rotate_kernel[grid](heads, cos, sin, q_norm, k_norm, q, kv_cache, slot_mapping, *kv_cache.stride()[:3], **options)
+    factors = 1 / scales[0], 1 / scales[1]
+    inputs = heads, cos, sin, q_norm, k_norm, q
+    rotate_kernel[grid](*inputs, kv_cache, slot_mapping, *kv_cache.stride()[:3], *factors, **options)
 
 
 def rotate_options(heads: Tensor, kv_cache: Tensor, eps: float | None) -> dict[str, Any]:

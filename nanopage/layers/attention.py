@@ -19,7 +19,15 @@ class Attention(Protocol):
 
     slot_mapping: Tensor
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, kv_cache: Tensor, window: int | None = None) -> Tensor:
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        kv_cache: Tensor,
+        window: int | None = None,
+        scales: tuple[float, float] = (1.0, 1.0),
+    ) -> Tensor:
         """Write k and v to the cache, then compute causal attention of each token over its own sequence.
 
         Args:
@@ -28,11 +36,20 @@ class Attention(Protocol):
             kv_cache: one layer's [2, num_blocks, num_kv_heads, head_dim * block_size] (see kernels/pages.py); written
                 in place.
             window: attend only to the last `window` tokens, including the token itself. None: to all.
+            scales: of K and V in a cache in fp8 (see kernels/pages.py); of no effect with another dtype.
 
         Returns: [T, num_heads, head_dim]
         """
 
-    def attend(self, q: Tensor, kv_cache: Tensor, window: int | None = None, *, out: Tensor | None = None) -> Tensor:
+    def attend(
+        self,
+        q: Tensor,
+        kv_cache: Tensor,
+        window: int | None = None,
+        scales: tuple[float, float] = (1.0, 1.0),
+        *,
+        out: Tensor | None = None,
+    ) -> Tensor:
         """As the call, for k and v that the cache already has.
 
         Args: out: filled and returned. None: a new tensor.

@@ -103,6 +103,11 @@ class DecoderLayer(nn.Module):
         """How many of the last tokens attention sees; None for all."""
         return self.self_attn.window
 
+    @property
+    def kv_scales(self) -> tuple[float, float]:
+        """The scales of K and V in a cache in fp8 (see kernels/pages.py)."""
+        return self.self_attn.kv_scales
+
     def forward(
         self,
         x: Tensor,
@@ -113,7 +118,7 @@ class DecoderLayer(nn.Module):
         rows: Tensor | None = None,
     ) -> Tensor:
         q, k, v = self.before(x, cos, sin)
-        attended = attention(q, k, v, kv_cache, self.window)
+        attended = attention(q, k, v, kv_cache, self.window, self.kv_scales)
         if rows is not None:
             x, attended = x[rows], attended[rows]
         return self.after(x, attended)
@@ -144,6 +149,7 @@ class SelfAttention(nn.Module):
         super().__init__()
         self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
         self.window = config.sliding_windows[index]
+        self.kv_scales = (1.0, 1.0)  # the loader sets those of the checkpoint
         q_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         parts = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
         self.qkv_proj = Linear(config.hidden_size, parts, qkv_bias)

@@ -48,6 +48,7 @@ def chat(
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     max_model_len: Annotated[int | None, typer.Option(help="Most tokens of a conversation.")] = None,
     kv_cache_gib: Annotated[float | None, typer.Option(help="Size of the KV cache in GiB.")] = None,
+    kv_cache_dtype: Annotated[str, typer.Option(help="auto, or fp8: 8 bits for K and V.")] = "auto",
     quantization: Annotated[str | None, typer.Option(help="int8, int4, or fp8 on a GPU: bits of the weights.")] = None,
     eager: Annotated[bool, typer.Option("--eager", help="Use no compiled code, and compile none.")] = False,
     async_scheduling: Annotated[
@@ -75,6 +76,7 @@ def chat(
             "device": device,
             "max_model_len": max_model_len,
             "kv_cache_gib": kv_cache_gib,
+            "kv_cache_dtype": kv_cache_dtype,
             "enforce_eager": eager,
             "async_scheduling": async_scheduling,
             "quantization": quantization,

@@ -3,16 +3,19 @@
 Every parameter of a model has one or more slots, named as checkpoints name them (`Linear.parts` fuses q, k and v into
 one matrix). The headers of the files are compared with the slots before anything is allocated: one error names the
 missing, unexpected and mis-shaped tensors, up to 50. Then each tensor is copied into its slot, which converts and moves
-it.
+it. The scales of K and V (see kernels/pages.py) are numbers, not parameters.
 Tensors of a .gguf file come in pieces, so that none of them ever exists twice. Matrices of integers, of a .gguf, AWQ or
 GPTQ checkpoint, become floats, or they are placed as they are before the rest is allocated.
 """
 
 import ctypes
+import math
+import re
 import sys
 from collections.abc import Callable, Container, Iterable, Iterator
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +36,8 @@ DUMMY_STD = 0.02  # the usual initializer_range
 # The types that weights may have in a safetensors file. Types of 8 bits and less need scales, which we do not apply.
 FLOATS = ("F64", "F32", "F16", "BF16")
 INTEGERS = ("I32",)  # of AWQ and GPTQ
+# The scales of K and V of a layer, as compressed-tensors, vLLM and ModelOpt name them.
+KV_SCALE = re.compile(r"model\.layers\.(\d{1,4})\.self_attn\.(?:attn\.|k_proj\.(?=k)|v_proj\.(?=v))?([kv])_scale")
 GIB = 2**30
 
 Checkpoint = Path | GGUFCheckpoint
@@ -91,6 +96,7 @@ def load_model(
     source = path_of(checkpoint)
     model = meta_model(config)
     stored: list[StoredTensor] = []
+    scales: set[str] = set()
     pieces: Pieces
     if load_format == "dummy":
         pieces = ((name, 0, tensor) for name, tensor in dummy_tensors(config, dtype, device))
@@ -100,7 +106,8 @@ def load_model(
         if config.quantization is not None:
             wanted = quantized_checkpoint.expected(model, wanted, stored, config.quantization)
         check_fit(wanted, stored, source)
-        pieces = pieces_of(checkpoint, _wanted(model))
+        scales = {tensor.name for tensor in stored if KV_SCALE.fullmatch(tensor.name)}
+        pieces = pieces_of(checkpoint, _wanted(model).keys() | scales)
     try:
         if keep_integers is not None:
             if config.quantization is not None:
@@ -111,7 +118,7 @@ def load_model(
             elif isinstance(checkpoint, GGUFCheckpoint):
                 gguf_tiles.place(model, checkpoint, dtype, on_progress)
             # The rest is small.
-            pieces, on_progress = pieces_of(checkpoint, _wanted(model)), None
+            pieces, on_progress = pieces_of(checkpoint, _wanted(model).keys() | scales), None
         elif config.quantization is not None and stored:
             pieces = chain(pieces, quantized_checkpoint.dequantized(model, stored, config.quantization))
         materialize(model, dtype, torch.device("cpu") if on_host else device, for_use=not on_host)
@@ -253,6 +260,8 @@ def check_fit(wanted: dict[str, Tensor], stored: list[StoredTensor], source: Pat
     wanted, found, problems = _with_tied_head(wanted), set(), []
     for tensor in stored:
         slot = wanted.get(tensor.name)
+        if slot is None and KV_SCALE.fullmatch(tensor.name) and math.prod(tensor.shape) == 1:
+            continue
         if slot is None:
             problems.append(f"unexpected: {tensor.name[:200]} {list(tensor.shape)}")
             continue
@@ -277,8 +286,8 @@ def fill(
 ) -> None:
     """Copy pieces of tensors into the model's slots. `check_fit` has compared their shapes.
 
-    Raises: ValueError naming the file and the tensor, for a value that is not finite, and for tied matrices that
-        differ.
+    Raises: ValueError naming the file and the tensor, for a value that is not finite, for tied matrices that differ,
+        and for a scale of K or V that is not above 0 or belongs to no layer.
     """
     wanted, files = _wanted(model), {tensor.name: tensor.file for tensor in stored}
     total = sum(parameter.numel() for parameter in model.parameters())
@@ -287,6 +296,8 @@ def fill(
     for name, start, piece in pieces:
         slot = wanted.get(name)
         if slot is None:
+            if match := KV_SCALE.fullmatch(name):
+                set_kv_scale(model, int(match[1]), match[2], float(piece), f"{files[name]}: {name}")
             continue
         rows = slot[start : start + len(piece)]
         first = filled.setdefault(slot.data_ptr(), name)
@@ -307,6 +318,17 @@ def _wanted(model: Decoder) -> dict[str, Tensor]:
     """The slots of a model by all names that a checkpoint may have for them. A head of integers has no slot."""
     found = slots(model)
     return found if isinstance(model.lm_head, QuantizedLinear) else _with_tied_head(found)
+
+
+def set_kv_scale(model: Decoder, layer: int, kind: str, scale: float, name: str) -> None:
+    """Set the scale of K or V ("k" or "v") of a layer. Raises: ValueError, which begins with `name`."""
+    if layer >= len(model.layers):
+        raise ValueError(f"{name} belongs to no layer: the model has {len(model.layers)}")
+    if not 0 < scale < math.inf:
+        raise ValueError(f"{name} is {scale}: a scale must be finite and above 0")
+    attention: Any = model.layers[layer].self_attn
+    k_scale, v_scale = attention.kv_scales
+    attention.kv_scales = (scale, v_scale) if kind == "k" else (k_scale, scale)
 
 
 def _with_tied_head(wanted: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -83,7 +83,7 @@ class CUDAGraphs:
         self.look_up, self.sample_all = wrap(look_up), sample_all
         self.device, self.max_model_len = table.device, max_model_len
         self.sizes = batch_sizes(len(table.tokens) - 1)
-        most, dtype = self.sizes[-1], kv_cache.tensor.dtype
+        most, dtype = self.sizes[-1], model.norm.weight.dtype
         self.ints = torch.zeros(2 * most, dtype=torch.int64, device=self.device)
         self.query_start = torch.arange(most + 1, dtype=torch.int32, device=self.device)
         self.logits = torch.empty(most, model.lm_head.out_features, dtype=dtype, device=self.device)
@@ -201,18 +201,35 @@ class PaddedAttention:
     def __init__(self, slot_mapping: Tensor, block_tables: Tensor, seq_lens: Tensor):
         self.slot_mapping, self.block_tables, self.seq_lens = slot_mapping, block_tables, seq_lens
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, kv_cache: Tensor, window: int | None = None) -> Tensor:
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        kv_cache: Tensor,
+        window: int | None = None,
+        scales: tuple[float, float] = (1.0, 1.0),
+    ) -> Tensor:
         size = len(self.seq_lens)
-        write(k[:size], v[:size], kv_cache, self.slot_mapping[:size])
-        return self.attend(q, kv_cache, window)
+        write(k[:size], v[:size], kv_cache, self.slot_mapping[:size], *scales)
+        return self.attend(q, kv_cache, window, scales)
 
-    def attend(self, q: Tensor, kv_cache: Tensor, window: int | None = None, *, out: Tensor | None = None) -> Tensor:
+    def attend(
+        self,
+        q: Tensor,
+        kv_cache: Tensor,
+        window: int | None = None,
+        scales: tuple[float, float] = (1.0, 1.0),
+        *,
+        out: Tensor | None = None,
+    ) -> Tensor:
         size, block_size = len(self.seq_lens), kv_cache.shape[3] // q.shape[2]
         tables = torch.from_numpy(pad_tables(self.block_tables.numpy(), -(-self.seq_lens.numpy() // block_size)))
         if out is None:
             out = torch.empty_like(q, memory_format=torch.contiguous_format)
         out.zero_()
-        out[:size] = paged_attention(q[:size], kv_cache, tables, torch.ones_like(self.seq_lens), self.seq_lens, window)
+        query_lens = torch.ones_like(self.seq_lens)
+        out[:size] = paged_attention(q[:size], kv_cache, tables, query_lens, self.seq_lens, window, scales)
         return out
 
 

@@ -115,7 +115,7 @@ class CompiledDecoder(Decoder):
         layers: Any = self.layers
         for index, (layer, cache) in enumerate(zip(layers, kv_cache.unbind(0), strict=True)):
             carried = self.compute(index, inputs, carried, attended, cache, q)
-            attention.attend(q, cache, layer.window, out=attended)
+            attention.attend(q, cache, layer.window, layer.kv_scales, out=attended)
         assert carried is not None  # there is a layer
         return self.finish(carried.x, attended, rows)
 
@@ -171,11 +171,11 @@ class CompiledDecoder(Decoder):
 
             norms = part.head_norms()
             weights = None if norms is None else (norms[0].weight, norms[1].weight, norms[0].eps)
-            rotate_and_write(heads, cos, sin, weights, kv_cache, slots, q)
+            rotate_and_write(heads, cos, sin, weights, kv_cache, slots, q, part.kv_scales)
             return
         rotated, k, v = part.rotated(heads, cos, sin)
         written = slots >= 0
-        pages.write(k[written], v[written], kv_cache, slots[written])
+        pages.write(k[written], v[written], kv_cache, slots[written], *part.kv_scales)
         q.copy_(rotated)
 
 

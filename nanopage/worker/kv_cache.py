@@ -10,6 +10,7 @@ import torch
 
 from nanopage.config import ModelConfig
 from nanopage.device import to_device
+from nanopage.kernels.pages import movable
 from nanopage.step import Batch
 
 SWAP_BYTES = 2**26  # of temporary device memory for each piece of a swap
@@ -20,6 +21,7 @@ class KVCache:
 
     tensor  [num_layers, 2, num_blocks, num_kv_heads, head_dim * block_size]: K in [l, 0] and V in [l, 1] of layer l.
             kernels/pages.py describes the layout of a block
+    movable   the same memory, of a dtype that all operators know (kernels/pages.py): what the methods below work on
     host    the host pool, [num_host_blocks, num_layers, 2, num_kv_heads, head_dim * block_size]; None before the first
             swap
 
@@ -38,6 +40,7 @@ class KVCache:
     ):
         shape = (config.num_layers, 2, num_blocks, config.num_kv_heads, config.head_dim * block_size)
         self.tensor = torch.empty(shape, dtype=dtype, device=device)
+        self.movable = movable(self.tensor)
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.num_host_blocks = num_host_blocks
@@ -59,20 +62,20 @@ class KVCache:
         finite, because NaN times a weight of 0 is NaN, so the values of a block's previous owner must not remain.
         """
         if blocks:
-            self.tensor.index_fill_(2, self._index(blocks), 0)
+            self.movable.index_fill_(2, self._index(blocks), 0)
 
     def copy(self, pairs: list[tuple[int, int]]) -> None:
         """Copy blocks in all layers: (from, to). All blocks are read before any is written."""
         if pairs:
             sources, targets = zip(*pairs, strict=True)
-            self.tensor.index_copy_(2, self._index(targets), self.tensor.index_select(2, self._index(sources)))
+            self.movable.index_copy_(2, self._index(targets), self.movable.index_select(2, self._index(sources)))
 
     def swap_out(self, pairs: list[tuple[int, int]]) -> None:
         """Copy blocks to the host pool: (block, host block)."""
         for some in self._batched(pairs):
             host = self._host_pool()
             blocks = self._index([block for block, _ in some])
-            leaving = self.tensor.index_select(2, blocks).movedim(2, 0).contiguous()
+            leaving = self.movable.index_select(2, blocks).movedim(2, 0).contiguous()
             with self._copying():
                 for row, (_, host_block) in enumerate(some):
                     host[host_block].copy_(leaving[row], non_blocking=True)
@@ -89,7 +92,7 @@ class KVCache:
                     coming[row].copy_(host[host_block], non_blocking=True)
             if self._stream is not None:
                 torch.cuda.current_stream(self.tensor.device).wait_stream(self._stream)
-            self.tensor.index_copy_(2, self._index([block for _, block in some]), coming.movedim(0, 2))
+            self.movable.index_copy_(2, self._index([block for _, block in some]), coming.movedim(0, 2))
 
     def _batched(self, pairs: list[tuple[int, int]]) -> Iterator[list[tuple[int, int]]]:
         """Split pairs into parts whose blocks take at most SWAP_BYTES, or into single pairs if a block takes more."""
@@ -104,7 +107,7 @@ class KVCache:
         if self.host is None:
             layers, two, _, *rest = self.tensor.shape
             shape = (self.num_host_blocks, layers, two, *rest)  # each block is contiguous
-            self.host = torch.empty(shape, dtype=self.tensor.dtype, pin_memory=self._stream is not None)
+            self.host = torch.empty(shape, dtype=self.movable.dtype, pin_memory=self._stream is not None)
         return self.host
 
     def _copying(self) -> contextlib.AbstractContextManager:

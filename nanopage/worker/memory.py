@@ -41,6 +41,7 @@ def measure_step(
     model: Decoder,
     max_model_len: int,
     dtype: torch.dtype,
+    kv_dtype: torch.dtype,
     device: torch.device,
     make_attention: Callable[[Inputs], Attention],
 ) -> int:
@@ -53,7 +54,7 @@ def measure_step(
     """
     from nanopage.kernels.paged_attention import PROMPT_SPLIT_BYTES  # imports Triton
 
-    cache = KVCache(model_config, 1, config.block_size, dtype, device)
+    cache = KVCache(model_config, 1, config.block_size, kv_dtype, device)
     table = SequenceTable(config.max_num_seqs + 1, max_model_len, config.block_size, model_config.vocab_size, device)
     table_bytes = table.num_bytes
     sample_all = make_sample_all(True, no_wrap if config.enforce_eager else compile_afresh)

@@ -99,7 +99,7 @@ class PiecewiseGraphs:
                 self.graphs[size][index].replay()
             else:
                 carried = self._compute(size, index, carried)
-            attention.attend(q, cache, layer.window, out=attended)
+            attention.attend(q, cache, layer.window, layer.kv_scales, out=attended)
         return self.model.finish(self.x[:num_tokens], attended, rows)
 
     def _compute(self, size: int, index: int, carried: Carried | None) -> Carried:

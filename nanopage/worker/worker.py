@@ -67,7 +67,9 @@ class Worker:
         self.dtype, why = resolve_dtype(config.dtype, model_config.dtype, self.device)
         if why:
             logger.info(why)
-        self.kv_dtype = resolve_kv_dtype(config.dtype, model_config.dtype, self.dtype, self.device)
+        self.kv_dtype = resolve_kv_dtype(
+            config.kv_cache_dtype, config.dtype, model_config.dtype, self.dtype, self.device
+        )
         self.threads: ThreadCount | None = None  # on a CPU
         if self.device.type == "cpu":
             limit_threads()
@@ -89,7 +91,14 @@ class Worker:
         step_bytes = 0
         if self.device.type == "cuda":
             step_bytes = measure_step(
-                config, model_config, self.model, longest, self.dtype, self.device, self._make_attention
+                config,
+                model_config,
+                self.model,
+                longest,
+                self.dtype,
+                self.kv_dtype,
+                self.device,
+                self._make_attention,
             )
         num_blocks = num_blocks_that_fit(config, model_config, longest, self.kv_dtype, self.device, step_bytes)
         max_model_len = fit_length(config, longest, num_blocks * config.block_size)
@@ -267,6 +276,11 @@ class Worker:
             )
         if config.quantize_to == "fp8" and self.device.type == "cpu":
             raise ValueError("quantization='fp8' works on a GPU only, but this engine runs on a CPU: use 'int8'")
+        if config.kv_cache_dtype != "auto" and self.device.type == "cpu" and not config.enforce_eager:
+            raise ValueError(
+                f"kv_cache_dtype={config.kv_cache_dtype!r} on a CPU needs enforce_eager=True: compiled layers do not "
+                "read fp8"
+            )
         if self.uses_triton and config.block_size & (config.block_size - 1):
             raise ValueError(f"block_size={config.block_size} must be a power of two on a GPU")
 

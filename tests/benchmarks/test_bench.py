@@ -726,9 +726,9 @@ def kernels_on_a_fake_gpu(monkeypatch):
     """Rows of bench.py kernels without a GPU; the list of those that were measured."""
     measured = []
 
-    def measure(kind, heads, kv_heads, head_dim, batch, tokens, queries, dtype, num_iters):
+    def measure(kind, heads, kv_heads, head_dim, batch, tokens, queries, dtype, kv_dtype, num_iters):
         times = {"nanopage": 12.345, "reference": None, "sdpa": 1234.5, "flex": 9.9, "gb_s": 1500.0, "tflop_s": 123.4}
-        row = {"kind": kind, "batch": batch, "tokens": tokens, "queries": queries} | times
+        row = {"kind": kind, "batch": batch, "tokens": tokens, "queries": queries, "cache": str(kv_dtype)} | times
         row["heads"] = f"{heads}/{kv_heads} x {head_dim}"
         measured.append(row)
         return row
@@ -750,7 +750,16 @@ def test_kernels_writes_its_rows(tmp_path, monkeypatch, kernels_on_a_fake_gpu):
     assert result["complete"] is True and result["copy_gb_s"] == 2000
     assert len(result["rows"]) == len(kernels_on_a_fake_gpu) and result["rows"][0]["of_copy"] == 0.75
     assert "75%" in done.output and f"wrote {file}" in done.output
-    assert any(row["queries"] == 32 and row["tokens"] == 32768 for row in result["rows"])
+    assert {row["cache"] for row in result["rows"]} == {"torch.bfloat16"} and "fp8" not in done.output
+
+
+def test_kernels_over_a_cache_in_fp8(kernels_on_a_fake_gpu):
+    done = run_bench("kernels", "--kv-cache-dtype", "fp8")
+    assert done.exit_code == 0 and "KV cache in fp8" in done.output
+    assert {row["cache"] for row in kernels_on_a_fake_gpu} == {"torch.float8_e4m3fn"}
+    assert any(row["queries"] == 32 and row["tokens"] == 32768 for row in kernels_on_a_fake_gpu)
+    bad = run_bench("kernels", "--kv-cache-dtype", "fp4")
+    assert bad.exit_code == 2 and "auto, fp8" in bad.output
 
 
 def test_ctrl_c_writes_the_rows_of_kernels(tmp_path, monkeypatch, kernels_on_a_fake_gpu):
@@ -770,7 +779,8 @@ def test_ctrl_c_writes_the_rows_of_kernels(tmp_path, monkeypatch, kernels_on_a_f
 
 @pytest.mark.interpreter
 @pytest.mark.parametrize(("kind", "queries"), [("decode", 1), ("prefill", 40), ("chunk", 5)])
-def test_kernels_get_block_tables_as_the_engine_has_them(monkeypatch, kind, queries):
+@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.float8_e4m3fn], ids=str)
+def test_kernels_get_block_tables_as_the_engine_has_them(monkeypatch, kind, queries, kv_dtype):
     """int32, of which the reference next to them computes the same."""
     seen, make = [], paged_attention.make_attention
 
@@ -784,11 +794,11 @@ def test_kernels_get_block_tables_as_the_engine_has_them(monkeypatch, kind, quer
     results = []
     monkeypatch.setattr(kernels, "time_of", lambda function, num_iters: results.append(function()) or 1.0)
     monkeypatch.setattr(kernels, "flex", lambda *_: lambda: None)
-    row = kernels.measure(kind, 4, 2, 16, 3, 40, queries, torch.float32, 1)
+    row = kernels.measure(kind, 4, 2, 16, 3, 40, queries, torch.float32, kv_dtype, 1)
     ours, plain, sdpa, _ = results
     torch.testing.assert_close(ours, plain)
     assert [dtype for dtype, _ in seen] == [torch.int32] and sdpa.shape == (3, 4, queries, 16)
-    assert row["gb_s"] == 2 * 3 * 40 * 2 * 16 * 4 / 1e3 and row["reference"] == 1.0
+    assert row["gb_s"] == 2 * 3 * 40 * 2 * 16 * kv_dtype.itemsize / 1e3 and row["reference"] == 1.0
 
 
 def test_a_call_is_timed_after_a_buffer_has_been_read(monkeypatch):

@@ -7,11 +7,15 @@ import shutil
 import pytest
 import torch
 from helpers import EOS, VOCAB_SIZE, tiny_model
+from safetensors.torch import load_file, save_file
 
 from nanopage import BeamSearchParams, EngineConfig, LLMEngine, SamplingParams
 from nanopage.build import build_engine
 from nanopage.device import resolve_dtype, resolve_kv_dtype, set_cuda_precision
+from nanopage.kernels.pages import views
 from nanopage.params import RequestOutputKind
+from nanopage.step import Batch
+from nanopage.worker.kv_cache import KVCache
 from nanopage.worker.model_runner import Launched
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -491,8 +495,68 @@ def test_a_dtype_the_machine_does_not_compute_in_is_replaced_with_one_line(model
 def test_k_and_v_have_the_checkpoints_16_bits_where_float32_only_replaces_them(
     name, checkpoint, dtype, device, expected
 ):
-    resolved = resolve_kv_dtype(name, checkpoint, getattr(torch, dtype), torch.device(device))
+    resolved = resolve_kv_dtype("auto", name, checkpoint, getattr(torch, dtype), torch.device(device))
     assert resolved == getattr(torch, expected)
+
+
+def test_a_cache_in_fp8_holds_twice_the_tokens_of_one_in_16_bits(model):
+    sizes = {"num_gpu_blocks_override": None, "kv_cache_gib": 0.001, "enforce_eager": True}
+    sizes |= {"dtype": "bfloat16"}
+    plain, fp8, e4m3 = (
+        make_engine(model, kv_cache_dtype=name, **sizes).capacity.num_blocks for name in ("auto", "fp8", "fp8_e4m3")
+    )
+    assert 2 * plain <= fp8 == e4m3 <= 2 * plain + 1
+
+
+def test_k_and_v_in_fp8_are_divided_by_the_checkpoints_scales(tmp_path):
+    path = tiny_model(tmp_path)
+    scales = {
+        "model.layers.0.self_attn.k_scale": torch.tensor(0.05),
+        "model.layers.0.self_attn.v_scale": torch.tensor(0.04),
+    }
+    weights = load_file(path / "model.safetensors")
+    save_file(weights | scales, path / "model.safetensors")
+
+    def k_and_v(**options):
+        """Of the first layer, of the prompt."""
+        engine = make_engine(path, dtype="float32", enforce_eager=True, **options)
+        run(engine, a=([3, 4, 5, 6], GREEDY))
+        worker = engine.executor.worker
+        k_pages, v_pages = views(worker.kv_cache.tensor[0], worker.model_config.head_dim)
+        block = int(worker.runner.table.block_tables[0, 0])
+        return k_pages[block, :, :, :4].float(), v_pages[block, :, :4].float()
+
+    for exact, rounded, scale in zip(k_and_v(), k_and_v(kv_cache_dtype="fp8"), scales.values(), strict=True):
+        assert 0 < (exact - rounded * float(scale)).norm() < 0.05 * exact.norm()
+
+
+def test_blocks_in_fp8_are_swapped_copied_and_cleared_byte_for_byte(model):
+    """Also NaN, which a block may hold where nothing has been written."""
+    config = make_engine(model).model_config
+    cache = KVCache(config, 8, 4, torch.float8_e4m3fn, torch.device("cpu"), num_host_blocks=3)
+    held = cache.tensor.view(torch.uint8).random_()
+    before = held.clone()
+    cache.move(Batch(swap_out=[(1, 2), (4, 0)], copies=[(6, 1)], cleared=[7]))
+    assert torch.equal(held[:, :, [1, 4, 6]], before[:, :, [6, 4, 6]]) and not held[:, :, 7].any()
+    cache.move(Batch(swap_in=[(2, 3), (0, 5)]))
+    assert torch.equal(held[:, :, [3, 5]], before[:, :, [1, 4]])
+
+
+def test_where_fp8_is_not_supported_it_is_refused_by_name(model, monkeypatch):
+    with pytest.raises(ValueError, match="kv_cache_dtype='fp8' on a CPU needs enforce_eager=True"):
+        make_engine(model, kv_cache_dtype="fp8")
+    with pytest.raises(ValueError, match="kv_cache_dtype='fp8_e5m2' is not one of auto, fp8, fp8_e4m3"):
+        EngineConfig(kv_cache_dtype="fp8_e5m2")
+    for capability, fits in (((8, 0), False), ((8, 6), False), ((8, 9), True), ((9, 0), True), ((10, 0), True)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, capability=capability: capability)
+        arguments = "fp8_e4m3", "auto", "bfloat16", torch.bfloat16, torch.device("cuda")
+        if fits:
+            assert resolve_kv_dtype(*arguments) == torch.float8_e4m3fn
+        else:
+            with pytest.raises(
+                ValueError, match=rf"kv_cache_dtype='fp8_e4m3' .* 8.9 .* has {capability[0]}\.{capability[1]}"
+            ):
+                resolve_kv_dtype(*arguments)
 
 
 @pytest.mark.parametrize(

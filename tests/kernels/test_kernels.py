@@ -35,13 +35,13 @@ def attention(q, k, v, window=None):
 
 class Pool:
     """A cache of NaN in which sequences get random blocks, written by pages.write, the rest of the last one garbage.
-    K and V are numbers that `kv_dtype` has."""
+    K and V are numbers that `kv_dtype` has, times `scales`."""
 
-    def __init__(self, kv_heads, head_dim, block_size, dtype, num_blocks=32, seed=0, kv_dtype=None):
+    def __init__(self, kv_heads, head_dim, block_size, dtype, num_blocks=32, seed=0, kv_dtype=None, scales=(1.0, 1.0)):
         self.generator = torch.Generator().manual_seed(seed)
         self.dtype, self.block_size, self.kv_heads, self.head_dim = dtype, block_size, kv_heads, head_dim
-        self.kv_dtype = kv_dtype or dtype
-        self.cache = torch.full((2, num_blocks, kv_heads, head_dim * block_size), torch.nan, dtype=self.kv_dtype)
+        self.kv_dtype, self.scales = kv_dtype or dtype, scales
+        self.cache = torch.full((2, num_blocks, kv_heads, head_dim * block_size), torch.nan).to(self.kv_dtype)
         self.free = torch.randperm(num_blocks, generator=self.generator).tolist()
         self.sequences = []  # (table, k, v)
 
@@ -50,7 +50,8 @@ class Pool:
 
     def add(self, length, prefix_of=None, shared_blocks=0):
         """A sequence of `length` tokens, the first blocks of which may be those of an earlier sequence."""
-        k, v = self.random(2, length, self.kv_heads, self.head_dim).to(self.kv_dtype).to(self.dtype)
+        shape = length, self.kv_heads, self.head_dim
+        k, v = ((self.random(*shape) / scale).to(self.kv_dtype).to(self.dtype) * scale for scale in self.scales)
         table = []
         shared = shared_blocks * self.block_size
         if prefix_of is not None:
@@ -59,12 +60,13 @@ class Pool:
             k[:shared], v[:shared] = other_k[:shared], other_v[:shared]
         while len(table) * self.block_size < length:
             block = self.free.pop()
-            self.cache[:, block] = 1e3 * self.random(2, *self.cache.shape[2:])
+            most = 100 if self.kv_dtype == pages.FP8 else 1e4
+            self.cache[:, block] = (1e3 * self.random(2, *self.cache.shape[2:])).clamp(-most, most).to(self.kv_dtype)
             table.append(block)
         positions = torch.arange(shared, length)
         slots = torch.tensor(table)[positions // self.block_size] * self.block_size + positions % self.block_size
         order = torch.randperm(len(slots), generator=self.generator)  # slots need not be in order
-        pages.write(k[shared:][order], v[shared:][order], self.cache, slots[order])
+        pages.write(k[shared:][order], v[shared:][order], self.cache, slots[order], *self.scales)
         self.sequences.append((table, k, v))
         return len(self.sequences) - 1
 
@@ -79,7 +81,7 @@ class Pool:
     def check(self, group, query_lens, window=None):
         """Compare paged attention with plain attention for {sequence: queries}, in this order."""
         q = self.random(sum(query_lens.values()), group * self.kv_heads, self.head_dim)
-        out = reference.paged_attention(q, self.cache, *self.metadata(query_lens), window)
+        out = reference.paged_attention(q, self.cache, *self.metadata(query_lens), window, self.scales)
         expected = [
             attention(rows, *self.sequences[index][1:], window)
             for index, rows in zip(query_lens, q.split(list(query_lens.values())), strict=True)

@@ -62,10 +62,10 @@ def check(pool, group, query_lens, window=None, softcap=0.0, num_splits=1, paddi
         tables = torch.cat((tables, torch.zeros(padding, tables.shape[1], dtype=tables.dtype)))
         counts, seq_lens = torch.cat((counts, torch.ones(padding))), torch.cat((seq_lens, torch.zeros(padding)))
     attention = attention_of(tables.to(DEVICE), counts.int().tolist(), seq_lens.int().tolist(), num_splits)
-    out = attention.attend(q.to(DEVICE), pool.cache.to(DEVICE), window, softcap=softcap).cpu()
+    out = attention.attend(q.to(DEVICE), pool.cache.to(DEVICE), window, pool.scales, softcap=softcap).cpu()
     assert out.dtype == q.dtype
     if not padding and not softcap:
-        plain = reference.paged_attention(q, pool.cache, tables, counts, seq_lens, window)
+        plain = reference.paged_attention(q, pool.cache, tables, counts, seq_lens, window, pool.scales)
         assert (out - plain).abs().max() / plain.abs().max() < 2 * TOLERANCE[pool.dtype]
     rows = q.split([*query_lens.values(), *[1] * padding])
     for index, q_rows, out_rows in zip(query_lens, rows, out.split(list(map(len, rows))), strict=False):
@@ -300,6 +300,21 @@ def test_what_the_engine_launches_compiles_ahead_of_time(architecture):
             assert row["stack"] == 0, row  # nothing is spilled
 
 
+OLDEST_WITH_FP8 = """
+import torch
+from benchmarks.kernel_resources import KEEPING, Specialization, compile_ahead
+
+for kernel in KEEPING:
+    used = compile_ahead(Specialization(kernel, torch.bfloat16, cache="fp8"), 89)
+    assert used.stack == 0 and used.shared <= 99 * 1024, (kernel, used)  # an RTX 4090 has 99 KiB
+"""
+
+
+def test_a_cache_in_fp8_is_compiled_for_the_oldest_gpu_that_is_not_refused():
+    done = without_interpreter("-c", OLDEST_WITH_FP8)
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.gpu
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
@@ -414,6 +429,75 @@ def test_splits_share_the_work_of_two_programs_a_processor():
     assert choose([200], 8, 132) == 1  # too little to split
     assert choose([32768] + [100] * 63, 8, 132) > 8  # the longest is not left to eight programs
     assert choose([], 8, 132) == 1
+
+
+FP8 = torch.float8_e4m3fn
+SCALES = 0.25, 2.0  # of K and V
+
+
+def fp8_pool(head_dim, dtype, lengths, num_blocks=40):
+    """A pool whose K and V are multiples of their scales by numbers of fp8, and its sequences."""
+    pool = Pool(2, head_dim, 16, dtype, num_blocks, kv_dtype=FP8, scales=SCALES)
+    return pool, [pool.add(length) for length in lengths]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("head_dim", "num_splits", "window", "softcap"), [(64, 1, None, 0.0), (128, 3, 20, 0.0), (80, 2, None, 5.0)]
+)
+def test_attention_over_a_cache_in_fp8(head_dim, num_splits, window, softcap, dtype):
+    """Equals attention over the numbers that the cache holds, times the scales."""
+    pool, indices = fp8_pool(head_dim, dtype, (1, 17, 90, 40, 33))
+    check(pool, 2, dict(zip(indices, (1, 1, 1, 40, 5), strict=True)), window, softcap, num_splits)
+
+
+def test_writes_to_a_cache_in_fp8_equal_the_plain_ones_and_saturate():
+    """Triton's interpreter does not round to fp8 correctly. Nothing is rounded here but what is too large."""
+    k, v = torch.randint(-15, 16, (2, 7, 2, 64)).float()
+    k[0, 0, :4] = torch.tensor([1e30, -1e30, torch.inf, -torch.inf])
+    k[1, 0, 0], v[2, 0, 0] = 115.0, 897.0  # above 448 times their scales
+    expected = torch.zeros(2, 3, 2, 64 * 16, dtype=torch.uint8).view(FP8)
+    slots = torch.tensor([3, 40, 5, -1, 17, 20, -1])
+    pages.write(k[slots >= 0], v[slots >= 0], expected, slots[slots >= 0], *SCALES)
+    k_pages, v_pages = (x.float() for x in pages.views(expected, 64))
+    assert k_pages[0, 0, :4, 3].tolist() == [448, -448, 448, -448]
+    assert torch.equal(4 * k[4], k_pages[1, :, :, 1]) and torch.equal(v[4] / 2, v_pages[1, :, 1])
+    assert k_pages[2, 0, 0, 8] == v_pages[0, 0, 5, 0] == 448
+    cache = torch.zeros(expected.shape, dtype=torch.uint8, device=DEVICE).view(FP8)
+    cache_write.write(k.to(DEVICE), v.to(DEVICE), cache, slots.to(DEVICE), *SCALES)
+    assert torch.equal(cache.cpu().view(torch.uint8), expected.view(torch.uint8))
+    fused = torch.zeros(expected.shape, dtype=torch.uint8, device=DEVICE).view(FP8)
+    heads, q = torch.cat((k, k, v), 1).to(DEVICE), torch.empty(7, 2, 64, device=DEVICE)
+    heads.clamp_(-1e30, 1e30)  # infinity times a sine of 0 is NaN
+    cos, sin = torch.ones(7, 1, 32, device=DEVICE), torch.zeros(7, 1, 32, device=DEVICE)
+    rotate_and_write(heads, cos, sin, None, fused, slots.to(DEVICE), q, SCALES)
+    assert torch.equal(fused.cpu().view(torch.uint8), expected.view(torch.uint8))
+
+
+@pytest.mark.gpu
+def test_a_gpu_converts_every_number_of_fp8_as_torch_does():
+    values = torch.arange(256, dtype=torch.uint8).view(FP8).float()
+    numbers = torch.cat((values, values * 1.03, torch.randn(512) * 1e-2)).view(16, 1, 64)
+    expected = torch.zeros(2, 1, 1, 64 * 16, dtype=torch.uint8).view(FP8)
+    cache = expected.clone().to(DEVICE)
+    slots = torch.arange(16)
+    pages.write(numbers, numbers, expected, slots)
+    cache_write.write(numbers.to(DEVICE), numbers.to(DEVICE), cache, slots.to(DEVICE))
+    torch.testing.assert_close(cache.cpu().float(), expected.float(), rtol=0, atol=0, equal_nan=True)
+
+
+def test_attention_in_fp8_is_near_that_of_k_and_v_before_they_were_rounded():
+    """A number of fp8 has 4 significant bits: rounding changes it by at most 1/16, up or down."""
+    scales = 0.01, 0.02
+    k, v = 0.1 + torch.rand(2, 60, 2, 64)
+    q, slots, tables = torch.randn(9, 4, 64), torch.arange(60), torch.arange(4)[None]
+    attention = attention_of(tables.to(DEVICE), [9], [60], 1)
+    cache = torch.zeros(2, 4, 2, 64 * 16, dtype=torch.uint8).view(FP8)
+    pages.write(k, v, cache, slots, *scales)
+    out = attention.attend(q.to(DEVICE), cache.to(DEVICE), scales=scales).cpu()
+    expected = attended(q, k, v)
+    error = (out.double() - expected).norm() / expected.norm()
+    assert 1e-4 < error < 2e-2
 
 
 def test_prompts_are_split_where_their_programs_would_not_fill_the_gpu():

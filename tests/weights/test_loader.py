@@ -239,6 +239,30 @@ class TestTensorsThatDoNotFit:
         with pytest.raises(ValueError, match="and 11 more"):
             load(model_dir)
 
+    @pytest.mark.parametrize("place", ["self_attn__", "self_attn__attn__", "self_attn__{}_proj__"])
+    def test_scales_of_k_and_v_are_numbers_of_their_layer(self, model_dir, place):
+        prefix = "model__layers__1__" + place
+        change(
+            model_dir,
+            **{f"{prefix.format('k')}k_scale": torch.tensor(0.5), f"{prefix.format('v')}v_scale": torch.ones(1) * 3},
+        )
+        assert [layer.kv_scales for layer in load(model_dir).layers] == [(1.0, 1.0), (0.5, 3.0)]
+
+    @pytest.mark.parametrize(
+        ("name", "scale", "error"),
+        [
+            ("model__layers__1__self_attn__k_scale", torch.tensor(0.0), "k_scale is 0.0: a scale must be"),
+            ("model__layers__1__self_attn__v_scale", torch.tensor(torch.nan), "v_scale is nan: a scale must be"),
+            ("model__layers__2__self_attn__k_scale", torch.tensor(1.0), "belongs to no layer: the model has 2"),
+            ("model__layers__1__self_attn__k_scale", torch.ones(4), r"unexpected: .*k_scale \[4\]"),
+            ("model__layers__1__self_attn__v_proj__k_scale", torch.tensor(1.0), "unexpected: .*v_proj.k_scale"),
+        ],
+    )
+    def test_a_wrong_scale_of_k_or_v_is_named(self, model_dir, name, scale, error):
+        change(model_dir, **{name: scale})
+        with pytest.raises(ValueError, match=error):
+            load(model_dir)
+
     def test_an_old_rotary_table_is_ignored(self, model_dir):
         change(
             model_dir,

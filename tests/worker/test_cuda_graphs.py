@@ -421,7 +421,8 @@ def test_another_error_while_capturing_comes_out_as_it_is(model, fake_cuda, monk
 @pytest.mark.interpreter
 def test_the_largest_step_there_can_be_is_measured(model, fake_cuda, monkeypatch):
     worker = make_engine(model, max_num_seqs=6, num_gpu_blocks_override=4, max_num_batched_tokens=100).executor.worker
-    arguments = worker.model_config, worker.model, 64, worker.dtype, worker.device, worker._make_attention
+    dtypes = worker.dtype, worker.kv_dtype
+    arguments = worker.model_config, worker.model, 64, *dtypes, worker.device, worker._make_attention
     launch, batches = ModelRunner.launch, []
     monkeypatch.setattr(ModelRunner, "launch", lambda self, batch: batches.append(batch) or launch(self, batch))
     table_bytes = worker.runner.table.num_bytes + paged_attention.PROMPT_SPLIT_BYTES
