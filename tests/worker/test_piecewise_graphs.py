@@ -219,7 +219,8 @@ def test_logits_with_the_triton_kernels(family, tmp_path):
 
     def make_attention(inputs):
         fields = inputs.slot_mapping, inputs.block_tables, inputs.query_lens, inputs.seq_lens
-        return paged_attention.make_attention(*fields, config.num_kv_heads, CPU)
+        sizes = config.num_heads, config.num_kv_heads, config.head_dim
+        return paged_attention.make_attention(*fields, *sizes, torch.float64, CPU)
 
     paged = Paged(tmp_path, sequences, torch.float64)
     model = CompiledDecoder(paged.model, uses_triton=True)
