@@ -348,17 +348,8 @@ class TritonAttention:
     num_splits: int
     prompt_splits: int = 1
 
-    def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        kv_cache: Tensor,
-        window: int | None = None,
-        scales: tuple[float, float] = (1.0, 1.0),
-    ) -> Tensor:
+    def write(self, k: Tensor, v: Tensor, kv_cache: Tensor, scales: tuple[float, float] = (1.0, 1.0)) -> None:
         cache_write.write(k, v, kv_cache, self.slot_mapping, *scales)
-        return self.attend(q, kv_cache, window, scales)
 
     def attend(
         self,

@@ -33,17 +33,8 @@ class ReferenceAttention:
     query_lens: Tensor
     seq_lens: Tensor
 
-    def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        kv_cache: Tensor,
-        window: int | None = None,
-        scales: tuple[float, float] = (1.0, 1.0),
-    ) -> Tensor:
+    def write(self, k: Tensor, v: Tensor, kv_cache: Tensor, scales: tuple[float, float] = (1.0, 1.0)) -> None:
         write(k, v, kv_cache, self.slot_mapping, *scales)
-        return self.attend(q, kv_cache, window, scales)
 
     def attend(
         self,

@@ -19,26 +19,14 @@ class Attention(Protocol):
 
     slot_mapping: Tensor
 
-    def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        kv_cache: Tensor,
-        window: int | None = None,
-        scales: tuple[float, float] = (1.0, 1.0),
-    ) -> Tensor:
-        """Write k and v to the cache, then compute causal attention of each token over its own sequence.
+    def write(self, k: Tensor, v: Tensor, kv_cache: Tensor, scales: tuple[float, float] = (1.0, 1.0)) -> None:
+        """Write the K and V of this step's tokens to the cache.
 
         Args:
-            q: [T, num_heads, head_dim], rotated.
             k, v: [T, num_kv_heads, head_dim], k rotated.
             kv_cache: one layer's [2, num_blocks, num_kv_heads, head_dim * block_size] (see kernels/pages.py); written
                 in place.
-            window: attend only to the last `window` tokens, including the token itself. None: to all.
             scales: of K and V in a cache in fp8 (see kernels/pages.py); of no effect with another dtype.
-
-        Returns: [T, num_heads, head_dim]
         """
 
     def attend(
@@ -50,7 +38,13 @@ class Attention(Protocol):
         *,
         out: Tensor | None = None,
     ) -> Tensor:
-        """As the call, for k and v that the cache already has.
+        """Compute causal attention of each token over its own sequence, whose K and V the cache already has.
 
-        Args: out: filled and returned. None: a new tensor.
+        Args:
+            q: [T, num_heads, head_dim], rotated.
+            kv_cache, scales: as in `write`.
+            window: attend only to the last `window` tokens, including the token itself. None: to all.
+            out: filled and returned, contiguous. None: a new tensor.
+
+        Returns: [T, num_heads, head_dim]
         """

@@ -118,7 +118,8 @@ class DecoderLayer(nn.Module):
         rows: Tensor | None = None,
     ) -> Tensor:
         q, k, v = self.before(x, cos, sin)
-        attended = attention(q, k, v, kv_cache, self.window, self.kv_scales)
+        attention.write(k, v, kv_cache, self.kv_scales)
+        attended = attention.attend(q, kv_cache, self.window, self.kv_scales)
         if rows is not None:
             x, attended = x[rows], attended[rows]
         return self.after(x, attended)

@@ -201,18 +201,9 @@ class PaddedAttention:
     def __init__(self, slot_mapping: Tensor, block_tables: Tensor, seq_lens: Tensor):
         self.slot_mapping, self.block_tables, self.seq_lens = slot_mapping, block_tables, seq_lens
 
-    def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        kv_cache: Tensor,
-        window: int | None = None,
-        scales: tuple[float, float] = (1.0, 1.0),
-    ) -> Tensor:
+    def write(self, k: Tensor, v: Tensor, kv_cache: Tensor, scales: tuple[float, float] = (1.0, 1.0)) -> None:
         size = len(self.seq_lens)
         write(k[:size], v[:size], kv_cache, self.slot_mapping[:size], *scales)
-        return self.attend(q, kv_cache, window, scales)
 
     def attend(
         self,

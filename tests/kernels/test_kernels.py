@@ -305,7 +305,9 @@ def test_what_a_step_writes_it_sees(window):
     pages.write(nan, nan, pool.cache, slots)  # not there before
     q = pool.random(7, 6, 16)
     k, v = torch.cat([k1[-1:], k2[-6:]]), torch.cat([v1[-1:], v2[-6:]])
-    out = reference.ReferenceAttention(slots, block_tables, query_lens, seq_lens)(q, k, v, pool.cache, window)
+    step = reference.ReferenceAttention(slots, block_tables, query_lens, seq_lens)
+    step.write(k, v, pool.cache)
+    out = step.attend(q, pool.cache, window)
     assert torch.equal(pool.cache.view(torch.uint8), expected.view(torch.uint8))
     torch.testing.assert_close(out, torch.cat([attention(q[:1], k1, v1, window), attention(q[1:], k2, v2, window)]))
 

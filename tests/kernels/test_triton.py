@@ -416,7 +416,8 @@ def test_attention_of_a_step_writes_what_it_attends_over():
     attention = kernels.make_attention(slots.to(DEVICE), tables.to(DEVICE), counts, seq_lens, *sizes)
     assert (attention.num_decodes, attention.max_query_len, attention.num_splits) == (2, 7, 1)
     assert attention.query_start.tolist() == [0, 1, 2, 9]
-    out = attention(q.to(DEVICE), k.to(DEVICE), v.to(DEVICE), cache, 20).cpu()
+    attention.write(k.to(DEVICE), v.to(DEVICE), cache)
+    out = attention.attend(q.to(DEVICE), cache, 20).cpu()
     assert torch.equal(cache.cpu().view(torch.uint8), expected.view(torch.uint8))
     plain = reference.paged_attention(q, expected, tables, counts, seq_lens, 20)
     torch.testing.assert_close(out, plain, rtol=1e-4, atol=1e-4)
