@@ -29,8 +29,8 @@ from rich.progress import track
 from torch import Tensor
 
 from nanopage.device import to_device
-from nanopage.kernels.pages import pad_tables, write
-from nanopage.kernels.reference import paged_attention
+from nanopage.kernels.pages import pad_tables
+from nanopage.kernels.reference import ReferenceAttention
 from nanopage.layers.attention import Attention
 from nanopage.models.decoder import Decoder
 from nanopage.sampling import truncation
@@ -132,7 +132,7 @@ class CUDAGraphs:
             starts = self.query_start[: size + 1]
             attention = TritonAttention(slots, block_tables, starts, seq_lens.int(), size, 1, num_splits)
         else:
-            attention = PaddedAttention(slots, block_tables[:num_rows], seq_lens[:num_rows])
+            attention = padded_attention(slots, block_tables, seq_lens, num_rows, block_size)
         hidden = self.model(input_ids, positions, self.kv_cache.tensor, attention)
         logits = self.model.logits(hidden)
         # A sequence's length is the position of the token to be sampled.
@@ -193,17 +193,20 @@ class CUDAGraphs:
 
 
 class PaddedAttention:
-    """Plain attention of a padded batch of decodes. Computes the sequences and returns zeros for the padding.
+    """Plain attention of a batch of decodes that ends with padding. Nothing is written for padding, and its attention
+    is 0.
 
-    Args: slot_mapping: of all rows; block_tables, seq_lens: of those that are not padding.
+    Args:
+        slot_mapping: int64 [T], -1 for padding.
+        decodes: the attention of the rows that are not padding.
     """
 
-    def __init__(self, slot_mapping: Tensor, block_tables: Tensor, seq_lens: Tensor):
-        self.slot_mapping, self.block_tables, self.seq_lens = slot_mapping, block_tables, seq_lens
+    def __init__(self, slot_mapping: Tensor, decodes: ReferenceAttention):
+        self.slot_mapping, self.decodes = slot_mapping, decodes
 
     def write(self, k: Tensor, v: Tensor, kv_cache: Tensor, scales: tuple[float, float] = (1.0, 1.0)) -> None:
-        size = len(self.seq_lens)
-        write(k[:size], v[:size], kv_cache, self.slot_mapping[:size], *scales)
+        size = len(self.decodes.seq_lens)
+        self.decodes.write(k[:size], v[:size], kv_cache, scales)
 
     def attend(
         self,
@@ -214,14 +217,21 @@ class PaddedAttention:
         *,
         out: Tensor | None = None,
     ) -> Tensor:
-        size, block_size = len(self.seq_lens), kv_cache.shape[3] // q.shape[2]
-        tables = torch.from_numpy(pad_tables(self.block_tables.numpy(), -(-self.seq_lens.numpy() // block_size)))
+        size = len(self.decodes.seq_lens)
         if out is None:
             out = torch.empty_like(q, memory_format=torch.contiguous_format)
-        out.zero_()
-        query_lens = torch.ones_like(self.seq_lens)
-        out[:size] = paged_attention(q[:size], kv_cache, tables, query_lens, self.seq_lens, window, scales)
+        self.decodes.attend(q[:size], kv_cache, window, scales, out=out[:size])
+        out[size:] = 0
         return out
+
+
+def padded_attention(
+    slots: Tensor, block_tables: Tensor, seq_lens: Tensor, num_rows: int, block_size: int
+) -> PaddedAttention:
+    """Plain attention of decodes. The first `num_rows` rows are not padding."""
+    slots_of_rows, tables, lens = slots[:num_rows], block_tables[:num_rows], seq_lens[:num_rows]
+    tables = torch.from_numpy(pad_tables(tables.numpy(), -(-lens.numpy() // block_size)))
+    return PaddedAttention(slots, ReferenceAttention(slots_of_rows, tables, torch.ones_like(lens), lens))
 
 
 def look_up(
