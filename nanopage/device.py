@@ -6,6 +6,8 @@ import psutil
 import torch
 from torch import Tensor
 
+GIB = 2**30
+
 
 def resolve_device(name: str) -> torch.device:
     """ "auto" is CUDA if there is one. Raises ValueError for "cuda" without one."""
@@ -92,6 +94,17 @@ def free_bytes(device: torch.device) -> int:
     free = psutil.virtual_memory().available
     limit, used = _container_limit()
     return free if limit is None else max(0, min(free, limit - used))
+
+
+def check_weights_fit(num_bytes: int, device: torch.device, dtype: torch.dtype | None = None) -> None:
+    """Raises: MemoryError if weights of `num_bytes` bytes, in `dtype` if they have one, exceed the free memory."""
+    free = free_bytes(device)
+    if num_bytes > free:
+        kind = "" if dtype is None else f" in {str(dtype).removeprefix('torch.')}"
+        raise MemoryError(
+            f"the weights take {num_bytes / GIB:,.2f} GiB{kind}, and {free / GIB:,.2f} GiB are free on {device.type}: "
+            "use a smaller model"
+        )
 
 
 def total_ram() -> int:

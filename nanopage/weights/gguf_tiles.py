@@ -23,7 +23,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 import nanopage
-from nanopage.device import free_bytes
+from nanopage.device import check_weights_fit
 from nanopage.kernels import quantized_weights
 from nanopage.kernels.cpu import tile_linear
 from nanopage.kernels.cpu.packed_linear import TILE
@@ -45,7 +45,6 @@ ROWS = 32 * TILE  # repacked at once: few enough that temporary tensors are smal
 HEADER_BYTES = 256  # of a tensor, at most
 DTYPES = {torch.uint8: "U8", torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
 SUFFIX, PARTIAL = ".safetensors", ".partial"
-GIB = 2**30
 
 
 def is_quantized(checkpoint: GGUFCheckpoint) -> bool:
@@ -119,8 +118,7 @@ def place_on_gpu(
     matrices = names_of_matrices(model)
     places = {module: place for place, module in model.named_modules()}
     sizes = [checkpoint.weights[name].num_bytes for names in matrices.values() for name in names]
-    if sum(sizes) > (free := free_bytes(device)):
-        raise MemoryError(f"the weights take {sum(sizes) / GIB:,.2f} GiB, and {free / GIB:,.2f} GiB are free")
+    check_weights_fit(sum(sizes), device)
     made: dict[nn.Module, QuantizedWeight] = {}
     done = 0
 
@@ -172,9 +170,7 @@ def _read_or_make(
 
 
 def _read(file: Path) -> dict[str, Tensor]:
-    size, free = file.stat().st_size, free_bytes(torch.device("cpu"))
-    if size > free:
-        raise MemoryError(f"the weights take {size / GIB:,.2f} GiB, and {free / GIB:,.2f} GiB are free")
+    check_weights_fit(file.stat().st_size, torch.device("cpu"))
     with safe_open(file, framework="pt", device="cpu") as content:
         return {name: content.get_tensor(name) for name in content.keys()}  # noqa: SIM118 (not a dict)
 

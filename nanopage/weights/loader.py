@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from nanopage.config import ModelConfig, StoredQuantization
-from nanopage.device import free_bytes
+from nanopage.device import check_weights_fit
 from nanopage.kernels.cpu import tile_linear
 from nanopage.layers.linear import Linear
 from nanopage.layers.quantized import QuantizedLinear
@@ -38,7 +38,6 @@ FLOATS = ("F64", "F32", "F16", "BF16")
 INTEGERS = ("I32",)  # of AWQ and GPTQ
 # The scales of K and V of a layer, as compressed-tensors, vLLM and ModelOpt name them.
 KV_SCALE = re.compile(r"model\.layers\.(\d{1,4})\.self_attn\.(?:attn\.|k_proj\.(?=k)|v_proj\.(?=v))?([kv])_scale")
-GIB = 2**30
 
 Checkpoint = Path | GGUFCheckpoint
 """A directory, or an open .gguf file. `read_config` and `load_model` also take the path of a .gguf file."""
@@ -143,12 +142,7 @@ def materialize(model: nn.Module, dtype: torch.dtype, device: torch.device, for_
     Args: for_use: whether the model runs on this device.
     """
     sizes = [parameter.numel() * dtype.itemsize for parameter in model.parameters()]
-    free = free_bytes(device)
-    if sum(sizes) > free:
-        raise MemoryError(
-            f"the weights take {sum(sizes) / GIB:,.2f} GiB in {str(dtype).removeprefix('torch.')}, and "
-            f"{free / GIB:,.2f} GiB are free on {device.type}: use a smaller model"
-        )
+    check_weights_fit(sum(sizes), device, dtype)
     if for_use and device.type == "cpu" and sys.platform == "linux":
         _prepare_heap(sum(sizes) + max(sizes))  # packing them holds one weight twice
     materialized: dict[nn.Parameter, nn.Parameter] = {}  # tied parameters stay tied

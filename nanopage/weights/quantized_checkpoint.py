@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from nanopage.config import ModelConfig, StoredQuantization
-from nanopage.device import free_bytes
+from nanopage.device import check_weights_fit
 from nanopage.kernels import quantized_weights
 from nanopage.kernels.cpu.tile_linear import Blocks
 from nanopage.kernels.quantized_weights import QuantizedWeight
@@ -35,7 +35,6 @@ from nanopage.weights.safetensors_checkpoint import StoredTensor, opened
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 WORD = 32  # bits
 BLOCK = 32  # inputs of a group of `Blocks`
-GIB = 2**30
 
 
 @dataclass
@@ -230,9 +229,7 @@ def place(
     """
     found = list(linears(model))
     sizes = [linear.in_features * linear.out_features for _, _, linear, _ in found]
-    needed, free = sum(sizes) * stored_as.bits // 8, free_bytes(device)
-    if needed > free:
-        raise MemoryError(f"the weights take {needed / GIB:,.2f} GiB, and {free / GIB:,.2f} GiB are free")
+    check_weights_fit(sum(sizes) * stored_as.bits // 8, device)
     with Reader(stored, stored_as) as reader:
         for i, (parent, name, linear, parts) in enumerate(found):
             setattr(parent, name, make(linear, reader.read(linear, parts)))

@@ -15,7 +15,7 @@ import psutil
 import torch
 
 from nanopage.config import EngineConfig, ModelConfig
-from nanopage.device import free_bytes, total_ram
+from nanopage.device import GIB, free_bytes, total_ram
 from nanopage.layers.attention import Attention
 from nanopage.models.decoder import Decoder
 from nanopage.params import MAX_LOGPROBS
@@ -30,7 +30,6 @@ from nanopage.worker.sequence_table import SequenceTable
 
 logger = logging.getLogger("nanopage")
 
-GIB = 2**30
 CPU_SHARE, CPU_MOST = 0.25, 4 * GIB  # of the RAM that is free once the weights are loaded
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from nanopage.config import STORED_QUANTIZATIONS, EngineConfig, ModelConfig
-from nanopage.device import resolve_device, resolve_dtype, resolve_kv_dtype, set_cuda_precision
+from nanopage.device import GIB, resolve_device, resolve_dtype, resolve_kv_dtype, set_cuda_precision
 from nanopage.kernels.cpu.packed_linear import can_pack
 from nanopage.layers.packed import pack
 from nanopage.layers.quantized import quantize
@@ -28,7 +28,7 @@ from nanopage.worker.cuda_graphs import CUDAGraphs, make_sample_all, no_wrap
 from nanopage.worker.eager import Eager, Inputs
 from nanopage.worker.jit import CompiledDecoder, compile_afresh, compile_model, warm_up_sampling
 from nanopage.worker.kv_cache import KVCache
-from nanopage.worker.memory import GIB, block_bytes, fit_length, measure_step, num_blocks_that_fit, num_host_blocks
+from nanopage.worker.memory import block_bytes, fit_length, measure_step, num_blocks_that_fit, num_host_blocks
 from nanopage.worker.model_runner import Launched, ModelRunner, Way
 from nanopage.worker.option_speed import warn_of_slow_options
 from nanopage.worker.piecewise_graphs import PiecewiseGraphs

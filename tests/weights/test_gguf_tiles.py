@@ -167,7 +167,7 @@ def test_packed_weights_that_do_not_fit_or_are_not_finite_are_refused(file, monk
     hf_model = model_for(SMOLLM)
     write_gguf(file, hf_model, "llama", SMOLLM, types={"": Kind.Q4_1})
     with monkeypatch.context() as patch, pytest.raises(MemoryError, match=r"the weights take .* GiB"):
-        patch.setattr(gguf_tiles, "free_bytes", lambda device: 1000)
+        patch.setattr("nanopage.device.free_bytes", lambda device: 1000)
         loader.load_model(file, loader.read_config(file), torch.float32, CPU, keep_integers="packed")
     with torch.no_grad():
         hf_model.model.layers[0].mlp.down_proj.weight[0, 0] = 1e9
@@ -237,7 +237,7 @@ def test_what_killed_processes_left_is_removed(quantized):
 
 
 def test_weights_that_do_not_fit_into_the_memory_are_refused(quantized, monkeypatch):
-    monkeypatch.setattr(gguf_tiles, "free_bytes", lambda device: 2**10)
+    monkeypatch.setattr("nanopage.device.free_bytes", lambda device: 2**10)
     with pytest.raises(MemoryError, match=r"tiny.gguf: the weights take 0.00 GiB, and 0.00 GiB are free"):
         load(quantized)
 

@@ -324,7 +324,7 @@ class TestMemory:
         config = loader.read_config(model_dir)
         parameters = sum(parameter.numel() for parameter in loader.meta_model(config).parameters())
         for free, fits in ((4 * parameters, True), (4 * parameters - 1, False)):
-            monkeypatch.setattr(loader, "free_bytes", lambda device, free=free: free)
+            monkeypatch.setattr("nanopage.device.free_bytes", lambda device, free=free: free)
             if fits:
                 loader.load_model(model_dir, config, torch.float32, CPU, load_format)
                 continue

@@ -322,7 +322,7 @@ def test_awq_is_refused_for_weights_that_are_not_quantized(tmp_path):
 
 def test_little_memory_is_an_error_before_anything_is_read(tmp_path, monkeypatch):
     write_quantized(tmp_path, KINDS["awq"])
-    monkeypatch.setattr(quantized_checkpoint, "free_bytes", lambda device: 1000)
+    monkeypatch.setattr("nanopage.device.free_bytes", lambda device: 1000)
     monkeypatch.setattr(quantized_checkpoint.Reader, "read", lambda *_: pytest.fail("a matrix is read"))
     with pytest.raises(MemoryError, match=r"the weights take .* GiB"):
         load(tmp_path, keep_integers="tiles")
