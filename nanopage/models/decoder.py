@@ -6,8 +6,7 @@ a layer:   x = x + attention(norm(x))
            x = x + mlp(norm(x))
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -18,9 +17,6 @@ from nanopage.layers.embedding import Embedding
 from nanopage.layers.linear import Linear
 from nanopage.layers.norm import RMSNorm
 from nanopage.layers.rotary import RotaryEmbedding, rotate
-
-Layers = Callable[[Tensor, Tensor, Tensor, Tensor, Attention, Tensor | None], Tensor]
-"""A function that runs all layers on x, cos, sin, kv_cache, attention and rows (see `run_layers`)."""
 
 
 class Decoder(nn.Module):
@@ -47,7 +43,6 @@ class Decoder(nn.Module):
         kv_cache: Tensor,
         attention: Attention,
         rows: Tensor | None = None,
-        layers: Layers | None = None,
     ) -> Tensor:
         """Compute the hidden states of T tokens, the output of the last layer.
 
@@ -56,36 +51,19 @@ class Decoder(nn.Module):
             kv_cache: [layers, 2, blocks, kv_heads, head_dim * block_size]; written in place.
             attention: the attention of this step.
             rows: return only these rows. The last layer then drops the others after attention. None: all.
-            layers: runs the layers in another way. None: `run_layers`.
 
         Returns: [T, hidden_size], or [len(rows), hidden_size].
         """
         x = self.embed_tokens(input_ids)
         cos, sin = self.rotary(positions, x.dtype)
-        if layers is None:
-            layers = partial(run_layers, self.layers)
-        return layers(x, cos, sin, kv_cache, attention, rows)
+        last = len(self.layers) - 1
+        for index, (layer, cache) in enumerate(zip(self.layers, kv_cache.unbind(0), strict=True)):
+            x = layer(x, cos, sin, cache, attention, rows if index == last else None)
+        return x
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [T, hidden_size] -> [T, vocab_size]"""
         return self.lm_head(self.norm(hidden))
-
-
-def run_layers(
-    layers: Iterable[Callable[..., Tensor]],
-    x: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    kv_cache: Tensor,
-    attention: Attention,
-    rows: Tensor | None,
-) -> Tensor:
-    """Run DecoderLayers, or functions that compute the same, one after another. The last one returns only `rows`."""
-    *others, last = zip(layers, kv_cache.unbind(0), strict=True)
-    for layer, layer_cache in others:
-        x = layer(x, cos, sin, layer_cache, attention)
-    layer, layer_cache = last
-    return layer(x, cos, sin, layer_cache, attention, rows)
 
 
 class DecoderLayer(nn.Module):

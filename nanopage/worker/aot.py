@@ -22,7 +22,6 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +33,7 @@ from torch import Tensor, nn
 import nanopage
 from nanopage.config import ModelConfig
 from nanopage.kernels.reference import ReferenceAttention
+from nanopage.layers.attention import Attention
 from nanopage.models import find_family
 from nanopage.models.decoder import Decoder
 from nanopage.private_files import check_private, make_private
@@ -124,8 +124,17 @@ class Compiled:
         attention = reference_attention(inputs)
         if self.head is not None and self._is_one_decode(batch):
             return self._decode_one(batch.rows[0], inputs, attention, self.head)
-        model, head = partial(self.model, layers=self.layers), self.head or self.model.logits
-        return run_model(model, batch, inputs, attention, self.kv_cache, self.table, head)
+        head = self.head or self.model.logits
+        return run_model(self._forward, batch, inputs, attention, self.kv_cache, self.table, head)
+
+    def _forward(
+        self, input_ids: Tensor, positions: Tensor, kv_cache: Tensor, attention: Attention, rows: Tensor | None = None
+    ) -> Tensor:
+        """As `Decoder.forward`, with a ReferenceAttention and the KV cache that the layers were loaded for."""
+        assert self.layers is not None and isinstance(attention, ReferenceAttention)
+        x = self.model.embed_tokens(input_ids)
+        cos, sin = self.model.rotary(positions, x.dtype)
+        return self.layers(x, cos, sin, attention, rows)
 
     def _is_one_decode(self, batch: Batch) -> bool:
         """Whether a batch has one token, which is not of a prompt whose log-probabilities are asked for, and samples
@@ -135,7 +144,7 @@ class Compiled:
     def _decode_one(self, row: int, inputs: Inputs, attention: ReferenceAttention, head: "CompiledHead") -> Output:
         """Run a step of a single token. Unlike `run_model`, this does little in Python: for a small model that takes a
         tenth of such a step."""
-        hidden = self.model(inputs.input_ids, inputs.positions, self.kv_cache.tensor, attention, layers=self.layers)
+        hidden = self._forward(inputs.input_ids, inputs.positions, self.kv_cache.tensor, attention)
         logits, tokens = head.of_one_row(hidden)
         if not self.table.sampling.greedy[row]:
             return Output(logits)
@@ -313,7 +322,7 @@ def find_file(directory: Path, name: str) -> Path | None:
 
 
 class CompiledLayers:
-    """Computes the same as `run_layers` with a ReferenceAttention, with compiled code.
+    """Computes the layers of a Decoder, with compiled code.
 
     Args:
         libraries: the compiled functions, by part and kind.
@@ -333,8 +342,9 @@ class CompiledLayers:
         self.num_heads, self.head_dim, self.num_threads = num_heads, head_dim, num_threads
 
     def __call__(
-        self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, attention: Any, rows: Tensor | None
+        self, x: Tensor, cos: Tensor, sin: Tensor, attention: ReferenceAttention, rows: Tensor | None
     ) -> Tensor:
+        """The output of the last layer, for embeddings x [T, hidden_size]; other arguments as in `Decoder.forward`."""
         attended = x.new_empty(len(x), self.num_heads, self.head_dim)
         before, after = self._part("before", x), self._part("after", x)
         num_threads = min(self.num_threads, torch.get_num_threads())

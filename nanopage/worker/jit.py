@@ -100,7 +100,7 @@ class CompiledDecoder(Decoder):
         made = {pair: compile_afresh(between) for pair in set(pairwise(formats))}
         self.betweens = [made[pair] for pair in pairwise(formats)]  # what comes after each layer but the last
 
-    def forward(  # type: ignore[override]  # there is no other way to run the layers
+    def forward(
         self,
         input_ids: Tensor,
         positions: Tensor,

@@ -2,7 +2,6 @@
 
 import json
 import sys
-from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -31,7 +30,6 @@ from nanopage.kernels.cpu.tile_linear import round_activations
 from nanopage.layers.linear import Linear
 from nanopage.layers.packed import PackedLinear
 from nanopage.models import FAMILIES, find_family, load_families
-from nanopage.models.decoder import run_layers
 from nanopage.step import Batch, BlockUpdate, Fork, NewSequence, SamplingSettings
 from nanopage.weights import loader
 from nanopage.worker.eager import Eager, prepare, reference_attention
@@ -194,7 +192,7 @@ def test_the_model_computes_only_the_rows_that_are_asked_for(tmp_path, make_way,
         torch.testing.assert_close(some, whole[rows], rtol=1e-4, atol=1e-4)
 
 
-def hidden_states(paged, lengths, rows=None, layers=None):
+def hidden_states(paged, lengths, rows=None):
     """Of the whole sequences, in one step that any number of calls may run."""
     paged.restart(paged.sequences)
     batch = paged.batch(dict(enumerate(lengths)))
@@ -202,31 +200,30 @@ def hidden_states(paged, lengths, rows=None, layers=None):
     paged.table.update(batch)
     inputs = prepare(batch, paged.table)
     with torch.inference_mode():
-        return paged.model(
-            inputs.input_ids, inputs.positions, paged.cache.tensor, reference_attention(inputs), rows, layers
-        )
+        return paged.model(inputs.input_ids, inputs.positions, paged.cache.tensor, reference_attention(inputs), rows)
 
 
-def test_layers_may_be_computed_by_something_else(tmp_path):
-    """Each is called in the place of its module, with its own layer's cache; only the last is told the rows."""
+def test_each_layer_gets_its_own_cache_and_only_the_last_is_told_the_rows(tmp_path, monkeypatch):
     tiny_hf_model("qwen3", num_hidden_layers=3).save_pretrained(tmp_path)
     paged, lengths, calls = Paged(tmp_path, random_tokens([9, 4])), [9, 4], []
 
-    def standing_in_for(index, layer):
+    def recording(index, forward):
         def compute(x, cos, sin, kv_cache, attention, rows=None):
             assert kv_cache.data_ptr() == paged.cache.tensor[index].data_ptr()
             calls.append((index, rows))
-            return layer(x, cos, sin, kv_cache, attention, rows)
+            return forward(x, cos, sin, kv_cache, attention, rows)
 
         return compute
 
     rows = torch.tensor([12, 8])
     expected = hidden_states(paged, lengths, rows)
-    layers = [standing_in_for(index, layer) for index, layer in enumerate(paged.model.layers)]
-    assert torch.equal(hidden_states(paged, lengths, rows, partial(run_layers, layers)), expected)
+    for index, layer in enumerate(paged.model.layers):
+        monkeypatch.setattr(layer, "forward", recording(index, layer.forward))
+    assert torch.equal(hidden_states(paged, lengths, rows), expected)
     assert calls == [(0, None), (1, None), (2, rows)]
+    paged.model.layers = paged.model.layers[:2]
     with pytest.raises(ValueError, match="longer"):
-        hidden_states(paged, lengths, rows, partial(run_layers, layers[:2]))
+        hidden_states(paged, lengths, rows)
 
 
 def test_a_family_is_a_file_and_a_name():

@@ -343,12 +343,12 @@ def test_the_last_layer_computes_only_the_rows_that_are_asked_for(model, directo
         made.table.update(batch)
         inputs = prepare(batch, made.table)
         everything = inputs.input_ids, inputs.positions, made.cache.tensor, reference_attention(inputs)
-        layers = made.way.layers if compiled else None
+        forward = made.way._forward if compiled else made.model
         for rows in ([sum(lengths) - 1, 0][: len(lengths)], [0]):
             rows = torch.tensor(rows)
             with torch.inference_mode():
-                whole = made.model(*everything, None, layers)
-                some = made.model(*everything, rows, layers)
+                whole = forward(*everything)
+                some = forward(*everything, rows)
             torch.testing.assert_close(some, whole[rows], rtol=1e-4, atol=1e-4)
 
 
