@@ -19,7 +19,8 @@ larger numbers serve batches in which a few sequences have most of the tokens.
 On a CPU, for the tests, the same code runs on the same buffers without capture.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -54,6 +55,20 @@ def batch_sizes(most: int) -> list[int]:
 
 def no_wrap(function: Callable) -> Callable:
     return function
+
+
+@contextmanager
+def naming_what_helps(what: str, options: str) -> Iterator[None]:
+    """Capture graphs in this context. Raises: MemoryError if the GPU's memory runs out. The message names what was
+    captured, and the options to lower."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "out of memory" not in str(error):
+            raise
+        raise MemoryError(
+            f"the GPU's memory ran out while {what} captured: lower {options}, or set enforce_eager"
+        ) from None
 
 
 class CUDAGraphs:
@@ -176,18 +191,11 @@ class CUDAGraphs:
         cases = [(size, splits) for size in reversed(sizes) for splits in self.splits_of(size)]
         console = Console(stderr=True)
         for size, splits in track(cases, "Capturing CUDA graphs", console=console, transient=True):
-            try:
+            with naming_what_helps(f"the graph of batch size {size} was", "max_num_seqs or gpu_memory_utilization"):
                 self._step(size, splits, 0)  # a first call allocates and compiles, which capturing does not allow
                 graph = torch.cuda.CUDAGraph()
                 with torch.cuda.graph(graph, pool=self.pool):
                     self._step(size, splits, 0)
-            except RuntimeError as error:
-                if "out of memory" not in str(error):
-                    raise
-                raise MemoryError(
-                    f"the GPU's memory ran out while the graph of batch size {size} was captured: lower max_num_seqs "
-                    "or gpu_memory_utilization, or set enforce_eager"
-                ) from None
             self.graphs[size, splits] = graph
         torch.cuda.synchronize(self.device)
 

@@ -30,6 +30,7 @@ from torch import Tensor
 
 from nanopage.layers.attention import Attention
 from nanopage.step import Batch
+from nanopage.worker.cuda_graphs import naming_what_helps
 from nanopage.worker.eager import Inputs, Output, prepare, run_model
 from nanopage.worker.jit import Carried, CompiledDecoder
 from nanopage.worker.kv_cache import KVCache
@@ -121,15 +122,8 @@ class PiecewiseGraphs:
         self.ints[2] = -1
         console = Console(stderr=True)
         for size in track(sizes[::-1], "Capturing CUDA graphs", console=console, transient=True):
-            try:
+            with naming_what_helps(f"the graphs of {size} tokens were", "gpu_memory_utilization"):
                 self._capture(size, pool)
-            except RuntimeError as error:
-                if "out of memory" not in str(error):
-                    raise
-                raise MemoryError(
-                    f"the GPU's memory ran out while the graphs of {size} tokens were captured: lower "
-                    "gpu_memory_utilization, or set enforce_eager"
-                ) from None
         torch.cuda.synchronize(self.table.device)
 
     def _capture(self, size: int, pool: Any) -> None:
