@@ -7,8 +7,9 @@
 With Gumbel noise, argmax(logits + temperature * noise) is a sample of softmax(logits / temperature). This is the
 Gumbel-max trick (Maddison et al. 2014).
 
-Constraints and penalties are skipped if no row needs them. The kinds of rows are sampled one after the other on a CPU,
-which so computes noise only where it is used. On a GPU, one compiled function samples all rows (`sample_rows`).
+Constraints and penalties are skipped if no row needs them. On a CPU, the kinds of rows are sampled one after the other,
+so that noise is computed only for the rows that use it. On a GPU, one compiled function samples all rows
+(`sample_rows`).
 """
 
 from collections.abc import Callable
@@ -77,10 +78,10 @@ class Sampler:
         if self.sample_all is not None:
             row, position = to_device(torch.from_numpy(np.stack([rows, positions])), logits.device)
             return self.sample_all(logits, row, position, sampling.temperature, sampling.seed, sampling.limits)
-        logits = at_least_float32(logits)
         greedy = sampling.greedy[rows]
         if greedy.all():
             return argmax(logits)
+        logits = at_least_float32(logits)
         truncated = sampling.truncated[rows] & ~greedy
         kinds = {"greedy": greedy, "plain": ~greedy & ~truncated, "truncated": truncated}
         tokens = torch.empty(len(rows), dtype=torch.int64, device=logits.device)
