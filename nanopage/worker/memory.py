@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 import psutil
 import torch
+from torch import Tensor
 
 from nanopage.config import EngineConfig, ModelConfig
 from nanopage.device import GIB, free_bytes, total_ram
@@ -20,9 +21,9 @@ from nanopage.layers.attention import Attention
 from nanopage.models.decoder import Decoder
 from nanopage.params import MAX_LOGPROBS
 from nanopage.step import Batch, BlockUpdate, NewSequence, SamplingSettings
-from nanopage.worker.cuda_graphs import CUDAGraphs, make_sample_all, no_wrap
+from nanopage.worker.cuda_graphs import CUDAGraphs
 from nanopage.worker.eager import Eager, Inputs
-from nanopage.worker.jit import CompiledDecoder, compile_afresh, warm_up_sampling
+from nanopage.worker.jit import CompiledDecoder, compile_afresh
 from nanopage.worker.kv_cache import KVCache
 from nanopage.worker.model_runner import ModelRunner
 from nanopage.worker.piecewise_graphs import PiecewiseGraphs
@@ -33,16 +34,15 @@ logger = logging.getLogger("nanopage")
 CPU_SHARE, CPU_MOST = 0.25, 4 * GIB  # of the RAM that is free once the weights are loaded
 
 
-@torch.inference_mode()
 def measure_step(
     config: EngineConfig,
     model_config: ModelConfig,
     model: Decoder,
     max_model_len: int,
-    dtype: torch.dtype,
     kv_dtype: torch.dtype,
     device: torch.device,
     make_attention: Callable[[Inputs], Attention],
+    sample_all: Callable[..., Tensor],
 ) -> int:
     """Bytes of GPU memory that steps take in addition to the weights and the KV cache.
 
@@ -53,11 +53,10 @@ def measure_step(
     """
     from nanopage.kernels.paged_attention import PROMPT_SPLIT_BYTES  # imports Triton
 
+    # Not in inference mode: torch would compile the sampler again for tensors that are made there.
     cache = KVCache(model_config, 1, config.block_size, kv_dtype, device)
     table = SequenceTable(config.max_num_seqs + 1, max_model_len, config.block_size, model_config.vocab_size, device)
     table_bytes = table.num_bytes
-    sample_all = make_sample_all(True, no_wrap if config.enforce_eager else compile_afresh)
-    warm_up_sampling(sample_all, table.sampling, dtype, device)
     runner = ModelRunner(model, cache, table, [Eager(model, cache, table, make_attention)], sample_all)
     budget = config.token_budget(device.type)
     batch = largest_batch(budget, config.max_num_seqs, max_model_len, config.block_size)

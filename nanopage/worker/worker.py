@@ -17,6 +17,7 @@ from nanopage.kernels.cpu.packed_linear import can_pack
 from nanopage.layers.packed import pack
 from nanopage.layers.quantized import quantize
 from nanopage.layers.tiled import TiledLinear, has_only_float16, tile
+from nanopage.sampling.table import SamplingTable
 from nanopage.step import Batch, Capacity
 from nanopage.weights import loader
 from nanopage.weights.gguf_checkpoint import GGUFCheckpoint
@@ -88,17 +89,19 @@ class Worker:
         if self.device.type == "cpu":
             warn_of_slow_options(config, model_config, self.model.layers[0], self.dtype, self.product)
         longest = config.max_model_len or model_config.max_position_embeddings
+        self.sample_all: Callable[..., Tensor] | None = None  # on a CPU
         step_bytes = 0
         if self.device.type == "cuda":
+            self.sample_all = self._make_sample_all()
             step_bytes = measure_step(
                 config,
                 model_config,
                 self.model,
                 longest,
-                self.dtype,
                 self.kv_dtype,
                 self.device,
                 self._make_attention,
+                self.sample_all,
             )
         num_blocks = num_blocks_that_fit(config, model_config, longest, self.kv_dtype, self.device, step_bytes)
         max_model_len = fit_length(config, longest, num_blocks * config.block_size)
@@ -110,7 +113,6 @@ class Worker:
             config.max_num_seqs + 1, max_model_len, config.block_size, model_config.vocab_size, self.device
         )
         self.compiled: Compiled | None = None
-        self.sample_all = self._make_sample_all(table)
         ways = self._choose_ways(table, max_model_len)
         self.runner = ModelRunner(self.model, self.kv_cache, table, ways, self.sample_all)
         if self.uses_triton:
@@ -162,12 +164,11 @@ class Worker:
             self.way = "eagerly: NANOPAGE_COMPILE=never"
         return [self.compiled, eager]
 
-    def _make_sample_all(self, table: SequenceTable) -> Callable[..., Tensor] | None:
-        """The function by which a GPU samples all rows of a batch, compiled and warmed up."""
-        if not self.uses_triton:
-            return None
+    def _make_sample_all(self) -> Callable[..., Tensor]:
+        """The function by which a GPU samples all rows of a batch, compiled and warmed up for tables of this size."""
         sample_all = make_sample_all(True, no_wrap if self.config.enforce_eager else compile_afresh)
-        warm_up_sampling(sample_all, table.sampling, self.dtype, self.device)
+        sampling = SamplingTable(self.config.max_num_seqs + 1, self.model_config.vocab_size, self.device)
+        warm_up_sampling(sample_all, sampling, self.dtype, self.device)
         return sample_all
 
     def _choose_tiles(self, checkpoint: loader.Checkpoint) -> str | None:

@@ -13,6 +13,7 @@ from nanopage import EngineConfig, SamplingParams
 from nanopage.build import build_engine
 from nanopage.kernels import cache_write, paged_attention, rotate_and_write
 from nanopage.params import MAX_LOGPROBS
+from nanopage.sampling.table import SamplingTable
 from nanopage.step import Batch, BlockUpdate, Fork, NewSequence, SamplingSettings
 from nanopage.worker import jit
 from nanopage.worker.cuda_graphs import CUDAGraphs, batch_sizes, look_up, make_sample_all, no_wrap
@@ -364,7 +365,12 @@ def test_nothing_is_compiled_while_serving(model, fake_cuda, monkeypatch):
     made, table = (compiled, worker.kv_cache, worker.runner.table), worker.runner.table
     # A kernel in Triton's interpreter cannot be compiled into the sampler, so truncation sorts here.
     sample_all = make_sample_all(False, jit.compile_afresh)
-    jit.warm_up_sampling(sample_all, table.sampling, worker.dtype, worker.device)
+    sampling = SamplingTable(len(table.tokens), worker.model_config.vocab_size, worker.device)
+    jit.warm_up_sampling(sample_all, sampling, worker.dtype, worker.device)
+    with torch.compiler.set_stance("fail_on_recompile"):
+        made_of = worker.kv_dtype, worker.device, worker._make_attention, sample_all
+        measure_step(worker.config, worker.model_config, worker.model, 300, *made_of)
+    variants.clear()
     ways = [CUDAGraphs(*made, 300, True, sample_all, jit.compile_afresh), Eager(*made, worker._make_attention)]
     worker.runner.ways, worker.runner.sampler.sample_all = ways, sample_all
     ways[0].capture(ways[0].sizes)
@@ -421,8 +427,8 @@ def test_another_error_while_capturing_comes_out_as_it_is(model, fake_cuda, monk
 @pytest.mark.interpreter
 def test_the_largest_step_there_can_be_is_measured(model, fake_cuda, monkeypatch):
     worker = make_engine(model, max_num_seqs=6, num_gpu_blocks_override=4, max_num_batched_tokens=100).executor.worker
-    dtypes = worker.dtype, worker.kv_dtype
-    arguments = worker.model_config, worker.model, 64, *dtypes, worker.device, worker._make_attention
+    made = worker.kv_dtype, worker.device, worker._make_attention, make_sample_all(True)
+    arguments = worker.model_config, worker.model, 64, *made
     launch, batches = ModelRunner.launch, []
     monkeypatch.setattr(ModelRunner, "launch", lambda self, batch: batches.append(batch) or launch(self, batch))
     table_bytes = worker.runner.table.num_bytes + paged_attention.PROMPT_SPLIT_BYTES
