@@ -1,5 +1,6 @@
 import os
 import signal
+from functools import partial
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported: no test asks the hub
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -52,6 +53,19 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def compiled_graphs(monkeypatch):
+    """The graphs that torch.compile makes from now on. A backend counts them and runs them as they are."""
+    graphs = []
+
+    def counting(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counting))
+    return graphs
 
 
 def pytest_collection_modifyitems(items):

@@ -345,20 +345,14 @@ def test_capturing_writes_to_no_sequence(model, fake_cuda):
 
 
 @pytest.mark.interpreter
-def test_nothing_is_compiled_while_serving(model, fake_cuda, monkeypatch):
+def test_nothing_is_compiled_while_serving(model, fake_cuda, monkeypatch, compiled_graphs):
     """By Dynamo, of which a backend counts the graphs, or by Triton, for constants that a kernel has not had before.
 
     Decodes as graphs, others by the compiled model; test_piecewise_graphs.py has the same with pieces as graphs.
     """
-    graphs, variants = [], set()
-
-    def counting(graph, inputs):
-        graphs.append(graph)
-        return graph.forward
-
+    variants = set()
     record_launches(monkeypatch, variants)
     monkeypatch.setattr(paged_attention, "num_processors", lambda device: 132)
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counting))
     engine = make_engine(model, max_num_seqs=2, max_model_len=300)
     worker = engine.executor.worker
     compiled = jit.compile_model(worker.model, worker.model_config, worker.dtype, worker.device, uses_triton=True)
@@ -383,7 +377,7 @@ def test_nothing_is_compiled_while_serving(model, fake_cuda, monkeypatch):
     assert len(variants) == 3
     worker._warm_up()
     assert len(variants) == 5
-    before = len(graphs), set(variants)
+    before = len(compiled_graphs), set(variants)
     with torch.compiler.set_stance("fail_on_recompile"):
         for name, prompt, params in (
             ("beside", [3, 4], {"max_tokens": 3}),
@@ -395,7 +389,7 @@ def test_nothing_is_compiled_while_serving(model, fake_cuda, monkeypatch):
             engine.add_request(name, prompt, SamplingParams(**{"temperature": 0, "ignore_eos": True} | params))
         while engine.has_unfinished_requests():
             assert not any(output.error for output in engine.step())
-    assert (len(graphs), variants) == before
+    assert (len(compiled_graphs), variants) == before
 
 
 @pytest.mark.interpreter
@@ -486,16 +480,10 @@ def test_the_largest_batch_has_no_more_than_it_may(case):
     assert [len(update.blocks) for update in batch.blocks] == [-(-length // 16) for length in lengths]
 
 
-def test_what_is_around_the_model_is_compiled_for_any_size_and_once_more_for_one():
-    graphs = []
-
-    def counting(graph, inputs):
-        graphs.append(graph)
-        return graph.forward
-
-    before = torch.compile(look_up, fullgraph=True, backend=counting)
+def test_what_is_around_the_model_is_compiled_for_any_size_and_once_more_for_one(compiled_graphs):
+    before = torch.compile(look_up, fullgraph=True)
     plain = make_sample_all(False)
-    after = make_sample_all(False, partial(torch.compile, fullgraph=True, backend=counting))
+    after = make_sample_all(False, partial(torch.compile, fullgraph=True))
     tokens = torch.randint(0, 300, (49, 33))
     block_tables = torch.randint(0, 9, (49, 4)).int()
     temperatures, seeds = torch.rand(49, dtype=torch.float64).round(decimals=1), torch.randint(-9, 9, (49,))
@@ -510,7 +498,7 @@ def test_what_is_around_the_model_is_compiled_for_any_size_and_once_more_for_one
         logits = torch.randn(size, 300, generator=generator)
         arguments = logits, rows, seq_lens, temperatures, seeds, limits
         assert torch.equal(after(*arguments), plain(*arguments))
-    assert len(graphs) == 6  # one size, any size, size 1
+    assert len(compiled_graphs) == 6  # one size, any size, size 1
 
 
 def test_what_is_looked_up_is_the_last_token_of_each_row_and_its_slot():

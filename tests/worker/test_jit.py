@@ -23,15 +23,8 @@ LENGTHS = [11, 5, 1, 23]
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
-def test_nothing_is_compiled_after_the_warm_up_and_logits_are_the_same(family, tmp_path, monkeypatch):
+def test_nothing_is_compiled_after_the_warm_up_and_logits_are_the_same(family, tmp_path, compiled_graphs):
     """By Dynamo and AOTAutograd; what Inductor would make of it is left out here."""
-    graphs = []
-
-    def counting(graph, inputs):
-        graphs.append(graph)
-        return graph.forward
-
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counting))
     hf_model = tiny_hf_model(family, num_hidden_layers=3)
     hf_model.save_pretrained(tmp_path)
     sequences = random_tokens(LENGTHS)
@@ -40,13 +33,13 @@ def test_nothing_is_compiled_after_the_warm_up_and_logits_are_the_same(family, t
     paged.way.model = jit.compile_model(
         paged.model, loader.read_config(tmp_path), torch.float64, CPU, uses_triton=False
     )
-    assert len(graphs) == 8  # first, between, last and head; of many tokens and of one
+    assert len(compiled_graphs) == 8  # first, between, last and head; of many tokens and of one
     with torch.compiler.set_stance("fail_on_recompile"):
         while any(paged.done(i) < length for i, length in enumerate(LENGTHS)):
             left = {i: length - paged.done(i) for i, length in enumerate(LENGTHS) if paged.done(i) < length}
             most = 1 if len(left) == 1 else 7
             paged.step({i: min(n, most) for i, n in left.items()})
-    assert len(graphs) == 8
+    assert len(compiled_graphs) == 8
     assert_all_close(paged.logits, reference_logits(hf_model.double(), sequences), 1e-5)
 
 
@@ -79,14 +72,7 @@ def test_a_layer_launches_four_products_and_three_kernels_between_attentions(con
     assert products == {"extern_kernels.mm"}, "addmm would copy the residual first"
 
 
-def test_engines_of_any_number_and_size_do_not_share_what_is_compiled(tmp_path, monkeypatch):
-    graphs = []
-
-    def counting(graph, inputs):
-        graphs.append(graph)
-        return graph.forward
-
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counting))
+def test_engines_of_any_number_and_size_do_not_share_what_is_compiled(tmp_path, compiled_graphs):
     for number in range(5):  # torch keeps eight graphs of a function, two of which are an engine's
         directory = tmp_path / str(number)
         tiny_hf_model(hidden_size=32 + 16 * number, intermediate_size=32).save_pretrained(directory)
@@ -100,34 +86,27 @@ def test_engines_of_any_number_and_size_do_not_share_what_is_compiled(tmp_path, 
             logits, ints = torch.randn(size, sampling.vocab_size), torch.zeros(size, dtype=torch.int64)
             tokens = sample_all(logits, ints, ints, sampling.temperature, sampling.seed, sampling.limits)
             assert torch.equal(tokens, logits.argmax(dim=-1))
-    assert len(graphs) == 5 * (8 + 3)
+    assert len(compiled_graphs) == 5 * (8 + 3)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_the_sampler_is_compiled_when_it_is_warmed_up_and_not_later(dtype, monkeypatch):
+def test_the_sampler_is_compiled_when_it_is_warmed_up_and_not_later(dtype, compiled_graphs):
     """For logits of the model's dtype and of float32, of many rows and of one, whatever the settings of the rows."""
-    graphs = []
-
-    def counting(graph, inputs):
-        graphs.append(graph)
-        return graph.forward
-
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counting))
     table = SequenceTable(60, 40, 16, 300, CPU)
     kinds = [{"temperature": 0.0}, {}, {"top_k": 3}, {"top_p": 0.9, "presence_penalty": 0.5}, {"min_p": 0.1}]
     new = [NewSequence(row, [1, 2, 3], 3, row, SamplingSettings(**kinds[row % 5])) for row in range(59)]
     table.update(Batch(new=new))
     sample_all = make_sample_all(False, jit.compile_afresh)
     jit.warm_up_sampling(sample_all, table.sampling, dtype, CPU)
-    assert len(graphs) == (2 if dtype == torch.float32 else 4)
+    assert len(compiled_graphs) == (2 if dtype == torch.float32 else 4)
     plain, compiled = Sampler(table), Sampler(table, sample_all)
-    before = len(graphs)
+    before = len(compiled_graphs)
     with torch.compiler.set_stance("fail_on_recompile"), torch.inference_mode():
         for rows in ([5], [3], [0, 1], [3, 4, 7], list(range(59)), [58]):
             logits = 3 * torch.randn(len(rows), 300).to(dtype)
             arguments = logits, np.array(rows), np.full(len(rows), 3)
             assert compiled(*arguments).result() == plain(*arguments).result()
-    assert len(graphs) == before
+    assert len(compiled_graphs) == before
 
 
 def test_another_number_of_threads_compiles_nothing(monkeypatch):

@@ -118,15 +118,9 @@ def drawn_on(device, config, dtype):
 
 
 @pytest.mark.interpreter
-def test_layers_of_several_formats_are_compiled_at_start(tmp_path, monkeypatch):
+def test_layers_of_several_formats_are_compiled_at_start(tmp_path, compiled_graphs):
     """As in a .gguf file whose layers have integers of 4 or of 8 bits."""
-    directory, graphs = tiny_model(tmp_path, num_hidden_layers=5), []
-
-    def counting(graph, inputs):
-        graphs.append(graph)
-        return graph.forward
-
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counting))
+    directory = tiny_model(tmp_path, num_hidden_layers=5)
     paged = Paged(directory, random_tokens(LENGTHS))
     plain = Paged(directory, random_tokens(LENGTHS))
     for model in (paged.model, plain.model):
@@ -136,9 +130,9 @@ def test_layers_of_several_formats_are_compiled_at_start(tmp_path, monkeypatch):
     compiled = jit.compile_model(paged.model, loader.read_config(directory), torch.float32, CPU, uses_triton=False)
     # The first and the last piece, those between layers of the formats int8, int8; int8, int4; and int4, int8, and the
     # head; of many tokens and of one.
-    assert len(graphs) == 2 * (2 + 3 + 1)
+    assert len(compiled_graphs) == 2 * (2 + 3 + 1)
     paged.model = paged.way.model = compiled
     with torch.compiler.set_stance("fail_on_recompile"):
         ours = run(paged)
-    assert len(graphs) == 2 * (2 + 3 + 1)
+    assert len(compiled_graphs) == 2 * (2 + 3 + 1)
     assert_all_close(ours, run(plain), 1e-5)
