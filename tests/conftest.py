@@ -1,3 +1,4 @@
+import gc
 import os
 import signal
 from functools import partial
@@ -53,6 +54,15 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def quick_collections():
+    """Garbage collections look only at what the test makes."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture

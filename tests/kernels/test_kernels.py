@@ -347,6 +347,7 @@ class Tied(torch.nn.Module):
 @pytest.mark.parametrize(
     ("module", "convert"), [(packed_linear, pack), (tile_linear, quantize)], ids=["packed", "quantized"]
 )
+@pytest.mark.usefixtures("quick_collections")
 def test_one_matrix_at_a_time_exists_twice(module, convert, head_first, monkeypatch):
     model = Tied(torch.randn(192, 64), head_first)
     alive = [weakref.ref(parameter) for parameter in model.parameters() if parameter.dim() == 2]

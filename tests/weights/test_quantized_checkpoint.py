@@ -49,19 +49,13 @@ def rounded(weight, config, group_of):
     return integers, scales, zeros
 
 
-def write_number(words, row, column, shift, number):
-    words[row, column] |= np.uint32(int(number) << shift)
-
-
 def awq_tensors(integers, scales, zeros):
     """WQLinear_GEMM: number i of an int32 is that of output 8 * word + (0, 2, 4, 6, 1, 3, 5, 7)[i]."""
 
     def packed(numbers):  # [rows, out]
         words = np.zeros((numbers.shape[0], numbers.shape[1] // 8), np.uint32)
-        for row in range(words.shape[0]):
-            for column in range(words.shape[1]):
-                for i, output in enumerate((0, 2, 4, 6, 1, 3, 5, 7)):
-                    write_number(words, row, column, 4 * i, numbers[row, 8 * column + output])
+        for i, output in enumerate((0, 2, 4, 6, 1, 3, 5, 7)):
+            words |= numbers[:, output::8].astype(np.uint32) << np.uint32(4 * i)
         return words.view(np.int32)
 
     return {"qweight": packed(integers.T), "qzeros": packed(zeros), "scales": scales}
@@ -72,13 +66,10 @@ def gptq_tensors(integers, scales, zeros, config, group_of):
     bits, per_word = config["bits"], 32 // config["bits"]
     numbers = integers.T
     qweight = np.zeros((numbers.shape[0] // per_word, numbers.shape[1]), np.uint32)
-    for i, row in enumerate(numbers):
-        for column, number in enumerate(row):
-            write_number(qweight, i // per_word, column, bits * (i % per_word), number)
     qzeros = np.zeros((zeros.shape[0], zeros.shape[1] // per_word), np.uint32)
-    for row, of_group in enumerate(zeros):
-        for column, number in enumerate(of_group):
-            write_number(qzeros, row, column // per_word, bits * (column % per_word), number)
+    for i in range(per_word):
+        qweight |= numbers[i::per_word].astype(np.uint32) << np.uint32(bits * i)
+        qzeros |= zeros[:, i::per_word].astype(np.uint32) << np.uint32(bits * i)
     if config.get("checkpoint_format", "gptq") == "gptq":  # minus one in every number; 0 borrows from the next one
         qzeros = qzeros - np.uint32(sum(1 << bits * i for i in range(per_word)))
     tensors = {"qweight": qweight.view(np.int32), "qzeros": qzeros.view(np.int32), "scales": scales}

@@ -1,6 +1,8 @@
 """Prints the kernels that Inductor generates for the pieces `between` and `last` on an H100, as JSON. Needs no GPU.
 
-    python generated_code.py CONFIG NUM_TOKENS      CONFIG: a directory with config.json
+    python generated_code.py CONFIG...      directories with config.json
+
+For each one, the kernels of 1 and of 32 tokens, in this order.
 
 Weights and inputs are fake tensors on a GPU that does not exist. Inductor is told its properties, and stopped when the
 code is written: nothing is run.
@@ -92,9 +94,8 @@ def kernels_of(piece, *arguments) -> list[str]:
     return re.findall(r"(extern_kernels\.\w+|triton_\w+)(?:\.run)?\(", code.split("def call(")[1].split("\ndef ")[0])
 
 
-def main(directory: Path, num_tokens: int) -> None:
+def kernels_of_pieces(directory: Path, num_tokens: int) -> dict[str, list[str]]:
     config = loader.read_config(directory)
-    triton.runtime.driver.set_active(Driver())
     with an_h100(), torch.inference_mode(), FakeTensorMode():
 
         def tensor(*shape):
@@ -107,12 +108,12 @@ def main(directory: Path, num_tokens: int) -> None:
         decoder.requires_grad_(False)
         model = CompiledDecoder(decoder, uses_triton=True)
         x, attended = tensor(num_tokens, config.hidden_size), tensor(num_tokens, config.num_heads, config.head_dim)
-        found = {
+        return {
             "between": kernels_of(model.betweens[0], model.layers[0], model.layers[1], x, attended),
             "last": kernels_of(model.last, model.layers[1], x, attended),
         }
-    print(json.dumps(found))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]))
+    triton.runtime.driver.set_active(Driver())
+    print(json.dumps([[kernels_of_pieces(Path(config), count) for count in (1, 32)] for config in sys.argv[1:]]))

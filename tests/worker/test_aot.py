@@ -787,7 +787,11 @@ def test_a_program_with_one_question_leaves_compiled_code_to_the_next_one(model,
     first = ask(*["kill"] * killed)
     assert first.stdout.split()[0] == "False", first.stderr
     compiling = psutil.Process(int(first.stdout.split()[1]))
-    assert killed or "still compiling" in first.stderr
+    if not killed:
+        assert "still compiling" in first.stderr and compiling.is_running()
+        os.killpg(compiling.pid, signal.SIGKILL)  # the other case waits for it
+        compiling.wait()
+        return
     compiling.wait(300)
     second = ask()
     assert second.stdout.split() == ["True"]
@@ -820,7 +824,7 @@ def test_compiling_ends_after_its_time(model, tmp_path):
     slow.chmod(0o700)
     made = tmp_path / "made"
     made.mkdir(mode=0o700)
-    code = "import sys; from nanopage.worker import aot, aot_compile as c; c.TIME_LIMIT = 15; "
+    code = "import sys; from nanopage.worker import aot, aot_compile as c; c.TIME_LIMIT = 10; "
     code += "c._probe_compiler = lambda: None; import json, pathlib; "
     code += "c.main(json.loads(sys.argv[1]), pathlib.Path(sys.argv[2]))"
     process = subprocess.Popen(
@@ -828,7 +832,7 @@ def test_compiling_ends_after_its_time(model, tmp_path):
         env=os.environ | {"PYTHONPATH": str(ROOT), "CXX": str(slow)}, start_new_session=True,
         stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
-    assert "compiling took longer than 15 s" in process.communicate(timeout=120)[1]
+    assert "compiling took longer than 10 s" in process.communicate(timeout=120)[1]
     assert process.returncode == -signal.SIGKILL
     assert not [p for p in psutil.process_iter(["cmdline"]) if str(slow) in (p.info["cmdline"] or [])]
 

@@ -81,6 +81,7 @@ def test_int4_has_an_int8_head_and_int8_where_groups_do_not_fit(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4", "fp8"])
+@pytest.mark.usefixtures("quick_collections")
 def test_one_matrix_at_a_time_is_on_the_device(directory, kind, monkeypatch):
     """Nothing of the matrices before is left, but what they were rounded to. The meta device stands for the GPU."""
     moved, most = [], []
