@@ -191,6 +191,49 @@ def run(engine) -> list[list[int]]:
     return [done[str(i)] for i in range(3)]
 
 
+ASK = """
+import sys
+from nanopage import LLM, SamplingParams
+llm = LLM(sys.argv[1], device="cpu", dtype="float32", max_model_len=128, num_gpu_blocks_override=32, block_size=8)
+compiled = llm.engine.executor.worker.compiled
+print(bool(compiled.layers))
+llm.generate([[5]], SamplingParams(max_tokens=2), use_tqdm=False)
+if compiled._process is not None:
+    print(compiled._process.pid, flush=True)
+if len(sys.argv) > 2:
+    import os, signal
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def ask(model, cache, *arguments):
+    command = [sys.executable, "-c", ASK, str(model), *arguments]
+    env = os.environ | {"PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(cache)}
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+
+
+def test_a_program_with_one_question_leaves_a_process_that_compiles(model, tmp_path):
+    done = ask(model, tmp_path)
+    assert done.stdout.split()[0] == "False", done.stderr
+    assert "still compiling" in done.stderr
+    compiling = psutil.Process(int(done.stdout.split()[1]))
+    assert compiling.is_running()
+    os.killpg(compiling.pid, signal.SIGKILL)  # the next test waits for its like
+    compiling.wait()
+
+
+def test_a_program_that_is_killed_leaves_compiled_code_to_the_next_one(model, cache):
+    """Before the other tests of compiled code, which use it as well."""
+    first = ask(model, cache.parent, "kill")
+    assert first.stdout.split()[0] == "False", first.stderr
+    psutil.Process(int(first.stdout.split()[1])).wait(300)
+    second = ask(model, cache.parent)
+    assert second.stdout.split() == ["True"]
+    assert "compil" not in second.stderr.replace("steps run with compiled layers", "")
+    (directory,) = (cache / "compiled").iterdir()
+    assert not list(directory.glob("log-*")) and not list(directory.glob(f"{aot_compile.SCRATCH}*"))
+
+
 def test_compiled_layers_equal_the_eager_ones_at_any_size(model, directory):
     assert_compiled_equals_eager(model, (LENGTHS, [40], [2], [1], [3, 3], [17, 1], [1] * 9))
 
@@ -759,45 +802,6 @@ def test_nothing_is_imported_from_the_current_directory(model, tmp_path, monkeyp
     pretend_to_be_made(compiled)
     assert compiled._spawn().wait(120) == 0, compiled._log.read_text()
     assert not list(tmp_path.rglob("was_run"))
-
-
-ASK = """
-import sys
-from nanopage import LLM, SamplingParams
-llm = LLM(sys.argv[1], device="cpu", dtype="float32", max_model_len=128, num_gpu_blocks_override=32, block_size=8)
-compiled = llm.engine.executor.worker.compiled
-print(bool(compiled.layers))
-llm.generate([[5]], SamplingParams(max_tokens=2), use_tqdm=False)
-if compiled._process is not None:
-    print(compiled._process.pid, flush=True)
-if len(sys.argv) > 2:
-    import os, signal
-    os.kill(os.getpid(), signal.SIGKILL)
-"""
-
-
-@pytest.mark.parametrize("killed", [False, True], ids=["ends", "is killed"])
-def test_a_program_with_one_question_leaves_compiled_code_to_the_next_one(model, tmp_path, killed):
-    env = os.environ | {"PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(tmp_path)}
-
-    def ask(*arguments):
-        command = [sys.executable, "-c", ASK, str(model), *arguments]
-        return subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
-
-    first = ask(*["kill"] * killed)
-    assert first.stdout.split()[0] == "False", first.stderr
-    compiling = psutil.Process(int(first.stdout.split()[1]))
-    if not killed:
-        assert "still compiling" in first.stderr and compiling.is_running()
-        os.killpg(compiling.pid, signal.SIGKILL)  # the other case waits for it
-        compiling.wait()
-        return
-    compiling.wait(300)
-    second = ask()
-    assert second.stdout.split() == ["True"]
-    assert "compil" not in second.stderr.replace("steps run with compiled layers", "")
-    (directory,) = (tmp_path / "nanopage" / "compiled").iterdir()
-    assert not list(directory.glob("log-*")) and not list(directory.glob(f"{aot_compile.SCRATCH}*"))
 
 
 def test_two_programs_do_not_compile_the_same_at_once(model, tmp_path, monkeypatch):
