@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nanopage.kernels.cpu.tile_linear import row_scales
 from nanopage.kernels.paged_attention import architecture_of, num_processors
 from nanopage.kernels.quantized_weights import FP8, MIDDLE, TILE
 
@@ -209,7 +210,7 @@ def scaled_product(x: Tensor, packed: Tensor, scales: Tensor, bias: Tensor | Non
 
 def round_tokens(x: Tensor) -> tuple[Tensor, Tensor]:
     """Round x [T, in] to float8_e4m3fn. Returns: [T, in], and float32 scales [T, 1]."""
-    scales = (x.abs().amax(1, keepdim=True).float() / torch.finfo(FP8).max).clamp(min=torch.finfo(torch.float32).tiny)
+    scales = row_scales(x, torch.finfo(FP8).max)[:, None]
     return (x / scales).clamp(torch.finfo(FP8).min, torch.finfo(FP8).max).to(FP8), scales
 
 

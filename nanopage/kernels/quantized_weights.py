@@ -93,7 +93,7 @@ def round_to_fp8(weight: Tensor) -> QuantizedWeight:
 
 def _rounded(weight: Tensor, most: float, dtype: torch.dtype) -> QuantizedWeight:
     values = weight.float()
-    scales = (values.abs().amax(1) / most).clamp(min=torch.finfo(torch.float32).tiny)
+    scales = tile_linear.row_scales(values, most)
     values, in_features = values / scales[:, None], weight.shape[1]
     if dtype == torch.int8:
         return pack(values.round().to(dtype), scales[None], None, False, 8, in_features)

@@ -45,13 +45,19 @@ def tile(weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     for i, part in enumerate(weight.split(TILE)):  # one tile at a time: float32 takes more memory
         part = part.float()
         if dtype == torch.int8:
-            scale = (part.abs().amax(1) / 127).clamp(min=torch.finfo(torch.float32).tiny)  # not 0, even for zeros
+            scale = row_scales(part, 127)
             scales[i, : len(part)] = scale
             part = F.pad((part / scale[:, None]).round(), (0, -in_features % QUAD)) + ZERO
             tiles[i, :, : len(part)] = part.unflatten(1, (-1, QUAD)).transpose(0, 1)
         else:
             tiles[i, :, : len(part)] = part.T
     return tiles, scales
+
+
+def row_scales(values: Tensor, most: float) -> Tensor:
+    """Scales by which the largest magnitude of each row becomes `most`, not 0 even for zeros: [rows, n] -> float32
+    [rows]."""
+    return (values.abs().amax(1).float() / most).clamp(min=torch.finfo(torch.float32).tiny)
 
 
 @dataclass
