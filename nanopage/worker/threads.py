@@ -58,13 +58,14 @@ class ThreadCount:
     """
 
     INTERVAL = 0.1  # seconds between measurements
-    PAUSE = 1.0  # after so many seconds without a step, an average says little about now
+    PAUSE = 1.0  # after so many seconds without a request, an average says little about now
     # A CPU is left to others if they use more than BUSY of it, and taken again if they use less than IDLE.
     BUSY, IDLE = 0.4, 0.2
 
     def __init__(self, most: int):
         self.most = self.threads = most
         self._before = self._times()
+        self._resting_since: float | None = None  # when the last step ended, if no request is left
 
     def set(self) -> None:
         """Set the number of threads for what the calling thread computes. Call this before each step."""
@@ -72,12 +73,16 @@ class ThreadCount:
             now = self._times()
             seconds, busy, own = (after - before for after, before in zip(now, self._before, strict=True))
             self._before = now
-            if seconds < self.PAUSE:
+            if self._resting_since is None or now[0] - self._resting_since < self.PAUSE:
                 self.threads = self.choose((busy - own) / seconds, len(allowed_cpus()))
+        self._resting_since = None
         torch.set_num_threads(self.threads)
 
     def reset(self) -> None:
-        """Set the largest number of threads, for what the calling thread does after the last step."""
+        """Set the largest number of threads, for what the calling thread does after the last step. Call this when no
+        request is left."""
+        if self._resting_since is None:
+            self._resting_since = time.perf_counter()
         torch.set_num_threads(self.most)
 
     def choose(self, others: float, num_cpus: int) -> int:

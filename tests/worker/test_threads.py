@@ -73,22 +73,23 @@ def test_cpus_that_others_use_are_left_to_them(num_cpus, most, others, expected)
 
 
 def test_the_work_of_other_processes_is_measured_from_time_to_time(monkeypatch):
-    # Others use a CPU in the first 0.5 s, and again after a pause, of which nobody knows when.
-    times = [(0.0, 10.0, 5.0), (0.5, 11.0, 5.5), (1.0, 12.0, 6.5), (5.0, 18.0, 7.0)]
+    # Others use a CPU in the first 0.5 s, then in a step of 3 s, and again in a pause, of which nobody knows when.
+    times = [(0.0, 10.0, 5.0), (0.5, 11.0, 5.5), (1.0, 12.0, 6.5), (4.0, 18.0, 9.5), (9.0, 25.0, 10.0)]
     monkeypatch.setattr(threads.ThreadCount, "_times", lambda self: times.pop(0))
     monkeypatch.setattr(threads, "allowed_cpus", lambda: {0, 1})
-    clock = iter((0.05, 0.5, 0.55, 1.0, 5.0))
+    clock = iter((0.05, 0.5, 0.55, 1.0, 4.0, 4.1, 9.0))
     monkeypatch.setattr(threads.time, "perf_counter", lambda: next(clock))
     chosen = []
     monkeypatch.setattr(torch, "set_num_threads", chosen.append)
     count = threads.ThreadCount(2)
     for _ in range(5):
         count.set()
-    assert chosen == [2, 1, 1, 2, 2]
-    assert times == []
-    count.threads = 1
+    assert chosen == [2, 1, 1, 2, 1]
     count.reset()
     assert chosen[-1] == 2
+    count.set()
+    assert chosen[-1] == 1  # as before the pause
+    assert times == []
 
 
 def test_where_nothing_can_be_measured_all_threads_are_used(monkeypatch):
