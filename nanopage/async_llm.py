@@ -319,6 +319,8 @@ class AsyncLLM:
                     if event.kind == "started":
                         self._count_started(self._streams.get(event.request_id))
                 self._deliver(outputs)
+                if self.engine.dead_error is not None:
+                    raise self.engine.dead_error
             self._end(EngineDeadError("the engine has been shut down"))
         except BaseException as error:
             logger.exception("the engine has died")

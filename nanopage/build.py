@@ -5,9 +5,11 @@ from collections.abc import Callable
 from nanopage.config import EngineConfig
 from nanopage.engine.engine import LLMEngine
 from nanopage.model_files import exists
+from nanopage.step import Executor
 from nanopage.text.tokenizer import Tokenizer
 from nanopage.weights import hub, loader
 from nanopage.worker.executor import LocalExecutor
+from nanopage.worker.process_executor import ProcessExecutor
 
 
 def build_engine(config: EngineConfig, on_progress: Callable[[int, int], None] | None = None) -> LLMEngine:
@@ -29,6 +31,10 @@ def build_engine(config: EngineConfig, on_progress: Callable[[int, int], None] |
     tokenizer = None
     if config.load_format != "dummy" or path.suffix == ".gguf" or exists(path / "tokenizer.json"):
         tokenizer = Tokenizer(checkpoint, model_config.vocab_size)
-    executor = LocalExecutor(config, model_config, checkpoint, on_progress)
+    executor: Executor
+    if config.is_distributed:
+        executor = ProcessExecutor(config, model_config, path, on_progress)
+    else:
+        executor = LocalExecutor(config, model_config, checkpoint, on_progress)
     del checkpoint
     return LLMEngine(config, model_config, path, tokenizer, executor)

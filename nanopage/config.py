@@ -23,6 +23,8 @@ QUANTIZATIONS = (None, "int8", "int4", "fp8", "awq", "gptq")
 STORED_QUANTIZATIONS = ("awq", "gptq")  # those of a checkpoint, which `quantization` may only repeat
 GROUP_SIZES = (32, 64, 128)  # inputs that share a scale in a checkpoint of one of them
 LOAD_FORMATS = ("auto", "dummy")
+BACKENDS = (None, "mp")
+MAX_RANKS = 1024
 GENERATION_CONFIGS = ("auto", "vllm")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
@@ -117,6 +119,13 @@ class EngineConfig:
             the checkpoint has them.
         async_scheduling: submit a step before the results of the previous one have been read, so that a GPU need not
             wait for Python. Outputs are the same, but come one call of `step` later. None: only on a GPU.
+        tensor_parallel_size: workers that share each layer: each computes some heads of attention, some inputs of the
+            feed-forward layer and a part of the vocabulary. Must divide these numbers. On a GPU, each worker has a GPU
+            of its own.
+        pipeline_parallel_size: stages of `tensor_parallel_size` workers, each with a range of layers. As many batches
+            are in flight as there are stages.
+        distributed_executor_backend: "mp": workers are processes on this machine. None: the same if there are several
+            workers, and otherwise a worker in this process.
         load_format: "auto" reads the model's weights. "dummy" draws random ones, to measure speed: a directory with
             config.json is enough then (see benchmarks/configs), and without tokenizer.json prompts are token ids.
         generation_config: where `LLM` and `AsyncLLM` get the parameters of requests that have none: "auto" is
@@ -146,6 +155,9 @@ class EngineConfig:
     enforce_eager: bool = False
     quantization: str | None = None
     async_scheduling: bool | None = None
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    distributed_executor_backend: str | None = None
     load_format: str = "auto"
     generation_config: str = "auto"
     seed: int = 0
@@ -177,14 +189,36 @@ class EngineConfig:
             "block_size",
             "max_model_len",
             "num_gpu_blocks_override",
+            "tensor_parallel_size",
+            "pipeline_parallel_size",
         ):
             value = getattr(self, name)
-            if value is None and name not in ("max_num_seqs", "block_size"):
+            if value is None and name not in (
+                "max_num_seqs",
+                "block_size",
+                "tensor_parallel_size",
+                "pipeline_parallel_size",
+            ):
                 continue
             if not isinstance(value, int) or isinstance(value, bool):
                 raise TypeError(f"{name} must be an integer, not {value!r}")
             if value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
+        if self.distributed_executor_backend not in BACKENDS:
+            names = ", ".join(filter(None, BACKENDS))
+            raise ValueError(
+                f"distributed_executor_backend={self.distributed_executor_backend!r} is not one of {names}"
+            )
+        if self.num_ranks > MAX_RANKS:
+            raise ValueError(
+                f"tensor_parallel_size={self.tensor_parallel_size} times pipeline_parallel_size="
+                f"{self.pipeline_parallel_size} is more than {MAX_RANKS} workers"
+            )
+        if self.async_scheduling and self.is_distributed:
+            raise ValueError(
+                "async_scheduling=True needs the worker in this process: tensor_parallel_size and "
+                "pipeline_parallel_size must be 1, and distributed_executor_backend None"
+            )
         for name, limit in (("kv_cache_gib", math.inf), ("gpu_memory_utilization", 1.0)):
             value = getattr(self, name)
             if value is None:
@@ -225,6 +259,16 @@ class EngineConfig:
     def quantize_to(self) -> str | None:
         """What the weights are rounded to when they are loaded; None if they stay as the checkpoint has them."""
         return None if self.quantization in STORED_QUANTIZATIONS else self.quantization
+
+    @property
+    def num_ranks(self) -> int:
+        """How many workers there are."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether the workers are processes of their own."""
+        return self.num_ranks > 1 or self.distributed_executor_backend is not None
 
     def token_budget(self, device_type: str) -> int:
         """The most tokens that a step ever has on a device of this type."""
@@ -317,6 +361,46 @@ class ModelConfig:
     dtype: str
     eos_token_ids: frozenset[int]
     quantization: StoredQuantization | None = None
+
+    def divided(self, tp_size: int) -> "ModelConfig":
+        """The shape of what each of `tp_size` workers has of every layer.
+
+        Heads, inputs of the feed-forward layer and the vocabulary are divided. Where there are fewer KV heads than
+        workers, several workers have the same one.
+
+        Raises: ValueError naming a size that cannot be divided.
+        """
+        sizes = {
+            "num_heads": "num_attention_heads",
+            "intermediate_size": "intermediate_size",
+            "vocab_size": "vocab_size",
+        }
+        for name, known_as in sizes.items():
+            if getattr(self, name) % tp_size:
+                raise ValueError(f"tensor_parallel_size={tp_size} does not divide {known_as}={getattr(self, name)}")
+        if self.num_kv_heads % tp_size and tp_size % self.num_kv_heads:
+            raise ValueError(
+                f"tensor_parallel_size={tp_size} is neither a divisor nor a multiple of num_key_value_heads="
+                f"{self.num_kv_heads}"
+            )
+        return replace(
+            self,
+            num_heads=self.num_heads // tp_size,
+            num_kv_heads=max(1, self.num_kv_heads // tp_size),
+            intermediate_size=self.intermediate_size // tp_size,
+            vocab_size=self.vocab_size // tp_size,
+        )
+
+    def stage(self, pp_rank: int, pp_size: int) -> range:
+        """The layers of one of `pp_size` stages. The first stages have one more if the number is not a multiple.
+
+        Raises: ValueError if there are more stages than layers.
+        """
+        if pp_size > self.num_layers:
+            raise ValueError(f"pipeline_parallel_size={pp_size} is more than the model's {self.num_layers} layers")
+        each, more = divmod(self.num_layers, pp_size)
+        first = pp_rank * each + min(pp_rank, more)
+        return range(first, first + each + (pp_rank < more))
 
     @classmethod
     def from_directory(cls, path: Path) -> "ModelConfig":

@@ -42,7 +42,7 @@ class LLM:
         on_progress: called while weights load, with the number of weights read so far and the total.
         profiler_config: where `start_profile` writes (see `Profiler`).
         options: options of `EngineConfig`, by name. Options of vLLM that change nothing, such as
-            tensor_parallel_size=1, are accepted (see vllm_options.py).
+            data_parallel_size=1, are accepted (see vllm_options.py).
 
     Raises:
         TypeError: an option that does not exist.

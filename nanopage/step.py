@@ -1,7 +1,7 @@
 """The messages between the engine and its workers: one Batch and one BatchResult a step.
 
-Both are plain data. LocalExecutor, the only executor so far, passes them as objects. They can also travel between
-processes, as MessagePack (`to_bytes`). msgspec checks the types while it reads them, and it cannot run code.
+Both are plain data. LocalExecutor passes them as objects. ProcessExecutor sends them to other processes as MessagePack.
+msgspec checks the types while it reads them, and it cannot run code.
 
 A worker keeps a table with a row for each running sequence (worker/sequence_table.py). The engine assigns the rows: a
 sequence gets a free row when it begins to run, and gives it back when it ends or gives up its blocks. A Batch holds a
@@ -84,7 +84,8 @@ class Batch:
     copies               [(from, to)]: blocks to be copied on the device. All are read before any is written
     cleared              blocks to be filled with zeros. Ignored on a GPU (see KVCache.move)
     new, forks, blocks   changes of the sequence table
-    tokens               [(row, position, token id)] that the engine has chosen: the next tokens of beams
+    tokens               [(row, position, token id)] that not every worker knows: the next tokens of beams, which the
+                         engine has chosen; with several workers, all sampled tokens, because one worker samples
     rows                 the B sequences that run, those with one token first
     starts, counts       for each of `rows`, the position of its first token and the number of its tokens
     sampled_from         for each token to sample, the index in `rows` of the sequence whose last logits it comes from
@@ -156,6 +157,10 @@ class Capacity:
     max_model_len: int
 
 
+class WorkerDiedError(RuntimeError):
+    """A worker has died, hangs, or has failed where the others wait for it. No worker of its engine can go on."""
+
+
 class Executor(Protocol):
     """Takes batches to the workers and results back (worker/executor.py).
 
@@ -170,8 +175,11 @@ class Executor(Protocol):
         """
 
     def submit(self, batch: Batch) -> None:
-        """Start a step; on a GPU, without waiting for it. Raises: any Exception if the step fails; the engine calls
-        `discard`."""
+        """Start a step; on a GPU, or in another process, without waiting for it.
+
+        Raises: any Exception if the step fails; the engine calls `discard`. WorkerDiedError if all later steps will
+            fail as well.
+        """
 
     def result(self) -> BatchResult:
         """Wait for the oldest step whose result has not been fetched, and return the result. Raises: as `submit`."""

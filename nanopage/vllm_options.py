@@ -13,12 +13,9 @@ ANY = object()  # True and False mean the same here
 Neutral = dict[str, tuple[object, str]]  # option -> (the values that change nothing, or ANY; why others are refused)
 
 ENGINE: Neutral = {
-    "tensor_parallel_size": ((1,), "one device computes the whole model"),
-    "pipeline_parallel_size": ((1,), "one device computes the whole model"),
     "data_parallel_size": ((1,), "an engine has one replica of the model"),
-    "distributed_executor_backend": ((None,), "the model runs in this process"),
     "enable_expert_parallel": ((False,), "there are no mixture-of-experts models"),
-    "disable_custom_all_reduce": (ANY, "one device has nothing to reduce"),
+    "disable_custom_all_reduce": (ANY, "reductions are those of torch.distributed"),
     "trust_remote_code": ((False,), "no code from a model's directory is ever run"),
     "tokenizer_mode": (("auto",), "the tokenizer is always that of tokenizer.json"),
     "tokenizer_revision": ((None,), "the tokenizer is always the model's"),

@@ -1,10 +1,14 @@
 """What the tests share: makers of tiny models (random weights, a real tokenizer, saved as Hugging Face directories),
 and the logits of every position, by transformers and through nanopage's paged cache."""
 
+import contextlib
 import json
 import os
 import random
+import signal
+import warnings
 from collections import defaultdict
+from multiprocessing import Pipe
 from pathlib import Path
 
 import torch
@@ -24,8 +28,10 @@ from nanopage.step import (
 )
 from nanopage.weights import loader
 from nanopage.weights.gguf_checkpoint import GGUFCheckpoint
+from nanopage.worker import worker_process
 from nanopage.worker.eager import Eager
 from nanopage.worker.kv_cache import KVCache
+from nanopage.worker.process_executor import ProcessLink
 from nanopage.worker.sequence_table import SequenceTable
 
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]  # ids 0, 1 (bos), 2 (eos)
@@ -166,6 +172,47 @@ class BytesExecutor(ThroughBytes):
     def submit(self, batch):
         assert batch_from_bytes(to_bytes(batch)) == batch
         super().submit(batch)
+
+
+class ForkedLink(ProcessLink):
+    """A worker that is a fork of the test's process: it need not import torch again, which takes seconds."""
+
+    def __init__(self, rank: int, num_ranks: int):
+        self.local_rank = rank
+        self.connection, theirs = Pipe()
+        self.code: int | None = None
+        with warnings.catch_warnings(action="ignore", category=DeprecationWarning):  # fork beside threads
+            self.pid = os.fork()
+        if self.pid == 0:
+            code = 1
+            with contextlib.suppress(BaseException):
+                os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+                for descriptor in open_descriptors():  # those of other workers and tests
+                    if descriptor > 2 and descriptor != theirs.fileno():
+                        with contextlib.suppress(OSError):  # that of the list itself
+                            os.close(descriptor)
+                worker_process.serve(theirs)
+                code = 0
+            os._exit(code)
+        theirs.close()
+
+    def ended(self) -> str | None:
+        if self.code is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                self.code = os.waitstatus_to_exitcode(status)
+        if self.code is None:
+            return None
+        return f"was killed by {signal.Signals(-self.code).name}" if self.code < 0 else f"exit code {self.code}"
+
+    def kill(self) -> None:
+        if self.code is None:
+            os.kill(self.pid, signal.SIGKILL)
+            self.code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
+
+def open_descriptors() -> list[int]:
+    return [int(name) for name in os.listdir("/proc/self/fd")]
 
 
 class Paged:

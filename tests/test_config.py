@@ -12,6 +12,7 @@ import pytest
 
 from nanopage import EngineConfig
 from nanopage.config import (
+    BACKENDS,
     DEVICES,
     DTYPES,
     GENERATION_CONFIGS,
@@ -60,6 +61,7 @@ def cases(tables):
 # EngineConfig
 
 COUNTS = ["max_num_seqs", "block_size"]
+SIZES = ["tensor_parallel_size", "pipeline_parallel_size"]
 OPTIONAL_COUNTS = ["max_model_len", "max_num_batched_tokens", "num_gpu_blocks_override"]
 SHARES = ["kv_cache_gib", "gpu_memory_utilization"]
 FLAGS = ["enable_prefix_caching", "enforce_eager"]
@@ -70,6 +72,8 @@ PASS = cases(
         (["dtype"], DTYPES),
         (["device"], DEVICES),
         (COUNTS, [1, 10**6]),
+        (SIZES, [1, 1024]),
+        (["distributed_executor_backend"], BACKENDS),
         (OPTIONAL_COUNTS, [None, 1, 10**6]),
         (SHARES, [None, 1e-6, 0.5, 1, 1.0]),
         (["kv_cache_gib"], [1.5, 4000]),
@@ -91,7 +95,9 @@ OUT_OF_RANGE = cases(
         (["device"], ["", "tpu", "CUDA", "cuda:0"]),
         (["quantization"], ["", "int2", "AWQ", "bitsandbytes", 8]),
         (["load_format"], ["", None, "Dummy", "safetensors", True]),
-        (COUNTS + OPTIONAL_COUNTS, [0, -1]),
+        (COUNTS + OPTIONAL_COUNTS + SIZES, [0, -1]),
+        (SIZES, [1025]),
+        (["distributed_executor_backend"], ["", "MP", "threads", 1]),
         (SHARES, [0, 0.0, -1, -0.5, NAN, INF, -INF, HUGE]),
         (["gpu_memory_utilization"], [1.0001, 2]),
         (["preemption_mode"], ["", "SWAP", "drop", 1]),
@@ -104,8 +110,8 @@ OUT_OF_RANGE = cases(
 WRONG_TYPE = cases(
     [
         (["model"], [1, True, b"name", ["name"]]),
-        (COUNTS + OPTIONAL_COUNTS, [True, False, "1", 1.0, NAN, INF, [1]]),
-        ([*COUNTS, "seed"], [None]),
+        (COUNTS + OPTIONAL_COUNTS + SIZES, [True, False, "1", 1.0, NAN, INF, [1]]),
+        ([*COUNTS, *SIZES, "seed"], [None]),
         (SHARES, [True, False, "0.5", [0.5]]),
         (FLAGS, [0, 1, None, "True"]),
         (["async_scheduling"], [0, 1, "True"]),
@@ -128,6 +134,7 @@ def test_the_tables_have_every_engine_option():
         "quantization",
         "load_format",
         "generation_config",
+        "distributed_executor_backend",
     }
 
 
@@ -170,7 +177,20 @@ def test_swapping_without_host_memory_is_an_error_that_names_both_options(swap_s
     assert EngineConfig(preemption_mode="recompute", swap_space=swap_space).swap_space == 0
 
 
-@pytest.mark.parametrize("field", ["tensor_parallel_size", "max_num_seq", "trust_remote_code"])
+@pytest.mark.parametrize("sizes", [(2, 1), (1, 2), (1, 1)])
+def test_async_scheduling_needs_one_worker_in_this_process(sizes):
+    options = dict(zip(SIZES, sizes, strict=True)) | {"distributed_executor_backend": "mp"}
+    with pytest.raises(ValueError, match=r"async_scheduling=True .* tensor_parallel_size"):
+        EngineConfig(async_scheduling=True, **options)
+    assert EngineConfig(async_scheduling=False, **options).is_distributed
+
+
+def test_the_number_of_workers_has_a_bound():
+    with pytest.raises(ValueError, match="tensor_parallel_size=64 times pipeline_parallel_size=32"):
+        EngineConfig(tensor_parallel_size=64, pipeline_parallel_size=32)
+
+
+@pytest.mark.parametrize("field", ["data_parallel_size", "max_num_seq", "trust_remote_code"])
 def test_an_unknown_engine_option_is_an_error_that_names_it(field):
     with pytest.raises(TypeError, match=field):
         EngineConfig(**{field: 1})

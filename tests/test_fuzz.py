@@ -9,6 +9,7 @@ messages between the engine and its worker travel as bytes.
     NANOPAGE_FUZZ_WORLDS=2000 pytest tests/test_fuzz.py -s      more worlds, and what happened in them
     NANOPAGE_FUZZ_SEED=7 ...                                    other worlds
     NANOPAGE_FUZZ_TRITON_WORLDS=50 ...                          more of those whose attention is Triton's
+    NANOPAGE_FUZZ_RANK_WORLDS=500 NANOPAGE_FUZZ_RANKS=2x2 ...   more of those with several workers
 """
 
 import os
@@ -19,7 +20,7 @@ from functools import partial
 
 import pytest
 import torch
-from helpers import LONG, BytesExecutor, tiny_model
+from helpers import LONG, BytesExecutor, ForkedLink, tiny_model
 
 from nanopage import BeamSearchParams, EngineConfig, LLMEngine, RequestOutput, SamplingParams
 from nanopage.build import build_engine
@@ -28,12 +29,16 @@ from nanopage.engine.input_processor import branch_seed
 from nanopage.kernels import paged_attention
 from nanopage.outputs import RequestEvent
 from nanopage.params import RequestOutputKind
+from nanopage.step import WorkerDiedError
 from nanopage.worker import jit
 from nanopage.worker.cuda_graphs import CUDAGraphs, make_sample_all
 from nanopage.worker.eager import Eager, reference_attention
 from nanopage.worker.memory import GIB, block_bytes
 from nanopage.worker.piecewise_graphs import PiecewiseGraphs
+from nanopage.worker.process_executor import ProcessExecutor
 
+RANK_WORLDS = int(os.environ.get("NANOPAGE_FUZZ_RANK_WORLDS", "3"))
+RANKS = os.environ.get("NANOPAGE_FUZZ_RANKS", "2x1,1x2,2x2").split(",")  # tensor x pipeline parallelism
 WORLDS = int(os.environ.get("NANOPAGE_FUZZ_WORLDS", "50"))
 TRITON_WORLDS = int(os.environ.get("NANOPAGE_FUZZ_TRITON_WORLDS", "2"))
 SEED = int(os.environ.get("NANOPAGE_FUZZ_SEED", "0"))
@@ -322,7 +327,8 @@ def fail_at_times(engine: LLMEngine, rng: random.Random) -> None:
 def run_world(engine: LLMEngine, plans: list[Planned]) -> None:
     by_id = {plan.request_id: plan for plan in plans}
     manager, scheduler = engine.scheduler.block_manager, engine.scheduler
-    watch(engine)
+    if not isinstance(engine.executor, ProcessExecutor):
+        watch(engine)
     states: dict[str, str] = {}  # of the requests, as the events tell
     step = 0
     while engine.has_unfinished_requests() or any(plan.arrival >= step for plan in plans):
@@ -533,6 +539,79 @@ def test_nor_does_a_cache_in_fp8(world, model):
     for plan in plans:
         check = check_search if plan.searches else check_completions
         check(oracle, plan, options["max_model_len"])
+
+
+def fail_between_processes(engine: LLMEngine, rng: random.Random) -> None:
+    """Some steps raise before a batch is sent, when it has been sent, or when its result has come."""
+    executor = engine.executor
+    submit, result = executor.submit, executor.result
+
+    def failing(function, *arguments):
+        fails = rng.random() < 0.05 and not engine.scheduler.suspects
+        happened["steps of several workers that failed"] += fails
+        if fails and rng.random() < 0.5:
+            raise RuntimeError("before")
+        returned = function(*arguments)
+        if fails:
+            raise RuntimeError("after")
+        return returned
+
+    executor.submit, executor.result = partial(failing, submit), partial(failing, result)
+
+
+def run_until_killed(engine: LLMEngine, plans: list[Planned], rng: random.Random) -> None:
+    """Kill a worker at a random step. Every request that has not finished ends with an error that names its rank."""
+    for plan in plans:
+        add(engine, plan)
+    victim, last_step = rng.randrange(len(engine.executor.links)), rng.randrange(12)
+    outputs = []
+    for step in range(1000):
+        if step == last_step:
+            engine.executor.links[victim].kill()
+        outputs += engine.step()
+        if not engine.has_unfinished_requests():
+            break
+    finished = {output.request_id: output for output in outputs if output.finished}
+    assert finished.keys() == {plan.request_id for plan in plans}
+    errors = {output.error for output in finished.values()} - {None}
+    assert all(f"rank {victim} of" in error and "SIGKILL" in error for error in errors)
+    if errors:
+        happened["worlds whose worker was killed"] += 1
+        with pytest.raises(WorkerDiedError, match=f"rank {victim} of"):
+            engine.add_request("late", plans[0].prompt, plans[0].params)
+
+
+@pytest.mark.parametrize("world", range(RANK_WORLDS))
+@pytest.mark.parametrize("ranks", RANKS)
+def test_nor_do_several_workers(ranks, world, model, oracle, monkeypatch, one_thread):
+    """The same with the model divided among processes, which torch.distributed connects."""
+    tp_size, pp_size = map(int, ranks.split("x"))
+    monkeypatch.setattr("nanopage.worker.process_executor.ProcessLink", ForkedLink)
+    rng = random.Random(f"{ranks}-{SEED}-{world}")
+    options, plans = draw_world(rng, oracle)
+    options |= {"tensor_parallel_size": tp_size, "pipeline_parallel_size": pp_size, "enforce_eager": True}
+
+    def build() -> LLMEngine:
+        return build_engine(EngineConfig(model=str(model), dtype="float64", device="cpu", **options))
+
+    if world % 5 == 1:
+        engine = build()
+        try:
+            run_until_killed(engine, [plan.again() for plan in plans], rng)
+        finally:
+            engine.shutdown()
+    engine = build()
+    try:
+        if world % 2:
+            fail_between_processes(engine, rng)
+        run_world(engine, plans)
+    finally:
+        engine.shutdown()
+    assert all(link.ended() for link in engine.executor.links)
+    for plan in plans:
+        check = check_search if plan.searches else check_completions
+        check(oracle, plan, options["max_model_len"])
+    happened["worlds of several workers"] += 1
 
 
 @pytest.mark.parametrize("world", range(WORLDS))

@@ -40,7 +40,6 @@ RULES = {
     # Features plug in elsewhere.
     "nanopage/worker/model_runner.py": ("nanopage.layers.tiled", "nanopage.worker.aot", "nanopage.worker.cuda_graphs"),
     "nanopage/worker/eager.py": ("nanopage.layers.tiled", "nanopage.worker.aot", "nanopage.worker.cuda_graphs"),
-    "nanopage": ("torch.distributed",),
 }
 
 
@@ -93,6 +92,15 @@ def runtime_imports(file):
             yield from (alias.name for alias in node.names)
         if isinstance(node, ast.ImportFrom):
             yield from (node.module or "", *(f"{node.module}.{alias.name}" for alias in node.names))
+
+
+def test_only_one_file_imports_torch_distributed():
+    importing = {
+        str(file.relative_to(ROOT))
+        for file in ROOT.glob("nanopage/**/*.py")
+        if any(is_within(module, ["torch.distributed"]) for module in imported_modules(file))
+    }
+    assert importing == {"nanopage/worker/parallel.py"}
 
 
 @pytest.mark.parametrize("place", RULES)

@@ -29,7 +29,6 @@ GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 OPTIONS = {"device": "cpu", "max_model_len": 128, "num_gpu_blocks_override": 64, "enforce_eager": True}
 USER = {"role": "user", "content": "where is the cat?"}
 OTHER = {  # of each neutral option, a value that would change something
-    "distributed_executor_backend": "ray",
     "tokenizer_mode": "mistral",
     "tokenizer_revision": "main",
     "revision": "main",
@@ -115,8 +114,8 @@ def test_another_value_is_refused_by_name_and_says_why(name, value):
 
 @pytest.mark.parametrize("value", [True, 1.0, "1", None])
 def test_an_equal_value_of_another_type_is_not_neutral(value):
-    with pytest.raises(ValueError, match="tensor_parallel_size"):
-        EngineArgs(tensor_parallel_size=value)
+    with pytest.raises(ValueError, match="data_parallel_size"):
+        EngineArgs(data_parallel_size=value)
 
 
 def test_none_is_the_default_where_vllm_has_it():
@@ -501,7 +500,7 @@ def test_a_group_of_a_parser_takes_engine_arguments_and_defaults():
     assert EngineConfig(**args) == EngineConfig(model="org/name")
 
 
-@pytest.mark.parametrize("line", ["--tensor_parallel_size 1", "--max-model-len many", "--no-such-option"])
+@pytest.mark.parametrize("line", ["--data_parallel_size 1", "--max-model-len many", "--no-such-option"])
 def test_a_command_line_with_something_else_is_refused(line, capsys):
     parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
     with pytest.raises(SystemExit):

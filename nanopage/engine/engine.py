@@ -7,6 +7,7 @@ InputProcessor ─▶ Scheduler ─▶ Batch ─▶ executor ─▶ BatchResult 
 import contextlib
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,7 +21,7 @@ from nanopage.engine.scheduler import Scheduler
 from nanopage.engine.sequence import SequenceGroup
 from nanopage.outputs import RequestOutput, StepStats
 from nanopage.params import BeamSearchParams, SamplingParams
-from nanopage.step import Executor
+from nanopage.step import Executor, WorkerDiedError
 from nanopage.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -70,14 +71,23 @@ class LLMEngine:
             capacity.num_blocks, config.block_size, config.enable_prefix_caching, capacity.num_host_blocks
         )
         budget = config.token_budget(capacity.device)
-        self.scheduler = Scheduler(block_manager, config.max_num_seqs, budget, config.preemption_mode)
+        self.scheduler = Scheduler(
+            block_manager,
+            config.max_num_seqs,
+            budget,
+            config.preemption_mode,
+            config.pipeline_parallel_size,
+            config.is_distributed,
+        )
         self.output_processor = OutputProcessor(self.scheduler, tokenizer)
         on_gpu = capacity.device == "cuda"
         self.async_scheduling = on_gpu if config.async_scheduling is None else config.async_scheduling
         self.last_step = StepStats()
         self.listeners: list[Callable[[StepStats], None]] = []
         self._scheduled: Schedule | None = None  # by this call of step, until `advance` is done
-        self._in_flight: Schedule | None = None  # the last batch, until `update` is done
+        self._in_flight: deque[Schedule] = deque()  # submitted batches, oldest first, until `update` is done
+        self._most_in_flight = 2 if self.async_scheduling else config.pipeline_parallel_size
+        self.dead_error: WorkerDiedError | None = None  # why no step can run any more
         self._in_call = False  # still true between calls if an exception ended the last call
 
     @property
@@ -126,8 +136,13 @@ class LLMEngine:
         return self.input_processor.make_request(request_id, prompt, params, priority)
 
     def submit(self, request: Request) -> None:
-        """Queue a request of `make_request`. Raises: ValueError if its id has come into use since."""
+        """Queue a request of `make_request`.
+
+        Raises: ValueError if its id has come into use since; WorkerDiedError if no step can run any more.
+        """
         group = request.group
+        if self.dead_error is not None:
+            raise self.dead_error
         self._recover()
         self._check_id(group.request_id)
         group.metrics.arrival_time = time.perf_counter()
@@ -192,11 +207,13 @@ class LLMEngine:
 
         With async scheduling, this submits a batch before it reads the results of the previous batch, and returns the
         outputs of the previous batch. A sequence that a stop ended in the previous batch runs once more; that token is
-        dropped.
+        dropped. With pipeline parallelism, as many batches as there are stages are in flight, each with other
+        sequences, and the outputs are those of the oldest.
 
         If the batch fails, its requests run again, one at a time. A request that fails alone ends with
         `RequestOutput.error`. The others get the same tokens as without the failure (in 16-bit types, near-ties
-        aside). After a KeyboardInterrupt, at whatever point, the next call continues with every request.
+        aside). If a worker has died, every request ends with an error, and `dead_error` says why. After a
+        KeyboardInterrupt, at whatever point, the next call continues with every request.
 
         At the end, `step` calls each of `listeners` with the StepStats. A listener must not call `step` or `generate`,
         change `listeners`, or block. If one raises, the later ones miss this step. The step itself is complete, and the
@@ -207,9 +224,11 @@ class LLMEngine:
         with self._call():
             suspect = next(iter(self.scheduler.suspects), None)
             try:
-                if self.scheduler.has_unfinished() or self._in_flight is not None:
+                if self.scheduler.has_unfinished() or self._in_flight:
                     self._run_batch(stats)
                 self._report(stats)
+            except WorkerDiedError as error:
+                self._die(error)
             except Exception as error:
                 self._isolate(error, suspect)
             self._count_state(stats)
@@ -230,22 +249,27 @@ class LLMEngine:
             self._scheduled = None
             return
         self.executor.submit(schedule.batch)
-        self._complete(stats)
+        if self.async_scheduling:
+            self._complete(stats)
         self.scheduler.advance(schedule)
-        self._in_flight, self._scheduled = schedule, None
-        if not self.async_scheduling or schedule.must_be_awaited or self.scheduler.suspects:
+        self._in_flight.append(schedule)
+        self._scheduled = None
+        if schedule.must_be_awaited or self.scheduler.suspects:
+            while self._in_flight:
+                self._complete(stats)
+        elif len(self._in_flight) == self._most_in_flight:
             self._complete(stats)
         self._count_batch(schedule, stats)
 
     def _complete(self, stats: StepStats) -> None:
-        """Wait for the batch in flight, update the sequences with its tokens, and make text of them."""
-        schedule = self._in_flight
-        if schedule is None:
+        """Wait for the oldest batch in flight, update the sequences with its tokens, and make text of them."""
+        if not self._in_flight:
             return
+        schedule = self._in_flight[0]
         result = self.executor.result()
         arrived = time.perf_counter()
         taken = self.scheduler.update(schedule, result)
-        self._in_flight = None
+        self._in_flight.popleft()
         updated = time.perf_counter()
         self.output_processor.read(schedule.groups)
         stats.prepare_seconds += result.prepare_seconds
@@ -305,7 +329,8 @@ class LLMEngine:
         """If an exception has ended the last call, start every request again from the tokens it has."""
         if not self._in_call:
             return
-        self._in_flight = self._scheduled = None
+        self._in_flight.clear()
+        self._scheduled = None
         self.executor.discard()
         self.scheduler.restart([request.group for request in self.output_processor.requests.values()])
         for group, error in self.output_processor.recover():
@@ -316,7 +341,7 @@ class LLMEngine:
         """A batch has failed: run each of its requests, and of the step in flight, alone. If it was the batch of a
         suspect, end that request."""
         message = f"{type(error).__name__}: {error}"
-        schedules = [schedule for schedule in (self._scheduled, self._in_flight) if schedule is not None]
+        schedules = [schedule for schedule in (self._scheduled, *self._in_flight) if schedule is not None]
         groups = list(dict.fromkeys(seq.group for schedule in schedules for seq in schedule.sequences))
         groups = groups or [request.group for request in self.output_processor.requests.values()]
         self._recover()
@@ -327,6 +352,15 @@ class LLMEngine:
         self.scheduler.suspects = [group for group in groups if not group.finished]
         count = len(self.scheduler.suspects)
         logger.warning(f"a step failed: {message}; running its {count} requests one at a time", exc_info=error)
+
+    def _die(self, error: WorkerDiedError) -> None:
+        """No step can run any more: end every request."""
+        self.dead_error = error
+        self._recover()
+        self._in_call = True
+        for request in list(self.output_processor.requests.values()):
+            self._fail(request.group, str(error))
+        self.output_processor.report()
 
     def _fail(self, group: SequenceGroup, message: str) -> None:
         """End a request because of an error."""

@@ -52,10 +52,11 @@ class BatchWriter:
 
     Args:
         num_rows: how many rows there are to give out.
+        sends_tokens: whether batches carry all sampled tokens (see `Batch.tokens`).
     """
 
-    def __init__(self, block_manager: BlockManager, num_rows: int):
-        self.block_manager, self.num_rows = block_manager, num_rows
+    def __init__(self, block_manager: BlockManager, num_rows: int, sends_tokens: bool = False):
+        self.block_manager, self.num_rows, self.sends_tokens = block_manager, num_rows, sends_tokens
         self.reset()
 
     def reset(self) -> None:
@@ -85,6 +86,8 @@ class BatchWriter:
         batch.counts.append(1)
         batch.sampled_from.append(index)
         batch.sampled_rows.append(seq.row)
+        if self.sends_tokens:
+            batch.tokens.append((seq.row, start, seq.token_ids[start]))
         schedule.sequences.append(seq)
         schedule.samplers.append(seq)
         return True
@@ -106,8 +109,9 @@ class BatchWriter:
         if first < len(table):
             batch.blocks.append(BlockUpdate(seq.row, first, table[first:]))
             seq.num_sent_blocks = len(table)
-        if seq.group.beam_search is not None and seq.num_output_tokens and num_tokens == 1:
-            batch.tokens.append((seq.row, start, seq.token_ids[start]))  # chosen by the search, not by the sampler
+        chosen_by_search = seq.group.beam_search is not None and seq.num_output_tokens
+        if num_tokens == 1 and (chosen_by_search or self.sends_tokens):
+            batch.tokens.append((seq.row, start, seq.token_ids[start]))
 
     def add(self, schedule: Schedule, seq: Sequence, num_tokens: int) -> None:
         """Add the next tokens of a sequence. If they reach its last token, its next token is sampled. If its siblings

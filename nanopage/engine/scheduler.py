@@ -58,6 +58,9 @@ class Scheduler:
         max_num_seqs: most sequences running at once.
         max_num_batched_tokens: most tokens in one step.
         preemption_mode: "recompute", "swap" or None, the rule above.
+        num_stages: of pipeline parallelism. If there are several, a sequence in flight does not run again before its
+            token has arrived, and a batch has at most its share of the running groups, so that each stage has work.
+        sends_tokens: whether batches carry all sampled tokens (see `Batch.tokens`).
     """
 
     def __init__(
@@ -66,12 +69,14 @@ class Scheduler:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         preemption_mode: str | None = None,
+        num_stages: int = 1,
+        sends_tokens: bool = False,
     ):
-        self.block_manager = block_manager
+        self.block_manager, self.num_stages = block_manager, num_stages
         self.max_num_batched_tokens = max_num_batched_tokens
         self.preemption_mode = preemption_mode
         self.admission = Admission(block_manager, max_num_seqs)
-        self.writer = BatchWriter(block_manager, max_num_seqs)
+        self.writer = BatchWriter(block_manager, max_num_seqs, sends_tokens)
         self.suspects: list[SequenceGroup] = []  # run one at a time, each until it gets a token
         self.waiting: list[SequenceGroup] = []
         self.running: list[SequenceGroup] = []
@@ -174,8 +179,13 @@ class Scheduler:
         budget = self.max_num_batched_tokens
         num_preempted = len(schedule.preempted)
         index = 0
+        share = -(-len(self.running) // self.num_stages)
         while index < len(self.running) and budget > 0:
             group = self.running[index]
+            if self.num_stages > 1 and (share == 0 or any(seq.num_in_flight for seq in group.live)):
+                index += 1
+                continue
+            share -= 1
             if self.writer.add_decode(schedule, group):
                 budget -= 1
                 index += 1

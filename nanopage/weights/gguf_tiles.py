@@ -54,6 +54,7 @@ def is_quantized(checkpoint: GGUFCheckpoint) -> bool:
 
 def place(
     model: Decoder,
+    whole: Decoder,
     checkpoint: GGUFCheckpoint,
     dtype: torch.dtype,
     on_progress: Callable[[int, int], None] | None = None,
@@ -61,6 +62,7 @@ def place(
     """Replace all linear layers and embeddings of a model on the meta device by tiled ones, with their weights.
 
     Args:
+        whole: the model, of which `model` may have only some layers. The file of the cache has all.
         dtype: of activations.
         on_progress: as in `load_model`.
 
@@ -69,7 +71,7 @@ def place(
         MemoryError: there is less free memory than the tiles take.
         OSError: there is no place for the repacked weights.
     """
-    matrices = names_of_matrices(model)
+    matrices = names_of_matrices(whole)
     tensors = _read_or_make(checkpoint, matrices, on_progress)
     places = {module: place for place, module in model.named_modules()}
 

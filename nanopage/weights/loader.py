@@ -9,12 +9,14 @@ GPTQ checkpoint, become floats, or they are placed as they are before the rest i
 """
 
 import ctypes
+import hashlib
 import math
 import re
 import sys
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from itertools import chain
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -30,8 +32,10 @@ from nanopage.model_files import shown
 from nanopage.models.decoder import Decoder, meta_model
 from nanopage.weights import gguf_tiles, quantized_checkpoint
 from nanopage.weights.gguf_checkpoint import GGUFCheckpoint
+from nanopage.weights.part import WHOLE, Part, Slice
 from nanopage.weights.safetensors_checkpoint import StoredTensor, read_tensors, safetensors_files, stored_tensors
 
+SAMPLES, SAMPLE_BYTES = 64, 2**16  # of a file, for its fingerprint
 DUMMY_STD = 0.02  # the usual initializer_range
 # The types that weights may have in a safetensors file. Types of 8 bits and less need scales, which we do not apply.
 FLOATS = ("F64", "F32", "F16", "BF16")
@@ -75,8 +79,9 @@ def load_model(
     on_progress: Callable[[int, int], None] | None = None,
     keep_integers: str | None = None,
     on_host: bool = False,
+    part: Part = WHOLE,
 ) -> Decoder:
-    """Build the model of `config` and fill it from `checkpoint`, or with `dummy_tensors`.
+    """Build the model of `config`, or a part of it, and fill it from `checkpoint`, or with `dummy_tensors`.
 
     Args:
         load_format: as in EngineConfig.
@@ -84,6 +89,7 @@ def load_model(
             those of an AWQ or GPTQ checkpoint must be in order (without desc_act), or "packed" for a GPU. None: floats.
         on_host: leave the weights on the CPU, from where they are moved to `device` later.
         on_progress: called while weights load, with the number of weights read so far and the total.
+        part: what is built. Only its slices of the tensors are read.
 
     Raises:
         ValueError: missing, unexpected or mis-shaped tensors; a value that is not finite; a broken file; weights in a
@@ -93,20 +99,18 @@ def load_model(
     """
     checkpoint = open_checkpoint(checkpoint) if isinstance(checkpoint, Path) else checkpoint
     source = path_of(checkpoint)
-    model = meta_model(config)
+    whole, model = meta_model(config), part.model(config)
+    slices = _slices(model, whole, part)
     stored: list[StoredTensor] = []
     scales: set[str] = set()
     pieces: Pieces
-    if load_format == "dummy":
-        pieces = ((name, 0, tensor) for name, tensor in dummy_tensors(config, dtype, device))
-    else:
+    if load_format != "dummy":
         stored = stored_tensors_of(checkpoint)
-        wanted = slots(model)
+        wanted = slots(whole)
         if config.quantization is not None:
-            wanted = quantized_checkpoint.expected(model, wanted, stored, config.quantization)
+            wanted = quantized_checkpoint.expected(whole, wanted, stored, config.quantization)
         check_fit(wanted, stored, source)
         scales = {tensor.name for tensor in stored if KV_SCALE.fullmatch(tensor.name)}
-        pieces = pieces_of(checkpoint, _wanted(model).keys() | scales)
     try:
         if keep_integers is not None:
             if config.quantization is not None:
@@ -115,10 +119,14 @@ def load_model(
             elif isinstance(checkpoint, GGUFCheckpoint) and keep_integers == "packed":
                 gguf_tiles.place_on_gpu(model, checkpoint, dtype, device, on_progress)
             elif isinstance(checkpoint, GGUFCheckpoint):
-                gguf_tiles.place(model, checkpoint, dtype, on_progress)
-            # The rest is small.
-            pieces, on_progress = pieces_of(checkpoint, _wanted(model).keys() | scales), None
-        elif config.quantization is not None and stored:
+                gguf_tiles.place(model, whole, checkpoint, dtype, on_progress)
+            on_progress = None  # the rest is small
+        part.strip(model, config.tie_word_embeddings)
+        if load_format == "dummy":
+            pieces = _sliced(((name, 0, tensor) for name, tensor in dummy_tensors(config, dtype, device)), slices)
+        else:
+            pieces = pieces_of(checkpoint, _wanted(model).keys() | scales, slices)
+        if keep_integers is None and config.quantization is not None and stored:
             pieces = chain(pieces, quantized_checkpoint.dequantized(model, stored, config.quantization))
         materialize(model, dtype, torch.device("cpu") if on_host else device, for_use=not on_host)
     except MemoryError as error:
@@ -127,6 +135,26 @@ def load_model(
     if load_format == "dummy" and device.type == "cuda":
         torch.cuda.empty_cache()  # the KV cache gets the free memory, and torch still caches that of the draws
     return model.eval().requires_grad_(False)
+
+
+def fingerprint(checkpoint: Checkpoint, load_format: str = "auto") -> str:
+    """A digest of a model's files by which workers notice that theirs differ: names, sizes and samples of the contents.
+
+    Args: load_format: with "dummy", config.json alone counts.
+    """
+    if isinstance(checkpoint, GGUFCheckpoint):
+        files = [checkpoint.path]
+    else:
+        files = [checkpoint / "config.json", *(safetensors_files(checkpoint) if load_format != "dummy" else [])]
+    digest = hashlib.sha256()
+    for file in files:
+        size = file.stat().st_size
+        digest.update(f"{file.name} {size} ".encode())
+        with open(file, "rb") as content:
+            for sample in range(SAMPLES):
+                content.seek(sample * max(0, size - SAMPLE_BYTES) // (SAMPLES - 1))
+                digest.update(content.read(SAMPLE_BYTES))
+    return digest.hexdigest()
 
 
 def build_model(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Decoder:
@@ -224,12 +252,34 @@ def stored_tensors_of(checkpoint: Checkpoint) -> list[StoredTensor]:
     return stored
 
 
-def pieces_of(checkpoint: Checkpoint, names: Container[str] | None = None) -> Pieces:
-    """The tensors of these names that the checkpoint has, or all."""
+def pieces_of(
+    checkpoint: Checkpoint, names: Container[str] | None = None, slices: Mapping[str, Slice] = MappingProxyType({})
+) -> Pieces:
+    """The tensors of these names that the checkpoint has, or all; of those in `slices`, only these."""
     if not isinstance(checkpoint, GGUFCheckpoint):
-        return read_tensors(safetensors_files(checkpoint), names)
+        return read_tensors(safetensors_files(checkpoint), names, slices)
     known = [name for name in checkpoint.weights if names is None or name in names]
-    return ((name, start, torch.from_numpy(piece)) for name, start, piece in checkpoint.pieces(known))
+    pieces = ((name, start, torch.from_numpy(piece)) for name, start, piece in checkpoint.pieces(known))
+    return _sliced(pieces, slices)
+
+
+def _slices(model: Decoder, whole: Decoder, part: Part) -> dict[str, Slice]:
+    """Which slice of each divided tensor a part of a model has."""
+    shapes = {name: tuple(slot.shape) for name, slot in _wanted(whole).items()}
+    mine = {name: tuple(slot.shape) for name, slot in _wanted(model).items()}
+    return {name: part.slice_of(shape, shapes[name]) for name, shape in mine.items() if shape != shapes[name]}
+
+
+def _sliced(pieces: Pieces, slices: Mapping[str, Slice]) -> Pieces:
+    """What of some pieces is in `slices`. Other tensors stay whole."""
+    for name, start, rows in pieces:
+        if name not in slices:
+            yield name, start, rows
+            continue
+        first, *others = slices[name]
+        begin, end = max(first.start, start), min(first.stop, start + len(rows))
+        if begin < end:
+            yield name, begin - first.start, rows[begin - start : end - start][:, *others]
 
 
 def _maker(
@@ -311,7 +361,7 @@ def fill(
 def _wanted(model: Decoder) -> dict[str, Tensor]:
     """The slots of a model by all names that a checkpoint may have for them. A head of integers has no slot."""
     found = slots(model)
-    return found if isinstance(model.lm_head, QuantizedLinear) else _with_tied_head(found)
+    return found if model.lm_head is None or isinstance(model.lm_head, QuantizedLinear) else _with_tied_head(found)
 
 
 def set_kv_scale(model: Decoder, layer: int, kind: str, scale: float, name: str) -> None:
@@ -320,7 +370,9 @@ def set_kv_scale(model: Decoder, layer: int, kind: str, scale: float, name: str)
         raise ValueError(f"{name} belongs to no layer: the model has {len(model.layers)}")
     if not 0 < scale < math.inf:
         raise ValueError(f"{name} is {scale}: a scale must be finite and above 0")
-    attention: Any = model.layers[layer].self_attn
+    attention: Any = getattr(model.layers[layer], "self_attn", None)
+    if attention is None:
+        return  # another stage has the layer
     k_scale, v_scale = attention.kv_scales
     attention.kv_scales = (scale, v_scale) if kind == "k" else (k_scale, scale)
 

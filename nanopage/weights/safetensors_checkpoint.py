@@ -3,10 +3,11 @@
 The safetensors library checks that a header fits its file: sizes and offsets, no overlap, no gap.
 """
 
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 from safetensors import safe_open
 from torch import Tensor
@@ -37,8 +38,13 @@ def stored_tensors(files: list[Path]) -> list[StoredTensor]:
     return tensors
 
 
-def read_tensors(files: list[Path], names: Container[str] | None = None) -> Iterator[tuple[str, int, Tensor]]:
+def read_tensors(
+    files: list[Path],
+    names: Container[str] | None = None,
+    slices: Mapping[str, tuple[slice, ...]] = MappingProxyType({}),
+) -> Iterator[tuple[str, int, Tensor]]:
     """(name, 0, tensor) of the tensors of these names, or of all, one at a time, in the form of GGUFCheckpoint.pieces.
+    Of tensors in `slices`, only these are read.
 
     Raises: ValueError naming the file.
     """
@@ -46,7 +52,8 @@ def read_tensors(files: list[Path], names: Container[str] | None = None) -> Iter
         with opened(file) as content:
             for name in content.keys():  # noqa: SIM118 (not a dict)
                 if names is None or name in names:
-                    yield name, 0, content.get_tensor(name)
+                    whole = name not in slices
+                    yield name, 0, content.get_tensor(name) if whole else content.get_slice(name)[slices[name]]
 
 
 @contextmanager

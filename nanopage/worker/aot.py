@@ -40,7 +40,15 @@ from nanopage.private_files import check_private, make_private
 from nanopage.step import Batch
 from nanopage.weights import hub
 from nanopage.worker.aot_chain import Chain, FixedInputs, Layers, Library
-from nanopage.worker.eager import Inputs, Output, prepare, reference_attention, run_model, wants_prompt_logprobs
+from nanopage.worker.eager import (
+    Inputs,
+    Output,
+    head_of,
+    prepare,
+    reference_attention,
+    run_model,
+    wants_prompt_logprobs,
+)
 from nanopage.worker.kv_cache import KVCache
 from nanopage.worker.sequence_table import SequenceTable
 
@@ -124,7 +132,7 @@ class Compiled:
         attention = reference_attention(inputs)
         if self.head is not None and self._is_one_decode(batch):
             return self._decode_one(batch.rows[0], inputs, attention, self.head)
-        head = self.head or self.model.logits
+        head = self.head or head_of(self.model)
         return run_model(self._forward, batch, inputs, attention, self.kv_cache, self.table, head)
 
     def _forward(
@@ -261,9 +269,10 @@ class Compiled:
         )
 
     def _make_head(self, chain: Chain, libraries: dict[tuple[str, str], Library]) -> "CompiledHead | None":
-        """The compiled head; None if the head has no tiles, because oneDNN chose another layout for it."""
+        """The compiled head; None if the head has no tiles, because oneDNN chose another layout for it, or if the model
+        is a pipeline stage that is not the last."""
         head: Any = self.model.lm_head
-        if head.tiles is None:
+        if head is None or head.tiles is None:
             return None
         tensors = [*tensors_of(self.model.norm).values(), head.tiles]
         if (scales := getattr(head, "scales", None)) is not None:

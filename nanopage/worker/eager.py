@@ -47,7 +47,8 @@ class Output:
     """What the model computes for a batch.
 
     logits  [S, vocab_size] of the S `sampled_rows`; None if there are none
-    hidden  [T, hidden_size] of all tokens, if a sequence asked for log-probabilities of its prompt
+    hidden  [T, hidden_size] of all tokens, if a sequence asked for log-probabilities of its prompt, or in a pipeline
+            stage that is not the last
     tokens  int64 [S]: tokens that the way has already sampled and written to the sequence table (CUDA graphs). If a row
             has constraints or penalties, which the way does not apply, they are ignored and `logits` are sampled
     """
@@ -79,7 +80,7 @@ class Eager:
     def run(self, batch: Batch) -> Output:
         inputs = prepare(batch, self.table)
         attention = self.make_attention(inputs)
-        return run_model(self.model, batch, inputs, attention, self.kv_cache, self.table, self.model.logits)
+        return run_model(self.model, batch, inputs, attention, self.kv_cache, self.table, head_of(self.model))
 
 
 def prepare(batch: Batch, table: SequenceTable) -> Inputs:
@@ -113,6 +114,11 @@ def reference_attention(inputs: Inputs) -> ReferenceAttention:
     return ReferenceAttention(inputs.slot_mapping, inputs.block_tables, inputs.query_lens, inputs.seq_lens)
 
 
+def head_of(model: Decoder) -> Callable[[Tensor], Tensor] | None:
+    """What computes logits of hidden states; None in a pipeline stage that is not the last."""
+    return None if model.lm_head is None else model.logits
+
+
 def wants_prompt_logprobs(batch: Batch, table: SequenceTable) -> bool:
     """Whether a sequence of the batch asked for log-probabilities of its prompt."""
     return any(table.sampling.settings[row].prompt_logprobs is not None for row in batch.rows)
@@ -125,14 +131,16 @@ def run_model(
     attention: Attention,
     kv_cache: KVCache,
     table: SequenceTable,
-    head: Callable[[Tensor], Tensor],
+    head: Callable[[Tensor], Tensor] | None,
 ) -> Output:
     """Run the model on a batch, and its head on the rows to be sampled.
 
     Args:
         model: computes hidden states of input_ids, positions, kv_cache, attention and rows (see `Decoder.forward`).
-        head: computes logits of hidden states (see `Decoder.logits`).
+        head: computes logits of hidden states (see `Decoder.logits`). None: the output has all hidden states instead.
     """
+    if head is None:
+        return Output(None, model(inputs.input_ids, inputs.positions, kv_cache.tensor, attention, None))
     scored = wants_prompt_logprobs(batch, table)
     sampled = np.array(batch.sampled_from, dtype=np.int64)
     used = np.unique(sampled)  # completions that fork from one prompt share its logits

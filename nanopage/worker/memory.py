@@ -25,7 +25,7 @@ from nanopage.worker.cuda_graphs import CUDAGraphs
 from nanopage.worker.eager import Eager, Inputs
 from nanopage.worker.jit import CompiledDecoder, compile_afresh
 from nanopage.worker.kv_cache import KVCache
-from nanopage.worker.model_runner import ModelRunner
+from nanopage.worker.model_runner import ModelRunner, Way
 from nanopage.worker.piecewise_graphs import PiecewiseGraphs
 from nanopage.worker.sequence_table import SequenceTable
 
@@ -43,8 +43,15 @@ def measure_step(
     device: torch.device,
     make_attention: Callable[[Inputs], Attention],
     sample_all: Callable[..., Tensor],
+    vocab_size: int,
+    partial: Callable[[list[Way]], list[Way]],
 ) -> int:
     """Bytes of GPU memory that steps take in addition to the weights and the KV cache.
+
+    Args:
+        model_config: the shape of this worker's part of the model.
+        vocab_size: of the whole model.
+        partial: makes ways to run this part (see `Worker._partial`).
 
     Runs the largest possible step eagerly, on a KV cache of one block. With CUDA graphs, also captures the largest
     decode step and then the smallest, and the pieces of the largest and of the smallest other step. All graphs share
@@ -55,9 +62,9 @@ def measure_step(
 
     # Not in inference mode: torch would compile the sampler again for tensors that are made there.
     cache = KVCache(model_config, 1, config.block_size, kv_dtype, device)
-    table = SequenceTable(config.max_num_seqs + 1, max_model_len, config.block_size, model_config.vocab_size, device)
+    table = SequenceTable(config.max_num_seqs + 1, max_model_len, config.block_size, vocab_size, device)
     table_bytes = table.num_bytes
-    runner = ModelRunner(model, cache, table, [Eager(model, cache, table, make_attention)], sample_all)
+    runner = ModelRunner(model, cache, table, partial([Eager(model, cache, table, make_attention)]), sample_all)
     budget = config.token_budget(device.type)
     batch = largest_batch(budget, config.max_num_seqs, max_model_len, config.block_size)
     cache.clear([0])
@@ -130,7 +137,8 @@ def num_blocks_that_fit(
     device: torch.device,
     step_bytes: int = 0,
 ) -> int:
-    """How many blocks the KV cache can have, given the options and the memory that is free now.
+    """How many blocks the KV cache of a worker can have, given the options and the memory that is free now. Several
+    workers on CPUs are taken to share one machine.
 
     At most as many as `max_num_seqs` sequences of `max_model_len` tokens can use, unless `num_gpu_blocks_override` sets
     the number.
@@ -155,9 +163,9 @@ def num_blocks_that_fit(
         return min(blocks_of_gpu(config, size, total, total - free, step_bytes), useful)
     elif config.gpu_memory_utilization is not None:
         used = psutil.Process().memory_info().rss
-        budget = min(config.gpu_memory_utilization * total_ram() - used, free)
+        budget = min(config.gpu_memory_utilization * total_ram() / config.num_ranks - used, free)
     else:
-        budget = min(CPU_SHARE * free, CPU_MOST)
+        budget = min(CPU_SHARE * free, CPU_MOST) / config.num_ranks
     if budget < size:
         raise MemoryError(
             f"no room for the KV cache: {free / GIB:.2f} GiB are free on {device.type}, the options leave it "
@@ -211,7 +219,7 @@ def num_host_blocks(config: EngineConfig, num_blocks: int, size: int) -> int:
         return 0
     free = free_bytes(torch.device("cpu"))
     if config.swap_space is None:
-        return min(num_blocks, int(min(CPU_SHARE * free, CPU_MOST)) // size)
+        return min(num_blocks, int(min(CPU_SHARE * free, CPU_MOST) / config.num_ranks) // size)
     if config.swap_space * GIB > free:
         raise MemoryError(f"swap_space={config.swap_space:g} is more than the {free / GIB:.2f} GiB free")
     return round(config.swap_space * GIB) // size

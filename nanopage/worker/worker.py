@@ -22,6 +22,7 @@ from nanopage.step import Batch, Capacity
 from nanopage.weights import loader
 from nanopage.weights.gguf_checkpoint import GGUFCheckpoint
 from nanopage.weights.gguf_tiles import is_quantized
+from nanopage.weights.part import WHOLE
 from nanopage.weights.quantized_checkpoint import fits_tiles
 from nanopage.worker.aot import Compiled
 from nanopage.worker.aot_tiles import CompiledProduct, tile_product
@@ -32,6 +33,7 @@ from nanopage.worker.kv_cache import KVCache
 from nanopage.worker.memory import block_bytes, fit_length, measure_step, num_blocks_that_fit, num_host_blocks
 from nanopage.worker.model_runner import Launched, ModelRunner, Way
 from nanopage.worker.option_speed import warn_of_slow_options
+from nanopage.worker.parallel import PartialWay, Ranks
 from nanopage.worker.piecewise_graphs import PiecewiseGraphs
 from nanopage.worker.sequence_table import SequenceTable
 from nanopage.worker.threads import ThreadCount, limit_threads
@@ -47,6 +49,8 @@ class Worker:
     Args:
         checkpoint: the weights of the model that `model_config` describes.
         on_progress: called while weights load, with the number of weights read so far and the total.
+        ranks: connects this worker with others, if each has a part of the model. None: it has the whole model.
+        agree: called with what this worker can hold. Returns what every worker can hold.
 
     Raises:
         ValueError: the device does not allow an option, or a weight is broken. The message names it.
@@ -59,10 +63,14 @@ class Worker:
         model_config: ModelConfig,
         checkpoint: loader.Checkpoint,
         on_progress: Callable[[int, int], None] | None = None,
+        ranks: Ranks | None = None,
+        agree: Callable[[Capacity], Capacity] = lambda capacity: capacity,
     ):
-        self.config, self.model_config = config, model_config
+        self.config, self.model_config, self.ranks = config, model_config, ranks
+        self.part = WHOLE if ranks is None else ranks.part
+        self.part_config = self.part.config(model_config)
         self.path = loader.path_of(checkpoint)
-        self.device = resolve_device(config.device)
+        self.device = resolve_device(config.device) if ranks is None else ranks.device
         self.uses_triton = self.device.type == "cuda"
         self._check_options()
         self.dtype, why = resolve_dtype(config.dtype, model_config.dtype, self.device)
@@ -83,10 +91,20 @@ class Worker:
         # A GPU that has no room for the weights may have room for the quantized ones.
         on_host = self.device.type == "cuda" and config.quantize_to is not None
         self.model = loader.load_model(
-            checkpoint, model_config, self.dtype, self.device, config.load_format, on_progress, integers, on_host
+            checkpoint,
+            model_config,
+            self.dtype,
+            self.device,
+            config.load_format,
+            on_progress,
+            integers,
+            on_host,
+            self.part,
         )
         self._replace_modules()
-        if self.device.type == "cpu":
+        if ranks is not None:
+            ranks.connect(self.model, model_config, self.dtype)
+        if self.device.type == "cpu" and self.part.samples:
             warn_of_slow_options(config, model_config, self.model.layers[0], self.dtype, self.product)
         longest = config.max_model_len or model_config.max_position_embeddings
         self.sample_all: Callable[..., Tensor] | None = None  # on a CPU
@@ -95,25 +113,31 @@ class Worker:
             self.sample_all = self._make_sample_all()
             step_bytes = measure_step(
                 config,
-                model_config,
+                self.part_config,
                 self.model,
                 longest,
                 self.kv_dtype,
                 self.device,
                 self._make_attention,
                 self.sample_all,
+                model_config.vocab_size,
+                self._partial,
             )
-        num_blocks = num_blocks_that_fit(config, model_config, longest, self.kv_dtype, self.device, step_bytes)
+        num_blocks = num_blocks_that_fit(config, self.part_config, longest, self.kv_dtype, self.device, step_bytes)
         max_model_len = fit_length(config, longest, num_blocks * config.block_size)
-        host_blocks = num_host_blocks(config, num_blocks, block_bytes(model_config, config.block_size, self.kv_dtype))
+        size = block_bytes(self.part_config, config.block_size, self.kv_dtype)
+        host_blocks = num_host_blocks(config, num_blocks, size)
         name = str(self.dtype).removeprefix("torch.")
-        self.capacity = Capacity(self.device.type, name, num_blocks, host_blocks, max_model_len)
-        self.kv_cache = KVCache(model_config, num_blocks, config.block_size, self.kv_dtype, self.device, host_blocks)
+        self.capacity = agree(Capacity(self.device.type, name, num_blocks, host_blocks, max_model_len))
+        num_blocks, max_model_len = self.capacity.num_blocks, self.capacity.max_model_len
+        self.kv_cache = KVCache(
+            self.part_config, num_blocks, config.block_size, self.kv_dtype, self.device, self.capacity.num_host_blocks
+        )
         table = SequenceTable(
             config.max_num_seqs + 1, max_model_len, config.block_size, model_config.vocab_size, self.device
         )
         self.compiled: Compiled | None = None
-        ways = self._choose_ways(table, max_model_len)
+        ways = self._partial(self._choose_ways(table, max_model_len))
         self.runner = ModelRunner(self.model, self.kv_cache, table, ways, self.sample_all)
         if self.uses_triton:
             self._warm_up()
@@ -146,6 +170,9 @@ class Worker:
         if self.config.enforce_eager:
             self.way = "eagerly"
             return [eager]
+        if not self._compiles():
+            self.way = "eagerly: a divided model is not compiled"
+            return [eager]
         if self.device.type == "cuda":
             graphs, pieces = self._capture_graphs(table, max_model_len)
             most = pieces.sizes[-1]
@@ -155,7 +182,7 @@ class Worker:
             self.way = f"eagerly: {self.capacity.dtype} is not compiled on this CPU"
             return [eager]
         tiled = self.tiles is not None
-        self.compiled = Compiled(self.model, self.kv_cache, table, self.path, self.model_config, self.dtype, tiled)
+        self.compiled = Compiled(self.model, self.kv_cache, table, self.path, self.part_config, self.dtype, tiled)
         if self.compiled.layers is not None:
             self.way = "with compiled layers"
         elif self.compiled.may_compile:
@@ -164,9 +191,22 @@ class Worker:
             self.way = "eagerly: NANOPAGE_COMPILE=never"
         return [self.compiled, eager]
 
+    def _compiles(self) -> bool:
+        """Whether anything may be compiled or captured. Exchanges between the workers of a stage happen inside layers;
+        on a GPU, they have never been captured."""
+        return (
+            not self.config.enforce_eager
+            and self.part.tp_size == 1
+            and (self.device.type == "cpu" or self.part == WHOLE)
+        )
+
+    def _partial(self, ways: list[Way]) -> list[Way]:
+        """Ways to run steps on this worker's part of the model, from ways to run it."""
+        return ways if self.ranks is None else [PartialWay(way, self.ranks) for way in ways]
+
     def _make_sample_all(self) -> Callable[..., Tensor]:
         """The function by which a GPU samples all rows of a batch, compiled and warmed up for tables of this size."""
-        sample_all = make_sample_all(True, no_wrap if self.config.enforce_eager else compile_afresh)
+        sample_all = make_sample_all(True, compile_afresh if self._compiles() else no_wrap)
         sampling = SamplingTable(self.config.max_num_seqs + 1, self.model_config.vocab_size, self.device)
         warm_up_sampling(sample_all, sampling, self.dtype, self.device)
         return sample_all
@@ -175,12 +215,15 @@ class Worker:
         """Choose how weights are stored: a kind that layers/tiled.py (on a GPU: layers/quantized.py) knows, or BLOCKS;
         None for floats. Sets `self.product`. Raises: ValueError for a dtype that a GPU does not multiply them by."""
         compiles = can_pack(self.dtype) and not self.config.enforce_eager
+        divided = self.part.tp_size > 1
         on_gpu = self.device.type == "cuda"
         if (stored := self.model_config.quantization) is not None:
             quantized = on_gpu or fits_tiles(self.model_config)
         else:
             quantized = isinstance(checkpoint, GGUFCheckpoint) and is_quantized(checkpoint)
-        blocks = quantized and not self.config.quantize_to and self.config.load_format != "dummy"
+        if divided and quantized:
+            logger.info(f"tensor_parallel_size={self.part.tp_size}: the integers of {self.path.name} become floats")
+        blocks = quantized and not divided and not self.config.quantize_to and self.config.load_format != "dummy"
         if on_gpu:
             if self.config.quantize_to and self.dtype == torch.float64:
                 raise ValueError(f"quantization={self.config.quantization!r} on a GPU does not work in float64")
@@ -202,7 +245,7 @@ class Worker:
                 quantize(self.model, kind, self.device)
                 self.model.to(self.device)
             torch.cuda.empty_cache()  # of what rounding took
-            if not self.config.enforce_eager:
+            if self._compiles():
                 self.model = compile_model(self.model, self.model_config, self.dtype, self.device, self.uses_triton)
         elif self.tiles is not None:
             kind = self.tiles
@@ -219,7 +262,7 @@ class Worker:
     def _make_attention(self, inputs: Inputs):
         from nanopage.kernels import paged_attention  # imports Triton, which would double the time to start on a CPU
 
-        config = self.model_config
+        config = self.part_config
         return paged_attention.make_attention(
             inputs.slot_mapping,
             inputs.block_tables,
@@ -270,6 +313,11 @@ class Worker:
             raise ValueError(
                 f"quantization={config.quantization!r}, but the weights of {self.path} already are ({has})"
             )
+        if has is not None and self.part.tp_size > 1:
+            raise ValueError(
+                f"tensor_parallel_size={self.part.tp_size} does not divide quantized weights, and those of {self.path} "
+                f"are ({has}): use pipeline_parallel_size"
+            )
         if has is not None and config.load_format == "dummy":
             raise ValueError(
                 f"load_format='dummy' draws weights that are not quantized, but {self.path} is ({has}): give a "
@@ -288,7 +336,7 @@ class Worker:
     def _log_start(self) -> None:
         config, capacity = self.config, self.capacity
         tokens = capacity.num_blocks * config.block_size
-        gib = capacity.num_blocks * block_bytes(self.model_config, config.block_size, self.kv_dtype) / GIB
+        gib = capacity.num_blocks * block_bytes(self.part_config, config.block_size, self.kv_dtype) / GIB
         kinds = [kind for kind in ("dummy" if config.load_format == "dummy" else None, self.tiles) if kind]
         weights = f" with {' '.join(kinds)} weights" if kinds else ""
         kv_dtype = "" if self.kv_dtype == self.dtype else f" in {str(self.kv_dtype).removeprefix('torch.')}"

@@ -362,7 +362,7 @@ def test_nothing_is_compiled_while_serving(model, fake_cuda, monkeypatch, compil
     sampling = SamplingTable(len(table.tokens), worker.model_config.vocab_size, worker.device)
     jit.warm_up_sampling(sample_all, sampling, worker.dtype, worker.device)
     with torch.compiler.set_stance("fail_on_recompile"):
-        made_of = worker.kv_dtype, worker.device, worker._make_attention, sample_all
+        made_of = worker.kv_dtype, worker.device, worker._make_attention, sample_all, 300, list
         measure_step(worker.config, worker.model_config, worker.model, 300, *made_of)
     variants.clear()
     ways = [CUDAGraphs(*made, 300, True, sample_all, jit.compile_afresh), Eager(*made, worker._make_attention)]
@@ -421,7 +421,7 @@ def test_another_error_while_capturing_comes_out_as_it_is(model, fake_cuda, monk
 @pytest.mark.interpreter
 def test_the_largest_step_there_can_be_is_measured(model, fake_cuda, monkeypatch):
     worker = make_engine(model, max_num_seqs=6, num_gpu_blocks_override=4, max_num_batched_tokens=100).executor.worker
-    made = worker.kv_dtype, worker.device, worker._make_attention, make_sample_all(True)
+    made = worker.kv_dtype, worker.device, worker._make_attention, make_sample_all(True), 300, list
     arguments = worker.model_config, worker.model, 64, *made
     launch, batches = ModelRunner.launch, []
     monkeypatch.setattr(ModelRunner, "launch", lambda self, batch: batches.append(batch) or launch(self, batch))

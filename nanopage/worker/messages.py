@@ -1,0 +1,110 @@
+"""What an executor and its worker processes say to each other, as MessagePack with a tag for each kind of message.
+
+executor                worker
+Start              ─▶
+                   ◀─   Progress, ..., Measured
+Agreed             ─▶
+                   ◀─   Ready
+Run, Run, ...      ─▶
+                   ◀─   Result, Result, ...   (from the worker that samples)
+Ping               ─▶                         (at any time)
+                   ◀─   Pong
+                   ◀─   Log, Failed
+"""
+
+import msgspec
+
+from nanopage.config import EngineConfig
+from nanopage.step import Batch, BatchResult, Capacity
+
+
+class Start(msgspec.Struct, tag=True):
+    """Load a part of a model.
+
+    path: of the model. address: where the workers meet (see `Ranks`). local_rank: the worker's GPU, if it has one.
+    """
+
+    config: EngineConfig
+    path: str
+    rank: int
+    local_rank: int
+    address: str
+
+
+class Agreed(msgspec.Struct, tag=True):
+    """What every worker can hold."""
+
+    capacity: Capacity
+
+
+class Run(msgspec.Struct, tag=True):
+    batch: Batch
+
+
+class Rest(msgspec.Struct, tag=True):
+    pass
+
+
+class Compile(msgspec.Struct, tag=True):
+    pass
+
+
+class Ping(msgspec.Struct, tag=True):
+    pass
+
+
+class Stop(msgspec.Struct, tag=True):
+    pass
+
+
+class Progress(msgspec.Struct, tag=True):
+    """How many weights are loaded, or parts compiled, and of how many."""
+
+    done: int
+    total: int
+
+
+class Measured(msgspec.Struct, tag=True):
+    """The weights are loaded. fingerprint: of the files that they come from."""
+
+    capacity: Capacity
+    fingerprint: str
+
+
+class Ready(msgspec.Struct, tag=True):
+    """What Agreed or Compile has asked for is done."""
+
+
+class Result(msgspec.Struct, tag=True):
+    result: BatchResult
+
+
+class Pong(msgspec.Struct, tag=True):
+    pass
+
+
+class Log(msgspec.Struct, tag=True):
+    """A line for the engine's log."""
+
+    level: int
+    message: str
+
+
+class Failed(msgspec.Struct, tag=True):
+    """An exception has ended the worker.
+
+    in_exchange: whether it says that another worker could not be reached, so that the cause is probably there.
+    """
+
+    kind: str
+    message: str
+    traceback: str
+    in_exchange: bool
+
+
+ToWorker = Start | Agreed | Run | Rest | Compile | Ping | Stop
+FromWorker = Progress | Measured | Ready | Result | Pong | Log | Failed
+
+encode = msgspec.msgpack.Encoder().encode
+decode_to_worker = msgspec.msgpack.Decoder(ToWorker).decode
+decode_from_worker = msgspec.msgpack.Decoder(FromWorker).decode

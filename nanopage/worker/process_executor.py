@@ -1,0 +1,334 @@
+"""ProcessExecutor: a process for each worker. Every worker gets every Batch; the one that samples sends the results.
+
+A worker that dies, hangs or raises leaves the others waiting for it, so all of them end, and the error names the first.
+"""
+
+import contextlib
+import logging
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from multiprocessing import Pipe, connection
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+import nanopage
+from nanopage.config import EngineConfig, ModelConfig
+from nanopage.step import Batch, BatchResult, Capacity, WorkerDiedError
+from nanopage.worker.messages import (
+    Agreed,
+    Compile,
+    Failed,
+    FromWorker,
+    Log,
+    Measured,
+    Ping,
+    Pong,
+    Progress,
+    Ready,
+    Rest,
+    Result,
+    Run,
+    Start,
+    Stop,
+    ToWorker,
+    decode_from_worker,
+    encode,
+)
+from nanopage.worker.threads import default_threads
+
+logger = logging.getLogger("nanopage")
+
+PING_SECONDS = 1.0  # between pings while the executor waits
+START_LIMIT, STEP_LIMIT = 120.0, 10.0  # seconds in which a worker has to answer a ping: while it loads, and later
+STOP_SECONDS = 5.0  # for a step to end, at shutdown
+CAUSE_SECONDS = 2.0  # in which the worker that caused an error of another one is noticed
+SMALL = 2**14  # bytes of a message that always fit into the buffer of a connection
+ERRORS: dict[str, type[Exception]] = {
+    "ValueError": ValueError,
+    "MemoryError": MemoryError,
+    "FileNotFoundError": FileNotFoundError,
+    "TypeError": TypeError,
+}  # that a start may raise
+M = TypeVar("M", Measured, Ready)
+
+
+class Link(Protocol):
+    """A worker process and the connection to it: `ProcessLink`, or the links of ray_link.py."""
+
+    connection: connection.Connection
+    local_rank: int  # its GPU, if it has one
+
+    def ended(self) -> str | None:
+        """How the process has ended; None while it runs."""
+
+    def kill(self) -> None:
+        """End the process now, whatever it does."""
+
+
+class ProcessLink:
+    """A worker process on this machine.
+
+    Args:
+        rank: of the worker.
+        num_ranks: of all workers, which share the CPUs.
+    """
+
+    def __init__(self, rank: int, num_ranks: int):
+        self.local_rank = rank
+        self.connection, theirs = Pipe()
+        threads = str(max(1, default_threads() // num_ranks))
+        paths = [str(Path(nanopage.__file__).parents[1]), *filter(os.path.isabs, sys.path)]
+        environment = {"OMP_NUM_THREADS": threads, "GLOO_SOCKET_IFNAME": "lo"} | os.environ
+        environment |= {"PYTHONPATH": os.pathsep.join(paths), "PYTHONSAFEPATH": "1"}
+        command = [sys.executable, "-P", "-m", "nanopage.worker.worker_process", str(theirs.fileno())]
+        # A session of its own: Ctrl-C is for the engine.
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], env=environment, start_new_session=True
+        )
+        theirs.close()
+
+    def ended(self) -> str | None:
+        code = self.process.poll()
+        if code is None:
+            return None
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        return f"its process {self.process.pid} {how}"
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+class ProcessExecutor:
+    """Runs `config.num_ranks` workers in processes of their own.
+
+    Args:
+        path: of the model.
+        model_config: its shape.
+        on_progress: called while the first worker loads its weights, with the numbers of weights read and of all.
+        make_links: starts the processes. None: on this machine.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        model_config: ModelConfig,
+        path: Path,
+        on_progress: Callable[[int, int], None] | None = None,
+        make_links: Callable[[EngineConfig], tuple[list[Link], str]] | None = None,
+    ):
+        model_config.divided(config.tensor_parallel_size)  # raises where the model cannot be divided
+        model_config.stage(0, config.pipeline_parallel_size)
+        self.config, self.path, self.on_progress, self.make_links = config, path, on_progress, make_links
+        self.sampler = (config.pipeline_parallel_size - 1) * config.tensor_parallel_size  # the rank that samples
+        self.links: list[Link] = []
+        self.error: WorkerDiedError | None = None  # why no step can run any more
+        self._pinged: dict[int, float] = {}  # rank -> when it was sent a ping that it has not answered
+        self._limit = START_LIMIT
+        self._num_running = 0  # steps whose results have not come
+        self._num_discarded = 0  # of those, the oldest, whose results nobody wants
+
+    # The interface of an executor: see step.Executor
+
+    def start(self) -> Capacity:
+        with tempfile.TemporaryDirectory(prefix="nanopage-", ignore_cleanup_errors=True) as scratch:
+            try:
+                if self.make_links is None:
+                    address = f"file://{scratch}/meeting"
+                    for rank in range(self.config.num_ranks):
+                        self.links.append(ProcessLink(rank, self.config.num_ranks))
+                else:
+                    self.links, address = self.make_links(self.config)
+                for rank, link in enumerate(self.links):
+                    self._send(rank, Start(self.config, str(self.path), rank, link.local_rank, address))
+                measured = self._collect(Measured)
+                self._check_same_files([message.fingerprint for message in measured])
+                capacity = _least([message.capacity for message in measured])
+                self._send_all(Agreed(capacity))
+                self._collect(Ready)
+            except BaseException:
+                self._kill()
+                raise
+        self._limit = STEP_LIMIT
+        return capacity
+
+    def submit(self, batch: Batch) -> None:
+        self._send_all(Run(batch))
+        self._num_running += 1
+
+    def result(self) -> BatchResult:
+        while True:
+            _, message = self._receive()
+            assert isinstance(message, Result)
+            self._num_running -= 1
+            if not self._num_discarded:
+                return message.result
+            self._num_discarded -= 1
+
+    def discard(self) -> None:
+        self._num_discarded = self._num_running
+
+    def rest(self) -> None:
+        with contextlib.suppress(WorkerDiedError):  # the next step raises it
+            self._send_all(Rest())
+
+    def compile(self, on_progress: Callable[[int, int], None] | None = None) -> None:
+        self.on_progress = on_progress
+        self._send_all(Compile())
+        self._collect(Ready)
+
+    def shutdown(self) -> None:
+        if self.error is None:
+            with contextlib.suppress(WorkerDiedError):
+                self._send_all(Stop())
+            deadline = time.monotonic() + STOP_SECONDS
+            while time.monotonic() < deadline and any(link.ended() is None for link in self.links):
+                time.sleep(0.01)
+            self.error = WorkerDiedError("the workers have been shut down")
+        self._kill()
+
+    # Messages
+
+    def _send(self, rank: int, message: ToWorker) -> None:
+        self._send_bytes(rank, encode(message))
+
+    def _send_all(self, message: ToWorker) -> None:
+        if self.error is not None:
+            raise self.error
+        data = encode(message)
+        for rank in range(len(self.links)):
+            self._send_bytes(rank, data)
+
+    def _send_bytes(self, rank: int, data: bytes) -> None:
+        """Send a message. A worker that hangs does not read, so a large one is sent by another thread."""
+        problem: OSError | None = None
+
+        def send() -> None:
+            nonlocal problem
+            try:
+                self.links[rank].connection.send_bytes(data)
+            except OSError as error:
+                problem = error
+
+        if len(data) <= SMALL:
+            send()
+        else:
+            thread = threading.Thread(target=send, daemon=True, name="nanopage-sender")
+            thread.start()
+            thread.join(self._limit)
+            if thread.is_alive():
+                raise self._end(rank, f"it has not read a message for {self._limit:.0f} s")
+        if problem is not None:
+            raise self._end(rank, self._how_ended(rank))
+
+    def _collect(self, kind: type[M]) -> list[M]:
+        """Wait for a message of one kind from every worker. Returns them by rank."""
+        messages: dict[int, M] = {}
+        while len(messages) < len(self.links):
+            rank, message = self._receive()
+            assert isinstance(message, kind)
+            messages[rank] = message
+        return [messages[rank] for rank in sorted(messages)]
+
+    def _receive(self) -> tuple[int, FromWorker]:
+        """Wait for a message that is not only news.
+
+        Raises: WorkerDiedError; while the workers start, what has ended one of them.
+        """
+        if self.error is not None:
+            raise self.error
+        ranks = {link.connection: rank for rank, link in enumerate(self.links)}
+        while True:
+            for ready in connection.wait(ranks, PING_SECONDS):
+                rank = ranks[ready]  # type: ignore[index]
+                try:
+                    message = decode_from_worker(self.links[rank].connection.recv_bytes())
+                except (EOFError, OSError):
+                    raise self._end(rank, self._how_ended(rank)) from None
+                match message:
+                    case Pong():
+                        self._pinged.pop(rank, None)
+                    case Log(level, text):
+                        logger.log(level, text)
+                    case Progress(done, total):
+                        if self.on_progress is not None:
+                            self.on_progress(done, total)
+                    case Failed():
+                        raise self._failed(rank, message)
+                    case _:
+                        return rank, message
+            self._ping()
+
+    def _ping(self) -> None:
+        """Ask the workers whether they live. Raises: WorkerDiedError for one that has not answered in time."""
+        now = time.monotonic()
+        for rank in range(len(self.links)):
+            since = self._pinged.get(rank)
+            if since is None:
+                self._pinged[rank] = now
+                self._send(rank, Ping())
+            elif now - since > self._limit:
+                raise self._end(rank, f"it has not answered for {now - since:.0f} s")
+
+    # Failures
+
+    def _how_ended(self, rank: int) -> str:
+        deadline = time.monotonic() + 1
+        while (how := self.links[rank].ended()) is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return how or "it has closed its connection"
+
+    def _failed(self, rank: int, failed: Failed) -> Exception:
+        """The error to raise for a worker's exception. If the exception says that another worker is gone, find that."""
+        deadline = time.monotonic() + CAUSE_SECONDS
+        waiting = {link.connection: other for other, link in enumerate(self.links) if other != rank}
+        while failed.in_exchange and waiting and time.monotonic() < deadline:
+            for other, link in enumerate(self.links):
+                if other != rank and (how := link.ended()) is not None and "exit code 0" not in how:
+                    return self._end(other, how)
+            for ready in connection.wait(waiting, 0.05):
+                other = waiting.pop(ready)  # type: ignore[call-overload]
+                with contextlib.suppress(EOFError, OSError):
+                    message = decode_from_worker(self.links[other].connection.recv_bytes())
+                    if isinstance(message, Failed) and not message.in_exchange:
+                        rank, failed = other, message
+                        break
+        logger.error(f"rank {rank} failed:\n{failed.traceback}")
+        return self._end(rank, f"{failed.kind}: {failed.message}", ERRORS.get(failed.kind))
+
+    def _end(self, rank: int, cause: str, start_error: type[Exception] | None = None) -> Exception:
+        """End all workers. Returns the error to raise, which names the rank and the cause."""
+        starting = self._limit == START_LIMIT
+        self.error = WorkerDiedError(f"rank {rank} of {len(self.links)}: {cause}")
+        self._kill()
+        if starting and start_error is not None:
+            return start_error(f"rank {rank}: {cause.partition(': ')[2]}")
+        return self.error
+
+    def _kill(self) -> None:
+        for link in self.links:
+            link.kill()
+        for link in self.links:
+            link.connection.close()
+
+    def _check_same_files(self, fingerprints: list[str]) -> None:
+        for rank, fingerprint in enumerate(fingerprints):
+            if fingerprint != fingerprints[0]:
+                raise ValueError(f"rank {rank} has loaded other files of {self.path} than rank 0: copy the same model")
+
+
+def _least(capacities: list[Capacity]) -> Capacity:
+    """What every worker can hold."""
+    return Capacity(
+        capacities[0].device,
+        capacities[0].dtype,
+        min(capacity.num_blocks for capacity in capacities),
+        min(capacity.num_host_blocks for capacity in capacities),
+        min(capacity.max_model_len for capacity in capacities),
+    )

@@ -1,0 +1,156 @@
+"""A worker in a process of its own: `python -m nanopage.worker.worker_process DESCRIPTOR`, started by ProcessExecutor.
+
+One thread reads messages. It answers pings while the main thread computes, and ends the process when the connection
+closes, so that no worker outlives its engine, however the engine ends.
+"""
+
+import logging
+import os
+import queue
+import signal
+import sys
+import threading
+import traceback
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from nanopage.worker.messages import (
+    Agreed,
+    Compile,
+    Failed,
+    FromWorker,
+    Log,
+    Measured,
+    Ping,
+    Pong,
+    Progress,
+    Ready,
+    Rest,
+    Result,
+    Run,
+    Start,
+    Stop,
+    ToWorker,
+    decode_to_worker,
+    encode,
+)
+
+EXCHANGES = ("gloo", "nccl", "connection closed", "connection reset", "socket", "timed out")
+
+
+class Mailbox:
+    """Exchanges messages with the executor.
+
+    Args: connection: a Connection of multiprocessing, which only this object uses.
+    """
+
+    def __init__(self, connection: Connection):
+        self._connection = connection
+        self._messages: queue.SimpleQueue[ToWorker] = queue.SimpleQueue()
+        self._lock = threading.Lock()  # of sending
+        threading.Thread(target=self._read, daemon=True, name="nanopage-mailbox").start()
+
+    def receive(self) -> ToWorker:
+        """Wait for the next message that is not a Ping."""
+        return self._messages.get()
+
+    def send(self, message: FromWorker) -> None:
+        data = encode(message)
+        with self._lock:
+            self._connection.send_bytes(data)
+
+    def _read(self) -> None:
+        try:
+            while True:
+                message = decode_to_worker(self._connection.recv_bytes())
+                if isinstance(message, Ping):
+                    self.send(Pong())
+                else:
+                    self._messages.put(message)
+        except (EOFError, OSError):  # the engine has ended
+            os._exit(1)
+
+
+class LogHandler(logging.Handler):
+    """Sends what a worker logs to its executor; of all workers but the first, only warnings."""
+
+    def __init__(self, mailbox: Mailbox, rank: int):
+        super().__init__(logging.WARNING if rank else logging.INFO)
+        self.mailbox, self.prefix = mailbox, f"rank {rank}: " if rank else ""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.mailbox.send(Log(record.levelno, self.prefix + self.format(record)))
+
+
+def serve(connection: Connection) -> None:
+    """Run a worker until it is told to stop."""
+    mailbox = Mailbox(connection)
+    try:
+        _serve(mailbox)
+    except Exception as error:
+        text = f"{type(error).__name__} {error}".lower()
+        in_exchange = isinstance(error, RuntimeError) and any(word in text for word in EXCHANGES)
+        mailbox.send(Failed(type(error).__name__, str(error), traceback.format_exc(), in_exchange))
+
+
+def _serve(mailbox: Mailbox) -> None:
+    start = mailbox.receive()
+    assert isinstance(start, Start)
+    logger = logging.getLogger("nanopage")
+    logger.setLevel(logging.INFO)
+    logger.propagate, logger.handlers = False, [LogHandler(mailbox, start.rank)]
+
+    # These take seconds, and pings are answered meanwhile.
+    import torch
+
+    from nanopage.device import resolve_device
+    from nanopage.step import Capacity
+    from nanopage.weights import loader
+    from nanopage.worker.parallel import Ranks, part_of
+    from nanopage.worker.worker import Worker
+
+    def report(done: int, total: int) -> None:
+        if start.rank == 0:
+            mailbox.send(Progress(done, total))
+
+    def agree(capacity: Capacity) -> Capacity:
+        mailbox.send(Measured(capacity, loader.fingerprint(checkpoint, start.config.load_format)))
+        agreed = mailbox.receive()
+        assert isinstance(agreed, Agreed)
+        return agreed.capacity
+
+    device = resolve_device(start.config.device)
+    if device.type == "cuda":
+        if start.local_rank >= torch.cuda.device_count():
+            count = torch.cuda.device_count()
+            raise ValueError(f"this worker needs GPU {start.local_rank}, and torch sees {count} here")
+        device = torch.device("cuda", start.local_rank)
+        torch.cuda.set_device(device)
+    checkpoint = loader.open_checkpoint(Path(start.path))
+    model_config = loader.read_config(checkpoint)
+    part = part_of(start.config, start.rank)
+    part.config(model_config)  # raises before the workers wait for each other
+    ranks = Ranks(part, start.address, device)
+    worker = Worker(start.config, model_config, checkpoint, report, ranks, agree)
+    mailbox.send(Ready())
+    while True:
+        match mailbox.receive():
+            case Run(batch):
+                result = worker.launch(batch).result()
+                if part.samples:
+                    mailbox.send(Result(result))
+            case Rest():
+                worker.rest()
+            case Compile():
+                worker.compile(report)
+                mailbox.send(Ready())
+            case Stop():
+                ranks.close()
+                return
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the engine decides
+    serve(Connection(int(sys.argv[1])))
+    sys.stderr.flush()
+    os._exit(0)  # nothing is left to do, and threads of torch.distributed may still run
