@@ -23,7 +23,7 @@ QUANTIZATIONS = (None, "int8", "int4", "fp8", "awq", "gptq")
 STORED_QUANTIZATIONS = ("awq", "gptq")  # those of a checkpoint, which `quantization` may only repeat
 GROUP_SIZES = (32, 64, 128)  # inputs that share a scale in a checkpoint of one of them
 LOAD_FORMATS = ("auto", "dummy")
-BACKENDS = (None, "mp")
+BACKENDS = (None, "mp", "ray")
 MAX_RANKS = 1024
 GENERATION_CONFIGS = ("auto", "vllm")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -124,8 +124,9 @@ class EngineConfig:
             of its own.
         pipeline_parallel_size: stages of `tensor_parallel_size` workers, each with a range of layers. As many batches
             are in flight as there are stages.
-        distributed_executor_backend: "mp": workers are processes on this machine. None: the same if there are several
-            workers, and otherwise a worker in this process.
+        distributed_executor_backend: "mp": workers are processes on this machine. "ray": they are actors of a Ray
+            cluster, also on other machines, where the model must have the same path (see docs/deploy.md). None: "mp" if
+            there are several workers, and otherwise a worker in this process.
         load_format: "auto" reads the model's weights. "dummy" draws random ones, to measure speed: a directory with
             config.json is enough then (see benchmarks/configs), and without tokenizer.json prompts are token ids.
         generation_config: where `LLM` and `AsyncLLM` get the parameters of requests that have none: "auto" is

@@ -1,5 +1,6 @@
 import gc
 import os
+import secrets
 import signal
 from functools import partial
 
@@ -7,6 +8,8 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported: no 
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["NANOPAGE_COMPILE"] = "never"
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # for the tests share the cores with processes that they start
+os.environ["RAY_AUTH_MODE"] = "token"  # as Ray reads it, once in a process; its ports are open to others here
+os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
 if "PYTEST_XDIST_WORKER" in os.environ:  # several processes run tests: a thread each is enough
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 

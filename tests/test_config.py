@@ -97,7 +97,7 @@ OUT_OF_RANGE = cases(
         (["load_format"], ["", None, "Dummy", "safetensors", True]),
         (COUNTS + OPTIONAL_COUNTS + SIZES, [0, -1]),
         (SIZES, [1025]),
-        (["distributed_executor_backend"], ["", "MP", "threads", 1]),
+        (["distributed_executor_backend"], ["", "MP", "uni", 1]),
         (SHARES, [0, 0.0, -1, -0.5, NAN, INF, -INF, HUGE]),
         (["gpu_memory_utilization"], [1.0001, 2]),
         (["preemption_mode"], ["", "SWAP", "drop", 1]),

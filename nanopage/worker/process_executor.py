@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 import nanopage
+from nanopage import ray_cluster
 from nanopage.config import EngineConfig, ModelConfig
 from nanopage.step import Batch, BatchResult, Capacity, WorkerDiedError
 from nanopage.worker.messages import (
@@ -112,7 +113,6 @@ class ProcessExecutor:
         path: of the model.
         model_config: its shape.
         on_progress: called while the first worker loads its weights, with the numbers of weights read and of all.
-        make_links: starts the processes. None: on this machine.
     """
 
     def __init__(
@@ -121,11 +121,10 @@ class ProcessExecutor:
         model_config: ModelConfig,
         path: Path,
         on_progress: Callable[[int, int], None] | None = None,
-        make_links: Callable[[EngineConfig], tuple[list[Link], str]] | None = None,
     ):
         model_config.divided(config.tensor_parallel_size)  # raises where the model cannot be divided
         model_config.stage(0, config.pipeline_parallel_size)
-        self.config, self.path, self.on_progress, self.make_links = config, path, on_progress, make_links
+        self.config, self.path, self.on_progress = config, path, on_progress
         self.sampler = (config.pipeline_parallel_size - 1) * config.tensor_parallel_size  # the rank that samples
         self.links: list[Link] = []
         self.error: WorkerDiedError | None = None  # why no step can run any more
@@ -139,12 +138,15 @@ class ProcessExecutor:
     def start(self) -> Capacity:
         with tempfile.TemporaryDirectory(prefix="nanopage-", ignore_cleanup_errors=True) as scratch:
             try:
-                if self.make_links is None:
+                if self.config.distributed_executor_backend == "ray":
+                    ray_cluster.connect(max(default_threads(), self.config.num_ranks))
+                    from nanopage.worker.ray_link import make_links  # imports Ray
+
+                    self.links, address = make_links(self.config)
+                else:
                     address = f"file://{scratch}/meeting"
                     for rank in range(self.config.num_ranks):
                         self.links.append(ProcessLink(rank, self.config.num_ranks))
-                else:
-                    self.links, address = self.make_links(self.config)
                 for rank, link in enumerate(self.links):
                     self._send(rank, Start(self.config, str(self.path), rank, link.local_rank, address))
                 measured = self._collect(Measured)

@@ -1,0 +1,60 @@
+"""The Ray cluster of this process: the one that RAY_ADDRESS names, or one on this machine that ends with the process.
+
+Whoever can reach Ray's ports can run code in the cluster. A cluster that is started here listens on 127.0.0.1 where Ray
+lets it, and takes only what comes with a token that this process has drawn. Ray reads these settings from the
+environment, once, when it is imported or first used, so nothing may import Ray before `connect`.
+"""
+
+import logging
+import os
+import secrets
+import threading
+
+LOCAL = "local"
+
+
+def is_local() -> bool:
+    """Whether `connect` starts a cluster on this machine."""
+    return os.environ.get("RAY_ADDRESS", LOCAL) in ("", LOCAL)
+
+
+def connect(num_cpus: int) -> None:
+    """Connect this process to the cluster, unless it is connected.
+
+    Call this before uvicorn installs its signal handlers, because Ray installs one for SIGTERM.
+
+    Args: num_cpus: what a cluster that is started here offers. Ray's CPUs are places for actors, not cores.
+    Raises: ConnectionError if there is no cluster at RAY_ADDRESS; ImportError if Ray is not installed.
+    """
+    if is_local():
+        os.environ["RAY_AUTH_MODE"] = "token"
+        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+        os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+        os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # the node's address is then 127.0.0.1, on Linux as well
+    try:
+        import ray
+    except ImportError as error:
+        raise ImportError(f"{error}: pip install 'nanopage[ray]'") from None
+    if ray.is_initialized():
+        return
+    logging.getLogger("ray").setLevel(logging.WARNING)
+    if not is_local():
+        ray.init(configure_logging=False)
+        return
+    problem: Exception | None = None
+    started = threading.Event()
+
+    def start() -> None:
+        nonlocal problem
+        try:
+            ray.init(LOCAL, num_cpus=num_cpus, include_dashboard=False, configure_logging=False)
+        except Exception as error:
+            problem = error
+        started.set()
+        threading.Event().wait()
+
+    # What Ray starts ends with the thread that has started it, also if the process is killed. So this thread lives on.
+    threading.Thread(target=start, daemon=True, name="nanopage-ray").start()
+    started.wait()
+    if problem is not None:
+        raise problem
