@@ -6,6 +6,7 @@
     python bench.py serve        requests that arrive over time: TTFT, goodput
     python bench.py memory       what forks save, swap against recomputation
     python bench.py host         what a step costs Python
+    python bench.py parallel     a model divided among processes
     python bench.py compare      the same work on vLLM, OpenVINO, llama.cpp
     python bench.py kernels      attention's Triton kernels on a GPU
 
@@ -53,6 +54,8 @@ from benchmarks.outputs import check_outputs, check_plot, exit_unless, recorded,
 from benchmarks.report import console, describe, errors_by_name, show_header
 
 app = typer.Typer(help=__doc__, no_args_is_help=True, rich_markup_mode=None, add_completion=False)
+
+DIVISIBLE = Path(__file__).parent / "benchmarks" / "configs" / "SmolLM2-135M-8-heads"
 
 ModelOption = Annotated[
     str | None, typer.Option(help="Directory, .gguf file or hub id [default: SmolLM2-135M-Instruct].")
@@ -466,6 +469,53 @@ def host(
     results: dict[str, Any] = {}
     with recorded(json_file, lambda: results) as record, errors_by_name():
         benchmark.measure(engine, path, num_seqs, num_iters, results)
+    exit_unless(record.written)
+
+
+@app.command()
+def parallel(
+    model: ModelOption = None,
+    workers: Annotated[int, typer.Option(min=2, max=64, help="How many share the model.")] = 2,
+    output_len: Annotated[int, typer.Option(min=2, max=MAX_TOKENS, help="Tokens.")] = 64,
+    device: DeviceOption = "auto",
+    num_iters: ItersOption = 3,
+    json_file: JsonOption = None,
+) -> None:
+    """Compare workers in processes with one in this process.
+
+    First, what a step costs more if its worker is a process, for a model of one small layer. Then the speed of
+    a model with random weights, by one worker, by tensor parallelism and in stages, and the bytes that workers
+    exchange. Without --model: SmolLM2-135M's sizes with 8 heads, which 2, 4 and 8 divide.
+
+    \b
+    python bench.py parallel --workers 2
+    """
+    from benchmarks import parallel as benchmark
+
+    check_outputs({"--json": json_file})
+    check_engine({"device": device})
+    path, config = find_model(str(DIVISIBLE) if model is None else model)
+    check_lengths([(benchmark.PROMPT_LEN, output_len)], config, "--model")
+    try:
+        config.divided(workers), config.stage(0, workers)
+    except ValueError as error:
+        refuse(str(error), "--workers")
+
+    def engine_of(path: Path, **options: Any):
+        from nanopage import EngineConfig
+        from nanopage.build import build_engine
+
+        options |= {"max_model_len": 512, "load_format": "dummy", "dtype": "float32", "device": device}
+        with errors_by_name():
+            made = build_engine(EngineConfig(model=str(path), **options))
+        if "header" not in results:
+            results["header"] = describe(made, f"parallel, {workers} workers")
+            show_header(results["header"])
+        return made
+
+    results: dict[str, Any] = {}
+    with recorded(json_file, lambda: results) as record, errors_by_name():
+        benchmark.measure(engine_of, path, workers, output_len, num_iters, results)
     exit_unless(record.written)
 
 

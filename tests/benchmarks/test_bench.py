@@ -18,18 +18,19 @@ from types import SimpleNamespace
 import pytest
 import torch
 import typer
-from helpers import random_tokens, run_bench, tiny_model
+from helpers import ForkedLink, random_tokens, run_bench, tiny_model
 from typer.testing import CliRunner
 
 import bench as program
-from benchmarks import kernel_resources, kernels, machine, memory, offline, progress, utilization
+from benchmarks import kernel_resources, kernels, machine, memory, offline, parallel, progress, utilization
 from benchmarks.outputs import Stopped
 from benchmarks.peers import nanopage as nanopage_peer
 from benchmarks.peers import transformers as transformers_peer
 from benchmarks.peers import transformers_continuous
 from benchmarks.peers.protocol import Run, Work, measure
 from benchmarks.report import console, figure, show_table, spread, table_of
-from nanopage import LLM, LLMEngine
+from nanopage import LLM, EngineConfig, LLMEngine
+from nanopage.build import build_engine
 from nanopage.kernels import paged_attention
 from nanopage.outputs import StepStats
 from nanopage.weights import loader
@@ -833,3 +834,33 @@ def test_kernels_are_measured_on_a_gpu(tmp_path):
     assert done.returncode == 0, done.stderr
     result = json.loads(file.read_text())
     assert result["copy_gb_s"] > 0 and all(row["nanopage"] > 0 for row in result["rows"])
+
+
+def test_parallel_refuses_what_does_not_divide_the_model():
+    result = run_bench("parallel", "--workers", 3)
+    assert result.exit_code == 2
+    assert "tensor_parallel_size=3 does not divide num_attention_heads=8" in " ".join(result.output.split())
+
+
+def test_parallel_measures_steps_and_exchanged_bytes(model, monkeypatch):
+    monkeypatch.setattr("nanopage.worker.process_executor.ProcessLink", ForkedLink)
+    monkeypatch.setattr(parallel, "OVERHEAD_SEQS", (1, 3))
+
+    def engine_of(path, **options):
+        options |= {"max_model_len": 256, "num_gpu_blocks_override": 64, "load_format": "dummy", "device": "cpu"}
+        return build_engine(EngineConfig(model=str(path), **options))
+
+    results = {}
+    parallel.measure_overhead(engine_of, model, 1, results)
+    assert {name: set(column) for name, column in results["overhead"].items()} == {
+        "in this process": {"1", "3"},
+        "in a process": {"1", "3"},
+    }
+    engine = engine_of(model, tensor_parallel_size=2, enforce_eager=True)
+    try:
+        measured = parallel.runs(engine, 2, 4, 1)
+    finally:
+        engine.shutdown()
+    config = engine.model_config
+    assert measured["output_tokens_per_second"] > 0
+    assert measured["bytes_per_token"] > config.num_layers * 2 * config.hidden_size * 4
