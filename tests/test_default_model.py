@@ -98,6 +98,16 @@ def test_prompts_are_continued_token_for_token_as_by_generate(default_model, gen
     assert differing == []
 
 
+@pytest.mark.parametrize("options", [{"tensor_parallel_size": 3}, {"pipeline_parallel_size": 2}], ids=str)
+def test_a_divided_model_continues_them_as_well(default_model, generated, options):
+    """Its 9 heads and 3 KV heads on three workers; its 30 layers in two stages."""
+    llm = LLM(str(default_model), device="cpu", dtype="float32", kv_cache_gib=0.5, enforce_eager=True, **options)
+    params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS)
+    outputs = llm.generate(token_ids(llm), params, use_tqdm=False)
+    llm.engine.shutdown()
+    assert [output.outputs[0].token_ids for output in outputs] == generated
+
+
 @pytest.mark.skipif(not BFLOAT16 and not LONG, reason="takes minutes where bfloat16 is emulated")
 @pytest.mark.parametrize("eager", [pytest.param(True, id="eager"), compiled])
 def test_bfloat16_stays_close_to_transformers(default_model, eager):
