@@ -1,4 +1,4 @@
-"""The Ray cluster that replicas run in: the one that RAY_ADDRESS names, or one on this machine that ends with the server.
+"""The Ray cluster of the replicas: the one that RAY_ADDRESS names, or one on this machine that ends with the server.
 
 Whoever can reach Ray's ports can run code in the cluster. A cluster that is started here listens on 127.0.0.1 where Ray
 lets it, and takes only what comes with a token that this process has drawn. Ray reads these settings from the

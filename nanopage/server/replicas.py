@@ -2,10 +2,10 @@
 
     client -- Front (one process) -- Ray Serve -- Replica (a process, an engine) ... Replica
 
-A replica runs the routes of app.py, the same as a server with one engine. Front is the HTTP server: it checks keys and
-limits as such a server does, and hands the calls that need the model to a replica as they are. What the replica's routes
-send comes back through Ray as a stream. Front decides with `Router` which replica gets a call; Ray Serve starts
-replicas, checks their health, replaces those that have died, and changes their number.
+A replica runs the routes of app.py, as a server with one engine does. Front is the application of the HTTP server. Like
+that of one engine, it is behind Gate, which checks keys, hosts and bodies. It hands each call that needs the model to
+a replica, unchanged. What the replica's routes send comes back as a stream. Front decides with `Router` which replica
+gets a call. Ray Serve starts replicas, checks their health, replaces those that have died, and changes their number.
 """
 
 import asyncio
@@ -43,6 +43,7 @@ logger = logging.getLogger("nanopage")
 
 TEXT_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 POSTS = (*TEXT_PATHS, "/tokenize", "/detokenize")
+GETS = ("/v1/models", "/tokenizer_info")  # and what begins so
 HEADERS = (b"content-type", b"traceparent", b"tracestate")  # of a client, that a replica gets to see
 PART = 256  # characters of a prompt that the router compares at once
 PART_TOKENS = PART // 4
@@ -389,9 +390,7 @@ class Front:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI. Raises: ApiError before anything has been sent."""
         method, path = scope["method"], scope["path"].removeprefix(scope.get("root_path", "")) or "/"
-        if method == "POST" and path in POSTS:
-            await self._forward(method, path, scope, receive, send)
-        elif method == "GET" and (path == "/tokenizer_info" or path.startswith("/v1/models")):
+        if path in POSTS if method == "POST" else method == "GET" and path.startswith(GETS):
             await self._forward(method, path, scope, receive, send)
         elif path in ("/health", "/ping") and (method == "GET" or (method, path) == ("POST", "/ping")):
             self._check_open()
@@ -546,7 +545,11 @@ class Front:
         await direct({"type": "http.response.body", "body": encode_event(error.body()) + DONE, "more_body": False})
 
     async def _metrics(self) -> bytes:
-        found: list[metrics.Metric] = []
+        found: list[metrics.Metric] = [
+            metrics.Gauge("nanopage:replicas_running", {}, len(self._running() - self.dead) if self.loaded else 0),
+            metrics.Counter("nanopage:replica_retries", {}, self.num_retried),
+            metrics.Counter("nanopage:replica_losses", {}, self.num_lost),
+        ]
         if self.loaded and self._running():
             response = self._handle.broadcast("metrics")
             for result in await response.results_async(timeout_s=5, return_exceptions=True):
