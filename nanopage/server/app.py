@@ -18,6 +18,7 @@ from starlette.types import ASGIApp
 import nanopage
 from nanopage.async_llm import AsyncLLM, EngineDeadError
 from nanopage.engine.input_processor import PromptTooLongError
+from nanopage.engine_args import EngineArgs
 from nanopage.metrics import Metric
 from nanopage.params import SamplingParams
 from nanopage.server.chat import Chat
@@ -376,6 +377,14 @@ def _model(state: ServerState, name: str) -> dict:
         "max_model_len": None if llm is None else llm.engine.max_model_len,
         "default_sampling_params": {} if llm is None else changed_defaults(llm),
     }
+
+
+def load_engine(engine_args: EngineArgs) -> AsyncLLM:
+    """Load the model, and log what its requests get by default. Raises: as `nanopage.build.build_engine`."""
+    llm = AsyncLLM.from_engine_args(engine_args)
+    if changed := changed_defaults(llm):
+        logger.info(f"requests without these parameters get those of generation_config.json: {changed}")
+    return llm
 
 
 def changed_defaults(llm: AsyncLLM) -> dict[str, Any]:

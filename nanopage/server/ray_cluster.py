@@ -48,6 +48,7 @@ def connect(most: int, device: str) -> dict[str, float]:
         os.environ["RAY_AUTH_MODE"] = "token"
         os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
         os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+        os.environ["RAY_SERVE_LOG_TO_STDERR"] = "0"  # Ray's logs are in files; the server says what matters
         os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # the node's address is then 127.0.0.1, on Linux as well
     import ray
 

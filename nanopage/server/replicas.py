@@ -12,7 +12,6 @@ import asyncio
 import contextlib
 import hashlib
 import logging
-import re
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,9 +30,8 @@ from starlette.types import Message, Receive, Scope, Send
 
 import nanopage
 from nanopage import metrics
-from nanopage.async_llm import AsyncLLM
 from nanopage.engine_args import EngineArgs
-from nanopage.server.app import ServerState, create_routes
+from nanopage.server.app import ServerState, create_routes, load_engine
 from nanopage.server.errors import ApiError
 from nanopage.server.metrics import CONTENT_TYPE, ServerMetrics
 from nanopage.server.routing import Router
@@ -51,7 +49,10 @@ MAX_PARTS = 1024  # of a prompt
 OUTPUT_TOKENS = 256  # a guess at the output of a request that does not limit it
 MAX_OUTPUT_TOKENS = 1024  # the guess where the limit is higher: most limits are far from what is needed
 MAX_CALLS = 100_000  # of a replica at once for Ray Serve: the replica's own limits are what counts
+SECONDS_TO_STOP = 5.0  # for replicas without calls
 HEALTH_SECONDS = 2.0  # between Ray Serve's checks of a replica
+REPLICA = "Replica"  # the deployment's name
+CANNOT_START = "the replica cannot start: "
 LOGGING = LoggingConfig(log_level="WARNING", enable_access_log=False)
 
 
@@ -94,19 +95,24 @@ class Replica:
     """One engine behind the routes of a server, in a process of its own. Ray Serve makes it from Settings."""
 
     def __init__(self, settings: Settings):
+        self.rank = serve.get_replica_context().rank.rank
+        self.state = ServerState(**settings.state)
+        self.routes = create_routes(self.state)
+        try:
+            self._load(settings)
+        except BaseException as error:  # what tokenizers raises when Rust panics is not an Exception
+            raise RuntimeError(f"{CANNOT_START}{str(error) or type(error).__name__}") from None
+
+    def _load(self, settings: Settings) -> None:
         if settings.version != nanopage.__version__:
             raise RuntimeError(f"nanopage is {nanopage.__version__} here, but {settings.version} where it was started")
-        self.rank = serve.get_replica_context().rank.rank
-        tracer = None
         if settings.tracing is not None:
             from nanopage.server.tracing import Tracer
 
-            tracer = Tracer.to_endpoint(settings.tracing)
+            self.state.tracer = Tracer.to_endpoint(settings.tracing)
         # Requests without a seed must not get the same noise in every replica.
         engine = settings.engine | {"seed": settings.engine["seed"] + self.rank}
-        llm = AsyncLLM.from_engine_args(EngineArgs(**engine))
-        self.state = ServerState(**settings.state, tracer=tracer, llm=llm)
-        self.routes = create_routes(self.state)
+        self.state.llm = load_engine(EngineArgs(**engine))
 
     async def call(self, call: Call) -> AsyncIterator[tuple[int, list[tuple[bytes, bytes]]] | bytes]:
         """Run a call. Yields the status and the headers of the reply, then parts of its body. If it is cancelled, the
@@ -156,11 +162,10 @@ class Replica:
             raise RuntimeError(str(error)) from None
 
     def __del__(self) -> None:  # Ray Serve calls it when it stops the replica
-        if (state := getattr(self, "state", None)) is not None:
-            if state.llm is not None:
-                state.llm.shutdown()
-            if state.tracer is not None:
-                state.tracer.shutdown()
+        if self.state.llm is not None:
+            self.state.llm.shutdown()
+        if self.state.tracer is not None:
+            self.state.tracer.shutdown()
 
 
 def _scope(call: Call, send: Send) -> Scope:
@@ -341,12 +346,14 @@ class Front:
                 )
             }
         deployment = serve.deployment(Replica).options(
+            name=REPLICA,
             **scaling,
             ray_actor_options=self.actor_options,
             max_ongoing_requests=MAX_CALLS,
             graceful_shutdown_timeout_s=self.seconds_to_stop,
             graceful_shutdown_wait_loop_s=0.1,
             health_check_period_s=HEALTH_SECONDS,
+            max_constructor_retry_count=1,  # until one has started; from then on, Ray Serve never gives up
             logging_config=LOGGING,
             request_router_config=RequestRouterConfig(request_router_class=ReplicaRouter),
         )
@@ -355,8 +362,15 @@ class Front:
         try:
             serve.run(deployment.bind(self.settings), name=self.name, route_prefix=None)
         except RuntimeError as error:
-            raise RuntimeError(_reason(str(error))) from None
+            raise RuntimeError(self._why_not_started() or str(error)) from None
         asyncio.run_coroutine_threadsafe(self._open(), loop).result()
+
+    def _why_not_started(self) -> str:
+        """What Ray Serve says of the replicas that did not start. Of a traceback, its last line."""
+        application = serve.status().applications.get(self.name)
+        if application is None or REPLICA not in application.deployments:
+            return ""
+        return application.deployments[REPLICA].message.rpartition(CANNOT_START)[2].strip()
 
     async def _open(self) -> None:
         handle = serve.get_app_handle(self.name)
@@ -368,14 +382,17 @@ class Front:
         self._request_router = route.request_router
 
     async def stop(self) -> None:
-        """End the calls that still run with an error, then the replicas."""
+        """End the calls that still run with an error, then the replicas. Those that hang are left to Ray."""
         self._stopping = True
         for task in self._tasks:
             task.cancel()
         if self._tasks:
             await asyncio.wait(self._tasks)
-        with contextlib.suppress(Exception):  # the cluster has gone
-            await asyncio.to_thread(serve.delete, self.name)
+        with contextlib.suppress(Exception):  # there is no cluster any more
+            await asyncio.wait_for(asyncio.to_thread(serve.delete, self.name, _blocking=False), SECONDS_TO_STOP)
+            async with asyncio.timeout(SECONDS_TO_STOP):
+                while self.name in (await asyncio.to_thread(serve.status)).applications:
+                    await asyncio.sleep(0.1)
 
     def close(self) -> None:
         """Leave the cluster, once the server has stopped. One that this process has started ends."""
@@ -556,9 +573,3 @@ class Front:
                 if isinstance(result, list):
                     found += result
         return ServerMetrics(lambda: found, self.state.replies, lambda: self.state.num_disconnects).text()
-
-
-def _reason(message: str) -> str:
-    """Why replicas could not start, from what Ray Serve says: the last line of the last traceback."""
-    lines = [line for line in message.splitlines() if re.match(r"\S+(Error|Exception): ", line)]
-    return lines[-1].partition(": ")[2] if lines else message

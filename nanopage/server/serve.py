@@ -17,10 +17,9 @@ from typing import TYPE_CHECKING
 
 import uvicorn
 
-from nanopage.async_llm import AsyncLLM
 from nanopage.engine_args import EngineArgs, FlexibleArgumentParser
 from nanopage.server import ray_cluster
-from nanopage.server.app import ServerState, changed_defaults, create_app, guard
+from nanopage.server.app import ServerState, create_app, guard, load_engine
 from nanopage.server.connection import Connection
 from nanopage.server.middleware import LOCAL_HOSTS
 from nanopage.weights import hub
@@ -259,9 +258,7 @@ class OneEngine:
 
     def load(self, loop: asyncio.AbstractEventLoop) -> None:
         """Load the model. For a thread. Raises: as `nanopage.build.build_engine`."""
-        self.state.llm = AsyncLLM.from_engine_args(self.engine_args)
-        if changed := changed_defaults(self.state.llm):
-            logger.info(f"requests without these parameters get those of generation_config.json: {changed}")
+        self.state.llm = load_engine(self.engine_args)
 
     async def stop(self) -> None:
         """End the requests that still run with an error."""
