@@ -387,7 +387,7 @@ class Front:
         for task in self._tasks:
             task.cancel()
         if self._tasks:
-            await asyncio.wait(self._tasks)
+            await asyncio.wait(self._tasks, timeout=SECONDS_TO_STOP)  # not for clients that do not read
         with contextlib.suppress(Exception):  # there is no cluster any more
             await asyncio.wait_for(asyncio.to_thread(serve.delete, self.name, _blocking=False), SECONDS_TO_STOP)
             async with asyncio.timeout(SECONDS_TO_STOP):
