@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import hashlib
 import logging
+import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,6 +32,7 @@ from starlette.types import Message, Receive, Scope, Send
 import nanopage
 from nanopage import metrics
 from nanopage.engine_args import EngineArgs
+from nanopage.server import ray_cluster
 from nanopage.server.app import ServerState, create_routes, load_engine
 from nanopage.server.errors import ApiError
 from nanopage.server.metrics import CONTENT_TYPE, ServerMetrics
@@ -63,13 +65,32 @@ class Settings:
     state: arguments of ServerState.
     engine: options of EngineArgs.
     tracing: where spans are sent.
+    front: the FrontAlive of the front process, where the cluster would outlive it.
     version: of nanopage in the front process.
     """
 
     state: dict[str, Any]
     engine: dict[str, Any]
     tracing: str | None = None
+    front: Any = None
     version: str = nanopage.__version__
+
+
+class FrontAlive:
+    """A Ray actor that ends with the front process, even if that is killed. Replicas wait for it: Ray Serve would run
+    them for ever."""
+
+    async def wait(self) -> None:
+        await asyncio.Event().wait()
+
+
+def _end_with(front: Any, application: str) -> None:
+    """Wait until the front process has ended, then end all replicas. For a thread of a replica."""
+    try:
+        ray.get(front.wait.remote())
+    except RayActorError:
+        logger.warning("the server that started this replica has ended: the replicas end as well")
+        serve.delete(application, _blocking=False)
 
 
 @dataclass
@@ -113,6 +134,9 @@ class Replica:
         # Requests without a seed must not get the same noise in every replica.
         engine = settings.engine | {"seed": settings.engine["seed"] + self.rank}
         self.state.llm = load_engine(EngineArgs(**engine))
+        if settings.front is not None:
+            application = serve.get_replica_context().app_name
+            threading.Thread(target=_end_with, args=(settings.front, application), daemon=True).start()
 
     async def call(self, call: Call) -> AsyncIterator[tuple[int, list[tuple[bytes, bytes]]] | bytes]:
         """Run a call. Yields the status and the headers of the reply, then parts of its body. If it is cancelled, the
@@ -359,6 +383,8 @@ class Front:
         )
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
         serve.start(proxy_location=ProxyLocation.Disabled, logging_config=LOGGING)
+        if not ray_cluster.is_local():
+            self.settings.front = ray.remote(FrontAlive).options(num_cpus=0).remote()
         try:
             serve.run(deployment.bind(self.settings), name=self.name, route_prefix=None)
         except RuntimeError as error:
