@@ -277,7 +277,7 @@ def prompt_parts(body: dict, salt: str = "") -> tuple[list[bytes], int]:
     prompt = [body[name] for name in ("instructions", "messages", "input", "prompt") if name in body]
     text = msgspec.json.encode(prompt)
     digest, parts = hashlib.blake2b(f"{salt} {body.get('cache_salt')}".encode(errors="replace"), digest_size=16), []
-    for start in range(0, min(len(text) - PART, MAX_PARTS * PART) + 1, PART):
+    for start in range(0, min(len(text) // PART, MAX_PARTS) * PART, PART):
         digest.update(text[start : start + PART])
         parts.append(digest.copy().digest())
     return parts, len(text) // 4 + 1
@@ -298,10 +298,12 @@ class Reply:
 
     begun: the client has the head.
     answered: the client has more than the head and comments, so the call cannot be run again.
+    complete: the client has the last event of a stream.
     """
 
     begun: bool = False
     answered: bool = False
+    complete: bool = False
     streams: bool = False
     parts: list[bytes] = field(default_factory=list)
 
@@ -468,12 +470,15 @@ class Front:
         route = Route(self.router, parts, num_tokens, self.dead)
         headers = [(name, value) for name, value in scope["headers"] if name in HEADERS]
         call = Call(method, path, headers, body, scope["nanopage.key"], route)
-        work = asyncio.create_task(self._relay(call, send, scope["nanopage.send"]))
+        reply = Reply()
+        work = asyncio.create_task(self._relay(call, reply, send, scope["nanopage.send"]))
         gone = asyncio.create_task(until_gone(receive))
         self._tasks.add(work)
         self.state.num_active += path in TEXT_PATHS
         try:
             await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
+            if reply.complete:  # clients close the connection then
+                await asyncio.wait((work,))
             self.state.num_disconnects += not work.done()
         finally:
             self._tasks.discard(work)
@@ -484,7 +489,7 @@ class Front:
         if not work.cancelled():
             await work
 
-    async def _relay(self, call: Call, send: Send, direct: Send) -> None:
+    async def _relay(self, call: Call, reply: Reply, send: Send, direct: Send) -> None:
         """Send a replica's reply to the client. If the replica dies before the client has anything of the answer, that
         of another.
 
@@ -494,13 +499,14 @@ class Front:
         Raises: ApiError if the client has got nothing.
         """
         assert call.route is not None
-        reply = Reply()
         try:
             while True:
                 try:
                     await self._attempt(call, reply, send, direct)
                     return
                 except ReplicaGoneError as error:
+                    if reply.complete:
+                        return
                     if reply.answered:
                         self.num_lost += 1
                         logger.warning(f"{call.path}: lost, for {error}")
@@ -550,11 +556,12 @@ class Front:
                         await send({"type": "http.response.start", "status": head[0], "headers": head[1]})
                 elif reply.streams:
                     reply.answered = reply.answered or bool(item.replace(KEEP_ALIVE, b""))
-                    await direct({"type": "http.response.body", "body": item, "more_body": not item.endswith(DONE)})
+                    reply.complete = item.endswith(DONE)
+                    await direct({"type": "http.response.body", "body": item, "more_body": not reply.complete})
                     call.route.advance(item.count(b"data: "))
                 else:
                     reply.parts.append(item)
-        if head is None:
+        if head is None or (reply.streams and not reply.complete):
             raise ApiError(500, "an error of the server: its log says more", code="internal_error")
         if not reply.streams:
             reply.begun = True
