@@ -22,7 +22,7 @@ import ray
 from fastapi import FastAPI
 from ray import serve
 from ray.exceptions import ActorDiedError, ObjectLostError, RayActorError
-from ray.serve.config import AutoscalingConfig, ProxyLocation, RequestRouterConfig
+from ray.serve.config import AutoscalingConfig, ProxyLocation
 from ray.serve.exceptions import DeploymentUnavailableError, RequestCancelledError
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 from ray.serve.schema import LoggingConfig
@@ -371,7 +371,7 @@ class Front:
                     target_ongoing_requests=self.target_ongoing_requests,
                 )
             }
-        deployment = serve.deployment(Replica).options(
+        deployment = serve.deployment(
             name=REPLICA,
             **scaling,
             ray_actor_options=self.actor_options,
@@ -381,8 +381,8 @@ class Front:
             health_check_period_s=HEALTH_SECONDS,
             max_constructor_retry_count=1,  # until one has started; from then on, Ray Serve never gives up
             logging_config=LOGGING,
-            request_router_config=RequestRouterConfig(request_router_class=ReplicaRouter),
-        )
+            request_router_config={"request_router_class": f"{__name__}.{ReplicaRouter.__name__}"},
+        )(Replica)
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
         serve.start(proxy_location=ProxyLocation.Disabled, logging_config=LOGGING)
         if not ray_cluster.is_local():
@@ -460,7 +460,8 @@ class Front:
         """Run a call on a replica, unless the client goes away."""
         self._check_open()
         body = (await receive())["body"]
-        parts, num_tokens = [], 0
+        parts: list[bytes] = []
+        num_tokens = 0
         if path in TEXT_PATHS:
             with contextlib.suppress(msgspec.DecodeError):  # the replica says what is wrong
                 fields = msgspec.json.decode(body)
@@ -487,7 +488,8 @@ class Front:
                 task.cancel()
             await asyncio.wait((work, gone))
         if not work.cancelled():
-            await work
+            with contextlib.suppress(OSError):  # the connection has broken
+                await work
 
     async def _relay(self, call: Call, reply: Reply, send: Send, direct: Send) -> None:
         """Send a replica's reply to the client. If the replica dies before the client has anything of the answer, that
@@ -522,16 +524,18 @@ class Front:
         except asyncio.CancelledError:
             if not self._stopping:
                 raise
-            error = ApiError(503, "the server has been shut down", code="shutting_down", retry_after=30)
+            stopped = ApiError(503, "the server has been shut down", code="shutting_down", retry_after=30)
             if not reply.begun:
-                raise error from None
-            await self._end_stream(error, direct)
+                raise stopped from None
+            await self._end_stream(stopped, direct)
+        except OSError:  # the connection has broken
+            raise
         except Exception:  # of the replica's routes, which it has logged as well
             logger.exception(f"{call.path}: failed")
-            error = ApiError(500, "an error of the server: its log says more", code="internal_error")
+            failed = ApiError(500, "an error of the server: its log says more", code="internal_error")
             if not reply.begun:
-                raise error from None
-            await self._end_stream(error, direct)
+                raise failed from None
+            await self._end_stream(failed, direct)
         finally:
             self.num_retried += max(0, call.route.num_choices - 1)
             call.route.end()
