@@ -59,5 +59,5 @@ def connect(most: int, device: str) -> dict[str, float]:
         ray.init(configure_logging=False)
     if device == "cuda" or (device == "auto" and ray.cluster_resources().get("GPU", 0) > 0):
         return {"num_cpus": 1, "num_gpus": 1}
-    cpus = [node["Resources"].get("CPU", 0.0) for node in ray.nodes() if node["Alive"]]
+    cpus = [node["Resources"]["CPU"] for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU")] or [1]
     return {"num_cpus": max(1, min(cpus) // math.ceil(most / len(cpus)))}
