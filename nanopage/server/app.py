@@ -13,10 +13,12 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
+from starlette.types import ASGIApp
 
 import nanopage
 from nanopage.async_llm import AsyncLLM, EngineDeadError
 from nanopage.engine.input_processor import PromptTooLongError
+from nanopage.engine_args import EngineArgs
 from nanopage.metrics import Metric
 from nanopage.params import SamplingParams
 from nanopage.server.chat import Chat
@@ -88,14 +90,19 @@ class ServerState:
     num_entering_tokens: int = 0  # of their prompts, estimated
     num_disconnects: int = 0
 
-    def require(self) -> AsyncLLM:
-        """The engine, for a request that is to run now. Raises: ApiError while it cannot."""
+    def check_open(self, loaded: bool) -> None:
+        """Raises: ApiError while no request can run: at shutdown, and before the model is loaded."""
         if self.draining:
             raise ApiError(503, "the server is shutting down", code="shutting_down", retry_after=30)
         if self.error is not None:
             raise ApiError(503, f"the model could not be loaded: {self.error}", code="load_failed")
-        if self.llm is None:
+        if not loaded:
             raise ApiError(503, "the model is loading", code="loading", retry_after=5)
+
+    def require(self) -> AsyncLLM:
+        """The engine, for a request that is to run now. Raises: ApiError while it cannot."""
+        self.check_open(self.llm is not None)
+        assert self.llm is not None
         if self.llm.dead_error is not None:
             raise ApiError(503, str(self.llm.dead_error), code="engine_dead", retry_after=30)
         return self.llm
@@ -150,6 +157,31 @@ def create_app(
         api_keys, hosts: as in Gate.
         public_metrics: /metrics needs no key.
     """
+    routes = create_routes(state)
+    return guard(routes, state, api_keys, hosts, public_metrics, app=routes)
+
+
+def guard(
+    routes: FastAPI,
+    state: ServerState,
+    api_keys: list[str] | None,
+    hosts: list[str] | None,
+    public_metrics: bool,
+    app: ASGIApp,
+) -> Gate:
+    """An application behind keys and limits.
+
+    Args:
+        routes: its paths are those that the metrics tell apart.
+        api_keys, hosts, public_metrics: as in `create_app`.
+    """
+    paths = [route.path for route in routes.routes if hasattr(route, "path")]
+    open_paths = [*OPEN_PATHS, "/metrics"] if public_metrics else OPEN_PATHS
+    return Gate(app, api_keys or [], hosts or [], state.replies, paths, open_paths)
+
+
+def create_routes(state: ServerState) -> FastAPI:
+    """The routes, without what Gate checks. They need its `scope["nanopage.key"]` and `scope["nanopage.send"]`."""
     app = FastAPI(
         title="nanopage",
         version=nanopage.__version__,
@@ -262,9 +294,7 @@ def create_app(
         return ApiError(500, "an error of the server: its log says more", code="internal_error").response()
 
     server_metrics = ServerMetrics(state.metrics, state.replies, lambda: state.num_disconnects)
-    paths = [route.path for route in app.routes if hasattr(route, "path")]
-    open_paths = [*OPEN_PATHS, "/metrics"] if public_metrics else OPEN_PATHS
-    return Gate(app, api_keys or [], hosts or [], state.replies, paths, open_paths)
+    return app
 
 
 async def _generate(
@@ -347,6 +377,14 @@ def _model(state: ServerState, name: str) -> dict:
         "max_model_len": None if llm is None else llm.engine.max_model_len,
         "default_sampling_params": {} if llm is None else changed_defaults(llm),
     }
+
+
+def load_engine(engine_args: EngineArgs) -> AsyncLLM:
+    """Load the model, and log what its requests get by default. Raises: as `nanopage.build.build_engine`."""
+    llm = AsyncLLM.from_engine_args(engine_args)
+    if changed := changed_defaults(llm):
+        logger.info(f"requests without these parameters get those of generation_config.json: {changed}")
+    return llm
 
 
 def changed_defaults(llm: AsyncLLM) -> dict[str, Any]:

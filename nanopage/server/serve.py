@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import dataclasses
 import gc
 import logging
 import math
@@ -16,19 +17,24 @@ from typing import TYPE_CHECKING
 
 import uvicorn
 
-from nanopage.async_llm import AsyncLLM
+from nanopage import ray_cluster
 from nanopage.engine_args import EngineArgs, FlexibleArgumentParser
-from nanopage.server.app import ServerState, changed_defaults, create_app
+from nanopage.server.app import ServerState, create_app, guard, load_engine
 from nanopage.server.connection import Connection
 from nanopage.server.middleware import LOCAL_HOSTS
+from nanopage.weights import hub
+from nanopage.worker.threads import default_threads
 
 if TYPE_CHECKING:
+    from nanopage.server.replicas import Front
     from nanopage.server.tracing import Tracer
 
 logger = logging.getLogger("nanopage")
 
 PUBLIC = ("0.0.0.0", "::", "")
 SECONDS_TO_CLOSE = 5  # for clients to read what they have been sent, and for a step to end, at shutdown
+
+TARGET_ONGOING_REQUESTS = 64
 
 
 def main(arguments: list[str]) -> int:
@@ -49,13 +55,27 @@ def main(arguments: list[str]) -> int:
             f"--host {args.host}: anyone who reaches this address could use the server. Give --api-key, or --insecure "
             "if something else protects it"
         )
+    check_replicas(args)
     engine_args = EngineArgs.from_cli_args(args)
-    names = args.served_model_name or [default_name(args.model)]
-    limits = args.max_queue, args.max_queue_tokens, args.stall_timeout
-    state = ServerState(names, *limits, args.strict_fields, args.salt_per_key, _tracer(args.otlp_traces_endpoint))
+    settings = {
+        "model_names": args.served_model_name or [default_name(args.model)],
+        "max_queue": args.max_queue,
+        "max_queue_tokens": args.max_queue_tokens,
+        "stall_seconds": args.stall_timeout,
+        "strict_fields": args.strict_fields,
+        "salt_per_key": args.salt_per_key,
+    }
+    tracer = _tracer(args.otlp_traces_endpoint)
+    state = ServerState(**settings, tracer=tracer)
     hosts = [] if args.uds or args.insecure else [*LOCAL_HOSTS, *map(str.lower, args.allowed_host)]
+    engine: OneEngine | Front
+    if args.replicas is None:
+        engine, app = OneEngine(state, engine_args), create_app(state, keys, hosts, args.public_metrics)
+    else:
+        engine = _front(args, state, settings, engine_args)
+        app = guard(engine.routes, state, keys, hosts, args.public_metrics, app=engine)
     config = uvicorn.Config(
-        create_app(state, keys, hosts, args.public_metrics),
+        app,
         host=args.host,
         port=args.port,
         uds=args.uds,
@@ -72,10 +92,11 @@ def main(arguments: list[str]) -> int:
         http=Connection,
         lifespan="off",
     )
-    server = Server(config, state, engine_args, args.shutdown_timeout)
+    server = Server(config, state, engine, args.shutdown_timeout)
     server.run()
-    if state.tracer is not None:
-        state.tracer.shutdown()
+    if tracer is not None:
+        tracer.shutdown()
+    engine.close()
     code = 0 if state.error is None else 1
     if server.is_busy():  # loading, or in a step that hangs: the thread must not run torch while Python ends
         sys.stdout.flush()
@@ -135,8 +156,57 @@ def parser() -> argparse.ArgumentParser:
     group.add_argument(
         "--otlp-traces-endpoint", metavar="URL", help="send OpenTelemetry traces there, by OTLP over HTTP (extra otel)"
     )
+    group = parser.add_argument_group("replicas (extra replicas; see docs/deploy.md)")
+    group.add_argument("--replicas", type=_positive, metavar="N", help="run so many engines, on Ray Serve")
+    group.add_argument(
+        "--max-replicas", type=_positive, metavar="M", help="start up to so many when there is much to do"
+    )
+    group.add_argument(
+        "--target-ongoing-requests",
+        type=_positive,
+        metavar="T",
+        help=f"requests that each of them should have then (default: {TARGET_ONGOING_REQUESTS})",
+    )
     EngineArgs.add_cli_args(parser.add_argument_group("engine (see EngineConfig)"))
     return parser
+
+
+def check_replicas(args: argparse.Namespace) -> None:
+    """Raises: ValueError for options of replicas that need others."""
+    for name in ("max_replicas", "target_ongoing_requests"):
+        needed = "replicas" if name == "max_replicas" else "max_replicas"
+        if getattr(args, name) is not None and getattr(args, needed) is None:
+            raise ValueError(f"--{name.replace('_', '-')} needs --{needed.replace('_', '-')}")
+    if args.max_replicas is not None and args.max_replicas < args.replicas:
+        raise ValueError(f"--max-replicas {args.max_replicas} is less than --replicas {args.replicas}")
+    if args.replicas is not None:
+        ray_cluster.check_address()
+        if args.distributed_executor_backend == "ray":
+            raise ValueError("--distributed-executor-backend ray does not work with --replicas: use mp")
+
+
+def _front(args: argparse.Namespace, state: ServerState, settings: dict, engine_args: EngineArgs) -> "Front":
+    """Front for these options, connected to a Ray cluster. Raises: ValueError, ConnectionError."""
+    engine = dataclasses.asdict(engine_args)
+    if args.model is not None and Path(args.model).expanduser().exists():
+        engine["model"] = str(Path(args.model).expanduser().resolve())  # replicas have other working directories
+    most = args.max_replicas or args.replicas
+    if ray_cluster.is_local():
+        hub.resolve(args.model)  # one download, not one for each replica
+    try:
+        ray_cluster.connect(max(default_threads(), most))
+        from nanopage.server.replicas import Front, Settings, resources_of_replica
+    except ImportError as error:
+        raise ValueError(f"--replicas: {error}; pip install 'nanopage[replicas]'") from None
+    return Front(
+        state,
+        Settings(settings | {"created": state.created}, engine, args.otlp_traces_endpoint),
+        args.replicas,
+        args.max_replicas,
+        args.target_ongoing_requests or TARGET_ONGOING_REQUESTS,
+        resources_of_replica(most, engine_args.device),
+        args.shutdown_timeout,
+    )
 
 
 def _tracer(url: str | None) -> "Tracer | None":
@@ -176,17 +246,51 @@ def default_name(model: str | None) -> str:
     return Path(model).resolve().name if Path(model).exists() else model
 
 
+class OneEngine:
+    """The engine of a server that runs it in its own process: how it starts and stops.
+
+    Args: state: gets the engine.
+    """
+
+    def __init__(self, state: ServerState, engine_args: EngineArgs):
+        self.state, self.engine_args = state, engine_args
+
+    @property
+    def loaded(self) -> bool:
+        return self.state.llm is not None
+
+    def load(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Load the model. For a thread. Raises: as `nanopage.build.build_engine`."""
+        self.state.llm = load_engine(self.engine_args)
+
+    async def stop(self) -> None:
+        """End the requests that still run with an error."""
+        if self.state.llm is not None:
+            await asyncio.to_thread(self.state.llm.shutdown, SECONDS_TO_CLOSE)
+
+    def close(self) -> None:
+        """Nothing is left after `stop`."""
+
+    def is_busy(self) -> bool:
+        """Whether a thread still runs a step."""
+        return self.state.llm is not None and not self.state.llm.shutdown(0)
+
+
 class Server(uvicorn.Server):
     """uvicorn, which loads the model once it listens, and lets running requests end.
 
     The first SIGTERM or SIGINT makes /health 503 and refuses new requests. When all others have ended, or after
     `shutdown_timeout` seconds, the server stops. A second signal, or the first while the model loads, stops it without
     this wait.
+
+    Args: engine: what is started and stopped.
     """
 
-    def __init__(self, config: uvicorn.Config, state: ServerState, engine_args: EngineArgs, shutdown_timeout: float):
+    def __init__(
+        self, config: uvicorn.Config, state: ServerState, engine: "OneEngine | Front", shutdown_timeout: float
+    ):
         super().__init__(config)
-        self.state, self.engine_args, self.shutdown_timeout = state, engine_args, shutdown_timeout
+        self.state, self.engine, self.shutdown_timeout = state, engine, shutdown_timeout
         self._loop: asyncio.AbstractEventLoop | None = None
         self._loader = threading.Thread(target=self._load, name="nanopage-loader", daemon=True)
         self._draining: asyncio.Task | None = None
@@ -198,20 +302,17 @@ class Server(uvicorn.Server):
             self._loader.start()
 
     async def shutdown(self, sockets: list | None = None) -> None:
-        if self.state.llm is not None:
-            await asyncio.to_thread(self.state.llm.shutdown, SECONDS_TO_CLOSE)
+        await self.engine.stop()
         await super().shutdown(sockets)
 
     def is_busy(self) -> bool:
         """Whether a thread still loads the model or runs a step."""
-        llm = self.state.llm
-        return self._loader.is_alive() or (llm is not None and not llm.shutdown(0))
+        return self._loader.is_alive() or self.engine.is_busy()
 
     def _load(self) -> None:
+        assert self._loop is not None
         try:
-            self.state.llm = AsyncLLM.from_engine_args(self.engine_args)
-            if changed := changed_defaults(self.state.llm):
-                logger.info(f"requests without these parameters get those of generation_config.json: {changed}")
+            self.engine.load(self._loop)
             gc.collect()
             gc.freeze()  # so that no later collection visits all that has been imported and loaded
             print(self._ready_line(), flush=True)
@@ -221,7 +322,7 @@ class Server(uvicorn.Server):
             self.should_exit = True
 
     def handle_exit(self, sig: int, frame: object) -> None:
-        if self.state.draining or self._loop is None or self.state.llm is None:
+        if self.state.draining or self._loop is None or not self.engine.loaded:
             self.force_exit = self.state.draining
             self.should_exit = True
             return

@@ -20,6 +20,9 @@ logger = logging.getLogger("nanopage")
 KEEP_ALIVE_SECONDS = 15.0  # of silence, before a comment keeps proxies from closing the connection
 HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
+KEEP_ALIVE = b": keep-alive\n\n"
+DONE = b"data: [DONE]\n\n"
+
 GONE = "cut off"  # how a stream ends if its client goes away
 
 T = TypeVar("T")
@@ -34,7 +37,7 @@ async def unless_gone(request: Request, work: Awaitable[T]) -> T:
 
     Raises: ClientGoneError, and what the work raises.
     """
-    task, gone = asyncio.ensure_future(work), asyncio.create_task(_until_gone(request.receive))
+    task, gone = asyncio.ensure_future(work), asyncio.create_task(until_gone(request.receive))
     try:
         await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
@@ -67,7 +70,7 @@ class EventStream(Response):
         # for a client that reads slowly.
         direct, how = scope["nanopage.send"], GONE
         work = asyncio.create_task(self._send_all(send, direct))
-        gone, comments = asyncio.create_task(_until_gone(receive)), asyncio.create_task(self._keep_alive(direct))
+        gone, comments = asyncio.create_task(until_gone(receive)), asyncio.create_task(self._keep_alive(direct))
         try:
             await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -96,13 +99,11 @@ class EventStream(Response):
                 error = ApiError(503, str(error), code="engine_dead")
             await self._send(send, error.body())
         self._last_sent = math.inf  # no comments from here on
-        await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
+        await send({"type": "http.response.body", "body": DONE, "more_body": False})
         return how
 
     async def _send(self, send: Send, event: dict) -> None:
-        name = f"event: {event['type']}\n" if "type" in event else ""  # of /v1/responses
-        body = name.encode() + b"data: " + msgspec.json.encode(event) + b"\n\n"
-        await send({"type": "http.response.body", "body": body, "more_body": True})
+        await send({"type": "http.response.body", "body": encode_event(event), "more_body": True})
         self._last_sent = time.monotonic()
 
     async def _keep_alive(self, send: Send) -> None:
@@ -113,9 +114,15 @@ class EventStream(Response):
                 await asyncio.sleep(KEEP_ALIVE_SECONDS - silence)
             else:
                 self._last_sent = time.monotonic()
-                await send({"type": "http.response.body", "body": b": keep-alive\n\n", "more_body": True})
+                await send({"type": "http.response.body", "body": KEEP_ALIVE, "more_body": True})
 
 
-async def _until_gone(receive: Receive) -> None:
+def encode_event(event: dict) -> bytes:
+    name = f"event: {event['type']}\n" if "type" in event else ""  # of /v1/responses
+    return name.encode() + b"data: " + msgspec.json.encode(event) + b"\n\n"
+
+
+async def until_gone(receive: Receive) -> None:
+    """Returns when the client has closed its connection."""
     while (await receive())["type"] != "http.disconnect":
         pass

@@ -1,0 +1,626 @@
+"""Replicas of one model on Ray Serve, and Front, which stands before them (`nanopage serve --replicas`).
+
+    client -- Front (one process) -- Ray Serve -- Replica (a process, an engine) ... Replica
+
+A replica runs the routes of app.py, as a server with one engine does. Front is the application of the HTTP server. Like
+that of one engine, it is behind Gate, which checks keys, hosts and bodies. It hands each call that needs the model to
+a replica, unchanged. What the replica's routes send comes back as a stream. Front decides with `Router` which replica
+gets a call. Ray Serve starts replicas, checks their health, replaces those that have died, and changes their number.
+"""
+
+import asyncio
+import contextlib
+import hashlib
+import logging
+import math
+import threading
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import ray
+from fastapi import FastAPI
+from ray import serve
+from ray.exceptions import ActorDiedError, ObjectLostError, RayActorError
+from ray.serve.config import AutoscalingConfig, ProxyLocation
+from ray.serve.exceptions import DeploymentUnavailableError, RequestCancelledError
+from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
+from ray.serve.schema import LoggingConfig
+from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
+
+import nanopage
+from nanopage import metrics, ray_cluster
+from nanopage.engine_args import EngineArgs
+from nanopage.server.app import ServerState, create_routes, load_engine
+from nanopage.server.errors import ApiError
+from nanopage.server.metrics import CONTENT_TYPE, ServerMetrics
+from nanopage.server.routing import Router
+from nanopage.server.streaming import DONE, KEEP_ALIVE, encode_event, until_gone
+
+logger = logging.getLogger("nanopage")
+
+TEXT_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
+POSTS = (*TEXT_PATHS, "/tokenize", "/detokenize")
+GETS = ("/v1/models", "/tokenizer_info")  # and what begins so
+HEADERS = (b"content-type", b"traceparent", b"tracestate")  # of a client, that a replica gets to see
+PART = 256  # characters of a prompt that the router compares at once
+PART_TOKENS = PART // 4
+MAX_PARTS = 1024  # of a prompt
+OUTPUT_TOKENS = 256  # a guess at the output of a request that does not limit it
+MAX_OUTPUT_TOKENS = 1024  # the guess where the limit is higher: most limits are far from what is needed
+MAX_CALLS = 100_000  # of a replica at once for Ray Serve: the replica's own limits are what counts
+SECONDS_TO_STOP = 5.0  # for replicas without calls
+HEALTH_SECONDS = 2.0  # between Ray Serve's checks of a replica
+REPLICA = "Replica"  # the deployment's name
+CANNOT_START = "the replica cannot start: "
+LOGGING = LoggingConfig(log_level="WARNING", enable_access_log=False)
+
+
+@dataclass
+class Settings:
+    """What a replica needs to start: plain data, which Ray stores.
+
+    state: arguments of ServerState.
+    engine: options of EngineArgs.
+    tracing: where spans are sent.
+    front: the FrontAlive of the front process, where the cluster would outlive it.
+    version: of nanopage in the front process.
+    """
+
+    state: dict[str, Any]
+    engine: dict[str, Any]
+    tracing: str | None = None
+    front: Any = None
+    version: str = nanopage.__version__
+
+
+class FrontAlive:
+    """A Ray actor that ends with the front process, even if that is killed. Replicas wait for it: Ray Serve would run
+    them for ever."""
+
+    async def wait(self) -> None:
+        await asyncio.Event().wait()
+
+
+def _end_with(front: Any, application: str) -> None:
+    """Wait until the front process has ended, then end all replicas. For a thread of a replica."""
+    try:
+        ray.get(front.wait.remote())
+    except RayActorError:
+        logger.warning("the server that started this replica has ended: the replicas end as well")
+        serve.delete(application, _blocking=False)
+
+
+@dataclass
+class Call:
+    """An HTTP call on its way to a replica.
+
+    key: the name of the client's key, as Gate gives it.
+    route: how Front and ReplicaRouter, in one process, agree on a replica. It is not sent to it.
+    """
+
+    method: str
+    path: str
+    headers: list[tuple[bytes, bytes]]
+    body: bytes
+    key: str
+    route: "Route | None" = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"route": None}
+
+
+class Replica:
+    """One engine behind the routes of a server, in a process of its own. Ray Serve makes it from Settings."""
+
+    def __init__(self, settings: Settings):
+        self.rank = serve.get_replica_context().rank.rank
+        self.state = ServerState(**settings.state)
+        self.routes = create_routes(self.state)
+        try:
+            self._load(settings)
+        except BaseException as error:  # what tokenizers raises when Rust panics is not an Exception
+            raise RuntimeError(f"{CANNOT_START}{str(error) or type(error).__name__}") from None
+
+    def _load(self, settings: Settings) -> None:
+        if settings.version != nanopage.__version__:
+            raise RuntimeError(f"nanopage is {nanopage.__version__} here, but {settings.version} where it was started")
+        if settings.tracing is not None:
+            from nanopage.server.tracing import Tracer
+
+            self.state.tracer = Tracer.to_endpoint(settings.tracing)
+        # Requests without a seed must not get the same noise in every replica.
+        engine = settings.engine | {"seed": settings.engine["seed"] + self.rank}
+        self.state.llm = load_engine(EngineArgs(**engine))
+        if settings.front is not None:
+            application = serve.get_replica_context().app_name
+            threading.Thread(target=_end_with, args=(settings.front, application), daemon=True).start()
+
+    async def call(self, call: Call) -> AsyncIterator[tuple[int, list[tuple[bytes, bytes]]] | bytes]:
+        """Run a call. Yields the status and the headers of the reply, then parts of its body. If it is cancelled, the
+        routes see a client that has gone."""
+        sent: asyncio.Queue[Message | None] = asyncio.Queue()
+        gone = asyncio.Event()
+        request: list[Message] = [{"type": "http.request", "body": call.body, "more_body": False}]
+
+        async def receive() -> Message:
+            if request:
+                return request.pop()
+            await gone.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: Message) -> None:
+            sent.put_nowait(message)
+
+        work = asyncio.create_task(self.routes(_scope(call, send), receive, send))
+        work.add_done_callback(lambda _: sent.put_nowait(None))
+        try:
+            while (message := await sent.get()) is not None:
+                if message["type"] == "http.response.start":
+                    yield message["status"], message["headers"]
+                    continue
+                parts = [message["body"]]
+                while not sent.empty() and (message := sent.get_nowait()) is not None:
+                    parts.append(message["body"])
+                yield b"".join(parts)
+                if message is None:
+                    break
+        finally:
+            gone.set()
+            await asyncio.wait([work])
+
+    async def metrics(self) -> list[metrics.Metric]:
+        """The engine's metrics, with the replica's number as the engine's."""
+        found = self.state.metrics()
+        for metric in found:
+            metric.labels = metric.labels | {"engine": str(self.rank)}
+        return found
+
+    async def check_health(self) -> None:
+        """Ray Serve replaces the replica if this raises a few times in a row."""
+        try:
+            self.state.check_health()
+        except ApiError as error:
+            raise RuntimeError(str(error)) from None
+
+    def __del__(self) -> None:  # Ray Serve calls it when it stops the replica
+        if self.state.llm is not None:
+            self.state.llm.shutdown()
+        if self.state.tracer is not None:
+            self.state.tracer.shutdown()
+
+
+def _scope(call: Call, send: Send) -> Scope:
+    return {
+        "type": "http",
+        "asgi": {"version": "3.0", "spec_version": "2.3"},
+        "http_version": "1.1",
+        "method": call.method,
+        "scheme": "http",
+        "path": call.path,
+        "raw_path": call.path.encode(),
+        "query_string": b"",
+        "root_path": "",
+        "headers": call.headers,
+        "client": None,
+        "server": None,
+        "state": {},
+        "nanopage.key": call.key,
+        "nanopage.send": send,
+    }
+
+
+class Route:
+    """Which replica has a call, and how much of it is still to be done there.
+
+    Args:
+        parts, num_tokens: as `Router.choose` takes them.
+        dead: replicas that have died, whatever Ray Serve still says.
+    """
+
+    def __init__(self, router: Router, parts: list[bytes], num_tokens: int, dead: set[str]):
+        self.router, self.parts, self.num_tokens, self.dead = router, parts, num_tokens, dead
+        self.exclude: set[str] = set()
+        self.replica: str | None = None
+        self.num_choices = 0
+        self.request_router: ReplicaRouter | None = None
+        self._left = 0
+
+    def choose(self, replicas: Iterable[str]) -> str | None:
+        """Choose one of these replicas, instead of the one that was chosen before. None if none may get the call."""
+        self.end()
+        running = set(replicas) - self.dead
+        for gone in self.router.loads.keys() - running:
+            self.router.remove(gone)
+        for replica in running:
+            self.router.add(replica)
+        try:
+            self.replica = self.router.choose(self.parts, PART_TOKENS, self.num_tokens, exclude=[*self.exclude])
+        except LookupError:
+            return None
+        self._left, self.num_choices = self.num_tokens, self.num_choices + 1
+        return self.replica
+
+    def advance(self, num_tokens: int) -> None:
+        """So many tokens have come."""
+        num_tokens = min(num_tokens, self._left)
+        if self.replica is not None:
+            self.router.finish(self.replica, num_tokens)
+            self._left -= num_tokens
+
+    def end(self) -> None:
+        self.advance(self._left)
+        self.replica = None
+
+
+class ReplicaRouter(RequestRouter):
+    """Lets each call choose its replica. Ray Serve makes it, in the process of Front."""
+
+    async def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> list[list[RunningReplica]]:
+        assert pending_request is not None
+        by_name = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
+        route: Route = pending_request.args[0].route
+        route.request_router = self
+        chosen = route.choose(by_name)
+        return [] if chosen is None else [[by_name[chosen]]]
+
+
+def prompt_parts(body: dict, salt: str = "") -> tuple[list[bytes], int]:
+    """The prompt of a body in parts for `Router.choose`, and an estimate of its tokens.
+
+    Args: salt: what keeps cached prefixes apart.
+    """
+    prompt = [body[name] for name in ("instructions", "messages", "input", "prompt") if name in body]
+    text = msgspec.json.encode(prompt)
+    digest, parts = hashlib.blake2b(f"{salt} {body.get('cache_salt')}".encode(errors="replace"), digest_size=16), []
+    for start in range(0, min(len(text) // PART, MAX_PARTS) * PART, PART):
+        digest.update(text[start : start + PART])
+        parts.append(digest.copy().digest())
+    return parts, len(text) // 4 + 1
+
+
+def num_output_tokens(body: dict) -> int:
+    """An estimate of the tokens that a body asks for."""
+    limits = [body.get(name) for name in ("max_completion_tokens", "max_output_tokens", "max_tokens")]
+    limit = next((limit for limit in limits if isinstance(limit, int)), OUTPUT_TOKENS)
+    prompts, n = body.get("prompt"), body.get("n")
+    num_prompts = len(prompts) if isinstance(prompts, list) and prompts and not isinstance(prompts[0], int) else 1
+    return max(0, min(limit, MAX_OUTPUT_TOKENS)) * num_prompts * (n if isinstance(n, int) and n > 0 else 1)
+
+
+@dataclass
+class Reply:
+    """What has come of a reply, and how much of it the client has.
+
+    begun: the client has the head.
+    answered: the client has more than the head and comments, so the call cannot be run again.
+    complete: the client has the last event of a stream.
+    """
+
+    begun: bool = False
+    answered: bool = False
+    complete: bool = False
+    streams: bool = False
+    parts: list[bytes] = field(default_factory=list)
+
+
+class ReplicaGoneError(Exception):
+    """The replica of a call has died, or cannot go on."""
+
+
+def resources_of_replica(most: int, device: str) -> dict[str, float]:
+    """The CPUs and GPUs of each replica: a GPU if the cluster has any, else an equal share of the cores of a node. Ray
+    limits the threads of a replica to its CPUs.
+
+    Args:
+        most: the largest number of replicas.
+        device: of their engines, as in EngineConfig.
+    """
+    if device == "cuda" or (device == "auto" and ray.cluster_resources().get("GPU", 0) > 0):
+        return {"num_cpus": 1, "num_gpus": 1}
+    cpus = [node["Resources"]["CPU"] for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU")] or [1]
+    return {"num_cpus": max(1, min(cpus) // math.ceil(most / len(cpus)))}
+
+
+class Front:
+    """The server's application before the replicas, and what starts and stops them.
+
+    Args:
+        state: what Front knows of the server. It has no engine.
+        settings: for each replica.
+        num_replicas: the number of replicas, or the least with `max_replicas`.
+        max_replicas: Ray Serve starts up to so many, and stops them again, so that each has about
+            `target_ongoing_requests`.
+        actor_options: CPUs and GPUs of a replica.
+        seconds_to_stop: for the running calls of a replica that is no longer needed.
+    """
+
+    def __init__(
+        self,
+        state: ServerState,
+        settings: Settings,
+        num_replicas: int,
+        max_replicas: int | None,
+        target_ongoing_requests: float,
+        actor_options: dict[str, Any],
+        seconds_to_stop: float,
+    ):
+        self.state, self.settings = state, settings
+        self.num_replicas, self.max_replicas = num_replicas, max_replicas
+        self.target_ongoing_requests, self.actor_options = target_ongoing_requests, actor_options
+        self.seconds_to_stop = seconds_to_stop
+        self.routes: FastAPI = create_routes(state)
+        self.name = f"nanopage-{state.created}-{id(self):x}"
+        self.router = Router()
+        self.dead: set[str] = set()
+        self.num_retried = 0
+        self.num_lost = 0
+        self._handle: Any = None
+        self._request_router: ReplicaRouter | None = None
+        self._tasks: set[asyncio.Task] = set()
+        self._stopping = False
+
+    # Start and stop
+
+    @property
+    def loaded(self) -> bool:
+        return self._request_router is not None
+
+    def load(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Start the replicas, and wait until all can answer. For a thread.
+
+        Args: loop: what Front is called in.
+        Raises: RuntimeError saying why a replica could not start.
+        """
+        scaling: dict[str, Any] = {"num_replicas": self.num_replicas}
+        if self.max_replicas is not None:
+            scaling = {
+                "autoscaling_config": AutoscalingConfig(
+                    min_replicas=self.num_replicas,
+                    max_replicas=self.max_replicas,
+                    target_ongoing_requests=self.target_ongoing_requests,
+                )
+            }
+        deployment = serve.deployment(
+            name=REPLICA,
+            **scaling,
+            ray_actor_options=self.actor_options,
+            max_ongoing_requests=MAX_CALLS,
+            graceful_shutdown_timeout_s=self.seconds_to_stop,
+            graceful_shutdown_wait_loop_s=0.1,
+            health_check_period_s=HEALTH_SECONDS,
+            max_constructor_retry_count=1,  # until one has started; from then on, Ray Serve never gives up
+            logging_config=LOGGING,
+            request_router_config={"request_router_class": f"{__name__}.{ReplicaRouter.__name__}"},
+        )(Replica)
+        logging.getLogger("ray.serve").setLevel(logging.WARNING)
+        serve.start(proxy_location=ProxyLocation.Disabled, logging_config=LOGGING)
+        if not ray_cluster.is_local():
+            self.settings.front = ray.remote(FrontAlive).options(num_cpus=0).remote()
+        try:
+            serve.run(deployment.bind(self.settings), name=self.name, route_prefix=None)
+        except RuntimeError as error:
+            raise RuntimeError(self._why_not_started() or str(error)) from None
+        asyncio.run_coroutine_threadsafe(self._open(), loop).result()
+
+    def _why_not_started(self) -> str:
+        """What Ray Serve says of the replicas that did not start. Of a traceback, its last line."""
+        application = serve.status().applications.get(self.name)
+        if application is None or REPLICA not in application.deployments:
+            return ""
+        return application.deployments[REPLICA].message.rpartition(CANNOT_START)[2].strip()
+
+    async def _open(self) -> None:
+        handle = serve.get_app_handle(self.name)
+        handle._init(_run_router_in_separate_loop=False)  # a thread for it would only be in the way
+        self._handle = handle
+        route = Route(self.router, [], 0, self.dead)
+        async for _ in self._send(Call("GET", "/v1/models", [], b"", "", route)):
+            pass
+        self._request_router = route.request_router
+
+    async def stop(self) -> None:
+        """End the calls that still run with an error, then the replicas. Those that hang are left to Ray."""
+        self._stopping = True
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=SECONDS_TO_STOP)  # not for clients that do not read
+        with contextlib.suppress(Exception):  # there is no cluster any more
+            await asyncio.wait_for(asyncio.to_thread(serve.delete, self.name, _blocking=False), SECONDS_TO_STOP)
+            async with asyncio.timeout(SECONDS_TO_STOP):
+                while self.name in (await asyncio.to_thread(serve.status)).applications:
+                    await asyncio.sleep(0.1)
+
+    def close(self) -> None:
+        """Leave the cluster, once the server has stopped. One that this process has started ends."""
+        ray.shutdown()
+
+    def is_busy(self) -> bool:
+        """No thread here runs a step."""
+        return False
+
+    # Calls
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ASGI. Raises: ApiError before anything has been sent."""
+        method, path = scope["method"], scope["path"].removeprefix(scope.get("root_path", "")) or "/"
+        if path in POSTS if method == "POST" else method == "GET" and path.startswith(GETS):
+            await self._forward(method, path, scope, receive, send)
+        elif path in ("/health", "/ping") and (method == "GET" or (method, path) == ("POST", "/ping")):
+            self._check_open()
+            await Response()(scope, receive, send)
+        elif (method, path) == ("GET", "/metrics"):
+            await Response(await self._metrics(), media_type=CONTENT_TYPE)(scope, receive, send)
+        else:
+            await self.routes(scope, receive, send)
+
+    def _check_open(self) -> None:
+        """Raises: ApiError if no call can run."""
+        self.state.check_open(self.loaded)
+        assert self._request_router is not None
+        if not self._running() - self.dead:
+            raise ApiError(503, "no replica is running: new ones are starting", code="no_replica", retry_after=10)
+
+    def _running(self) -> set[str]:
+        assert self._request_router is not None
+        return {replica_id.unique_id for replica_id in self._request_router.curr_replicas}
+
+    async def _forward(self, method: str, path: str, scope: Scope, receive: Receive, send: Send) -> None:
+        """Run a call on a replica, unless the client goes away."""
+        self._check_open()
+        body = (await receive())["body"]
+        parts: list[bytes] = []
+        num_tokens = 0
+        if path in TEXT_PATHS:
+            with contextlib.suppress(msgspec.DecodeError):  # the replica says what is wrong
+                fields = msgspec.json.decode(body)
+                if isinstance(fields, dict):
+                    parts, num_prompt = prompt_parts(fields, scope["nanopage.key"] if self.state.salt_per_key else "")
+                    num_tokens = num_prompt + num_output_tokens(fields)
+        route = Route(self.router, parts, num_tokens, self.dead)
+        headers = [(name, value) for name, value in scope["headers"] if name in HEADERS]
+        call = Call(method, path, headers, body, scope["nanopage.key"], route)
+        reply = Reply()
+        work = asyncio.create_task(self._relay(call, reply, send, scope["nanopage.send"]))
+        gone = asyncio.create_task(until_gone(receive))
+        self._tasks.add(work)
+        self.state.num_active += path in TEXT_PATHS
+        try:
+            await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
+            if reply.complete:  # clients close the connection then
+                await asyncio.wait((work,))
+            self.state.num_disconnects += not work.done()
+        finally:
+            self._tasks.discard(work)
+            self.state.num_active -= path in TEXT_PATHS
+            for task in (work, gone):
+                task.cancel()
+            await asyncio.wait((work, gone))
+        if not work.cancelled():
+            with contextlib.suppress(OSError):  # the connection has broken
+                await work
+
+    async def _relay(self, call: Call, reply: Reply, send: Send, direct: Send) -> None:
+        """Send a replica's reply to the client. If the replica dies before the client has anything of the answer, that
+        of another.
+
+        Args:
+            send: for the head.
+            direct: for the rest, without the layers between.
+        Raises: ApiError if the client has got nothing.
+        """
+        assert call.route is not None
+        try:
+            while True:
+                try:
+                    await self._attempt(call, reply, send, direct)
+                    return
+                except ReplicaGoneError as error:
+                    if reply.complete:
+                        return
+                    if reply.answered:
+                        self.num_lost += 1
+                        logger.warning(f"{call.path}: lost, for {error}")
+                        raise ApiError(503, "the replica that ran the request has died", code="replica_died") from None
+                    if not self._running() - self.dead - call.route.exclude:
+                        self.num_lost += 1
+                        raise ApiError(503, "no replica is left", code="no_replica", retry_after=10) from None
+                    logger.warning(f"{call.path}: trying another replica, for {error}")
+        except ApiError as error:
+            if not reply.begun:
+                raise
+            await self._end_stream(error, direct)
+        except asyncio.CancelledError:
+            if not self._stopping:
+                raise
+            stopped = ApiError(503, "the server has been shut down", code="shutting_down", retry_after=30)
+            if not reply.begun:
+                raise stopped from None
+            await self._end_stream(stopped, direct)
+        except OSError:  # the connection has broken
+            raise
+        except Exception:  # of the replica's routes, which it has logged as well
+            logger.exception(f"{call.path}: failed")
+            failed = ApiError(500, "an error of the server: its log says more", code="internal_error")
+            if not reply.begun:
+                raise failed from None
+            await self._end_stream(failed, direct)
+        finally:
+            self.num_retried += max(0, call.route.num_choices - 1)
+            call.route.end()
+
+    async def _attempt(self, call: Call, reply: Reply, send: Send, direct: Send) -> None:
+        """Run a call on one replica. Raises: ReplicaGoneError, ApiError."""
+        assert call.route is not None
+        head: tuple[int, list[tuple[bytes, bytes]]] | None = None
+        reply.parts.clear()
+        async with contextlib.aclosing(self._send(call)) as items:
+            async for item in items:
+                if head is None:
+                    head = item
+                    reply.streams = dict(head[1]).get(b"content-type", b"").startswith(b"text/event-stream")
+                    if head[0] == 503 and call.route.replica is not None:
+                        call.route.exclude.add(call.route.replica)
+                        raise ReplicaGoneError(f"{call.route.replica} cannot go on")
+                    if reply.begun and not reply.streams:
+                        raise ApiError(503, "the replica that ran the request has died", code="replica_died")
+                    if reply.streams and not reply.begun:
+                        reply.begun = True
+                        await send({"type": "http.response.start", "status": head[0], "headers": head[1]})
+                elif reply.streams:
+                    reply.answered = reply.answered or bool(item.replace(KEEP_ALIVE, b""))
+                    reply.complete = item.endswith(DONE)
+                    await direct({"type": "http.response.body", "body": item, "more_body": not reply.complete})
+                    call.route.advance(item.count(b"data: "))
+                else:
+                    reply.parts.append(item)
+        if head is None or (reply.streams and not reply.complete):
+            raise ApiError(500, "an error of the server: its log says more", code="internal_error")
+        if not reply.streams:
+            reply.begun = True
+            await send({"type": "http.response.start", "status": head[0], "headers": head[1]})
+            await direct({"type": "http.response.body", "body": b"".join(reply.parts), "more_body": False})
+
+    async def _send(self, call: Call) -> AsyncGenerator[Any, None]:
+        """What a replica yields. Leaving the iterator cancels the call there. Raises: ReplicaGoneError, ApiError."""
+        assert call.route is not None
+        response = self._handle.options(stream=True).call.remote(call)
+        ended = False
+        try:
+            async for item in response:
+                yield item
+            ended = True
+        except (RayActorError, ObjectLostError) as error:
+            ended, name = True, call.route.replica
+            if name is not None:
+                (self.dead if isinstance(error, ActorDiedError) else call.route.exclude).add(name)
+            raise ReplicaGoneError(f"{name} has died ({type(error).__name__})") from None
+        except DeploymentUnavailableError:
+            ended = True
+            raise ApiError(503, "no replica can be started: the log says why", code="no_replica") from None
+        except RequestCancelledError:
+            raise asyncio.CancelledError from None
+        finally:
+            if not ended:
+                response.cancel()
+
+    async def _end_stream(self, error: ApiError, direct: Send) -> None:
+        await direct({"type": "http.response.body", "body": encode_event(error.body()) + DONE, "more_body": False})
+
+    async def _metrics(self) -> bytes:
+        found: list[metrics.Metric] = [
+            metrics.Gauge("nanopage:replicas_running", {}, len(self._running() - self.dead) if self.loaded else 0),
+            metrics.Counter("nanopage:replica_retries", {}, self.num_retried),
+            metrics.Counter("nanopage:replica_losses", {}, self.num_lost),
+        ]
+        if self.loaded and self._running():
+            response = self._handle.broadcast("metrics")
+            for result in await response.results_async(timeout_s=5, return_exceptions=True):
+                if isinstance(result, list):
+                    found += result
+        return ServerMetrics(lambda: found, self.state.replies, lambda: self.state.num_disconnects).text()

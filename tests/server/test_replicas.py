@@ -1,0 +1,321 @@
+"""`nanopage serve --replicas`: one server with two replicas for all tests. The last ones kill a replica and end it."""
+
+import asyncio
+import contextlib
+import http.client
+import json
+import os
+import re
+import signal
+import time
+import urllib.parse
+
+import openai
+import psutil
+import pytest
+from server_process import serving
+
+from nanopage import LLM, SamplingParams, ray_cluster
+from nanopage.server import replicas
+from nanopage.server.routing import Router
+from nanopage.server.serve import main
+
+HELLO = [{"role": "user", "content": "Hello there"}]
+GREEDY = {"temperature": 0, "extra_body": {"ignore_eos": True}}
+LONG = 900  # tokens: a stream that is still running when a test has done something to it
+
+
+class Cluster:
+    """A server with two replicas that run one sequence at a time, and what can be asked of it."""
+
+    def __init__(self, server):
+        self.server, self.url = server, server.wait_until_ready()
+        self.processes = psutil.Process(server.process.pid).children(recursive=True)
+
+    def replicas(self):
+        children = psutil.Process(self.server.process.pid).children(recursive=True)
+        return [child.pid for child in children if "ServeReplica" in " ".join(child.cmdline())]
+
+    def request(self, method, path, body=None, key="secret", **headers):
+        address = urllib.parse.urlsplit(self.url)
+        connection = http.client.HTTPConnection(address.hostname, address.port, timeout=60)
+        headers |= {"content-type": "application/json"} | ({"authorization": f"Bearer {key}"} if key else {})
+        connection.request(method, path, None if body is None else json.dumps(body), headers)
+        reply = connection.getresponse()
+        return reply.status, reply.headers, reply.read()
+
+    def metric(self, name, **labels):
+        """The sum over the replicas."""
+        text = self.request("GET", "/metrics")[2].decode()
+        lines = [line for line in text.splitlines() if re.match(rf"{name}(\{{| )", line)]
+        return sum(
+            float(line.split()[-1])
+            for line in lines
+            if all(f'{label}="{value}"' in line for label, value in labels.items())
+        )
+
+    def wait_for(self, value, name, **labels):
+        deadline = time.monotonic() + 60
+        while self.metric(name, **labels) != value:
+            assert time.monotonic() < deadline, (name, self.metric(name, **labels), self.server.log.read_text())
+            time.sleep(0.05)
+
+    def wait_until_idle(self):
+        self.wait_for(0, "vllm:num_requests_running")
+        self.wait_for(0, "vllm:num_requests_waiting")
+
+
+@pytest.fixture(scope="module")
+def cluster(model, tmp_path_factory):
+    options = ("--dtype", "float64", "--max-model-len", 1024, "--max-num-seqs", 1, "--api-key", "secret")
+    options += ("--served-model-name", "tiny", "--replicas", 2, "--shutdown-timeout", 10)
+    with serving(model, *options, log=tmp_path_factory.mktemp("replicas") / "log") as server:
+        cluster = Cluster(server)
+        yield cluster
+        server.process.terminate()
+        with contextlib.suppress(Exception):
+            server.process.wait(30)
+
+
+@pytest.fixture(scope="module")
+def client(cluster):
+    with openai.OpenAI(base_url=cluster.url, api_key="secret", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def expected(model):
+    """A function: the text that the offline engine gives."""
+    llm = LLM(str(model), dtype="float64", device="cpu", max_model_len=1024, enforce_eager=True)
+
+    def text(prompt, num_tokens):
+        params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
+        return llm.generate(prompt, params, use_tqdm=False)[0].outputs[0].text
+
+    return text
+
+
+def test_replies_are_those_of_one_engine(cluster, client, expected):
+    prompts = ["the cat", "a dog in the house"]
+    whole = client.completions.create(model="tiny", prompt=prompts, max_tokens=8, **GREEDY)
+    assert [choice.text for choice in whole.choices] == [expected(prompt, 8) for prompt in prompts]
+    for prompt in prompts:
+        stream = client.completions.create(model="tiny", prompt=prompt, max_tokens=50, stream=True, **GREEDY)
+        assert "".join(chunk.choices[0].text for chunk in stream) == expected(prompt, 50)
+    options = {"model": "tiny", "input": "Hello there", "temperature": 0, "max_output_tokens": 8}
+    whole = client.responses.create(**options)
+    with client.responses.stream(**options) as stream:
+        assert "".join(e.delta for e in stream if e.type == "response.output_text.delta") == whole.output_text != ""
+    assert cluster.metric("nanopage:client_disconnects_total") == 0
+    assert "cut off" not in cluster.server.log.read_text()
+
+
+def test_what_is_not_text_and_errors_go_through_as_they_are(cluster, client):
+    (model,) = client.models.list()
+    assert model.id == "tiny" and model.max_model_len == 1024
+    body = {"prompt": "the cat", "max_tokens": 1, "zzz": 1}
+    status, headers, reply = cluster.request("POST", "/v1/completions", body, **{"x-request-id": "mine"})
+    assert (status, headers["x-ignored-fields"], headers["x-request-id"]) == (200, "zzz", "mine")
+    ids = json.loads(cluster.request("POST", "/tokenize", {"prompt": "the cat"})[2])["tokens"]
+    assert len(ids) == json.loads(reply)["usage"]["prompt_tokens"]
+    assert cluster.request("POST", "/detokenize", {"tokens": ids})[0] == 200
+    assert cluster.request("GET", "/tokenizer_info")[0] == 200
+    with pytest.raises(openai.BadRequestError, match="temperature"):
+        client.completions.create(model="tiny", prompt="a", temperature=-1, stream=True)
+    with pytest.raises(openai.NotFoundError, match="gpt-4"):
+        client.chat.completions.create(model="gpt-4", messages=HELLO)
+    with pytest.raises(openai.NotFoundError, match="makes no embeddings"):
+        client.embeddings.create(model="tiny", input="a")
+    assert cluster.request("POST", "/v1/completions", [1])[0] == 400
+    assert cluster.request("GET", "/v1/completions")[0] == 405
+    assert cluster.request("POST", "/v1/completions", body, key="wrong")[0] == 401
+    for path, text in (("/health", b""), ("/", b"<html"), ("/version", b"version"), ("/load", b"server_load")):
+        status, _, reply = cluster.request("GET", path)
+        assert status == 200 and text in reply
+    assert cluster.request("GET", "/health", key=None)[0] == 200
+
+
+def test_requests_go_where_their_prefix_is_cached_and_others_to_the_idlest(cluster, client):
+    def cached(prompt):
+        usage = client.completions.create(model="tiny", prompt=prompt, max_tokens=1).usage
+        return usage.prompt_tokens_details.cached_tokens
+
+    prompts = [f"{i} " + "the cat and the dog " * 30 for i in range(4)]
+    assert [cached(prompt) > 0 for prompt in prompts] == [False] * 4
+    assert [cached(prompt + "in the house") > 0 for prompt in prompts] == [True] * 4
+    before = [cluster.metric("vllm:request_success_total", engine=i) for i in range(2)]
+    streams = [client.completions.create(model="tiny", prompt=p, max_tokens=LONG, stream=True) for p in ("a", "b")]
+    for stream in streams:
+        next(stream)  # both run at once, so they are on different replicas
+        stream.close()
+    cluster.wait_until_idle()
+    assert [cluster.metric("vllm:request_success_total", engine=i) for i in range(2)] == [n + 1 for n in before]
+
+
+@pytest.mark.parametrize("streams", [True, False])
+def test_a_client_that_goes_away_ends_its_request_at_the_replica(cluster, streams):
+    async def leave():
+        async with openai.AsyncOpenAI(base_url=cluster.url, api_key="secret", max_retries=0) as client:
+            options = {"model": "tiny", "prompt": "the cat", "max_tokens": LONG, "stream": streams} | GREEDY
+            task = asyncio.create_task(client.completions.create(**options))
+            if streams:
+                stream = await task
+                await anext(aiter(stream))
+                await stream.close()
+            else:
+                while cluster.metric("vllm:num_requests_running") == 0:
+                    await asyncio.sleep(0.01)
+                task.cancel()
+
+    cluster.wait_until_idle()
+    before = cluster.metric("vllm:request_success_total", finished_reason="abort")
+    gone = cluster.metric("nanopage:client_disconnects_total")
+    asyncio.run(leave())
+    cluster.wait_until_idle()
+    assert cluster.metric("vllm:request_success_total", finished_reason="abort") == before + 1
+    assert cluster.metric("nanopage:client_disconnects_total") == gone + 1
+
+
+def test_a_replica_that_is_killed_costs_only_what_its_clients_had_begun_to_read(cluster, expected):
+    victim = cluster.replicas()[0]
+
+    async def read(stream, texts):
+        async for chunk in stream:
+            texts.append(chunk.choices[0].text)
+        return "".join(texts)
+
+    async def crowd():
+        async with openai.AsyncOpenAI(base_url=cluster.url, api_key="secret", max_retries=0) as client:
+            create = client.completions.create
+            long = {"model": "tiny", "max_tokens": LONG, "stream": True} | GREEDY
+            short = {"model": "tiny", "max_tokens": 20} | GREEDY
+            running = [await create(prompt=prompt, **long) for prompt in ("a", "b")]
+            begun = [[(await anext(aiter(stream))).choices[0].text] for stream in running]
+            # Each replica runs one sequence. So these wait, at both, and their clients have only a head.
+            waiting = [await create(prompt=f"the cat {i}", stream=True, **short) for i in range(6)]
+            whole = [asyncio.create_task(create(prompt=f"a dog {i}", **short)) for i in range(2)]
+            while cluster.metric("vllm:num_requests_waiting") < 8:
+                await asyncio.sleep(0.01)
+            counts = [cluster.metric("vllm:num_requests_waiting", engine=i) for i in range(2)]
+            os.kill(victim, signal.SIGKILL)
+            texts = await asyncio.gather(*map(read, running, begun), return_exceptions=True)
+            others = await asyncio.gather(*(read(stream, []) for stream in waiting))
+            return counts, texts, others, [(await task).choices[0].text for task in whole]
+
+    cluster.wait_until_idle()
+    counts, texts, others, whole = asyncio.run(crowd())
+    (lost,) = [text for text in texts if isinstance(text, Exception)]
+    assert isinstance(lost, openai.APIError) and "has died" in str(lost)
+    assert expected(["a", "b"][texts.index(lost) - 1], LONG) in texts
+    assert others == [expected(f"the cat {i}", 20) for i in range(6)]
+    assert whole == [expected(f"a dog {i}", 20) for i in range(2)]
+    assert cluster.metric("nanopage:replica_losses_total") == 1
+    assert 0 not in counts and cluster.metric("nanopage:replica_retries_total") in counts
+    assert cluster.request("GET", "/health")[0] == 200
+    cluster.wait_for(2, "nanopage:replicas_running")
+    assert len(cluster.replicas()) == 2 and victim not in cluster.replicas()
+    assert cluster.request("POST", "/v1/completions", {"prompt": "the cat", "max_tokens": 2})[0] == 200
+
+
+def test_sigterm_lets_streams_end_except_those_of_a_replica_that_hangs_and_leaves_no_process(cluster, client, expected):
+    cluster.wait_until_idle()
+    children = psutil.Process(cluster.server.process.pid).children(recursive=True)
+    hangs = cluster.replicas()[0]
+    options = {"model": "tiny", "max_tokens": 300, "stream": True} | GREEDY
+    streams = [client.completions.create(prompt=prompt, **options) for prompt in ("a", "b")]
+    texts = [next(stream).choices[0].text for stream in streams]
+    os.kill(hangs, signal.SIGSTOP)
+    cluster.server.process.send_signal(signal.SIGTERM)
+    for i, stream in enumerate(streams):
+        try:
+            texts[i] += "".join(chunk.choices[0].text for chunk in stream)
+        except openai.APIError as error:
+            assert "shut down" in str(error)
+            texts[i] = ""
+    assert sorted(map(bool, texts)) == [False, True]
+    assert "".join(texts) == expected("a" if texts[0] else "b", 300)
+    assert cluster.server.process.wait(60) == 0
+    assert not psutil.wait_procs([*children, *cluster.processes], timeout=30)[1]
+
+
+# Without a cluster
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        (["--max-replicas", 3], "--max-replicas needs --replicas"),
+        (["--replicas", 2, "--max-replicas", 1], "--max-replicas 1 is less than --replicas 2"),
+        (["--replicas", 2, "--target-ongoing-requests", 5], "--target-ongoing-requests needs --max-replicas"),
+        (["--replicas", 0], "--replicas"),
+        (["/no/such/model", "--replicas", 2], "/no/such/model"),
+        (["--replicas", 2, "--max-num-seqs", 0], "max_num_seqs"),
+        (["--replicas", 2, "--distributed-executor-backend", "ray"], "--distributed-executor-backend ray"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_anything_starts(monkeypatch, capsys, options, name):
+    monkeypatch.setattr(ray_cluster, "connect", lambda *_: pytest.fail("a cluster has been started"))
+    with pytest.raises((ValueError, FileNotFoundError, SystemExit)) as raised:
+        main([str(option) for option in options])
+    assert name in f"{raised.value} {capsys.readouterr().err}"
+
+
+def test_ray_client_is_refused(monkeypatch):
+    monkeypatch.setattr(ray_cluster, "connect", lambda *_: pytest.fail("a cluster has been joined"))
+    monkeypatch.setenv("RAY_ADDRESS", "ray://somewhere:10001")
+    with pytest.raises(ValueError, match="RAY_ADDRESS=ray://somewhere:10001"):
+        main(["--replicas", "2"])
+
+
+def parts_of(*texts, **fields):
+    return replicas.prompt_parts({"messages": [{"role": "user", "content": text} for text in texts]} | fields)[0]
+
+
+def test_prompts_that_begin_alike_have_the_same_first_parts():
+    long = "the cat " * 200
+    first, second = parts_of(long), parts_of(long, "and more " * 100)
+    assert len(first) == len(long) // replicas.PART and len(set(first)) == len(first)
+    assert second[: len(first)] == first and len(second) > len(first)
+    assert not set(parts_of("x" + long)) & set(first)
+    assert not set(parts_of(long, cache_salt="mine")) & set(first)
+    assert parts_of("short") == []
+    prompt = {"prompt": list(range(1000))}
+    assert replicas.prompt_parts(prompt)[0] and not set(replicas.prompt_parts(prompt, "key")[0]) & set(first)
+
+
+def test_the_number_of_parts_is_limited():
+    assert len(replicas.prompt_parts({"prompt": "x" * (1 << 20)})[0]) == replicas.MAX_PARTS
+
+
+@pytest.mark.parametrize(
+    ("body", "tokens"),
+    [
+        ({}, replicas.OUTPUT_TOKENS),
+        ({"max_tokens": 5}, 5),
+        ({"max_tokens": 5, "max_completion_tokens": 7, "n": 2}, 14),
+        ({"max_output_tokens": 100_000}, replicas.MAX_OUTPUT_TOKENS),
+        ({"prompt": ["a", "b"], "max_tokens": 3}, 6),
+        ({"prompt": [1, 2, 3], "max_tokens": 3}, 3),
+        ({"max_tokens": "many", "n": "x", "prompt": []}, replicas.OUTPUT_TOKENS),
+        ({"max_tokens": -1}, 0),
+    ],
+)
+def test_what_a_body_asks_for_is_estimated_whatever_it_has(body, tokens):
+    assert replicas.num_output_tokens(body) == tokens
+
+
+def test_a_route_counts_its_tokens_once_wherever_it_goes():
+    router, dead = Router(), set()
+    route, other = replicas.Route(router, [], 100, dead), replicas.Route(router, [], 10, dead)
+    assert {route.choose(["a", "b"]), other.choose(["a", "b"])} == {"a", "b"}
+    first = route.replica
+    route.advance(30)
+    assert router.loads[first].outstanding == 70
+    dead.add(first)
+    assert route.choose(["a", "b"]) == other.replica
+    assert first not in router.loads and router.loads[other.replica].outstanding == 110
+    route.advance(1000)
+    route.end()
+    assert router.loads[other.replica].outstanding == 10 and route.replica is None
+    other.exclude.add("b" if first == "a" else "a")
+    assert other.choose(["a", "b"]) is None
