@@ -515,6 +515,7 @@ class Front:
         Raises: ApiError if the client has got nothing.
         """
         assert call.route is not None
+        num_attempts = 1
         try:
             while True:
                 try:
@@ -530,6 +531,8 @@ class Front:
                     if not self._running() - self.dead - call.route.exclude:
                         self.num_lost += 1
                         raise ApiError(503, "no replica is left", code="no_replica", retry_after=10) from None
+                    self.num_retried += 1
+                    num_attempts += 1
                     logger.warning(f"{call.path}: trying another replica, for {error}")
         except ApiError as error:
             if not reply.begun:
@@ -551,7 +554,7 @@ class Front:
                 raise failed from None
             await self._end_stream(failed, direct)
         finally:
-            self.num_retried += max(0, call.route.num_choices - 1)
+            self.num_retried += max(0, call.route.num_choices - num_attempts)  # those of Ray Serve itself
             call.route.end()
 
     async def _attempt(self, call: Call, reply: Reply, send: Send, direct: Send) -> None:
