@@ -206,6 +206,10 @@ class RememberingExecutor:
             self.seconds.append(stats.seconds)
         self._submitted = []
 
+    def forget(self) -> None:
+        """Begin again."""
+        self.rows, self.seconds, self.max_context = [], [], 0
+
 
 def read_costs(path: Path) -> Costs:
     """Read the costs in a file of `bench.py costs --json`. Raises typer.BadParameter for any other file."""
