@@ -28,11 +28,12 @@ BUDGETS = (64, 128, 256, 512, 1024, 2048, 4096, 8192)  # tokens in a step
 CONTEXTS = (1, 4, 16)  # sequences with long contexts
 LONG = 1500  # tokens of a long prompt, where the model holds so many
 SHARES = (0.3, 0.6)  # of the requests per second that the simulator gets through; the third rate is all at once
-COMPARED = {
+COMPARED = {  # in the table; the JSON file has PERCENTILES as well
     "output_throughput": "output tok/s",
     "mean_ttft_ms": "mean TTFT (ms)",
     "mean_tpot_ms": "mean TPOT (ms)",
 }
+PERCENTILES = ("p50_ttft_ms", "p99_ttft_ms", "p50_tpot_ms", "p99_tpot_ms", "prefix_cache_hit_rate")
 
 
 @dataclass
@@ -189,10 +190,8 @@ def validate(engine: Any, found: Costs, num_prompts: int, seed: int, results: li
             predicted = predict(engine, found, load, lengths, arrivals)
             measured = observe(engine, load, lengths, arrivals, rng, f"{name}, {rate:.3g} requests/s")
             label: float | str = "inf" if rate == math.inf else rate
-            kept = {
-                key: {"predicted": predicted[key], "measured": measured[key]} for key in shared(measured, predicted)
-            }
-            results.append({"workload": name, "request_rate": label} | kept)
+            both = {key: {"predicted": predicted[key], "measured": measured[key]} for key in (*COMPARED, *PERCENTILES)}
+            results.append({"workload": name, "request_rate": label} | both)
             table.add_row(
                 "all at once" if rate == math.inf else figure(rate),
                 *(compared(predicted[key], measured[key]) for key in COMPARED),

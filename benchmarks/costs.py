@@ -11,7 +11,7 @@ The time of a step is a sum of terms, each a count of the batch times a number o
     chunk context               the same for the chunks of prompts
     chunk pairs                 query and key pairs of the chunks' attention
 
-`fit` minimizes the sum of the squared relative errors. Imports no torch.
+`fit` minimizes the squares of the relative errors. Imports no torch.
 """
 
 from dataclasses import asdict, dataclass, field
@@ -39,6 +39,7 @@ TERMS = (
     *(f"tokens beyond {bend}" for bend in BENDS),
 )
 MIN_STEPS = 50  # to fit them
+OUTLIER = 5  # standard deviations
 COUNTS = ("num_blocks", "block_size", "max_num_seqs", "max_num_batched_tokens")  # of an engine
 
 
@@ -74,7 +75,7 @@ class Costs:
     machine: what a reader must know: processor, threads, model, dtype, versions.
     engine: num_blocks, block_size, max_num_seqs, max_num_batched_tokens and device of the measured engine.
     measured: the largest step: tokens, sequences and context tokens of a sequence.
-    fit: number of steps, and errors of the fit.
+    fit: number of steps, errors of those that were not left out, and the times of all steps, predicted over measured.
     """
 
     seconds: dict[str, float]
@@ -127,27 +128,32 @@ def fit(rows: list[list[float]], seconds: list[float]) -> tuple[dict[str, float]
         raise ValueError(f"{len(rows)} steps are too few to fit costs to: needs {MIN_STEPS}")
     x, y = np.array(rows, float), np.array(seconds, float)
     kept = np.ones(len(y), bool)
-    for _ in range(3):
-        solution = relative_least_squares(x[kept], y[kept])
-        errors = x @ solution / y - 1
-        spread = 1.4826 * float(np.median(np.abs(errors[kept] - np.median(errors[kept]))))
-        kept = np.abs(errors) <= max(0.1, 4 * spread)
-    solution = relative_least_squares(x[kept], y[kept])
-    errors = np.abs(x @ solution / y - 1)
+    expected = y
+    for _ in range(4):
+        # Errors are relative to what is expected, not to what was measured: that would favor steps that were short.
+        solution = weighted_least_squares(x[kept], y[kept], 1 / expected[kept])
+        expected = x @ solution
+        errors = y / expected - 1
+        middle = float(np.median(errors[kept]))
+        spread = 1.4826 * float(np.median(np.abs(errors[kept] - middle)))
+        kept = np.abs(errors - middle) <= max(0.1, OUTLIER * spread)
+    errors = np.abs(expected / y - 1)
     terms = {name: float(value) for name, value in zip(TERMS, solution, strict=True) if value > 0}
     return terms, {
         "steps": len(y),
         "left out": int(np.sum(~kept)),
         "mean error": float(np.mean(errors[kept])),
         "P90 error": float(np.percentile(errors[kept], 90)),
-        "predicted over measured, all steps": float(np.sum(x @ solution) / np.sum(y)),
+        "predicted over measured": float(np.sum(expected) / np.sum(y)),
     }
 
 
-def relative_least_squares(x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    scale = np.linalg.norm(x / y[:, None], axis=0)
-    scale[scale == 0] = 1.0
-    return non_negative_least_squares(x / y[:, None] / scale, np.ones(len(y))) / scale
+def weighted_least_squares(x: np.ndarray, y: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    """The s >= 0 that minimizes the sum of the squares of weights * (x s - y)."""
+    weighted = x * weights[:, None]
+    scale = np.linalg.norm(weighted, axis=0)
+    scale[scale == 0] = 1.0  # a term that no step has
+    return non_negative_least_squares(weighted / scale, y * weights) / scale
 
 
 def non_negative_least_squares(a: np.ndarray, b: np.ndarray) -> np.ndarray:
