@@ -14,6 +14,7 @@ from nanopage.server.routing import POLICIES as ROUTERS
 
 DEFAULT_COSTS = Path(__file__).parent / "results" / "cpu-costs.json"
 MAX_REPLICAS = 1024
+COLUMNS = 6  # of a table that must fit 80 columns
 # Row of the table -> field of `summary`, and what it is multiplied by.
 ROWS = {
     "requests/s": ("request_throughput", 1),
@@ -142,14 +143,10 @@ def search(
     while found is not None and found - low > 1:
         middle = (low + found) // 2
         low, found = (low, middle) if enough(middle) else (middle, found)
-    table = table_of(
-        f"{router}: replicas for {100 * target_share:g} % good requests", ["replicas", "good requests (%)"]
-    )
-    for count in sorted(tried):
-        table.add_row(f"{count}{' <' if count == found else '  '}", figure(100 * tried[count]["good_share"]))
-    show_table(table)
-    if found is None:
-        console.print(f"{MAX_REPLICAS} replicas are not enough", style="yellow", highlight=False)
+    nearest = sorted(sorted(tried, key=lambda count: abs(count - (found or MAX_REPLICAS)))[:COLUMNS])
+    show(f"{router}, replicas:", [tried[count] for count in nearest], [str(count) for count in nearest])
+    answer = f"{found} replica{'s' * (found > 1)}" if found else f"not even {MAX_REPLICAS} replicas"
+    console.print(f"{100 * target_share:g} % of the requests are good with {answer}", highlight=False)
     return found
 
 
