@@ -40,7 +40,7 @@ TERMS = (
 )
 MIN_STEPS = 50  # to fit them
 OUTLIER = 5  # standard deviations
-COUNTS = ("num_blocks", "block_size", "max_num_seqs", "max_num_batched_tokens")  # of an engine
+POSITIVE = ("num_blocks", "block_size", "max_num_seqs", "tokens", "sequences", "context")  # integers of a file
 
 
 def counts(batch: Batch) -> list[float]:
@@ -73,7 +73,7 @@ class Costs:
 
     seconds: term -> seconds; a term that is missing costs nothing.
     machine: what a reader must know: processor, threads, model, dtype, versions.
-    engine: num_blocks, block_size, max_num_seqs, max_num_batched_tokens and device of the measured engine.
+    engine: num_blocks, block_size, max_num_seqs and device of the measured engine.
     measured: the largest step: tokens, sequences and context tokens of a sequence.
     fit: number of steps, errors of those that were not left out, and the times of all steps, predicted over measured.
     """
@@ -232,9 +232,13 @@ def read_costs(path: Path) -> Costs:
     for name, part in parts.items():
         if not isinstance(part, dict):
             refuse(f'{path}: "{name}" must be an object', "--costs")
-    for name, value in parts["engine"].items():
-        if name in COUNTS and not (isinstance(value, int) and not isinstance(value, bool) and value > 0):
+    for name, value in (parts["engine"] | parts["measured"]).items():
+        if name in POSITIVE and not (isinstance(value, int) and not isinstance(value, bool) and value > 0):
             refuse(f'{path}: "{name}" must be a positive integer, not {shown(value)}', "--costs")
+    if (device := parts["engine"].get("device", "cpu")) not in ("cpu", "cuda"):
+        refuse(f'{path}: "device" must be cpu or cuda, not {shown(device)}', "--costs")
+    if not all(isinstance(value, str) for value in parts["machine"].values()):
+        refuse(f'{path}: "machine" must have texts', "--costs")
     read = Costs({name: float(value) for name, value in seconds.items()}, **parts)
     if not read.decodes(1)[0]:  # the clock would never reach the next request
         refuse(f"{path}: a step of one token must take some time", "--costs")

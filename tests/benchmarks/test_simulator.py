@@ -387,6 +387,8 @@ def test_what_goes_beyond_the_measured_steps_is_said(costs_file):
         (["--target-share", "2", "--goodput", "ttft:5"], "--target-share: 2 is not a share"),
         (["--target-share", "0.9", "--goodput", "ttft:5", "--replicas", "2"], "'--target-share' / '--replicas'"),
         (["--num-blocks", "10"], "--num-blocks: request"),
+        (["--json", "/no/such/folder/x.json"], "--json: no such folder"),
+        (["--plot", "/no/such/folder/x.png"], "--plot: no such folder"),
         (["--plot", "x.txt"], "--plot: 'x.txt' does not end in"),
         (["--costs", "/no/such/file"], "--costs: /no/such/file: No such file"),
         (["--costs", str(MADE_UP)], "--costs"),
