@@ -38,6 +38,7 @@ import typer
 
 from benchmarks import offline
 from benchmarks.checks import (
+    MAX_BLOCKS,
     MAX_ITERATIONS,
     MAX_REQUESTS,
     MAX_SEED,
@@ -404,13 +405,13 @@ def simulate(
     ] = None,
     num_blocks: Annotated[
         int | None,
-        typer.Option(min=1, max=MAX_TOKENS, help="KV cache of a replica [default: of the measured engine]."),
+        typer.Option(min=1, max=MAX_BLOCKS, help="KV cache of a replica [default: of the measured engine]."),
     ] = None,
     block_size: Annotated[
         int | None, typer.Option(min=1, max=MAX_TOKENS, help="Tokens of a block [default: as measured].")
     ] = None,
     max_num_seqs: Annotated[
-        int | None, typer.Option(min=1, max=MAX_TOKENS, help="Sequences that run at once [default: as measured].")
+        int | None, typer.Option(min=1, max=MAX_BLOCKS, help="Sequences that run at once [default: as measured].")
     ] = None,
     max_num_batched_tokens: Annotated[
         int | None,
