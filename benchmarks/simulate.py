@@ -1,5 +1,6 @@
 """`bench.py simulate`: a trace on simulated replicas: tables, JSON, a picture; how many replicas a goodput needs."""
 
+import contextlib
 import time
 from pathlib import Path
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 from benchmarks.checks import check_choice, refuse, shown
 from benchmarks.costs import Costs
 from benchmarks.outputs import exit_unless, recorded
-from benchmarks.report import console, figure, show_header, show_table, table_of
+from benchmarks.report import console, errors_by_name, figure, show_header, show_table, table_of
 from benchmarks.simulator import POLICIES, Configuration, Setup, TraceFile, load, simulate, summary
 from benchmarks.traces import Request
 from nanopage.server.routing import POLICIES as ROUTERS
@@ -69,20 +70,24 @@ def run(
     results: list[dict[str, Any]] = []
     record: dict[str, Any] = {"header": header, "goodput_ms": goodput or None, "runs": results}
     started = time.perf_counter()
-    with recorded(json_file, lambda: record | {"seconds": round(time.perf_counter() - started, 3)}) as saved:
+    with recorded(json_file, lambda: record | {"seconds": since(started)}) as saved, errors_by_name():
         if target_share is None:
             sweep(file, setup, replicas, routers, margin, goodput, results)
         else:
             record["target_share"], record["fewest"] = target_share, (fewest := {})
             for router in routers:
                 fewest[router] = search(file, setup, router, margin, goodput, target_share, results)
-    console.print(f"simulated in {time.perf_counter() - started:,.1f} s", style="dim", highlight=False)
+    console.print(f"simulated in {since(started):,.1f} s", style="dim", highlight=False)
     plotted = True
     if plot_file is not None:
         from benchmarks import plots
 
         plotted = plots.simulate(results, header, plot_file)
     exit_unless(saved.written, plotted)
+
+
+def since(started: float) -> float:
+    return round(time.perf_counter() - started, 3)
 
 
 def sweep(
@@ -98,8 +103,8 @@ def sweep(
     configurations = [Configuration(setup, count, router, margin) for count in replicas for router in routers]
     ended: dict[int, dict[str, Any]] = {}
     printed = 0
-    with console.status("simulating") as status:
-        for index, outcome, seconds in simulate(file, configurations):
+    with console.status("simulating") as status, contextlib.closing(simulate(file, configurations)) as outcomes:
+        for index, outcome, seconds in outcomes:
             configuration = configurations[index]
             ended[index] = result_of(configuration, summary(outcome, goodput), seconds)
             results[:] = [ended[each] for each in sorted(ended)]

@@ -12,13 +12,15 @@ What is left out: async scheduling (each step is completed before the next is sc
 that a router and a network take. What a request has generated is never found in the cache by another request.
 """
 
+import contextlib
 import functools
 import math
 import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -505,7 +507,7 @@ def run_task(file: TraceFile, task: Task) -> tuple[int, list[Served], float]:
 
 def simulate(
     file: TraceFile, configurations: list[Configuration], processes: int | None = None
-) -> Iterator[tuple[int, Outcome, float]]:
+) -> Generator[tuple[int, Outcome, float], None, None]:
     """Run configurations on all cores. Yields the index of each, its outcome and the CPU seconds it took, as they end.
 
     Replicas behind "round-robin" are divided among the processes. Those behind the other routers depend on each other,
@@ -528,23 +530,37 @@ def simulate(
     open_tasks = [sum(task.index == index for task in tasks) for index in range(len(configurations))]
     served: list[list[Served]] = [[] for _ in configurations]
     seconds = [0.0] * len(configurations)
-    for index, done, took in run_tasks(file, tasks, min(count, len(tasks))):
-        served[index] += done
-        seconds[index] += took
-        open_tasks[index] -= 1
-        if not open_tasks[index]:
-            yield index, outcome_of(trace, served[index]), seconds[index]
-            served[index] = []
+    with contextlib.closing(run_tasks(file, tasks, min(count, len(tasks)))) as ended:
+        for index, done, took in ended:
+            served[index] += done
+            seconds[index] += took
+            open_tasks[index] -= 1
+            if not open_tasks[index]:
+                yield index, outcome_of(trace, served[index]), seconds[index]
+                served[index] = []
 
 
-def run_tasks(file: TraceFile, tasks: list[Task], processes: int) -> Iterator[tuple[int, list[Served], float]]:
-    run = functools.partial(run_task, file)
+def run_tasks(
+    file: TraceFile, tasks: list[Task], processes: int
+) -> Generator[tuple[int, list[Served], float], None, None]:
+    """The results of all tasks, as they end. If this is closed before, the processes end at once."""
     if processes == 1:
-        yield from map(run, tasks)
+        for task in tasks:
+            yield run_task(file, task)
         return
-    # Not forked: this process may have threads.
-    with multiprocessing.get_context("spawn").Pool(processes, ignore_interrupts) as pool:
-        yield from pool.imap_unordered(run, tasks)
+    before = multiprocessing.active_children()
+    context = multiprocessing.get_context("spawn")  # not forked: this process may have threads
+    pool = ProcessPoolExecutor(processes, context, ignore_interrupts)
+    try:
+        for future in as_completed([pool.submit(run_task, file, task) for task in tasks]):
+            yield future.result()
+    except BaseException:
+        pool.shutdown(wait=False, cancel_futures=True)
+        for child in multiprocessing.active_children():
+            if child not in before:
+                child.terminate()
+        raise
+    pool.shutdown()
 
 
 def ignore_interrupts() -> None:

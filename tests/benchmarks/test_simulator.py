@@ -4,14 +4,17 @@ bench.py simulate."""
 import itertools
 import json
 import math
+import multiprocessing
 import os
 import random
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 from helpers import run_bench
 
@@ -358,6 +361,43 @@ def test_what_has_ended_is_written_when_it_is_stopped(monkeypatch, tmp_path, cos
     written = json.loads(file.read_text())
     assert done.exit_code == 130 and written["complete"] is False
     assert [run["router"] for run in written["runs"]] == ["least"]
+
+
+def test_no_process_is_left_when_it_is_terminated(costs_file, tmp_path):
+    file = tmp_path / "result.json"
+    command = [sys.executable, "bench.py", "simulate", "--trace", MADE_UP, "--costs", costs_file, "--json", file]
+    command += ["--repeat", 500, "--replicas", 2, "--router", "least,prefix"]
+    with subprocess.Popen(list(map(str, command)), cwd=ROOT, stdout=subprocess.PIPE, text=True) as bench:
+        children: list[psutil.Process] = []
+        deadline = time.monotonic() + 60
+        while len(children) < 2 and bench.poll() is None and time.monotonic() < deadline:
+            children = psutil.Process(bench.pid).children(recursive=True)
+            time.sleep(0.05)
+        bench.terminate()
+        bench.communicate(timeout=60)
+    assert len(children) >= 2 and bench.returncode == 143
+    _, alive = psutil.wait_procs(children, timeout=30)
+    assert not alive
+    assert json.loads(file.read_text())["complete"] is False
+
+
+def test_a_process_that_is_killed_is_an_error():
+    """As by a system that is out of memory."""
+    file = TraceFile(MADE_UP, repeat=500)
+    configurations = [Configuration(Setup(COSTS, 2000), 2, router) for router in ("least", "prefix")]
+
+    def kill():
+        while not (new := [child for child in multiprocessing.active_children() if child not in before]):
+            time.sleep(0.05)
+        new[0].kill()
+
+    before = multiprocessing.active_children()
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    with pytest.raises(RuntimeError, match="process"):
+        list(simulator.simulate(file, configurations, 2))
+    killer.join()
 
 
 @pytest.mark.usefixtures("in_this_process")
