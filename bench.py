@@ -43,6 +43,7 @@ from benchmarks.checks import (
     MAX_REQUESTS,
     MAX_SEED,
     MAX_TOKENS,
+    MAX_VALIDATED,
     check_choice,
     check_engine,
     check_folder,
@@ -488,7 +489,7 @@ def costs(
         Path | None, typer.Option("--costs", help="With --validate: do not measure, use this file's costs.")
     ] = None,
     num_prompts: Annotated[
-        int | None, typer.Option(min=1, max=MAX_REQUESTS, help="Requests of each run of --validate [default: 40].")
+        int | None, typer.Option(min=1, max=MAX_VALIDATED, help="Requests of each run of --validate [default: 40].")
     ] = None,
     seed: SeedOption = 0,
     json_file: JsonOption = None,

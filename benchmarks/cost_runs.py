@@ -26,6 +26,7 @@ from nanopage.engine.token_budget import SECONDS, TokenBudget
 BATCHES = (1, 2, 4, 8, 16, 32, 64)  # sequences that decode together
 BUDGETS = (64, 128, 256, 512, 1024, 2048, 4096, 8192)  # tokens in a step
 CONTEXTS = (1, 4, 16)  # sequences with long contexts
+LEAST_CONTEXT = 256  # tokens that an engine must hold to be measured
 LONG = 1500  # tokens of a long prompt, where the model holds so many
 SHARES = (0.3, 0.6)  # of the requests per second that the simulator gets through; the third rate is all at once
 COMPARED = {  # in the table; the JSON file has PERCENTILES as well
@@ -75,6 +76,8 @@ def costs(
     path, _ = find_model(model)
     with errors_by_name():
         engine = build_engine(EngineConfig(model=str(path), **switches))
+        if engine.max_model_len < LEAST_CONTEXT:
+            raise ValueError(f"a context of {engine.max_model_len} tokens is too short to measure: {LEAST_CONTEXT}")
         engine.executor.compile()
     header = describe(engine, f"costs of steps, seed {seed}")
     show_header(header)

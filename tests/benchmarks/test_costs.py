@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import typer
-from helpers import run_bench
+from helpers import run_bench, tiny_model
 from scipy.optimize import nnls
 
 from benchmarks import cost_runs
@@ -217,6 +217,12 @@ def test_a_bad_option_is_named(options, says):
     done = run_bench("costs", "--model", "/no/such/model", *options)
     assert done.exit_code == 2
     assert says in " ".join(done.output.split())
+
+
+def test_a_model_with_a_short_context_is_refused(tmp_path):
+    short = tiny_model(tmp_path / "short", max_position_embeddings=128)
+    done = run_bench("costs", "--model", short, "--eager")
+    assert done.exit_code == 1 and "a context of 128 tokens is too short to measure: 256" in done.output
 
 
 def test_no_term_is_the_same_as_another():
