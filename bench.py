@@ -4,6 +4,8 @@
     python bench.py latency      one batch: TTFT, decode tok/s
     python bench.py throughput   many requests at once: output tok/s
     python bench.py serve        requests that arrive over time: TTFT, goodput
+    python bench.py simulate     a trace on many replicas, without a model
+    python bench.py costs        what steps cost here, for simulate
     python bench.py memory       what forks save, swap against recomputation
     python bench.py host         what a step costs Python
     python bench.py parallel     a model divided among processes
@@ -37,10 +39,12 @@ import typer
 
 from benchmarks import offline
 from benchmarks.checks import (
+    MAX_BLOCKS,
     MAX_ITERATIONS,
     MAX_REQUESTS,
     MAX_SEED,
     MAX_TOKENS,
+    MAX_VALIDATED,
     check_choice,
     check_engine,
     check_folder,
@@ -372,6 +376,146 @@ def serve(
         save_detailed,
         plot_file,
     )
+
+
+@app.command()
+def simulate(
+    trace: Annotated[Path, typer.Option(help="Azure's *.csv or Mooncake's *.jsonl: arrivals, lengths, prefixes.")],
+    replicas: Annotated[str | None, typer.Option(help="Replicas; several in turn: 1,8,64 [default: 1].")] = None,
+    router: Annotated[str, typer.Option(help="prefix, least or round-robin, or several.")] = "prefix,least,round-robin",
+    margin: Annotated[
+        float | None,
+        typer.Option(help="Outstanding tokens that a known token makes up for, with the router prefix [default: 1]."),
+    ] = None,
+    policy: Annotated[
+        str, typer.Option(help="Who runs first in a replica: fcfs, shortest-prompt, shortest-output.")
+    ] = "fcfs",
+    goodput: Annotated[
+        list[str] | None, typer.Option(metavar="KEY:MS...", help="Limits of ttft, tpot, e2el, as in ttft:200 tpot:50.")
+    ] = None,
+    more_goodput: Annotated[list[str] | None, typer.Argument(hidden=True, metavar="KEY:MS")] = None,  # as in serve
+    target_share: Annotated[
+        float | None,
+        typer.Option(help="Find the fewest replicas of which this share of requests, as in 0.95, meets --goodput."),
+    ] = None,
+    num_prompts: Annotated[
+        int | None, typer.Option(min=1, max=MAX_REQUESTS, help="The first so many requests [default: all].")
+    ] = None,
+    speed: Annotated[float, typer.Option(help="How many times as fast requests arrive.")] = 1.0,
+    repeat: Annotated[int, typer.Option(min=1, max=MAX_REQUESTS, help="How many times the trace is played.")] = 1,
+    costs_file: Annotated[
+        Path | None,
+        typer.Option("--costs", help="A file of bench.py costs --json [default: the one of benchmarks/results]."),
+    ] = None,
+    num_blocks: Annotated[
+        int | None,
+        typer.Option(min=1, max=MAX_BLOCKS, help="KV cache of a replica [default: of the measured engine]."),
+    ] = None,
+    block_size: Annotated[
+        int | None, typer.Option(min=1, max=MAX_TOKENS, help="Tokens of a block [default: as measured].")
+    ] = None,
+    max_num_seqs: Annotated[
+        int | None, typer.Option(min=1, max=MAX_BLOCKS, help="Sequences that run at once [default: as measured].")
+    ] = None,
+    max_num_batched_tokens: Annotated[
+        int | None,
+        typer.Option(min=1, max=MAX_TOKENS, help="Tokens in a step [default: follows its time, as in the server]."),
+    ] = None,
+    json_file: JsonOption = None,
+    plot_file: PlotOption = None,
+) -> None:
+    """Simulate a trace on replicas of the engine: TTFT, goodput.
+
+    The scheduler and the block manager are the engine's; the time of a step comes from costs that bench.py costs has
+    measured. No model is loaded.
+
+    \b
+    python bench.py simulate --trace benchmarks/made_up_trace.jsonl \\
+        --replicas 1,8 --goodput ttft:2000 tpot:100
+    """
+    from benchmarks import simulate as simulation
+    from benchmarks.checks import MAX_SECONDS
+    from benchmarks.costs import read_costs
+    from benchmarks.serve import parse_goodput
+    from benchmarks.simulator import TraceFile
+    from nanopage.server.routing import MARGIN
+
+    if more_goodput and not goodput:
+        refuse(f"{' '.join(more_goodput)}: limits come after --goodput", "KEY:MS")
+    limits = parse_goodput([*(goodput or []), *(more_goodput or [])])
+    counts, routers = simulation.parse_replicas(replicas or "1"), simulation.parse_routers(router)
+    if margin is not None and "prefix" not in routers:
+        refuse("is for the router prefix", "--margin")
+    if margin is not None and not 0 <= margin < math.inf:
+        refuse(f"{margin:g} is not a number from 0 on", "--margin")
+    if target_share is not None:
+        if not 0 < target_share <= 1:
+            refuse(f"{target_share:g} is not a share, above 0 and at most 1", "--target-share")
+        if not limits:
+            refuse("needs limits: --goodput", "--target-share")
+        if replicas is not None:
+            refuse("searches for the number of replicas: give one of both", ["--target-share", "--replicas"])
+    if not 1 / MAX_SECONDS <= speed < math.inf:
+        refuse(f"{speed:g} is not a positive number", "--speed")
+    check_outputs({"--json": json_file, "--plot": plot_file}, {"--trace": trace, "--costs": costs_file})
+    check_plot(plot_file)
+    if costs_file is None and not simulation.DEFAULT_COSTS.is_file():
+        refuse("no costs have been measured: python bench.py costs --json costs.json writes them", "--costs")
+    costs_read = read_costs(costs_file or simulation.DEFAULT_COSTS)
+    setup = simulation.make_setup(costs_read, num_blocks, block_size, max_num_seqs, max_num_batched_tokens, policy)
+    file = TraceFile(trace, num_prompts, speed, repeat)
+    simulation.run(
+        file,
+        setup,
+        counts,
+        routers,
+        MARGIN if margin is None else margin,
+        limits,
+        target_share,
+        json_file,
+        plot_file,
+    )
+
+
+@app.command()
+def costs(
+    model: ModelOption = None,
+    dtype: DtypeOption = "auto",
+    device: DeviceOption = "auto",
+    eager: EagerOption = False,
+    quantization: QuantizationOption = None,
+    load_format: LoadFormatOption = "auto",
+    validate: Annotated[
+        bool, typer.Option("--validate", help="Also serve three workloads at three rates, and simulate them.")
+    ] = False,
+    costs_file: Annotated[
+        Path | None, typer.Option("--costs", help="With --validate: do not measure, use this file's costs.")
+    ] = None,
+    num_prompts: Annotated[
+        int | None, typer.Option(min=1, max=MAX_VALIDATED, help="Requests of each run of --validate [default: 40].")
+    ] = None,
+    seed: SeedOption = 0,
+    json_file: JsonOption = None,
+) -> None:
+    """Measure what steps cost on this machine, for simulate.
+
+    Runs batches of all sizes, and fits a few terms to the times of their steps. Without async scheduling.
+
+    \b
+    python bench.py costs --json costs.json --validate
+    """
+    from benchmarks import cost_runs
+    from benchmarks.costs import read_costs
+
+    if not validate:
+        for option, value in (("--costs", costs_file), ("--num-prompts", num_prompts)):
+            if value is not None:
+                refuse("needs --validate", option)
+    check_outputs({"--json": json_file}, {"--costs": costs_file})
+    switches = engine_options(dtype, device, eager, quantization, load_format, False)
+    check_engine(switches)
+    given = None if costs_file is None else read_costs(costs_file)
+    cost_runs.costs(model, switches, given, validate, num_prompts or 40, seed, json_file)
 
 
 @app.command()

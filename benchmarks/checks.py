@@ -18,6 +18,8 @@ from nanopage.terminal.text import printable
 MAX_REQUESTS = 1_000_000
 MAX_ITERATIONS = 1_000
 MAX_TOKENS = 100_000_000  # of all prompts together: as Python integers they take some 4 GB
+MAX_BLOCKS = 1_000_000  # of a simulated KV cache: the lists of each replica take some 40 MB
+MAX_VALIDATED = 10_000  # requests of a run that is compared with its simulation
 MAX_SEED = 2**64 - 1
 MAX_SECONDS = 7 * 24 * 3600.0  # from the first arrival to the last
 

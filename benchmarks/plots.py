@@ -5,14 +5,16 @@ import math
 import statistics
 from collections import defaultdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from benchmarks.metrics import METRICS, Sample, percentile_name
 from benchmarks.outputs import write
-from benchmarks.utilization import Step
+
+if TYPE_CHECKING:  # it imports torch
+    from benchmarks.utilization import Step
 
 
 def serve(
@@ -68,7 +70,7 @@ def timeline(axes: Axes, label: float | str, samples: list[Sample]) -> None:
     axes.legend(fontsize="small", loc="upper right")
 
 
-def throughput(steps: list[Step], header: dict[str, str], file: Path) -> bool:
+def throughput(steps: "list[Step]", header: dict[str, str], file: Path) -> bool:
     """Output tokens a second of the decode steps against their batch: the median, and lowest to highest."""
     speeds: dict[int, list[float]] = defaultdict(list)
     for step in steps:
@@ -82,6 +84,39 @@ def throughput(steps: list[Step], header: dict[str, str], file: Path) -> bool:
     axes.fill_between(batches, lowest, highest, alpha=0.2, label="lowest to highest")
     axes.set(title="decode steps", xlabel="batch: sequences in the step", ylabel="output tok/s", ylim=0)
     axes.legend()
+    return save(figure, header, file)
+
+
+def simulate(results: list[dict[str, Any]], header: dict[str, str], file: Path) -> bool:
+    """Latencies, throughput and prefix hits against the number of replicas, a line for each router."""
+    figure = Figure(figsize=(11, 7), layout="constrained")
+    pictures = {
+        "time to the first token (s)": ({"mean_ttft_ms": "-", "p99_ttft_ms": "--"}, 1e-3),
+        "time per output token (ms)": ({"mean_tpot_ms": "-", "p99_tpot_ms": "--"}, 1),
+        "requests/s": ({"request_throughput": "-", "request_goodput": "--"}, 1),
+        "prefix hits (%)": ({"prefix_cache_hit_rate": "-"}, 100),
+    }
+    words = {"mean_ttft_ms": "mean", "p99_ttft_ms": "P99", "mean_tpot_ms": "mean", "p99_tpot_ms": "P99"}
+    words |= {"request_throughput": "throughput", "request_goodput": "goodput", "prefix_cache_hit_rate": ""}
+    routers = list(dict.fromkeys(result["router"] for result in results))
+    replicas = sorted({result["replicas"] for result in results})
+    for axes, (title, (lines, factor)) in zip(figure.subplots(2, 2).flat, pictures.items(), strict=True):
+        for color, router in enumerate(routers):
+            of_router = sorted((r for r in results if r["router"] == router), key=lambda result: result["replicas"])
+            for name, style in lines.items():
+                known = [(r["replicas"], factor * r[name]) for r in of_router if r[name] is not None]
+                if known:
+                    label = f"{router} {words[name]}".strip()
+                    axes.plot(*zip(*known, strict=True), style, color=f"C{color}", marker="o", label=label)
+        # Numbers of replicas are often powers of two.
+        axes.set(title=title, xlabel="replicas", xscale="log")
+        axes.set_xticks(replicas, map(str, replicas), minor=False)
+        axes.minorticks_off()
+        if "time" in title:
+            axes.set_yscale("log")
+        else:
+            axes.set_ylim(0)
+        axes.legend(fontsize="x-small")
     return save(figure, header, file)
 
 

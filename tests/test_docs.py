@@ -38,9 +38,9 @@ def run_code(code: str) -> str:
 
 @functools.cache
 def defined_names() -> set[str]:
-    """Every class and function of the package, and every name in a class: `name` and `Class.name`."""
+    """Every class and function of the package and of benchmarks, and every name in a class: `name` and `Class.name`."""
     names = set()
-    for file in ROOT.glob("nanopage/**/*.py"):
+    for file in (*ROOT.glob("nanopage/**/*.py"), *ROOT.glob("benchmarks/**/*.py")):
         tree = ast.parse(file.read_text())
         for node in ast.walk(tree):
             if isinstance(node, ast.ClassDef):

@@ -123,7 +123,7 @@ def test_the_program_writes_what_it_has_served_when_it_is_terminated(model, tmp_
 
 
 OUTPUT_OPTIONS = [
-    *((command, "--json") for command in ("latency", "throughput", "serve", "memory", "compare", "kernels")),
+    *((command, "--json") for command in ("latency", "throughput", "serve", "memory", "compare", "kernels", "costs")),
     *((command, "--profile") for command in ("latency", "throughput")),
     *((command, "--plot") for command in ("throughput", "serve")),
 ]
@@ -520,14 +520,18 @@ OPTIONS = [
 
 @pytest.mark.parametrize(("command", "option"), OPTIONS)
 def test_no_value_of_an_option_ends_in_a_traceback_or_endless_work(tmp_path, monkeypatch, command, option):
-    """All options are checked before the model, which is not there. kernels has none, and ends for want of a GPU."""
+    """All options are checked before the model, which is not there. kernels has none, and ends for want of a GPU;
+    simulate has none, and its trace is not there."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    model = [] if "--model" in (option, command) or command == "kernels" else ["--model", "/no/such/model"]
+    if command == "simulate":
+        model = [] if option == "--trace" else ["--trace", "/no/such/file.csv"]
+    else:
+        model = [] if "--model" in (option, command) or command == "kernels" else ["--model", "/no/such/model"]
     for value in ("", "0", "-1", "1e-300", "nan", "x", "~x", str(10**30)):
         done = run_bench(command, *model, f"{option}={value}")
         assert done.exit_code == (1 if command == "kernels" and "need a GPU" in done.output else 2), done.output
-        assert option in done.output or "--model" in done.output or done.exit_code == 1
+        assert any(name in done.output for name in (option, "--model", "--trace", "--costs")) or done.exit_code == 1
         assert "Traceback" not in done.output
     assert list(tmp_path.iterdir()) == []
 
