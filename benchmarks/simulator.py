@@ -23,6 +23,7 @@ from collections import deque
 from collections.abc import Generator
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any
 
@@ -550,7 +551,8 @@ def run_tasks(
             yield run_task(file, task)
         return
     context = multiprocessing.get_context("spawn")  # not forked: this process may have threads
-    waiting, running = deque(tasks), {}
+    waiting = deque(tasks)
+    running: dict[Connection, SpawnProcess] = {}
     try:
         while waiting or running:
             while waiting and len(running) < processes:
@@ -559,8 +561,8 @@ def run_tasks(
                 process.start()
                 writer.close()  # so that the reader sees an end if the process is killed
                 running[reader] = process
-            for reader in multiprocessing.connection.wait(list(running)):
-                assert isinstance(reader, Connection)
+            ended = multiprocessing.connection.wait(list(running))
+            for reader in [each for each in running if each in ended]:
                 try:
                     result = reader.recv()
                 except EOFError:
