@@ -15,13 +15,15 @@ that a router and a network take. What a request has generated is never found in
 import contextlib
 import functools
 import math
-import multiprocessing
+import multiprocessing.connection
 import os
 import signal
 import time
+from collections import deque
 from collections.abc import Generator
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any
 
@@ -548,21 +550,37 @@ def run_tasks(
         for task in tasks:
             yield run_task(file, task)
         return
-    before = multiprocessing.active_children()
     context = multiprocessing.get_context("spawn")  # not forked: this process may have threads
-    pool = ProcessPoolExecutor(processes, context, ignore_interrupts)
+    waiting = deque(tasks)
+    running: dict[Connection, SpawnProcess] = {}
     try:
-        for future in as_completed([pool.submit(run_task, file, task) for task in tasks]):
-            yield future.result()
-    except BaseException:
-        pool.shutdown(wait=False, cancel_futures=True)
-        for child in multiprocessing.active_children():
-            if child not in before:
-                child.terminate()
-        raise
-    pool.shutdown()
+        while waiting or running:
+            while waiting and len(running) < processes:
+                reader, writer = context.Pipe(duplex=False)
+                process = context.Process(target=send_result, args=(file, waiting.popleft(), writer), daemon=True)
+                process.start()
+                writer.close()  # so that the reader sees an end if the process is killed
+                running[reader] = process
+            ended = multiprocessing.connection.wait(list(running))
+            for reader in [each for each in running if each in ended]:
+                try:
+                    result = reader.recv()
+                except EOFError:
+                    raise RuntimeError("a process of the simulation was killed: too little memory?") from None
+                running.pop(reader).join()
+                if isinstance(result, Exception):
+                    raise result
+                yield result
+    finally:
+        for process in running.values():
+            process.terminate()
+            process.join()
 
 
-def ignore_interrupts() -> None:
-    """Ctrl-C goes to all processes of the terminal; the first one ends the others."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+def send_result(file: TraceFile, task: Task, writer: Connection) -> None:
+    """What a process does: run a task, and send its result or the exception that ended it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all processes; the first one ends the others
+    try:
+        writer.send(run_task(file, task))
+    except Exception as error:
+        writer.send(error)

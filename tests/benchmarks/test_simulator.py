@@ -387,17 +387,23 @@ def test_a_process_that_is_killed_is_an_error():
     configurations = [Configuration(Setup(COSTS, 2000), 2, router) for router in ("least", "prefix")]
 
     def kill():
-        while not (new := [child for child in multiprocessing.active_children() if child not in before]):
+        while not multiprocessing.active_children():
             time.sleep(0.05)
-        new[0].kill()
-
-    before = multiprocessing.active_children()
+        multiprocessing.active_children()[0].kill()
 
     killer = threading.Thread(target=kill)
     killer.start()
-    with pytest.raises(RuntimeError, match="process"):
+    with pytest.raises(RuntimeError, match="was killed: too little memory"):
         list(simulator.simulate(file, configurations, 2))
     killer.join()
+    assert not multiprocessing.active_children()
+
+
+def test_an_error_in_a_process_is_raised_here():
+    file, configuration = TraceFile(MADE_UP), Configuration(Setup(COSTS, 2000), 1, "no router")
+    with pytest.raises(ValueError, match="router policy 'no router' is not known"):
+        list(simulator.simulate(file, [configuration] * 2, 2))
+    assert not multiprocessing.active_children()
 
 
 @pytest.mark.usefixtures("in_this_process")
