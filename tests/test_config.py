@@ -800,7 +800,8 @@ def test_a_file_that_is_no_json_object_is_an_error_that_names_it(tmp_path, name,
 
 
 def test_every_config_for_dummy_weights_has_its_published_size_here():
-    assert {path.name for path in CONFIGS.iterdir()} == PUBLISHED_BILLIONS.keys()
+    made_up = {"SmolLM2-135M-8-heads"}  # for bench.py parallel
+    assert {path.name for path in CONFIGS.iterdir()} - made_up == PUBLISHED_BILLIONS.keys()
 
 
 @pytest.mark.parametrize("name", PUBLISHED_BILLIONS)

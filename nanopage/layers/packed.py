@@ -45,11 +45,14 @@ class PackedRowLinear(PackedLinear):
 class PackedEmbedding(nn.Module):
     """An embedding tied to a packed head. It reads rows from the head's tiles, so the two still share one matrix."""
 
+    packed: Tensor
     tiles: Tensor
 
-    def __init__(self, tiles: Tensor):
+    def __init__(self, head: PackedLinear):
         super().__init__()
-        self.register_buffer("tiles", tiles, persistent=False)
+        # The tiles are a view of `packed`, and the first stage of a pipeline has no head that would keep it.
+        self.register_buffer("packed", head.packed, persistent=False)
+        self.register_buffer("tiles", head.tiles, persistent=False)
 
     def forward(self, input_ids: Tensor) -> Tensor:
         return packed_linear.rows(self.tiles, input_ids)
@@ -57,7 +60,7 @@ class PackedEmbedding(nn.Module):
 
 def pack(module: nn.Module, kind: type[PackedLinear] = PackedLinear) -> None:
     """Pack every Linear in a module, and the embedding if it is tied to a Linear that has tiles."""
-    replace_linears(module, kind, lambda head, _: None if head.tiles is None else PackedEmbedding(head.tiles))
+    replace_linears(module, kind, lambda head, _: None if head.tiles is None else PackedEmbedding(head))
 
 
 def replace_linears(

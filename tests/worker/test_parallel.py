@@ -15,6 +15,7 @@ from test_quantized_checkpoint import KINDS, write_quantized
 
 from nanopage import EngineConfig, SamplingParams
 from nanopage.build import build_engine
+from nanopage.layers.packed import PackedEmbedding, pack
 from nanopage.weights import loader, safetensors_checkpoint
 from nanopage.weights.part import WHOLE, Part, keep_layers, sums
 from nanopage.worker.parallel import part_of
@@ -289,6 +290,22 @@ def test_kv_scales_reach_the_stage_that_has_the_layer(tmp_path):
     expected = answers(model, kv_cache_dtype="fp8")
     assert_same(answers(model, kv_cache_dtype="fp8", pipeline_parallel_size=3), expected)
     assert_same(answers(model, kv_cache_dtype="fp8", tensor_parallel_size=3), expected)
+
+
+def test_the_first_stage_keeps_the_memory_of_a_packed_head_that_it_shares(tmp_path):
+    """In float32, weights are packed by oneDNN, and the embedding reads the head's memory."""
+    sizes = SIZES | {"hidden_size": 64, "intermediate_size": 128, "vocab_size": 320}
+    model = tiny_model(tmp_path, **sizes, num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True)
+    expected = answers(model, dtype="float32")
+    assert_same(answers(model, dtype="float32", pipeline_parallel_size=2), expected, 1e-4)
+    whole = load(model, WHOLE)
+    pack(whole)
+    assert isinstance(whole.embed_tokens, PackedEmbedding)
+    embedding, weight, whole.lm_head = whole.embed_tokens, load(model, WHOLE).lm_head.weight, None
+    del whole
+    overwritten = [torch.full((320, 64), 7.0) for _ in range(50)]
+    assert torch.equal(embedding(torch.arange(320)), weight)
+    del overwritten
 
 
 def test_as_many_batches_are_in_flight_as_there_are_stages(tmp_path):
