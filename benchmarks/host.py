@@ -36,22 +36,24 @@ class ThroughBytes:
         return getattr(self.executor, name)
 
     def submit(self, batch: Any) -> None:
-        from nanopage.step import batch_from_bytes, to_bytes
+        from nanopage.worker import messages
 
         started = time.perf_counter()
-        data = to_bytes(batch)
-        batch = batch_from_bytes(data)
+        data = messages.encode(messages.Run(batch))
+        message = messages.decode_to_worker(data)
+        assert isinstance(message, messages.Run)
         self.seconds, self.num_bytes = self.seconds + time.perf_counter() - started, len(data)
-        self.executor.submit(batch)
+        self.executor.submit(message.batch)
 
     def result(self) -> Any:
-        from nanopage.step import result_from_bytes, to_bytes
+        from nanopage.worker import messages
 
         result = self.executor.result()
         started = time.perf_counter()
-        result = result_from_bytes(to_bytes(result))
+        message = messages.decode_from_worker(messages.encode(messages.Result(result)))
         self.seconds += time.perf_counter() - started
-        return result
+        assert isinstance(message, messages.Result)
+        return message.result
 
 
 @contextmanager

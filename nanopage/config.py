@@ -184,22 +184,10 @@ class EngineConfig:
         if self.generation_config not in GENERATION_CONFIGS:
             choices = ", ".join(GENERATION_CONFIGS)
             raise ValueError(f"generation_config={self.generation_config!r} is not one of {choices}")
-        for name in (
-            "max_num_seqs",
-            "max_num_batched_tokens",
-            "block_size",
-            "max_model_len",
-            "num_gpu_blocks_override",
-            "tensor_parallel_size",
-            "pipeline_parallel_size",
-        ):
+        optional = ("max_model_len", "max_num_batched_tokens", "num_gpu_blocks_override")
+        for name in ("max_num_seqs", "block_size", "tensor_parallel_size", "pipeline_parallel_size", *optional):
             value = getattr(self, name)
-            if value is None and name not in (
-                "max_num_seqs",
-                "block_size",
-                "tensor_parallel_size",
-                "pipeline_parallel_size",
-            ):
+            if value is None and name in optional:
                 continue
             if not isinstance(value, int) or isinstance(value, bool):
                 raise TypeError(f"{name} must be an integer, not {value!r}")

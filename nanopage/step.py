@@ -1,19 +1,16 @@
 """The messages between the engine and its workers: one Batch and one BatchResult a step.
 
-Both are plain data. LocalExecutor passes them as objects. ProcessExecutor sends them to other processes as MessagePack.
-msgspec checks the types while it reads them, and it cannot run code.
+Both are plain data. LocalExecutor passes them as objects. ProcessExecutor sends them to other processes as MessagePack
+(worker/messages.py).
 
 A worker keeps a table with a row for each running sequence (worker/sequence_table.py). The engine assigns the rows: a
 sequence gets a free row when it begins to run, and gives it back when it ends or gives up its blocks. A Batch holds a
 sequence's tokens and sampling settings once, when the sequence begins to run; after that only what changes.
 """
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
-
-import msgspec
 
 NO_TOKEN = -1  # sampled where the largest logit is NaN or infinite
 
@@ -202,33 +199,3 @@ class Executor(Protocol):
         """
 
     def shutdown(self) -> None: ...
-
-
-_encode = msgspec.msgpack.Encoder().encode
-_decode_batch = msgspec.msgpack.Decoder(Batch).decode
-_decode_result = msgspec.msgpack.Decoder(BatchResult).decode
-
-
-def to_bytes(message: Batch | BatchResult) -> bytes:
-    return _encode(message)
-
-
-def batch_from_bytes(data: bytes) -> Batch:
-    """Raises: msgspec.DecodeError for anything but a Batch; its subclass msgspec.ValidationError names the field."""
-    with _refusing():
-        return _decode_batch(data)
-
-
-def result_from_bytes(data: bytes) -> BatchResult:
-    """Raises: as `batch_from_bytes`."""
-    with _refusing():
-        return _decode_result(data)
-
-
-@contextlib.contextmanager
-def _refusing() -> Iterator[None]:
-    """Turn what msgspec raises for bytes that are nested too deeply into its DecodeError."""
-    try:
-        yield
-    except RecursionError as error:
-        raise msgspec.DecodeError(str(error)) from None

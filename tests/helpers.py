@@ -18,17 +18,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from benchmarks.host import ThroughBytes
 from nanopage.layers.packed import pack
 from nanopage.layers.tiled import tile
-from nanopage.step import (
-    Batch,
-    BlockUpdate,
-    NewSequence,
-    SamplingSettings,
-    batch_from_bytes,
-    to_bytes,
-)
+from nanopage.step import Batch, BlockUpdate, NewSequence, SamplingSettings
 from nanopage.weights import loader
 from nanopage.weights.gguf_checkpoint import GGUFCheckpoint
-from nanopage.worker import worker_process
+from nanopage.worker import messages, worker_process
 from nanopage.worker.eager import Eager
 from nanopage.worker.kv_cache import KVCache
 from nanopage.worker.process_executor import ProcessLink
@@ -170,7 +163,7 @@ class BytesExecutor(ThroughBytes):
     """Also asserts that each Batch is the same after its journey as bytes."""
 
     def submit(self, batch):
-        assert batch_from_bytes(to_bytes(batch)) == batch
+        assert messages.decode_to_worker(messages.encode(messages.Run(batch))).batch == batch
         super().submit(batch)
 
 

@@ -99,7 +99,8 @@ def load_model(
     """
     checkpoint = open_checkpoint(checkpoint) if isinstance(checkpoint, Path) else checkpoint
     source = path_of(checkpoint)
-    whole, model = meta_model(config), part.model(config)
+    whole = meta_model(config)
+    model = whole if part == WHOLE else part.model(config)
     slices = _slices(model, whole, part)
     stored: list[StoredTensor] = []
     scales: set[str] = set()

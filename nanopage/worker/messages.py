@@ -1,5 +1,7 @@
 """What an executor and its worker processes say to each other, as MessagePack with a tag for each kind of message.
 
+msgspec checks the types while it reads them, and it cannot run code.
+
 executor                worker
 Start              ─▶
                    ◀─   Progress, ..., Measured
@@ -11,6 +13,9 @@ Ping               ─▶                         (at any time)
                    ◀─   Pong
                    ◀─   Log, Failed
 """
+
+import contextlib
+from collections.abc import Iterator
 
 import msgspec
 
@@ -105,6 +110,32 @@ class Failed(msgspec.Struct, tag=True):
 ToWorker = Start | Agreed | Run | Rest | Compile | Ping | Stop
 FromWorker = Progress | Measured | Ready | Result | Pong | Log | Failed
 
-encode = msgspec.msgpack.Encoder().encode
-decode_to_worker = msgspec.msgpack.Decoder(ToWorker).decode
-decode_from_worker = msgspec.msgpack.Decoder(FromWorker).decode
+_encode = msgspec.msgpack.Encoder().encode
+_decode_to_worker = msgspec.msgpack.Decoder(ToWorker).decode
+_decode_from_worker = msgspec.msgpack.Decoder(FromWorker).decode
+
+
+def encode(message: ToWorker | FromWorker) -> bytes:
+    return _encode(message)
+
+
+def decode_to_worker(data: bytes) -> ToWorker:
+    """Raises: msgspec.DecodeError for anything else; its subclass msgspec.ValidationError names the field."""
+    with _refusing():
+        return _decode_to_worker(data)
+
+
+def decode_from_worker(data: bytes) -> FromWorker:
+    """Raises: as `decode_to_worker`."""
+    with _refusing():
+        return _decode_from_worker(data)
+
+
+@contextlib.contextmanager
+def _refusing() -> Iterator[None]:
+    """Turn what msgspec raises for bytes that are nested too deeply, or for a tag that is not UTF-8, into its
+    DecodeError."""
+    try:
+        yield
+    except (RecursionError, UnicodeDecodeError) as error:
+        raise msgspec.DecodeError(str(error)) from None

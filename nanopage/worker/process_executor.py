@@ -21,26 +21,7 @@ import nanopage
 from nanopage import ray_cluster
 from nanopage.config import EngineConfig, ModelConfig
 from nanopage.step import Batch, BatchResult, Capacity, WorkerDiedError
-from nanopage.worker.messages import (
-    Agreed,
-    Compile,
-    Failed,
-    FromWorker,
-    Log,
-    Measured,
-    Ping,
-    Pong,
-    Progress,
-    Ready,
-    Rest,
-    Result,
-    Run,
-    Start,
-    Stop,
-    ToWorker,
-    decode_from_worker,
-    encode,
-)
+from nanopage.worker import messages
 from nanopage.worker.threads import default_threads
 
 logger = logging.getLogger("nanopage")
@@ -56,7 +37,7 @@ ERRORS: dict[str, type[Exception]] = {
     "FileNotFoundError": FileNotFoundError,
     "TypeError": TypeError,
 }  # that a start may raise
-M = TypeVar("M", Measured, Ready)
+M = TypeVar("M", messages.Measured, messages.Ready)
 
 
 class Link(Protocol):
@@ -125,11 +106,10 @@ class ProcessExecutor:
         model_config.divided(config.tensor_parallel_size)  # raises where the model cannot be divided
         model_config.stage(0, config.pipeline_parallel_size)
         self.config, self.path, self.on_progress = config, path, on_progress
-        self.sampler = (config.pipeline_parallel_size - 1) * config.tensor_parallel_size  # the rank that samples
         self.links: list[Link] = []
         self.error: WorkerDiedError | None = None  # why no step can run any more
         self._pinged: dict[int, float] = {}  # rank -> when it was sent a ping that it has not answered
-        self._limit = START_LIMIT
+        self._starting = True
         self._num_running = 0  # steps whose results have not come
         self._num_discarded = 0  # of those, the oldest, whose results nobody wants
 
@@ -148,26 +128,26 @@ class ProcessExecutor:
                     for rank in range(self.config.num_ranks):
                         self.links.append(ProcessLink(rank, self.config.num_ranks))
                 for rank, link in enumerate(self.links):
-                    self._send(rank, Start(self.config, str(self.path), rank, link.local_rank, address))
-                measured = self._collect(Measured)
+                    self._send(rank, messages.Start(self.config, str(self.path), rank, link.local_rank, address))
+                measured = self._collect(messages.Measured)
                 self._check_same_files([message.fingerprint for message in measured])
                 capacity = _least([message.capacity for message in measured])
-                self._send_all(Agreed(capacity))
-                self._collect(Ready)
+                self._send_all(messages.Agreed(capacity))
+                self._collect(messages.Ready)
             except BaseException:
                 self._kill()
                 raise
-        self._limit = STEP_LIMIT
+        self._starting = False
         return capacity
 
     def submit(self, batch: Batch) -> None:
-        self._send_all(Run(batch))
+        self._send_all(messages.Run(batch))
         self._num_running += 1
 
     def result(self) -> BatchResult:
         while True:
             _, message = self._receive()
-            assert isinstance(message, Result)
+            assert isinstance(message, messages.Result)
             self._num_running -= 1
             if not self._num_discarded:
                 return message.result
@@ -178,17 +158,17 @@ class ProcessExecutor:
 
     def rest(self) -> None:
         with contextlib.suppress(WorkerDiedError):  # the next step raises it
-            self._send_all(Rest())
+            self._send_all(messages.Rest())
 
     def compile(self, on_progress: Callable[[int, int], None] | None = None) -> None:
         self.on_progress = on_progress
-        self._send_all(Compile())
-        self._collect(Ready)
+        self._send_all(messages.Compile())
+        self._collect(messages.Ready)
 
     def shutdown(self) -> None:
         if self.error is None:
             with contextlib.suppress(WorkerDiedError):
-                self._send_all(Stop())
+                self._send_all(messages.Stop())
             deadline = time.monotonic() + STOP_SECONDS
             while time.monotonic() < deadline and any(link.ended() is None for link in self.links):
                 time.sleep(0.01)
@@ -197,13 +177,17 @@ class ProcessExecutor:
 
     # Messages
 
-    def _send(self, rank: int, message: ToWorker) -> None:
-        self._send_bytes(rank, encode(message))
+    @property
+    def _limit(self) -> float:
+        return START_LIMIT if self._starting else STEP_LIMIT
 
-    def _send_all(self, message: ToWorker) -> None:
+    def _send(self, rank: int, message: messages.ToWorker) -> None:
+        self._send_bytes(rank, messages.encode(message))
+
+    def _send_all(self, message: messages.ToWorker) -> None:
         if self.error is not None:
             raise self.error
-        data = encode(message)
+        data = messages.encode(message)
         for rank in range(len(self.links)):
             self._send_bytes(rank, data)
 
@@ -218,27 +202,31 @@ class ProcessExecutor:
             except OSError as error:
                 problem = error
 
-        if len(data) <= SMALL:
-            send()
-        else:
-            thread = threading.Thread(target=send, daemon=True, name="nanopage-sender")
-            thread.start()
-            thread.join(self._limit)
-            if thread.is_alive():
-                raise self._end(rank, f"it has not read a message for {self._limit:.0f} s")
+        try:
+            if len(data) <= SMALL:
+                send()
+            else:
+                thread = threading.Thread(target=send, daemon=True, name="nanopage-sender")
+                thread.start()
+                thread.join(self._limit)
+                if thread.is_alive():
+                    raise self._end(rank, f"it has not read a message for {self._limit:.0f} s")
+        except KeyboardInterrupt:
+            self._end(rank, "Ctrl-C interrupted a message to it")  # of which a part may have been sent
+            raise
         if problem is not None:
             raise self._end(rank, self._how_ended(rank))
 
     def _collect(self, kind: type[M]) -> list[M]:
         """Wait for a message of one kind from every worker. Returns them by rank."""
-        messages: dict[int, M] = {}
-        while len(messages) < len(self.links):
+        received: dict[int, M] = {}
+        while len(received) < len(self.links):
             rank, message = self._receive()
             assert isinstance(message, kind)
-            messages[rank] = message
-        return [messages[rank] for rank in sorted(messages)]
+            received[rank] = message
+        return [received[rank] for rank in sorted(received)]
 
-    def _receive(self) -> tuple[int, FromWorker]:
+    def _receive(self) -> tuple[int, messages.FromWorker]:
         """Wait for a message that is not only news.
 
         Raises: WorkerDiedError; while the workers start, what has ended one of them.
@@ -250,18 +238,21 @@ class ProcessExecutor:
             for ready in connection.wait(ranks, PING_SECONDS):
                 rank = ranks[ready]  # type: ignore[index]
                 try:
-                    message = decode_from_worker(self.links[rank].connection.recv_bytes())
+                    data = self.links[rank].connection.recv_bytes()
                 except (EOFError, OSError):
                     raise self._end(rank, self._how_ended(rank)) from None
-                match message:
-                    case Pong():
+                except KeyboardInterrupt:
+                    self._end(rank, "Ctrl-C interrupted a message from it")  # of which a part may have been read
+                    raise
+                match message := messages.decode_from_worker(data):
+                    case messages.Pong():
                         self._pinged.pop(rank, None)
-                    case Log(level, text):
+                    case messages.Log(level, text):
                         logger.log(level, text)
-                    case Progress(done, total):
+                    case messages.Progress(done, total):
                         if self.on_progress is not None:
                             self.on_progress(done, total)
-                    case Failed():
+                    case messages.Failed():
                         raise self._failed(rank, message)
                     case _:
                         return rank, message
@@ -274,7 +265,7 @@ class ProcessExecutor:
             since = self._pinged.get(rank)
             if since is None:
                 self._pinged[rank] = now
-                self._send(rank, Ping())
+                self._send(rank, messages.Ping())
             elif now - since > self._limit:
                 raise self._end(rank, f"it has not answered for {now - since:.0f} s")
 
@@ -286,7 +277,7 @@ class ProcessExecutor:
             time.sleep(0.01)
         return how or "it has closed its connection"
 
-    def _failed(self, rank: int, failed: Failed) -> Exception:
+    def _failed(self, rank: int, failed: messages.Failed) -> Exception:
         """The error to raise for a worker's exception. If the exception says that another worker is gone, find that."""
         deadline = time.monotonic() + CAUSE_SECONDS
         waiting = {link.connection: other for other, link in enumerate(self.links) if other != rank}
@@ -297,8 +288,8 @@ class ProcessExecutor:
             for ready in connection.wait(waiting, 0.05):
                 other = waiting.pop(ready)  # type: ignore[call-overload]
                 with contextlib.suppress(EOFError, OSError):
-                    message = decode_from_worker(self.links[other].connection.recv_bytes())
-                    if isinstance(message, Failed) and not message.in_exchange:
+                    message = messages.decode_from_worker(self.links[other].connection.recv_bytes())
+                    if isinstance(message, messages.Failed) and not message.in_exchange:
                         rank, failed = other, message
                         break
         logger.error(f"rank {rank} failed:\n{failed.traceback}")
@@ -306,10 +297,9 @@ class ProcessExecutor:
 
     def _end(self, rank: int, cause: str, start_error: type[Exception] | None = None) -> Exception:
         """End all workers. Returns the error to raise, which names the rank and the cause."""
-        starting = self._limit == START_LIMIT
         self.error = WorkerDiedError(f"rank {rank} of {len(self.links)}: {cause}")
         self._kill()
-        if starting and start_error is not None:
+        if self._starting and start_error is not None:
             return start_error(f"rank {rank}: {cause.partition(': ')[2]}")
         return self.error
 

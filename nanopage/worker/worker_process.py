@@ -14,26 +14,7 @@ import traceback
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from nanopage.worker.messages import (
-    Agreed,
-    Compile,
-    Failed,
-    FromWorker,
-    Log,
-    Measured,
-    Ping,
-    Pong,
-    Progress,
-    Ready,
-    Rest,
-    Result,
-    Run,
-    Start,
-    Stop,
-    ToWorker,
-    decode_to_worker,
-    encode,
-)
+from nanopage.worker import messages
 
 EXCHANGES = ("gloo", "nccl", "connection closed", "connection reset", "socket", "timed out")
 
@@ -46,25 +27,25 @@ class Mailbox:
 
     def __init__(self, connection: Connection):
         self._connection = connection
-        self._messages: queue.SimpleQueue[ToWorker] = queue.SimpleQueue()
+        self._messages: queue.SimpleQueue[messages.ToWorker] = queue.SimpleQueue()
         self._lock = threading.Lock()  # of sending
         threading.Thread(target=self._read, daemon=True, name="nanopage-mailbox").start()
 
-    def receive(self) -> ToWorker:
+    def receive(self) -> messages.ToWorker:
         """Wait for the next message that is not a Ping."""
         return self._messages.get()
 
-    def send(self, message: FromWorker) -> None:
-        data = encode(message)
+    def send(self, message: messages.FromWorker) -> None:
+        data = messages.encode(message)
         with self._lock:
             self._connection.send_bytes(data)
 
     def _read(self) -> None:
         try:
             while True:
-                message = decode_to_worker(self._connection.recv_bytes())
-                if isinstance(message, Ping):
-                    self.send(Pong())
+                message = messages.decode_to_worker(self._connection.recv_bytes())
+                if isinstance(message, messages.Ping):
+                    self.send(messages.Pong())
                 else:
                     self._messages.put(message)
         except (EOFError, OSError):  # the engine has ended
@@ -79,7 +60,7 @@ class LogHandler(logging.Handler):
         self.mailbox, self.prefix = mailbox, f"rank {rank}: " if rank else ""
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.mailbox.send(Log(record.levelno, self.prefix + self.format(record)))
+        self.mailbox.send(messages.Log(record.levelno, self.prefix + self.format(record)))
 
 
 def serve(connection: Connection) -> None:
@@ -90,12 +71,12 @@ def serve(connection: Connection) -> None:
     except Exception as error:
         text = f"{type(error).__name__} {error}".lower()
         in_exchange = isinstance(error, RuntimeError) and any(word in text for word in EXCHANGES)
-        mailbox.send(Failed(type(error).__name__, str(error), traceback.format_exc(), in_exchange))
+        mailbox.send(messages.Failed(type(error).__name__, str(error), traceback.format_exc(), in_exchange))
 
 
 def _serve(mailbox: Mailbox) -> None:
     start = mailbox.receive()
-    assert isinstance(start, Start)
+    assert isinstance(start, messages.Start)
     logger = logging.getLogger("nanopage")
     logger.setLevel(logging.INFO)
     logger.propagate, logger.handlers = False, [LogHandler(mailbox, start.rank)]
@@ -111,12 +92,12 @@ def _serve(mailbox: Mailbox) -> None:
 
     def report(done: int, total: int) -> None:
         if start.rank == 0:
-            mailbox.send(Progress(done, total))
+            mailbox.send(messages.Progress(done, total))
 
     def agree(capacity: Capacity) -> Capacity:
-        mailbox.send(Measured(capacity, loader.fingerprint(checkpoint, start.config.load_format)))
+        mailbox.send(messages.Measured(capacity, loader.fingerprint(checkpoint, start.config.load_format)))
         agreed = mailbox.receive()
-        assert isinstance(agreed, Agreed)
+        assert isinstance(agreed, messages.Agreed)
         return agreed.capacity
 
     device = resolve_device(start.config.device)
@@ -132,19 +113,19 @@ def _serve(mailbox: Mailbox) -> None:
     part.config(model_config)  # raises before the workers wait for each other
     ranks = Ranks(part, start.address, device)
     worker = Worker(start.config, model_config, checkpoint, report, ranks, agree)
-    mailbox.send(Ready())
+    mailbox.send(messages.Ready())
     while True:
         match mailbox.receive():
-            case Run(batch):
+            case messages.Run(batch):
                 result = worker.launch(batch).result()
                 if part.samples:
-                    mailbox.send(Result(result))
-            case Rest():
+                    mailbox.send(messages.Result(result))
+            case messages.Rest():
                 worker.rest()
-            case Compile():
+            case messages.Compile():
                 worker.compile(report)
-                mailbox.send(Ready())
-            case Stop():
+                mailbox.send(messages.Ready())
+            case messages.Stop():
                 ranks.close()
                 return
 

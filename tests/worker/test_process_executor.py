@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import psutil
@@ -190,7 +191,6 @@ def test_a_worker_that_dies_or_hangs_at_start_is_noticed(model, forked, how, mon
 
     monkeypatch.setattr(Worker, "__init__", dying)
     executor = ProcessExecutor(config(model), loader.read_config(model), model)
-    executor._limit = 3.0
     with pytest.raises(WorkerDiedError, match=r"rank 1 of 2: (was killed by SIGKILL|it has not answered)"):
         executor.start()
     assert all(link.ended() for link in executor.links)
@@ -271,6 +271,24 @@ def test_results_of_discarded_steps_are_never_returned(model, forked):
     add_requests(alone)
     expected = run(alone)
     assert [outputs[key].outputs[0].token_ids for key in "012"] == [expected[key].outputs[0].token_ids for key in "012"]
+
+
+@pytest.mark.parametrize("method", ["recv_bytes", "send_bytes"])
+def test_ctrl_c_within_a_message_ends_the_workers(model, forked, monkeypatch, method):
+    """The rest of the message would be taken for the next one."""
+    engine = build_engine(config(model))
+    add_requests(engine)
+    engine.step()
+
+    def interrupted(connection, *arguments):
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Connection, method, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    assert all("Ctrl-C interrupted a message" in output.error for output in run(engine).values())
+    assert all(link.ended() for link in engine.executor.links)
 
 
 def test_the_log_of_workers_is_that_of_the_engine(model, forked, caplog):

@@ -1,4 +1,4 @@
-"""Batch and BatchResult to bytes and back."""
+"""Messages between an executor and its workers: to bytes and back."""
 
 import contextlib
 import math
@@ -22,10 +22,8 @@ from nanopage.step import (
     NewSequence,
     PromptLogprobs,
     SamplingSettings,
-    batch_from_bytes,
-    result_from_bytes,
-    to_bytes,
 )
+from nanopage.worker.messages import FromWorker, Result, Run, ToWorker, decode_from_worker, decode_to_worker, encode
 
 numbers = st.integers(0, 2**31)
 several = st.lists(numbers, max_size=5)
@@ -80,10 +78,22 @@ results = st.builds(
 )
 
 
+def sent(batch: Batch) -> Batch:
+    message = decode_to_worker(encode(Run(batch)))
+    assert isinstance(message, Run)
+    return message.batch
+
+
+def returned(result: BatchResult) -> BatchResult:
+    message = decode_from_worker(encode(Result(result)))
+    assert isinstance(message, Result)
+    return message.result
+
+
 @settings(max_examples=200, deadline=None)
 @given(batches)
 def test_a_batch_comes_back_as_it_was(batch):
-    back = batch_from_bytes(to_bytes(batch))
+    back = sent(batch)
     assert back == batch
     assert repr(back) == repr(batch), "with the same types, and dicts in the same order"
 
@@ -91,27 +101,27 @@ def test_a_batch_comes_back_as_it_was(batch):
 @settings(max_examples=200, deadline=None)
 @given(results)
 def test_a_result_comes_back_as_it_was(result):
-    back = result_from_bytes(to_bytes(result))
+    back = returned(result)
     assert back == result
     assert repr(back) == repr(result), "a table begins with the sampled token: the order counts"
 
 
 def test_empty_messages_and_defaults():
-    assert batch_from_bytes(to_bytes(Batch())) == Batch()
-    assert result_from_bytes(to_bytes(BatchResult())) == BatchResult()
-    assert batch_from_bytes(msgspec.msgpack.encode({})) == Batch()
+    assert sent(Batch()) == Batch()
+    assert returned(BatchResult()) == BatchResult()
+    assert decode_to_worker(msgspec.msgpack.encode({"type": "Run", "batch": {}})) == Run(Batch())
     assert Batch().num_tokens == 0
     assert Batch(counts=[1, 1, 7]).num_tokens == 9
 
 
 def test_a_log_probability_that_is_not_a_number_comes_back_as_one():
-    result = result_from_bytes(to_bytes(BatchResult([1], {0: {1: (math.nan, 1), 2: (-math.inf, 2)}})))
+    result = returned(BatchResult([1], {0: {1: (math.nan, 1), 2: (-math.inf, 2)}}))
     assert math.isnan(result.logprobs[0][1][0])
     assert result.logprobs[0][2] == (-math.inf, 2)
 
 
 def plain(message) -> dict:
-    return msgspec.msgpack.decode(to_bytes(message), strict=False)
+    return msgspec.msgpack.decode(encode(message), strict=False)
 
 
 A_BATCH = Batch(
@@ -155,39 +165,48 @@ A_BATCH = Batch(
     ids=str,
 )
 def test_a_field_of_the_wrong_type_is_refused_with_its_place(where, wrong):
-    message = plain(A_BATCH)
-    target = message
+    message = plain(Run(A_BATCH))
+    target = message["batch"]
     for step in where[:-1]:
         target = target[step]
     target[where[-1]] = wrong
-    with pytest.raises(msgspec.ValidationError, match=rf"\$\.{where[0]}"):
-        batch_from_bytes(msgspec.msgpack.encode(message))
+    with pytest.raises(msgspec.ValidationError, match=rf"\$\.batch\.{where[0]}"):
+        decode_to_worker(msgspec.msgpack.encode(message))
 
 
 @pytest.mark.parametrize(
     ("kind", "name"), [("new", "row"), ("new", "sampling"), ("forks", "seed"), ("blocks", "first")], ids=str
 )
 def test_a_field_that_is_missing_is_refused_by_name(kind, name):
-    message = plain(A_BATCH)
-    del message[kind][0][name]
+    message = plain(Run(A_BATCH))
+    del message["batch"][kind][0][name]
     with pytest.raises(msgspec.ValidationError, match=name):
-        batch_from_bytes(msgspec.msgpack.encode(message))
+        decode_to_worker(msgspec.msgpack.encode(message))
 
 
-@pytest.mark.parametrize("message", [None, 5, "Batch", [], [[]], True, b"", {1: 2}, {"rows": {"rows": []}}], ids=repr)
+@pytest.mark.parametrize(
+    "message", [None, 5, "Run", [], [[]], True, b"", {1: 2}, {"batch": {}}, {"type": "Fly"}, {"type": "Run"}], ids=repr
+)
 def test_another_kind_of_message_is_refused(message):
     data = msgspec.msgpack.encode(message)
-    for read in (batch_from_bytes, result_from_bytes):
-        if message == {"rows": {"rows": []}} and read is result_from_bytes:
-            continue  # a field that it does not know
+    for read in (decode_to_worker, decode_from_worker):
         with pytest.raises(msgspec.DecodeError):
             read(data)
 
 
-@pytest.mark.parametrize("read", [batch_from_bytes, result_from_bytes])
-def test_bytes_that_are_cut_off_or_followed_by_more_are_refused(read):
-    message = A_BATCH if read is batch_from_bytes else BatchResult([1, 2], {0: {1: (-0.5, 1)}})
-    data = to_bytes(message)
+def test_a_message_of_the_other_side_is_refused():
+    with pytest.raises(msgspec.ValidationError, match="Result"):
+        decode_to_worker(encode(Result(BatchResult())))
+    with pytest.raises(msgspec.ValidationError, match="Run"):
+        decode_from_worker(encode(Run(Batch())))
+
+
+@pytest.mark.parametrize(
+    ("read", "message"),
+    [(decode_to_worker, Run(A_BATCH)), (decode_from_worker, Result(BatchResult([1, 2], {0: {1: (-0.5, 1)}})))],
+)
+def test_bytes_that_are_cut_off_or_followed_by_more_are_refused(read, message):
+    data = encode(message)
     for end in range(len(data)):
         with pytest.raises(msgspec.DecodeError):
             read(data[:end])
@@ -195,16 +214,16 @@ def test_bytes_that_are_cut_off_or_followed_by_more_are_refused(read):
         read(data + b"\0")
 
 
-def test_random_damage_is_refused_or_read_as_a_batch():
+def test_random_damage_is_refused_or_read_as_a_message():
     rng = random.Random(0)
-    data = to_bytes(A_BATCH)
+    data = encode(Run(A_BATCH))
     refused = 0
     for _ in range(5000):
         damaged = bytearray(data)
         for _ in range(rng.randint(1, 4)):
             damaged[rng.randrange(len(damaged))] = rng.randrange(256)
         try:
-            assert type(batch_from_bytes(bytes(damaged))) is Batch
+            assert isinstance(decode_to_worker(bytes(damaged)), ToWorker)
         except msgspec.DecodeError:
             refused += 1
     assert refused > 1000
@@ -213,22 +232,26 @@ def test_random_damage_is_refused_or_read_as_a_batch():
 @settings(max_examples=300, deadline=None)
 @given(st.binary(max_size=64))
 def test_arbitrary_bytes_are_refused_or_read(data):
-    for read, kind in ((batch_from_bytes, Batch), (result_from_bytes, BatchResult)):
+    for read, kind in ((decode_to_worker, ToWorker), (decode_from_worker, FromWorker)):
         with contextlib.suppress(msgspec.DecodeError):
-            assert type(read(data)) is kind
+            assert isinstance(read(data), kind)
 
 
-@pytest.mark.parametrize("byte", [b"\x91", b"\x81\xa1a", b"\x81\xa3new\x91"], ids=["arrays", "maps", "new"])
+@pytest.mark.parametrize("byte", [b"\x91", b"\x81\xa1a", b"\x81\xa5batch"], ids=["arrays", "maps", "batch"])
 def test_deep_nesting_is_refused_without_a_crash(byte):
-    for read in (batch_from_bytes, result_from_bytes):
+    for read in (decode_to_worker, decode_from_worker):
         with pytest.raises(msgspec.DecodeError):
             read(byte * 100_000)
 
 
 def test_a_length_that_is_not_there_takes_no_memory():
-    for head in (b"\xdd\xff\xff\xff\xff", b"\xdf\xff\xff\xff\xff", b"\x81\xa4rows\xdd\xff\xff\xff\xff"):
+    for head in (
+        b"\xdd\xff\xff\xff\xff",
+        b"\xdf\xff\xff\xff\xff",
+        b"\x82\xa4type\xa3Run\xa5batch\x81\xa4rows\xdd\xff\xff\xff\xff",
+    ):
         with pytest.raises(msgspec.DecodeError):
-            batch_from_bytes(head)
+            decode_to_worker(head)
 
 
 def test_a_batch_of_256_decodes_is_small():
@@ -244,7 +267,7 @@ def test_a_batch_of_256_decodes_is_small():
         sampled_rows=rows,
     )
     assert batch.num_tokens == 256
-    assert len(to_bytes(batch)) < 16 * 1024
+    assert len(encode(Run(batch))) < 16 * 1024
 
 
 def test_any_valid_parameters_can_be_sent(tmp_path):
@@ -260,6 +283,6 @@ def test_any_valid_parameters_can_be_sent(tmp_path):
     )  # fmt: skip
     (seq,) = engine.make_request("a", [1, 2, 3], params).group.seqs
     batch = Batch(new=[NewSequence(0, seq.token_ids, seq.num_prompt_tokens, seq.seed, seq.settings)])
-    assert batch_from_bytes(to_bytes(batch)) == batch
+    assert sent(batch) == batch
     assert seq.settings.top_k == engine.model_config.vocab_size, "all of them, as before"
     assert seq.settings.min_tokens >= seq.max_total_tokens - seq.num_prompt_tokens, "more than there will be"
