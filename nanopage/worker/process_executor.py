@@ -234,6 +234,7 @@ class ProcessExecutor:
         if self.error is not None:
             raise self.error
         ranks = {link.connection: rank for rank, link in enumerate(self.links)}
+        next_ping = time.monotonic() + PING_SECONDS
         while True:
             for ready in connection.wait(ranks, PING_SECONDS):
                 rank = ranks[ready]  # type: ignore[index]
@@ -256,7 +257,9 @@ class ProcessExecutor:
                         raise self._failed(rank, message)
                     case _:
                         return rank, message
-            self._ping()
+            if time.monotonic() >= next_ping:
+                self._ping()
+                next_ping = time.monotonic() + PING_SECONDS
 
     def _ping(self) -> None:
         """Ask the workers whether they live. Raises: WorkerDiedError for one that has not answered in time."""

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from itertools import pairwise
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from nanopage.build import build_engine
 from nanopage.outputs import RequestOutput
 from nanopage.step import Batch, WorkerDiedError
 from nanopage.weights import loader
-from nanopage.worker import process_executor
+from nanopage.worker import messages, process_executor
 from nanopage.worker.process_executor import ProcessExecutor
 from nanopage.worker.worker import Worker
 
@@ -271,6 +272,32 @@ def test_results_of_discarded_steps_are_never_returned(model, forked):
     add_requests(alone)
     expected = run(alone)
     assert [outputs[key].outputs[0].token_ids for key in "012"] == [expected[key].outputs[0].token_ids for key in "012"]
+
+
+def test_pings_are_some_time_apart(model, forked, monkeypatch):
+    """The CPU time of pings and answers would be missing in the steps."""
+    monkeypatch.setattr(process_executor, "PING_SECONDS", 0.02)
+    launch = Worker.launch
+
+    def slow(self, batch):
+        time.sleep(0.1)
+        return launch(self, batch)
+
+    monkeypatch.setattr(Worker, "launch", slow)
+    engine = build_engine(config(model))
+    send, pings = engine.executor._send, []
+
+    def count(rank, message):
+        if isinstance(message, messages.Ping) and rank == 0:
+            pings.append(time.monotonic())
+        send(rank, message)
+
+    engine.executor._send = count
+    add_requests(engine)
+    run(engine)
+    engine.shutdown()
+    assert len(pings) > 3
+    assert min(later - earlier for earlier, later in pairwise(pings)) >= 0.02
 
 
 @pytest.mark.parametrize("method", ["recv_bytes", "send_bytes"])
