@@ -1,6 +1,7 @@
 """The threads of an engine on a CPU: at most one for each physical core that the process may use, and fewer while other
 processes keep cores busy."""
 
+import contextlib
 import logging
 import os
 import time
@@ -54,7 +55,10 @@ class ThreadCount:
     The threads of a step wait for each other many times. If one of them has to share its CPU, the others wait as well:
     with one of two CPUs busy, a step of two threads takes longer than a step of one.
 
-    Args: most: the largest number of threads.
+    Args:
+        most: the largest number of threads.
+        engine: pid of the engine, if it is another process. What it uses is not for others: it works mostly while this
+            process waits for a batch.
     """
 
     INTERVAL = 0.1  # seconds between measurements
@@ -62,8 +66,9 @@ class ThreadCount:
     # A CPU is left to others if they use more than BUSY of it, and taken again if they use less than IDLE.
     BUSY, IDLE = 0.4, 0.2
 
-    def __init__(self, most: int):
+    def __init__(self, most: int, engine: int | None = None):
         self.most = self.threads = most
+        self._engine = psutil.Process(engine) if engine is not None else None
         self._before = self._times()
         self._resting_since: float | None = None  # when the last step ended, if no request is left
 
@@ -91,12 +96,17 @@ class ThreadCount:
         return max(1, min(self.most, max(at_least, min(self.threads, at_most))))
 
     def _times(self) -> tuple[float, float, float]:
-        """Seconds: now; of work of all processes, on the CPUs that this one may use; of work of this process.
+        """Seconds: now; of work of all processes, on the CPUs that this one may use; of work of this process and its
+        engine.
 
         Leaves out processes with a low priority, such as the one that compiles, because they give way. Where the system
         does not say what others do, they do nothing.
         """
         now, own, allowed = time.perf_counter(), time.process_time(), allowed_cpus()
+        if self._engine is not None:
+            with contextlib.suppress(psutil.Error):
+                times = self._engine.cpu_times()
+                own += times.user + times.system
         try:
             cpus = [cpu for i, cpu in enumerate(psutil.cpu_times(percpu=True)) if i in allowed]
         except OSError:

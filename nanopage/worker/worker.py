@@ -5,6 +5,7 @@ step.
 """
 
 import logging
+import os
 import time
 from collections.abc import Callable
 
@@ -82,7 +83,7 @@ class Worker:
         self.threads: ThreadCount | None = None  # on a CPU
         if self.device.type == "cpu":
             limit_threads()
-            self.threads = ThreadCount(torch.get_num_threads())
+            self.threads = ThreadCount(torch.get_num_threads(), None if ranks is None else os.getppid())
         else:
             set_cuda_precision()
         self.product: CompiledProduct | None = None  # multiplies by weights in tiles

@@ -1,6 +1,7 @@
 """threads.py: physical cores, affinity and quotas, on made-up machines."""
 
 import os
+import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -109,6 +110,18 @@ def test_processes_of_low_priority_do_not_count(monkeypatch):
     monkeypatch.setattr(psutil, "cpu_times", lambda percpu: [cpu, cpu, cpu])
     monkeypatch.setattr(threads, "allowed_cpus", lambda: {0, 2})
     assert threads.ThreadCount(2)._times()[1] == 8.0
+
+
+def test_the_engine_of_a_worker_is_no_other_process():
+    """It has used CPU time, which the worker counts as its own."""
+    used = psutil.Process().cpu_times()
+    own = threads.ThreadCount(2)._times()[2]
+    with_engine = threads.ThreadCount(2, engine=os.getpid())._times()[2]
+    assert with_engine >= own + used.user + used.system > own
+    child = subprocess.Popen(["true"])
+    count = threads.ThreadCount(2, engine=child.pid)
+    child.wait()
+    assert count._times()[2] >= own  # an engine that has ended is no error
 
 
 @pytest.mark.parametrize(
