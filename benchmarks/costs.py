@@ -71,11 +71,12 @@ def bent(num_tokens: int) -> list[int]:
 class Costs:
     """Seconds of each term, and where they were measured.
 
-    seconds: term -> seconds; a term that is missing costs nothing.
+    seconds: term -> seconds. A missing term costs nothing.
     machine: what a reader must know: processor, threads, model, dtype, versions.
     engine: num_blocks, block_size, max_num_seqs and device of the measured engine.
     measured: the largest step: tokens, sequences and context tokens of a sequence.
-    fit: number of steps, errors of those that were not left out, and the times of all steps, predicted over measured.
+    fit: how well the terms fit: how many steps were measured, how many of them were left out, the relative errors of
+        the others, and the predicted time of all steps divided by the measured one.
     """
 
     seconds: dict[str, float]

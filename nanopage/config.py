@@ -118,7 +118,8 @@ class EngineConfig:
             "awq" and "gptq" say how the checkpoint is quantized, which config.json says as well. None: the weights as
             the checkpoint has them.
         async_scheduling: submit a step before the results of the previous one have been read, so that a GPU need not
-            wait for Python. Outputs are the same, but come one call of `step` later. None: only on a GPU.
+            wait for Python. Outputs are the same, but come one call of `step` later. It needs one worker. None: only
+            with one worker on a GPU.
         tensor_parallel_size: workers that share each layer: each computes some heads of attention, some inputs of the
             feed-forward layer and a part of the vocabulary. Must divide these numbers. On a GPU, each worker has a GPU
             of its own.
@@ -203,10 +204,9 @@ class EngineConfig:
                 f"tensor_parallel_size={self.tensor_parallel_size} times pipeline_parallel_size="
                 f"{self.pipeline_parallel_size} is more than {MAX_RANKS} workers"
             )
-        if self.async_scheduling and self.is_distributed:
+        if self.async_scheduling and self.num_ranks > 1:
             raise ValueError(
-                "async_scheduling=True needs the worker in this process: tensor_parallel_size and "
-                "pipeline_parallel_size must be 1, and distributed_executor_backend None"
+                "async_scheduling=True needs one worker: tensor_parallel_size and pipeline_parallel_size must be 1"
             )
         for name, limit in (("kv_cache_gib", math.inf), ("gpu_memory_utilization", 1.0)):
             value = getattr(self, name)

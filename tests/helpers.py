@@ -180,6 +180,7 @@ class ForkedLink(ProcessLink):
             code = 1
             with contextlib.suppress(BaseException):
                 os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+                torch.set_num_threads(1)  # a fork has none of the other threads, and OpenMP would wait for them
                 for descriptor in open_descriptors():  # those of other workers and tests
                     if descriptor > 2 and descriptor != theirs.fileno():
                         with contextlib.suppress(OSError):  # that of the list itself

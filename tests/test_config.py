@@ -177,9 +177,9 @@ def test_swapping_without_host_memory_is_an_error_that_names_both_options(swap_s
     assert EngineConfig(preemption_mode="recompute", swap_space=swap_space).swap_space == 0
 
 
-@pytest.mark.parametrize("sizes", [(2, 1), (1, 2), (1, 1)])
-def test_async_scheduling_needs_one_worker_in_this_process(sizes):
-    options = dict(zip(SIZES, sizes, strict=True)) | {"distributed_executor_backend": "mp"}
+@pytest.mark.parametrize("sizes", [(2, 1), (1, 2)])
+def test_async_scheduling_needs_one_worker(sizes):
+    options = dict(zip(SIZES, sizes, strict=True))
     with pytest.raises(ValueError, match=r"async_scheduling=True .* tensor_parallel_size"):
         EngineConfig(async_scheduling=True, **options)
     assert EngineConfig(async_scheduling=False, **options).is_distributed

@@ -38,7 +38,7 @@ from nanopage.worker.piecewise_graphs import PiecewiseGraphs
 from nanopage.worker.process_executor import ProcessExecutor
 
 RANK_WORLDS = int(os.environ.get("NANOPAGE_FUZZ_RANK_WORLDS", "3"))
-RANKS = os.environ.get("NANOPAGE_FUZZ_RANKS", "2x1,1x2,2x2").split(",")  # tensor x pipeline parallelism
+RANKS = os.environ.get("NANOPAGE_FUZZ_RANKS", "1x1,2x1,1x2,2x2").split(",")  # tensor x pipeline parallelism
 WORLDS = int(os.environ.get("NANOPAGE_FUZZ_WORLDS", "50"))
 TRITON_WORLDS = int(os.environ.get("NANOPAGE_FUZZ_TRITON_WORLDS", "2"))
 SEED = int(os.environ.get("NANOPAGE_FUZZ_SEED", "0"))
@@ -590,6 +590,7 @@ def test_nor_do_several_workers(ranks, world, model, oracle, monkeypatch, one_th
     rng = random.Random(f"{ranks}-{SEED}-{world}")
     options, plans = draw_world(rng, oracle)
     options |= {"tensor_parallel_size": tp_size, "pipeline_parallel_size": pp_size, "enforce_eager": True}
+    options |= {"distributed_executor_backend": "mp", "async_scheduling": ranks == "1x1" and world % 3 > 0}
 
     def build() -> LLMEngine:
         return build_engine(EngineConfig(model=str(model), dtype="float64", device="cpu", **options))

@@ -77,11 +77,12 @@ class LLMEngine:
             budget,
             config.preemption_mode,
             config.pipeline_parallel_size,
-            config.is_distributed,
+            config.num_ranks > 1,
         )
         self.output_processor = OutputProcessor(self.scheduler, tokenizer)
-        on_gpu = capacity.device == "cuda"
-        self.async_scheduling = on_gpu if config.async_scheduling is None else config.async_scheduling
+        self.async_scheduling = config.async_scheduling
+        if self.async_scheduling is None:
+            self.async_scheduling = capacity.device == "cuda" and config.num_ranks == 1
         self.last_step = StepStats()
         self.listeners: list[Callable[[StepStats], None]] = []
         self._scheduled: Schedule | None = None  # by this call of step, until `advance` is done

@@ -48,10 +48,12 @@ class SequenceTable:
         if batch.forks:
             self._fork(batch.forks)
         write_entries(self.block_tables, [(update.row, update.first, update.blocks) for update in batch.blocks])
-        write_entries(self.tokens, [(row, position, [token_id]) for row, position, token_id in batch.tokens])
+        if batch.tokens:
+            rows, positions, token_ids = np.array(batch.tokens, dtype=np.int64).T
+            self.record(rows, positions, to_device(torch.from_numpy(token_ids), self.device))
 
     def record(self, rows: Tensor | np.ndarray, positions: Tensor | np.ndarray, tokens: Tensor) -> None:
-        """Write sampled tokens to the table, where the next step reads them.
+        """Write tokens that were sampled to the table, where the next step reads them.
 
         NO_TOKEN is written as token 0: its sequence ends, but may already be part of the next batch.
 
