@@ -627,9 +627,9 @@ def parallel(
 ) -> None:
     """Compare workers in processes with one in this process.
 
-    First, what a step costs more if its worker is a process, for a model of one small layer. Then the speed of
-    a model with random weights, by one worker, by tensor parallelism and in stages, and the bytes that workers
-    exchange. Without --model: SmolLM2-135M's sizes with 8 heads, which 2, 4 and 8 divide.
+    First the speed of a model with random weights, by one worker, by tensor parallelism and in stages, and the bytes
+    that workers exchange. Then what a step costs more if its worker is a process, for a model of one small layer.
+    Without --model: SmolLM2-135M's sizes with 8 heads, which 2, 4 and 8 divide.
 
     \b
     python bench.py parallel --workers 2

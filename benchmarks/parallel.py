@@ -18,11 +18,10 @@ WORKLOADS = {"1 request": 1, "32 requests": 32}
 
 
 def measure(engine_of: Callable[..., Any], path: Path, workers: int, output_len: int, num_iters: int, results: dict):
-    """Fills "overhead" and "divided". Engines take turns, so that a machine whose speed drifts treats all alike.
+    """Fills "divided" and "overhead".
 
     Args: engine_of: makes an engine for a path from options of EngineConfig.
     """
-    measure_overhead(engine_of, path, num_iters, results)
     variants: dict[str, dict[str, Any]] = {
         "one worker, eager": {"enforce_eager": True},
         f"{workers} tensor-parallel workers, eager": {"enforce_eager": True, "tensor_parallel_size": workers},
@@ -58,10 +57,12 @@ def measure(engine_of: Callable[..., Any], path: Path, workers: int, output_len:
         f"least possible: {least:,} bytes with tensor parallelism, "
         f"{results['least_stage_bytes'] / config.num_layers:,.0f} with stages"
     )
+    measure_overhead(engine_of, path, num_iters, results)
 
 
 def measure_overhead(engine_of: Callable[..., Any], path: Path, num_iters: int, results: dict) -> None:
-    """Milliseconds of a step of a model of one small layer, in this process and in one of its own."""
+    """Milliseconds of a step of a model of one small layer, in this process and in one of its own. The two engines take
+    turns, so that a machine whose speed drifts treats them alike."""
     with tiny_model(path) as tiny:
         options = {"enforce_eager": True, "max_num_seqs": max(OVERHEAD_SEQS)}
         engines = {
