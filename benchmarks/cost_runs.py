@@ -127,6 +127,7 @@ def loads(engine: Any) -> list[Load]:
     long, short = min(LONG, limit - 65), min(256, limit - 65)
     batches = [batch for batch in BATCHES if batch <= most_seqs and batch * (short + 64) <= pool]
     plan = [Load(2 * batch, batch, (short // 16, short), (32, 64), most_tokens) for batch in batches]
+    plan += [Load(2 * batch, batch, (4, 32), (16, 16), most_tokens) for batch in batches]  # many chunks in a step
     budgets = [budget for budget in BUDGETS if budget <= most_tokens]
     plan += [Load(4, 4, (long // 4, long), (16, 16), budget) for budget in budgets if 4 * (long + 16) <= pool]
     contexts = [batch for batch in CONTEXTS if batch <= most_seqs and batch * (long + 64) <= pool]
