@@ -191,6 +191,9 @@ class Executor(Protocol):
     def rest(self) -> None:
         """No request is left: there is time for other work, in the background."""
 
+    def check(self) -> None:
+        """Raises: WorkerDiedError if a worker has ended since the last step."""
+
     def compile(self, on_progress: Callable[[int, int], None] | None = None) -> None:
         """Compile what can be compiled, and wait for it.
 

@@ -196,6 +196,18 @@ class LLMEngine:
         with self._call():
             self.scheduler.block_manager.reset_prefix_cache()
 
+    def check_workers(self) -> None:
+        """For an engine that waits for requests: `step` notices by itself when a worker dies.
+
+        Raises: WorkerDiedError if a worker has ended. `dead_error` says the same from then on.
+        """
+        with self._call():
+            try:
+                self.executor.check()
+            except WorkerDiedError as error:
+                self._die(error)
+                raise
+
     def shutdown(self) -> None:
         """Shut the workers down. The engine cannot be used afterwards."""
         self.executor.shutdown()

@@ -160,6 +160,13 @@ class ProcessExecutor:
         with contextlib.suppress(WorkerDiedError):  # the next step raises it
             self._send_all(messages.Rest())
 
+    def check(self) -> None:
+        if self.error is not None:
+            raise self.error
+        for rank, link in enumerate(self.links):
+            if (how := link.ended()) is not None:
+                raise self._end(rank, how)
+
     def compile(self, on_progress: Callable[[int, int], None] | None = None) -> None:
         self.on_progress = on_progress
         self._send_all(messages.Compile())

@@ -348,6 +348,26 @@ def test_readers_of_an_async_engine_are_told(model, forked):
     asyncio.run(main())
 
 
+def test_a_worker_that_dies_while_no_request_is_there_is_noticed(model, forked):
+    import asyncio
+
+    async def main():
+        options = {name: value for name, value in vars(config(model)).items() if value is not None}
+        llm = AsyncLLM.from_engine_args(EngineArgs(**options))
+        async for _ in llm.generate({"prompt_token_ids": [5, 6, 7]}, SamplingParams(max_tokens=2), "a"):
+            pass
+        await llm.check_health()
+        os.kill(pids(llm.engine)[1], signal.SIGKILL)
+        deadline = time.monotonic() + 60
+        while not llm.errored and time.monotonic() < deadline:
+            await asyncio.sleep(0.01)
+        with pytest.raises(EngineDeadError, match=r"rank 1 of 2.*SIGKILL"):
+            await llm.check_health()
+        llm.shutdown()
+
+    asyncio.run(main())
+
+
 SCRIPT = """
 import sys
 from nanopage import LLM, SamplingParams
