@@ -13,6 +13,7 @@ import contextlib
 import hashlib
 import logging
 import math
+import os
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable
 from dataclasses import dataclass, field
@@ -133,6 +134,9 @@ class Replica:
             self.state.tracer = Tracer.to_endpoint(settings.tracing)
         # Requests without a seed must not get the same noise in every replica.
         engine = settings.engine | {"seed": settings.engine["seed"] + self.rank}
+        num_workers = engine["tensor_parallel_size"] * engine["pipeline_parallel_size"]
+        if num_workers > 1 and (threads := os.environ.get("OMP_NUM_THREADS")):  # Ray sets it to the replica's CPUs
+            os.environ["OMP_NUM_THREADS"] = str(max(1, int(threads) // num_workers))
         self.state.llm = load_engine(EngineArgs(**engine))
         if settings.front is not None:
             application = serve.get_replica_context().app_name
@@ -312,16 +316,17 @@ class ReplicaGoneError(Exception):
     """The replica of a call has died, or cannot go on."""
 
 
-def resources_of_replica(most: int, device: str) -> dict[str, float]:
-    """The CPUs and GPUs of each replica: a GPU if the cluster has any, else an equal share of the cores of a node. Ray
-    limits the threads of a replica to its CPUs.
+def resources_of_replica(most: int, device: str, num_workers: int) -> dict[str, float]:
+    """The CPUs and GPUs of each replica: if the cluster has GPUs, one for each worker, else an equal share of the cores
+    of a node. Ray limits the threads of a replica to its CPUs.
 
     Args:
         most: the largest number of replicas.
         device: of their engines, as in EngineConfig.
+        num_workers: of each engine.
     """
     if device == "cuda" or (device == "auto" and ray.cluster_resources().get("GPU", 0) > 0):
-        return {"num_cpus": 1, "num_gpus": 1}
+        return {"num_cpus": 1, "num_gpus": num_workers}
     cpus = [node["Resources"]["CPU"] for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU")] or [1]
     return {"num_cpus": max(1, min(cpus) // math.ceil(most / len(cpus)))}
 

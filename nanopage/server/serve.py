@@ -191,6 +191,7 @@ def _front(args: argparse.Namespace, state: ServerState, settings: dict, engine_
     if args.model is not None and Path(args.model).expanduser().exists():
         engine["model"] = str(Path(args.model).expanduser().resolve())  # replicas have other working directories
     most = args.max_replicas or args.replicas
+    num_workers = engine_args.tensor_parallel_size * engine_args.pipeline_parallel_size
     if ray_cluster.is_local():
         hub.resolve(args.model)  # one download, not one for each replica
     try:
@@ -204,7 +205,7 @@ def _front(args: argparse.Namespace, state: ServerState, settings: dict, engine_
         args.replicas,
         args.max_replicas,
         args.target_ongoing_requests or TARGET_ONGOING_REQUESTS,
-        resources_of_replica(most, engine_args.device),
+        resources_of_replica(most, engine_args.device, num_workers),
         args.shutdown_timeout,
     )
 

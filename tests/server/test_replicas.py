@@ -319,3 +319,22 @@ def test_a_route_counts_its_tokens_once_wherever_it_goes():
     assert router.loads[other.replica].outstanding == 10 and route.replica is None
     other.exclude.add("b" if first == "a" else "a")
     assert other.choose(["a", "b"]) is None
+
+
+@pytest.mark.parametrize(
+    ("device", "gpus", "most", "num_workers", "expected"),
+    [
+        ("auto", 0, 4, 1, {"num_cpus": 4}),  # two replicas on each node
+        ("cpu", 8, 4, 2, {"num_cpus": 4}),
+        ("auto", 0, 64, 2, {"num_cpus": 1}),
+        ("auto", 8, 2, 1, {"num_cpus": 1, "num_gpus": 1}),
+        ("cuda", 8, 2, 4, {"num_cpus": 1, "num_gpus": 4}),
+    ],
+)
+def test_a_replica_gets_its_share_of_a_node_or_a_gpu_for_each_worker(
+    monkeypatch, device, gpus, most, num_workers, expected
+):
+    node = {"Alive": True, "Resources": {"CPU": 8.0}}
+    monkeypatch.setattr(replicas.ray, "nodes", lambda: [node, node, {"Alive": False, "Resources": {"CPU": 1.0}}])
+    monkeypatch.setattr(replicas.ray, "cluster_resources", lambda: {"GPU": gpus})
+    assert replicas.resources_of_replica(most, device, num_workers) == expected
