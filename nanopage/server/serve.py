@@ -26,7 +26,7 @@ from nanopage.weights import hub
 from nanopage.worker.threads import default_threads
 
 if TYPE_CHECKING:
-    from nanopage.server.replicas import Front
+    from nanopage.server.front import Front
     from nanopage.server.tracing import Tracer
 
 logger = logging.getLogger("nanopage")
@@ -196,7 +196,8 @@ def _front(args: argparse.Namespace, state: ServerState, settings: dict, engine_
         hub.resolve(args.model)  # one download, not one for each replica
     try:
         ray_cluster.connect(max(default_threads(), most))
-        from nanopage.server.replicas import Front, Settings, resources_of_replica
+        from nanopage.server.front import Front, resources_of_replica
+        from nanopage.server.replica import Settings
     except ImportError as error:
         raise ValueError(f"--replicas: {error}; pip install 'nanopage[replicas]'") from None
     return Front(

@@ -16,7 +16,8 @@ import pytest
 from server_process import serving
 
 from nanopage import LLM, SamplingParams, ray_cluster
-from nanopage.server import replicas
+from nanopage.server import front
+from nanopage.server import route as routes
 from nanopage.server.routing import Router
 from nanopage.server.serve import main
 
@@ -268,45 +269,45 @@ def test_ray_client_is_refused(monkeypatch):
 
 
 def parts_of(*texts, **fields):
-    return replicas.prompt_parts({"messages": [{"role": "user", "content": text} for text in texts]} | fields)[0]
+    return routes.prompt_parts({"messages": [{"role": "user", "content": text} for text in texts]} | fields)[0]
 
 
 def test_prompts_that_begin_alike_have_the_same_first_parts():
     long = "the cat " * 200
     first, second = parts_of(long), parts_of(long, "and more " * 100)
-    assert len(first) == len(long) // replicas.PART and len(set(first)) == len(first)
+    assert len(first) == len(long) // routes.PART and len(set(first)) == len(first)
     assert second[: len(first)] == first and len(second) > len(first)
     assert not set(parts_of("x" + long)) & set(first)
     assert not set(parts_of(long, cache_salt="mine")) & set(first)
     assert parts_of("short") == []
     prompt = {"prompt": list(range(1000))}
-    assert replicas.prompt_parts(prompt)[0] and not set(replicas.prompt_parts(prompt, "key")[0]) & set(first)
+    assert routes.prompt_parts(prompt)[0] and not set(routes.prompt_parts(prompt, "key")[0]) & set(first)
 
 
 def test_the_number_of_parts_is_limited():
-    assert len(replicas.prompt_parts({"prompt": "x" * (1 << 20)})[0]) == replicas.MAX_PARTS
+    assert len(routes.prompt_parts({"prompt": "x" * (1 << 20)})[0]) == routes.MAX_PARTS
 
 
 @pytest.mark.parametrize(
     ("body", "tokens"),
     [
-        ({}, replicas.OUTPUT_TOKENS),
+        ({}, routes.OUTPUT_TOKENS),
         ({"max_tokens": 5}, 5),
         ({"max_tokens": 5, "max_completion_tokens": 7, "n": 2}, 14),
-        ({"max_output_tokens": 100_000}, replicas.MAX_OUTPUT_TOKENS),
+        ({"max_output_tokens": 100_000}, routes.MAX_OUTPUT_TOKENS),
         ({"prompt": ["a", "b"], "max_tokens": 3}, 6),
         ({"prompt": [1, 2, 3], "max_tokens": 3}, 3),
-        ({"max_tokens": "many", "n": "x", "prompt": []}, replicas.OUTPUT_TOKENS),
+        ({"max_tokens": "many", "n": "x", "prompt": []}, routes.OUTPUT_TOKENS),
         ({"max_tokens": -1}, 0),
     ],
 )
 def test_what_a_body_asks_for_is_estimated_whatever_it_has(body, tokens):
-    assert replicas.num_output_tokens(body) == tokens
+    assert routes.num_output_tokens(body) == tokens
 
 
 def test_a_route_counts_its_tokens_once_wherever_it_goes():
     router, dead = Router(), set()
-    route, other = replicas.Route(router, [], 100, dead), replicas.Route(router, [], 10, dead)
+    route, other = routes.Route(router, [], 100, dead), routes.Route(router, [], 10, dead)
     assert {route.choose(["a", "b"]), other.choose(["a", "b"])} == {"a", "b"}
     first = route.replica
     route.advance(30)
@@ -335,6 +336,6 @@ def test_a_replica_gets_its_share_of_a_node_or_a_gpu_for_each_worker(
     monkeypatch, device, gpus, most, num_workers, expected
 ):
     node = {"Alive": True, "Resources": {"CPU": 8.0}}
-    monkeypatch.setattr(replicas.ray, "nodes", lambda: [node, node, {"Alive": False, "Resources": {"CPU": 1.0}}])
-    monkeypatch.setattr(replicas.ray, "cluster_resources", lambda: {"GPU": gpus})
-    assert replicas.resources_of_replica(most, device, num_workers) == expected
+    monkeypatch.setattr(front.ray, "nodes", lambda: [node, node, {"Alive": False, "Resources": {"CPU": 1.0}}])
+    monkeypatch.setattr(front.ray, "cluster_resources", lambda: {"GPU": gpus})
+    assert front.resources_of_replica(most, device, num_workers) == expected
