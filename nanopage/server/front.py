@@ -46,6 +46,7 @@ MAX_CALLS = 100_000  # of a replica at once for Ray Serve: the replica's own lim
 SECONDS_TO_STOP = 5.0  # for replicas without calls
 HEALTH_SECONDS = 2.0  # between Ray Serve's checks of a replica
 REPLICA = "Replica"  # the deployment's name
+ENGINE_DEAD = b'"code":"engine_dead"'  # of an error event. A text in JSON cannot have it: its quotes have backslashes
 LOGGING = LoggingConfig(log_level="WARNING", enable_access_log=False)
 
 
@@ -333,6 +334,10 @@ class Front:
                     if reply.streams and not reply.begun:
                         reply.begun = True
                         await send({"type": "http.response.start", "status": head[0], "headers": head[1]})
+                elif ENGINE_DEAD in item:
+                    assert call.route.replica is not None
+                    call.route.exclude.add(call.route.replica)
+                    raise ReplicaGoneError(f"the engine of {call.route.replica} has died")
                 elif reply.streams:
                     reply.answered = reply.answered or bool(item.replace(KEEP_ALIVE, b""))
                     reply.complete = item.endswith(DONE)
