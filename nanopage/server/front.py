@@ -24,6 +24,7 @@ from ray.exceptions import ActorDiedError, ObjectLostError, RayActorError
 from ray.serve.config import AutoscalingConfig, ProxyLocation
 from ray.serve.exceptions import DeploymentUnavailableError, RequestCancelledError
 from ray.serve.schema import LoggingConfig
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -46,7 +47,8 @@ MAX_CALLS = 100_000  # of a replica at once for Ray Serve: the replica's own lim
 SECONDS_TO_STOP = 5.0  # for replicas without calls
 HEALTH_SECONDS = 2.0  # between Ray Serve's checks of a replica
 REPLICA = "Replica"  # the deployment's name
-ENGINE_DEAD = b'"code":"engine_dead"'  # of an error event. A text in JSON cannot have it: its quotes have backslashes
+# An event that says that the engine has died. Nothing that a client has sent can be in it.
+ERROR, ENGINE_DEAD = b'data: {"error":', b'"code":"engine_dead"'
 LOGGING = LoggingConfig(log_level="WARNING", enable_access_log=False)
 
 
@@ -159,7 +161,8 @@ class Front:
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
         serve.start(proxy_location=ProxyLocation.Disabled, logging_config=LOGGING)
         if not ray_cluster.is_local():
-            self.settings.front = ray.remote(FrontAlive).options(num_cpus=0).remote()
+            here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+            self.settings.front = ray.remote(FrontAlive).options(num_cpus=0, scheduling_strategy=here).remote()
         try:
             serve.run(deployment.bind(self.settings), name=self.name, route_prefix=None)
         except RuntimeError as error:
@@ -234,14 +237,14 @@ class Front:
         self._check_open()
         body = (await receive())["body"]
         parts: list[bytes] = []
-        num_tokens = 0
+        num_prompt = num_tokens = 0
         if path in TEXT_PATHS:
-            with contextlib.suppress(msgspec.DecodeError):  # the replica says what is wrong
+            with contextlib.suppress(ValueError, RecursionError):  # the replica says what is wrong
                 fields = msgspec.json.decode(body)
                 if isinstance(fields, dict):
                     parts, num_prompt = prompt_parts(fields, scope["nanopage.key"] if self.state.salt_per_key else "")
                     num_tokens = num_prompt + num_output_tokens(fields)
-        route = Route(self.router, parts, num_tokens, self.dead)
+        route = Route(self.router, parts, num_tokens, self.dead, num_prompt)
         headers = [(name, value) for name, value in scope["headers"] if name in HEADERS]
         call = Call(method, path, headers, body, scope["nanopage.key"], route)
         reply = Reply()
@@ -265,8 +268,8 @@ class Front:
                 await work
 
     async def _relay(self, call: Call, reply: Reply, send: Send, direct: Send) -> None:
-        """Send a replica's reply to the client. If the replica dies before the client has anything of the answer, that
-        of another.
+        """Send a replica's reply to the client. If the replica dies before the client has any of the answer, run the
+        call on another replica.
 
         Args:
             send: for the head.
@@ -334,7 +337,7 @@ class Front:
                     if reply.streams and not reply.begun:
                         reply.begun = True
                         await send({"type": "http.response.start", "status": head[0], "headers": head[1]})
-                elif ENGINE_DEAD in item:
+                elif reply.streams and item.startswith(ERROR) and ENGINE_DEAD in item:
                     assert call.route.replica is not None
                     call.route.exclude.add(call.route.replica)
                     raise ReplicaGoneError(f"the engine of {call.route.replica} has died")

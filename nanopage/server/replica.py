@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 from ray import serve
-from ray.exceptions import RayActorError
+from ray.exceptions import RayError
 from starlette.types import Message, Scope, Send
 
 import nanopage
@@ -60,7 +60,7 @@ def _end_with(front: Any, application: str) -> None:
     """Wait until the front process has ended, then end all replicas. For a thread of a replica."""
     try:
         ray.get(front.wait.remote())
-    except RayActorError:
+    except RayError:
         logger.warning("the server that started this replica has ended: the replicas end as well")
         serve.delete(application, _blocking=False)
 
@@ -70,7 +70,7 @@ class Call:
     """An HTTP call on its way to a replica.
 
     key: the name of the client's key, as Gate gives it.
-    route: how Front and ReplicaRouter, in one process, agree on a replica. It is not sent to it.
+    route: chooses the replica. It stays in Front's process.
     """
 
     method: str

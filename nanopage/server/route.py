@@ -8,7 +8,7 @@ from ray.serve.request_router import PendingRequest, RequestRouter, RunningRepli
 
 from nanopage.server.routing import Router
 
-PART = 256  # characters of a prompt that the router compares at once
+PART = 256  # bytes of a prompt, as JSON, that the router compares at once
 PART_TOKENS = PART // 4
 MAX_PARTS = 1024  # of a prompt
 OUTPUT_TOKENS = 256  # a guess at the output of a request that does not limit it
@@ -16,15 +16,17 @@ MAX_OUTPUT_TOKENS = 1024  # the guess where the limit is higher: most limits are
 
 
 class Route:
-    """Which replica has a call, and how much of it is still to be done there.
+    """The replica that runs a call, and how many of its tokens are still outstanding.
 
     Args:
         parts, num_tokens: as `Router.choose` takes them.
+        num_prompt_tokens: of `num_tokens`, those of the prompt.
         dead: replicas that have died, whatever Ray Serve still says.
     """
 
-    def __init__(self, router: Router, parts: list[bytes], num_tokens: int, dead: set[str]):
+    def __init__(self, router: Router, parts: list[bytes], num_tokens: int, dead: set[str], num_prompt_tokens: int = 0):
         self.router, self.parts, self.num_tokens, self.dead = router, parts, num_tokens, dead
+        self.num_prompt_tokens = num_prompt_tokens
         self.exclude: set[str] = set()
         self.replica: str | None = None
         self.num_choices = 0
@@ -47,7 +49,9 @@ class Route:
         return self.replica
 
     def advance(self, num_tokens: int) -> None:
-        """So many tokens have come."""
+        """So many tokens of the output have come. With the first, those of the prompt are done as well."""
+        if num_tokens and self._left == self.num_tokens:
+            num_tokens += self.num_prompt_tokens
         num_tokens = min(num_tokens, self._left)
         if self.replica is not None:
             self.router.finish(self.replica, num_tokens)

@@ -226,6 +226,23 @@ def test_a_death_costs_only_what_the_clients_had_begun_to_read(cluster, expected
     assert cluster.request("POST", "/v1/completions", {"prompt": "the cat", "max_tokens": 2})[0] == 200
 
 
+def test_what_a_client_sends_is_not_taken_for_the_death_of_an_engine(cluster):
+    before = cluster.metric("nanopage:replica_retries_total")
+    body = {"input": "Hi", "metadata": {"code": "engine_dead"}, "max_output_tokens": 2}
+    for stream in (False, True):
+        assert cluster.request("POST", "/v1/responses", body | {"stream": stream})[0] == 200
+    assert cluster.metric("nanopage:replica_retries_total") == before
+
+
+@pytest.mark.parametrize("body", [b'{"prompt": "\xff"}', b"[" * 100_000], ids=["not UTF-8", "nested"])
+def test_bodies_that_cannot_be_read_are_refused_by_the_replica(cluster, body):
+    address = urllib.parse.urlsplit(cluster.url)
+    connection = http.client.HTTPConnection(address.hostname, address.port, timeout=60)
+    headers = {"content-type": "application/json", "authorization": "Bearer secret"}
+    connection.request("POST", "/v1/completions", body, headers)
+    assert connection.getresponse().status == 400
+
+
 def test_sigterm_lets_streams_end_except_those_of_a_replica_that_hangs_and_leaves_no_process(cluster, client, expected):
     cluster.wait_until_idle()
     children = psutil.Process(cluster.server.process.pid).children(recursive=True)
@@ -328,6 +345,21 @@ def test_a_route_counts_its_tokens_once_wherever_it_goes():
     assert router.loads[other.replica].outstanding == 10 and route.replica is None
     other.exclude.add("b" if first == "a" else "a")
     assert other.choose(["a", "b"]) is None
+
+
+def test_the_prompt_is_done_with_the_first_token_of_the_output():
+    router = Router()
+    router.add("a")
+    route = routes.Route(router, [], 110, set(), num_prompt_tokens=100)
+    assert route.choose(["a"]) == "a"
+    route.advance(0)
+    assert router.loads["a"].outstanding == 110
+    route.advance(1)
+    assert router.loads["a"].outstanding == 9
+    route.advance(2)
+    assert router.loads["a"].outstanding == 7
+    route.end()
+    assert router.loads["a"].outstanding == 0
 
 
 @pytest.mark.parametrize(
