@@ -33,7 +33,8 @@ class StructuredOutputsParams:
         choice: one of these texts.
         grammar: a text of this context-free grammar, in Lark's syntax or llama.cpp's (GBNF).
         json_object: True: a JSON object.
-        disable_any_whitespace: JSON without any white space between its tokens.
+        disable_any_whitespace: JSON without any white space between its tokens. Otherwise, there are at most 40
+            characters of it at a time.
 
     Raises:
         ValueError, TypeError: none or several of the five, a value of the wrong type, or an option that does not exist.

@@ -25,6 +25,7 @@ from nanopage.params import StructuredOutputsParams
 from nanopage.text.tokenizer import Tokenizer
 
 MAX_CHARACTERS = 131_072  # of a schema, an expression, all choices or a grammar
+WHITESPACE = r"[ \n\r\t]{1,40}"  # between tokens of JSON; without a limit, small models go on with it for ever
 MAX_RULES = 256  # of a grammar in GBNF, whose conversion takes time in proportion to their square
 COMPILE_SECONDS = 10.0
 MASK_SECONDS = 10.0  # of computing, for all masks of a completion. One takes some 0.00005 s
@@ -220,7 +221,8 @@ def make_matcher(tokenizer: Any, kind: str, text: str, whitespace: bool) -> Any:
     if kind in ("regex", "choice"):
         grammar = make.grammar_from_regex(text)
     elif kind in ("json", "json_object"):
-        grammar = make.grammar_from_json_schema(text, {"whitespace_flexible": whitespace})
+        options = {"whitespace_pattern": WHITESPACE} if whitespace else {"whitespace_flexible": False}
+        grammar = make.grammar_from_json_schema(text, options)
     else:
         grammar = make.grammar_from_lark(to_lark(text))
     limits = llguidance.LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)

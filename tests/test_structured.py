@@ -113,6 +113,15 @@ def test_every_text_that_ends_is_what_was_asked_for(engine, kind):
     assert len({output.text for output in ended}) > 1
 
 
+def test_white_space_in_json_has_an_end(engine):
+    (newline,) = engine.tokenizer.encode("\n")
+    params = {"logit_bias": {newline: 100.0}, "max_tokens": 60}
+    text = complete(engine, ask({"json_object": True}, **params)).outputs[0].text
+    assert text.startswith("{" + "\n" * 40) and text[41] != "\n"
+    text = complete(engine, ask({"json_object": True, "disable_any_whitespace": True}, **params)).outputs[0].text
+    assert "\n" not in text
+
+
 def test_a_text_that_looks_like_a_special_token_is_text(engine):
     output = complete(engine, ask({"choice": ["<|im_end|>"]}, skip_special_tokens=False)).outputs[0]
     assert (output.text, output.finish_reason) == ("<|im_end|>", "stop")
