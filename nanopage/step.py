@@ -89,6 +89,8 @@ class Batch:
     sampled_rows         for each of `sampled_from`, the row that gets the token: its own, or a row just forked from it.
                          A request with n=2 whose prompt is `rows[3]` = 7, and whose second completion has row 8, adds
                          3, 3 to `sampled_from` and 7, 8 to `sampled_rows`
+    masks                index in `sampled_rows` -> the tokens that the row may get, as bits: token i is bit i % 8 of
+                         byte i // 8. Other rows may get any token
     """
 
     idle: bool = False
@@ -105,6 +107,7 @@ class Batch:
     counts: list[int] = field(default_factory=list)
     sampled_from: list[int] = field(default_factory=list)
     sampled_rows: list[int] = field(default_factory=list)
+    masks: dict[int, bytes] = field(default_factory=dict)
 
     @property
     def num_tokens(self) -> int:
