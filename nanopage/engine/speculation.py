@@ -24,7 +24,9 @@ from nanopage.engine.sequence import Sequence
 from nanopage.outputs import StepStats
 
 MOST_ROWS = 32  # With more sequences, a step computes so much that drafts do not pay: do not even look for them.
-LEAST_SPEEDUP = 1.05  # that drafts must promise
+LEAST_SPEEDUP = 1.15  # that drafts must promise: both the times and the shares are rough
+EXPECTED_SHARE = 0.5  # of the tokens of drafts that is accepted, before anything is known
+FIXED_COST = 32  # of a step, in rows, before steps with drafts are measured: rather too much, so that one is tried
 FORGET_AFTER = 256  # steps, after which a measured time is measured again
 
 
@@ -61,7 +63,7 @@ class NgramDrafter:
 
     def _choose_lengths(self, drafts: dict[Sequence, list[int]], most: int, num_rows: int) -> dict[Sequence, int]:
         """How many tokens of each draft promise the most tokens per second."""
-        everywhere = self.acceptance.share(0.7)
+        everywhere = self.acceptance.share(EXPECTED_SHARE)
         gains = []  # (probability that the token is accepted, its sequence) of each token of the drafts
         for seq, draft in drafts.items():
             share = seq.draft_state.acceptance.share(everywhere)
@@ -184,8 +186,8 @@ class StepCosts:
     def estimate(self, num_rows: int, num_drafted: int) -> float | None:
         """The seconds of a step; None if steps without drafts have not been measured twice.
 
-        Between two measured numbers of tokens, the time is taken to grow evenly. If nothing is known of steps with
-        drafts, they are taken to be as fast as those without, so that one is tried.
+        Between two measured numbers of tokens, and beyond the largest, the time is taken to grow evenly. If no step
+        with drafts has been measured, most of a step's time is taken to depend on neither rows nor drafts.
         """
         times = self.measured.get(rounded(num_rows), {})
         known = {n: each for n, each in times.items() if self.num_steps - each.last <= FORGET_AFTER}
@@ -197,9 +199,9 @@ class StepCosts:
         start, seconds = known[0].seconds, known[below].seconds
         if above is not None and above > below:
             return seconds + (known[above].seconds - seconds) * (number - below) / (above - below)
-        if number > below > 0:
-            return max(seconds, start + (seconds - start) * number / below)
-        return seconds
+        if below == 0:
+            return seconds * (1 + number / (num_rows + FIXED_COST))
+        return max(seconds, start + (seconds - start) * number / below)
 
 
 def rounded(number: int) -> int:

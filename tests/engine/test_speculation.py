@@ -165,9 +165,9 @@ def test_steps_with_chunks_of_prompts_or_many_sequences_have_no_drafts():
     drafter = drafter_with({0: 1.0})
     assert drafter.propose([seq], 9, Schedule(sequences=[seq], chunks=[(seq, 5)])) == {}
     assert drafter.propose([seq], 9, Schedule(sequences=[seq])) != {}
-    many = make_sequences(MOST_ROWS + 1, LOOP)
-    assert not any(propose(drafter_with({0: 1.0}, MOST_ROWS + 1), many))
-    assert any(propose(drafter_with({0: 1.0}, MOST_ROWS), many[1:]))
+    many, costs = make_sequences(MOST_ROWS + 1, LOOP), {0: 1.0, 96: 1.1}
+    assert not any(propose(drafter_with(costs, MOST_ROWS + 1), many))
+    assert any(propose(drafter_with(costs, MOST_ROWS), many[1:]))
 
 
 def test_steps_with_prompt_tokens_or_swaps_are_not_measured():
@@ -184,7 +184,8 @@ def test_times_between_those_that_are_measured_are_interpolated():
     assert costs.estimate(1, 0) is None
     for _ in range(3):
         costs.add(1, 0, 1.0)
-    assert costs.estimate(1, 0) == costs.estimate(1, 6) == 1.0 and costs.estimate(2, 0) is None
+    assert costs.estimate(1, 0) == 1.0 and costs.estimate(2, 0) is None
+    assert 1.0 < costs.estimate(1, 6) < 1.5, "a guess"
     costs.add(1, 4, 3.0)
     assert [costs.estimate(1, n) for n in (1, 2, 4, 6)] == [1.5, 2.0, 3.0, 4.0]
 
@@ -439,7 +440,7 @@ def test_an_engine_with_drafts_from_its_own_tokens_says_the_same(model):
 
 
 def test_drafts_are_made_where_they_cost_nothing(model):
-    """A greedy model with three tokens soon repeats itself. Steps are said to be equally long whatever they do."""
+    """A sequence of one token repeats itself. Steps are said to be equally long whatever they do."""
     engine = make_engine(model, speculative_config={"method": "ngram", "num_speculative_tokens": 6})
     drafter = engine.scheduler.drafter
     observe = drafter.observe
@@ -449,9 +450,9 @@ def test_drafts_are_made_where_they_cost_nothing(model):
         observe(stats)
 
     drafter.observe = as_if_equally_long
-    engine.add_request("0", {"prompt_token_ids": PROMPT * 4}, params_of(30, allowed_token_ids=[20, 21, 22]))
+    engine.add_request("0", {"prompt_token_ids": PROMPT * 4}, params_of(30, allowed_token_ids=[20]))
     steps = []
     while engine.has_unfinished_requests():
         engine.step()
         steps.append(engine.last_step)
-    assert sum(sum(stats.accepted_tokens) for stats in steps) > 0 and len(steps) < 30
+    assert sum(sum(stats.accepted_tokens) for stats in steps) > 10 and len(steps) < 20
