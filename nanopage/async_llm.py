@@ -118,7 +118,7 @@ class AsyncLLM:
         self._last_progress = time.monotonic()  # when a step ended, or work arrived at an idle engine
         self.num_waiting = 0  # requests that have not begun to run
         self.num_waiting_tokens = 0  # of their prompts
-        self._metrics = Metrics(engine.model_path.name, engine.cache_config)
+        self._metrics = Metrics(engine.model_path.name, engine.cache_config, engine.max_draft)
         if engine.config.max_num_batched_tokens is None:
             engine.listeners.append(TokenBudget(engine.scheduler, SECONDS[engine.capacity.device]))
         self._tokenizing = ThreadPoolExecutor(2, "nanopage-tokenizer")

@@ -25,6 +25,7 @@ GROUP_SIZES = (32, 64, 128)  # inputs that share a scale in a checkpoint of one 
 LOAD_FORMATS = ("auto", "dummy")
 BACKENDS = (None, "mp", "ray")
 MAX_RANKS = 1024
+MAX_DRAFT = 64  # tokens
 GENERATION_CONFIGS = ("auto", "vllm")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
@@ -128,6 +129,10 @@ class EngineConfig:
         distributed_executor_backend: "mp": workers are processes on this machine. "ray": they are actors of a Ray
             cluster, also on other machines, where the model must have the same path (see docs/deploy.md). None: "mp" if
             there are several workers, and otherwise a worker in this process.
+        speculative_config: guess the next tokens of a sequence and check several of them in one step, for example
+            {"method": "ngram", "num_speculative_tokens": 5}: see `SpeculativeConfig` and engine/speculation.py. The
+            output is the same. Not with async_scheduling=True or pipeline_parallel_size above 1. None: one token at a
+            time.
         load_format: "auto" reads the model's weights. "dummy" draws random ones, to measure speed: a directory with
             config.json is enough then (see benchmarks/configs), and without tokenizer.json prompts are token ids.
         generation_config: where `LLM` and `AsyncLLM` get the parameters of requests that have none: "auto" is
@@ -160,6 +165,7 @@ class EngineConfig:
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     distributed_executor_backend: str | None = None
+    speculative_config: dict | None = None
     load_format: str = "auto"
     generation_config: str = "auto"
     seed: int = 0
@@ -208,6 +214,15 @@ class EngineConfig:
             raise ValueError(
                 "async_scheduling=True needs one worker: tensor_parallel_size and pipeline_parallel_size must be 1"
             )
+        if self.speculation is not None and self.async_scheduling:
+            raise ValueError(
+                "speculative_config and async_scheduling=True exclude each other: drafts need the results of the "
+                "previous step"
+            )
+        if self.speculation is not None and self.pipeline_parallel_size > 1:
+            raise ValueError(
+                f"speculative_config and pipeline_parallel_size={self.pipeline_parallel_size} exclude each other"
+            )
         for name, limit in (("kv_cache_gib", math.inf), ("gpu_memory_utilization", 1.0)):
             value = getattr(self, name)
             if value is None:
@@ -250,6 +265,11 @@ class EngineConfig:
         return None if self.quantization in STORED_QUANTIZATIONS else self.quantization
 
     @property
+    def speculation(self) -> "SpeculativeConfig | None":
+        """`speculative_config`, checked."""
+        return None if self.speculative_config is None else SpeculativeConfig.from_dict(self.speculative_config)
+
+    @property
     def num_ranks(self) -> int:
         """How many workers there are."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
@@ -262,6 +282,54 @@ class EngineConfig:
     def token_budget(self, device_type: str) -> int:
         """The most tokens that a step ever has on a device of this type."""
         return self.max_num_batched_tokens or DEFAULT_TOKEN_BUDGET[device_type]
+
+
+@dataclass(frozen=True)
+class SpeculativeConfig:
+    """How drafts are made. Names are vLLM's.
+
+    method: "ngram": the last tokens of a sequence have occurred in it before, and the draft is what followed them there
+        (prompt lookup).
+    num_speculative_tokens: most tokens of a draft.
+    prompt_lookup_max, prompt_lookup_min: how many of the last tokens must have occurred before: the most that is tried
+        first, and the fewest. By default 4 and 2; one that is given bounds the default of the other.
+    """
+
+    method: str
+    num_speculative_tokens: int
+    prompt_lookup_max: int
+    prompt_lookup_min: int
+
+    @classmethod
+    def from_dict(cls, values: dict) -> "SpeculativeConfig":
+        """Raises: TypeError, ValueError naming the key."""
+        if not isinstance(values, dict):
+            raise TypeError(f"speculative_config must be a dict or None, not {shown(values)}")
+        values = {key: value for key, value in values.items() if value is not None}
+        names = list(cls.__dataclass_fields__)
+        if unknown := [key for key in values if key not in names]:
+            raise ValueError(
+                f"speculative_config has {', '.join(map(shown, unknown))}, which is not supported; supported: "
+                f"{', '.join(names)}"
+            )
+        method = values.get("method")
+        if method == "draft_model":
+            raise ValueError("speculative_config: method='draft_model' is not there yet; supported: 'ngram'")
+        if method != "ngram":
+            raise ValueError(f"speculative_config: method={shown(method)} is not supported; supported: 'ngram'")
+        if "num_speculative_tokens" not in values:
+            raise ValueError("speculative_config: num_speculative_tokens is missing")
+        for name in names[1:]:
+            value = values.get(name, 1)
+            if not isinstance(value, int) or isinstance(value, bool):
+                raise TypeError(f"speculative_config: {name} must be an integer, not {shown(value)}")
+            if not 1 <= value <= MAX_DRAFT:
+                raise ValueError(f"speculative_config: {name} must be from 1 to {MAX_DRAFT}, got {value}")
+        most = values.get("prompt_lookup_max", max(4, values.get("prompt_lookup_min", 1)))
+        least = values.get("prompt_lookup_min", min(2, most))
+        if least > most:
+            raise ValueError(f"speculative_config: prompt_lookup_min={least} is more than prompt_lookup_max={most}")
+        return cls("ngram", values["num_speculative_tokens"], most, least)
 
 
 @dataclass(frozen=True)

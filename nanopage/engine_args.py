@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import json
 import sys
 import types
 import typing
@@ -37,7 +38,7 @@ class EngineArgs(EngineConfig):
             if kind is bool:
                 parser.add_argument(option, action=argparse.BooleanOptionalAction, default=field.default)
             else:
-                parser.add_argument(option, type=kind, default=field.default)
+                parser.add_argument(option, type=_json_object if kind is dict else kind, default=field.default)
         return parser
 
     @classmethod
@@ -65,6 +66,16 @@ def _kind(annotation) -> type:
     if isinstance(annotation, types.UnionType):
         (annotation,) = (kind for kind in annotation.__args__ if kind is not types.NoneType)
     return annotation
+
+
+def _json_object(text: str) -> dict:
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object")
+    return value
 
 
 def _with_dashes(argument: str) -> str:

@@ -64,7 +64,7 @@ class LLM:
         if self.engine.config.max_num_batched_tokens is None and self.engine.capacity.device == "cpu":
             self.engine.scheduler.max_num_batched_tokens = CPU_TOKEN_BUDGET
         self._ids = itertools.count()
-        self._metrics = Metrics(self.engine.model_path.name, self.engine.cache_config)
+        self._metrics = Metrics(self.engine.model_path.name, self.engine.cache_config, self.engine.max_draft)
         self._lock = threading.RLock()  # guards the engine and the inboxes
         # request_id -> the inbox for its outputs. A reader (a call of generate, a stream) has one for all its requests.
         self._inboxes: dict[str, deque[RequestOutput]] = {}

@@ -58,7 +58,7 @@ class Gauge(Metric):
 
 @dataclass
 class Vector(Metric):
-    """Several counters in order. nanopage has none: vLLM's belong to speculative decoding."""
+    """Several counters in order."""
 
     values: list[int]
 
@@ -99,14 +99,17 @@ class Metrics:
     Args:
         model_name: a label of every metric.
         cache_config: block_size and num_gpu_blocks, the labels of `cache_config_info`.
+        num_speculative_tokens: most tokens of a draft; 0 without speculative decoding, whose metrics are then missing.
     """
 
-    def __init__(self, model_name: str, cache_config: dict[str, int]):
+    def __init__(self, model_name: str, cache_config: dict[str, int], num_speculative_tokens: int = 0):
         self.labels = {"model_name": model_name, "engine": "0"}
         self.cache_labels = self.labels | {name: str(value) for name, value in cache_config.items()}
         self.counters = dict.fromkeys(
             ("prompt_tokens", "generation_tokens", "num_preemptions", "prefix_cache_queries", "prefix_cache_hits"), 0
         )
+        self.drafts = dict.fromkeys(("num_drafts", "num_draft_tokens", "num_accepted_tokens"), 0)
+        self.accepted_per_position = [0] * num_speculative_tokens
         self.ended = dict.fromkeys(("stop", "length", "abort", "error"), 0)  # completions, by finish_reason
         self.histograms = {
             **{
@@ -141,6 +144,11 @@ class Metrics:
         self.counters["prompt_tokens"] += stats.prefill_tokens + stats.cached_tokens
         self.counters["generation_tokens"] += stats.output_tokens
         self.counters["num_preemptions"] += stats.preempted
+        self.drafts["num_drafts"] += stats.num_drafts
+        self.drafts["num_draft_tokens"] += stats.draft_tokens
+        self.drafts["num_accepted_tokens"] += sum(stats.accepted_tokens)
+        for position, count in enumerate(stats.accepted_tokens):
+            self.accepted_per_position[position] += count
         if num_tokens := stats.prefill_tokens + stats.decode_tokens:
             self.histograms["iteration_tokens_total"].add(num_tokens)
         self.busy_seconds += stats.seconds
@@ -161,13 +169,16 @@ class Metrics:
             self.counters["prefix_cache_queries"] += num_prompt_tokens
             self.counters["prefix_cache_hits"] += output.num_cached_tokens
             histograms["request_queue_time_seconds"].add(times.first_scheduled_time - times.arrival_time)
+        longest = max((len(completion.token_ids) for completion in output.outputs), default=0)
         if times.token_times:
             first, last = times.token_times[0], times.token_times[-1]
             histograms["time_to_first_token_seconds"].add(first - times.arrival_time)
             histograms["request_decode_time_seconds"].add(last - first)
-            if len(times.token_times) > 1:
-                per_token = (last - first) / (len(times.token_times) - 1)
-                histograms["request_time_per_output_token_seconds"].add(per_token)
+            # A step with drafts yields several tokens. Of a request with several completions, or a beam search, the
+            # tokens of one completion may be fewer than the steps.
+            num_tokens = max(longest, len(times.token_times))
+            if num_tokens > 1:
+                histograms["request_time_per_output_token_seconds"].add((last - first) / (num_tokens - 1))
             if times.first_scheduled_time is not None:
                 histograms["request_prefill_time_seconds"].add(first - times.first_scheduled_time)
                 histograms["request_inference_time_seconds"].add(last - times.first_scheduled_time)
@@ -176,7 +187,6 @@ class Metrics:
         if times.finished_time is not None:
             histograms["e2e_request_latency_seconds"].add(times.finished_time - times.arrival_time)
         histograms["request_prompt_tokens"].add(num_prompt_tokens)
-        longest = max((len(completion.token_ids) for completion in output.outputs), default=0)
         histograms["request_max_num_generation_tokens"].add(longest)
         for completion in output.outputs:
             histograms["request_generation_tokens"].add(len(completion.token_ids))
@@ -195,6 +205,10 @@ class Metrics:
         metrics: list[Metric] = [Gauge(f"vllm:{name}", self.labels, value) for name, value in gauges.items()]
         metrics.append(Gauge("vllm:cache_config_info", self.cache_labels, 1.0))
         metrics += [Counter(f"vllm:{name}", self.labels, value) for name, value in self.counters.items()]
+        if self.accepted_per_position:
+            metrics += [Counter(f"vllm:spec_decode_{name}", self.labels, value) for name, value in self.drafts.items()]
+            name = "vllm:spec_decode_num_accepted_tokens_per_pos"
+            metrics.append(Vector(name, self.labels, list(self.accepted_per_position)))
         metrics += [
             Counter("vllm:request_success", self.labels | {"finished_reason": reason}, count)
             for reason, count in self.ended.items()

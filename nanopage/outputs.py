@@ -16,7 +16,8 @@ class Logprob:
 class RequestMetrics:
     """Times of one request in seconds on `time.perf_counter`'s clock; None until they happen.
 
-    `token_times` has one entry for each step in which the request got tokens: with n = 1, one for each token.
+    `token_times` has one entry for each step in which the request got tokens: with n = 1 and without drafts, one for
+    each token.
     """
 
     arrival_time: float
@@ -144,11 +145,14 @@ class StepStats:
     running: int = 0
     swapped: int = 0
     prefill_tokens: int = 0  # computed in chunks that begin in the prompt
-    decode_tokens: int = 0  # computed from a position in the output on; also again, after a preemption
+    decode_tokens: int = 0  # computed from a position in the output on, drafts included; also again, after a preemption
     context_tokens: int = 0  # whose K and V attention reads, the new ones included; summed over the batch's sequences
     stored_tokens: int = 0  # whose K and V are in blocks; summed over the running sequences
     cached_tokens: int = 0  # found in the prefix cache instead of computed
-    output_tokens: int = 0  # sampled; of a beam search, one for each live beam
+    output_tokens: int = 0  # sampled; of a beam search, one for each live beam; of a draft, those that were accepted
+    num_drafts: int = 0  # sequences whose next tokens were drafted (see engine/speculation.py)
+    draft_tokens: int = 0  # of all drafts
+    accepted_tokens: list[int] = field(default_factory=list)  # drafts whose first token was sampled, whose second, ...
     finished: int = 0  # requests
     free_blocks: int = 0  # without the cached ones
     used_blocks: int = 0
@@ -167,3 +171,11 @@ class StepStats:
     update_seconds: float = 0.0  # stop conditions, queues
     output_seconds: float = 0.0  # text and outputs
     events: list[RequestEvent] = field(default_factory=list)  # since the previous step, in order
+
+    def count_draft(self, num_tokens: int, num_accepted: int) -> None:
+        """Count a draft, of which the first `num_accepted` tokens were sampled."""
+        self.num_drafts += 1
+        self.draft_tokens += num_tokens
+        self.accepted_tokens += [0] * (num_accepted - len(self.accepted_tokens))
+        for index in range(num_accepted):
+            self.accepted_tokens[index] += 1

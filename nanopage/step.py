@@ -82,15 +82,22 @@ class Batch:
     cleared              blocks to be filled with zeros. Ignored on a GPU (see KVCache.move)
     new, forks, blocks   changes of the sequence table
     tokens               [(row, position, token id)] that not every worker knows: the next tokens of beams, which the
-                         engine has chosen; with several workers, all sampled tokens, because one worker samples
+                         engine has chosen; drafts, which it guesses; with several workers, all sampled tokens, because
+                         one worker samples
     rows                 the B sequences that run, those with one token first
     starts, counts       for each of `rows`, the position of its first token and the number of its tokens
-    sampled_from         for each token to sample, the index in `rows` of the sequence whose last logits it comes from
-    sampled_rows         for each of `sampled_from`, the row that gets the token: its own, or a row just forked from it.
-                         A request with n=2 whose prompt is `rows[3]` = 7, and whose second completion has row 8, adds
-                         3, 3 to `sampled_from` and 7, 8 to `sampled_rows`
+    sampled_from         for each token to sample, the index of the token whose logits it comes from, among all tokens
+                         of the step: first those of `rows[0]`, then those of `rows[1]`, and so on
+    sampled_rows         for each of `sampled_from`, the row that gets the token, behind the token it is sampled from:
+                         the row of that token, or a row just forked from it
     masks                index in `sampled_rows` -> the tokens that the row may get, as bits: token i is bit i % 8 of
                          byte i // 8. Other rows may get any token
+
+    For example, `rows` are [3, 7, 5], and `counts` are [1, 6, 4]. Row 3 is a decode. Row 7 computes the prompt of a
+    request with n=2, whose second completion has row 8. Row 5 is a decode with a draft of 3 tokens: a token is sampled
+    behind each of its 4 tokens. Then `sampled_from` is [0, 6, 6, 7, 8, 9, 10], and `sampled_rows` is [3, 7, 8, 5, 5, 5,
+    5]. The worker's table gets the samples in place of the draft. Up to the first sample that differs from the draft,
+    they are the sequence's next tokens. Later steps overwrite the others.
     """
 
     idle: bool = False

@@ -43,7 +43,6 @@ ENGINE: Neutral = {
     "limit_mm_per_prompt": ((None, {}), "prompts are text"),
     "mm_processor_kwargs": ((None, {}), "prompts are text"),
     "allowed_local_media_path": (("",), "prompts are text"),
-    "speculative_config": ((None,), "there is no speculative decoding"),
     "compilation_config": ((None, {}), "what is compiled is chosen by enforce_eager"),
     "override_generation_config": ((None, {}), "give SamplingParams instead"),
     "max_logprobs": ((20,), "a token has at most the 20 highest log-probabilities and its own"),

@@ -79,6 +79,15 @@ PASS = cases(
         (["kv_cache_gib"], [1.5, 4000]),
         (FLAGS, [True, False]),
         (["async_scheduling"], [None, True, False]),
+        (
+            ["speculative_config"],
+            [
+                None,
+                {"method": "ngram", "num_speculative_tokens": 1},
+                {"method": "ngram", "num_speculative_tokens": 64, "prompt_lookup_max": 64, "prompt_lookup_min": 1},
+                {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": None},
+            ],
+        ),
         (["seed"], [-1, 0, 2**64]),
         (["preemption_mode"], [None, *PREEMPTION_MODES]),
         (["kv_cache_dtype"], KV_CACHE_DTYPES),
@@ -105,6 +114,20 @@ OUT_OF_RANGE = cases(
         (["swap_space"], [-1, -1e-9, NAN, INF, HUGE]),
         (["scheduling_policy"], ["", None, "FCFS", "lifo"]),
         (["generation_config"], ["", None, "AUTO", "/models/x"]),
+        (
+            ["speculative_config"],
+            [
+                {},
+                {"method": "ngram"},
+                {"num_speculative_tokens": 5},
+                {"method": "draft_model", "model": "x", "num_speculative_tokens": 5},
+                {"method": "eagle", "num_speculative_tokens": 5},
+                {"method": "ngram", "num_speculative_tokens": 0},
+                {"method": "ngram", "num_speculative_tokens": 65},
+                {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_min": 0},
+                {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_min": 3, "prompt_lookup_max": 2},
+            ],
+        ),
     ]
 )
 WRONG_TYPE = cases(
@@ -117,6 +140,17 @@ WRONG_TYPE = cases(
         (["async_scheduling"], [0, 1, "True"]),
         (["seed"], [True, "1", 1.0, NAN]),
         (["swap_space"], [True, "4", [4]]),
+        (
+            ["speculative_config"],
+            [
+                "ngram",
+                5,
+                [],
+                {"method": "ngram", "num_speculative_tokens": True},
+                {"method": "ngram", "num_speculative_tokens": 5.0},
+                {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": "4"},
+            ],
+        ),
     ]
 )
 
@@ -183,6 +217,47 @@ def test_async_scheduling_needs_one_worker(sizes):
     with pytest.raises(ValueError, match=r"async_scheduling=True .* tensor_parallel_size"):
         EngineConfig(async_scheduling=True, **options)
     assert EngineConfig(async_scheduling=False, **options).is_distributed
+
+
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3}
+
+
+@pytest.mark.parametrize("name", ["async_scheduling", "pipeline_parallel_size"])
+def test_what_drafts_exclude_is_an_error_that_names_both_options(name):
+    value = True if name == "async_scheduling" else 2
+    with pytest.raises(ValueError, match=rf"speculative_config and {name}={value}"):
+        EngineConfig(speculative_config=NGRAM, **{name: value})
+    assert EngineConfig(speculative_config=NGRAM, tensor_parallel_size=2, async_scheduling=False).speculation
+
+
+def test_the_lookup_of_drafts_has_defaults_that_agree_with_what_is_given():
+    def lookup(**given):
+        made = EngineConfig(speculative_config=NGRAM | given).speculation
+        return made.prompt_lookup_min, made.prompt_lookup_max
+
+    assert lookup() == (2, 4) and lookup(prompt_lookup_max=None, prompt_lookup_min=None) == (2, 4)
+    assert lookup(prompt_lookup_max=1) == (1, 1) and lookup(prompt_lookup_max=7) == (2, 7)
+    assert lookup(prompt_lookup_min=3) == (3, 4) and lookup(prompt_lookup_min=6) == (6, 6)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"method": "draft_model", "model": "x"}, "'model', which is not supported"),
+        ({"method": "draft_model"}, "'draft_model' is not there yet"),
+        ({"method": "medusa"}, "'medusa' is not supported"),
+        ({"method": "ngram"}, "num_speculative_tokens is missing"),
+        ({"method": "ngram", "num_speculative_token": 3}, "'num_speculative_token', which is not supported"),
+        ({**NGRAM, 1: 2}, "has 1, which is not supported"),
+        (
+            {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 5, "prompt_lookup_max": 4},
+            "min=5.*max=4",
+        ),
+    ],
+)
+def test_what_speculative_config_does_not_have_is_named(given, message):
+    with pytest.raises(ValueError, match=message):
+        EngineConfig(speculative_config=given)
 
 
 def test_the_number_of_workers_has_a_bound():

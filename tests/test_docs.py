@@ -219,7 +219,8 @@ def test_contributing_lists_every_variable_of_the_tests():
 def test_vllm_md_lists_every_metric():
     text = (ROOT / "docs" / "vllm.md").read_text()
     table = text[text.index("| `vllm:` | |") :].split("\n\n")[0]
-    snapshot = Metrics("model", {"block_size": 16}).snapshot(num_running=0, num_waiting=0)
+    metrics = Metrics("model", {"block_size": 16}, num_speculative_tokens=3)
+    snapshot = metrics.snapshot(num_running=0, num_waiting=0)
     assert set(re.findall(r"`(\w+)`", table)) - {"finished_reason"} == {m.name.removeprefix("vllm:") for m in snapshot}
 
 

@@ -4,7 +4,8 @@ A world is a tiny float64 model with a random pool, host pool, block size, token
 arrive, share prefixes, fork into several completions or beams, get preempted, swapped and aborted at random. The oracle
 has one block per sequence, no prefix cache and no neighbours; it runs every completion by itself, and recomputes every
 beam from its tokens at every step. Rounding cannot hide or fake a difference in float64. In half of the worlds, the
-messages between the engine and its worker travel as bytes.
+messages between the engine and its worker travel as bytes. Steps that do not overlap check drafts: the oracle's
+continuation, the same with a wrong token, and random tokens.
 
     NANOPAGE_FUZZ_WORLDS=2000 pytest tests/test_fuzz.py -s      more worlds, and what happened in them
     NANOPAGE_FUZZ_SEED=7 ...                                    other worlds
@@ -264,7 +265,8 @@ def watch(engine: LLMEngine) -> None:
 
     def counted_update(scheduled, result):
         taken = update(scheduled, result)
-        happened["tokens dropped"] += len(result.token_ids) - len(taken)
+        what = "samples of steps with drafts dropped" if scheduled.drafted else "tokens dropped"
+        happened[what] += len(result.token_ids) - len(taken)
         return taken
 
     cache.copy, cache.swap_out, cache.swap_in, manager.fork = (
@@ -341,6 +343,41 @@ def fail_at_times(engine: LLMEngine, rng: random.Random) -> None:
     worker.launch = failing_launch
     worker.kv_cache.swap_out = partial(failing, "moves", swap_out)
     worker.model.forward = partial(failing, "model", model)
+
+
+class Guesser:
+    """Drafts good, bad and random tokens for the requests of a world, good ones beyond the end as well."""
+
+    def __init__(self, oracle: LLMEngine, plans: list[Planned], max_model_len: int, rng: random.Random):
+        self.oracle, self.max_model_len, self.rng = oracle, max_model_len, rng
+        self.by_id = {plan.request_id: plan for plan in plans}
+
+    def propose(self, decodes, most, schedule):
+        return {seq: draft for seq in decodes if (draft := self.guess(seq))}
+
+    def guess(self, seq):
+        rng, kind = self.rng, self.rng.choice(["good", "good", "bad", "random", "none"])
+        if kind == "none":
+            return []
+        answers = completions_alone(self.oracle, self.by_id[seq.group.request_id], self.max_model_len)
+        answer, known = answers[seq.group.seqs.index(seq)].outputs[0].token_ids, seq.output_token_ids
+        assert known == answer[: len(known)]
+        draft = answer[len(known) :] if kind != "random" else []
+        draft += [rng.randrange(self.oracle.model_config.vocab_size) for _ in range(3)]
+        if kind == "bad":
+            place = rng.randrange(len(draft))
+            draft[place] = (draft[place] + 1) % self.oracle.model_config.vocab_size
+        return draft[: rng.randint(1, 8)]
+
+    def learn(self, seq, num_drafted, num_accepted):
+        happened["drafts"] += 1
+        happened["tokens of drafts"] += num_drafted
+        happened["tokens of drafts that were accepted"] += num_accepted
+        happened["drafts that were accepted whole"] += num_drafted == num_accepted
+
+    def observe(self, stats):
+        happened["steps with drafts"] += stats.num_drafts > 0
+        happened["steps with drafts and chunks of prompts"] += stats.num_drafts > 0 and stats.prefill_tokens > 0
 
 
 def run_world(engine: LLMEngine, plans: list[Planned]) -> None:
@@ -550,6 +587,8 @@ def test_nor_do_the_triton_kernels(world, model, oracle, monkeypatch):
         options["async_scheduling"] = world % 2 == 0
         engine = build_engine(EngineConfig(model=str(model), dtype="float64", device="cpu", **options))
         run_as_on_a_gpu(engine, uses_triton=True)
+        if not engine.async_scheduling:
+            engine.scheduler.drafter = Guesser(oracle, plans, options["max_model_len"], rng)
         run_world(engine, plans)
     for plan in plans:
         check = check_search if plan.searches else check_completions
@@ -566,6 +605,8 @@ def test_nor_does_a_cache_in_fp8(world, model):
     engine = build_engine(EngineConfig(model=str(model), dtype="float64", device="cpu", **fp8, **options))
     if world % 3:
         run_as_on_a_gpu(engine)
+    if not engine.async_scheduling:
+        engine.scheduler.drafter = Guesser(oracle, plans, options["max_model_len"], rng)
     run_world(engine, plans)
     assert engine.executor.worker.kv_cache.tensor.dtype == torch.float8_e4m3fn
     for plan in plans:
@@ -637,6 +678,8 @@ def test_nor_do_several_workers(ranks, world, model, oracle, monkeypatch, one_th
     try:
         if world % 2:
             fail_between_processes(engine, rng)
+        if pp_size == 1 and not engine.async_scheduling and world % 4 != 1:
+            engine.scheduler.drafter = Guesser(oracle, plans, options["max_model_len"], rng)
         run_world(engine, plans)
     finally:
         engine.shutdown()
@@ -662,6 +705,8 @@ def test_a_crowd_changes_no_answer(world, model, oracle, monkeypatch):
             run_as_on_a_gpu(engine)
         if overlap == static:
             fail_at_times(engine, rng)
+        if not overlap and world % 4 != 1:
+            engine.scheduler.drafter = Guesser(oracle, plans, options["max_model_len"], rng)
         run_world(engine, plans)
         for plan in plans:
             check = check_search if plan.searches else check_completions
@@ -696,6 +741,10 @@ def test_the_worlds_were_not_easy():
         assert happened[what] > WORLDS * 0.1, what
     assert happened["tokens read before they were known"] > happened["tokens"] / 4
     assert happened["tokens dropped"] > WORLDS / 10
+    assert happened["tokens of drafts that were accepted"] > happened["tokens of drafts"] / 4
+    assert happened["drafts that were accepted whole"] > WORLDS
+    assert happened["steps with drafts"] > WORLDS
+    assert happened["steps with drafts and chunks of prompts"] > WORLDS / 10
     assert happened["steps on static buffers"] > happened["steps"] / 5
     assert happened["steps in pieces on static buffers"] > happened["steps"] / 20
     assert happened["steps that failed with copies or swaps"] > WORLDS / 20

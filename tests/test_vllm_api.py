@@ -23,6 +23,7 @@ from nanopage import (
     vllm_options,
 )
 from nanopage.metrics import Counter, Gauge, Histogram, Vector
+from nanopage.outputs import StepStats
 from nanopage.utils import FlexibleArgumentParser
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
@@ -44,7 +45,6 @@ OTHER = {  # of each neutral option, a value that would change something
     "limit_mm_per_prompt": {"image": 1},
     "mm_processor_kwargs": {"x": 1},
     "allowed_local_media_path": "media",
-    "speculative_config": {"model": "x"},
     "compilation_config": 3,
     "override_generation_config": {"top_k": 1},
     "disable_custom_all_reduce": None,
@@ -414,6 +414,21 @@ def test_metrics_count_what_happened(path):
     assert by_name["vllm:inter_token_latency_seconds"].count == 5 + 2
 
 
+def test_metrics_count_drafts_if_there_are_any(path):
+    llm = LLM(str(path), speculative_config={"method": "ngram", "num_speculative_tokens": 3}, **OPTIONS)
+    name = "vllm:spec_decode_num_accepted_tokens_per_pos"
+    by_name = {metric.name: metric for metric in llm.get_metrics()}
+    assert by_name[name] == Vector(name, {"model_name": path.name, "engine": "0"}, [0, 0, 0])
+    for accepted in (0, 2, 3, 1):
+        stats = StepStats()
+        stats.count_draft(3, accepted)
+        llm._metrics.add_step(stats)
+    by_name = {metric.name: metric for metric in llm.get_metrics()}
+    assert by_name[name].values == [3, 2, 1]
+    counts = [by_name[f"vllm:spec_decode_num_{what}"].value for what in ("drafts", "draft_tokens", "accepted_tokens")]
+    assert counts == [4, 12, 6]
+
+
 def test_the_cache_is_in_use_while_a_request_runs(path):
     llm = LLM(str(path), **OPTIONS)
     stream = llm.stream([7] * 40, GREEDY)
@@ -489,6 +504,17 @@ def test_engine_arguments_come_from_a_command_line():
         enforce_eager=True,
         dtype="float16",
     )
+
+
+def test_a_dict_on_a_command_line_is_json(capsys):
+    parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
+    args = parser.parse_args(["--speculative_config", '{"method": "ngram", "num_speculative_tokens": 3}'])
+    drafts = {"method": "ngram", "num_speculative_tokens": 3}
+    assert EngineArgs.from_cli_args(args).speculative_config == drafts
+    for text, message in (("{'method'}", "is not JSON"), ("[1]", "is not a JSON object")):
+        with pytest.raises(SystemExit):
+            parser.parse_args([f"--speculative-config={text}"])
+        assert message in capsys.readouterr().err
 
 
 def test_a_group_of_a_parser_takes_engine_arguments_and_defaults():

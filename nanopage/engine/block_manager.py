@@ -236,6 +236,14 @@ class BlockManager:
             table.append(block)
         return True
 
+    def shrink(self, seq_id: int, num_tokens: int) -> None:
+        """Give back the blocks behind the first `num_tokens` tokens. They must be neither shared nor registered."""
+        table = self.block_tables[seq_id]
+        while len(table) > self.blocks_for(num_tokens):
+            block = table.pop()
+            self.ref_counts[block] = 0
+            self._free.append(block)
+
     def take_copies(self) -> list[tuple[int, int]]:
         """(from, to) of the blocks to copy, since the last call. All are read before any is written or cleared."""
         copies, self.copies = self.copies, []

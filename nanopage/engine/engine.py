@@ -19,6 +19,7 @@ from nanopage.engine.output_processor import OutputProcessor, Request
 from nanopage.engine.schedule import Schedule
 from nanopage.engine.scheduler import Scheduler
 from nanopage.engine.sequence import SequenceGroup
+from nanopage.engine.speculation import NgramDrafter
 from nanopage.outputs import RequestOutput, StepStats
 from nanopage.params import BeamSearchParams, SamplingParams
 from nanopage.step import Executor, WorkerDiedError
@@ -71,6 +72,7 @@ class LLMEngine:
             capacity.num_blocks, config.block_size, config.enable_prefix_caching, capacity.num_host_blocks
         )
         budget = config.token_budget(capacity.device)
+        drafter = None if config.speculation is None else NgramDrafter(config.speculation)
         self.scheduler = Scheduler(
             block_manager,
             config.max_num_seqs,
@@ -78,11 +80,12 @@ class LLMEngine:
             config.preemption_mode,
             config.pipeline_parallel_size,
             config.num_ranks > 1,
+            drafter,
         )
         self.output_processor = OutputProcessor(self.scheduler, tokenizer)
         self.async_scheduling = config.async_scheduling
         if self.async_scheduling is None:
-            self.async_scheduling = capacity.device == "cuda" and config.num_ranks == 1
+            self.async_scheduling = capacity.device == "cuda" and config.num_ranks == 1 and drafter is None
         self.last_step = StepStats()
         self.listeners: list[Callable[[StepStats], None]] = []
         self._scheduled: Schedule | None = None  # by this call of step, until `advance` is done
@@ -95,6 +98,11 @@ class LLMEngine:
     def cache_config(self) -> dict[str, int]:
         """The size of the KV cache, under vLLM's names."""
         return {"block_size": self.config.block_size, "num_gpu_blocks": self.capacity.num_blocks}
+
+    @property
+    def max_draft(self) -> int:
+        """Most tokens of a draft; 0 without speculative decoding."""
+        return 0 if self.config.speculation is None else self.config.speculation.num_speculative_tokens
 
     @staticmethod
     def from_engine_args(engine_args: "EngineArgs") -> "LLMEngine":
@@ -250,6 +258,8 @@ class LLMEngine:
         self._rest_if_idle()
         stats.events = self.scheduler.take_events()
         stats.seconds = time.perf_counter() - started
+        if self.scheduler.drafter is not None:
+            self.scheduler.drafter.observe(stats)
         for listener in self.listeners:
             listener(stats)
         return self.output_processor.take()
@@ -294,6 +304,8 @@ class LLMEngine:
         stats.update_seconds += updated - arrived
         stats.output_seconds += time.perf_counter() - updated
         stats.output_tokens += len(taken)
+        for (_, draft), accepted in zip(schedule.drafted, schedule.num_accepted, strict=True):
+            stats.count_draft(len(draft), accepted)
 
     def _report(self, stats: StepStats) -> None:
         started = time.perf_counter()

@@ -162,10 +162,13 @@ class OutputProcessor:
             return
         searching = number >= params.min_tokens and not (last and _ended_by_token(seq))
         stop = detokenizer.add(seq.token_ids[seq.num_prompt_tokens + number - 1], searching)
-        if stop is not None and seq.finished:  # the length has ended it, but a stop string wins
+        if stop is None:
+            return
+        if seq.finished:  # the length, or a later token of the same step, has ended it, but a stop string wins
             seq.finish_reason, seq.stop_reason = "stop", stop
-        elif stop is not None:
+        else:
             self.scheduler.finish(request.group, seq, "stop", stop)
+        del seq.token_ids[seq.num_prompt_tokens + number :]  # a step with a draft may have appended more
 
     def _read_all(self, request: Request, completion: Completion) -> None:
         """Read all tokens at once, for a completion that has ended and has no stop strings."""

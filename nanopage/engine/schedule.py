@@ -18,15 +18,19 @@ Work = list[tuple[Sequence, int]]
 class Schedule:
     """One step: the message to the workers, and the sequences it is about.
 
-    sequences  those of `batch.rows`, in the same order
-    samplers   those of `batch.sampled_rows`, in the same order
-    chunks     work of several tokens, added to the batch after all single tokens
+    sequences     those of `batch.rows`, in the same order
+    samplers      those of `batch.sampled_rows`, in the same order, but without those in `drafted`
+    chunks        work of several tokens, added to the batch after all single tokens
+    drafted       decodes with their drafts, at the end of the batch (see drafts.py)
+    num_accepted  for each of `drafted`, how many tokens of its draft were sampled; from `Scheduler.update` on
     """
 
     batch: Batch = field(default_factory=Batch)
     sequences: list[Sequence] = field(default_factory=list)
     samplers: list[Sequence] = field(default_factory=list)
     chunks: Work = field(default_factory=list)
+    drafted: list[tuple[Sequence, list[int]]] = field(default_factory=list)
+    num_accepted: list[int] = field(default_factory=list)
     preempted: list[SequenceGroup] = field(default_factory=list)
     num_cached_tokens: int = 0  # that admitted sequences found in the prefix cache
 
@@ -44,7 +48,8 @@ class Schedule:
     @property
     def groups(self) -> list[SequenceGroup]:
         """The groups that get a token."""
-        return list(dict.fromkeys(seq.group for seq in self.samplers))
+        groups = dict.fromkeys(seq.group for seq in self.samplers)
+        return list(groups | dict.fromkeys(seq.group for seq, _ in self.drafted))
 
 
 class BatchWriter:
@@ -136,7 +141,8 @@ class BatchWriter:
                 if sampler.token_mask is not None:
                     self._add_mask(batch, sampler)
                 schedule.samplers.append(sampler)
-                batch.sampled_from.append(len(batch.rows) - 1)
+                # Rows with one token come first, so the number of tokens up to one of them is that of the rows.
+                batch.sampled_from.append((len(batch.rows) if num_tokens == 1 else batch.num_tokens) - 1)
                 batch.sampled_rows.append(sampler.row)
 
     def leave(self, seq: Sequence) -> None:

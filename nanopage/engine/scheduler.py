@@ -11,6 +11,7 @@ budget: decodes and chunks of prompts together (Orca, OSDI 2022; chunked prefill
   3. Then, unless blocks ran out, admit swapped and waiting groups in order, as long as they fit (see admission.py). A
      prompt whose next block another group computes in this step waits until it can share that block. Everything behind
      it waits too.
+  4. Decodes may get drafts, out of the tokens and the blocks that are left (see drafts.py).
 
 A running group whose sequences have masks (see `TokenMask`) waits for its tokens in flight, on which they depend. A
 group also waits if it would exceed `max_num_seqs`, when the budget is used up, behind an earlier group that does not
@@ -38,6 +39,7 @@ then `forked` is always true and the only sequence is the leader.
 import time
 from bisect import insort
 
+from nanopage.engine import drafts
 from nanopage.engine.admission import Admission
 from nanopage.engine.block_manager import BlockManager, Prefix
 from nanopage.engine.schedule import BatchWriter, Schedule, Work, missing_blocks, next_work
@@ -62,6 +64,8 @@ class Scheduler:
         num_stages: of pipeline parallelism. If there are several, a sequence in flight does not run again before its
             token has arrived, and a batch has at most its share of the running groups, so that each stage has work.
         sends_tokens: whether batches carry all sampled tokens (see `Batch.tokens`).
+        drafter: guesses the next tokens of decodes (see drafts.py). It needs the results of each step before the next
+            step is scheduled.
     """
 
     def __init__(
@@ -72,8 +76,9 @@ class Scheduler:
         preemption_mode: str | None = None,
         num_stages: int = 1,
         sends_tokens: bool = False,
+        drafter: drafts.Drafter | None = None,
     ):
-        self.block_manager, self.num_stages = block_manager, num_stages
+        self.block_manager, self.num_stages, self.drafter = block_manager, num_stages, drafter
         self.max_num_batched_tokens = max_num_batched_tokens
         self.preemption_mode = preemption_mode
         self.admission = Admission(block_manager, max_num_seqs)
@@ -107,8 +112,13 @@ class Scheduler:
             self._schedule_alone(self.suspects[0], schedule)
         else:
             self._schedule_together(schedule)
+        drafted = drafts.choose_drafts(self, schedule) if self.drafter is not None else None
+        if drafted:
+            drafts.take_out(schedule, drafted)
         for seq, num_tokens in schedule.chunks:
             self.writer.add(schedule, seq, num_tokens)
+        if drafted:
+            drafts.add(self, schedule, drafted)
         schedule.batch.copies = self.block_manager.take_copies()
         return schedule
 
@@ -123,7 +133,7 @@ class Scheduler:
         for seq, start, count in zip(schedule.sequences, batch.starts, batch.counts, strict=True):
             if seq.finish_reason is not None:  # by the results of the previous batch
                 continue
-            end = start + count
+            end = start + count if count == 1 else min(start + count, seq.num_tokens)  # drafts count when accepted
             seq.num_computed_tokens = end
             if end % manager.block_size == 0 or count > 1:
                 manager.register(seq.seq_id, seq.token_ids, end, seq.cache_salt)
@@ -132,6 +142,8 @@ class Scheduler:
         for seq in schedule.samplers:
             if seq.finish_reason is None and seq.group.beam_search is None:
                 seq.num_in_flight += 1
+        for seq, _ in schedule.drafted:
+            seq.num_in_flight = 1
 
     def update(self, schedule: Schedule, result: BatchResult) -> list[Sequence]:
         """Take in the results of a step. Returns the sequences that took their tokens.
@@ -146,8 +158,9 @@ class Scheduler:
             if not group.finished:
                 known = len(group.prompt_logprobs) - (prompt.start - 1)  # above 0 after a preemption
                 group.prompt_logprobs += prompt.tables[known:]
-        logprobs = result.logprobs
-        for i, (seq, token_id) in enumerate(zip(schedule.samplers, result.token_ids, strict=True)):
+        logprobs, num_samplers = result.logprobs, len(schedule.samplers)
+        token_ids = result.token_ids[:num_samplers] if schedule.drafted else result.token_ids
+        for i, (seq, token_id) in enumerate(zip(schedule.samplers, token_ids, strict=True)):
             if seq.finish_reason is not None:
                 continue
             group = seq.group
@@ -166,6 +179,8 @@ class Scheduler:
                 self.finish(group, seq, *ending)
             elif seq.token_mask is not None:
                 self._find_mask(group, seq)
+        if schedule.drafted:
+            taken += drafts.accept(self, schedule, result.token_ids[num_samplers:], now)
         if any(seq.candidates for seq in taken):
             for group in schedule.groups:
                 if group.beam_search is not None and not group.finished and all(seq.candidates for seq in group.live):
@@ -294,6 +309,13 @@ class Scheduler:
         group.metrics.num_preemptions += 1
         self.num_preemptions += 1
         schedule.preempted.append(group)
+
+    def recompute(self, group: SequenceGroup) -> None:
+        """Put a running group back into `waiting`, to compute its tokens again."""
+        if group.status is Status.RUNNING:
+            self.running.remove(group)
+            self._give_up_blocks(group)
+            insort(self.waiting, group, key=_order)
 
     def _give_up_blocks(self, group: SequenceGroup) -> None:
         """Free the group's blocks. Its tokens will be computed again."""

@@ -7,7 +7,7 @@ start with the same prompt and share its blocks.
 import time
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Protocol
+from typing import Any, Protocol
 
 from nanopage.engine.beam_search import Beam, BeamSearch, BeamStep
 from nanopage.outputs import RequestMetrics
@@ -72,6 +72,10 @@ class Sequence:
     block_hashes: list[bytes] = field(default_factory=list)  # of its first full blocks, computed when needed
 
     group: "SequenceGroup" = field(init=False)
+
+    # Of a sequence with drafts
+    takes_drafts: bool = True
+    draft_state: Any = None  # what the drafter keeps of it
 
     # What the worker knows of it
     row: int | None = None  # in the sequence table, while it runs

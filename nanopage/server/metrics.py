@@ -58,16 +58,21 @@ class ServerMetrics:
 def _family(metric: metrics.Metric) -> Metric:
     kinds = {
         metrics.Counter: CounterMetricFamily,
+        metrics.Vector: CounterMetricFamily,
         metrics.Gauge: GaugeMetricFamily,
         metrics.Histogram: HistogramMetricFamily,
     }
     name = metric.name.removeprefix("vllm:").replace("_", " ")
-    return kinds[type(metric)](metric.name, name, labels=list(metric.labels))
+    labels = [*metric.labels, "position"] if isinstance(metric, metrics.Vector) else list(metric.labels)
+    return kinds[type(metric)](metric.name, name, labels=labels)
 
 
 def _add(family: Metric, metric: metrics.Metric) -> None:
     labels = list(metric.labels.values())
     if isinstance(metric, metrics.Histogram):
         family.add_metric(labels, list(metric.buckets.items()), metric.sum)  # type: ignore[attr-defined]
+    elif isinstance(metric, metrics.Vector):
+        for position, value in enumerate(metric.values):
+            family.add_metric([*labels, str(position)], value)  # type: ignore[attr-defined]
     elif isinstance(metric, metrics.Counter | metrics.Gauge):
         family.add_metric(labels, metric.value)  # type: ignore[attr-defined]

@@ -51,7 +51,7 @@ class Reply:
             prefill_seconds = times[0] - metrics.first_scheduled_time
             prefill_rate = (len(prompt) - output.num_cached_tokens) / prefill_seconds if prefill_seconds else None
             decode_seconds = times[-1] - times[0]
-            decode_rate = (len(times) - 1) / decode_seconds if decode_seconds else None
+            decode_rate = (len(completion.token_ids) - 1) / decode_seconds if decode_seconds else None
         return cls(
             completion.text,
             completion.finish_reason or ("repetition" if loops else "abort"),

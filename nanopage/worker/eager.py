@@ -46,7 +46,7 @@ class Inputs:
 class Output:
     """What the model computes for a batch.
 
-    logits  [S, vocab_size] of the S `sampled_rows`; None if there are none
+    logits  [S, vocab_size] of the S tokens of `sampled_from`; None if there are none
     hidden  [T, hidden_size] of all tokens, if a sequence asked for log-probabilities of its prompt, or in a pipeline
             stage that is not the last
     tokens  int64 [S]: tokens that the way has already sampled and written to the sequence table (CUDA graphs). If a row
@@ -144,14 +144,13 @@ def run_model(
     scored = wants_prompt_logprobs(batch, table)
     sampled = np.array(batch.sampled_from, dtype=np.int64)
     used = np.unique(sampled)  # completions that fork from one prompt share its logits
-    last = np.cumsum(batch.counts)[used] - 1
-    everything = len(last) == len(inputs.input_ids)
+    everything = len(used) == len(inputs.input_ids)
     # At least one row: oneDNN cannot multiply matrices without rows.
-    rows = None if scored or everything else to_device(last.tolist() or [0], table.device)
+    rows = None if scored or everything else to_device(used.tolist() or [0], table.device)
     hidden = model(inputs.input_ids, inputs.positions, kv_cache.tensor, attention, rows)
     if not len(used):
         return Output(None, hidden if scored else None)
-    chosen = hidden if not scored or everything else hidden[to_device(last.tolist(), table.device)]
+    chosen = hidden if not scored or everything else hidden[to_device(used.tolist(), table.device)]
     logits = head(chosen)
     if len(used) < len(sampled):
         logits = logits[to_device(np.searchsorted(used, sampled).tolist(), table.device)]

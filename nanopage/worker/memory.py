@@ -119,7 +119,7 @@ def largest_batch(num_tokens: int, num_seqs: int, max_model_len: int, block_size
         batch.rows.append(row)
         batch.starts.append(0)
         batch.counts.append(length)
-        batch.sampled_from.append(row)
+        batch.sampled_from.append(batch.num_tokens - 1)
         batch.sampled_rows.append(row)
     return batch
 

@@ -76,8 +76,7 @@ class ModelRunner:
         output = way.run(batch)
         computed = time.perf_counter()
         if output.logits is not None:
-            rows, index = np.array(batch.sampled_rows), np.array(batch.sampled_from)
-            positions = (np.array(batch.starts) + np.array(batch.counts))[index]  # of the tokens to be sampled
+            rows, positions = np.array(batch.sampled_rows), sampled_positions(batch)
             changed = batch.masks or self.sampler.changes_logits(rows, positions)
             if output.tokens is not None and not changed:
                 launched.samples = Samples(output.tokens, output.logits, self.table.sampling.num_logprobs[rows])
@@ -110,6 +109,13 @@ class ModelRunner:
                 tables += make_tables(targets.tolist(), top, [num] * len(targets))
             results.append(PromptLogprobs(row, start + 1, tables))
         return results
+
+
+def sampled_positions(batch: Batch) -> np.ndarray:
+    """The positions of the tokens to be sampled: int64 [S]."""
+    sampled, ends = np.array(batch.sampled_from), np.cumsum(batch.counts)  # ends: of each sequence in the step
+    index = np.searchsorted(ends, sampled, side="right")
+    return sampled + 1 + (np.array(batch.starts) + np.array(batch.counts) - ends)[index]
 
 
 @dataclass(slots=True)

@@ -96,10 +96,16 @@ class HashExecutor:
         for row, start, count in zip(batch.rows, batch.starts, batch.counts, strict=True):
             self.compute(self.rows[row], start, start + count)
         result = BatchResult()
-        for index, sampled_row in zip(batch.sampled_from, batch.sampled_rows, strict=True):
-            row, end = self.rows[sampled_row], batch.starts[index] + batch.counts[index]
+        tokens = [
+            (row, position)
+            for row, start, count in zip(batch.rows, batch.starts, batch.counts, strict=True)
+            for position in range(start, start + count)
+        ]
+        for token, sampled_row in zip(batch.sampled_from, batch.sampled_rows, strict=True):
+            row, (computed, position) = self.rows[sampled_row], tokens[token]
+            end = position + 1
             assert len(row.tokens) >= end
-            token_id, table = self.sample(row, self.read(self.rows[batch.rows[index]], end))
+            token_id, table = self.sample(row, self.read(self.rows[computed], end))
             row.tokens[end:] = [token_id]
             if table is not None:
                 result.logprobs[len(result.token_ids)] = table

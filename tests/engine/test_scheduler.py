@@ -43,8 +43,9 @@ class Worker:
         self.update(batch)
         self.compute(batch, salts)
         result = BatchResult()
-        for index, row in zip(batch.sampled_from, batch.sampled_rows, strict=True):
-            end = batch.starts[index] + batch.counts[index]
+        for token, row in zip(batch.sampled_from, batch.sampled_rows, strict=True):
+            index, number = place_of(batch, token)
+            end = batch.starts[index] + number + 1
             assert self.tokens[row][:end] == self.tokens[batch.rows[index]][:end]
             result.token_ids.append(self.model(self.tokens[row][:end], self.seeds[row]))
             self.tokens[row][end:] = result.token_ids[-1:]
@@ -93,6 +94,14 @@ class Worker:
             assert behind == [None] * len(behind), "what attention reads and masks was not cleared"
 
 
+def place_of(batch: Batch, token: int) -> tuple[int, int]:
+    """The index in `rows` of a token of the step, and its number in that sequence's tokens."""
+    index = 0
+    while token >= batch.counts[index]:
+        token, index = token - batch.counts[index], index + 1
+    return index, token
+
+
 @dataclass
 class Work:
     """What a schedule says of one sequence."""
@@ -108,7 +117,9 @@ def work_of(schedule: Schedule) -> list[Work]:
     work = [
         Work(*of_one, []) for of_one in zip(schedule.sequences, batch.starts, batch.counts, strict=True)
     ]  # fmt: skip
-    for index, seq in zip(batch.sampled_from, schedule.samplers, strict=True):
+    for token, seq in zip(batch.sampled_from, schedule.samplers, strict=True):
+        index, number = place_of(batch, token)
+        assert number + 1 == batch.counts[index]
         work[index].samplers.append(seq)
     return work
 
@@ -1019,7 +1030,7 @@ def test_siblings_fork_from_the_leaders_row_when_the_prompt_is_done():
     world.submit(second)
     assert second.batch.rows == [leader.row]
     assert second.batch.forks == [Fork(leader.row, seq.row, 5, seq.seed) for seq in others]
-    assert (second.batch.sampled_from, second.samplers) == ([0, 0, 0], seqs)
+    assert (second.batch.counts, second.batch.sampled_from, second.samplers) == ([2], [1, 1, 1], seqs)
     world.scheduler.advance(second)
     assert [seq.num_computed_tokens for seq in seqs] == [5, 5, 5]
     world.scheduler.update(second, world.results.pop(id(second)))

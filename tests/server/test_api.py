@@ -6,6 +6,7 @@ import dataclasses
 import json
 import threading
 import time
+from collections import Counter
 
 import pytest
 from asgi import call
@@ -13,8 +14,11 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import SpanKind
 
 from nanopage import LLM, AsyncLLM, EngineArgs, SamplingParams
+from nanopage.metrics import Metrics
+from nanopage.outputs import StepStats
 from nanopage.server import middleware, protocol, streaming
 from nanopage.server.app import NOT_SERVED, ServerState, create_app
+from nanopage.server.metrics import ServerMetrics
 from nanopage.server.protocol import REFUSED
 from nanopage.server.tracing import Tracer
 
@@ -838,6 +842,22 @@ def test_an_engine_that_dies_ends_every_request_with_an_error(model):
     assert get(app, "/health").status == 503 and post(app, TEXT, {"prompt": "a"}).status == 503
     assert state.num_active == 0
     llm.shutdown()
+
+
+def test_metrics_count_accepted_drafts_at_each_position():
+    from prometheus_client.parser import text_string_to_metric_families
+
+    counted = Metrics("model", {}, num_speculative_tokens=3)
+    for accepted in (0, 2, 3, 1):
+        stats = StepStats()
+        stats.count_draft(3, accepted)
+        counted.add_step(stats)
+    page = ServerMetrics(lambda: counted.snapshot(0, 0), Counter(), lambda: 0).text().decode()
+    families = {f.name.removeprefix("vllm:spec_decode_"): f for f in text_string_to_metric_families(page)}
+    positions = families["num_accepted_tokens_per_pos"].samples
+    assert {sample.labels["position"]: sample.value for sample in positions} == {"0": 3, "1": 2, "2": 1}
+    totals = [families[name].samples[0].value for name in ("num_drafts", "num_draft_tokens", "num_accepted_tokens")]
+    assert totals == [4, 12, 6]
 
 
 def test_metrics_have_the_names_that_dashboards_look_for(app):

@@ -407,7 +407,8 @@ def test_logits_are_those_of_the_rows_that_are_sampled(model, directory, lengths
         batch = made.batch(dict(enumerate(lengths)))
         for new in batch.new:
             new.sampling = SamplingSettings()  # without prompt_logprobs
-        batch.sampled_from, batch.sampled_rows = sampled_from, list(range(len(sampled_from)))
+        last = [sum(lengths[: index + 1]) - 1 for index in sampled_from]
+        batch.sampled_from, batch.sampled_rows = last, list(range(len(sampled_from)))
         made.cache.move(batch)
         made.table.update(batch)
         with torch.inference_mode():

@@ -1,0 +1,458 @@
+"""Speculative decoding: drafts from a sequence's own tokens, what becomes of drafts in a step, and when they pay.
+
+`tests/test_fuzz.py` mixes drafts with everything else.
+"""
+
+import math
+import random
+
+import pytest
+import torch
+from helpers import VOCAB_SIZE, tiny_model
+
+from nanopage import EngineConfig, LLMEngine, SamplingParams
+from nanopage.build import build_engine
+from nanopage.config import SpeculativeConfig
+from nanopage.engine.schedule import Schedule
+from nanopage.engine.sequence import Sequence, SequenceGroup
+from nanopage.engine.speculation import (
+    FORGET_AFTER,
+    MOST_ROWS,
+    Acceptance,
+    NgramDrafter,
+    NgramIndex,
+    StepCosts,
+    rounded,
+)
+from nanopage.outputs import StepStats
+from nanopage.step import SamplingSettings
+
+PROMPT = [5, 6, 7, 8, 9, 10, 11]
+CONFIG = SpeculativeConfig("ngram", 4, 4, 2)
+
+
+# The index
+
+
+def found_slowly(token_ids: list[int], num_tokens: int, longest: int, shortest: int) -> list[int]:
+    for n in range(longest, shortest - 1, -1):
+        for start in range(len(token_ids) - n - 1, -1, -1):
+            if token_ids[start : start + n] == token_ids[-n:]:
+                text = list(token_ids)
+                for i in range(num_tokens):
+                    text.append(text[start + n + i])
+                return text[-num_tokens:]
+    return []
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_draft_is_what_followed_the_longest_n_gram_when_it_last_occurred(seed):
+    rng = random.Random(seed)
+    shortest = rng.randint(1, 3)
+    longest = rng.randint(shortest, 5)
+    index, token_ids, found = NgramIndex(longest, shortest), [], 0
+    for _ in range(120):
+        token_ids += [rng.randrange(4) for _ in range(rng.randint(1, 3))]
+        draft = index.draft(token_ids, 6)
+        assert draft == found_slowly(token_ids, 6, longest, shortest)
+        found += bool(draft)
+    assert found > 20
+
+
+def test_a_draft_goes_on_in_circles_where_the_text_does():
+    assert NgramIndex(3, 2).draft([1, 2, 3, 1, 2, 3, 1, 2], 7) == [3, 1, 2, 3, 1, 2, 3]
+    assert NgramIndex(3, 2).draft([9, 9, 9], 4) == [9, 9, 9, 9]
+
+
+def test_tokens_that_have_not_occurred_before_have_no_draft():
+    assert NgramIndex(4, 2).draft([1, 2, 3, 4, 5, 2], 3) == []
+    assert NgramIndex(4, 1).draft([1, 2, 3, 4, 5, 2], 3) == [3, 4, 5]
+    assert NgramIndex(4, 2).draft([], 3) == NgramIndex(4, 2).draft([1], 3) == []
+
+
+# When drafts pay
+
+
+def make_sequences(count: int, token_ids: list[int]) -> list[Sequence]:
+    seqs = [Sequence(number, token_ids, SamplingSettings()) for number in range(count)]
+    for seq in seqs:
+        SequenceGroup(str(seq.seq_id), [seq])
+    return seqs
+
+
+def drafter_with(costs: dict[int, float], num_rows: int = 1) -> NgramDrafter:
+    """costs: the seconds of a step by the number of draft tokens."""
+    drafter = NgramDrafter(CONFIG)
+    for num_drafted, seconds in costs.items():
+        for _ in range(3):
+            drafter.observe(StepStats(decode_tokens=num_rows + num_drafted, draft_tokens=num_drafted, seconds=seconds))
+    return drafter
+
+
+def propose(drafter: NgramDrafter, seqs: list[Sequence], most: int = 100) -> list[int]:
+    """The lengths of the drafts."""
+    drafts = drafter.propose(seqs, most, Schedule(sequences=seqs))
+    assert all(draft for draft in drafts.values())
+    return [len(drafts.get(seq, [])) for seq in seqs]
+
+
+LOOP = [1, 2, 3] * 4
+
+
+def test_nothing_is_drafted_before_steps_without_drafts_are_measured():
+    (seq,) = make_sequences(1, LOOP)
+    drafter = NgramDrafter(CONFIG)
+    for _ in range(2):
+        assert propose(drafter, [seq]) == [0]
+        drafter.observe(StepStats(decode_tokens=1, seconds=1.0))
+    assert propose(drafter, [seq]) == [4]
+
+
+def test_drafts_become_shorter_and_stop_as_they_are_refused_and_longer_as_they_are_accepted():
+    (seq,) = make_sequences(1, LOOP)
+    drafter = drafter_with({0: 1.0, 4: 1.4})
+    lengths = []
+    for _ in range(12):
+        lengths.append(propose(drafter, [seq])[0])
+        if lengths[-1]:
+            drafter.learn(seq, lengths[-1], 0)
+    assert lengths[0] > 0 and lengths[-1] == 0
+    assert lengths == sorted(lengths, reverse=True)
+    for _ in range(8):
+        drafter.learn(seq, 4, 4)
+    assert propose(drafter, [seq]) == [4]
+
+
+def test_a_sequence_whose_drafts_were_refused_is_tried_again_some_day():
+    (seq,) = make_sequences(1, LOOP)
+    drafter = drafter_with({0: 1.0, 1: 1.1, 4: 1.4})
+    assert propose(drafter, [seq]) != [0]
+    for _ in range(30):
+        drafter.learn(seq, 4, 0)
+    tries = []
+    for step in range(2000):
+        if step % 100 == 0:
+            for num_drafted, seconds in ((0, 1.0), (1, 1.1), (4, 1.4)):
+                for _ in range(3):
+                    drafter.costs.add(1, num_drafted, seconds)
+        if propose(drafter, [seq]) != [0]:
+            tries.append(step)
+            drafter.learn(seq, 1, 0)
+    assert 0 < len(tries) < 2000 * 0.03 / 0.1, "a try costs a tenth of a step"
+
+
+def test_drafts_that_cost_more_time_than_they_can_save_are_not_made():
+    (seq,) = make_sequences(1, LOOP)
+    drafter = drafter_with({0: 1.0, 1: 2.0, 2: 3.0, 4: 5.0})
+    assert propose(drafter, [seq]) == [0]
+    drafter.learn(seq, 4, 4)
+    assert propose(drafter, [seq]) == [0]
+
+
+def test_the_best_drafts_get_the_tokens():
+    good, bad = seqs = make_sequences(2, LOOP)
+    drafter = drafter_with({0: 1.0, 4: 1.05, 7: 1.08}, num_rows=2)
+    assert propose(drafter, seqs) == [4, 4]
+    for _ in range(10):
+        drafter.learn(good, 4, 4)
+        drafter.learn(bad, 4, 0)
+    lengths = propose(drafter, seqs, most=4)
+    assert lengths == [4, 0]
+
+
+def test_steps_with_chunks_of_prompts_or_many_sequences_have_no_drafts():
+    (seq,) = make_sequences(1, LOOP)
+    drafter = drafter_with({0: 1.0})
+    assert drafter.propose([seq], 9, Schedule(sequences=[seq], chunks=[(seq, 5)])) == {}
+    assert drafter.propose([seq], 9, Schedule(sequences=[seq])) != {}
+    many, costs = make_sequences(MOST_ROWS + 1, LOOP), {0: 1.0, 96: 1.1}
+    assert not any(propose(drafter_with(costs, MOST_ROWS + 1), many))
+    assert any(propose(drafter_with(costs, MOST_ROWS), many[1:]))
+
+
+def test_steps_with_prompt_tokens_or_swaps_are_not_measured():
+    drafter = NgramDrafter(CONFIG)
+    for stats in (StepStats(prefill_tokens=3), StepStats(swapped_in=1), StepStats(swapped_out=1)):
+        stats.decode_tokens, stats.seconds = 1, 1.0
+        drafter.observe(stats)
+    drafter.observe(StepStats(seconds=1.0))  # nothing ran
+    assert drafter.costs.measured == {}
+
+
+def test_times_between_those_that_are_measured_are_interpolated():
+    costs = StepCosts()
+    assert costs.estimate(1, 0) is None
+    for _ in range(3):
+        costs.add(1, 0, 1.0)
+    assert costs.estimate(1, 0) == 1.0 and costs.estimate(2, 0) is None
+    assert 1.0 < costs.estimate(1, 6) < 1.5, "a guess"
+    costs.add(1, 4, 3.0)
+    assert [costs.estimate(1, n) for n in (1, 2, 4, 6)] == [1.5, 2.0, 3.0, 4.0]
+
+
+def test_times_follow_the_machine_and_are_forgotten():
+    costs = StepCosts()
+    for _ in range(20):
+        costs.add(1, 0, 1.0)
+    costs.add(1, 0, 100.0)
+    assert costs.estimate(1, 0) <= 1.2, "one interruption"
+    for _ in range(30):
+        costs.add(1, 0, 1.5)
+    assert costs.estimate(1, 0) == pytest.approx(1.5, rel=0.01)
+    for _ in range(FORGET_AFTER):
+        costs.add(2, 0, 1.0)
+    assert costs.estimate(1, 0) is not None
+    costs.add(2, 0, 1.0)
+    assert costs.estimate(1, 0) is None
+
+
+def test_numbers_of_tokens_are_rounded_to_three_digits():
+    assert [rounded(n) for n in (0, 1, 7, 8, 9, 10, 17, 31, 100)] == [0, 1, 7, 8, 8, 10, 16, 28, 96]
+
+
+def test_the_share_of_accepted_tokens():
+    acceptance = Acceptance()
+    assert acceptance.share(0.6) == 0.6
+    acceptance.add(4, 4, 0.9)
+    acceptance.add(4, 1, 0.9)
+    assert (acceptance.accepted, acceptance.tried) == (pytest.approx(4.6), pytest.approx(5.6))
+    assert acceptance.share(0.6) == pytest.approx(5.2 / 6.6)
+
+
+# Drafts in an engine
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return tiny_model(tmp_path_factory.mktemp("speculation"))
+
+
+def make_engine(model, **options) -> LLMEngine:
+    options = {"max_model_len": 64, "block_size": 4, "num_gpu_blocks_override": 32} | options
+    return build_engine(EngineConfig(model=str(model), dtype="float64", device="cpu", enforce_eager=True, **options))
+
+
+class Told:
+    """Drafts what a text has at the same positions.
+
+    Args: text: token ids, those of the prompt first. most: tokens of a draft.
+    """
+
+    def __init__(self, text: list[int], most: int):
+        self.text, self.most = text, most
+        self.learned: list[tuple[int, int]] = []
+
+    def propose(self, decodes, most, schedule):
+        return {seq: self.text[len(seq.token_ids) :][: self.most] for seq in decodes}
+
+    def learn(self, seq, num_drafted, num_accepted):
+        self.learned.append((num_drafted, num_accepted))
+
+    def observe(self, stats):
+        self.last_step = stats
+
+
+def run(engine: LLMEngine, params: SamplingParams, prompt=PROMPT, told: Told | None = None):
+    """The output of a request, and the statistics of its steps."""
+    engine.scheduler.drafter = told
+    engine.add_request("0", {"prompt_token_ids": prompt}, params)
+    steps = []
+    while engine.has_unfinished_requests():
+        outputs = engine.step()
+        steps.append(engine.last_step)
+        engine.scheduler.block_manager.check_invariants()
+    (output,) = outputs
+    return output, steps
+
+
+def params_of(max_tokens=20, **options) -> SamplingParams:
+    return SamplingParams(**{"temperature": 0.0, "max_tokens": max_tokens, "ignore_eos": True} | options)
+
+
+OPTIONS = [
+    {},
+    {"temperature": 1.0, "seed": 3},
+    {"temperature": 1.5, "seed": 4, "top_k": 20, "top_p": 0.9, "min_p": 0.01},
+    {"repetition_penalty": 1.3},
+    {"temperature": 1.0, "seed": 5, "logit_bias": {7: 3.0}, "min_tokens": 8, "ignore_eos": False},
+    {"allowed_token_ids": list(range(20, 90))},
+    {"bad_words": ["a", "the", "b c"], "temperature": 2.0, "seed": 6},
+    {"prompt_logprobs": 1},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(options) or "greedy")
+def test_right_drafts_save_steps_and_wrong_ones_change_nothing(model, options):
+    engine, params = make_engine(model), params_of(**options)
+    expected, plain = run(engine, params)
+    answer = expected.outputs[0].token_ids
+    output, steps = run(engine, params, told=Told(PROMPT + answer, 4))
+    assert output.outputs[0].token_ids == answer and output.outputs[0].text == expected.outputs[0].text
+    # The prompt's step yields one token, and each later one five.
+    assert len(steps) == 1 + math.ceil((len(answer) - 1) / 5) < len(plain)
+    wrong = [(token_id + 1) % VOCAB_SIZE if i % 3 == 2 else token_id for i, token_id in enumerate(answer)]
+    told = Told(PROMPT + wrong, 4)
+    output, steps = run(engine, params, told=told)
+    assert output.outputs[0].token_ids == answer
+    assert {accepted for _, accepted in told.learned} <= {0, 1, 2} and len(told.learned) > 2
+    rng = random.Random(0)
+    output, steps = run(engine, params, told=Told([rng.randrange(VOCAB_SIZE) for _ in range(60)], 4))
+    assert output.outputs[0].token_ids == answer
+
+
+@pytest.mark.parametrize("options", [{"logprobs": 1}, {"presence_penalty": 0.5}, {"frequency_penalty": 0.5}], ids=str)
+def test_log_probabilities_and_counting_penalties_exclude_drafts(model, options):
+    engine, params = make_engine(model), params_of(**options)
+    expected, _ = run(engine, params)
+    output, steps = run(engine, params, told=Told(PROMPT + expected.outputs[0].token_ids, 4))
+    assert output.outputs[0].token_ids == expected.outputs[0].token_ids
+    assert sum(stats.draft_tokens for stats in steps) == 0
+
+
+def test_a_stop_token_within_a_draft_ends_the_sequence_there(model):
+    engine = make_engine(model)
+    answer = run(engine, params_of(temperature=1.0, seed=1))[0].outputs[0].token_ids
+    stop = answer[7]
+    assert stop not in answer[:7]
+    params = params_of(temperature=1.0, seed=1, stop_token_ids=[stop])
+    output, _ = run(engine, params, told=Told(PROMPT + answer, 9))
+    (completion,) = output.outputs
+    assert (completion.token_ids, completion.finish_reason, completion.stop_reason) == (answer[:8], "stop", stop)
+    assert engine.scheduler.block_manager.num_free_blocks == 32
+
+
+@pytest.mark.parametrize("max_tokens", [2, 5, 6, 19])
+def test_drafts_end_at_the_length_limit(model, max_tokens):
+    engine = make_engine(model)
+    answer = run(engine, params_of())[0].outputs[0].token_ids
+    output, steps = run(engine, params_of(max_tokens), told=Told(PROMPT + answer, 50))
+    assert output.outputs[0].token_ids == answer[:max_tokens] and output.outputs[0].finish_reason == "length"
+    assert len(steps) == 2 and steps[1].draft_tokens == max_tokens - 2
+
+
+def test_a_step_samples_no_more_tokens_than_there_may_be_sequences_or_sixteen(model):
+    answer = run(make_engine(model), params_of(40))[0].outputs[0].token_ids
+    for max_num_seqs, most in ((1, 16), (20, 20)):
+        engine = make_engine(model, max_num_seqs=max_num_seqs)
+        output, steps = run(engine, params_of(40), told=Told(PROMPT + answer, 50))
+        assert output.outputs[0].token_ids == answer and max(stats.decode_tokens for stats in steps) == most
+
+
+@pytest.mark.parametrize("kind", ["stream", "final"])
+def test_a_stop_string_within_a_draft_ends_the_sequence_there(model, kind):
+    """Even if a later token of the same step has ended the sequence by its length."""
+    engine = make_engine(model)
+    sampling = {"temperature": 1.0, "seed": 8, "allowed_token_ids": list(range(40, 60))}
+    expected = run(engine, params_of(12, **sampling))[0].outputs[0]
+    stop = expected.text[4:6]
+    params = params_of(12, **sampling, stop=[stop])
+    alone = run(engine, params)[0].outputs[0]
+    assert len(alone.token_ids) < 12 and alone.stop_reason == stop
+    completion = run(engine, params, told=Told(PROMPT + expected.token_ids, 11))[0].outputs[0]
+    assert (completion.token_ids, completion.text) == (alone.token_ids, alone.text)
+    assert (completion.finish_reason, completion.stop_reason) == ("stop", stop)
+
+
+def test_a_draft_that_makes_logits_infinite_changes_nothing(model):
+    """K and V of a token that are not finite change the attention of the tokens before it: 0 * NaN is NaN."""
+    engine = make_engine(model)
+    answer = run(engine, params_of())[0].outputs[0].token_ids
+    poison = next(token_id for token_id in range(20, VOCAB_SIZE) if token_id not in answer)
+    embedding = engine.executor.worker.model.embed_tokens
+    embedding.weight = torch.nn.Parameter(embedding.weight.detach().clone(), requires_grad=False)  # not the head's
+    embedding.weight[poison] = torch.nan
+    text = PROMPT + answer[:6] + [poison] * 20
+    output, steps = run(engine, params_of(), told=Told(text, 4))
+    assert output.error is None and output.outputs[0].token_ids == answer
+    assert [stats.num_drafts for stats in steps if stats.num_drafts] == [1, 1], "then none for this sequence"
+
+
+def test_drafts_take_only_blocks_and_tokens_that_are_free(model):
+    """Two sequences of 8 tokens fill the pool but for one block."""
+    prompts = [PROMPT, [20, 21, 22, 23, 24, 25, 26]]
+    params = params_of(9)
+    engine = make_engine(model)
+    answers = [run(engine, params, prompt)[0].outputs[0].token_ids for prompt in prompts]
+    engine = make_engine(model, num_gpu_blocks_override=8, max_model_len=32, max_num_batched_tokens=14)
+    texts = {tuple(prompt): prompt + answer + [1] * 30 for prompt, answer in zip(prompts, answers, strict=True)}
+
+    class Both(Told):
+        def propose(self, decodes, most, schedule):
+            assert most <= 14 - len(schedule.sequences)
+            return {seq: texts[tuple(seq.token_ids[:7])][len(seq.token_ids) :] for seq in decodes}
+
+    engine.scheduler.drafter = Both([], 0)
+    for number, prompt in enumerate(prompts):
+        engine.add_request(str(number), {"prompt_token_ids": prompt}, params)
+    finished = {}
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            finished[int(output.request_id)] = output.outputs[0].token_ids
+        stats = engine.last_step
+        assert stats.preempted == 0 and stats.prefill_tokens + stats.decode_tokens <= 14
+        manager, running = engine.scheduler.block_manager, engine.scheduler.running
+        held = {seq.seq_id: len(manager.block_tables[seq.seq_id]) for group in running for seq in group.live}
+        needed = {seq.seq_id: -(-seq.num_tokens // 4) for group in running for seq in group.live}
+        assert held == needed, "blocks of refused drafts are given back"
+    assert [finished[0], finished[1]] == answers
+
+
+def test_only_accepted_tokens_are_found_in_the_prefix_cache(model):
+    engine = make_engine(model)
+    answer = run(engine, params_of())[0].outputs[0].token_ids
+    text = PROMPT + answer[:4] + [(token_id + 1) % VOCAB_SIZE for token_id in answer[4:]]
+    fresh = make_engine(model)
+    run(fresh, params_of(), told=Told(text, 10))
+    manager = fresh.scheduler.block_manager
+    assert len(manager.lookup(PROMPT + answer)) == (len(PROMPT) + len(answer) - 1) // 4
+    assert len(manager.lookup([*text, 0])) == (len(PROMPT) + 4) // 4
+
+
+def test_a_step_counts_its_drafts(model):
+    engine = make_engine(model)
+    answer = run(engine, params_of())[0].outputs[0].token_ids
+    text = PROMPT + answer[:4] + [(answer[4] + 1) % VOCAB_SIZE] + answer[5:]
+    told = Told(text, 5)
+    _, steps = run(engine, params_of(), told=told)
+    first = steps[1]
+    assert (first.num_drafts, first.draft_tokens, first.accepted_tokens) == (1, 5, [1, 1, 1])
+    assert (first.decode_tokens, first.output_tokens, told.learned[0]) == (6, 4, (5, 3))
+    assert told.last_step is steps[-1], "a drafter sees the statistics of every step"
+    assert sum(stats.output_tokens for stats in steps) == 20
+
+
+def test_an_engine_with_drafts_from_its_own_tokens_says_the_same(model):
+    """With times as measured, so how many tokens are drafted depends on the machine."""
+    prompts = [LOOP * 2, PROMPT * 3, [3, 3, 3, 3]]
+    outputs = []
+    for config in (None, {"method": "ngram", "num_speculative_tokens": 6, "prompt_lookup_min": 1}):
+        engine = make_engine(model, speculative_config=config)
+        assert engine.async_scheduling is False
+        for number, prompt in enumerate(prompts):
+            params = params_of(30, temperature=number / 4, seed=number)
+            engine.add_request(str(number), {"prompt_token_ids": prompt}, params)
+        finished = {}
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                finished[output.request_id] = output.outputs[0].token_ids
+        outputs.append(finished)
+    assert outputs[0] == outputs[1]
+
+
+def test_drafts_are_made_where_they_cost_nothing(model):
+    """A sequence of one token repeats itself. Steps are said to be equally long whatever they do."""
+    engine = make_engine(model, speculative_config={"method": "ngram", "num_speculative_tokens": 6})
+    drafter = engine.scheduler.drafter
+    observe = drafter.observe
+
+    def as_if_equally_long(stats):
+        stats.seconds = 1.0
+        observe(stats)
+
+    drafter.observe = as_if_equally_long
+    engine.add_request("0", {"prompt_token_ids": PROMPT * 4}, params_of(30, allowed_token_ids=[20]))
+    steps = []
+    while engine.has_unfinished_requests():
+        engine.step()
+        steps.append(engine.last_step)
+    assert sum(sum(stats.accepted_tokens) for stats in steps) > 10 and len(steps) < 20
