@@ -41,3 +41,14 @@ def test_a_gpu_unpacks_the_same_bits(num_masks, seed):
 def test_a_mask_that_is_too_short_is_refused():
     with pytest.raises(ValueError, match="masks of 4 bytes for a vocabulary of 33 tokens"):
         apply_masks(torch.zeros(1, 33), {0: bytes(4)})
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [[0, 1, 2], [2, 0]])
+def test_masks_on_a_gpu_are_those_on_a_cpu(rows):
+    masks = {row: np.random.default_rng(row).bytes(128) for row in rows}
+    logits = torch.randn(3, 1000)
+    expected, changed = logits.clone(), logits.cuda()
+    apply_masks(expected, masks)
+    apply_masks(changed, masks)
+    assert torch.equal(changed.cpu(), expected)

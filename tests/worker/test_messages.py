@@ -135,12 +135,15 @@ A_BATCH = Batch(
     counts=[2],
     sampled_from=[0],
     sampled_rows=[0],
+    masks={0: b"\x01\xff"},
 )
 
 
 @pytest.mark.parametrize(
     ("where", "wrong"),
     [
+        (["masks"], [1]),
+        (["masks", 0], "text"),
         (["rows"], 3),
         (["rows"], None),
         (["rows", 0], "0"),
