@@ -38,6 +38,10 @@ RULES = {
         "nanopage.layers",
     ),
     # Features plug in elsewhere.
+    "nanopage/engine/scheduler.py": ("nanopage.engine.speculation",),
+    "nanopage/engine/schedule.py": ("nanopage.engine.speculation",),
+    "nanopage/engine/drafts.py": ("nanopage.engine.speculation",),
+    "nanopage/engine/block_manager.py": ("nanopage.engine.speculation",),
     "nanopage/worker/model_runner.py": ("nanopage.layers.tiled", "nanopage.worker.aot", "nanopage.worker.cuda_graphs"),
     "nanopage/worker/eager.py": ("nanopage.layers.tiled", "nanopage.worker.aot", "nanopage.worker.cuda_graphs"),
 }
