@@ -39,10 +39,11 @@ RULES = {
         "nanopage.layers",
     ),
     # Features plug in elsewhere.
-    "nanopage/engine/scheduler.py": ("nanopage.structured",),
-    "nanopage/engine/schedule.py": ("nanopage.structured",),
-    "nanopage/engine/sequence.py": ("nanopage.structured",),
-    "nanopage/engine/block_manager.py": ("nanopage.structured",),
+    "nanopage/engine/scheduler.py": ("nanopage.structured", "nanopage.engine.speculation"),
+    "nanopage/engine/schedule.py": ("nanopage.structured", "nanopage.engine.speculation"),
+    "nanopage/engine/sequence.py": ("nanopage.structured", "nanopage.engine.speculation"),
+    "nanopage/engine/drafts.py": ("nanopage.structured", "nanopage.engine.speculation"),
+    "nanopage/engine/block_manager.py": ("nanopage.structured", "nanopage.engine.speculation"),
     "nanopage/worker/model_runner.py": ("nanopage.layers.tiled", "nanopage.worker.aot", "nanopage.worker.cuda_graphs"),
     "nanopage/worker/eager.py": ("nanopage.layers.tiled", "nanopage.worker.aot", "nanopage.worker.cuda_graphs"),
 }

@@ -43,6 +43,7 @@ from nanopage.worker import aot, aot_compile
 from nanopage.worker.aot_chain import Library
 from nanopage.worker.eager import prepare, reference_attention
 from nanopage.worker.kv_cache import KVCache
+from nanopage.worker.model_runner import sampled_positions
 from nanopage.worker.sequence_table import SequenceTable
 
 ROOT = Path(__file__).parents[2]
@@ -420,6 +421,27 @@ def test_logits_are_those_of_the_rows_that_are_sampled(model, directory, lengths
         return
     assert len(eager.logits) == len(sampled_from)
     assert_all_close([compiled.logits], [eager.logits])
+
+
+def test_logits_behind_each_token_of_a_draft(model, directory):
+    """Beside a decode and a chunk that sample once, or not at all."""
+    outputs, lengths = [], [1, 6, 4]
+    for compiled in (False, True):
+        made = paged(model, compiled)
+        made.restart(random_tokens(lengths))
+        batch = made.batch(dict(enumerate(lengths)))
+        for new in batch.new:
+            new.sampling = SamplingSettings()
+        made.cache.move(batch)
+        made.table.update(batch)
+        for sampled_from, rows in (([0, 7, 8, 9, 10], [0, 2, 2, 2, 2]), (list(range(11)), [0] + [1] * 6 + [2] * 4)):
+            batch.sampled_from, batch.sampled_rows = sampled_from, rows
+            with torch.inference_mode():
+                outputs.append(made.way.run(batch).logits.clone())
+            assert sampled_positions(batch).tolist() == [1, *([] if len(rows) == 5 else range(1, 7)), 1, 2, 3, 4]
+    some, every, compiled_some, compiled_every = outputs
+    assert_all_close([compiled_some, compiled_every], [some, every])
+    assert_all_close([some], [every[[0, 7, 8, 9, 10]]])
 
 
 def test_a_prompt_in_chunks_of_which_most_sample_nothing(model, directory):
