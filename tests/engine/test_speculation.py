@@ -10,7 +10,7 @@ import pytest
 import torch
 from helpers import VOCAB_SIZE, tiny_model
 
-from nanopage import EngineConfig, LLMEngine, SamplingParams
+from nanopage import EngineConfig, LLMEngine, SamplingParams, StructuredOutputsParams
 from nanopage.build import build_engine
 from nanopage.config import SpeculativeConfig
 from nanopage.engine.schedule import Schedule
@@ -307,6 +307,23 @@ def test_log_probabilities_and_counting_penalties_exclude_drafts(model, options)
     output, steps = run(engine, params, told=Told(PROMPT + expected.outputs[0].token_ids, 4))
     assert output.outputs[0].token_ids == expected.outputs[0].token_ids
     assert sum(stats.draft_tokens for stats in steps) == 0
+
+
+def test_sequences_with_masks_have_no_drafts_and_keep_their_masks_beside_others_that_have(model):
+    """Rows with drafts move to the end of a batch, from between the rows with masks."""
+    engine = make_engine(model)
+    masked = params_of(structured_outputs=StructuredOutputsParams(regex="[a-m]{9}"), ignore_eos=False)
+    plain = params_of(temperature=1.0, seed=3)
+    order = [plain, masked, plain, masked]
+    alone = [run(engine, params)[0].outputs[0].token_ids for params in order]
+    engine.scheduler.drafter = told = Told(PROMPT + alone[0], 4)
+    for number, params in enumerate(order):
+        engine.add_request(str(number), {"prompt_token_ids": PROMPT}, params)
+    found = {}
+    while engine.has_unfinished_requests():
+        found |= {output.request_id: output.outputs[0].token_ids for output in engine.step()}
+    assert [found[str(number)] for number in range(len(order))] == alone
+    assert len(told.learned) >= 8 and all(drafted == accepted for drafted, accepted in told.learned)
 
 
 def test_a_stop_token_within_a_draft_ends_the_sequence_there(model):
