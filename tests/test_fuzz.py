@@ -346,11 +346,12 @@ def fail_at_times(engine: LLMEngine, rng: random.Random) -> None:
 
 
 class Guesser:
-    """Drafts good, bad and random tokens for the requests of a world, good ones beyond the end as well."""
+    """Drafts good, bad and random tokens for the requests of a world, good ones also beyond a stop string."""
 
     def __init__(self, oracle: LLMEngine, plans: list[Planned], max_model_len: int, rng: random.Random):
         self.oracle, self.max_model_len, self.rng = oracle, max_model_len, rng
         self.by_id = {plan.request_id: plan for plan in plans}
+        self.longer: dict[str, Planned] = {}  # the same requests without stop strings
 
     def propose(self, decodes, most, schedule):
         return {seq: draft for seq in decodes if (draft := self.guess(seq))}
@@ -359,7 +360,10 @@ class Guesser:
         rng, kind = self.rng, self.rng.choice(["good", "good", "bad", "random", "none"])
         if kind == "none":
             return []
-        answers = completions_alone(self.oracle, self.by_id[seq.group.request_id], self.max_model_len)
+        plan = self.by_id[seq.group.request_id]
+        if plan.request_id not in self.longer:
+            self.longer[plan.request_id] = replace(plan, params=replace(plan.params, stop=[]), answers={})
+        answers = completions_alone(self.oracle, self.longer[plan.request_id], self.max_model_len)
         answer, known = answers[seq.group.seqs.index(seq)].outputs[0].token_ids, seq.output_token_ids
         assert known == answer[: len(known)]
         draft = answer[len(known) :] if kind != "random" else []
