@@ -39,7 +39,7 @@ class ThroughBytes:
         from nanopage.worker import messages
 
         started = time.perf_counter()
-        data = messages.encode(messages.Run(batch))
+        data = messages.encode(messages.Run(0, batch))
         message = messages.decode_to_worker(data)
         assert isinstance(message, messages.Run)
         self.seconds, self.num_bytes = self.seconds + time.perf_counter() - started, len(data)
@@ -50,7 +50,7 @@ class ThroughBytes:
 
         result = self.executor.result()
         started = time.perf_counter()
-        message = messages.decode_from_worker(messages.encode(messages.Result(result)))
+        message = messages.decode_from_worker(messages.encode(messages.Result(0, result)))
         self.seconds += time.perf_counter() - started
         assert isinstance(message, messages.Result)
         return message.result

@@ -109,6 +109,9 @@ class SimulatedExecutor:
     def rest(self) -> None:
         """There is no other work."""
 
+    def check(self) -> None:
+        """There is no worker that could end."""
+
     def compile(self, on_progress: Any = None) -> None:
         """There is nothing to compile."""
 

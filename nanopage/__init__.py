@@ -21,6 +21,7 @@ _HOME = {
     "TokensPrompt": "inputs",
     "SamplingParams": "params",
     "BeamSearchParams": "params",
+    "StructuredOutputsParams": "params",
     "RequestOutput": "outputs",
     "CompletionOutput": "outputs",
 }
@@ -34,6 +35,7 @@ __all__ = [
     "LLMEngine",
     "RequestOutput",
     "SamplingParams",
+    "StructuredOutputsParams",
     "TextPrompt",
     "TokensPrompt",
 ]

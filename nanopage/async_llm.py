@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("nanopage")
 
+CHECK_SECONDS = 1.0  # between looks at the workers while no request is there
 MAX_FAILURES = 3  # after so many calls of `LLMEngine.step` in a row that raise, the engine is dead
 
 
@@ -333,8 +334,9 @@ class AsyncLLM:
         with self._changed:
             while not (self._stopping or self._mail or self.engine.has_unfinished_requests()):
                 self._idle = True
-                self._changed.wait()
+                self._changed.wait(CHECK_SECONDS)
                 self._idle, self._last_progress = False, time.monotonic()
+                self.engine.check_workers()
             if self._stopping:
                 return False
             mail, self._mail = self._mail, []

@@ -1,11 +1,11 @@
-"""What a user asks for: SamplingParams and BeamSearchParams. Names, defaults and meanings are vLLM's, except where
-docs/vllm.md says otherwise."""
+"""What a user asks for: SamplingParams, StructuredOutputsParams and BeamSearchParams. Names, defaults and meanings are
+vLLM's, except where docs/vllm.md says otherwise."""
 
 import copy
 from dataclasses import KW_ONLY, dataclass
 from enum import Enum
 
-from nanopage.vllm_options import BEAM_SEARCH, SAMPLING, accepts_options
+from nanopage.vllm_options import BEAM_SEARCH, SAMPLING, STRUCTURED_OUTPUTS, accepts_options
 
 MAX_STOP_CHARS = 16_384  # of all stop strings of a request: their trie takes some 250 bytes a character
 MAX_LOGPROBS = 20  # vLLM's default `max_logprobs`: bounds the top-k that SamplingParams can ask for
@@ -18,6 +18,62 @@ class RequestOutputKind(Enum):
     FINAL_ONLY = 2
 
 
+GRAMMARS = ("json", "regex", "choice", "grammar", "json_object")
+
+
+@accepts_options(STRUCTURED_OUTPUTS)
+@dataclass
+class StructuredOutputsParams:
+    """What the text of an output must be. Needs the extra "structured". Exactly one of the first five is given.
+
+    Args:
+        json: a value of this JSON schema: a dict, or JSON in a string.
+        regex: a text that matches this regular expression as a whole. The syntax is that of Rust's regex crate, which
+            has no look-around and no back-references.
+        choice: one of these texts.
+        grammar: a text of this context-free grammar, in Lark's syntax or llama.cpp's (GBNF).
+        json_object: True: a JSON object.
+        disable_any_whitespace: JSON without any white space between its tokens. Otherwise, there are at most 40
+            characters of it at a time.
+
+    Raises:
+        ValueError, TypeError: none or several of the five, a value of the wrong type, or an option that does not exist.
+    """
+
+    json: str | dict | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    _: KW_ONLY
+    disable_any_whitespace: bool = False
+
+    def __post_init__(self):
+        given = self._given()
+        if len(given) != 1:
+            raise ValueError(
+                f"structured_outputs must have one of {', '.join(GRAMMARS)}, and has {' and '.join(given) or 'none'}"
+            )
+        if self.choice is not None:
+            self.choice = _list_of("structured_outputs.choice", self.choice, str)
+            if not self.choice or not all(self.choice):
+                raise ValueError("structured_outputs.choice must not be empty, nor contain an empty string")
+        for name, kinds in (("json", str | dict), ("regex", str), ("grammar", str), ("json_object", bool)):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, kinds):
+                raise TypeError(f"structured_outputs.{name} is of type {type(value).__name__}")
+        if not isinstance(self.disable_any_whitespace, bool):
+            raise TypeError("structured_outputs.disable_any_whitespace must be True or False")
+
+    @property
+    def kind(self) -> str:
+        """Which of the five is given."""
+        return self._given()[0]
+
+    def _given(self) -> list[str]:
+        return [name for name in GRAMMARS if getattr(self, name) is not None and getattr(self, name) is not False]
+
+
 @accepts_options(SAMPLING)
 @dataclass
 class SamplingParams:
@@ -25,7 +81,7 @@ class SamplingParams:
     docs/vllm.md says otherwise.
 
     The parameters up to `prompt_logprobs` can be given by position, in vLLM's order. Options of vLLM that change
-    nothing, such as structured_outputs=None, are accepted (see vllm_options.py).
+    nothing, such as extra_args=None, are accepted (see vllm_options.py).
 
     Args:
         n: completions per prompt, each with a seed of its own; the prompt is computed once and its blocks shared.
@@ -58,6 +114,8 @@ class SamplingParams:
         logprobs: also return the log-probabilities of the sampled token and of this many top tokens, up to 20.
             They are the model's own, before penalties, temperature and truncation.
         prompt_logprobs: the same for each prompt token but the first.
+        structured_outputs: what the text must be, such as a value of a JSON schema. Where it is complete, only
+            end-of-sequence tokens and `stop_token_ids` are allowed. A text that another limit ends is not complete.
         output_kind: when outputs are made. `LLM.generate` and `LLM.chat` always use FINAL_ONLY.
 
     Raises:
@@ -88,6 +146,7 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     detokenize: bool = True
+    structured_outputs: StructuredOutputsParams | None = None
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
 
     def __post_init__(self):
@@ -152,6 +211,13 @@ class SamplingParams:
                 raise TypeError(f"{name} must be True or False, not {getattr(self, name)!r}")
         if self.stop and not self.detokenize:
             raise ValueError("stop strings need detokenize=True")
+        if self.structured_outputs is not None:
+            if not isinstance(self.structured_outputs, StructuredOutputsParams):
+                raise TypeError(
+                    f"structured_outputs must be StructuredOutputsParams, not {type(self.structured_outputs).__name__}"
+                )
+            if self.ignore_eos:
+                raise ValueError("ignore_eos=True and structured_outputs exclude each other: a complete text must end")
         if not isinstance(self.output_kind, RequestOutputKind):
             raise TypeError(f"output_kind must be a RequestOutputKind, not {self.output_kind!r}")
 

@@ -1,5 +1,5 @@
 """The parameters of requests, where vLLM's scripts import them from."""
 
-from nanopage.params import BeamSearchParams, RequestOutputKind, SamplingParams
+from nanopage.params import BeamSearchParams, RequestOutputKind, SamplingParams, StructuredOutputsParams
 
-__all__ = ["BeamSearchParams", "RequestOutputKind", "SamplingParams"]
+__all__ = ["BeamSearchParams", "RequestOutputKind", "SamplingParams", "StructuredOutputsParams"]

@@ -90,6 +90,8 @@ class Batch:
                          of the step: first those of `rows[0]`, then those of `rows[1]`, and so on
     sampled_rows         for each of `sampled_from`, the row that gets the token, behind the token it is sampled from:
                          the row of that token, or a row just forked from it
+    masks                index in `sampled_rows` -> the tokens that the row may get, as bits: token i is bit i % 8 of
+                         byte i // 8. Other rows may get any token
 
     For example, `rows` are [3, 7, 5], and `counts` are [1, 6, 4]. Row 3 is a decode. Row 7 computes the prompt of a
     request with n=2, whose second completion has row 8. Row 5 is a decode with a draft of 3 tokens: a token is sampled
@@ -112,6 +114,7 @@ class Batch:
     counts: list[int] = field(default_factory=list)
     sampled_from: list[int] = field(default_factory=list)
     sampled_rows: list[int] = field(default_factory=list)
+    masks: dict[int, bytes] = field(default_factory=dict)
 
     @property
     def num_tokens(self) -> int:
@@ -197,6 +200,9 @@ class Executor(Protocol):
 
     def rest(self) -> None:
         """No request is left: there is time for other work, in the background."""
+
+    def check(self) -> None:
+        """Raises: WorkerDiedError if a worker has ended since the last step."""
 
     def compile(self, on_progress: Callable[[int, int], None] | None = None) -> None:
         """Compile what can be compiled, and wait for it.

@@ -52,8 +52,7 @@ DEFAULT_IF_NONE = ("seed", "max_num_seqs", "max_num_batched_tokens", "block_size
 DTYPES = {"half": "float16", "float": "float32"}  # vLLM's other names
 
 SAMPLING: Neutral = {
-    "structured_outputs": ((None,), "there are no structured outputs"),
-    "guided_decoding": ((None,), "there are no structured outputs"),
+    "guided_decoding": ((None,), "its name is structured_outputs"),
     "logits_processors": ((None, []), "logits are changed by the parameters alone"),
     "spaces_between_special_tokens": ((True,), "the text has the spaces that the tokenizer decodes"),
     "truncate_prompt_tokens": ((None,), "prompts are never shortened"),
@@ -61,7 +60,14 @@ SAMPLING: Neutral = {
     "logprob_token_ids": ((None,), "logprobs are those of the likeliest tokens"),
     "extra_args": ((None, {}), "nothing reads them"),
 }
+STRUCTURED_OUTPUTS: Neutral = {
+    "disable_fallback": (ANY, "there is one backend"),
+    "disable_additional_properties": ((False,), "say additionalProperties in the schema"),
+    "whitespace_pattern": ((None,), "JSON has any white space, or none with disable_any_whitespace"),
+    "structural_tag": ((None,), "there are no structural tags"),
+}
 BEAM_SEARCH: Neutral = {
+    "structured_outputs": ((None,), "a beam search (BeamSearchParams) has no structured outputs"),
     "temperature": ((0, 0.0), "beams are ranked by the model's own probabilities"),
     "ignore_eos": ((False,), "an end-of-sequence token completes a beam"),
     "include_stop_str_in_output": ((False,), "beams have no stop strings"),

@@ -163,7 +163,7 @@ class BytesExecutor(ThroughBytes):
     """Also asserts that each Batch is the same after its journey as bytes."""
 
     def submit(self, batch):
-        assert messages.decode_to_worker(messages.encode(messages.Run(batch))).batch == batch
+        assert messages.decode_to_worker(messages.encode(messages.Run(0, batch))).batch == batch
         super().submit(batch)
 
 

@@ -15,6 +15,7 @@ continuation, the same with a wrong token, and random tokens.
 
 import os
 import random
+import re
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -23,7 +24,7 @@ import pytest
 import torch
 from helpers import LONG, BytesExecutor, ForkedLink, tiny_model
 
-from nanopage import BeamSearchParams, EngineConfig, LLMEngine, RequestOutput, SamplingParams
+from nanopage import BeamSearchParams, EngineConfig, LLMEngine, RequestOutput, SamplingParams, StructuredOutputsParams
 from nanopage.build import build_engine
 from nanopage.engine.beam_search import Beam, BeamSearch
 from nanopage.engine.input_processor import branch_seed
@@ -44,6 +45,20 @@ WORLDS = int(os.environ.get("NANOPAGE_FUZZ_WORLDS", "50"))
 TRITON_WORLDS = int(os.environ.get("NANOPAGE_FUZZ_TRITON_WORLDS", "2"))
 SEED = int(os.environ.get("NANOPAGE_FUZZ_SEED", "0"))
 MAX_LEN = 64
+CONSTRAINTS = {  # what an output is held to, by an expression that it matches once it is complete
+    "([a-z]{1,3} )*[0-9]?": {"regex": "([a-z]{1,3} )*[0-9]?"},
+    "the cat|the dog|there": {"choice": ["the cat", "the dog", "there"]},
+    "[xy()]*z": {"grammar": 'start: s* "z"\ns: "x" | "y" | "(" s* ")"'},
+    r'\{"a":-?[0-9]+(,"b":(true|false|null))?\}': {
+        "json": {
+            "type": "object",
+            "properties": {"a": {"type": "integer"}, "b": {"enum": [True, False, None]}},
+            "required": ["a"],
+            "additionalProperties": False,
+        },
+        "disable_any_whitespace": True,
+    },
+}
 
 happened: Counter[str] = Counter()
 
@@ -153,6 +168,10 @@ def draw_params(rng: random.Random, vocab_size: int) -> SamplingParams:
             options["n"], options["best_of"] = rng.randint(1, options["n"]), options["n"]
     if rng.random() < 0.3:
         options["min_tokens"] = rng.randint(0, options["max_tokens"] or 6)
+    if rng.random() < 0.25:
+        options["structured_outputs"] = StructuredOutputsParams(**rng.choice([*CONSTRAINTS.values()]))
+        for name in ("allowed_token_ids", "bad_words", "min_tokens", "ignore_eos"):  # they could leave no token
+            options.pop(name, None)
     return SamplingParams(**options)
 
 
@@ -514,7 +533,20 @@ def check_search(oracle: LLMEngine, plan: Planned, max_model_len: int) -> None:
         assert completion.finish_reason == hypothesis.finish_reason
 
 
+def check_constraint(oracle: LLMEngine, plan: Planned) -> None:
+    """The text of a completion that end-of-sequence has ended is what was asked for."""
+    structured = plan.params.structured_outputs
+    (pattern,) = (p for p, options in CONSTRAINTS.items() if StructuredOutputsParams(**options) == structured)
+    for completion in plan.output.outputs:
+        happened["constrained completions"] += 1
+        if (completion.finish_reason, completion.stop_reason) == ("stop", None):
+            happened["constrained completions that were complete"] += 1
+            assert re.fullmatch(pattern, oracle.tokenizer.decode(completion.token_ids[:-1]))
+
+
 def check_completions(oracle: LLMEngine, plan: Planned, max_model_len: int) -> None:
+    if plan.params.structured_outputs is not None:
+        check_constraint(oracle, plan)
     alone = completions_alone(oracle, plan, max_model_len)
     if ranks(plan.params):
         if plan.aborted:  # who is ranked first depends on how far they came
@@ -720,5 +752,6 @@ def test_the_worlds_were_not_easy():
     assert happened["steps on static buffers"] > happened["steps"] / 5
     assert happened["steps in pieces on static buffers"] > happened["steps"] / 20
     assert happened["steps that failed with copies or swaps"] > WORLDS / 20
+    assert happened["constrained completions that were complete"] > WORLDS / 10
     for what in ("worlds that swapped", "requests with several completions", "beam searches", "forks", "copies"):
         assert happened[what] > WORLDS * 0.01, what

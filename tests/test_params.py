@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from nanopage import BeamSearchParams, SamplingParams
+from nanopage import BeamSearchParams, SamplingParams, StructuredOutputsParams
 from nanopage.params import RequestOutputKind
 from nanopage.sampling.table import SamplingTable
 from nanopage.step import NewSequence, SamplingSettings
@@ -60,6 +60,7 @@ PASS = cases(
         (FLAGS, [True, False]),
         (["logit_bias"], LOGIT_BIAS[0]),
         (["output_kind"], RequestOutputKind),
+        (["structured_outputs"], [None, StructuredOutputsParams(regex="a")]),
     ]
 )
 OUT_OF_RANGE = cases(
@@ -81,12 +82,18 @@ WRONG_TYPE = cases(
         *(([field], bad) for field, (_, bad) in LISTS.items()),
         (["logit_bias"], LOGIT_BIAS[2]),
         (["output_kind"], [None, True, 0, 2, "FINAL_ONLY", RequestOutputKind]),
+        (["structured_outputs"], [{}, {"regex": "a"}, "a", False, StructuredOutputsParams]),
     ]
 )
 
 
 @pytest.mark.parametrize(
-    ("table", "exempt"), [(PASS, set()), (WRONG_TYPE, set()), (OUT_OF_RANGE, {*FLAGS, "stop_token_ids", "output_kind"})]
+    ("table", "exempt"),
+    [
+        (PASS, set()),
+        (WRONG_TYPE, set()),
+        (OUT_OF_RANGE, {*FLAGS, "stop_token_ids", "output_kind", "structured_outputs"}),
+    ],
 )
 def test_the_tables_have_every_field(table, exempt):
     assert {param.values[0] for param in table} | exempt == {field.name for field in dataclasses.fields(SamplingParams)}

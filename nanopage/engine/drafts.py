@@ -70,13 +70,15 @@ def choose_drafts(scheduler: "Scheduler", schedule: Schedule) -> Drafts:
 
 
 def takes_drafts(seq: Sequence) -> bool:
-    """Whether a row of a step may have a draft: a decode, but not of a beam, and not with log-probabilities. Presence
-    and frequency penalties would need memory for each token of a draft."""
+    """Whether a row of a step may have a draft: a decode, but not of a beam, and not with log-probabilities or a mask,
+    which is known for the next token only. Presence and frequency penalties would need memory for each token of a
+    draft."""
     group, settings = seq.group, seq.settings
     return (
         seq.takes_drafts
         and group.forked
         and group.beam_search is None
+        and seq.token_mask is None
         and seq.num_computed_tokens == len(seq.token_ids) - 1
         and settings.logprobs is None
         and settings.presence_penalty == settings.frequency_penalty == 0
@@ -88,11 +90,11 @@ def take_out(schedule: Schedule, drafts: Drafts) -> None:
     batch = schedule.batch
     kept = [index for index, seq in enumerate(schedule.sequences) if seq not in drafts]
     places = {index: place for place, index in enumerate(kept)}
-    samples = list(zip(batch.sampled_from, batch.sampled_rows, schedule.samplers, strict=True))
-    samples = [sample for sample in samples if sample[0] in places]
-    batch.sampled_from = [places[index] for index, _, _ in samples]
-    batch.sampled_rows = [row for _, row, _ in samples]
-    schedule.samplers = [sampler for _, _, sampler in samples]
+    samples = [number for number, index in enumerate(batch.sampled_from) if index in places]
+    batch.masks = {new: batch.masks[old] for new, old in enumerate(samples) if old in batch.masks}
+    batch.sampled_from = [places[batch.sampled_from[number]] for number in samples]
+    batch.sampled_rows = [batch.sampled_rows[number] for number in samples]
+    schedule.samplers = [schedule.samplers[number] for number in samples]
     batch.rows, batch.starts = [batch.rows[i] for i in kept], [batch.starts[i] for i in kept]
     batch.counts = [1] * len(kept)
     schedule.sequences = [schedule.sequences[i] for i in kept]

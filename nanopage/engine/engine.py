@@ -204,6 +204,18 @@ class LLMEngine:
         with self._call():
             self.scheduler.block_manager.reset_prefix_cache()
 
+    def check_workers(self) -> None:
+        """Look for workers that have died while no request runs. While one runs, `step` notices it.
+
+        Raises: WorkerDiedError if a worker has ended. `dead_error` says the same from then on.
+        """
+        with self._call():
+            try:
+                self.executor.check()
+            except WorkerDiedError as error:
+                self._die(error)
+                raise
+
     def shutdown(self) -> None:
         """Shut the workers down. The engine cannot be used afterwards."""
         self.executor.shutdown()
@@ -222,7 +234,8 @@ class LLMEngine:
         If the batch fails, its requests run again, one at a time. A request that fails alone ends with
         `RequestOutput.error`. The others get the same tokens as without the failure (in 16-bit types, near-ties
         aside). If a worker has died, every request ends with an error, and `dead_error` says why. After a
-        KeyboardInterrupt, at whatever point, the next call continues with every request.
+        KeyboardInterrupt, at whatever point, the next call continues with every request; if it comes in the middle of a
+        message to a worker process, that counts as the worker's death.
 
         At the end, `step` calls each of `listeners` with the StepStats. A listener must not call `step` or `generate`,
         change `listeners`, or block. If one raises, the later ones miss this step. The step itself is complete, and the

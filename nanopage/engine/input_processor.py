@@ -14,6 +14,7 @@ from nanopage.engine.sequence import Sequence, SequenceGroup
 from nanopage.model_files import exists, read_json
 from nanopage.params import BeamSearchParams, SamplingParams
 from nanopage.step import SamplingSettings
+from nanopage.structured import CompiledGrammar, Grammars
 from nanopage.text.detokenizer import IncrementalDetokenizer
 from nanopage.text.stop_strings import build_trie
 from nanopage.text.tokenizer import Tokenizer
@@ -54,6 +55,9 @@ class InputProcessor:
         self.max_model_len, self.num_blocks = max_model_len, num_blocks
         self._seq_ids = itertools.count()
         self._seeds = random.Random(config.seed)
+        self._grammars: Grammars | None = None
+        if tokenizer is not None:
+            self._grammars = Grammars(tokenizer, model_config.vocab_size, model_config.eos_token_ids)
 
     def make_request(
         self,
@@ -85,6 +89,7 @@ class InputProcessor:
         name, count = "n" if params.best_of is None else "best_of", params.num_sequences
         self._check_size(name, count, len(token_ids), params.max_tokens)
         settings = self._settings(params, self._check_tokens(params))
+        grammar = self._compile_grammar(params)
         seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
         eos = self.model_config.eos_token_ids
         limit = self.max_model_len if params.max_tokens is None else len(token_ids) + params.max_tokens
@@ -99,6 +104,7 @@ class InputProcessor:
                 max_total_tokens=min(limit, self.max_model_len),
                 num_logprobs=params.logprobs,
                 cache_salt=cache_salt,
+                token_mask=None if grammar is None else grammar.make_mask(params.stop_token_ids or ()),
             )
             for index in range(count)
         ]
@@ -152,6 +158,13 @@ class InputProcessor:
             logprobs=0 if params.logprobs is None and params.ranks else params.logprobs,
             prompt_logprobs=params.prompt_logprobs,
         )
+
+    def _compile_grammar(self, params: SamplingParams) -> CompiledGrammar | None:
+        if params.structured_outputs is None:
+            return None
+        self.require_tokenizer("structured_outputs", "allowed_token_ids")
+        assert self._grammars is not None
+        return self._grammars.compile(params.structured_outputs)
 
     def require_tokenizer(self, what: str, instead: str) -> Tokenizer:
         """The tokenizer. Raises ValueError, saying `what` needs it and what to give `instead`, if there is none."""

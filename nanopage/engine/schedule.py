@@ -89,6 +89,8 @@ class BatchWriter:
         batch.rows.append(seq.row)
         batch.starts.append(start)
         batch.counts.append(1)
+        if seq.token_mask is not None:
+            self._add_mask(batch, seq)
         batch.sampled_from.append(index)
         batch.sampled_rows.append(seq.row)
         if self.sends_tokens:
@@ -136,6 +138,8 @@ class BatchWriter:
                     sampler.parent = seq
                     self._enter(batch, sampler, end)
                 assert sampler.row is not None
+                if sampler.token_mask is not None:
+                    self._add_mask(batch, sampler)
                 schedule.samplers.append(sampler)
                 # Rows with one token come first, so the number of tokens up to one of them is that of the rows.
                 batch.sampled_from.append((len(batch.rows) if num_tokens == 1 else batch.num_tokens) - 1)
@@ -146,6 +150,13 @@ class BatchWriter:
         if seq.row is not None:
             self.free_rows.append(seq.row)
         seq.leave_table()
+
+    def _add_mask(self, batch: Batch, seq: Sequence) -> None:
+        """Add the mask of the token that is to be sampled next."""
+        if seq.num_in_flight:
+            raise RuntimeError(f"{seq} has a mask and a token in flight, on which its mask depends")
+        assert seq.token_mask is not None
+        batch.masks[len(batch.sampled_rows)] = seq.token_mask.allowed(seq.output_token_ids)
 
     def _enter(self, batch: Batch, seq: Sequence, num_shared: int) -> None:
         """Make sure that a sequence has a row.

@@ -13,7 +13,8 @@ budget: decodes and chunks of prompts together (Orca, OSDI 2022; chunked prefill
      it waits too.
   4. Decodes may get drafts, out of the tokens and the blocks that are left (see drafts.py).
 
-A group also waits if it would exceed `max_num_seqs`, when the budget is used up, behind an earlier group that does not
+A running group whose sequences have masks (see `TokenMask`) waits for its tokens in flight, on which they depend. A
+group also waits if it would exceed `max_num_seqs`, when the budget is used up, behind an earlier group that does not
 fit, and after a preemption until its tokens in flight have arrived. No group is swapped in during a step that swaps
 another one out.
 
@@ -176,6 +177,8 @@ class Scheduler:
             seq.append(token_id, logprobs.get(i) if logprobs else None)
             if ending := seq.find_ending():
                 self.finish(group, seq, *ending)
+            elif seq.token_mask is not None:
+                self._find_mask(group, seq)
         if schedule.drafted:
             taken += drafts.accept(self, schedule, result.token_ids[num_samplers:], now)
         if any(seq.candidates for seq in taken):
@@ -197,7 +200,7 @@ class Scheduler:
         share = -(-len(self.running) // self.num_stages)
         while index < len(self.running) and budget > 0:
             group = self.running[index]
-            if self.num_stages > 1 and (share == 0 or any(seq.num_in_flight for seq in group.live)):
+            if (self.num_stages > 1 and share == 0) or self._waits_for_tokens(group):
                 index += 1
                 continue
             share -= 1
@@ -217,6 +220,10 @@ class Scheduler:
                 index += 1
         if len(schedule.preempted) == num_preempted:
             self._admit(schedule, budget)
+
+    def _waits_for_tokens(self, group: SequenceGroup) -> bool:
+        """Whether the next step of a running group depends on tokens that are in flight."""
+        return (self.num_stages > 1 or group.masked) and any(seq.num_in_flight for seq in group.live)
 
     def _add_work(self, schedule: Schedule, work: Work) -> int:
         """Schedule work whose blocks are known to be free. Returns the number of tokens."""
@@ -353,6 +360,14 @@ class Scheduler:
         if group.last_event != "finished":  # `restart` ends groups again
             group.metrics.finished_time = time.perf_counter()
             self._record("finished", group)
+
+    def _find_mask(self, group: SequenceGroup, seq: Sequence) -> None:
+        """Find the mask of the next token now, where an error ends only this request. `BatchWriter` gets it again."""
+        assert seq.token_mask is not None
+        try:
+            seq.token_mask.allowed(seq.output_token_ids)
+        except ValueError as error:
+            self.fail(group, str(error))
 
     # Groups of several sequences (skip at a first reading)
 

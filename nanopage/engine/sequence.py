@@ -7,7 +7,7 @@ start with the same prompt and share its blocks.
 import time
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import Any, Protocol
 
 from nanopage.engine.beam_search import Beam, BeamSearch, BeamStep
 from nanopage.outputs import RequestMetrics
@@ -19,6 +19,17 @@ class Status(Enum):
     RUNNING = "running"
     SWAPPED = "swapped"
     FINISHED = "finished"
+
+
+class TokenMask(Protocol):
+    """Decides which tokens a sequence may get next."""
+
+    def allowed(self, output_token_ids: list[int]) -> bytes:
+        """The tokens that may follow the output, as the bits of `Batch.masks`. They depend on nothing but the output,
+        so a preemption or an exception leaves nothing to restore.
+
+        Raises: ValueError if no token may follow, or if it takes too long to find out which.
+        """
 
 
 @dataclass(slots=True, eq=False)
@@ -37,6 +48,7 @@ class Sequence:
         eos_token_ids, stop_token_ids: they end the sequence, once it has `settings.min_tokens` output tokens.
         max_total_tokens: most tokens, prompt and output.
         num_logprobs: how many top log-probabilities the outputs show; None for none.
+        token_mask: decides which tokens may come next; None allows all.
     """
 
     seq_id: int
@@ -48,6 +60,7 @@ class Sequence:
     max_total_tokens: int = 2**62
     num_logprobs: int | None = None
     cache_salt: str = ""
+    token_mask: TokenMask | None = None
 
     num_prompt_tokens: int = 0
     num_in_flight: int = 0
@@ -163,6 +176,7 @@ class SequenceGroup:
         self.priority = priority
         self.beam_search = beam_search
         self.ranks = ranks
+        self.masked = any(seq.token_mask is not None for seq in seqs)
         for seq in seqs:
             seq.group = self
             seq.dormant = beam_search is not None and seq is not seqs[0]

@@ -53,7 +53,7 @@ class SlicedHead(nn.Module):
 
 
 class Received(nn.Module):
-    """The first module of a stage that is not the first: hidden states from the previous stage, instead of embeddings.
+    """Takes the place of the embedding in later stages: returns the hidden states of the previous stage.
 
     Args: receive: waits for the hidden states of so many tokens, [T, hidden_size].
     """

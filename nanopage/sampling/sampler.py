@@ -1,14 +1,15 @@
 """Sampler: samples one token from each row of a batch's logits.
 
-    logits ─▶ constraints ─▶ penalties ─▶ greedy rows:     argmax
-                                          plain rows:      argmax(logits + temperature * noise)
-                                          truncated rows:  the same among the tokens that top-k, top-p and min-p keep
+    logits ─▶ masks ─▶ constraints ─▶ penalties ─▶ greedy rows:     argmax
+                                                   plain rows:      argmax(logits + temperature * noise)
+                                                   truncated rows:  the same among the tokens that top-k, top-p and
+                                                                    min-p keep
 
 With Gumbel noise, argmax(logits + temperature * noise) is a sample of softmax(logits / temperature). This is the
 Gumbel-max trick (Maddison et al. 2014).
 
-Constraints and penalties are skipped if no row needs them. On a CPU, the kinds of rows are sampled one after the other,
-so that noise is computed only for the rows that use it. On a GPU, one compiled function samples all rows
+Masks, constraints and penalties are skipped if no row needs them. On a CPU, the kinds of rows are sampled one after the
+other, so that noise is computed only for the rows that use it. On a GPU, one compiled function samples all rows
 (`sample_rows`).
 """
 
@@ -22,6 +23,7 @@ from torch import Tensor
 from nanopage.device import to_device
 from nanopage.sampling.argmax import argmax
 from nanopage.sampling.constraints import Constraints
+from nanopage.sampling.masks import apply_masks
 from nanopage.sampling.noise import gumbel_noise
 from nanopage.sampling.penalties import Penalties
 from nanopage.sampling.samples import Samples
@@ -43,15 +45,18 @@ class Sampler:
         self.table, self.sample_all = table, sample_all
         self.constraints, self.penalties = Constraints(table), Penalties(table)
 
-    def __call__(self, logits: Tensor, rows: np.ndarray, positions: np.ndarray) -> Samples:
+    def __call__(
+        self, logits: Tensor, rows: np.ndarray, positions: np.ndarray, masks: dict[int, bytes] | None = None
+    ) -> Samples:
         """Sample a token for each row, and write it to the sequence table.
 
         Args:
             logits: [B, vocab_size].
             rows: of the sequence table, [B].
             positions: of the tokens to be sampled, [B].
+            masks: of some of the rows (see `Batch.masks`).
         """
-        tokens = self.sample(self.change(logits, rows, positions), rows, positions)
+        tokens = self.sample(self.change(logits, rows, positions, masks), rows, positions)
         self.table.record(rows, positions, tokens)
         return Samples(tokens, logits, self.table.sampling.num_logprobs[rows])
 
@@ -59,12 +64,17 @@ class Sampler:
         """Whether any of these rows has constraints or penalties at these positions."""
         return bool((self.table.sampling.penalized[rows] | self.constraints.find(rows, positions)).any())
 
-    def change(self, logits: Tensor, rows: np.ndarray, positions: np.ndarray) -> Tensor:
-        """Apply constraints and penalties to logits [B, vocab_size]: a copy, at least float32, if anything changes."""
-        if not self.changes_logits(rows, positions):
+    def change(
+        self, logits: Tensor, rows: np.ndarray, positions: np.ndarray, masks: dict[int, bytes] | None = None
+    ) -> Tensor:
+        """Apply masks, constraints and penalties to logits [B, vocab_size]: a copy, at least float32, if anything
+        changes."""
+        if not masks and not self.changes_logits(rows, positions):
             return logits
         dtype = torch.promote_types(logits.dtype, torch.float32)
         changed = logits.to(dtype, copy=True, memory_format=torch.contiguous_format)
+        if masks:
+            apply_masks(changed, masks)
         self.constraints.apply(changed, rows, positions)
         self.penalties.apply(changed, rows, positions)
         return changed

@@ -19,14 +19,13 @@ logger = logging.getLogger("nanopage")
 class Generation:
     """Requests that are in the engine. `aclose` aborts those that have not finished.
 
-    Args:
-        streams: one for each prompt.
-
-    `on_finish` is called with the last output of each request that has ended, before it is read.
+    streams: one for each prompt.
+    on_finish: called with the last output of each request that has ended, before it is read.
     """
 
-    def __init__(self, streams: list[RequestStream]):
-        self.streams = streams
+    def __init__(self, llm: AsyncLLM):
+        self.llm = llm
+        self.streams: list[RequestStream] = []
         self.on_finish: Callable[[RequestOutput], None] | None = None
 
     async def aclose(self) -> None:
@@ -36,7 +35,7 @@ class Generation:
     async def __aiter__(self) -> AsyncIterator[tuple[int, RequestOutput]]:
         """(index of the prompt, output), as they come.
 
-        Raises: ApiError if a request could not be completed.
+        Raises: ApiError if a request could not be completed; EngineDeadError.
         """
         if len(self.streams) == 1:
             async for output in self.streams[0]:
@@ -63,6 +62,8 @@ class Generation:
         if output.finished and self.on_finish is not None:
             self.on_finish(output)
         if output.error is not None:
+            if self.llm.engine.dead_error is not None:
+                raise EngineDeadError(output.error)
             logger.error(f"request {output.request_id} failed: {output.error}")
             message = f"the request could not be completed: the server's log has the reason, for {output.request_id}"
             raise ApiError(500, message, code="request_failed")
@@ -88,7 +89,7 @@ async def start(
     Raises: ApiError, EngineDeadError.
     """
     name = uuid.uuid4().hex
-    generation = Generation([])
+    generation = Generation(llm)
     try:
         for index, prompt in enumerate(prompts):
             if body.cache_salt is not None:

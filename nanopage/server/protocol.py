@@ -6,13 +6,15 @@ x-ignored-fields, unless they ask for nothing (`WITHOUT_EFFECT`, and the neutral
 """
 
 import dataclasses
+import re
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from nanopage.engine.input_processor import is_unicode
-from nanopage.params import RequestOutputKind, SamplingParams
+from nanopage.params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 from nanopage.server.errors import ApiError, invalid, unsupported
+from nanopage.server.formats import FIELD, read_response_format, read_structured_outputs
 
 MAX_CHOICES = 128  # n and best_of
 MAX_ENTRIES = 4096  # of stop, logit_bias, stop_token_ids and bad_words
@@ -21,7 +23,7 @@ MAX_CHARACTERS = 16_384  # of all bad words
 MAX_FIELDS = 256  # of a body
 MAX_LOGPROBS = 500_000  # of a reply's output, or of its prompt: choices * tokens * (top log-probabilities + 1)
 NO_TOOLS = "there are no tools yet"
-NO_GRAMMAR = "there is no structured output yet"
+NO_GRAMMAR = "use response_format or structured_outputs"
 NO_AUDIO = "models read and write text"
 
 # field -> (the values that ask for nothing, why others are refused)
@@ -30,8 +32,6 @@ REFUSED: dict[str, tuple[tuple, str]] = {
     "tool_choice": (("none", "auto"), NO_TOOLS),
     "functions": ((), NO_TOOLS),
     "function_call": (("none",), NO_TOOLS),
-    "response_format": (({"type": "text"},), NO_GRAMMAR),
-    "structured_outputs": (({},), NO_GRAMMAR),
     "grammar": ((), NO_GRAMMAR),
     "regex": ((), NO_GRAMMAR),
     "json_schema": ((), NO_GRAMMAR),
@@ -152,6 +152,8 @@ class SamplingBody(Body):
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
     priority: int = 0
     cache_salt: str | None = None
 
@@ -200,6 +202,7 @@ class SamplingBody(Body):
         Raises: ApiError naming the field.
         """
         limit = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        structured = self._structured_outputs()
         given = {
             name: getattr(self, name)
             for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -222,6 +225,7 @@ class SamplingBody(Body):
                 ignore_eos=self.ignore_eos,
                 skip_special_tokens=self.skip_special_tokens,
                 include_stop_str_in_output=self.include_stop_str_in_output,
+                structured_outputs=structured,
                 logprobs=logprobs,
                 output_kind=RequestOutputKind.CUMULATIVE if self.stream else RequestOutputKind.FINAL_ONLY,
             )
@@ -231,6 +235,18 @@ class SamplingBody(Body):
             raise self.invalid(error) from None
         return params
 
+    def _structured_outputs(self) -> StructuredOutputsParams | None:
+        """What the text must be. Raises: ApiError naming the field."""
+        form = self._format()
+        structured = None if self.structured_outputs is None else read_structured_outputs(self.structured_outputs)
+        if form is not None and structured is not None:
+            message = "response_format and structured_outputs exclude each other"
+            raise ApiError(400, message, param="structured_outputs")
+        return structured if form is None else form
+
+    def _format(self) -> StructuredOutputsParams | None:
+        return None if self.response_format is None else read_response_format(self.response_format)
+
     def check_logprobs(self, num_choices: int, num_tokens: int, num_top: int) -> None:
         """Raises: ApiError for a reply with too many log-probabilities."""
         if num_choices * num_tokens * (num_top + 1) > MAX_LOGPROBS:
@@ -239,6 +255,9 @@ class SamplingBody(Body):
 
     def invalid(self, error: Exception) -> ApiError:
         """A 400 for an error of the engine, with the field's name if the message begins with one of this body's."""
+        if match := re.match(FIELD, str(error)):
+            param = match[0] if self._format() is None else "response_format"
+            return ApiError(400, param + str(error)[match.end() :], param=param)
         return invalid(error, (*type(self).model_fields, self.prompt_field))
 
 
@@ -278,6 +297,8 @@ class ResponsesBody(Body):
     tools: list[Any] = []
     top_logprobs: int = 0
     text: TextOptions = TextOptions()
+    response_format: dict[str, Any] | None = None  # refused: a client may expect that it is heeded
+    structured_outputs: dict[str, Any] | None = None
 
 
 class TokenizeBody(Body):

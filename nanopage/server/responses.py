@@ -13,7 +13,7 @@ from nanopage.server.chat import Chat
 from nanopage.server.choices import changes, usage
 from nanopage.server.errors import ApiError, unsupported
 from nanopage.server.generation import Generation
-from nanopage.server.protocol import NO_GRAMMAR, NO_TOOLS, ChatBody, ResponsesBody
+from nanopage.server.protocol import NO_TOOLS, ChatBody, ResponsesBody
 
 TEXT_PARTS = ("input_text", "output_text", "text")
 
@@ -26,14 +26,15 @@ class Responses:
             raise unsupported("tools", NO_TOOLS)
         if body.top_logprobs:
             raise unsupported("top_logprobs", "use /v1/chat/completions")
-        if body.text.format != {"type": "text"}:
-            raise unsupported("text.format", NO_GRAMMAR)
+        if body.response_format is not None:
+            raise unsupported("response_format", "use text.format")
         self.body, self.model = body, model
         self.messages = _messages(body)
         self.num_added = len(self.messages) - (1 if isinstance(body.input, str) else len(body.input))
         fields: dict[str, Any] = {"messages": self.messages, "max_tokens": body.max_output_tokens}
-        for name in ("temperature", "top_p", "stream", "cache_salt"):
+        for name in ("temperature", "top_p", "stream", "cache_salt", "structured_outputs"):
             fields[name] = getattr(body, name)
+        fields["response_format"] = _response_format(body.text.format)
         try:
             self.chat = Chat(llm, ChatBody(**fields), model)
         except ApiError as error:
@@ -101,6 +102,8 @@ class Responses:
             error.param = f"input{index}{(error.param or '')[match.end() :]}"
         elif error.param == "max_tokens":
             error.param = "max_output_tokens"
+        elif match := re.match(r"response_format(\.json_schema(?=\.))?", error.param or ""):
+            error.param = f"text.format{(error.param or '')[match.end() :]}"
         return error
 
     def _response(self, output: RequestOutput, completion: CompletionOutput) -> dict:
@@ -138,7 +141,7 @@ class Responses:
             "previous_response_id": None,
             "store": False,
             "temperature": params.temperature,
-            "text": {"format": {"type": "text"}},
+            "text": {"format": body.text.format},
             "tool_choice": "auto",
             "tools": [],
             "top_p": params.top_p,
@@ -152,6 +155,14 @@ class Responses:
 
 def _part(text: str) -> dict:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def _response_format(text_format: dict[str, Any]) -> dict[str, Any]:
+    """A `text.format` as the `response_format` of a chat."""
+    if text_format.get("type") != "json_schema":
+        return text_format
+    inner = {name: value for name, value in text_format.items() if name != "type"}
+    return {"type": "json_schema", "json_schema": inner}
 
 
 def _messages(body: ResponsesBody) -> list[dict]:

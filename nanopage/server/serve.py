@@ -26,7 +26,7 @@ from nanopage.weights import hub
 from nanopage.worker.threads import default_threads
 
 if TYPE_CHECKING:
-    from nanopage.server.replicas import Front
+    from nanopage.server.front import Front
     from nanopage.server.tracing import Tracer
 
 logger = logging.getLogger("nanopage")
@@ -191,11 +191,13 @@ def _front(args: argparse.Namespace, state: ServerState, settings: dict, engine_
     if args.model is not None and Path(args.model).expanduser().exists():
         engine["model"] = str(Path(args.model).expanduser().resolve())  # replicas have other working directories
     most = args.max_replicas or args.replicas
+    num_workers = engine_args.tensor_parallel_size * engine_args.pipeline_parallel_size
     if ray_cluster.is_local():
         hub.resolve(args.model)  # one download, not one for each replica
     try:
         ray_cluster.connect(max(default_threads(), most))
-        from nanopage.server.replicas import Front, Settings, resources_of_replica
+        from nanopage.server.front import Front, resources_of_replica
+        from nanopage.server.replica import Settings
     except ImportError as error:
         raise ValueError(f"--replicas: {error}; pip install 'nanopage[replicas]'") from None
     return Front(
@@ -204,7 +206,7 @@ def _front(args: argparse.Namespace, state: ServerState, settings: dict, engine_
         args.replicas,
         args.max_replicas,
         args.target_ongoing_requests or TARGET_ONGOING_REQUESTS,
-        resources_of_replica(most, engine_args.device),
+        resources_of_replica(most, engine_args.device, num_workers),
         args.shutdown_timeout,
     )
 

@@ -66,8 +66,8 @@ class Part:
     def strip(self, model: Decoder, tied: bool) -> None:
         """Remove the embedding, the norm and the head, where only other stages use them.
 
-        Args: tied: whether the embedding and the head share a weight. A stage that uses either keeps both, until
-            `Ranks.connect` removes the other one.
+        Args: tied: whether the embedding and the head share a weight. Then the first and the last stage keep both, so
+            that loading finds the shared weight. `Ranks.connect` removes the one that is not used.
         """
         keeps_shared = tied and (self.is_first or self.is_last)
         if not self.is_first and not keeps_shared:

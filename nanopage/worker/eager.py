@@ -50,7 +50,7 @@ class Output:
     hidden  [T, hidden_size] of all tokens, if a sequence asked for log-probabilities of its prompt, or in a pipeline
             stage that is not the last
     tokens  int64 [S]: tokens that the way has already sampled and written to the sequence table (CUDA graphs). If a row
-            has constraints or penalties, which the way does not apply, they are ignored and `logits` are sampled
+            has a mask, constraints or penalties, which the way does not apply, they are ignored and `logits` sampled
     """
 
     logits: Tensor | None

@@ -46,6 +46,9 @@ class LocalExecutor:
     def rest(self) -> None:
         self.worker.rest()
 
+    def check(self) -> None:
+        """The worker is this process."""
+
     def compile(self, on_progress: Callable[[int, int], None] | None = None) -> None:
         self.worker.compile(on_progress)
 

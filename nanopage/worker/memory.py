@@ -66,7 +66,7 @@ def measure_step(
     table_bytes = table.num_bytes
     runner = ModelRunner(model, cache, table, partial([Eager(model, cache, table, make_attention)]), sample_all)
     budget = config.token_budget(device.type)
-    batch = largest_batch(budget, config.max_num_seqs, max_model_len, config.block_size)
+    batch = largest_batch(budget, config.max_num_seqs, max_model_len, config.block_size, vocab_size)
     cache.clear([0])
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
@@ -96,12 +96,12 @@ def measure_step(
     return eager_bytes + decode_bytes + piece_bytes
 
 
-def largest_batch(num_tokens: int, num_seqs: int, max_model_len: int, block_size: int) -> Batch:
+def largest_batch(num_tokens: int, num_seqs: int, max_model_len: int, block_size: int, vocab_size: int) -> Batch:
     """A step of `num_tokens` prompt tokens of `num_seqs` sequences, with the sampling settings that take the most
     memory. All tokens go to block 0: use it only to measure.
 
     Few prompts have most of the tokens: the logits for log-probabilities of a prompt take memory for each of its
-    tokens, up to PROMPT_LOGPROB_ROWS.
+    tokens, up to PROMPT_LOGPROB_ROWS. All sequences but one have masks, because masks of all take less.
     """
     settings = SamplingSettings(
         temperature=1.0, top_p=0.9, frequency_penalty=0.1, logprobs=MAX_LOGPROBS, prompt_logprobs=MAX_LOGPROBS
@@ -121,6 +121,8 @@ def largest_batch(num_tokens: int, num_seqs: int, max_model_len: int, block_size
         batch.counts.append(length)
         batch.sampled_from.append(batch.num_tokens - 1)
         batch.sampled_rows.append(row)
+        if row > 0:
+            batch.masks[row] = b"\xff" * -(-vocab_size // 8)
     return batch
 
 

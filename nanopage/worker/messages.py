@@ -1,6 +1,6 @@
 """What an executor and its worker processes say to each other, as MessagePack with a tag for each kind of message.
 
-msgspec checks the types while it reads them, and it cannot run code.
+msgspec checks types while it decodes, and decoding cannot run code.
 
 executor                worker
 Start              ─▶
@@ -9,6 +9,10 @@ Agreed             ─▶
                    ◀─   Ready
 Run, Run, ...      ─▶
                    ◀─   Result, Result, ...   (from the worker that samples)
+Compile            ─▶
+                   ◀─   Progress, ..., Ready
+Rest               ─▶                         (no request is left)
+Stop               ─▶
 Ping               ─▶                         (at any time)
                    ◀─   Pong
                    ◀─   Log, Failed
@@ -43,6 +47,9 @@ class Agreed(msgspec.Struct, tag=True):
 
 
 class Run(msgspec.Struct, tag=True):
+    """number: of the batch, which its Result has as well."""
+
+    number: int
     batch: Batch
 
 
@@ -81,6 +88,7 @@ class Ready(msgspec.Struct, tag=True):
 
 
 class Result(msgspec.Struct, tag=True):
+    number: int
     result: BatchResult
 
 
@@ -120,13 +128,14 @@ def encode(message: ToWorker | FromWorker) -> bytes:
 
 
 def decode_to_worker(data: bytes) -> ToWorker:
-    """Raises: msgspec.DecodeError for anything else; its subclass msgspec.ValidationError names the field."""
+    """Raises: msgspec.DecodeError if the bytes are not such a message; its subclass msgspec.ValidationError names the
+    field."""
     with _refusing():
         return _decode_to_worker(data)
 
 
 def decode_from_worker(data: bytes) -> FromWorker:
-    """Raises: as `decode_to_worker`."""
+    """Raises: msgspec.DecodeError, as `decode_to_worker`."""
     with _refusing():
         return _decode_from_worker(data)
 

@@ -77,10 +77,11 @@ class ModelRunner:
         computed = time.perf_counter()
         if output.logits is not None:
             rows, positions = np.array(batch.sampled_rows), sampled_positions(batch)
-            if output.tokens is not None and not self.sampler.changes_logits(rows, positions):
+            changed = batch.masks or self.sampler.changes_logits(rows, positions)
+            if output.tokens is not None and not changed:
                 launched.samples = Samples(output.tokens, output.logits, self.table.sampling.num_logprobs[rows])
             else:
-                launched.samples = self.sampler(output.logits, rows, positions)
+                launched.samples = self.sampler(output.logits, rows, positions, batch.masks)
         if output.hidden is not None:
             launched.prompt_logprobs = self._prompt_logprobs(batch, output.hidden)
         result = launched.partial

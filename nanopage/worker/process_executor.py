@@ -4,6 +4,7 @@ A worker that dies, hangs or raises leaves the others waiting for it, so all of 
 """
 
 import contextlib
+import itertools
 import logging
 import os
 import signal
@@ -12,6 +13,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from multiprocessing import Pipe, connection
 from pathlib import Path
@@ -29,7 +31,7 @@ logger = logging.getLogger("nanopage")
 PING_SECONDS = 1.0  # between pings while the executor waits
 START_LIMIT, STEP_LIMIT = 120.0, 10.0  # seconds in which a worker has to answer a ping: while it loads, and later
 STOP_SECONDS = 5.0  # for a step to end, at shutdown
-CAUSE_SECONDS = 2.0  # in which the worker that caused an error of another one is noticed
+CAUSE_SECONDS = 2.0  # to find the worker whose end made another one fail
 SMALL = 2**14  # bytes of a message that always fit into the buffer of a connection
 ERRORS: dict[str, type[Exception]] = {
     "ValueError": ValueError,
@@ -57,8 +59,8 @@ class ProcessLink:
     """A worker process on this machine.
 
     Args:
-        rank: of the worker.
-        num_ranks: of all workers, which share the CPUs.
+        rank: the worker's rank.
+        num_ranks: the number of workers, which share the CPUs.
     """
 
     def __init__(self, rank: int, num_ranks: int):
@@ -66,7 +68,8 @@ class ProcessLink:
         self.connection, theirs = Pipe()
         threads = str(max(1, default_threads() // num_ranks))
         paths = [str(Path(nanopage.__file__).parents[1]), *filter(os.path.isabs, sys.path)]
-        environment = {"OMP_NUM_THREADS": threads, "GLOO_SOCKET_IFNAME": "lo"} | os.environ
+        environment = {"OMP_NUM_THREADS": threads} | os.environ
+        environment |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
         environment |= {"PYTHONPATH": os.pathsep.join(paths), "PYTHONSAFEPATH": "1"}
         command = [sys.executable, "-P", "-m", "nanopage.worker.worker_process", str(theirs.fileno())]
         # A session of its own: Ctrl-C is for the engine.
@@ -79,7 +82,7 @@ class ProcessLink:
         code = self.process.poll()
         if code is None:
             return None
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        how = f"was killed by {signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
         return f"its process {self.process.pid} {how}"
 
     def kill(self) -> None:
@@ -110,8 +113,10 @@ class ProcessExecutor:
         self.error: WorkerDiedError | None = None  # why no step can run any more
         self._pinged: dict[int, float] = {}  # rank -> when it was sent a ping that it has not answered
         self._starting = True
-        self._num_running = 0  # steps whose results have not come
-        self._num_discarded = 0  # of those, the oldest, whose results nobody wants
+        self._numbers = itertools.count()  # of batches
+        self._awaited: deque[int] = deque()  # the batches whose results are wanted, oldest first
+        self._results: dict[int, BatchResult] = {}  # of these, those that have come
+        self._answers: dict[int, messages.Measured | messages.Ready] = {}  # rank -> answer
 
     # The interface of an executor: see step.Executor
 
@@ -130,7 +135,7 @@ class ProcessExecutor:
                 for rank, link in enumerate(self.links):
                     self._send(rank, messages.Start(self.config, str(self.path), rank, link.local_rank, address))
                 measured = self._collect(messages.Measured)
-                self._check_same_files([message.fingerprint for message in measured])
+                self._check_alike(measured)
                 capacity = _least([message.capacity for message in measured])
                 self._send_all(messages.Agreed(capacity))
                 self._collect(messages.Ready)
@@ -141,24 +146,31 @@ class ProcessExecutor:
         return capacity
 
     def submit(self, batch: Batch) -> None:
-        self._send_all(messages.Run(batch))
-        self._num_running += 1
+        number = next(self._numbers)
+        self._send_all(messages.Run(number, batch))
+        self._awaited.append(number)
 
     def result(self) -> BatchResult:
-        while True:
-            _, message = self._receive()
-            assert isinstance(message, messages.Result)
-            self._num_running -= 1
-            if not self._num_discarded:
-                return message.result
-            self._num_discarded -= 1
+        number = self._awaited[0]
+        while number not in self._results:
+            self._receive()
+        self._awaited.popleft()
+        return self._results.pop(number)
 
     def discard(self) -> None:
-        self._num_discarded = self._num_running
+        self._awaited.clear()
+        self._results.clear()
 
     def rest(self) -> None:
         with contextlib.suppress(WorkerDiedError):  # the next step raises it
             self._send_all(messages.Rest())
+
+    def check(self) -> None:
+        if self.error is not None:
+            raise self.error
+        while self._receive(0):
+            pass
+        self._ping()
 
     def compile(self, on_progress: Callable[[int, int], None] | None = None) -> None:
         self.on_progress = on_progress
@@ -187,79 +199,89 @@ class ProcessExecutor:
     def _send_all(self, message: messages.ToWorker) -> None:
         if self.error is not None:
             raise self.error
-        data = messages.encode(message)
-        for rank in range(len(self.links)):
-            self._send_bytes(rank, data)
+        data, rank = messages.encode(message), 0
+        try:
+            for rank in range(len(self.links)):
+                self._send_bytes(rank, data)
+        except KeyboardInterrupt:  # a part may have been sent, or to some workers only
+            self._end(rank, "Ctrl-C interrupted a message to it")
+            raise
 
     def _send_bytes(self, rank: int, data: bytes) -> None:
-        """Send a message. A worker that hangs does not read, so a large one is sent by another thread."""
-        problem: OSError | None = None
+        """Send a message. A worker that hangs does not read, so a large one is sent by another thread.
+
+        Where the connection is closed, this does nothing: `_receive` finds out why.
+        """
 
         def send() -> None:
-            nonlocal problem
-            try:
+            with contextlib.suppress(OSError):
                 self.links[rank].connection.send_bytes(data)
-            except OSError as error:
-                problem = error
 
-        try:
-            if len(data) <= SMALL:
-                send()
-            else:
-                thread = threading.Thread(target=send, daemon=True, name="nanopage-sender")
-                thread.start()
-                thread.join(self._limit)
-                if thread.is_alive():
-                    raise self._end(rank, f"it has not read a message for {self._limit:.0f} s")
-        except KeyboardInterrupt:
-            self._end(rank, "Ctrl-C interrupted a message to it")  # of which a part may have been sent
-            raise
-        if problem is not None:
-            raise self._end(rank, self._how_ended(rank))
+        if len(data) <= SMALL:
+            send()
+            return
+        thread = threading.Thread(target=send, daemon=True, name="nanopage-sender")
+        thread.start()
+        thread.join(self._limit)
+        if thread.is_alive():
+            raise self._end(rank, f"it has not read a message for {self._limit:.0f} s")
 
     def _collect(self, kind: type[M]) -> list[M]:
-        """Wait for a message of one kind from every worker. Returns them by rank."""
-        received: dict[int, M] = {}
-        while len(received) < len(self.links):
-            rank, message = self._receive()
-            assert isinstance(message, kind)
-            received[rank] = message
-        return [received[rank] for rank in sorted(received)]
+        """Wait for an answer of one kind from every worker. Returns them by rank."""
+        while len(self._answers) < len(self.links):
+            self._receive()
+        answers = [self._answers.pop(rank) for rank in range(len(self.links))]
+        assert all(isinstance(answer, kind) for answer in answers)
+        return answers  # type: ignore[return-value]
 
-    def _receive(self) -> tuple[int, messages.FromWorker]:
-        """Wait for a message that is not only news.
+    def _receive(self, seconds: float | None = None) -> bool:
+        """Take the messages that have come. If there are none, wait for some, and ping the workers meanwhile.
 
+        Args: seconds: how long to wait; None: until a message comes.
+        Returns: whether there were any.
         Raises: WorkerDiedError; while the workers start, what has ended one of them.
         """
         if self.error is not None:
             raise self.error
         ranks = {link.connection: rank for rank, link in enumerate(self.links)}
-        next_ping = time.monotonic() + PING_SECONDS
-        while True:
-            for ready in connection.wait(ranks, PING_SECONDS):
-                rank = ranks[ready]  # type: ignore[index]
-                try:
-                    data = self.links[rank].connection.recv_bytes()
-                except (EOFError, OSError):
-                    raise self._end(rank, self._how_ended(rank)) from None
-                except KeyboardInterrupt:
-                    self._end(rank, "Ctrl-C interrupted a message from it")  # of which a part may have been read
-                    raise
-                match message := messages.decode_from_worker(data):
-                    case messages.Pong():
-                        self._pinged.pop(rank, None)
-                    case messages.Log(level, text):
-                        logger.log(level, text)
-                    case messages.Progress(done, total):
-                        if self.on_progress is not None:
-                            self.on_progress(done, total)
-                    case messages.Failed():
-                        raise self._failed(rank, message)
-                    case _:
-                        return rank, message
-            if time.monotonic() >= next_ping:
-                self._ping()
-                next_ping = time.monotonic() + PING_SECONDS
+        while not (ready := connection.wait(ranks, PING_SECONDS if seconds is None else seconds)) and seconds is None:
+            self._ping()
+        for each in ready:
+            rank = ranks[each]  # type: ignore[index]
+            try:
+                message = self._read(rank)
+                if message is None:
+                    raise self._end(rank, self._how_ended(rank))
+                self._take(rank, message)
+            except KeyboardInterrupt:
+                self._end(rank, "Ctrl-C interrupted a message from it")  # of which a part may have been read
+                raise
+        return bool(ready)
+
+    def _read(self, rank: int) -> messages.FromWorker | None:
+        """The next message of a worker; None if it has closed its connection."""
+        try:
+            return messages.decode_from_worker(self.links[rank].connection.recv_bytes())
+        except (EOFError, OSError):
+            return None
+
+    def _take(self, rank: int, message: messages.FromWorker) -> None:
+        """Raises: as `_receive`."""
+        match message:
+            case messages.Pong():
+                self._pinged.pop(rank, None)
+            case messages.Log(level, text):
+                logger.log(level, text)
+            case messages.Progress(done, total):
+                if self.on_progress is not None:
+                    self.on_progress(done, total)
+            case messages.Failed():
+                raise self._failed(rank, message)
+            case messages.Result(number, result):
+                if number in self._awaited:
+                    self._results[number] = result
+            case _:
+                self._answers[rank] = message
 
     def _ping(self) -> None:
         """Ask the workers whether they live. Raises: WorkerDiedError for one that has not answered in time."""
@@ -267,14 +289,15 @@ class ProcessExecutor:
         for rank in range(len(self.links)):
             since = self._pinged.get(rank)
             if since is None:
-                self._pinged[rank] = now
                 self._send(rank, messages.Ping())
+                self._pinged[rank] = now
             elif now - since > self._limit:
                 raise self._end(rank, f"it has not answered for {now - since:.0f} s")
 
     # Failures
 
     def _how_ended(self, rank: int) -> str:
+        """Why a connection is closed. Waits a moment for the process to end."""
         deadline = time.monotonic() + 1
         while (how := self.links[rank].ended()) is None and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -285,14 +308,14 @@ class ProcessExecutor:
         deadline = time.monotonic() + CAUSE_SECONDS
         waiting = {link.connection: other for other, link in enumerate(self.links) if other != rank}
         while failed.in_exchange and waiting and time.monotonic() < deadline:
-            for other, link in enumerate(self.links):
-                if other != rank and (how := link.ended()) is not None and "exit code 0" not in how:
-                    return self._end(other, how)
             for ready in connection.wait(waiting, 0.05):
-                other = waiting.pop(ready)  # type: ignore[call-overload]
-                with contextlib.suppress(EOFError, OSError):
-                    message = messages.decode_from_worker(self.links[other].connection.recv_bytes())
-                    if isinstance(message, messages.Failed) and not message.in_exchange:
+                other = waiting[ready]  # type: ignore[index]
+                message = self._read(other)
+                if message is None:
+                    return self._end(other, self._how_ended(other))
+                if isinstance(message, messages.Failed):
+                    del waiting[ready]  # type: ignore[arg-type]
+                    if not message.in_exchange:
                         rank, failed = other, message
                         break
         logger.error(f"rank {rank} failed:\n{failed.traceback}")
@@ -312,10 +335,23 @@ class ProcessExecutor:
         for link in self.links:
             link.connection.close()
 
-    def _check_same_files(self, fingerprints: list[str]) -> None:
-        for rank, fingerprint in enumerate(fingerprints):
-            if fingerprint != fingerprints[0]:
+    def _check_alike(self, measured: list[messages.Measured]) -> None:
+        """Raises: ValueError for workers that have other files, or compute in another dtype, than the first."""
+        first = measured[0]
+        for rank, other in enumerate(measured):
+            if other.fingerprint != first.fingerprint:
                 raise ValueError(f"rank {rank} has loaded other files of {self.path} than rank 0: copy the same model")
+            if other.capacity.dtype != first.capacity.dtype:
+                raise ValueError(
+                    f"rank {rank} computes in {other.capacity.dtype}, and rank 0 in {first.capacity.dtype}: give dtype"
+                )
+
+
+def signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time signal
+        return f"signal {number}"
 
 
 def _least(capacities: list[Capacity]) -> Capacity:

@@ -4,16 +4,19 @@ Ray places the actors and tells how they end. Messages go over connections that 
 tensors through torch.distributed, whose workers meet at the first one.
 """
 
+import contextlib
 import os
 import queue
 import secrets
 import threading
 import time
-from multiprocessing.connection import Client, Connection, Listener
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Client, Connection, Listener, answer_challenge, deliver_challenge
 from typing import Any
 
 import psutil
 import ray
+import torch
 from ray.exceptions import GetTimeoutError, RayActorError
 from ray.util import get_node_ip_address
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
@@ -24,6 +27,7 @@ from nanopage.config import EngineConfig
 from nanopage.step import WorkerDiedError
 from nanopage.worker import worker_process
 from nanopage.worker.process_executor import Link
+from nanopage.worker.threads import default_threads
 
 PLACE_SECONDS = 60.0  # in which the cluster has to find room
 CONNECT_SECONDS = 120.0  # for an actor's process to start and to connect
@@ -42,12 +46,17 @@ class RayWorker:
         with Listener((ip, 0)) as free:
             return f"tcp://{ip}:{free.address[1]}"
 
-    def serve(self, address: tuple[str, int], key: bytes, rank: int) -> None:
-        """Connect to the engine, and work for it until it ends."""
+    def serve(self, address: tuple[str, int], key: bytes, rank: int, num_on_node: int) -> None:
+        """Connect to the engine, and work for it until it ends.
+
+        Args: num_on_node: how many workers share this node's CPUs.
+        """
         ip = get_node_ip_address()
         for interface, addresses in psutil.net_if_addrs().items():
             if any(known.address == ip for known in addresses):
                 os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = interface
+        if os.environ.get("OMP_NUM_THREADS") == "1":  # Ray sets it to the actor's CPUs
+            torch.set_num_threads(max(1, default_threads() // num_on_node))
         connection = Client(address, authkey=key)
         connection.send_bytes(str(rank).encode())
         worker_process.serve(connection)
@@ -80,17 +89,19 @@ def make_links(config: EngineConfig) -> tuple[list[Link], str]:
     """
     resources = ray.cluster_resources()
     on_gpus = config.device == "cuda" or (config.device == "auto" and resources.get("GPU", 0) > 0)
-    kind, count = "GPU" if on_gpus else "CPU", config.num_ranks
-    if resources.get(kind, 0) < count:
-        raise ValueError(
-            f"the Ray cluster has {resources.get(kind, 0):g} {kind}s, and tensor_parallel_size="
-            f"{config.tensor_parallel_size} times pipeline_parallel_size={config.pipeline_parallel_size} workers need "
-            f"{count}"
-        )
-    group = placement_group([{"CPU": 1, "GPU": 1} if on_gpus else {"CPU": 1}] * count, strategy="PACK")
+    count, kinds = config.num_ranks, ["CPU", "GPU"] if on_gpus else ["CPU"]
+    for kind in kinds:
+        if resources.get(kind, 0) < count:
+            raise ValueError(
+                f"the Ray cluster has {resources.get(kind, 0):g} {kind}s, and tensor_parallel_size="
+                f"{config.tensor_parallel_size} times pipeline_parallel_size={config.pipeline_parallel_size} workers "
+                f"need {count}"
+            )
+    group = placement_group([dict.fromkeys(kinds, 1)] * count, strategy="PACK")
     try:
         if not group.wait(PLACE_SECONDS):
-            raise ValueError(f"the Ray cluster has no {count} {kind}s free, and none came in {PLACE_SECONDS:.0f} s")
+            wanted = " and ".join(f"{count} {kind}s" for kind in kinds)
+            raise ValueError(f"the Ray cluster has not {wanted} free, and none came in {PLACE_SECONDS:.0f} s")
         return _connect(group, count, on_gpus)
     except BaseException:
         remove_placement_group(group)  # ends the actors as well
@@ -110,17 +121,24 @@ def _connect(group: PlacementGroup, count: int, on_gpus: bool) -> tuple[list[Lin
     ]
     try:
         places = ray.get([actor.place.remote() for actor in actors], timeout=CONNECT_SECONDS)
-        meeting = ray.get(actors[0].meeting_place.remote())
+        meeting = ray.get(actors[0].meeting_place.remote(), timeout=CONNECT_SECONDS)
     except (RayActorError, GetTimeoutError) as error:
         raise WorkerDiedError(f"a worker has not started: {error}") from None
     for rank, (node, version) in enumerate(places):
         if version != nanopage.__version__:
             raise ValueError(f"rank {rank} has nanopage {version} on {node}, and the engine {nanopage.__version__}")
     key, connections = secrets.token_bytes(32), dict[int, Connection]()
-    with Listener((get_node_ip_address(), 0), backlog=count, authkey=key) as listener:
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(Listener((get_node_ip_address(), 0), backlog=count))
         arrived: queue.SimpleQueue[Connection] = queue.SimpleQueue()
-        threading.Thread(target=_accept, args=(listener, count, arrived), daemon=True).start()
-        serving = [actor.serve.remote(listener.address, key, rank) for rank, actor in enumerate(actors)]
+        closed = threading.Event()
+        stack.callback(closed.set)  # before the listener is closed
+        threading.Thread(target=_accept, args=(listener, key, closed, arrived), daemon=True).start()
+        nodes = [node for node, _ in places]
+        serving = [
+            actor.serve.remote(listener.address, key, rank, nodes.count(nodes[rank]))
+            for rank, actor in enumerate(actors)
+        ]
         deadline = time.monotonic() + CONNECT_SECONDS
         while len(connections) < count:
             try:
@@ -138,16 +156,21 @@ def _connect(group: PlacementGroup, count: int, on_gpus: bool) -> tuple[list[Lin
     return links, meeting
 
 
-def _accept(listener: Listener, count: int, arrived: "queue.SimpleQueue[Connection]") -> None:
-    accepted = 0
-    while accepted < count:
-        try:
-            arrived.put(listener.accept())
-            accepted += 1
-        except (OSError, EOFError):  # closed
-            return
-        except Exception:  # somebody without the key
-            continue
+def _accept(listener: Listener, key: bytes, closed: threading.Event, arrived: "queue.SimpleQueue[Connection]") -> None:
+    while not closed.is_set():
+        with contextlib.suppress(OSError, EOFError):  # closed, or somebody who hangs up
+            threading.Thread(target=_check_key, args=(listener.accept(), key, arrived), daemon=True).start()
+
+
+def _check_key(connection: Connection, key: bytes, arrived: "queue.SimpleQueue[Connection]") -> None:
+    """For a thread: somebody without the key may keep silent."""
+    try:
+        deliver_challenge(connection, key)
+        answer_challenge(connection, key)
+    except (OSError, EOFError, AuthenticationError):
+        connection.close()
+    else:
+        arrived.put(connection)
 
 
 def _why(serving: ray.ObjectRef) -> str:

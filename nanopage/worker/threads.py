@@ -57,8 +57,8 @@ class ThreadCount:
 
     Args:
         most: the largest number of threads.
-        engine: pid of the engine, if it is another process. What it uses is not for others: it works mostly while this
-            process waits for a batch.
+        engine: pid of the engine, if it is another process. Its CPU time is not counted as that of other processes,
+            because it works mostly while this process waits.
     """
 
     INTERVAL = 0.1  # seconds between measurements

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from nanopage.worker import messages
 
+# Words in the error of an exchange that another worker has broken.
 EXCHANGES = ("gloo", "nccl", "connection closed", "connection reset", "socket", "timed out")
 
 
@@ -49,11 +50,15 @@ class Mailbox:
                 else:
                     self._messages.put(message)
         except (EOFError, OSError):  # the engine has ended
+            pass
+        except BaseException:
+            traceback.print_exc()
+        finally:
             os._exit(1)
 
 
 class LogHandler(logging.Handler):
-    """Sends what a worker logs to its executor; of all workers but the first, only warnings."""
+    """Sends what a worker logs to its executor. Of workers other than rank 0, only warnings and errors."""
 
     def __init__(self, mailbox: Mailbox, rank: int):
         super().__init__(logging.WARNING if rank else logging.INFO)
@@ -116,10 +121,10 @@ def _serve(mailbox: Mailbox) -> None:
     mailbox.send(messages.Ready())
     while True:
         match mailbox.receive():
-            case messages.Run(batch):
+            case messages.Run(number, batch):
                 result = worker.launch(batch).result()
                 if part.samples:
-                    mailbox.send(messages.Result(result))
+                    mailbox.send(messages.Result(number, result))
             case messages.Rest():
                 worker.rest()
             case messages.Compile():

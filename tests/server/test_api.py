@@ -328,7 +328,7 @@ def test_the_events_of_a_response_add_up_to_it(app):
         ({"store": True}, "store"),
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"tools": [{"type": "function"}]}, "tools"),
-        ({"text": {"format": {"type": "json_object"}}}, "text.format"),
+        ({"text": {"format": {"type": "grammar"}}}, "text.format.type"),
         ({"text": {"format": 5}}, "text.format"),
         ({"text": {"verbosity": "low"}}, "text.verbosity"),
         ({"top_logprobs": 2}, "top_logprobs"),

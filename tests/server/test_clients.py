@@ -9,14 +9,17 @@ import signal
 import socket
 import time
 import urllib.parse
+from typing import Literal
 
 import openai
 import psutil
+import pydantic
 import pytest
 from server_process import ROOT, serving
 
 from nanopage import LLM, SamplingParams
 
+BAD_FORMAT = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "strin"}}}
 HELLO = [{"role": "user", "content": "Hello there"}]
 GREEDY = {"temperature": 0, "max_tokens": 8, "extra_body": {"ignore_eos": True}}
 
@@ -78,12 +81,29 @@ def test_what_the_sdk_reads_beside_the_text(client):
     assert last.choices == [] and last.usage.total_tokens > 0
 
 
+class Person(pydantic.BaseModel):
+    name: Literal["Ann", "Bob"]
+    married: bool
+
+
+def test_parse_returns_an_object_of_the_class(client):
+    fewer_spaces = {"logit_bias": {"200": -40, "201": -40, "204": -40, "223": -40}, "seed": 0, "max_tokens": 100}
+    reply = client.chat.completions.parse(model="tiny", messages=HELLO, response_format=Person, **fewer_spaces)
+    assert isinstance(reply.choices[0].message.parsed, Person)
+    with client.chat.completions.stream(model="tiny", messages=HELLO, response_format=Person, **fewer_spaces) as stream:
+        assert stream.get_final_completion().choices[0].message.parsed == reply.choices[0].message.parsed
+    reply = client.responses.parse(
+        model="tiny", input="Hello", text_format=Person, max_output_tokens=600, temperature=0
+    )
+    assert isinstance(reply.output_parsed, Person) and reply.text.format.type == "json_schema"
+
+
 @pytest.mark.parametrize(
     ("error", "fields"),
     [
         (openai.BadRequestError, {"temperature": -1}),
         (openai.BadRequestError, {"tools": []}),
-        (openai.BadRequestError, {"response_format": {"type": "json_object"}}),
+        (openai.BadRequestError, {"response_format": BAD_FORMAT}),
         (openai.NotFoundError, {"model": "gpt-4"}),
     ],
 )

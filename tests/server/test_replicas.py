@@ -16,7 +16,8 @@ import pytest
 from server_process import serving
 
 from nanopage import LLM, SamplingParams, ray_cluster
-from nanopage.server import replicas
+from nanopage.server import front
+from nanopage.server import route as routes
 from nanopage.server.routing import Router
 from nanopage.server.serve import main
 
@@ -69,6 +70,7 @@ class Cluster:
 def cluster(model, tmp_path_factory):
     options = ("--dtype", "float64", "--max-model-len", 1024, "--max-num-seqs", 1, "--api-key", "secret")
     options += ("--served-model-name", "tiny", "--replicas", 2, "--shutdown-timeout", 10)
+    options += ("--distributed-executor-backend", "mp")
     with serving(model, *options, log=tmp_path_factory.mktemp("replicas") / "log") as server:
         cluster = Cluster(server)
         yield cluster
@@ -176,8 +178,13 @@ def test_a_client_that_goes_away_ends_its_request_at_the_replica(cluster, stream
     assert cluster.metric("nanopage:client_disconnects_total") == gone + 1
 
 
-def test_a_replica_that_is_killed_costs_only_what_its_clients_had_begun_to_read(cluster, expected):
-    victim = cluster.replicas()[0]
+@pytest.mark.parametrize("killed", ["replica", "worker"])
+def test_a_death_costs_only_what_the_clients_had_begun_to_read(cluster, expected, killed):
+    """Of a replica, or of the worker of its engine."""
+    cluster.wait_until_idle()
+    replica = cluster.replicas()[0]
+    victim = replica if killed == "replica" else psutil.Process(replica).children()[0].pid
+    losses, retries = (cluster.metric(f"nanopage:replica_{what}_total") for what in ("losses", "retries"))
 
     async def read(stream, texts):
         async for chunk in stream:
@@ -202,19 +209,38 @@ def test_a_replica_that_is_killed_costs_only_what_its_clients_had_begun_to_read(
             others = await asyncio.gather(*(read(stream, []) for stream in waiting))
             return counts, texts, others, [(await task).choices[0].text for task in whole]
 
-    cluster.wait_until_idle()
     counts, texts, others, whole = asyncio.run(crowd())
     (lost,) = [text for text in texts if isinstance(text, Exception)]
     assert isinstance(lost, openai.APIError) and "has died" in str(lost)
     assert expected(["a", "b"][texts.index(lost) - 1], LONG) in texts
     assert others == [expected(f"the cat {i}", 20) for i in range(6)]
     assert whole == [expected(f"a dog {i}", 20) for i in range(2)]
-    assert cluster.metric("nanopage:replica_losses_total") == 1
-    assert 0 not in counts and cluster.metric("nanopage:replica_retries_total") in counts
+    assert cluster.metric("nanopage:replica_losses_total") - losses == 1
+    assert 0 not in counts and cluster.metric("nanopage:replica_retries_total") - retries in counts
     assert cluster.request("GET", "/health")[0] == 200
+    deadline = time.monotonic() + 60
+    while replica in cluster.replicas() and time.monotonic() < deadline:
+        time.sleep(0.05)
     cluster.wait_for(2, "nanopage:replicas_running")
-    assert len(cluster.replicas()) == 2 and victim not in cluster.replicas()
+    assert len(cluster.replicas()) == 2 and replica not in cluster.replicas()
     assert cluster.request("POST", "/v1/completions", {"prompt": "the cat", "max_tokens": 2})[0] == 200
+
+
+def test_what_a_client_sends_is_not_taken_for_the_death_of_an_engine(cluster):
+    before = cluster.metric("nanopage:replica_retries_total")
+    body = {"input": "Hi", "metadata": {"code": "engine_dead"}, "max_output_tokens": 2}
+    for stream in (False, True):
+        assert cluster.request("POST", "/v1/responses", body | {"stream": stream})[0] == 200
+    assert cluster.metric("nanopage:replica_retries_total") == before
+
+
+@pytest.mark.parametrize("body", [b'{"prompt": "\xff"}', b"[" * 100_000], ids=["not UTF-8", "nested"])
+def test_bodies_that_cannot_be_read_are_refused_by_the_replica(cluster, body):
+    address = urllib.parse.urlsplit(cluster.url)
+    connection = http.client.HTTPConnection(address.hostname, address.port, timeout=60)
+    headers = {"content-type": "application/json", "authorization": "Bearer secret"}
+    connection.request("POST", "/v1/completions", body, headers)
+    assert connection.getresponse().status == 400
 
 
 def test_sigterm_lets_streams_end_except_those_of_a_replica_that_hangs_and_leaves_no_process(cluster, client, expected):
@@ -268,45 +294,45 @@ def test_ray_client_is_refused(monkeypatch):
 
 
 def parts_of(*texts, **fields):
-    return replicas.prompt_parts({"messages": [{"role": "user", "content": text} for text in texts]} | fields)[0]
+    return routes.prompt_parts({"messages": [{"role": "user", "content": text} for text in texts]} | fields)[0]
 
 
 def test_prompts_that_begin_alike_have_the_same_first_parts():
     long = "the cat " * 200
     first, second = parts_of(long), parts_of(long, "and more " * 100)
-    assert len(first) == len(long) // replicas.PART and len(set(first)) == len(first)
+    assert len(first) == len(long) // routes.PART and len(set(first)) == len(first)
     assert second[: len(first)] == first and len(second) > len(first)
     assert not set(parts_of("x" + long)) & set(first)
     assert not set(parts_of(long, cache_salt="mine")) & set(first)
     assert parts_of("short") == []
     prompt = {"prompt": list(range(1000))}
-    assert replicas.prompt_parts(prompt)[0] and not set(replicas.prompt_parts(prompt, "key")[0]) & set(first)
+    assert routes.prompt_parts(prompt)[0] and not set(routes.prompt_parts(prompt, "key")[0]) & set(first)
 
 
 def test_the_number_of_parts_is_limited():
-    assert len(replicas.prompt_parts({"prompt": "x" * (1 << 20)})[0]) == replicas.MAX_PARTS
+    assert len(routes.prompt_parts({"prompt": "x" * (1 << 20)})[0]) == routes.MAX_PARTS
 
 
 @pytest.mark.parametrize(
     ("body", "tokens"),
     [
-        ({}, replicas.OUTPUT_TOKENS),
+        ({}, routes.OUTPUT_TOKENS),
         ({"max_tokens": 5}, 5),
         ({"max_tokens": 5, "max_completion_tokens": 7, "n": 2}, 14),
-        ({"max_output_tokens": 100_000}, replicas.MAX_OUTPUT_TOKENS),
+        ({"max_output_tokens": 100_000}, routes.MAX_OUTPUT_TOKENS),
         ({"prompt": ["a", "b"], "max_tokens": 3}, 6),
         ({"prompt": [1, 2, 3], "max_tokens": 3}, 3),
-        ({"max_tokens": "many", "n": "x", "prompt": []}, replicas.OUTPUT_TOKENS),
+        ({"max_tokens": "many", "n": "x", "prompt": []}, routes.OUTPUT_TOKENS),
         ({"max_tokens": -1}, 0),
     ],
 )
 def test_what_a_body_asks_for_is_estimated_whatever_it_has(body, tokens):
-    assert replicas.num_output_tokens(body) == tokens
+    assert routes.num_output_tokens(body) == tokens
 
 
 def test_a_route_counts_its_tokens_once_wherever_it_goes():
     router, dead = Router(), set()
-    route, other = replicas.Route(router, [], 100, dead), replicas.Route(router, [], 10, dead)
+    route, other = routes.Route(router, [], 100, dead), routes.Route(router, [], 10, dead)
     assert {route.choose(["a", "b"]), other.choose(["a", "b"])} == {"a", "b"}
     first = route.replica
     route.advance(30)
@@ -319,3 +345,37 @@ def test_a_route_counts_its_tokens_once_wherever_it_goes():
     assert router.loads[other.replica].outstanding == 10 and route.replica is None
     other.exclude.add("b" if first == "a" else "a")
     assert other.choose(["a", "b"]) is None
+
+
+def test_the_prompt_is_done_with_the_first_token_of_the_output():
+    router = Router()
+    router.add("a")
+    route = routes.Route(router, [], 110, set(), num_prompt_tokens=100)
+    assert route.choose(["a"]) == "a"
+    route.advance(0)
+    assert router.loads["a"].outstanding == 110
+    route.advance(1)
+    assert router.loads["a"].outstanding == 9
+    route.advance(2)
+    assert router.loads["a"].outstanding == 7
+    route.end()
+    assert router.loads["a"].outstanding == 0
+
+
+@pytest.mark.parametrize(
+    ("device", "gpus", "most", "num_workers", "expected"),
+    [
+        ("auto", 0, 4, 1, {"num_cpus": 4}),  # two replicas on each node
+        ("cpu", 8, 4, 2, {"num_cpus": 4}),
+        ("auto", 0, 64, 2, {"num_cpus": 1}),
+        ("auto", 8, 2, 1, {"num_cpus": 1, "num_gpus": 1}),
+        ("cuda", 8, 2, 4, {"num_cpus": 1, "num_gpus": 4}),
+    ],
+)
+def test_a_replica_gets_its_share_of_a_node_or_a_gpu_for_each_worker(
+    monkeypatch, device, gpus, most, num_workers, expected
+):
+    node = {"Alive": True, "Resources": {"CPU": 8.0}}
+    monkeypatch.setattr(front.ray, "nodes", lambda: [node, node, {"Alive": False, "Resources": {"CPU": 1.0}}])
+    monkeypatch.setattr(front.ray, "cluster_resources", lambda: {"GPU": gpus})
+    assert front.resources_of_replica(most, device, num_workers) == expected

@@ -470,8 +470,9 @@ def test_the_kv_cache_gets_what_weights_and_the_largest_step_leave(caplog):
 @pytest.mark.parametrize("case", [(100, 6, 64), (3, 6, 64), (6, 6, 64), (100, 2, 8), (2048, 256, 40_000)])
 def test_the_largest_batch_has_no_more_than_it_may(case):
     num_tokens, num_seqs, max_model_len = case
-    batch = largest_batch(num_tokens, num_seqs, max_model_len, 16)
+    batch = largest_batch(num_tokens, num_seqs, max_model_len, 16, 333)
     lengths = batch.counts
+    assert [*batch.masks] == [*range(1, len(lengths))] and {len(mask) for mask in batch.masks.values()} == {42}
     assert sum(lengths) == min(num_tokens, num_seqs * max_model_len)
     assert len(lengths) == min(num_seqs, num_tokens)
     assert 1 <= min(lengths) <= max(lengths) <= max_model_len

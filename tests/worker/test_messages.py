@@ -79,13 +79,13 @@ results = st.builds(
 
 
 def sent(batch: Batch) -> Batch:
-    message = decode_to_worker(encode(Run(batch)))
+    message = decode_to_worker(encode(Run(0, batch)))
     assert isinstance(message, Run)
     return message.batch
 
 
 def returned(result: BatchResult) -> BatchResult:
-    message = decode_from_worker(encode(Result(result)))
+    message = decode_from_worker(encode(Result(0, result)))
     assert isinstance(message, Result)
     return message.result
 
@@ -109,7 +109,7 @@ def test_a_result_comes_back_as_it_was(result):
 def test_empty_messages_and_defaults():
     assert sent(Batch()) == Batch()
     assert returned(BatchResult()) == BatchResult()
-    assert decode_to_worker(msgspec.msgpack.encode({"type": "Run", "batch": {}})) == Run(Batch())
+    assert decode_to_worker(msgspec.msgpack.encode({"type": "Run", "number": 0, "batch": {}})) == Run(0, Batch())
     assert Batch().num_tokens == 0
     assert Batch(counts=[1, 1, 7]).num_tokens == 9
 
@@ -135,12 +135,15 @@ A_BATCH = Batch(
     counts=[2],
     sampled_from=[0],
     sampled_rows=[0],
+    masks={0: b"\x01\xff"},
 )
 
 
 @pytest.mark.parametrize(
     ("where", "wrong"),
     [
+        (["masks"], [1]),
+        (["masks", 0], "text"),
         (["rows"], 3),
         (["rows"], None),
         (["rows", 0], "0"),
@@ -165,7 +168,7 @@ A_BATCH = Batch(
     ids=str,
 )
 def test_a_field_of_the_wrong_type_is_refused_with_its_place(where, wrong):
-    message = plain(Run(A_BATCH))
+    message = plain(Run(0, A_BATCH))
     target = message["batch"]
     for step in where[:-1]:
         target = target[step]
@@ -178,7 +181,7 @@ def test_a_field_of_the_wrong_type_is_refused_with_its_place(where, wrong):
     ("kind", "name"), [("new", "row"), ("new", "sampling"), ("forks", "seed"), ("blocks", "first")], ids=str
 )
 def test_a_field_that_is_missing_is_refused_by_name(kind, name):
-    message = plain(Run(A_BATCH))
+    message = plain(Run(0, A_BATCH))
     del message["batch"][kind][0][name]
     with pytest.raises(msgspec.ValidationError, match=name):
         decode_to_worker(msgspec.msgpack.encode(message))
@@ -196,14 +199,14 @@ def test_another_kind_of_message_is_refused(message):
 
 def test_a_message_of_the_other_side_is_refused():
     with pytest.raises(msgspec.ValidationError, match="Result"):
-        decode_to_worker(encode(Result(BatchResult())))
+        decode_to_worker(encode(Result(0, BatchResult())))
     with pytest.raises(msgspec.ValidationError, match="Run"):
-        decode_from_worker(encode(Run(Batch())))
+        decode_from_worker(encode(Run(0, Batch())))
 
 
 @pytest.mark.parametrize(
     ("read", "message"),
-    [(decode_to_worker, Run(A_BATCH)), (decode_from_worker, Result(BatchResult([1, 2], {0: {1: (-0.5, 1)}})))],
+    [(decode_to_worker, Run(0, A_BATCH)), (decode_from_worker, Result(0, BatchResult([1, 2], {0: {1: (-0.5, 1)}})))],
 )
 def test_bytes_that_are_cut_off_or_followed_by_more_are_refused(read, message):
     data = encode(message)
@@ -216,7 +219,7 @@ def test_bytes_that_are_cut_off_or_followed_by_more_are_refused(read, message):
 
 def test_random_damage_is_refused_or_read_as_a_message():
     rng = random.Random(0)
-    data = encode(Run(A_BATCH))
+    data = encode(Run(0, A_BATCH))
     refused = 0
     for _ in range(5000):
         damaged = bytearray(data)
@@ -267,7 +270,7 @@ def test_a_batch_of_256_decodes_is_small():
         sampled_rows=rows,
     )
     assert batch.num_tokens == 256
-    assert len(encode(Run(batch))) < 16 * 1024
+    assert len(encode(Run(0, batch))) < 16 * 1024
 
 
 def test_any_valid_parameters_can_be_sent(tmp_path):

@@ -319,7 +319,7 @@ def test_as_many_batches_are_in_flight_as_there_are_stages(tmp_path):
 
     def counted(batch):
         batches.append(set(batch.rows))
-        in_flight.append(engine.executor._num_running)
+        in_flight.append(len(engine.executor._awaited))
         submit(batch)
 
     engine.executor.submit = counted

@@ -204,6 +204,46 @@ def test_workers_that_load_different_files_are_refused(model, forked, monkeypatc
         build_engine(config(model))
 
 
+def test_workers_that_compute_in_different_dtypes_are_refused(model, forked, monkeypatch):
+    """As on two machines, of which one has a processor with bfloat16."""
+    init = Worker.__init__
+
+    def other_dtype(self, *arguments):
+        *before, ranks, agree = arguments
+
+        def measured(capacity):
+            if ranks.rank == 1:
+                capacity.dtype = "float16"
+            return agree(capacity)
+
+        init(self, *before, ranks, measured)
+
+    monkeypatch.setattr(Worker, "__init__", other_dtype)
+    with pytest.raises(ValueError, match=r"rank 1 computes in float16, and rank 0 in \w+: give dtype"):
+        build_engine(config(model))
+
+
+def test_the_exception_of_a_worker_that_is_gone_is_not_lost(model, forked, monkeypatch):
+    """The engine sends it the next message before it has read how it ended."""
+
+    def failing(self):
+        raise RuntimeError("no rest")
+
+    monkeypatch.setattr(Worker, "rest", failing)
+    engine = build_engine(config(model, tensor_parallel_size=1, distributed_executor_backend="mp"))
+    engine.executor.rest()
+    deadline = time.monotonic() + 30
+    while engine.executor.links[0].ended() is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    add_requests(engine)
+    assert all("rank 0 of 1: RuntimeError: no rest" in output.error for output in run(engine).values())
+
+
+@pytest.mark.parametrize(("number", "name"), [(signal.SIGTERM, "SIGTERM"), (40, "signal 40")])
+def test_any_signal_has_a_name(number, name):
+    assert process_executor.signal_name(number) == name
+
+
 def test_a_fingerprint_depends_on_the_contents(tmp_path):
     model = tiny_model(tmp_path / "a")
     same = tiny_model(tmp_path / "b")
@@ -343,6 +383,29 @@ def test_readers_of_an_async_engine_are_told(model, forked):
         assert "rank 1 of 2" in str(llm.dead_error)
         with pytest.raises(EngineDeadError, match="rank 1 of 2"):
             await anext(llm.generate({"prompt_token_ids": [5]}, LONG_ANSWER, "b"))
+        llm.shutdown()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_worker_that_dies_or_hangs_while_no_request_is_there_is_noticed(model, forked, monkeypatch, how):
+    import asyncio
+
+    monkeypatch.setattr(process_executor, "STEP_LIMIT", 2.0)
+
+    async def main():
+        options = {name: value for name, value in vars(config(model)).items() if value is not None}
+        llm = AsyncLLM.from_engine_args(EngineArgs(**options))
+        async for _ in llm.generate({"prompt_token_ids": [5, 6, 7]}, SamplingParams(max_tokens=2), "a"):
+            pass
+        await llm.check_health()
+        os.kill(pids(llm.engine)[1], how)
+        deadline = time.monotonic() + 60
+        while not llm.errored and time.monotonic() < deadline:
+            await asyncio.sleep(0.01)
+        with pytest.raises(EngineDeadError, match=r"rank 1 of 2.*(SIGKILL|has not answered)"):
+            await llm.check_health()
         llm.shutdown()
 
     asyncio.run(main())

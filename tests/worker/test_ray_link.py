@@ -1,7 +1,12 @@
 """Workers as Ray actors: a model divided over two nodes, which share this machine. Takes seconds to start."""
 
 import os
+import queue
 import signal
+import socket
+import threading
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Client, Listener
 
 import psutil
 import pytest
@@ -10,6 +15,7 @@ from helpers import random_tokens, tiny_model
 import nanopage
 from nanopage import EngineConfig, SamplingParams
 from nanopage.build import build_engine
+from nanopage.worker import ray_link
 
 PARAMS = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
 
@@ -86,8 +92,9 @@ def test_a_killed_actor_ends_every_request_and_its_place_is_free_again(model, cl
     engine.step = killing_step
     outputs = run(engine)
     assert all("rank 1 of 2: its actor on " in output.error for output in outputs.values())
-    again = divided(model, tensor_parallel_size=2)  # needs both places
-    assert not any(output.error for output in run(again).values())
+    again = divided(model, pipeline_parallel_size=2)  # needs both places
+    answers, expected = run(again), run(build_engine(config(model)))
+    assert [answers[key].outputs[0].token_ids for key in "01"] == [expected[key].outputs[0].token_ids for key in "01"]
     processes = [process_of(cluster, link) for link in again.executor.links]
     again.shutdown()
     psutil.wait_procs([psutil.Process(pid) for pid in processes if psutil.pid_exists(pid)], timeout=10)
@@ -109,3 +116,18 @@ def test_another_version_of_nanopage_is_refused(model, cluster, monkeypatch):
 def test_an_error_at_start_names_the_rank(model, cluster):
     with pytest.raises(MemoryError, match=r"rank \d: kv_cache_gib"):
         divided(model, tensor_parallel_size=2, num_gpu_blocks_override=None, kv_cache_gib=1e6)
+
+
+def test_strangers_do_not_keep_the_workers_from_connecting():
+    """One hangs up, one keeps silent, one has another key."""
+    arrived, closed = queue.SimpleQueue(), threading.Event()
+    with Listener(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=ray_link._accept, args=(listener, b"key", closed, arrived), daemon=True).start()
+        socket.create_connection(listener.address).close()
+        silent = socket.create_connection(listener.address)
+        with pytest.raises(AuthenticationError):
+            Client(listener.address, authkey=b"another")
+        Client(listener.address, authkey=b"key").send_bytes(b"1")
+        assert arrived.get(timeout=30).recv_bytes() == b"1" and arrived.empty()
+        closed.set()
+        silent.close()

@@ -1,20 +1,18 @@
-"""Replicas of one model on Ray Serve, and Front, which stands before them (`nanopage serve --replicas`).
+"""Front: the server's application before the replicas of one model on Ray Serve (`nanopage serve --replicas`).
 
     client -- Front (one process) -- Ray Serve -- Replica (a process, an engine) ... Replica
 
-A replica runs the routes of app.py, as a server with one engine does. Front is the application of the HTTP server. Like
-that of one engine, it is behind Gate, which checks keys, hosts and bodies. It hands each call that needs the model to
-a replica, unchanged. What the replica's routes send comes back as a stream. Front decides with `Router` which replica
-gets a call. Ray Serve starts replicas, checks their health, replaces those that have died, and changes their number.
+Like the application of a server with one engine, it is behind Gate, which checks keys, hosts and bodies. It hands each
+call that needs the model to a replica (replica.py), unchanged. What the replica's routes send comes back as a stream.
+Front decides with `Router` which replica gets a call (route.py). Ray Serve starts replicas, checks their health,
+replaces those that have died, and changes their number.
 """
 
 import asyncio
 import contextlib
-import hashlib
 import logging
 import math
-import threading
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,17 +23,17 @@ from ray import serve
 from ray.exceptions import ActorDiedError, ObjectLostError, RayActorError
 from ray.serve.config import AutoscalingConfig, ProxyLocation
 from ray.serve.exceptions import DeploymentUnavailableError, RequestCancelledError
-from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 from ray.serve.schema import LoggingConfig
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from starlette.responses import Response
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
-import nanopage
 from nanopage import metrics, ray_cluster
-from nanopage.engine_args import EngineArgs
-from nanopage.server.app import ServerState, create_routes, load_engine
+from nanopage.server.app import ServerState, create_routes
 from nanopage.server.errors import ApiError
 from nanopage.server.metrics import CONTENT_TYPE, ServerMetrics
+from nanopage.server.replica import CANNOT_START, Call, FrontAlive, Replica, Settings
+from nanopage.server.route import ReplicaRouter, Route, num_output_tokens, prompt_parts
 from nanopage.server.routing import Router
 from nanopage.server.streaming import DONE, KEEP_ALIVE, encode_event, until_gone
 
@@ -45,251 +43,13 @@ TEXT_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 POSTS = (*TEXT_PATHS, "/tokenize", "/detokenize")
 GETS = ("/v1/models", "/tokenizer_info")  # and what begins so
 HEADERS = (b"content-type", b"traceparent", b"tracestate")  # of a client, that a replica gets to see
-PART = 256  # characters of a prompt that the router compares at once
-PART_TOKENS = PART // 4
-MAX_PARTS = 1024  # of a prompt
-OUTPUT_TOKENS = 256  # a guess at the output of a request that does not limit it
-MAX_OUTPUT_TOKENS = 1024  # the guess where the limit is higher: most limits are far from what is needed
 MAX_CALLS = 100_000  # of a replica at once for Ray Serve: the replica's own limits are what counts
 SECONDS_TO_STOP = 5.0  # for replicas without calls
 HEALTH_SECONDS = 2.0  # between Ray Serve's checks of a replica
 REPLICA = "Replica"  # the deployment's name
-CANNOT_START = "the replica cannot start: "
+# An event that says that the engine has died. Nothing that a client has sent can be in it.
+ERROR, ENGINE_DEAD = b'data: {"error":', b'"code":"engine_dead"'
 LOGGING = LoggingConfig(log_level="WARNING", enable_access_log=False)
-
-
-@dataclass
-class Settings:
-    """What a replica needs to start: plain data, which Ray stores.
-
-    state: arguments of ServerState.
-    engine: options of EngineArgs.
-    tracing: where spans are sent.
-    front: the FrontAlive of the front process, where the cluster would outlive it.
-    version: of nanopage in the front process.
-    """
-
-    state: dict[str, Any]
-    engine: dict[str, Any]
-    tracing: str | None = None
-    front: Any = None
-    version: str = nanopage.__version__
-
-
-class FrontAlive:
-    """A Ray actor that ends with the front process, even if that is killed. Replicas wait for it: Ray Serve would run
-    them for ever."""
-
-    async def wait(self) -> None:
-        await asyncio.Event().wait()
-
-
-def _end_with(front: Any, application: str) -> None:
-    """Wait until the front process has ended, then end all replicas. For a thread of a replica."""
-    try:
-        ray.get(front.wait.remote())
-    except RayActorError:
-        logger.warning("the server that started this replica has ended: the replicas end as well")
-        serve.delete(application, _blocking=False)
-
-
-@dataclass
-class Call:
-    """An HTTP call on its way to a replica.
-
-    key: the name of the client's key, as Gate gives it.
-    route: how Front and ReplicaRouter, in one process, agree on a replica. It is not sent to it.
-    """
-
-    method: str
-    path: str
-    headers: list[tuple[bytes, bytes]]
-    body: bytes
-    key: str
-    route: "Route | None" = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"route": None}
-
-
-class Replica:
-    """One engine behind the routes of a server, in a process of its own. Ray Serve makes it from Settings."""
-
-    def __init__(self, settings: Settings):
-        self.rank = serve.get_replica_context().rank.rank
-        self.state = ServerState(**settings.state)
-        self.routes = create_routes(self.state)
-        try:
-            self._load(settings)
-        except BaseException as error:  # what tokenizers raises when Rust panics is not an Exception
-            raise RuntimeError(f"{CANNOT_START}{str(error) or type(error).__name__}") from None
-
-    def _load(self, settings: Settings) -> None:
-        if settings.version != nanopage.__version__:
-            raise RuntimeError(f"nanopage is {nanopage.__version__} here, but {settings.version} where it was started")
-        if settings.tracing is not None:
-            from nanopage.server.tracing import Tracer
-
-            self.state.tracer = Tracer.to_endpoint(settings.tracing)
-        # Requests without a seed must not get the same noise in every replica.
-        engine = settings.engine | {"seed": settings.engine["seed"] + self.rank}
-        self.state.llm = load_engine(EngineArgs(**engine))
-        if settings.front is not None:
-            application = serve.get_replica_context().app_name
-            threading.Thread(target=_end_with, args=(settings.front, application), daemon=True).start()
-
-    async def call(self, call: Call) -> AsyncIterator[tuple[int, list[tuple[bytes, bytes]]] | bytes]:
-        """Run a call. Yields the status and the headers of the reply, then parts of its body. If it is cancelled, the
-        routes see a client that has gone."""
-        sent: asyncio.Queue[Message | None] = asyncio.Queue()
-        gone = asyncio.Event()
-        request: list[Message] = [{"type": "http.request", "body": call.body, "more_body": False}]
-
-        async def receive() -> Message:
-            if request:
-                return request.pop()
-            await gone.wait()
-            return {"type": "http.disconnect"}
-
-        async def send(message: Message) -> None:
-            sent.put_nowait(message)
-
-        work = asyncio.create_task(self.routes(_scope(call, send), receive, send))
-        work.add_done_callback(lambda _: sent.put_nowait(None))
-        try:
-            while (message := await sent.get()) is not None:
-                if message["type"] == "http.response.start":
-                    yield message["status"], message["headers"]
-                    continue
-                parts = [message["body"]]
-                while not sent.empty() and (message := sent.get_nowait()) is not None:
-                    parts.append(message["body"])
-                yield b"".join(parts)
-                if message is None:
-                    break
-        finally:
-            gone.set()
-            await asyncio.wait([work])
-
-    async def metrics(self) -> list[metrics.Metric]:
-        """The engine's metrics, with the replica's number as the engine's."""
-        found = self.state.metrics()
-        for metric in found:
-            metric.labels = metric.labels | {"engine": str(self.rank)}
-        return found
-
-    async def check_health(self) -> None:
-        """Ray Serve replaces the replica if this raises a few times in a row."""
-        try:
-            self.state.check_health()
-        except ApiError as error:
-            raise RuntimeError(str(error)) from None
-
-    def __del__(self) -> None:  # Ray Serve calls it when it stops the replica
-        if self.state.llm is not None:
-            self.state.llm.shutdown()
-        if self.state.tracer is not None:
-            self.state.tracer.shutdown()
-
-
-def _scope(call: Call, send: Send) -> Scope:
-    return {
-        "type": "http",
-        "asgi": {"version": "3.0", "spec_version": "2.3"},
-        "http_version": "1.1",
-        "method": call.method,
-        "scheme": "http",
-        "path": call.path,
-        "raw_path": call.path.encode(),
-        "query_string": b"",
-        "root_path": "",
-        "headers": call.headers,
-        "client": None,
-        "server": None,
-        "state": {},
-        "nanopage.key": call.key,
-        "nanopage.send": send,
-    }
-
-
-class Route:
-    """Which replica has a call, and how much of it is still to be done there.
-
-    Args:
-        parts, num_tokens: as `Router.choose` takes them.
-        dead: replicas that have died, whatever Ray Serve still says.
-    """
-
-    def __init__(self, router: Router, parts: list[bytes], num_tokens: int, dead: set[str]):
-        self.router, self.parts, self.num_tokens, self.dead = router, parts, num_tokens, dead
-        self.exclude: set[str] = set()
-        self.replica: str | None = None
-        self.num_choices = 0
-        self.request_router: ReplicaRouter | None = None
-        self._left = 0
-
-    def choose(self, replicas: Iterable[str]) -> str | None:
-        """Choose one of these replicas, instead of the one that was chosen before. None if none may get the call."""
-        self.end()
-        running = set(replicas) - self.dead
-        for gone in self.router.loads.keys() - running:
-            self.router.remove(gone)
-        for replica in running:
-            self.router.add(replica)
-        try:
-            self.replica = self.router.choose(self.parts, PART_TOKENS, self.num_tokens, exclude=[*self.exclude])
-        except LookupError:
-            return None
-        self._left, self.num_choices = self.num_tokens, self.num_choices + 1
-        return self.replica
-
-    def advance(self, num_tokens: int) -> None:
-        """So many tokens have come."""
-        num_tokens = min(num_tokens, self._left)
-        if self.replica is not None:
-            self.router.finish(self.replica, num_tokens)
-            self._left -= num_tokens
-
-    def end(self) -> None:
-        self.advance(self._left)
-        self.replica = None
-
-
-class ReplicaRouter(RequestRouter):
-    """Lets each call choose its replica. Ray Serve makes it, in the process of Front."""
-
-    async def choose_replicas(
-        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
-    ) -> list[list[RunningReplica]]:
-        assert pending_request is not None
-        by_name = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
-        route: Route = pending_request.args[0].route
-        route.request_router = self
-        chosen = route.choose(by_name)
-        return [] if chosen is None else [[by_name[chosen]]]
-
-
-def prompt_parts(body: dict, salt: str = "") -> tuple[list[bytes], int]:
-    """The prompt of a body in parts for `Router.choose`, and an estimate of its tokens.
-
-    Args: salt: what keeps cached prefixes apart.
-    """
-    prompt = [body[name] for name in ("instructions", "messages", "input", "prompt") if name in body]
-    text = msgspec.json.encode(prompt)
-    digest, parts = hashlib.blake2b(f"{salt} {body.get('cache_salt')}".encode(errors="replace"), digest_size=16), []
-    for start in range(0, min(len(text) // PART, MAX_PARTS) * PART, PART):
-        digest.update(text[start : start + PART])
-        parts.append(digest.copy().digest())
-    return parts, len(text) // 4 + 1
-
-
-def num_output_tokens(body: dict) -> int:
-    """An estimate of the tokens that a body asks for."""
-    limits = [body.get(name) for name in ("max_completion_tokens", "max_output_tokens", "max_tokens")]
-    limit = next((limit for limit in limits if isinstance(limit, int)), OUTPUT_TOKENS)
-    prompts, n = body.get("prompt"), body.get("n")
-    num_prompts = len(prompts) if isinstance(prompts, list) and prompts and not isinstance(prompts[0], int) else 1
-    return max(0, min(limit, MAX_OUTPUT_TOKENS)) * num_prompts * (n if isinstance(n, int) and n > 0 else 1)
 
 
 @dataclass
@@ -312,16 +72,17 @@ class ReplicaGoneError(Exception):
     """The replica of a call has died, or cannot go on."""
 
 
-def resources_of_replica(most: int, device: str) -> dict[str, float]:
-    """The CPUs and GPUs of each replica: a GPU if the cluster has any, else an equal share of the cores of a node. Ray
-    limits the threads of a replica to its CPUs.
+def resources_of_replica(most: int, device: str, num_workers: int) -> dict[str, float]:
+    """The CPUs and GPUs of each replica: if the cluster has GPUs, one for each worker, else an equal share of the cores
+    of a node. Ray limits the threads of a replica to its CPUs.
 
     Args:
         most: the largest number of replicas.
         device: of their engines, as in EngineConfig.
+        num_workers: of each engine.
     """
     if device == "cuda" or (device == "auto" and ray.cluster_resources().get("GPU", 0) > 0):
-        return {"num_cpus": 1, "num_gpus": 1}
+        return {"num_cpus": 1, "num_gpus": num_workers}
     cpus = [node["Resources"]["CPU"] for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU")] or [1]
     return {"num_cpus": max(1, min(cpus) // math.ceil(most / len(cpus)))}
 
@@ -400,7 +161,8 @@ class Front:
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
         serve.start(proxy_location=ProxyLocation.Disabled, logging_config=LOGGING)
         if not ray_cluster.is_local():
-            self.settings.front = ray.remote(FrontAlive).options(num_cpus=0).remote()
+            here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+            self.settings.front = ray.remote(FrontAlive).options(num_cpus=0, scheduling_strategy=here).remote()
         try:
             serve.run(deployment.bind(self.settings), name=self.name, route_prefix=None)
         except RuntimeError as error:
@@ -475,14 +237,14 @@ class Front:
         self._check_open()
         body = (await receive())["body"]
         parts: list[bytes] = []
-        num_tokens = 0
+        num_prompt = num_tokens = 0
         if path in TEXT_PATHS:
-            with contextlib.suppress(msgspec.DecodeError):  # the replica says what is wrong
+            with contextlib.suppress(ValueError, RecursionError):  # the replica says what is wrong
                 fields = msgspec.json.decode(body)
                 if isinstance(fields, dict):
                     parts, num_prompt = prompt_parts(fields, scope["nanopage.key"] if self.state.salt_per_key else "")
                     num_tokens = num_prompt + num_output_tokens(fields)
-        route = Route(self.router, parts, num_tokens, self.dead)
+        route = Route(self.router, parts, num_tokens, self.dead, num_prompt)
         headers = [(name, value) for name, value in scope["headers"] if name in HEADERS]
         call = Call(method, path, headers, body, scope["nanopage.key"], route)
         reply = Reply()
@@ -506,8 +268,8 @@ class Front:
                 await work
 
     async def _relay(self, call: Call, reply: Reply, send: Send, direct: Send) -> None:
-        """Send a replica's reply to the client. If the replica dies before the client has anything of the answer, that
-        of another.
+        """Send a replica's reply to the client. If the replica dies before the client has any of the answer, run the
+        call on another replica.
 
         Args:
             send: for the head.
@@ -575,6 +337,10 @@ class Front:
                     if reply.streams and not reply.begun:
                         reply.begun = True
                         await send({"type": "http.response.start", "status": head[0], "headers": head[1]})
+                elif reply.streams and item.startswith(ERROR) and ENGINE_DEAD in item:
+                    assert call.route.replica is not None
+                    call.route.exclude.add(call.route.replica)
+                    raise ReplicaGoneError(f"the engine of {call.route.replica} has died")
                 elif reply.streams:
                     reply.answered = reply.answered or bool(item.replace(KEEP_ALIVE, b""))
                     reply.complete = item.endswith(DONE)

@@ -1,0 +1,99 @@
+"""Route: which replica a call goes to, by the policies of routing.py. ReplicaRouter asks it for Ray Serve."""
+
+import hashlib
+from collections.abc import Iterable
+
+import msgspec
+from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
+
+from nanopage.server.routing import Router
+
+PART = 256  # bytes of a prompt, as JSON, that the router compares at once
+PART_TOKENS = PART // 4
+MAX_PARTS = 1024  # of a prompt
+OUTPUT_TOKENS = 256  # a guess at the output of a request that does not limit it
+MAX_OUTPUT_TOKENS = 1024  # the guess where the limit is higher: most limits are far from what is needed
+
+
+class Route:
+    """The replica that runs a call, and how many of its tokens are still outstanding.
+
+    Args:
+        parts, num_tokens: as `Router.choose` takes them.
+        num_prompt_tokens: of `num_tokens`, those of the prompt.
+        dead: replicas that have died, whatever Ray Serve still says.
+    """
+
+    def __init__(self, router: Router, parts: list[bytes], num_tokens: int, dead: set[str], num_prompt_tokens: int = 0):
+        self.router, self.parts, self.num_tokens, self.dead = router, parts, num_tokens, dead
+        self.num_prompt_tokens = num_prompt_tokens
+        self.exclude: set[str] = set()
+        self.replica: str | None = None
+        self.num_choices = 0
+        self.request_router: ReplicaRouter | None = None
+        self._left = 0
+
+    def choose(self, replicas: Iterable[str]) -> str | None:
+        """Choose one of these replicas, instead of the one that was chosen before. None if none may get the call."""
+        self.end()
+        running = set(replicas) - self.dead
+        for gone in self.router.loads.keys() - running:
+            self.router.remove(gone)
+        for replica in running:
+            self.router.add(replica)
+        try:
+            self.replica = self.router.choose(self.parts, PART_TOKENS, self.num_tokens, exclude=[*self.exclude])
+        except LookupError:
+            return None
+        self._left, self.num_choices = self.num_tokens, self.num_choices + 1
+        return self.replica
+
+    def advance(self, num_tokens: int) -> None:
+        """So many tokens of the output have come. With the first, those of the prompt are done as well."""
+        if num_tokens and self._left == self.num_tokens:
+            num_tokens += self.num_prompt_tokens
+        num_tokens = min(num_tokens, self._left)
+        if self.replica is not None:
+            self.router.finish(self.replica, num_tokens)
+            self._left -= num_tokens
+
+    def end(self) -> None:
+        self.advance(self._left)
+        self.replica = None
+
+
+class ReplicaRouter(RequestRouter):
+    """Lets each call choose its replica. Ray Serve makes it, in the process of Front."""
+
+    async def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> list[list[RunningReplica]]:
+        assert pending_request is not None
+        by_name = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
+        route: Route = pending_request.args[0].route
+        route.request_router = self
+        chosen = route.choose(by_name)
+        return [] if chosen is None else [[by_name[chosen]]]
+
+
+def prompt_parts(body: dict, salt: str = "") -> tuple[list[bytes], int]:
+    """The prompt of a body in parts for `Router.choose`, and an estimate of its tokens.
+
+    Args: salt: what keeps cached prefixes apart.
+    """
+    prompt = [body[name] for name in ("instructions", "messages", "input", "prompt") if name in body]
+    text = msgspec.json.encode(prompt)
+    digest, parts = hashlib.blake2b(f"{salt} {body.get('cache_salt')}".encode(errors="replace"), digest_size=16), []
+    for start in range(0, min(len(text) // PART, MAX_PARTS) * PART, PART):
+        digest.update(text[start : start + PART])
+        parts.append(digest.copy().digest())
+    return parts, len(text) // 4 + 1
+
+
+def num_output_tokens(body: dict) -> int:
+    """An estimate of the tokens that a body asks for."""
+    limits = [body.get(name) for name in ("max_completion_tokens", "max_output_tokens", "max_tokens")]
+    limit = next((limit for limit in limits if isinstance(limit, int)), OUTPUT_TOKENS)
+    prompts, n = body.get("prompt"), body.get("n")
+    num_prompts = len(prompts) if isinstance(prompts, list) and prompts and not isinstance(prompts[0], int) else 1
+    return max(0, min(limit, MAX_OUTPUT_TOKENS)) * num_prompts * (n if isinstance(n, int) and n > 0 else 1)
