@@ -34,8 +34,12 @@ class Cluster:
         self.processes = psutil.Process(server.process.pid).children(recursive=True)
 
     def replicas(self):
-        children = psutil.Process(self.server.process.pid).children(recursive=True)
-        return [child.pid for child in children if "ServeReplica" in " ".join(child.cmdline())]
+        found = []
+        for child in psutil.Process(self.server.process.pid).children(recursive=True):
+            with contextlib.suppress(psutil.Error):  # it has ended meanwhile
+                if "ServeReplica" in " ".join(child.cmdline()):
+                    found.append(child.pid)
+        return found
 
     def request(self, method, path, body=None, key="secret", **headers):
         address = urllib.parse.urlsplit(self.url)
