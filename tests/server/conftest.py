@@ -1,5 +1,7 @@
 import pytest
-from server_process import serving
+from server_process import OPTIONS, serving
+
+from nanopage import LLM, AsyncLLM, EngineArgs
 
 
 @pytest.fixture(scope="module")
@@ -9,3 +11,15 @@ def server(model, tmp_path_factory):
     with serving(model, *options, log=log) as server:
         server.url = server.wait_until_ready()
         yield server
+
+
+@pytest.fixture(scope="module")
+def offline(model):
+    return LLM(str(model), **OPTIONS)
+
+
+@pytest.fixture(scope="module")
+def llm(model):
+    llm = AsyncLLM.from_engine_args(EngineArgs(model=str(model), **OPTIONS))
+    yield llm
+    llm.shutdown()

@@ -9,6 +9,15 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
+# Of engines in the process of a test.
+OPTIONS = {
+    "dtype": "float64",
+    "device": "cpu",
+    "max_model_len": 128,
+    "num_gpu_blocks_override": 64,
+    "block_size": 8,
+    "max_num_batched_tokens": 32,
+}
 
 
 class ServerProcess:

@@ -12,8 +12,9 @@ import pytest
 from asgi import call
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind
+from server_process import OPTIONS
 
-from nanopage import LLM, AsyncLLM, EngineArgs, SamplingParams
+from nanopage import AsyncLLM, EngineArgs, SamplingParams
 from nanopage.metrics import Metrics
 from nanopage.outputs import StepStats
 from nanopage.server import middleware, protocol, streaming
@@ -22,29 +23,9 @@ from nanopage.server.metrics import ServerMetrics
 from nanopage.server.protocol import REFUSED
 from nanopage.server.tracing import Tracer
 
-OPTIONS = {
-    "dtype": "float64",
-    "device": "cpu",
-    "max_model_len": 128,
-    "num_gpu_blocks_override": 64,
-    "block_size": 8,
-    "max_num_batched_tokens": 32,
-}
 HELLO = [{"role": "user", "content": "Hello there"}]
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 GREEDY = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
-
-
-@pytest.fixture(scope="module")
-def offline(model):
-    return LLM(str(model), **OPTIONS)
-
-
-@pytest.fixture(scope="module")
-def llm(model):
-    llm = AsyncLLM.from_engine_args(EngineArgs(model=str(model), **OPTIONS))
-    yield llm
-    llm.shutdown()
 
 
 @pytest.fixture

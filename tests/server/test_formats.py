@@ -7,9 +7,9 @@ import time
 
 import jsonschema
 import pytest
-from test_api import CHAT, HELLO, OPTIONS, TEXT, post
+from test_api import CHAT, HELLO, TEXT, post
 
-from nanopage import LLM, AsyncLLM, EngineArgs, SamplingParams, StructuredOutputsParams
+from nanopage import SamplingParams, StructuredOutputsParams
 from nanopage import structured as structured_module
 from nanopage.server.app import ServerState, create_app
 
@@ -26,15 +26,8 @@ ASK = {"seed": 1, "max_tokens": 60, "logit_bias": LESS_SPACE}
 
 
 @pytest.fixture(scope="module")
-def offline(model):
-    return LLM(str(model), **OPTIONS)
-
-
-@pytest.fixture(scope="module")
-def app(model):
-    llm = AsyncLLM.from_engine_args(EngineArgs(model=str(model), **OPTIONS))
-    yield create_app(ServerState(["tiny"], llm=llm), hosts=["localhost"])
-    llm.shutdown()
+def app(llm):
+    return create_app(ServerState(["tiny"], llm=llm), hosts=["localhost"])
 
 
 def choice(reply):
