@@ -214,12 +214,13 @@ class EngineConfig:
             raise ValueError(
                 "async_scheduling=True needs one worker: tensor_parallel_size and pipeline_parallel_size must be 1"
             )
-        if self.speculation is not None and self.async_scheduling:
+        speculates = self.speculation is not None
+        if speculates and self.async_scheduling:
             raise ValueError(
                 "speculative_config and async_scheduling=True exclude each other: drafts need the results of the "
                 "previous step"
             )
-        if self.speculation is not None and self.pipeline_parallel_size > 1:
+        if speculates and self.pipeline_parallel_size > 1:
             raise ValueError(
                 f"speculative_config and pipeline_parallel_size={self.pipeline_parallel_size} exclude each other"
             )
@@ -291,8 +292,8 @@ class SpeculativeConfig:
     method: "ngram": the last tokens of a sequence have occurred in it before, and the draft is what followed them there
         (prompt lookup).
     num_speculative_tokens: most tokens of a draft.
-    prompt_lookup_max, prompt_lookup_min: how many of the last tokens must have occurred before: the most that is tried
-        first, and the fewest. By default 4 and 2; one that is given bounds the default of the other.
+    prompt_lookup_max, prompt_lookup_min: the most and the fewest last tokens that are looked up, the most first. By
+        default 4 and 2. If only one is given, the default of the other adapts to it.
     """
 
     method: str

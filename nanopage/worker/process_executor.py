@@ -168,7 +168,7 @@ class ProcessExecutor:
     def check(self) -> None:
         if self.error is not None:
             raise self.error
-        while self._receive(0):
+        while self._take_messages(0):
             pass
         self._ping()
 
@@ -234,18 +234,23 @@ class ProcessExecutor:
         assert all(isinstance(answer, kind) for answer in answers)
         return answers  # type: ignore[return-value]
 
-    def _receive(self, seconds: float | None = None) -> bool:
-        """Take the messages that have come. If there are none, wait for some, and ping the workers meanwhile.
+    def _receive(self) -> None:
+        """Wait for messages and take them. Ping the workers meanwhile.
 
-        Args: seconds: how long to wait; None: until a message comes.
-        Returns: whether there were any.
         Raises: WorkerDiedError; while the workers start, what has ended one of them.
+        """
+        while not self._take_messages(PING_SECONDS):
+            self._ping()
+
+    def _take_messages(self, seconds: float) -> bool:
+        """Take the messages that have come, or come within so many seconds. Returns whether there were any.
+
+        Raises: as `_receive`.
         """
         if self.error is not None:
             raise self.error
         ranks = {link.connection: rank for rank, link in enumerate(self.links)}
-        while not (ready := connection.wait(ranks, PING_SECONDS if seconds is None else seconds)) and seconds is None:
-            self._ping()
+        ready = connection.wait(ranks, seconds)
         for each in ready:
             rank = ranks[each]  # type: ignore[index]
             try:
