@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("nanopage")
 
-CHECK_SECONDS = 1.0  # between looks at the workers while no request is there
+CHECK_SECONDS = 1.0  # between checks of the workers while there is no request
 MAX_FAILURES = 3  # after so many calls of `LLMEngine.step` in a row that raise, the engine is dead
 
 

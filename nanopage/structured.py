@@ -78,7 +78,7 @@ class Grammars:
 
 
 class Vocabulary:
-    """The tokens of a model. Sets of tokens are integers, whose bit i is token i, because Python has no faster bits.
+    """The tokens of a model. Sets of tokens are integers whose bit i stands for token i: Python's fastest bit sets.
 
     text       tokens that stand for text, and special tokens that have a name
     endings    end-of-sequence tokens

@@ -26,7 +26,7 @@ from nanopage.outputs import StepStats
 MOST_ROWS = 32  # With more sequences, a step computes so much that drafts do not pay: do not even look for them.
 LEAST_SPEEDUP = 1.15  # that drafts must promise: both the times and the shares are rough
 EXPECTED_SHARE = 0.5  # of the tokens of drafts that is accepted, before anything is known
-FIXED_COST = 32  # of a step, in rows, before steps with drafts are measured: rather too much, so that one is tried
+FIXED_COST = 32  # of a step, in rows, until steps with drafts are measured: a high guess, so that a draft is tried
 FORGET_AFTER = 256  # steps, after which a measured time is measured again
 
 

@@ -101,7 +101,7 @@ def make_links(config: EngineConfig) -> tuple[list[Link], str]:
     try:
         if not group.wait(PLACE_SECONDS):
             wanted = " and ".join(f"{count} {kind}s" for kind in kinds)
-            raise ValueError(f"the Ray cluster has not {wanted} free, and none came in {PLACE_SECONDS:.0f} s")
+            raise ValueError(f"the Ray cluster did not have {wanted} free within {PLACE_SECONDS:.0f} s")
         return _connect(group, count, on_gpus)
     except BaseException:
         remove_placement_group(group)  # ends the actors as well

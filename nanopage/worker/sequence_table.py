@@ -53,7 +53,7 @@ class SequenceTable:
             self.record(rows, positions, to_device(torch.from_numpy(token_ids), self.device))
 
     def record(self, rows: Tensor | np.ndarray, positions: Tensor | np.ndarray, tokens: Tensor) -> None:
-        """Write tokens that were sampled to the table, where the next step reads them.
+        """Write tokens to the table, where the next step reads them.
 
         NO_TOKEN is written as token 0: its sequence ends, but may already be part of the next batch.
 
