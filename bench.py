@@ -7,6 +7,7 @@
     python bench.py simulate     a trace on many replicas, without a model
     python bench.py costs        what steps cost here, for simulate
     python bench.py memory       what forks save, swap against recomputation
+    python bench.py embed        embeddings of many texts: texts per second
     python bench.py host         what a step costs Python
     python bench.py parallel     a model divided among processes
     python bench.py compare      the same work on vLLM, OpenVINO, llama.cpp
@@ -50,12 +51,13 @@ from benchmarks.checks import (
     check_folder,
     check_lengths,
     find_model,
+    find_path,
     refuse,
 )
 from benchmarks.datasets import Dataset, Requests, dataset, parse_range, read_trace
 from benchmarks.machine import cpu_has, cpu_name, versions
 from benchmarks.outputs import check_outputs, check_plot, exit_unless, recorded, stopped_by_signals
-from benchmarks.report import console, describe, errors_by_name, show_header
+from benchmarks.report import console, describe, errors_by_name, show_header, table_of
 
 app = typer.Typer(help=__doc__, no_args_is_help=True, rich_markup_mode=None, add_completion=False)
 
@@ -516,6 +518,247 @@ def costs(
     check_engine(switches)
     given = None if costs_file is None else read_costs(costs_file)
     cost_runs.costs(model, switches, given, validate, num_prompts or 40, seed, json_file)
+
+
+@app.command()
+def lora(
+    model: ModelOption = None,
+    rank: Annotated[int, typer.Option(min=1, max=512, help="Rank of the random adapters.")] = 16,
+    input_len: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 128,
+    output_len: Annotated[int, typer.Option(min=1, help="Tokens of each output.")] = 64,
+    num_prompts: Annotated[int, typer.Option(min=1, max=MAX_REQUESTS, help="Requests at once.")] = 32,
+    dtype: DtypeOption = "auto",
+    device: DeviceOption = "auto",
+    eager: EagerOption = False,
+    seed: SeedOption = 0,
+    json_file: JsonOption = None,
+) -> None:
+    """Measure a batch with LoRA adapters, and without.
+
+    Throughput with 0 (without enable_lora), 1, 8 and 32 random adapters, their memory, and the time to load one.
+
+    \b
+    python bench.py lora --rank 8
+    """
+    import tempfile
+
+    from benchmarks import adapters as benchmark
+
+    check_outputs({"--json": json_file})
+    switches = engine_options(dtype, device, eager, None, "auto", None)
+    check_engine(switches)
+    path, config = find_model(model)
+    check_lengths([(input_len, output_len)] * num_prompts, config, ["--input-len", "--output-len"])
+
+    def engine(**options):
+        from nanopage import EngineConfig
+        from nanopage.build import build_engine
+
+        with errors_by_name():
+            made = build_engine(EngineConfig(model=str(path), **switches | options))
+            made.executor.compile()
+            return made
+
+    header = describe(engine(), f"LoRA, rank {rank}, seed {seed}")
+    show_header(header)
+    results: dict[str, Any] = {"header": header}
+    with (
+        recorded(json_file, lambda: results) as record,
+        errors_by_name(),
+        tempfile.TemporaryDirectory() as directory,
+    ):
+        counts, lengths, rng = [0, 1, 8, 32], (input_len, output_len), random.Random(seed)
+        benchmark.measure(engine, Path(directory), counts, rank, num_prompts, lengths, rng, results)
+        for row in results["throughput"]:
+            memory = f"; slots {row['slots_mib']:.1f} MiB, one loaded in {row['load_seconds'] * 1000:.0f} ms"
+            speed = f"{row['adapters']:3} adapters: {row['output_tokens_per_second']:,.1f} output tok/s"
+            console.print(speed + (memory if row["adapters"] else " (enable_lora off)"), highlight=False)
+    exit_unless(record.written)
+
+
+@app.command()
+def speculate(
+    model: ModelOption = None,
+    draft: Annotated[str | None, typer.Option(metavar="MODEL", help="A draft model, instead of n-grams.")] = None,
+    num_speculative_tokens: Annotated[int, typer.Option(min=1, max=64, help="Most tokens of a draft.")] = 5,
+    batch_sizes: Annotated[str, typer.Option(help="Requests at once, separated by commas.")] = "1,8",
+    output_len: Annotated[int, typer.Option(min=2, max=4096, help="Tokens of each output.")] = 128,
+    num_iters: Annotated[int, typer.Option(min=1, max=1000, help="Measured rounds; medians are reported.")] = 3,
+    dtype: DtypeOption = "auto",
+    device: DeviceOption = "auto",
+    eager: EagerOption = False,
+    seed: SeedOption = 0,
+    json_file: JsonOption = None,
+) -> None:
+    """Measure speculative decoding: decodes with drafts and without.
+
+    On four tasks: summarizing, editing code, answering questions about a text, free chat; greedy and sampled.
+
+    \b
+    python bench.py speculate --batch-sizes 1,8
+    """
+    from benchmarks import speculation as benchmark
+
+    check_outputs({"--json": json_file})
+    switches = engine_options(dtype, device, eager, None, "auto", None)
+    check_engine(switches)
+    sizes = parse_sizes(batch_sizes)
+    path, config = find_model(model)
+    check_lengths([(benchmark.CHARACTERS // 2, output_len)], config, ["--output-len", "--output-len"])
+    speculation: dict[str, Any] = {"method": "ngram", "num_speculative_tokens": num_speculative_tokens}
+    if draft is not None:
+        speculation |= {"method": "draft_model", "model": draft}
+
+    def engine(**options):
+        from nanopage import EngineConfig
+        from nanopage.build import build_engine
+
+        with errors_by_name():
+            made = build_engine(EngineConfig(model=str(path), **switches | options))
+            made.executor.compile()
+            return made
+
+    header = describe(engine(), f"drafts: {speculation}, seed {seed}")
+    show_header(header)
+    results: dict[str, Any] = {"header": header}
+    with recorded(json_file, lambda: results) as record, errors_by_name():
+        benchmark.measure(engine, speculation, sizes, output_len, num_iters, seed, results)
+        columns = ["task", "batch", "temperature", "tok/s", "with drafts", "ratio", "accepted", "same"]
+        table = table_of("decode speed", columns)
+        for row in results["tasks"]:
+            share = f"{row['accepted'] / row['drafted']:.0%} of {row['drafted']:,}" if row["drafted"] else "-"
+            speeds = f"{row['tokens_per_second']:.1f}", f"{row['with_drafts']:.1f}", f"{row['ratio']:.2f}"
+            same = "yes" if row["same_output"] else "no"
+            table.add_row(row["task"], str(row["batch_size"]), f"{row['temperature']:g}", *speeds, share, same)
+        console.print(table)
+        worst = min(row["ratio"] for row in results["tasks"])
+        console.print(f"worst ratio {worst:.2f}", highlight=False)
+    exit_unless(record.written)
+
+
+def parse_sizes(text: str) -> list[int]:
+    """The numbers of --batch-sizes. Exit code 2 if they are none."""
+    parts = text.split(",")
+    if not all(part.strip().isdecimal() and 1 <= int(part) <= 256 for part in parts):
+        raise typer.BadParameter(f"{text!r} is not a list of numbers from 1 to 256", param_hint="--batch-sizes")
+    return [int(part) for part in parts]
+
+
+@app.command()
+def structured(
+    model: ModelOption = None,
+    schemas: Annotated[Path | None, typer.Option(help="A directory with JSON schemas, one in each .json file.")] = None,
+    max_tokens: Annotated[int, typer.Option(min=1, max=4096, help="Of an output for each schema.")] = 160,
+    num_requests: Annotated[int, typer.Option(min=1, max=256, help="Requests in a step.")] = 32,
+    num_steps: Annotated[int, typer.Option(min=8, max=1000, help="Decode steps of each measurement.")] = 64,
+    dtype: DtypeOption = "auto",
+    device: DeviceOption = "auto",
+    eager: EagerOption = False,
+    json_file: JsonOption = None,
+) -> None:
+    """Measure structured output: schemas, masks and steps.
+
+    \b
+    python bench.py structured --schemas some/directory
+    """
+    from benchmarks import structured as benchmark
+
+    check_outputs({"--json": json_file})
+    if schemas is not None and not (files := sorted(schemas.glob("*.json"))):
+        raise typer.BadParameter(f"{schemas} has no .json file", param_hint="--schemas")
+    switches = engine_options(dtype, device, eager, None, "auto", None)
+    check_engine(switches)
+    path, _ = find_model(model)
+    with errors_by_name():
+        from nanopage import EngineConfig
+        from nanopage.build import build_engine
+
+        engine = build_engine(EngineConfig(model=str(path), max_num_seqs=max(num_requests, 32), **switches))
+        engine.executor.compile()
+    header = describe(engine, "structured output")
+    show_header(header)
+    results: dict[str, Any] = {"header": header}
+    with recorded(json_file, lambda: results) as record, errors_by_name():
+        if schemas is not None:
+            compiled = benchmark.compile_all(engine, files, results)
+            console.print_json(data=results["schemas"])
+        text = '{"name": "Ada Lovelace", "age": 36, "tags": ["red", "blue"]}'
+        results["seconds_for_a_mask"] = benchmark.time_masks(engine, benchmark.PERSON, text)
+        console.print(f"a mask takes {results['seconds_for_a_mask'] * 1e6:.0f} us", highlight=False)
+        benchmark.time_steps(engine, num_requests, [0, 1, num_requests], num_steps, results)
+        for row in results["steps"]:
+            console.print(
+                f"a step with {row['constrained']:3} of {row['requests']} requests constrained: "
+                f"{row['seconds'] * 1000:.2f} ms",
+                highlight=False,
+            )
+        if schemas is not None:
+            benchmark.generate_all(engine, compiled, max_tokens, results)
+            console.print_json(data=results["outputs"])
+    exit_unless(record.written)
+
+
+@app.command()
+def embed(
+    model: Annotated[str | None, typer.Option(help="Directory or hub id of a model that makes embeddings.")] = None,
+    num_prompts: Annotated[int, typer.Option(min=1, max=MAX_REQUESTS, help="Texts.")] = 1000,
+    words: Annotated[str, typer.Option(help="Words of a text: a number, or LOW-HIGH drawn uniformly.")] = "4-100",
+    dtype: DtypeOption = "auto",
+    device: DeviceOption = "auto",
+    max_num_batched_tokens: Annotated[
+        int | None, typer.Option(min=1, max=MAX_TOKENS, help="Most tokens of a batch [default: the engine's].")
+    ] = None,
+    compare: Annotated[
+        str | None, typer.Option(help="sentence-transformers or transformers: run it on the same texts, in turn.")
+    ] = None,
+    iters: ItersOption = 3,
+    warmup: WarmupOption = 1,
+    seed: SeedOption = 0,
+    json_file: JsonOption = None,
+) -> None:
+    """Measure embeddings of texts of mixed lengths.
+
+    \b
+    python bench.py embed --model DIR --compare sentence-transformers
+    """
+    from benchmarks import embeddings as benchmark
+
+    check_outputs({"--json": json_file})
+    check_choice(compare, benchmark.PEERS, "--compare")
+    if model is None:
+        raise typer.BadParameter("give a model that makes embeddings", param_hint="--model")
+    lengths = parse_range("--words", words)
+    check_engine({"dtype": dtype, "device": device})
+    path = find_path(model)
+    with errors_by_name():
+        from nanopage import LLM
+
+        llm = LLM(str(path), dtype=dtype, device=device, max_num_batched_tokens=max_num_batched_tokens)
+        engine = llm.engine
+        pooling = engine.model_config.pooling
+        if pooling is None or pooling.task != "embed":
+            raise ValueError(f"{engine.model_path.name} makes no embeddings")
+        if compare == "transformers" and not (pooling.pooling_type == "MEAN" and pooling.normalize):
+            raise ValueError("--compare transformers averages and normalizes, and this model does not")
+        texts = benchmark.make_texts(llm.get_tokenizer(), num_prompts, lengths, seed)
+        engines = {"nanopage": lambda texts: benchmark.embed_all(llm, texts)}
+        if compare is not None:
+            arguments = engine.model_path, engine.capacity.dtype, engine.capacity.device, engine.max_model_len
+            engines[compare] = benchmark.make_peer(compare, *arguments)
+    num_tokens = benchmark.count_tokens(llm, texts)
+    header = benchmark.describe_run(engine, compare, num_prompts, num_tokens)
+    show_header(header)
+    results: dict[str, Any] = {"header": header, "tokens": num_tokens}
+    with recorded(json_file, lambda: results) as record, errors_by_name():
+        results["engines"] = benchmark.measure(engines, texts, iters, warmup)
+        for name, row in results["engines"].items():
+            console.print(
+                f"{name}: {row['texts_per_second']:.1f} texts/s, "
+                f"{row['texts_per_second'] * num_tokens / num_prompts:,.0f} tokens/s; largest difference "
+                f"{row['largest_difference']:.1e}",
+                highlight=False,
+            )
+    exit_unless(record.written)
 
 
 @app.command()

@@ -88,17 +88,25 @@ def check_folder(folder: Path, option: str) -> Path:
     return folder
 
 
-def find_model(model: str | None) -> tuple[Path, ModelConfig]:
-    """The model's path and its config.json. Exit code 2 for a --model that is not there, 1 for one that is broken."""
-    from nanopage.weights import hub, loader
+def find_path(model: str | None) -> Path:
+    """The model's path. Exit code 2 for a --model that is not there."""
+    from nanopage.weights import hub
 
     with errors_by_name():
         try:
-            path = hub.resolve(model)
+            return hub.resolve(model)
         except (OSError, RuntimeError, ValueError) as error:
             if model is None:  # the default model could not be fetched
                 raise
             refuse(str(error), "--model")
+
+
+def find_model(model: str | None) -> tuple[Path, ModelConfig]:
+    """The model's path and its config.json. Exit code 2 for a --model that is not there, 1 for one that is broken."""
+    from nanopage.weights import loader
+
+    path = find_path(model)
+    with errors_by_name():
         return path, loader.read_config(path)
 
 

@@ -148,7 +148,9 @@ def compile_ahead(one: Specialization, architecture: int) -> Resources:
         constants = floors.floor_options(torch.empty(1, VOCAB_SIZE, dtype=one.dtype, device="meta"))
     elif rotates:
         heads = torch.empty(1, one.group + 2, one.head_dim, dtype=one.dtype, device="meta")
-        constants = rotate_and_write.rotate_options(heads, cache, 1e-6 if one.kernel == "normed_kernel" else None)
+        constants = rotate_and_write.rotate_options(
+            heads, cache, heads.shape[2], 1e-6 if one.kernel == "normed_kernel" else None
+        )
     elif one.kernel == "prefill_kernel":
         constants = paged_attention.prefill_options(*shape)
     elif one.kernel == "decode_kernel":

@@ -100,6 +100,9 @@ class SimulatedExecutor:
         tokens = self._tokens
         self._results.append(BatchResult([tokens[row] for row in batch.sampled_rows], model_seconds=seconds))
 
+    def add_masks(self, masks: dict[int, bytes]) -> None:
+        """Requests of a trace have none."""
+
     def result(self) -> BatchResult:
         return self._results.pop(0)
 

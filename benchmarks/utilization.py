@@ -20,6 +20,7 @@ from benchmarks import machine
 from benchmarks.outputs import write
 from benchmarks.peers.protocol import Engine, Work
 from benchmarks.report import console, figure, show_table, spread, table_of
+from nanopage.layers.moe import MixtureOfExperts
 from nanopage.outputs import StepStats
 from nanopage.worker.memory import block_bytes
 
@@ -98,10 +99,17 @@ class StepRecorder:
 
 def weight_bytes(model: Any) -> int:
     """Bytes of a model's weights that a step reads: the decoder layers, the final norm and the head, in their present
-    form. An embedding counts only if it is the head, because a step reads few rows of it."""
-    streamed = nn.ModuleList([*model.layers, model.norm, model.lm_head])
+    form. An embedding counts only if it is the head, because a step reads few rows of it. Of a mixture, as many experts
+    count as one token has: steps of more tokens read more."""
+    unread = 0.0
+    for mixture in [module for module in model.modules() if isinstance(module, MixtureOfExperts)]:
+        unread += (1 - mixture.num_chosen / len(mixture.gate.weight)) * _num_bytes(mixture.experts)
+    return _num_bytes(nn.ModuleList([*model.layers, model.norm, model.lm_head])) - round(unread)
+
+
+def _num_bytes(module: nn.Module) -> int:
     sizes = {}  # by address: a weight in oneDNN's layout has two tensors for the same memory
-    for tensor in chain(streamed.parameters(), streamed.buffers()):
+    for tensor in chain(module.parameters(), module.buffers()):
         if tensor.is_mkldnn:
             sizes[torch.ops.mkldnn.data_ptr(tensor)] = torch.ops.mkldnn._nbytes(tensor)
         else:

@@ -28,9 +28,10 @@ from nanopage.engine.engine import LLMEngine
 from nanopage.engine.input_processor import Prompt
 from nanopage.engine.output_processor import Request
 from nanopage.engine.token_budget import SECONDS, TokenBudget
+from nanopage.lora import LoRARequest
 from nanopage.metrics import Metric, Metrics
 from nanopage.outputs import RequestOutput
-from nanopage.params import BeamSearchParams, SamplingParams
+from nanopage.params import BeamSearchParams, PoolingParams, SamplingParams
 
 if TYPE_CHECKING:
     from nanopage.engine_args import EngineArgs
@@ -119,7 +120,7 @@ class AsyncLLM:
         self.num_waiting = 0  # requests that have not begun to run
         self.num_waiting_tokens = 0  # of their prompts
         self._metrics = Metrics(engine.model_path.name, engine.cache_config, engine.max_draft)
-        if engine.config.max_num_batched_tokens is None:
+        if engine.config.max_num_batched_tokens is None and isinstance(engine, LLMEngine):
             engine.listeners.append(TokenBudget(engine.scheduler, SECONDS[engine.capacity.device]))
         self._tokenizing = ThreadPoolExecutor(2, "nanopage-tokenizer")
         self._changed = threading.Condition()  # guards the numbers of waiting requests, and what follows
@@ -145,6 +146,7 @@ class AsyncLLM:
         request_id: str,
         *,
         priority: int = 0,
+        lora_request: LoRARequest | None = None,
     ) -> AsyncIterator[RequestOutput]:
         """Run one request. Yields its outputs as they come, at most one a step; each has all the text so far, and as
         `delta` what is new in it. Cancelling, or leaving the loop and closing the iterator, aborts the request.
@@ -154,12 +156,15 @@ class AsyncLLM:
             sampling_params: None uses `LLMEngine.default_sampling_params`.
             request_id: any non-empty string that no unfinished request has.
             priority: lower goes first, with scheduling_policy="priority".
+            lora_request: an adapter, with enable_lora.
 
         Raises:
             ValueError, TypeError: as `LLMEngine.add_request`.
             EngineDeadError: the engine has died or has been shut down.
         """
-        stream = await self.add_request(request_id, prompt, sampling_params, priority=priority)
+        stream = await self.add_request(
+            request_id, prompt, sampling_params, priority=priority, lora_request=lora_request
+        )
         try:
             async for output in stream:
                 yield output
@@ -170,9 +175,10 @@ class AsyncLLM:
         self,
         request_id: str,
         prompt: Prompt,
-        params: SamplingParams | BeamSearchParams | None = None,
+        params: SamplingParams | BeamSearchParams | PoolingParams | None = None,
         *,
         priority: int = 0,
+        lora_request: LoRARequest | None = None,
     ) -> RequestStream:
         """Check a request and queue it. Returns its outputs to come. Arguments and errors are those of `generate`."""
         if not isinstance(request_id, str) or not request_id:
@@ -186,7 +192,7 @@ class AsyncLLM:
         try:
             params = self.engine.default_sampling_params if params is None else params
             make_request = self.engine.input_processor.make_request
-            stream.request = await self.in_thread(make_request, request_id, prompt, params, priority)
+            stream.request = await self.in_thread(make_request, request_id, prompt, params, priority, lora_request)
         except BaseException:
             with self._changed:
                 self._streams.pop(request_id, None)

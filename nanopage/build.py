@@ -1,13 +1,23 @@
 """Builds an engine and the executor behind it from one set of options."""
 
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import cast
 
-from nanopage.config import EngineConfig
+from nanopage.config import EngineConfig, ModelConfig, SpeculativeConfig
+from nanopage.encoder_config import EncoderConfig, read_encoder
+from nanopage.engine.draft_model import ModelDrafter
+from nanopage.engine.drafts import Drafter
+from nanopage.engine.encoder_engine import EncoderEngine
 from nanopage.engine.engine import LLMEngine
+from nanopage.engine.speculation import NgramDrafter
 from nanopage.model_files import exists
-from nanopage.step import Executor
+from nanopage.pooling import NOT_FOR_POOLING, PoolingConfig, choose_pooling
+from nanopage.step import Capacity, Executor
 from nanopage.text.tokenizer import Tokenizer
 from nanopage.weights import hub, loader
+from nanopage.worker.encoder_worker import EncoderWorker
 from nanopage.worker.executor import LocalExecutor
 from nanopage.worker.process_executor import ProcessExecutor
 
@@ -23,6 +33,9 @@ def build_engine(config: EngineConfig, on_progress: Callable[[int, int], None] |
         MemoryError: too little memory for its weights or its KV cache.
     """
     path = hub.resolve(None if config.model is None else str(config.model))
+    if (encoder_config := read_encoder(path, config)) is not None:
+        # It has the methods and attributes of an LLMEngine that LLM, AsyncLLM and the server use.
+        return cast(LLMEngine, _build_encoder(config, encoder_config, path, on_progress))
     checkpoint = loader.open_checkpoint(path)
     model_config = loader.read_config(checkpoint)
     limit = model_config.max_position_embeddings
@@ -31,10 +44,103 @@ def build_engine(config: EngineConfig, on_progress: Callable[[int, int], None] |
     tokenizer = None
     if config.load_format != "dummy" or path.suffix == ".gguf" or exists(path / "tokenizer.json"):
         tokenizer = Tokenizer(checkpoint, model_config.vocab_size)
+    token_to_id = (lambda token: None) if tokenizer is None else tokenizer.backend.token_to_id
+    pooling = choose_pooling(path, model_config.pooling, model_config.hidden_size, config, token_to_id)
+    if pooling is not None:
+        config = _check_pooling(config, model_config, pooling)
+    model_config = replace(model_config, pooling=pooling)
     executor: Executor
     if config.is_distributed:
         executor = ProcessExecutor(config, model_config, path, on_progress)
     else:
         executor = LocalExecutor(config, model_config, checkpoint, on_progress)
     del checkpoint
-    return LLMEngine(config, model_config, path, tokenizer, executor)
+    make_drafter: Callable[[Capacity], Drafter] | None = None
+    if config.speculation is not None:
+        make_drafter = _choose_drafter(config, config.speculation, model_config, tokenizer, on_progress)
+    return LLMEngine(config, model_config, path, tokenizer, executor, make_drafter)
+
+
+def _check_pooling(config: EngineConfig, model_config: ModelConfig, pooling: PoolingConfig) -> EngineConfig:
+    """The options of an engine that makes vectors of texts with a decoder. Raises: ValueError naming an option."""
+    for name in NOT_FOR_POOLING:
+        if getattr(config, name) != EngineConfig.__dataclass_fields__[name].default:
+            raise ValueError(f"{name}={getattr(config, name)!r} does not work with embeddings and scores")
+    if model_config.quantization is not None:
+        raise ValueError("embeddings and scores need weights that are not quantized (AWQ, GPTQ)")
+    limit = model_config.max_position_embeddings
+    if config.max_model_len is None and pooling.max_seq_length is not None:
+        config = replace(config, max_model_len=min(limit, pooling.max_seq_length))
+    return replace(config, enforce_eager=True)  # compiled steps end with the head for text
+
+
+def _build_encoder(
+    config: EngineConfig,
+    encoder_config: EncoderConfig,
+    path: Path,
+    on_progress: Callable[[int, int], None] | None,
+) -> EncoderEngine:
+    """The engine of an encoder. Raises: as `build_engine`."""
+    limit = encoder_config.max_position_embeddings
+    max_model_len = min(limit, encoder_config.pooling.max_seq_length or limit)
+    if config.max_model_len is not None:
+        if config.max_model_len > limit:
+            raise ValueError(f"max_model_len={config.max_model_len} is more than the model's {limit} positions")
+        max_model_len = config.max_model_len
+    tokenizer = Tokenizer(path, encoder_config.vocab_size)
+    worker = EncoderWorker(config, encoder_config, path, on_progress)
+    device, dtype = worker.device.type, str(worker.dtype).removeprefix("torch.")
+    return EncoderEngine(config, encoder_config, path, tokenizer, worker, device, dtype, max_model_len)
+
+
+def _choose_drafter(
+    config: EngineConfig,
+    speculation: SpeculativeConfig,
+    model_config: ModelConfig,
+    tokenizer: Tokenizer | None,
+    on_progress: Callable[[int, int], None] | None,
+) -> Callable[[Capacity], Drafter]:
+    """What makes the drafter of an engine.
+
+    Raises: ValueError, FileNotFoundError for a draft model that is not there or does not fit.
+    """
+    if speculation.method == "ngram":
+        return lambda capacity: NgramDrafter(speculation)
+    path = hub.resolve(speculation.model)
+    checkpoint = loader.open_checkpoint(path)
+    draft_config = loader.read_config(checkpoint)
+    if draft_config.pooling is not None:
+        raise ValueError(f"speculative_config: the draft model {path.name} has no language-model head")
+    if tokenizer is not None:
+        vocab = Tokenizer(checkpoint, draft_config.vocab_size).backend.get_vocab(with_added_tokens=True)
+        if vocab != tokenizer.backend.get_vocab(with_added_tokens=True):
+            raise ValueError(f"speculative_config: the draft model {path.name} has another vocabulary than the model")
+    elif draft_config.vocab_size != model_config.vocab_size:
+        raise ValueError(
+            f"speculative_config: the draft model {path.name} has {draft_config.vocab_size} tokens, and the model "
+            f"{model_config.vocab_size}"
+        )
+
+    def make(capacity: Capacity) -> Drafter:
+        if capacity.device != "cpu" and config.kv_cache_gib is None and config.num_gpu_blocks_override is None:
+            raise ValueError(
+                "speculative_config: on a GPU, method='draft_model' needs kv_cache_gib or num_gpu_blocks_override, so "
+                "that there is memory left for the draft model"
+            )
+        max_model_len = min(capacity.max_model_len, draft_config.max_position_embeddings)
+        options = config.for_draft_model(str(path), capacity.num_blocks, max_model_len)
+        executor = LocalExecutor(options, draft_config, checkpoint, on_progress)
+        held = executor.start()
+        return ModelDrafter(
+            speculation,
+            executor,
+            held.num_blocks,
+            config.block_size,
+            config.max_num_seqs,
+            config.token_budget(capacity.device),
+            held.max_model_len,
+            model_config.vocab_size,
+            draft_config.vocab_size == model_config.vocab_size,
+        )
+
+    return make

@@ -6,12 +6,14 @@ they are read before the weights, and a wrong one must not allocate much memory 
 """
 
 import math
+import re
 import sys
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
 
 from nanopage.model_files import exists, read_json, shown
+from nanopage.pooling import PoolingConfig, check_pooling_options, read_classifier
 
 DEFAULT_TOKEN_BUDGET = {"cpu": 2048, "cuda": 8192}  # by device type
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
@@ -26,8 +28,15 @@ LOAD_FORMATS = ("auto", "dummy")
 BACKENDS = (None, "mp", "ray")
 MAX_RANKS = 1024
 MAX_DRAFT = 64  # tokens
+MAX_LORA_RANK = 512
 GENERATION_CONFIGS = ("auto", "vllm")
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+RUNNERS = ("auto", "generate", "pooling")
+CONVERSIONS = ("auto", "none", "embed", "classify")
+ROPE_TYPES = ("default", "linear", "llama3", "yarn", "dynamic", "longrope")
+ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu2")  # layers/mlp.py
+
+# What AWQ and GPTQ checkpoints of models with experts leave as floats: the head, and what chooses experts.
+EXPERT_GATES = re.compile(r"lm_head|(model\.layers\.\d+\.)?((mlp|block_sparse_moe)\.)?(shared_expert_)?gate")
 
 # The largest accepted sizes, by their names in config.json: several times the sizes of any known model. The loader can
 # still build a model of these sizes without allocating its weights, to compare it with its files.
@@ -41,10 +50,22 @@ MAX_SIZES = {
     "head_dim": 2**12,
     "max_position_embeddings": 2**31 - 1,
     "sliding_window": 2**31 - 1,
+    "sliding_window_pattern": 2**10,
+    "num_experts": 2**12,
+    "num_local_experts": 2**12,
+    "num_experts_per_tok": 2**12,
+    "moe_intermediate_size": 2**20,
+    "shared_expert_intermediate_size": 2**20,
+    "decoder_sparse_step": 2**10,
+    "type_vocab_size": 2**10,
+    "num_labels": 2**16,
 }
+MAX_EXPERTS = 2**16  # of all layers together
+MAX_MATRICES = 2**20  # of a checkpoint, each expert's counted: a small file must not become many objects
 # The accepted range of each number. Outside it float32 overflows, or no trained model has such a value.
 RANGES = {
     "rms_norm_eps": (1e-30, 1.0),
+    "layer_norm_eps": (1e-30, 1.0),
     "rope_theta": (2.0, 1e15),
     "factor": (1e-3, 1e6),
     "low_freq_factor": (1e-3, 1e6),
@@ -55,6 +76,15 @@ RANGES = {
     "attention_factor": (1e-3, 1e3),
     "mscale": (0.0, 1e3),
     "mscale_all_dim": (0.0, 1e3),
+    "rope_local_base_freq": (2.0, 1e15),
+    "partial_rotary_factor": (1e-3, 1.0),
+    "query_pre_attn_scalar": (1e-3, 1e6),
+    "attn_logit_softcapping": (1e-3, 1e6),
+    "final_logit_softcapping": (1e-3, 1e6),
+    "embedding_multiplier": (1e-6, 1e6),
+    "residual_multiplier": (1e-6, 1e6),
+    "attention_multiplier": (1e-6, 1e6),
+    "logits_scaling": (1e-6, 1e6),
 }
 # rope type -> (required numbers, optional numbers)
 ROPE_NUMBERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
@@ -65,6 +95,8 @@ ROPE_NUMBERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("factor", "original_max_position_embeddings"),
         ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim"),
     ),
+    "dynamic": (("factor",), ()),
+    "longrope": (("original_max_position_embeddings",), ("factor", "attention_factor")),
 }
 
 
@@ -124,6 +156,9 @@ class EngineConfig:
         tensor_parallel_size: workers that share each layer: each computes some heads of attention, some inputs of the
             feed-forward layer and a part of the vocabulary. Must divide these numbers. On a GPU, each worker has a GPU
             of its own.
+        enable_expert_parallel: divide whole experts among the `tensor_parallel_size` workers of a stage, instead of the
+            columns of every expert. Their number must divide the number of experts. Attention and a shared expert are
+            divided as before.
         pipeline_parallel_size: stages of `tensor_parallel_size` workers, each with a range of layers. As many batches
             are in flight as there are stages.
         distributed_executor_backend: "mp": workers are processes on this machine. "ray": they are actors of a Ray
@@ -133,12 +168,25 @@ class EngineConfig:
             {"method": "ngram", "num_speculative_tokens": 5}: see `SpeculativeConfig` and engine/speculation.py. The
             output is the same. Not with async_scheduling=True or pipeline_parallel_size above 1. None: one token at a
             time.
+        enable_lora: requests may have LoRA adapters (see docs/lora.md). With one worker for the whole model. Layers are
+            then not compiled; on a GPU, decode steps are still captured as CUDA graphs.
+        max_loras: adapters in memory, and so the most that running requests may have.
+        max_lora_rank: the highest rank of an adapter, at most 512. All adapters take as much memory as that.
         load_format: "auto" reads the model's weights. "dummy" draws random ones, to measure speed: a directory with
             config.json is enough then (see benchmarks/configs), and without tokenizer.json prompts are token ids.
         generation_config: where `LLM` and `AsyncLLM` get the parameters of requests that have none: "auto" is
             generation_config.json of the model, "vllm" is SamplingParams(). LLMEngine.add_request always takes
             SamplingParams(). The end-of-sequence ids are read from generation_config.json with both.
         seed: for requests without a seed of their own.
+        runner: "generate" makes text, "pooling" embeddings, classes and scores (see docs/embeddings.md). "auto" is what
+            the model is for: pooling for an encoder, and where config.json names a model without a language-model head
+            or modules.json is there; otherwise generate.
+        convert: what pooling makes: "embed" or "classify". "auto" is what the model is for. "none" is "auto".
+        pooler_config: how an embedding model pools, instead of what its files say: {"pooling_type": "CLS", "LAST" or
+            "MEAN", "normalize": True or False}, one of them or both.
+        hf_overrides: fields of config.json that make a reranker of a decoder that answers yes or no, as Qwen3-Reranker:
+            {"architectures": ["Qwen3ForSequenceClassification"], "classifier_from_token": ["no", "yes"],
+            "is_original_qwen3_reranker": True}. No other fields.
 
     Raises:
         ValueError, TypeError: an option out of range, by name.
@@ -163,14 +211,29 @@ class EngineConfig:
     quantization: str | None = None
     async_scheduling: bool | None = None
     tensor_parallel_size: int = 1
+    enable_expert_parallel: bool = False
     pipeline_parallel_size: int = 1
     distributed_executor_backend: str | None = None
     speculative_config: dict | None = None
+    enable_lora: bool = False
+    max_loras: int = 1
+    max_lora_rank: int = 16
     load_format: str = "auto"
     generation_config: str = "auto"
     seed: int = 0
+    runner: str = "auto"
+    convert: str = "auto"
+    pooler_config: dict | None = None
+    hf_overrides: dict | None = None
 
     def __post_init__(self):
+        for name, known in (("runner", RUNNERS), ("convert", CONVERSIONS)):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name}={getattr(self, name)!r} is not one of {', '.join(known)}")
+        for name in ("pooler_config", "hf_overrides"):
+            if getattr(self, name) is not None and not isinstance(getattr(self, name), dict):
+                raise TypeError(f"{name} must be a dict or None, not {getattr(self, name)!r}")
+        check_pooling_options(self.runner, self.convert, self.pooler_config, self.hf_overrides)
         if self.model is not None and not isinstance(self.model, str | Path):
             raise TypeError(f"model must be a path or a name, not {self.model!r}")
         if self.dtype not in DTYPES:
@@ -191,8 +254,9 @@ class EngineConfig:
         if self.generation_config not in GENERATION_CONFIGS:
             choices = ", ".join(GENERATION_CONFIGS)
             raise ValueError(f"generation_config={self.generation_config!r} is not one of {choices}")
+        lora = ("max_loras", "max_lora_rank")
         optional = ("max_model_len", "max_num_batched_tokens", "num_gpu_blocks_override")
-        for name in ("max_num_seqs", "block_size", "tensor_parallel_size", "pipeline_parallel_size", *optional):
+        for name in ("max_num_seqs", "block_size", "tensor_parallel_size", "pipeline_parallel_size", *lora, *optional):
             value = getattr(self, name)
             if value is None and name in optional:
                 continue
@@ -214,6 +278,7 @@ class EngineConfig:
             raise ValueError(
                 "async_scheduling=True needs one worker: tensor_parallel_size and pipeline_parallel_size must be 1"
             )
+        self._check_lora()
         speculates = self.speculation is not None
         if speculates and self.async_scheduling:
             raise ValueError(
@@ -223,6 +288,11 @@ class EngineConfig:
         if speculates and self.pipeline_parallel_size > 1:
             raise ValueError(
                 f"speculative_config and pipeline_parallel_size={self.pipeline_parallel_size} exclude each other"
+            )
+        if self.num_ranks > 1 and self.speculation is not None and self.speculation.method == "draft_model":
+            raise ValueError(
+                f"speculative_config with method='draft_model' and tensor_parallel_size={self.tensor_parallel_size} "
+                "exclude each other"
             )
         for name, limit in (("kv_cache_gib", math.inf), ("gpu_memory_utilization", 1.0)):
             value = getattr(self, name)
@@ -252,18 +322,53 @@ class EngineConfig:
         ]
         if len(sized_by) > 1:
             raise ValueError(f"{' and '.join(sized_by)} both set the size of the KV cache: give one")
-        for name in ("enable_prefix_caching", "enforce_eager"):
+        for name in ("enable_prefix_caching", "enforce_eager", "enable_lora", "enable_expert_parallel"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be True or False, not {getattr(self, name)!r}")
+        if self.enable_expert_parallel and self.tensor_parallel_size == 1:
+            raise ValueError(
+                "enable_expert_parallel=True divides experts among workers: it needs tensor_parallel_size above 1"
+            )
         if self.async_scheduling is not None and not isinstance(self.async_scheduling, bool):
             raise TypeError(f"async_scheduling must be True, False or None, not {self.async_scheduling!r}")
         if not isinstance(self.seed, int) or isinstance(self.seed, bool):
             raise TypeError(f"seed must be an integer, not {self.seed!r}")
 
+    def _check_lora(self) -> None:
+        if self.max_lora_rank > MAX_LORA_RANK:
+            raise ValueError(f"max_lora_rank={self.max_lora_rank} is more than {MAX_LORA_RANK}")
+        if not self.enable_lora:
+            for name, default in (("max_loras", 1), ("max_lora_rank", 16)):
+                if getattr(self, name) != default:
+                    raise ValueError(f"{name}={getattr(self, name)} needs enable_lora=True")
+            return
+        for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+            if getattr(self, name) > 1:
+                raise ValueError(f"enable_lora and {name}={getattr(self, name)} exclude each other: give one worker")
+
     @property
     def quantize_to(self) -> str | None:
         """What the weights are rounded to when they are loaded; None if they stay as the checkpoint has them."""
         return None if self.quantization in STORED_QUANTIZATIONS else self.quantization
+
+    def for_draft_model(self, model: str, num_blocks: int, max_model_len: int) -> "EngineConfig":
+        """The options of the draft model's worker."""
+        return replace(
+            self,
+            model=model,
+            max_model_len=max_model_len,
+            num_gpu_blocks_override=num_blocks,
+            kv_cache_gib=None,
+            gpu_memory_utilization=None,
+            preemption_mode=None,
+            swap_space=0,
+            quantization=None,
+            speculative_config=None,
+            enable_lora=False,
+            max_loras=1,
+            max_lora_rank=16,
+            distributed_executor_backend=None,
+        )
 
     @property
     def speculation(self) -> "SpeculativeConfig | None":
@@ -290,16 +395,19 @@ class SpeculativeConfig:
     """How drafts are made. Names are vLLM's.
 
     method: "ngram": the last tokens of a sequence have occurred in it before, and the draft is what followed them there
-        (prompt lookup).
+        (prompt lookup). "draft_model": a smaller model with the same vocabulary guesses.
     num_speculative_tokens: most tokens of a draft.
-    prompt_lookup_max, prompt_lookup_min: the most and the fewest last tokens that are looked up, the most first. By
-        default 4 and 2. If only one is given, the default of the other adapts to it.
+    model: the draft model: a directory, a .gguf file or a hub id. Its dtype, device and block size are the engine's. It
+        has as many blocks of KV cache as the engine has.
+    prompt_lookup_max, prompt_lookup_min: with "ngram", the most and the fewest last tokens that are looked up, the most
+        first. By default 4 and 2. If only one is given, the default of the other adapts to it.
     """
 
     method: str
     num_speculative_tokens: int
-    prompt_lookup_max: int
-    prompt_lookup_min: int
+    prompt_lookup_max: int = 4
+    prompt_lookup_min: int = 2
+    model: str | None = None
 
     @classmethod
     def from_dict(cls, values: dict) -> "SpeculativeConfig":
@@ -314,18 +422,29 @@ class SpeculativeConfig:
                 f"{', '.join(names)}"
             )
         method = values.get("method")
-        if method == "draft_model":
-            raise ValueError("speculative_config: method='draft_model' is not there yet; supported: 'ngram'")
-        if method != "ngram":
-            raise ValueError(f"speculative_config: method={shown(method)} is not supported; supported: 'ngram'")
+        if method not in ("ngram", "draft_model"):
+            raise ValueError(
+                f"speculative_config: method={shown(method)} is not supported; supported: 'ngram', 'draft_model'"
+            )
         if "num_speculative_tokens" not in values:
             raise ValueError("speculative_config: num_speculative_tokens is missing")
-        for name in names[1:]:
+        for name in ("num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min"):
             value = values.get(name, 1)
             if not isinstance(value, int) or isinstance(value, bool):
                 raise TypeError(f"speculative_config: {name} must be an integer, not {shown(value)}")
             if not 1 <= value <= MAX_DRAFT:
                 raise ValueError(f"speculative_config: {name} must be from 1 to {MAX_DRAFT}, got {value}")
+        others = ("prompt_lookup_max", "prompt_lookup_min") if method == "draft_model" else ("model",)
+        for name in others:
+            if name in values:
+                raise ValueError(f"speculative_config: {name} is not for method={method!r}")
+        if method == "draft_model":
+            model = values.get("model")
+            if model is None:
+                raise ValueError("speculative_config: method='draft_model' needs model")
+            if not isinstance(model, str | Path) or not str(model):
+                raise TypeError(f"speculative_config: model must be a path or a hub id, not {shown(model)}")
+            return cls("draft_model", values["num_speculative_tokens"], model=str(model))
         most = values.get("prompt_lookup_max", max(4, values.get("prompt_lookup_min", 1)))
         least = values.get("prompt_lookup_min", min(2, most))
         if least > most:
@@ -335,11 +454,23 @@ class SpeculativeConfig:
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Rotary embedding parameters; `params` holds what is particular to `rope_type`, under config.json's names."""
+    """Rotary embedding parameters; `params` holds what is particular to `rope_type`, under config.json's names.
+
+    partial: the share of each head's dimensions that is rotated, the first ones.
+    """
 
     theta: float
     rope_type: str = "default"
     params: dict = field(default_factory=dict)
+    partial: float = 1.0
+
+    def num_rotated(self, head_dim: int) -> int:
+        """How many dimensions of a head are rotated."""
+        return int(head_dim * self.partial)
+
+    def for_length(self, length: int) -> "RopeConfig":
+        """The same for sequences of up to `length` tokens, on which the frequencies of longrope depend."""
+        return replace(self, params=self.params | {"length": length}) if "length" in self.params else self
 
 
 @dataclass(frozen=True)
@@ -359,7 +490,7 @@ class StoredQuantization:
     zero_offset: int = 0
 
     @classmethod
-    def from_fields(cls, fields: "Fields") -> "StoredQuantization":
+    def from_fields(cls, fields: "Fields", has_experts: bool = False) -> "StoredQuantization":
         """`fields` is quantization_config. Raises: ValueError naming what is not supported."""
         method = fields.values.get("quant_method")
         if method not in STORED_QUANTIZATIONS:
@@ -378,8 +509,12 @@ class StoredQuantization:
         if method == "awq" and not fields.flag("zero_point", True):
             raise fields.error("zero_point", "false is not supported; supported: true")
         skipped = fields.values.get("modules_to_not_convert") or []
-        if not isinstance(skipped, list) or any(name != "lm_head" for name in skipped):
-            raise fields.error("modules_to_not_convert", f"{shown(skipped)} is not supported, except for lm_head")
+        known = EXPERT_GATES if has_experts else re.compile("lm_head")
+        if not isinstance(skipped, list) or not all(
+            isinstance(name, str) and known.fullmatch(name) for name in skipped
+        ):
+            also = " and the gates of experts" if has_experts else ""
+            raise fields.error("modules_to_not_convert", f"{shown(skipped)} is not supported, except for lm_head{also}")
         for name in ("lm_head", "is_marlin_format"):
             if fields.flag(name):
                 raise fields.error(name, "true is not supported")
@@ -398,8 +533,59 @@ class StoredQuantization:
 
 
 @dataclass(frozen=True)
+class ExpertsConfig:
+    """The mixtures of experts of a model (see layers/moe.py).
+
+    num_experts: of each mixture. num_chosen: how many of them compute a token.
+    intermediate_size: of each expert.
+    shared_size: the intermediate size of an expert that computes all tokens; 0: there is none.
+    normalize: whether the weights of a token's experts are divided by their sum.
+    layers: whether each layer of the model has a mixture. Others have a plain feed-forward layer.
+    """
+
+    num_experts: int
+    num_chosen: int
+    intermediate_size: int
+    shared_size: int
+    normalize: bool
+    layers: tuple[bool, ...]
+
+    def divided(self, tp_size: int, expert_parallel: bool) -> "ExpertsConfig":
+        """As `ModelConfig.divided`. `num_experts` stays: experts keep their numbers."""
+        if expert_parallel and self.num_experts % tp_size:
+            raise ValueError(
+                f"tensor_parallel_size={tp_size} with enable_expert_parallel does not divide num_experts="
+                f"{self.num_experts}"
+            )
+        if not expert_parallel and self.intermediate_size % tp_size:
+            raise ValueError(
+                f"tensor_parallel_size={tp_size} does not divide intermediate_size={self.intermediate_size} of each "
+                "expert: enable_expert_parallel divides the number of experts instead"
+            )
+        if self.shared_size % tp_size:
+            raise ValueError(
+                f"tensor_parallel_size={tp_size} does not divide shared_expert_intermediate_size={self.shared_size}"
+            )
+        size = self.intermediate_size if expert_parallel else self.intermediate_size // tp_size
+        return replace(self, intermediate_size=size, shared_size=self.shared_size // tp_size)
+
+
+@dataclass(frozen=True)
 class ModelConfig:
-    """The shape of a decoder-only transformer, whatever config.json called it."""
+    """The shape of a decoder-only transformer, whatever config.json called it.
+
+    Fields that only some families have, beside their defaults:
+
+    activation: of the feed-forward layer, one of ACTIVATIONS.
+    norm_offset: as in layers/norm.py.
+    attention_scale: of the products of q and K. None: head_dim ** -0.5.
+    attention_softcap, logit_softcap: x becomes softcap * tanh(x / softcap), for the scores of attention and for logits.
+        0: x stays.
+    embedding_scale, residual_scale: factors of embeddings, and of what each layer adds to the hidden states.
+    logit_divisor: logits are divided by it.
+    local_rope: the rope of layers with a window. None: `rope`, as in other layers.
+    undivided: why tensor parallelism does not work with the family.
+    """
 
     architecture: str
     vocab_size: int
@@ -419,20 +605,40 @@ class ModelConfig:
     dtype: str
     eos_token_ids: frozenset[int]
     quantization: StoredQuantization | None = None
+    experts: ExpertsConfig | None = None
+    activation: str = "silu"
+    norm_offset: float | None = None
+    attention_scale: float | None = None
+    attention_softcap: float = 0.0
+    logit_softcap: float = 0.0
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    logit_divisor: float = 1.0
+    local_rope: RopeConfig | None = None
+    undivided: str | None = None
+    pooling: PoolingConfig | None = None  # what is made instead of text
 
-    def divided(self, tp_size: int) -> "ModelConfig":
+    def for_length(self, max_model_len: int | None) -> "ModelConfig":
+        """The same for sequences of up to `max_model_len` tokens. None: for the model's own limit."""
+        return self if max_model_len is None else replace(self, rope=self.rope.for_length(max_model_len))
+
+    def divided(self, tp_size: int, expert_parallel: bool = False) -> "ModelConfig":
         """The shape of what each of `tp_size` workers has of every layer.
 
         Heads, inputs of the feed-forward layer and the vocabulary are divided. Where there are fewer KV heads than
-        workers, several workers have the same one.
+        workers, several workers have the same one. With `expert_parallel`, experts stay whole.
 
-        Raises: ValueError naming a size that cannot be divided.
+        Raises: ValueError naming a size that cannot be divided, or a family.
         """
+        if tp_size > 1 and self.undivided is not None:
+            raise ValueError(f"tensor_parallel_size={tp_size} does not work with {self.architecture}: {self.undivided}")
         sizes = {
             "num_heads": "num_attention_heads",
             "intermediate_size": "intermediate_size",
             "vocab_size": "vocab_size",
         }
+        if self.experts is not None and all(self.experts.layers):
+            del sizes["intermediate_size"]  # no layer has it
         for name, known_as in sizes.items():
             if getattr(self, name) % tp_size:
                 raise ValueError(f"tensor_parallel_size={tp_size} does not divide {known_as}={getattr(self, name)}")
@@ -447,6 +653,7 @@ class ModelConfig:
             num_kv_heads=max(1, self.num_kv_heads // tp_size),
             intermediate_size=self.intermediate_size // tp_size,
             vocab_size=self.vocab_size // tp_size,
+            experts=None if self.experts is None else self.experts.divided(tp_size, expert_parallel),
         )
 
     def stage(self, pp_rank: int, pp_size: int) -> range:
@@ -485,22 +692,40 @@ class ModelConfig:
         """
         fields = Fields(config, source)
         architecture, family = _find_family(fields)
-        quantization = None
-        if config.get("quantization_config") is not None:
-            stored = Fields(fields.object("quantization_config").values, f"{source}: quantization_config")
-            quantization = StoredQuantization.from_fields(stored)
-        if config.get("hidden_act", "silu") not in ("silu", "swish"):
-            raise fields.error("hidden_act", f"{shown(config['hidden_act'])} is not supported; supported: silu")
+        pooling = None
+        if architecture.endswith("ForSequenceClassification"):
+            pooling = read_classifier(config, source, fields.num_labels())
+        elif architecture.endswith("Model"):
+            pooling = PoolingConfig()
+        architecture = _causal(architecture)
+        for name, causal in (("is_causal", True), ("use_bidirectional_attention", False)):
+            if fields.values.get(name) is not None and fields.flag(name, causal) != causal:
+                raise fields.error(name, f"{str(not causal).lower()} is not supported for decoders")
         vocab_size = fields.size("vocab_size")
         hidden_size, num_heads = fields.size("hidden_size"), fields.size("num_attention_heads")
         special = family.read_config(fields, architecture)
+        quantization = None
+        if config.get("quantization_config") is not None:
+            stored = Fields(fields.object("quantization_config").values, f"{source}: quantization_config")
+            quantization = StoredQuantization.from_fields(stored, "experts" in special)
+        if "activation" not in special:
+            special["activation"] = fields.activation("hidden_act")
+        if "experts" in special and special["activation"] != "silu":
+            raise fields.error(
+                "hidden_act", f"{special['activation']!r} is not supported with experts; supported: silu"
+            )
+        if "rope" not in special:
+            special["rope"] = read_rope(fields)
         num_kv_heads, head_dim = special["num_kv_heads"], special["head_dim"]
         if num_heads % num_kv_heads:
             problem = f"{num_heads} is not a multiple of num_key_value_heads={num_kv_heads}"
             raise fields.error("num_attention_heads", problem)
         if head_dim % 2:
             raise fields.error("head_dim", f"{head_dim} is odd: rotary embeddings need pairs")
-        max_position_embeddings = fields.size("max_position_embeddings")
+        special.setdefault("rms_norm_eps", fields.number("rms_norm_eps", 1e-6))
+        special.setdefault("tie_word_embeddings", fields.flag("tie_word_embeddings"))
+        for rope in filter(None, (special["rope"], special.get("local_rope"))):
+            check_rope(fields, rope, head_dim)
         return cls(
             architecture=architecture,
             vocab_size=vocab_size,
@@ -508,13 +733,11 @@ class ModelConfig:
             intermediate_size=fields.size("intermediate_size"),
             num_layers=fields.size("num_hidden_layers"),
             num_heads=num_heads,
-            rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
-            max_position_embeddings=max_position_embeddings,
-            rope=_rope(fields, max_position_embeddings),
-            tie_word_embeddings=fields.flag("tie_word_embeddings"),
-            dtype=_dtype(fields),
+            max_position_embeddings=fields.size("max_position_embeddings"),
+            dtype=read_dtype(fields),
             eos_token_ids=fields.special_ids(vocab_size),
             quantization=quantization,
+            pooling=pooling,
             **special,
         )
 
@@ -555,6 +778,18 @@ class Fields:
             raise self.error(name, f"{shown(value)} is not supported; supported: {choices}")
         return value
 
+    def optional_number(self, name: str, default: float | None = None) -> float | None:
+        """A number within its range, or None where it is null, or missing without a default."""
+        return None if self.values.get(name, default) is None else self.number(name, default)
+
+    def activation(self, name: str, default: str = "silu") -> str:
+        """One of ACTIVATIONS, of which silu has another name, swish."""
+        value = self.values.get(name, default)
+        value = "silu" if value == "swish" else value
+        if value not in ACTIVATIONS:
+            raise self.error(name, f"{shown(value)} is not supported; supported: {', '.join(ACTIVATIONS)}")
+        return value
+
     def flag(self, name: str, default: bool = False) -> bool:
         value = self.values.get(name, default)
         if not isinstance(value, bool):
@@ -567,19 +802,22 @@ class Fields:
             raise self.error(name, f"must be an object, got {shown(value)}")
         return Fields(dict(value or {}), self.source)
 
-    def windows(self, num_layers: int, default: int, from_layer: int = 0) -> tuple[int | None, ...]:
+    def windows(
+        self, num_layers: int, default: int | None, from_layer: int = 0, kinds: list[str] | None = None
+    ) -> tuple[int | None, ...]:
         """The sliding window of each layer, or None for a layer that attends to everything.
 
         `layer_types` or `max_window_layers` says which layers have a window.
 
         Args:
             default: where config.json has no `sliding_window`. Null there is no window.
+            kinds: in place of `layer_types`.
             from_layer: the first layer with a window, if config.json does not say. 0 ignores `max_window_layers`.
         """
         if self.values.get("sliding_window", default) is None:
             return (None,) * num_layers
         window = self.size("sliding_window", default)
-        kinds = self.values.get("layer_types")
+        kinds = self.values.get("layer_types") if kinds is None else kinds
         if kinds is not None:
             known = isinstance(kinds, list) and all(kind in ("full_attention", "sliding_attention") for kind in kinds)
             if not known or len(kinds) != num_layers:
@@ -589,6 +827,27 @@ class Fields:
         if not isinstance(first, int) or isinstance(first, bool) or first < 0:
             raise self.error("max_window_layers", f"must be an integer of at least 0, got {shown(first)}")
         return tuple(window if layer >= first else None for layer in range(num_layers))
+
+    def experts(
+        self, num_experts: int, num_chosen: int, intermediate_size: int, shared_size: int = 0, normalize: bool = True
+    ) -> ExpertsConfig:
+        """A mixture of these sizes in the layers that `mlp_only_layers` and `decoder_sparse_step` leave."""
+        num_layers, step = self.size("num_hidden_layers"), self.size("decoder_sparse_step", 1)
+        plain = self.values.get("mlp_only_layers") or []
+        if not isinstance(plain, list) or any(not isinstance(i, int) or isinstance(i, bool) for i in plain):
+            raise self.error("mlp_only_layers", f"must be a list of integers, got {shown(plain)}")
+        if num_experts * num_layers > MAX_EXPERTS:
+            problem = f"{num_experts:,} in {num_layers:,} layers is more than {MAX_EXPERTS:,} experts"
+            raise self.error("num_experts", problem)
+        if num_chosen > num_experts:
+            raise self.error("num_experts_per_tok", f"must be at most num_experts={num_experts}, got {num_chosen}")
+        layers = tuple(index not in plain and (index + 1) % step == 0 for index in range(num_layers))
+        return ExpertsConfig(num_experts, num_chosen, intermediate_size, shared_size, normalize, layers)
+
+    def num_labels(self) -> int:
+        """How many classes a model has: transformers writes their names, unless they are two without names."""
+        labels = self.object("id2label").values
+        return len(labels) if labels else self.size("num_labels", 2)
 
     def special_ids(self, vocab_size: int) -> frozenset[int]:
         """The end-of-sequence ids. Checks the other special ids, too."""
@@ -616,13 +875,19 @@ def _find_family(fields: Fields) -> tuple[str, ModuleType]:
     if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
         raise fields.error("architectures", f"must be a list of names, got {shown(names)}")
     for name in names or []:
-        if (family := find_family(name)) is not None:
+        if (family := find_family(_causal(name))) is not None:
             return name, family
     supported = ", ".join(name for family in load_families() for name in family.ARCHITECTURES)
     raise fields.error("architectures", f"{shown(names)} is not supported; supported: {supported}")
 
 
-def _dtype(fields: Fields) -> str:
+def _causal(architecture: str) -> str:
+    """The name of the model with a language-model head, for one without or with a classifier: Qwen3Model ->
+    Qwen3ForCausalLM."""
+    return re.sub("(Model|ForSequenceClassification)$", "ForCausalLM", architecture)
+
+
+def read_dtype(fields: Fields) -> str:
     value = fields.values.get("dtype")
     name = "torch_dtype" if value is None else "dtype"  # transformers 4 wrote torch_dtype
     value = fields.values.get(name)
@@ -633,26 +898,43 @@ def _dtype(fields: Fields) -> str:
     return dtype
 
 
-def _rope(config: Fields, max_position_embeddings: int) -> RopeConfig:
-    # transformers 5 writes rope_parameters, 4 wrote rope_theta beside rope_scaling (whose key was once "type").
+def read_rope(
+    config: Fields, layer_type: str | None = None, default_theta: float = 10000.0, partial: bool = False
+) -> RopeConfig:
+    """The rope of a model. transformers 5 writes rope_parameters, 4 wrote rope_theta beside rope_scaling (whose key was
+    once "type").
+
+    Args:
+        layer_type: whose rope it is, where rope_parameters has one for each layer type. None: the model has one rope.
+        default_theta: where config.json has no rope_theta.
+        partial: whether the family knows partial_rotary_factor. Others refuse it.
+    """
     name = "rope_parameters" if config.values.get("rope_parameters") else "rope_scaling"
-    rope = config.object(name)
+    rope, max_position_embeddings = config.object(name), config.size("max_position_embeddings")
     if any(isinstance(value, dict) for value in rope.values.values()):
-        raise config.error("rope_parameters", "per layer type are not supported")
+        if layer_type is None:
+            raise config.error("rope_parameters", "per layer type are not supported")
+        name, rope = f"{name}: {layer_type}", rope.object(layer_type)
     owner = rope if rope.values.get("rope_theta") is not None else config
-    theta = owner.number("rope_theta") if owner.values.get("rope_theta") is not None else 10000.0
+    theta = owner.number("rope_theta") if owner.values.get("rope_theta") is not None else default_theta
     rope_type = rope.values.get("rope_type", rope.values.get("type", "default"))
+    rope_type = "longrope" if rope_type == "su" else rope_type  # its first name
     if rope_type not in ROPE_TYPES:
         raise config.error(name, f"of type {shown(rope_type)} is not supported; supported: {', '.join(ROPE_TYPES)}")
-    for fields in (rope, config):
-        if fields.values.get("partial_rotary_factor") not in (None, 1.0):
-            partial = shown(fields.values["partial_rotary_factor"])
-            raise config.error("partial_rotary_factor", f"{partial} is not supported; supported: 1.0")
-    params = {key: value for key, value in rope.values.items() if key not in ("rope_theta", "rope_type", "type")}
+    owner = rope if rope.values.get("partial_rotary_factor") is not None else config
+    rotated = 1.0
+    if owner.values.get("partial_rotary_factor") is not None:
+        rotated = owner.number("partial_rotary_factor")
+    if rotated != 1 and not partial:
+        raise config.error("partial_rotary_factor", f"{rotated:g} is not supported; supported: 1.0")
+    others = ("rope_theta", "rope_type", "type", "partial_rotary_factor")
+    params = {key: value for key, value in rope.values.items() if key not in others}
     if config.values.get("original_max_position_embeddings") is not None:  # transformers gives it priority
         params["original_max_position_embeddings"] = config.values["original_max_position_embeddings"]
     if rope_type == "yarn" and params.get("original_max_position_embeddings") is None:
         params["original_max_position_embeddings"] = max_position_embeddings
+    if params.get("mrope_section") is not None:
+        raise config.error(name, "with mrope_section (mrope) is not supported")
     numbers = Fields(params, f"{config.source}: {name} of type {rope_type!r}")
     needed, optional = ROPE_NUMBERS[rope_type]
     for key in needed:
@@ -664,4 +946,27 @@ def _rope(config: Fields, max_position_embeddings: int) -> RopeConfig:
         raise numbers.error("low_freq_factor", "must be less than high_freq_factor")
     if rope_type == "yarn":
         numbers.flag("truncate", True)
-    return RopeConfig(theta, rope_type, params)
+    if rope_type == "longrope":
+        params["max_position_embeddings"] = params["length"] = max_position_embeddings
+    return RopeConfig(theta, rope_type, params, rotated)
+
+
+def check_rope(config: Fields, rope: RopeConfig, head_dim: int) -> None:
+    """Raises: ValueError for a rope that does not fit heads of this size."""
+    rotated = rope.num_rotated(head_dim)
+    if rotated < 2 or rotated % 2:
+        problem = f"{rope.partial:g} rotates {rotated} of {head_dim} dimensions: rotary embeddings need pairs"
+        raise config.error("partial_rotary_factor", problem)
+    if rope.rope_type != "longrope":
+        return
+    if rope.params["original_max_position_embeddings"] < 2:
+        raise config.error("original_max_position_embeddings", "of a rope of type 'longrope' must be at least 2")
+    low, high = RANGES["factor"]
+    for name in ("short_factor", "long_factor"):
+        values = rope.params.get(name)
+        numbers = isinstance(values, list) and all(
+            isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high for value in values
+        )
+        if not isinstance(values, list) or not numbers or len(values) != rotated // 2:
+            problem = f"of a rope of type 'longrope' must be {rotated // 2} numbers from {low:g} to {high:g}"
+            raise config.error(name, f"{problem}, got {shown(values)}")

@@ -4,9 +4,10 @@ from collections.abc import Sequence
 from typing import NotRequired, TypedDict, cast
 
 from nanopage.engine.input_processor import Prompt
-from nanopage.params import BeamSearchParams, SamplingParams
+from nanopage.lora import LoRARequest
+from nanopage.params import BeamSearchParams, PoolingParams, SamplingParams
 
-AnyParams = SamplingParams | BeamSearchParams
+AnyParams = SamplingParams | BeamSearchParams | PoolingParams
 
 
 class TextPrompt(TypedDict):
@@ -63,12 +64,14 @@ def match_parameters(
     params: AnyParams | Sequence[AnyParams],
     priority: list[int] | None = None,
     kind: type[AnyParams] = SamplingParams,
-) -> list[tuple[Prompt, AnyParams, int]]:
-    """Each prompt with its parameters and its priority.
+    lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
+) -> list[tuple[Prompt, AnyParams, int, LoRARequest | None]]:
+    """Each prompt with its parameters, its priority and its adapter.
 
     Args:
         params: of type `kind`: one object for all prompts, or one for each.
         priority: one integer for each prompt; None: 0 for all.
+        lora_request: one adapter for all prompts, or one or None for each.
 
     Raises: TypeError, ValueError: arguments of another type, or lists of another length than `prompts`.
     """
@@ -84,4 +87,8 @@ def match_parameters(
         raise TypeError(f"priority must be a list, one integer for each prompt, not {priority!r}")
     if len(priority) != len(prompts):
         raise ValueError(f"{len(priority)} values of priority for {len(prompts)} prompts")
-    return list(zip(prompts, params, priority, strict=True))
+    if not isinstance(lora_request, list | tuple):
+        lora_request = [cast(LoRARequest | None, lora_request)] * len(prompts)
+    if len(lora_request) != len(prompts):
+        raise ValueError(f"{len(lora_request)} values of lora_request for {len(prompts)} prompts")
+    return list(zip(prompts, params, priority, lora_request, strict=True))

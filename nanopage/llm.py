@@ -15,6 +15,9 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any, cast
 
+import numpy as np
+import torch
+
 from nanopage.build import build_engine
 from nanopage.config import EngineConfig
 from nanopage.engine.engine import LLMEngine
@@ -22,16 +25,37 @@ from nanopage.engine.input_processor import Prompt
 from nanopage.engine.output_processor import Request
 from nanopage.engine_args import option_names
 from nanopage.inputs import AnyParams, list_prompts, match_parameters, prompts_of_token_ids
+from nanopage.lora import LoRARequest
 from nanopage.metrics import Metric, Metrics
-from nanopage.outputs import BeamSearchSequence, GenerationError, GenerationInterrupted, RequestOutput
-from nanopage.params import BeamSearchParams, RequestOutputKind, SamplingParams
+from nanopage.outputs import (
+    BeamSearchSequence,
+    ClassificationOutput,
+    ClassificationRequestOutput,
+    EmbeddingOutput,
+    EmbeddingRequestOutput,
+    GenerationError,
+    GenerationInterrupted,
+    PoolingOutput,
+    PoolingRequestOutput,
+    RequestOutput,
+    ScoringOutput,
+    ScoringRequestOutput,
+)
+from nanopage.params import BeamSearchParams, PoolingParams, RequestOutputKind, SamplingParams
+from nanopage.pooling import PoolingConfig
 from nanopage.profiler import Profiler
 from nanopage.progress import progress_bar
-from nanopage.vllm_options import CALL, accept, accept_engine
+from nanopage.scoring import pair_texts, read_scores, scoring_prompts
+from nanopage.tools.definitions import read_tools
+from nanopage.tools.formats import find_format
+from nanopage.tools.prompt import render_chat
+from nanopage.tools.reply import END_THINK, THINK, Reply, ReplyReader
+from nanopage.vllm_options import CALL, POOLING_CALL, accept, accept_engine
 
 # The default of max_num_batched_tokens on a CPU. Steps of 512 tokens instead of 2,048 give 32 prompts at once their
 # first tokens 15 % earlier on average, at the same throughput (SmolLM2-135M, AVX512-BF16).
 CPU_TOKEN_BUDGET = 512
+AnyAdapter = LoRARequest | Sequence[LoRARequest | None] | None
 
 
 class LLM:
@@ -61,7 +85,8 @@ class LLM:
         self._profiler = Profiler(profiler_config)
         options = accept_engine("LLM()", options | {"model": model}, option_names())
         self.engine = build_engine(EngineConfig(**options), on_progress)
-        if self.engine.config.max_num_batched_tokens is None and self.engine.capacity.device == "cpu":
+        on_cpu = self.engine.capacity.device == "cpu"
+        if self.engine.config.max_num_batched_tokens is None and on_cpu and isinstance(self.engine, LLMEngine):
             self.engine.scheduler.max_num_batched_tokens = CPU_TOKEN_BUDGET
         self._ids = itertools.count()
         self._metrics = Metrics(self.engine.model_path.name, self.engine.cache_config, self.engine.max_draft)
@@ -116,7 +141,7 @@ class LLM:
         *,
         prompt_token_ids: list[int] | list[list[int]] | None = None,
         use_tqdm: bool = True,
-        lora_request: None = None,
+        lora_request: AnyAdapter = None,
         priority: list[int] | None = None,
         tokenization_kwargs: dict | None = None,
     ) -> list[RequestOutput]:
@@ -127,7 +152,8 @@ class LLM:
             sampling_params: for all, or one for each prompt; None uses `get_default_sampling_params`.
             prompt_token_ids: the token ids of one prompt or of each prompt in a list; `prompts` are then their texts.
             use_tqdm: show a progress bar on stderr.
-            lora_request, tokenization_kwargs: accepted for vLLM's scripts; must be None, the latter None or {}.
+            lora_request: an adapter for all prompts, or one or None for each; needs enable_lora.
+            tokenization_kwargs: accepted for vLLM's scripts; must be None or {}.
             priority: an integer for each prompt, with scheduling_policy="priority"; lower goes first.
 
         Returns: one finished RequestOutput for each prompt, in order. If a request could not be completed, its `error`
@@ -137,18 +163,19 @@ class LLM:
             ValueError, TypeError: an invalid prompt or parameter; nothing has run then.
             GenerationInterrupted, GenerationError: with the outputs so far.
         """
-        accept("generate()", {"lora_request": lora_request, "tokenization_kwargs": tokenization_kwargs}, (), CALL)
+        accept("generate()", {"tokenization_kwargs": tokenization_kwargs}, (), CALL)
         if prompts is None and prompt_token_ids is None:
             raise TypeError("generate() needs prompts")
         if prompt_token_ids is not None:
             prompts = prompts_of_token_ids(prompt_token_ids, prompts)
-        return self._run(self._requests(list_prompts(cast(Prompt, prompts)), sampling_params, priority), use_tqdm)
+        listed = list_prompts(cast(Prompt, prompts))
+        return self._run(self._requests(listed, sampling_params, priority, lora_request=lora_request), use_tqdm)
 
     def beam_search(
         self,
         prompts: Prompt | list[Prompt],
         params: BeamSearchParams | list[BeamSearchParams],
-        lora_request: None = None,
+        lora_request: AnyAdapter = None,
         use_tqdm: bool = True,
         concurrency_limit: None = None,
     ) -> list[RequestOutput]:
@@ -162,10 +189,11 @@ class LLM:
 
         Raises: as `generate`.
         """
-        accept("beam_search()", {"lora_request": lora_request, "concurrency_limit": concurrency_limit}, (), CALL)
+        accept("beam_search()", {"concurrency_limit": concurrency_limit}, (), CALL)
         if params is None:
             raise TypeError("params must be BeamSearchParams, not None")
-        outputs = self._run(self._requests(list_prompts(prompts), params, kind=BeamSearchParams), use_tqdm)
+        requests = self._requests(list_prompts(prompts), params, kind=BeamSearchParams, lora_request=lora_request)
+        outputs = self._run(requests, use_tqdm)
         for output in outputs:
             output.sequences = self._sequences(output)
         return outputs
@@ -187,7 +215,7 @@ class LLM:
         messages: list[dict] | list[list[dict]],
         sampling_params: SamplingParams | list[SamplingParams] | None = None,
         use_tqdm: bool = True,
-        lora_request: None = None,
+        lora_request: AnyAdapter = None,
         chat_template: str | None = None,
         chat_template_content_format: str = "auto",
         add_generation_prompt: bool = True,
@@ -201,20 +229,19 @@ class LLM:
 
         Args:
             messages: {"role": ..., "content": ...} in order (see `normalize_messages` in chat_template.py).
-            sampling_params, use_tqdm: as `generate`.
+            sampling_params, use_tqdm, lora_request: as `generate`.
             chat_template: Jinja source to use instead of the model's.
             chat_template_content_format: "auto" or "string".
             add_generation_prompt: end the prompt with the opening of the assistant's reply.
             continue_final_message: have the model go on with the last message; needs add_generation_prompt=False.
-            tools: JSON schemas of the functions that the model may call. Calls come as text, in the model's own form.
+            tools: JSON schemas of the functions that the model may call. Calls come as text, in the model's own form:
+                `read_replies` finds them. A model whose template has no tools gets the schemas as text.
             chat_template_kwargs: more variables for the template, such as {"enable_thinking": False}.
-            lora_request, mm_processor_kwargs, tokenization_kwargs: accepted for vLLM's scripts; lora_request must be
-                None, the others None or {}.
+            mm_processor_kwargs, tokenization_kwargs: accepted for vLLM's scripts; must be None or {}.
 
         Returns: as `generate`; `RequestOutput.prompt` is the text that the template made.
         """
         vllm_options = {
-            "lora_request": lora_request,
             "chat_template_content_format": chat_template_content_format,
             "mm_processor_kwargs": mm_processor_kwargs,
             "tokenization_kwargs": tokenization_kwargs,
@@ -230,10 +257,35 @@ class LLM:
             "chat_template_kwargs": chat_template_kwargs,
         }
         prompts: list[Prompt] = [self._chat_prompt(conversation, **template) for conversation in conversations]
-        return self._run(self._requests(prompts, sampling_params), use_tqdm)
+        return self._run(self._requests(prompts, sampling_params, lora_request=lora_request), use_tqdm)
+
+    def read_replies(self, output: RequestOutput, tools: list[dict] | None = None) -> list[Reply]:
+        """The reasoning, the content and the calls of each completion of a conversation.
+
+        Args:
+            output: of `chat` or `stream`. If the model's marks of calls are special tokens, as Mistral's are, then the
+                parameters must have skip_special_tokens=False.
+            tools: those that the model was given, as {"type": "function", "function": {...}}.
+
+        Raises: ValueError, TypeError for tools that are not valid, or calls in an unknown form.
+        """
+        template = getattr(self.engine.tokenizer, "chat_template", None) or ""
+        tool_format = find_format(template) if tools else None
+        names = [tool.name for tool in read_tools(tools)] if tools else []
+        begun = (output.prompt or "").rstrip().endswith(THINK)
+        replies = []
+        for completion in output.outputs:
+            reader = ReplyReader(tool_format, names, True, END_THINK in template, begun and END_THINK in template)
+            reader.feed(completion.text)
+            reader.end()
+            replies.append(reader.whole)
+        return replies
 
     def stream(
-        self, prompt: Prompt | list[dict], sampling_params: SamplingParams | None = None
+        self,
+        prompt: Prompt | list[dict],
+        sampling_params: SamplingParams | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> Iterator[RequestOutput]:
         """Complete one prompt, or reply to one conversation. Yields a RequestOutput after every token; with `best_of`
         more than `n`, or with RequestOutputKind.FINAL_ONLY, only one at the end.
@@ -245,7 +297,7 @@ class LLM:
         """
         if isinstance(prompt, list) and prompt and isinstance(prompt[0], dict):
             prompt = self._chat_prompt(cast(list[dict], prompt))
-        (request,) = self._requests([cast(Prompt, prompt)], sampling_params)
+        (request,) = self._requests([cast(Prompt, prompt)], sampling_params, lora_request=lora_request)
         return self._outputs([request])
 
     def count_tokens(self, messages: list[dict]) -> int:
@@ -255,10 +307,149 @@ class LLM:
     def _chat_prompt(self, messages: list[dict], **template: Any) -> dict:
         """The prompt of a conversation. `template`: further arguments of `Tokenizer.render_chat`."""
         tokenizer = self.engine.input_processor.require_tokenizer("a conversation", "prompt_token_ids to generate()")
-        text = tokenizer.render_chat(messages, **template)
+        text = render_chat(tokenizer, messages, **template)
         # The template writes the special tokens itself; the request carries ids so that none is added twice.
         ids = self.engine.input_processor.encode(text, add_special_tokens=False)
         return {"prompt": text, "prompt_token_ids": ids}
+
+    def encode(
+        self,
+        prompts: Prompt | list[Prompt],
+        pooling_params: PoolingParams | list[PoolingParams] | None = None,
+        *,
+        truncate_prompt_tokens: int | None = None,
+        use_tqdm: bool = True,
+        lora_request: None = None,
+        pooling_task: str | None = None,
+        tokenization_kwargs: dict | None = None,
+    ) -> list[PoolingRequestOutput]:
+        """The vectors of texts: embeddings, or scores of classes, whichever the model makes.
+
+        Args:
+            prompts: one prompt or a list: text, token ids, or a dict, as for `generate`.
+            pooling_params: for all, or one for each prompt. None: PoolingParams().
+            truncate_prompt_tokens: as in PoolingParams, for all prompts; it has priority.
+            pooling_task: "embed" or "classify", which must be what the model makes. None: what it makes.
+            lora_request, tokenization_kwargs: accepted for vLLM's scripts; must be None.
+
+        Returns: an output for each prompt, in order. `outputs.data` is the vector, a float32 tensor.
+
+        Raises:
+            ValueError, TypeError: an invalid prompt or parameter, or a model that makes text; nothing has run then.
+            RuntimeError: a text could not be computed.
+            GenerationInterrupted, GenerationError: as `generate`.
+        """
+        accept("encode()", {"lora_request": lora_request, "tokenization_kwargs": tokenization_kwargs}, (), POOLING_CALL)
+        outputs = self._pool(prompts, pooling_params, truncate_prompt_tokens, use_tqdm, pooling_task)
+        return [
+            PoolingRequestOutput(
+                output.request_id,
+                PoolingOutput(torch.from_numpy(output.pooled)),
+                output.prompt_token_ids,
+                output.num_cached_tokens,
+            )
+            for output in outputs
+        ]
+
+    def embed(
+        self,
+        prompts: Prompt | list[Prompt],
+        *,
+        truncate_prompt_tokens: int | None = None,
+        use_tqdm: bool = True,
+        pooling_params: PoolingParams | list[PoolingParams] | None = None,
+        lora_request: None = None,
+        tokenization_kwargs: dict | None = None,
+    ) -> list[EmbeddingRequestOutput]:
+        """The embeddings of texts, as `outputs.embedding`. Arguments and errors are those of `encode`."""
+        accept("embed()", {"lora_request": lora_request, "tokenization_kwargs": tokenization_kwargs}, (), POOLING_CALL)
+        outputs = self._pool(prompts, pooling_params, truncate_prompt_tokens, use_tqdm, "embed")
+        return [
+            EmbeddingRequestOutput(
+                output.request_id,
+                EmbeddingOutput(cast(np.ndarray, output.pooled).tolist()),
+                output.prompt_token_ids,
+                output.num_cached_tokens,
+            )
+            for output in outputs
+        ]
+
+    def classify(
+        self,
+        prompts: Prompt | list[Prompt],
+        *,
+        truncate_prompt_tokens: int | None = None,
+        use_tqdm: bool = True,
+        pooling_params: PoolingParams | list[PoolingParams] | None = None,
+        lora_request: None = None,
+        tokenization_kwargs: dict | None = None,
+    ) -> list[ClassificationRequestOutput]:
+        """The probabilities of classes, as `outputs.probs`. Arguments and errors are those of `encode`."""
+        accept(
+            "classify()", {"lora_request": lora_request, "tokenization_kwargs": tokenization_kwargs}, (), POOLING_CALL
+        )
+        outputs = self._pool(prompts, pooling_params, truncate_prompt_tokens, use_tqdm, "classify")
+        return [
+            ClassificationRequestOutput(
+                output.request_id,
+                ClassificationOutput(cast(np.ndarray, output.pooled).tolist()),
+                output.prompt_token_ids,
+                output.num_cached_tokens,
+            )
+            for output in outputs
+        ]
+
+    def score(
+        self,
+        data_1: str | list[str],
+        data_2: str | list[str],
+        /,
+        *,
+        truncate_prompt_tokens: int | None = None,
+        use_tqdm: bool = True,
+        pooling_params: PoolingParams | None = None,
+        lora_request: None = None,
+        tokenization_kwargs: dict | None = None,
+    ) -> list[ScoringRequestOutput]:
+        """How well pairs of texts belong together, as `outputs.score`. A model with one class scores pairs itself. Of
+        an embedding model, the score is the similarity of the two embeddings.
+
+        Args:
+            data_1: a text, such as a query, for all of `data_2`, or one for each.
+            data_2: texts, such as documents.
+            Others: as `encode`.
+
+        Raises: as `encode`.
+        """
+        pooling, pairs = self.engine.model_config.pooling, pair_texts(data_1, data_2)
+        prompts = cast(list[Prompt], scoring_prompts(pooling, pairs))
+        accept("score()", {"lora_request": lora_request, "tokenization_kwargs": tokenization_kwargs}, (), POOLING_CALL)
+        outputs = self._pool(prompts, pooling_params, truncate_prompt_tokens, use_tqdm)
+        scores = read_scores(cast(PoolingConfig, pooling), pairs, outputs)
+        return [ScoringRequestOutput(str(next(self._ids)), ScoringOutput(score), ids) for ids, score in scores]
+
+    def _pool(
+        self,
+        prompts: Prompt | list[Prompt],
+        pooling_params: PoolingParams | list[PoolingParams] | None,
+        truncate_prompt_tokens: int | None,
+        use_tqdm: bool,
+        pooling_task: str | None = None,
+    ) -> list[RequestOutput]:
+        """Run requests for vectors. Raises: as `encode`."""
+        params = PoolingParams() if pooling_params is None else pooling_params
+        listed = list_prompts(prompts)
+        if truncate_prompt_tokens is not None:
+            several = params if isinstance(params, list | tuple) else [params] * len(listed)
+            params = [dataclasses.replace(each, truncate_prompt_tokens=truncate_prompt_tokens) for each in several]
+        pooling = self.engine.model_config.pooling
+        if pooling is not None and pooling_task not in (None, pooling.task):
+            raise ValueError(f"the model makes what pooling_task={pooling.task!r} means, not {pooling_task!r}")
+        outputs = self._run(self._requests(listed, params, kind=PoolingParams), use_tqdm)
+        for i, output in enumerate(outputs):
+            if output.error is not None:
+                raise RuntimeError(f"prompts[{i}]: {output.error}")
+        return outputs
 
     def _requests(
         self,
@@ -266,11 +457,12 @@ class LLM:
         sampling_params: AnyParams | Sequence[AnyParams] | None,
         priority: list[int] | None = None,
         kind: type[AnyParams] = SamplingParams,
+        lora_request: AnyAdapter = None,
     ) -> list[Request]:
         """Make a request of each prompt, without submitting it. Errors name the prompt."""
         params = self.get_default_sampling_params() if sampling_params is None else sampling_params
         requests: list[Request] = []
-        for i, arguments in enumerate(match_parameters(prompts, params, priority, kind)):
+        for i, arguments in enumerate(match_parameters(prompts, params, priority, kind, lora_request)):
             try:
                 requests.append(self.engine.make_request(str(next(self._ids)), *arguments))
             except (ValueError, TypeError) as error:

@@ -9,7 +9,7 @@ import itertools
 from dataclasses import dataclass, field
 
 from nanopage.outputs import RequestOutput, StepStats
-from nanopage.params import BeamSearchParams, SamplingParams
+from nanopage.params import BeamSearchParams, PoolingParams, SamplingParams
 
 SECONDS = (
     0.001,
@@ -154,8 +154,10 @@ class Metrics:
         self.busy_seconds += stats.seconds
         self.last_step = stats
 
-    def add_params(self, params: SamplingParams | BeamSearchParams) -> None:
+    def add_params(self, params: SamplingParams | BeamSearchParams | PoolingParams) -> None:
         """Count what a request asks for."""
+        if isinstance(params, PoolingParams):
+            return
         n = params.n if isinstance(params, SamplingParams) else params.width
         self.histograms["request_params_n"].add(n)
         if params.max_tokens is not None:

@@ -53,14 +53,26 @@ def read_json(path: Path) -> dict[str, Any]:
 
     Raises: FileNotFoundError, ValueError; both name the file.
     """
-    text = read_text(path)
-    try:
-        data = json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_unique)
-    except (ValueError, RecursionError) as error:  # not JSON, or beyond Python's limits
-        raise ValueError(f"{path} is not valid JSON: {error}") from None
+    data = _read_value(path)
     if not isinstance(data, dict):
         raise ValueError(f"{path} is not a JSON object")
     return data
+
+
+def read_json_list(path: Path) -> list:
+    """A JSON array. Raises: as `read_json`."""
+    data = _read_value(path)
+    if not isinstance(data, list):
+        raise ValueError(f"{path} is not a JSON array")
+    return data
+
+
+def _read_value(path: Path) -> Any:
+    text = read_text(path)
+    try:
+        return json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_unique)
+    except (ValueError, RecursionError) as error:  # not JSON, or beyond Python's limits
+        raise ValueError(f"{path} is not valid JSON: {error}") from None
 
 
 @contextmanager

@@ -1,6 +1,9 @@
 """What comes back: outputs of requests, errors that carry them, and statistics of steps. Names are those of vLLM."""
 
 from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
 
 
 @dataclass(slots=True)
@@ -82,6 +85,7 @@ class RequestOutput:
     `prompt_logprobs[0]` is None: the first token has nothing before it. `error` says why a request could not be
     completed; completions that had not ended by then have the finish_reason "error". `sequences` are the
     completions of `LLM.beam_search` as vLLM returns them; None for other requests, and if the search was interrupted.
+    `pooled` is what a request with PoolingParams is for, float32 [size]; it has no `outputs`.
     """
 
     request_id: str
@@ -94,6 +98,67 @@ class RequestOutput:
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     error: str | None = None
     sequences: list[BeamSearchSequence] | None = None
+    pooled: np.ndarray | None = None
+
+
+@dataclass(slots=True)
+class PoolingOutput:
+    """The vector of a text: `data`, a float32 tensor [size] on the CPU."""
+
+    data: Any
+
+
+@dataclass(slots=True)
+class EmbeddingOutput:
+    """The embedding of a text."""
+
+    embedding: list[float]
+
+    @property
+    def hidden_size(self) -> int:
+        """vLLM's name of its length."""
+        return len(self.embedding)
+
+
+@dataclass(slots=True)
+class ClassificationOutput:
+    """The probability of each class."""
+
+    probs: list[float]
+
+    @property
+    def num_classes(self) -> int:
+        return len(self.probs)
+
+
+@dataclass(slots=True)
+class ScoringOutput:
+    """How well two texts belong together."""
+
+    score: float
+
+
+@dataclass(slots=True)
+class PoolingRequestOutput:
+    """What `LLM.encode` returns for a text."""
+
+    request_id: str
+    outputs: Any  # PoolingOutput
+    prompt_token_ids: list[int]
+    num_cached_tokens: int = 0
+    finished: bool = True
+
+
+class EmbeddingRequestOutput(PoolingRequestOutput):
+    """What `LLM.embed` returns for a text: `outputs` is an EmbeddingOutput."""
+
+
+class ClassificationRequestOutput(PoolingRequestOutput):
+    """What `LLM.classify` returns for a text: `outputs` is a ClassificationOutput."""
+
+
+class ScoringRequestOutput(PoolingRequestOutput):
+    """What `LLM.score` returns for a pair: `outputs` is a ScoringOutput."""
 
 
 class GenerationInterrupted(KeyboardInterrupt):

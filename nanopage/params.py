@@ -1,11 +1,11 @@
-"""What a user asks for: SamplingParams, StructuredOutputsParams and BeamSearchParams. Names, defaults and meanings are
-vLLM's, except where docs/vllm.md says otherwise."""
+"""What a user asks for: SamplingParams, StructuredOutputsParams, BeamSearchParams and PoolingParams. Names, defaults
+and meanings are vLLM's, except where docs/vllm.md says otherwise."""
 
 import copy
 from dataclasses import KW_ONLY, dataclass
 from enum import Enum
 
-from nanopage.vllm_options import BEAM_SEARCH, SAMPLING, STRUCTURED_OUTPUTS, accepts_options
+from nanopage.vllm_options import BEAM_SEARCH, POOLING, SAMPLING, STRUCTURED_OUTPUTS, accepts_options
 
 MAX_STOP_CHARS = 16_384  # of all stop strings of a request: their trie takes some 250 bytes a character
 MAX_LOGPROBS = 20  # vLLM's default `max_logprobs`: bounds the top-k that SamplingParams can ask for
@@ -276,6 +276,44 @@ class BeamSearchParams:
     @property
     def beam_width(self) -> int:
         return self.width
+
+
+@accepts_options(POOLING)
+@dataclass(kw_only=True)
+class PoolingParams:
+    """What to make of one text with `LLM.embed`, `classify`, `score` or `encode`.
+
+    Args:
+        truncate_prompt_tokens: keep the first tokens of a longer text, this many with the special ones; -1: as many as
+            the model takes. Of a pair, the longer text is shortened first. None: a text that is too long is an error.
+        dimensions: return the first numbers of an embedding only, for models trained for that (Matryoshka embeddings).
+        normalize: scale embeddings to length 1, after `dimensions`. None: as the model's files say.
+        use_activation: pass the scores of classes through the model's activation. None: True.
+        prompt_name: a prompt in config_sentence_transformers.json, which is put before the text. None: the one that
+            the file has as its default, if any.
+
+    Raises:
+        ValueError, TypeError: a value out of range or of the wrong type, by name.
+    """
+
+    truncate_prompt_tokens: int | None = None
+    dimensions: int | None = None
+    normalize: bool | None = None
+    use_activation: bool | None = None
+    prompt_name: str | None = None
+
+    def __post_init__(self):
+        if self.truncate_prompt_tokens is not None:
+            _integer("truncate_prompt_tokens", self.truncate_prompt_tokens, -1)
+            if self.truncate_prompt_tokens == 0:
+                raise ValueError("truncate_prompt_tokens must be at least 1, or -1, got 0")
+        if self.dimensions is not None:
+            _integer("dimensions", self.dimensions, 1)
+        for name in ("normalize", "use_activation"):
+            if getattr(self, name) is not None and not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name} must be True, False or None, not {getattr(self, name)!r}")
+        if self.prompt_name is not None and not isinstance(self.prompt_name, str):
+            raise TypeError(f"prompt_name must be a string or None, not {self.prompt_name!r}")
 
 
 def _integer(name: str, value, low: int, high: int | None = None) -> None:

@@ -23,6 +23,7 @@ class SamplingSettings:
     ending_token_ids     not sampled before `min_tokens`
     logprobs             how many top log-probabilities to return besides the sampled token's; None returns none
     prompt_logprobs      the same for each token of the prompt but the first
+    pooling_type         "LAST" or "MEAN": pool the hidden states of the prompt; None: sample tokens
     """
 
     temperature: float = 1.0
@@ -39,6 +40,12 @@ class SamplingSettings:
     ending_token_ids: list[int] = field(default_factory=list)
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    pooling_type: str | None = None
+
+    @property
+    def needs_all_positions(self) -> bool:
+        """Whether every token of the prompt must be computed, even those in the prefix cache."""
+        return self.prompt_logprobs is not None or self.pooling_type == "MEAN"
 
 
 @dataclass(slots=True)
@@ -50,12 +57,21 @@ class NewSequence:
     num_prompt_tokens: int
     seed: int
     sampling: SamplingSettings
+    adapter_slot: int = -1  # of the workers' slots for adapters; -1: it has no adapter
+
+
+@dataclass(slots=True)
+class AdapterLoad:
+    """The adapter in the directory `path` is to be loaded into a slot."""
+
+    slot: int
+    path: str
 
 
 @dataclass(slots=True)
 class Fork:
-    """A sequence that begins as a copy of another: the first `num_tokens` tokens, and the settings. Its blocks follow
-    in `blocks`, when it first runs."""
+    """A sequence that begins as a copy of another: the first `num_tokens` tokens, the settings and the adapter. Its
+    blocks follow in `blocks`, when it first runs."""
 
     parent: int  # row
     row: int
@@ -80,6 +96,7 @@ class Batch:
     swap_out, swap_in    [(block, host block)], [(host block, block)]: blocks to be copied to and from host memory
     copies               [(from, to)]: blocks to be copied on the device. All are read before any is written
     cleared              blocks to be filled with zeros. Ignored on a GPU (see KVCache.move)
+    loads                adapters to be loaded. No running sequence has what was in their slots
     new, forks, blocks   changes of the sequence table
     tokens               [(row, position, token id)] that not every worker knows: the next tokens of beams, which the
                          engine has chosen; drafts, which it guesses; with several workers, all sampled tokens, because
@@ -92,6 +109,7 @@ class Batch:
                          the row of that token, or a row just forked from it
     masks                index in `sampled_rows` -> the tokens that the row may get, as bits: token i is bit i % 8 of
                          byte i // 8. Other rows may get any token
+    awaits_masks         more of them follow (see `Executor.add_masks`)
 
     For example, `rows` are [3, 7, 5], and `counts` are [1, 6, 4]. Row 3 is a decode. Row 7 computes the prompt of a
     request with n=2, whose second completion has row 8. Row 5 is a decode with a draft of 3 tokens: a token is sampled
@@ -105,6 +123,7 @@ class Batch:
     swap_in: list[tuple[int, int]] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
     cleared: list[int] = field(default_factory=list)
+    loads: list[AdapterLoad] = field(default_factory=list)
     new: list[NewSequence] = field(default_factory=list)
     forks: list[Fork] = field(default_factory=list)
     blocks: list[BlockUpdate] = field(default_factory=list)
@@ -115,6 +134,7 @@ class Batch:
     sampled_from: list[int] = field(default_factory=list)
     sampled_rows: list[int] = field(default_factory=list)
     masks: dict[int, bytes] = field(default_factory=dict)
+    awaits_masks: bool = False
 
     @property
     def num_tokens(self) -> int:
@@ -135,22 +155,47 @@ class PromptLogprobs:
 
 
 @dataclass(slots=True)
+class PooledStates:
+    """What pooling has made of the tokens of a row from position `start` on: the last hidden state or the scores of the
+    classes, or with "MEAN" the sum of the hidden states."""
+
+    row: int
+    start: int
+    values: list[float]
+
+
+@dataclass(slots=True)
 class BatchResult:
     """The results of a Batch.
 
     token_ids        one for each of its `sampled_rows`; NO_TOKEN where the logits were not finite
     logprobs         index into token_ids -> its table, for the sequences that requested logprobs
     prompt_logprobs  of the prompts that requested them
+    pooled           of the prompts that are pooled. Their `token_ids` are 0, or NO_TOKEN where a value is not finite
     """
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: dict[int, LogprobTable] = field(default_factory=dict)
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
+    pooled: list[PooledStates] = field(default_factory=list)
     prepare_seconds: float = 0.0  # moving blocks, the table
     model_seconds: float = 0.0  # inputs and forward pass; on a GPU, its launch
     sample_seconds: float = 0.0
     wait_seconds: float = 0.0  # the time that the host spent waiting for the results
     device_seconds: float = 0.0  # inputs, forward pass and sampling on a GPU; 0 on a CPU
+
+
+@dataclass(slots=True)
+class EncoderBatch:
+    """Sequences for an encoder, one after the other, with those of equal length next to each other.
+
+    token_ids, token_types  of all tokens; token types say which text of a pair a token belongs to
+    seq_lens                of each sequence
+    """
+
+    token_ids: list[int] = field(default_factory=list)
+    token_types: list[int] = field(default_factory=list)
+    seq_lens: list[int] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -187,6 +232,10 @@ class Executor(Protocol):
         Raises: any Exception if the step fails; the engine calls `discard`. WorkerDiedError if all later steps will
             fail as well.
         """
+
+    def add_masks(self, masks: dict[int, bytes]) -> None:
+        """Give the batch that was submitted last, which awaits them, the rest of its masks (see `Batch.masks`). The
+        engine finds them while the workers run the model. Raises: as `submit`."""
 
     def result(self) -> BatchResult:
         """Wait for the oldest step whose result has not been fetched, and return the result. Raises: as `submit`."""

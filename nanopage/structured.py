@@ -3,18 +3,20 @@
     StructuredOutputsParams ─▶ Grammars.compile ─▶ CompiledGrammar ─▶ GrammarMask of each completion ─▶ Batch.masks
 
 llguidance (the extra "structured") compiles a grammar, and finds after each token which tokens may come next. The rest
-of nanopage knows only masks. Grammars come from clients, so everything about them is limited: the length of their text,
-the work and memory of llguidance (its own limits), the time to compile, and the time for the masks of a completion. A
-compiled grammar is kept for later requests with the same text.
+of nanopage knows only masks, and finds them while the workers run the model (`Schedule.find_masks`). Grammars come from
+clients, so everything about them is limited: the length of their text, the work and memory of llguidance (its own
+limits), the time to compile, and the time for the masks of a completion. A compiled grammar is kept for later requests
+with the same text.
 
 An output never leaves its grammar: wherever llguidance fails, the request ends with an error.
 """
 
 import json
+import math
 import re
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from typing import Any, TypeVar
 
@@ -33,6 +35,7 @@ MASK_SECONDS = 10.0  # of computing, for all masks of a completion. One takes so
 # that a thread usually has. That would end the process.
 STACK_BYTES = 512 << 20
 MAX_LEXER_STATES = 50_000  # of llguidance, for each completion; a state takes 1 to 2 kB
+NUM_TAIL = 5  # tokens at the end of a prompt among which <think> is looked for
 CACHED = 16  # compiled grammars that are kept
 
 T = TypeVar("T")
@@ -82,6 +85,7 @@ class Vocabulary:
 
     text       tokens that stand for text, and special tokens that have a name
     endings    end-of-sequence tokens
+    think      the tokens <think> and </think>; None if the model does not think
     num_bytes  length of a mask
     tokenizer  llguidance's
 
@@ -101,6 +105,10 @@ class Vocabulary:
         self.num_bytes = -(-vocab_size // 32) * 4
         self.text = token_set(token_id for token_id in range(vocab_size) if self.tokens[token_id])
         self.endings = token_set(eos_token_ids)
+        begin, end = (tokenizer.backend.token_to_id(mark) for mark in ("<think>", "</think>"))
+        self.think: tuple[int, int] | None = None
+        if "</think>" in (tokenizer.chat_template or "") and begin is not None and end is not None:
+            self.think = begin, end
         self.tokenizer = llguidance.LLTokenizer(llguidance.TokenizerWrapper(self), size, eos_token_ids)
 
     def __call__(self, text: str) -> list[int]:
@@ -118,15 +126,24 @@ class CompiledGrammar:
     def __init__(self, name: str, matcher: Any, vocabulary: Vocabulary):
         self.name, self.matcher, self.vocabulary = name, matcher, vocabulary
 
-    def make_mask(self, stop_token_ids: Iterable[int]) -> "GrammarMask":
+    def make_mask(
+        self, stop_token_ids: Iterable[int], prompt_token_ids: Sequence[int] = ()
+    ) -> "GrammarMask | MaskAfterReasoning":
         """The mask of one completion, for its first token.
 
-        Args: stop_token_ids: allowed where the text is complete, like end-of-sequence.
+        Args:
+            stop_token_ids: allowed where the text is complete, like end-of-sequence.
+            prompt_token_ids: their end shows whether the model is to think first.
+
         Raises: ValueError if there is no first token.
         """
         mask = GrammarMask(self, token_set(stop_token_ids))
         mask.allowed([])
-        return mask
+        marks = self.vocabulary.think
+        end = [token_id for token_id in prompt_token_ids[-NUM_TAIL:] if marks is not None and token_id in marks]
+        if marks is None or (end and end[-1] == marks[1]):  # it cannot think, or is not to
+            return mask
+        return MaskAfterReasoning(mask, marks, begun=bool(end))
 
 
 class GrammarMask:
@@ -141,6 +158,7 @@ class GrammarMask:
         self._num_read = -1  # tokens of the output that the mask follows; -1: there is no mask yet
         self._mask = b""
         self._seconds = 0.0
+        self._draft_seconds = 0.0  # for the masks of drafts, so that they cannot use up the time of the others
         self._in_call = False  # still true between calls if an exception ended the last call
 
     def allowed(self, output_token_ids: list[int]) -> bytes:
@@ -160,6 +178,29 @@ class GrammarMask:
         self._num_read, self._in_call = len(output_token_ids), False
         return self._mask
 
+    def follow(self, output_token_ids: list[int], draft: list[int]) -> list[bytes]:
+        """See `TokenMask`."""
+        masks = [self.allowed(output_token_ids)]
+        endings, started = self.grammar.vocabulary.endings | self.stop_tokens, time.thread_time()
+        if self._draft_seconds > MASK_SECONDS:
+            return masks
+        self._in_call = True
+        try:
+            with rust_errors(self.grammar.name):
+                for token_id in draft:
+                    if endings >> token_id & 1 or not masks[-1][token_id // 8] >> token_id % 8 & 1:
+                        break
+                    masks.append(self._find([token_id]))
+                if len(masks) > 1 and not self._matcher.rollback(len(masks) - 1):
+                    raise ValueError(shorten(self._matcher.get_error()))
+        except ValueError:
+            # Perhaps only because of the draft: go on with a fresh matcher, and without drafts.
+            self._matcher, self._draft_seconds = self.grammar.matcher.deep_copy(), math.inf
+            return masks
+        self._draft_seconds += time.thread_time() - started
+        self._in_call = False
+        return masks
+
     def _find(self, token_ids: list[int]) -> bytes:
         """The tokens that may follow the next tokens of the output."""
         matcher, vocabulary = self._matcher, self.grammar.vocabulary
@@ -175,6 +216,46 @@ class GrammarMask:
         if not tokens:
             raise ValueError(f"the text is not complete, and no token can come next ({matcher.stop_reason()})")
         return tokens.to_bytes(vocabulary.num_bytes, "little")
+
+
+class MaskAfterReasoning:
+    """The `TokenMask` of a completion that may think first: the grammar begins after `</think>`. An output that does
+    not begin with `<think>` is in the grammar from its first token on. The end-of-sequence token is not allowed while
+    the model thinks.
+
+    Args:
+        mask: that of the grammar.
+        marks: the tokens `<think>` and `</think>`.
+        begun: whether the prompt ends with `<think>`.
+    """
+
+    def __init__(self, mask: GrammarMask, marks: tuple[int, int], begun: bool):
+        vocabulary = mask.grammar.vocabulary
+        self.mask, self.begun, (self.start, self.end) = mask, begun, marks
+        free = vocabulary.text & ~(vocabulary.endings | mask.stop_tokens)
+        self._free = free.to_bytes(vocabulary.num_bytes, "little")
+
+    def allowed(self, output_token_ids: list[int]) -> bytes:
+        """See `TokenMask`."""
+        return self.follow(output_token_ids, [])[0]
+
+    def follow(self, output_token_ids: list[int], draft: list[int]) -> list[bytes]:
+        """See `TokenMask`."""
+        if self.begun or output_token_ids[:1] == [self.start]:
+            if self.end not in output_token_ids:
+                num_free = draft.index(self.end) if self.end in draft else len(draft)
+                masks = [self._free]
+                for token_id in draft[:num_free]:
+                    if not self._free[token_id // 8] >> token_id % 8 & 1:
+                        return masks
+                    masks.append(self._free)
+                return masks
+            return self.mask.follow(output_token_ids[output_token_ids.index(self.end) + 1 :], draft)
+        masks = self.mask.follow(output_token_ids, draft)
+        if not output_token_ids:
+            first = int.from_bytes(masks[0], "little") | 1 << self.start
+            masks[0] = first.to_bytes(len(masks[0]), "little")
+        return masks
 
 
 def grammar_text(params: StructuredOutputsParams) -> tuple[str, str]:

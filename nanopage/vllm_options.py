@@ -14,7 +14,6 @@ Neutral = dict[str, tuple[object, str]]  # option -> (the values that change not
 
 ENGINE: Neutral = {
     "data_parallel_size": ((1,), "an engine has one replica of the model"),
-    "enable_expert_parallel": ((False,), "there are no mixture-of-experts models"),
     "disable_custom_all_reduce": (ANY, "reductions are those of torch.distributed"),
     "trust_remote_code": ((False,), "no code from a model's directory is ever run"),
     "tokenizer_mode": (("auto",), "the tokenizer is always that of tokenizer.json"),
@@ -23,13 +22,10 @@ ENGINE: Neutral = {
     "revision": ((None,), "a hub id means its main revision: give the directory of another one"),
     "code_revision": ((None,), "no code from a model's directory is ever run"),
     "config_format": (("auto", "hf"), "configurations are config.json, or a .gguf file's metadata"),
-    "hf_overrides": ((None, {}), "config.json is used as it is: edit a copy"),
     "hf_token": ((None,), "huggingface_hub reads HF_TOKEN"),
     "download_dir": ((None,), "huggingface_hub reads HF_HOME"),
     "model_impl": (("auto",), "each model has one implementation"),
-    "task": (("auto", "generate"), "models generate text"),
-    "runner": (("auto", "generate"), "models generate text"),
-    "convert": (("auto", "none"), "models generate text"),
+    "task": (("auto",), "its names are runner and convert"),
     "enable_chunked_prefill": (
         (True, None),
         "prompts longer than max_num_batched_tokens are always prefilled in chunks",
@@ -37,7 +33,10 @@ ENGINE: Neutral = {
     "calculate_kv_scales": ((False,), "the scales of K and V are the checkpoint's, or 1"),
     "cpu_offload_gb": ((0, 0.0), "all weights are on the device"),
     "disable_log_stats": (ANY, "metrics are always counted, and never logged"),
-    "enable_lora": ((False,), "there are no LoRA adapters"),
+    "max_cpu_loras": ((None,), "adapters that have no slot are read from their files again"),
+    "fully_sharded_loras": ((False,), "adapters need one worker"),
+    "lora_dtype": (("auto",), "adapters have the dtype of the activations"),
+    "default_mm_loras": ((None,), "prompts are text"),
     "enable_prompt_embeds": ((False,), "prompts are text or token ids"),
     "enable_sleep_mode": ((False,), "an engine cannot sleep"),
     "limit_mm_per_prompt": ((None, {}), "prompts are text"),
@@ -72,8 +71,16 @@ BEAM_SEARCH: Neutral = {
     "ignore_eos": ((False,), "an end-of-sequence token completes a beam"),
     "include_stop_str_in_output": ((False,), "beams have no stop strings"),
 }
+POOLING: Neutral = {
+    "task": ((None,), "the method of LLM says what is made"),
+    "skip_reading_prefix_cache": ((None, False), "cached prefixes change no result"),
+    "extra_kwargs": ((None, {}), "nothing reads them"),
+}
+POOLING_CALL: Neutral = {
+    "lora_request": ((None,), "adapters change only text"),
+    "tokenization_kwargs": ((None, {}), "texts are shortened by truncate_prompt_tokens alone"),
+}
 CALL: Neutral = {
-    "lora_request": ((None,), "there are no LoRA adapters"),
     "tokenization_kwargs": ((None, {}), "prompts are encoded whole"),
     "mm_processor_kwargs": ((None, {}), "prompts are text"),
     "chat_template_content_format": (("auto", "string"), "templates see the content of a message as a string"),

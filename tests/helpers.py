@@ -81,7 +81,7 @@ def save_tokenizer(directory: Path) -> None:
 def tiny_hf_model(
     family: str = "llama", dtype: torch.dtype | str = torch.float32, seed: int = 0, **config_overrides
 ) -> PreTrainedModel:
-    """A transformers model of `family` (llama, mistral, qwen2, qwen3) with random weights, biases and norms.
+    """A transformers model of `family` (such as llama) with random weights, biases and norms.
 
     `config_overrides` are fields of its config.json, in place of the small ones chosen here.
     """
@@ -99,10 +99,20 @@ def tiny_hf_model(
         "bos_token_id": 1,
         "eos_token_id": EOS,
     }
-    if family == "qwen3":
-        fields["head_dim"] = 32  # its default is 128
+    if family in ("qwen3", "gemma2", "gemma3_text"):
+        fields["head_dim"] = 32  # its default is 128 or 256
+    if family.startswith("gemma"):  # as in real models: head_dim, and a window in some layers
+        fields |= {"query_pre_attn_scalar": 32, "sliding_window": 7}
+    if family == "phi3":
+        fields["pad_token_id"] = None  # its default is not in the vocabulary
     if family == "mistral":
         fields["sliding_window"] = None
+    if family == "mixtral":
+        fields["num_local_experts"] = 4
+    if family in ("qwen2_moe", "qwen3_moe"):
+        fields |= {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
+    if family == "qwen2_moe":
+        fields["shared_expert_intermediate_size"] = 48
     config = AutoConfig.for_model(family, **fields | config_overrides)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -110,7 +120,8 @@ def tiny_hf_model(
         with torch.no_grad():  # transformers starts biases at 0 and norms at 1, which would hide a mistake in them
             for name, parameter in model.named_parameters():
                 if parameter.dim() == 1:
-                    parameter.normal_(1.0 if name.endswith("norm.weight") else 0.0, 0.3)
+                    around_one = name.endswith("norm.weight") and not family.startswith("gemma")
+                    parameter.normal_(1.0 if around_one else 0.0, 0.3)
     return model.eval()
 
 
@@ -219,12 +230,23 @@ class Paged:
         tiles: the kind of weights in tiles (layers/tiled.py), or "blocks" or "packed" if they are to be those
             of a quantized checkpoint, as on a CPU or on a GPU.
         kv_dtype: of K and V. None: dtype.
+        group: whether the weights of experts are fused, as on a GPU.
     """
 
-    def __init__(self, directory, sequences, dtype=torch.float32, make_way=None, tiles=None, kv_dtype=None, seed=0):
+    def __init__(
+        self,
+        directory,
+        sequences,
+        dtype=torch.float32,
+        make_way=None,
+        tiles=None,
+        kv_dtype=None,
+        seed=0,
+        group=False,
+    ):
         config = loader.read_config(directory)
         keep_integers = {"blocks": "tiles", "packed": "packed"}.get(tiles)
-        model = loader.load_model(directory, config, dtype, CPU, keep_integers=keep_integers)
+        model = loader.load_model(directory, config, dtype, CPU, keep_integers=keep_integers, group=group)
         if keep_integers is not None:
             pass
         elif tiles is not None:

@@ -13,6 +13,7 @@ import pytest
 from nanopage import EngineConfig
 from nanopage.config import (
     BACKENDS,
+    CONVERSIONS,
     DEVICES,
     DTYPES,
     GENERATION_CONFIGS,
@@ -25,6 +26,7 @@ from nanopage.config import (
     RANGES,
     ROPE_NUMBERS,
     ROPE_TYPES,
+    RUNNERS,
     ModelConfig,
     RopeConfig,
     StoredQuantization,
@@ -38,6 +40,11 @@ ARCHITECTURES = {
     "MistralForCausalLM": "llama",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
+    "Gemma2ForCausalLM": "gemma2",
+    "Gemma3ForCausalLM": "gemma3",
+    "Phi3ForCausalLM": "phi3",
+    "Olmo2ForCausalLM": "olmo2",
+    "GraniteForCausalLM": "granite",
 }
 CONFIGS = Path(__file__).parent.parent / "benchmarks" / "configs"
 PUBLISHED_BILLIONS = {  # parameters; a matrix that is tied counts once
@@ -64,7 +71,16 @@ COUNTS = ["max_num_seqs", "block_size"]
 SIZES = ["tensor_parallel_size", "pipeline_parallel_size"]
 OPTIONAL_COUNTS = ["max_model_len", "max_num_batched_tokens", "num_gpu_blocks_override"]
 SHARES = ["kv_cache_gib", "gpu_memory_utilization"]
-FLAGS = ["enable_prefix_caching", "enforce_eager"]
+LORA_COUNTS = ["max_loras", "max_lora_rank"]
+OTHER_SIZES = (
+    "sliding_window",
+    "sliding_window_pattern",
+    "type_vocab_size",
+    "num_labels",
+)  # the last two are an encoder's
+RERANKER = {"architectures": ["QForSequenceClassification"], "classifier_from_token": ["no", "yes"]}
+FLAGS = ["enable_prefix_caching", "enforce_eager", "enable_lora"]
+EXPERTS = "enable_expert_parallel"
 
 PASS = cases(
     [
@@ -78,7 +94,10 @@ PASS = cases(
         (SHARES, [None, 1e-6, 0.5, 1, 1.0]),
         (["kv_cache_gib"], [1.5, 4000]),
         (FLAGS, [True, False]),
+        ([EXPERTS], [False]),
         (["async_scheduling"], [None, True, False]),
+        (["max_loras"], [1]),
+        (["max_lora_rank"], [16]),
         (
             ["speculative_config"],
             [
@@ -96,6 +115,10 @@ PASS = cases(
         (["quantization"], QUANTIZATIONS),
         (["load_format"], LOAD_FORMATS),
         (["generation_config"], GENERATION_CONFIGS),
+        (["runner"], RUNNERS),
+        (["convert"], CONVERSIONS),
+        (["pooler_config"], [None, {}, {"pooling_type": "MEAN"}, {"pooling_type": "CLS", "normalize": False}]),
+        (["hf_overrides"], [None, {}, RERANKER, RERANKER | {"is_original_qwen3_reranker": True}]),
     ]
 )
 OUT_OF_RANGE = cases(
@@ -104,7 +127,9 @@ OUT_OF_RANGE = cases(
         (["device"], ["", "tpu", "CUDA", "cuda:0"]),
         (["quantization"], ["", "int2", "AWQ", "bitsandbytes", 8]),
         (["load_format"], ["", None, "Dummy", "safetensors", True]),
-        (COUNTS + OPTIONAL_COUNTS + SIZES, [0, -1]),
+        (COUNTS + OPTIONAL_COUNTS + SIZES + LORA_COUNTS, [0, -1]),
+        (LORA_COUNTS, [2]),  # without enable_lora
+        (["max_lora_rank"], [513]),
         (SIZES, [1025]),
         (["distributed_executor_backend"], ["", "MP", "uni", 1]),
         (SHARES, [0, 0.0, -1, -0.5, NAN, INF, -INF, HUGE]),
@@ -114,13 +139,25 @@ OUT_OF_RANGE = cases(
         (["swap_space"], [-1, -1e-9, NAN, INF, HUGE]),
         (["scheduling_policy"], ["", None, "FCFS", "lifo"]),
         (["generation_config"], ["", None, "AUTO", "/models/x"]),
+        (["runner"], ["", None, "draft", "Pooling"]),
+        (["convert"], ["", None, "reward"]),
+        (["pooler_config"], [{"pooling_type": "ALL"}, {"pooling_type": None}, {"dimensions": 4}]),
+        (
+            ["hf_overrides"],
+            [
+                {"rope_theta": 1},
+                {"architectures": ["QForSequenceClassification"]},
+                RERANKER | {"architectures": ["QForCausalLM"]},
+                RERANKER | {"classifier_from_token": ["no"]},
+            ],
+        ),
         (
             ["speculative_config"],
             [
                 {},
                 {"method": "ngram"},
                 {"num_speculative_tokens": 5},
-                {"method": "draft_model", "model": "x", "num_speculative_tokens": 5},
+                {"method": "draft_model", "num_speculative_tokens": 5},
                 {"method": "eagle", "num_speculative_tokens": 5},
                 {"method": "ngram", "num_speculative_tokens": 0},
                 {"method": "ngram", "num_speculative_tokens": 65},
@@ -133,13 +170,15 @@ OUT_OF_RANGE = cases(
 WRONG_TYPE = cases(
     [
         (["model"], [1, True, b"name", ["name"]]),
-        (COUNTS + OPTIONAL_COUNTS + SIZES, [True, False, "1", 1.0, NAN, INF, [1]]),
-        ([*COUNTS, *SIZES, "seed"], [None]),
+        (COUNTS + OPTIONAL_COUNTS + SIZES + LORA_COUNTS, [True, False, "1", 1.0, NAN, INF, [1]]),
+        ([*COUNTS, *SIZES, *LORA_COUNTS, "seed"], [None]),
         (SHARES, [True, False, "0.5", [0.5]]),
-        (FLAGS, [0, 1, None, "True"]),
+        ([*FLAGS, EXPERTS], [0, 1, None, "True"]),
         (["async_scheduling"], [0, 1, "True"]),
         (["seed"], [True, "1", 1.0, NAN]),
         (["swap_space"], [True, "4", [4]]),
+        (["pooler_config"], ["MEAN", [], {"normalize": 1}]),
+        (["hf_overrides"], ["a", [], RERANKER | {"is_original_qwen3_reranker": 1}]),
         (
             ["speculative_config"],
             [
@@ -158,7 +197,13 @@ WRONG_TYPE = cases(
 def test_the_tables_have_every_engine_option():
     options = {field.name for field in dataclasses.fields(EngineConfig)}
     assert {param.values[0] for param in PASS} == options
-    assert {param.values[0] for param in OUT_OF_RANGE} == options - {"model", "seed", "async_scheduling", *FLAGS}
+    assert {param.values[0] for param in OUT_OF_RANGE} == options - {
+        "model",
+        "seed",
+        "async_scheduling",
+        EXPERTS,
+        *FLAGS,
+    }
     assert {param.values[0] for param in WRONG_TYPE} == options - {
         "dtype",
         "device",
@@ -169,6 +214,8 @@ def test_the_tables_have_every_engine_option():
         "load_format",
         "generation_config",
         "distributed_executor_backend",
+        "runner",
+        "convert",
     }
 
 
@@ -219,6 +266,12 @@ def test_async_scheduling_needs_one_worker(sizes):
     assert EngineConfig(async_scheduling=False, **options).is_distributed
 
 
+def test_experts_are_divided_among_several_workers():
+    with pytest.raises(ValueError, match=r"enable_expert_parallel=True .* needs tensor_parallel_size above 1"):
+        EngineConfig(enable_expert_parallel=True, pipeline_parallel_size=2)
+    assert EngineConfig(enable_expert_parallel=True, tensor_parallel_size=2).enable_expert_parallel
+
+
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3}
 
 
@@ -243,8 +296,6 @@ def test_the_lookup_of_drafts_has_defaults_that_agree_with_what_is_given():
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"method": "draft_model", "model": "x"}, "'model', which is not supported"),
-        ({"method": "draft_model"}, "'draft_model' is not there yet"),
         ({"method": "medusa"}, "'medusa' is not supported"),
         ({"method": "ngram"}, "num_speculative_tokens is missing"),
         ({"method": "ngram", "num_speculative_token": 3}, "'num_speculative_token', which is not supported"),
@@ -436,7 +487,7 @@ def test_a_known_architecture_has_a_family(architecture):
     assert find_family(architecture).__name__ == f"nanopage.models.{ARCHITECTURES[architecture]}"
 
 
-@pytest.mark.parametrize("rope_type", ["dynamic", "longrope", "mrope", "proportional", None, ["linear"]])
+@pytest.mark.parametrize("rope_type", ["mrope", "proportional", None, ["linear"]])
 @pytest.mark.parametrize("field", ["rope_scaling", "rope_parameters"])
 @pytest.mark.parametrize("key", ["type", "rope_type"])
 def test_an_unknown_rope_type_is_an_error_that_lists_the_supported_ones(key, field, rope_type):
@@ -459,7 +510,7 @@ def test_a_llama3_rope_needs_its_numbers(name, value):
         ModelConfig.from_dict(LLAMA | {"rope_scaling": {"rope_type": "llama3"} | LLAMA3_SCALING | {name: value}})
 
 
-@pytest.mark.parametrize("rope_type", ["linear", "yarn"])
+@pytest.mark.parametrize("rope_type", ["linear", "yarn", "dynamic"])
 def test_a_stretched_rope_needs_a_factor(rope_type):
     with pytest.raises(ValueError, match=rf"{rope_type}.*factor"):
         ModelConfig.from_dict(LLAMA | {"rope_scaling": {"rope_type": rope_type}})
@@ -472,6 +523,67 @@ def test_a_partial_rotary_embedding_is_an_error(fields):
     with pytest.raises(ValueError, match=r"partial_rotary_factor 0\.5"):
         ModelConfig.from_dict(LLAMA | fields)
     assert ModelConfig.from_dict(LLAMA | {"partial_rotary_factor": 1.0}) == ModelConfig.from_dict(LLAMA)
+
+
+def of_family(architecture, **fields):
+    return LLAMA | {"architectures": [architecture]} | fields
+
+
+LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+PHI3 = of_family("Phi3ForCausalLM", hidden_size=32, num_attention_heads=4, num_key_value_heads=4)
+
+
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        (of_family("Gemma2ForCausalLM", attn_logit_softcapping=0), "attn_logit_softcapping"),
+        (of_family("Gemma2ForCausalLM", final_logit_softcapping="30"), "final_logit_softcapping"),
+        (of_family("Gemma2ForCausalLM", query_pre_attn_scalar=None), "query_pre_attn_scalar"),
+        (of_family("Gemma2ForCausalLM", use_bidirectional_attention=True), "use_bidirectional_attention"),
+        (of_family("Gemma2ForCausalLM", hidden_activation="gelu_new"), "hidden_activation"),
+        (of_family("Gemma2ForCausalLM", layer_types=["full_attention"]), "layer_types"),
+        (of_family("Gemma3ForCausalLM", attn_logit_softcapping=50.0), "attn_logit_softcapping"),
+        (of_family("Gemma3ForCausalLM", sliding_window_pattern=0), "sliding_window_pattern"),
+        (of_family("Gemma3ForCausalLM", sliding_window=None), "sliding_window"),
+        (of_family("Gemma3ForCausalLM", rope_local_base_freq="1e4"), "rope_local_base_freq"),
+        (
+            of_family("Gemma3ForCausalLM", rope_parameters={"sliding_attention": {"rope_type": "mrope"}}),
+            "sliding_attention.* 'mrope'",
+        ),
+        (of_family("GraniteForCausalLM", logits_scaling=0), "logits_scaling"),
+        (of_family("GraniteForCausalLM", embedding_multiplier=True), "embedding_multiplier"),
+        (PHI3 | {"partial_rotary_factor": 0.2}, "partial_rotary_factor 0.2 rotates 1 of 8"),
+        (PHI3 | {"partial_rotary_factor": 1.5}, "partial_rotary_factor"),
+        (PHI3 | {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling of type 'linear'"),
+        (PHI3 | {"rope_scaling": LONGROPE}, "original_max_position_embeddings"),
+        (PHI3 | {"rope_scaling": LONGROPE, "original_max_position_embeddings": 1}, "original_max_position_embeddings"),
+        *(
+            (PHI3 | {"rope_scaling": LONGROPE | wrong, "original_max_position_embeddings": 8}, "_factor of a rope")
+            for wrong in ({"short_factor": [1.0] * 3}, {"long_factor": None}, {"long_factor": [1.0, 1.0, 1.0, 0.0]})
+        ),
+        (LLAMA | {"rope_scaling": {"type": "default", "mrope_section": [1, 1, 2]}}, "mrope"),
+    ],
+)
+def test_a_field_of_a_family_that_is_not_supported_is_named(config, named):
+    with pytest.raises(ValueError, match=named):
+        ModelConfig.from_dict(config)
+
+
+def test_longrope_follows_the_longest_sequence_and_has_an_older_name():
+    fields = {"original_max_position_embeddings": 64, "max_position_embeddings": 128}
+    config = ModelConfig.from_dict(PHI3 | fields | {"rope_scaling": LONGROPE})
+    older = LONGROPE | {"type": "su"}
+    del older["rope_type"]
+    assert ModelConfig.from_dict(PHI3 | fields | {"rope_scaling": older}) == config
+    long, short = (inverse_frequencies(8, config.for_length(length).rope)[0] for length in (65, 64))
+    assert short.equal(2 * long)
+    assert inverse_frequencies(8, config.rope)[0].equal(long)
+
+
+def test_a_dynamic_rope_is_a_plain_one_within_the_context():
+    config = ModelConfig.from_dict(LLAMA | {"rope_scaling": {"type": "dynamic", "factor": 4.0}})
+    plain, found = (inverse_frequencies(16, rope) for rope in (RopeConfig(1e4), config.rope))
+    assert found[0].equal(plain[0]) and plain[1] == found[1] == 1
 
 
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm", "zero_point": True}
@@ -510,7 +622,10 @@ def test_quantized_weights_are_described(fields, expected):
         (AWQ | {"version": 1}, "version 1"),
         (AWQ | {"zero_point": False}, "zero_point false"),
         (AWQ | {"group_size": 16}, "group_size 16 .* supported: 32, 64, 128, -1"),
-        (AWQ | {"modules_to_not_convert": ["lm_head", "mlp.gate"]}, "modules_to_not_convert .*mlp.gate"),
+        (
+            AWQ | {"modules_to_not_convert": ["lm_head", "mlp.gate"]},
+            "modules_to_not_convert .*mlp.gate",
+        ),  # not in a Llama
         (AWQ | {"modules_to_not_convert": "mlp"}, "modules_to_not_convert 'mlp'"),
         (GPTQ | {"bits": 3}, "bits 3 .* supported: 4, 8"),
         (GPTQ | {"checkpoint_format": "marlin"}, "checkpoint_format 'marlin'"),
@@ -528,7 +643,7 @@ def test_quantized_weights_that_are_not_supported_are_an_error_that_names_what(f
     assert ModelConfig.from_dict(LLAMA | {"quantization_config": None}) == ModelConfig.from_dict(LLAMA)
 
 
-@pytest.mark.parametrize("activation", ["gelu", "relu", "SiLU", None, ["silu"]])
+@pytest.mark.parametrize("activation", ["gelu_new", "relu", "SiLU", None, ["silu"]])
 def test_another_activation_is_an_error_that_names_it(activation):
     with pytest.raises(ValueError, match="hidden_act") as error:
         ModelConfig.from_dict(LLAMA | {"hidden_act": activation})
@@ -652,12 +767,16 @@ def test_head_dim_is_a_head_s_share_of_the_hidden_size_except_in_qwen3(config, h
     assert ModelConfig.from_dict(config).head_dim == head_dim
 
 
-@pytest.mark.parametrize("name", [name for name in MAX_SIZES if name != "sliding_window"])
+@pytest.mark.parametrize("name", [name for name in MAX_SIZES if name not in OTHER_SIZES])
 def test_sizes_have_bounds(name):
     most = MAX_SIZES[name]
     config = LLAMA | {"num_key_value_heads": 1, "head_dim": 16}
     if name == "num_key_value_heads":
         config |= {"num_attention_heads": most}
+    if name in ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size"):
+        config |= {"architectures": ["Qwen2MoeForCausalLM"], "num_experts": 2**12}
+    if name in ("num_local_experts", "decoder_sparse_step"):
+        config |= {"architectures": ["MixtralForCausalLM"]}
     ModelConfig.from_dict(config | {name: most})
     for value in (most + 1, 10**9 * most, 10**30, HUGE):
         with pytest.raises(ValueError, match=rf"^config\.json: {name} must be at most {most:,}, got") as caught:
@@ -676,7 +795,10 @@ ROPES = {
     "linear": {"rope_type": "linear", "factor": 2.0},
     "llama3": {"rope_type": "llama3"} | LLAMA3_SCALING | {"low_freq_factor": 0.5, "high_freq_factor": 5e5},
     "yarn": {"rope_type": "yarn", "factor": 2.0},
+    "dynamic": {"rope_type": "dynamic", "factor": 2.0},
+    "longrope": {"rope_type": "longrope", "original_max_position_embeddings": 64},
 }
+ROPES["longrope"] |= {name: [1.5] * 8 for name in ("short_factor", "long_factor")}
 IN_ROPES = [(kind, name) for kind, names in ROPE_NUMBERS.items() for name in (*names[0], *names[1])]
 
 
@@ -689,6 +811,8 @@ def test_numbers_have_ranges_and_give_finite_frequencies_in_them(kind, name):
         high = ROPES["llama3"]["high_freq_factor"] / 2  # it has to be less
     elif (kind, name) == ("llama3", "high_freq_factor"):
         low = ROPES["llama3"]["low_freq_factor"] * 2
+    elif (kind, name) == ("longrope", "original_max_position_embeddings"):
+        low = 2  # its logarithm is a divisor
 
     def read(value):
         fields = {name: value} if kind is None else {"rope_scaling": ROPES[kind] | {name: value}}

@@ -170,7 +170,8 @@ def without_padding(token_ids: list[int], end: int = 2) -> list[int]:
 
 @pytest.mark.parametrize("options", [{}, {"max_num_batched_tokens": 16, "block_size": 8}], ids=["plain", "chunked"])
 def test_it_knows_the_capital_of_france(default_model, options):
-    llm = load(default_model, eager=True, **options)
+    # In bfloat16 the logits of the two likeliest first tokens differ by less than their rounding.
+    llm = load(default_model, eager=True, dtype="float32", **options)
     (output,) = llm.chat([{"role": "user", "content": PROMPTS[0]}], SamplingParams(temperature=0, max_tokens=20))
     assert "Paris" in output.outputs[0].text
     assert output.outputs[0].finish_reason == "stop"

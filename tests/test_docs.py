@@ -8,8 +8,8 @@ import json
 import pdb
 import re
 import sys
+import tomllib
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
@@ -19,6 +19,7 @@ from nanopage import models
 from nanopage.metrics import Metrics
 from nanopage.server.app import ServerState, create_app
 from nanopage.server.protocol import REFUSED
+from nanopage.weights import loader
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -64,7 +65,7 @@ def test_what_a_document_refers_to_exists(document):
         if target and not target.startswith("http"):
             assert (document.parent / target).exists(), target
     for file in re.findall(r"`((?:nanopage|tests|benchmarks|docs|examples)/[\w/.-]+\.(?:py|md|json))`", text):
-        assert (ROOT / file).exists() or file == "nanopage/models/olmo2.py", file
+        assert (ROOT / file).exists() or file == "nanopage/models/arcee.py", file
     for file in re.findall(r"`(test_\w+\.py)`", text):
         assert list(ROOT.glob(f"tests/**/{file}")), file
     names = defined_names()
@@ -167,13 +168,22 @@ def test_the_tour_prints_what_it_shows():
 
 @pytest.mark.parametrize("fields", [{}, {"attention_bias": True, "num_key_value_heads": 4}], ids=str)
 def test_the_family_of_adding_a_model_equals_transformers(monkeypatch, tmp_path, fields):
+    """As a family of a package that is installed, with the entry point that the page shows."""
     (code,) = code_blocks("docs/adding-a-model.md", "python")
-    module = ModuleType("nanopage.models.olmo2")
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    exec(compile(code, "olmo2.py", "exec"), module.__dict__)
-    monkeypatch.setattr(models, "FAMILIES", (*models.FAMILIES, "olmo2"))
-    hf_model = tiny_hf_model("olmo2", torch.float32, **fields)
+    (entry,) = code_blocks("docs/adding-a-model.md", "toml")
+    (group, entries), *_ = tomllib.loads(entry)["project"]["entry-points"].items()
+    package, _, module = entries["arcee"].partition(".")
+    for folder in (package, "families-1.0.dist-info"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / package / f"{module}.py").write_text(code)
+    (tmp_path / "families-1.0.dist-info" / "METADATA").write_text("Name: families\nVersion: 1.0\n")
+    (tmp_path / "families-1.0.dist-info" / "entry_points.txt").write_text(f"[{group}]\narcee = {package}.{module}\n")
+    hf_model = tiny_hf_model("arcee", torch.float32, **fields)
     hf_model.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"ArceeForCausalLM.* is not supported"):
+        loader.read_config(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert models.find_family("ArceeForCausalLM").__name__ == entries["arcee"]
     sequences = random_tokens([13, 1, 30])
     paged = Paged(tmp_path, sequences)
     for _ in range(10):

@@ -16,6 +16,7 @@ continuation, the same with a wrong token, and random tokens.
 import os
 import random
 import re
+import shutil
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -23,16 +24,28 @@ from functools import partial
 import pytest
 import torch
 from helpers import LONG, BytesExecutor, ForkedLink, tiny_model
+from safetensors.torch import load_file, save_file
+from test_lora import save_adapter
 
-from nanopage import BeamSearchParams, EngineConfig, LLMEngine, RequestOutput, SamplingParams, StructuredOutputsParams
+from nanopage import (
+    BeamSearchParams,
+    EngineConfig,
+    LLMEngine,
+    LoRARequest,
+    RequestOutput,
+    SamplingParams,
+    StructuredOutputsParams,
+)
 from nanopage.build import build_engine
 from nanopage.engine.beam_search import Beam, BeamSearch
+from nanopage.engine.block_manager import BlockManager
 from nanopage.engine.input_processor import branch_seed
 from nanopage.kernels import paged_attention
 from nanopage.outputs import RequestEvent
 from nanopage.params import RequestOutputKind
 from nanopage.step import WorkerDiedError
 from nanopage.worker import jit
+from nanopage.worker.adapted import adapters_of
 from nanopage.worker.cuda_graphs import CUDAGraphs, make_sample_all
 from nanopage.worker.eager import Eager, reference_attention
 from nanopage.worker.memory import GIB, block_bytes
@@ -107,6 +120,8 @@ class Planned:
     abort_at: int | None
     abort_index: int | None = None  # only this completion
     priority: int = 0
+    adapter: LoRARequest | None = None
+    oracle: LLMEngine | None = None  # of the model with this adapter merged into its weights
     output: RequestOutput | None = None
     streamed: Counter[int] = field(default_factory=lambda: Counter())
     aborted: set[int] = field(default_factory=set)
@@ -115,7 +130,8 @@ class Planned:
     def again(self) -> "Planned":
         """The same request, for another engine."""
         same = {name: getattr(self, name) for name in ("request_id", "prompt", "params", "arrival", "abort_at")}
-        return Planned(**same, abort_index=self.abort_index, priority=self.priority, answers=self.answers)
+        added = {"adapter": self.adapter, "oracle": self.oracle}
+        return Planned(**same, abort_index=self.abort_index, priority=self.priority, answers=self.answers, **added)
 
     @property
     def searches(self) -> bool:
@@ -305,7 +321,7 @@ def add(engine: LLMEngine, plan: Planned) -> None:
     """With fewer completions if so many could never run."""
     while True:
         try:
-            engine.add_request(plan.request_id, plan.prompt, plan.params, plan.priority)
+            engine.add_request(plan.request_id, plan.prompt, plan.params, plan.priority, plan.adapter)
             return
         except ValueError as error:
             assert "max_num_seqs" in str(error) or "blocks" in str(error)
@@ -322,10 +338,10 @@ def fail_at_times(engine: LLMEngine, rng: random.Random) -> None:
     launch, swap_out, model = worker.launch, worker.kv_cache.swap_out, worker.model.forward
     culprit = None
 
-    def failing(name, function, *arguments):
+    def failing(name, function, *arguments, **options):
         if culprit == name == "before":
             raise RuntimeError(name)
-        result = function(*arguments)
+        result = function(*arguments, **options)
         if culprit == name:
             raise RuntimeError(name)
         return result
@@ -382,6 +398,12 @@ class Guesser:
     def observe(self, stats):
         happened["steps with drafts"] += stats.num_drafts > 0
         happened["steps with drafts and chunks of prompts"] += stats.num_drafts > 0 and stats.prefill_tokens > 0
+
+    def rest(self):
+        pass
+
+    def restart(self):
+        pass
 
 
 def run_world(engine: LLMEngine, plans: list[Planned]) -> None:
@@ -468,7 +490,7 @@ def completions_alone(oracle: LLMEngine, plan: Planned, max_model_len: int) -> l
     """Each completion as a request of its own."""
     count = plan.params.num_sequences
     if count not in plan.answers:
-        plan.answers[count] = _completions_alone(oracle, plan, max_model_len)
+        plan.answers[count] = _completions_alone(plan.oracle or oracle, plan, max_model_len)
     return plan.answers[count]
 
 
@@ -488,7 +510,7 @@ def search_alone(oracle: LLMEngine, plan: Planned, max_model_len: int) -> BeamSe
     """Beam search in which every beam of every step is a prompt of its own."""
     width = plan.params.width
     if width not in plan.answers:
-        plan.answers[width] = _search_alone(oracle, plan, max_model_len)
+        plan.answers[width] = _search_alone(plan.oracle or oracle, plan, max_model_len)
     return plan.answers[width]
 
 
@@ -603,16 +625,114 @@ def test_nor_do_the_triton_kernels(world, model, oracle, monkeypatch):
 def test_nor_does_a_cache_in_fp8(world, model):
     """K and V are rounded to 8 bits, one token like another: the answer is the oracle's if it rounds them, too."""
     fp8 = {"kv_cache_dtype": "fp8", "enforce_eager": True}
-    oracle, rng = make_oracle(model, **fp8), random.Random(f"fp8-{SEED}-{world}")
+    rng = random.Random(f"fp8-{SEED}-{world}")
+    engine = check_world(model, make_oracle(model, **fp8), world, rng, as_on_a_gpu=world % 3 > 0, **fp8)
+    assert engine.executor.worker.kv_cache.tensor.dtype == torch.float8_e4m3fn
+
+
+def check_world(model, oracle, world, rng, as_on_a_gpu, **fixed):
+    """Run a random world on a model, and compare it with the oracle. Returns the engine.
+
+    Args: fixed: options of both the engine and the oracle.
+    """
     options, plans = draw_world(rng, oracle)
     options["async_scheduling"] = world % 2 == 0
-    engine = build_engine(EngineConfig(model=str(model), dtype="float64", device="cpu", **fp8, **options))
-    if world % 3:
+    engine = build_engine(EngineConfig(model=str(model), dtype="float64", device="cpu", **fixed, **options))
+    if as_on_a_gpu:
         run_as_on_a_gpu(engine)
     if not engine.async_scheduling:
         engine.scheduler.drafter = Guesser(oracle, plans, options["max_model_len"], rng)
     run_world(engine, plans)
-    assert engine.executor.worker.kv_cache.tensor.dtype == torch.float8_e4m3fn
+    for plan in plans:
+        check = check_search if plan.searches else check_completions
+        check(oracle, plan, options["max_model_len"])
+    return engine
+
+
+@pytest.fixture(scope="module")
+def windowed(tmp_path_factory):
+    """A model whose layers differ in their windows and ropes, and its oracle."""
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "head_dim": 8, "sliding_window": 6}
+    model = tiny_model(
+        tmp_path_factory.mktemp("windowed"), "gemma3_text", **sizes, num_hidden_layers=3, sliding_window_pattern=2
+    )
+    return model, make_oracle(model)
+
+
+@pytest.mark.parametrize("world", range(-(-WORLDS // 20)))
+def test_nor_do_windows(world, windowed):
+    check_world(*windowed, world, random.Random(f"windows-{SEED}-{world}"), as_on_a_gpu=world % 3 > 0)
+
+
+@pytest.fixture(scope="module")
+def with_experts(tmp_path_factory):
+    """A model with experts, and its oracle."""
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "moe_intermediate_size": 8,
+        "shared_expert_intermediate_size": 8,
+    }
+    model = tiny_model(tmp_path_factory.mktemp("fuzz"), "qwen2_moe", **sizes, decoder_sparse_step=2)
+    return model, make_oracle(model)
+
+
+@pytest.mark.parametrize("world", range(-(-WORLDS // 25)))
+def test_nor_do_experts(world, with_experts):
+    """A token's experts do not depend on the tokens beside it."""
+    check_world(*with_experts, world, random.Random(f"experts-{SEED}-{world}"), as_on_a_gpu=False)
+
+
+@pytest.fixture(scope="module")
+def adapted(model, tmp_path_factory):
+    """Adapters, each with an oracle that has the same product in its weights. None: without an adapter."""
+    made: list[tuple[LoRARequest | None, LLMEngine | None]] = [(None, None)]
+    for index, rank in enumerate((1, 4, 8)):
+        path = save_adapter(tmp_path_factory.mktemp("fuzz") / "adapter", model, rank=rank, seed=index)
+        merged = shutil.copytree(model, path / "merged")
+        weights, added = load_file(merged / "model.safetensors"), load_file(path / "adapter_model.safetensors")
+        for name in weights:
+            place = f"base_model.model.{name.removesuffix('.weight')}.lora_"
+            if f"{place}A.weight" in added:
+                product = added[f"{place}B.weight"].double() @ added[f"{place}A.weight"].double()
+                weights[name] = weights[name].double() + 8.0 / rank * product
+        save_file(weights, merged / "model.safetensors")
+        made.append((LoRARequest(str(index), index + 1, str(path)), make_oracle(merged)))
+    return made
+
+
+@pytest.mark.parametrize("world", range(-(-WORLDS // 5)))
+def test_nor_do_adapters(world, model, oracle, adapted):
+    """Requests with different adapters share batches, slots and nothing else."""
+    rng = random.Random(f"adapters-{SEED}-{world}")
+    options, plans = draw_world(rng, oracle)
+    options |= {"enable_lora": True, "max_loras": rng.choice([1, 2, 3]), "max_lora_rank": 8, "enforce_eager": True}
+    options["async_scheduling"] = world % 2 == 0
+    for plan in plans:
+        plan.adapter, plan.oracle = rng.choice(adapted)
+    engine = build_engine(EngineConfig(model=str(model), dtype="float64", device="cpu", **options))
+    runner = engine.executor.worker.runner
+    if world % 3 == 1:
+        engine.executor = BytesExecutor(engine.executor)
+    if world % 3:  # what a GPU captures
+        made = runner.model, runner.kv_cache, runner.table, engine.max_model_len, False, make_sample_all(False)
+        runner.ways = [CUDAGraphs(*made, adapters_of=adapters_of(runner.table, False)), *runner.ways]
+    if world % 4 == 0:
+        fail_at_times(engine, rng)
+    if not engine.async_scheduling:
+        engine.scheduler.drafter = Guesser(oracle, plans, options["max_model_len"], rng)
+    slots = engine.scheduler.adapter_slots
+    take = slots.take
+
+    def counted_take(adapter, running):
+        slot, loads = take(adapter, running)
+        happened["adapters loaded"] += len(loads)
+        happened["adapters found in their slots"] += not loads
+        assert len({*slots.held.values()}) == len(slots.held) <= options["max_loras"]
+        return slot, loads
+
+    slots.take = counted_take
+    run_world(engine, plans)
     for plan in plans:
         check = check_search if plan.searches else check_completions
         check(oracle, plan, options["max_model_len"])
@@ -694,6 +814,59 @@ def test_nor_do_several_workers(ranks, world, model, oracle, monkeypatch, one_th
     happened["worlds of several workers"] += 1
 
 
+@pytest.fixture(scope="module")
+def draft_models(model, tmp_path_factory):
+    """A draft model that is always right, and one that seldom is."""
+    return [model, tiny_model(tmp_path_factory.mktemp("draft"), seed=1, hidden_size=16, num_hidden_layers=1)]
+
+
+@pytest.mark.parametrize("world", range(-(-WORLDS // 5)))
+def test_nor_does_a_draft_model(world, model, oracle, draft_models, monkeypatch):
+    """Drafts of random lengths by a model whose pool is often too small."""
+    rng = random.Random(f"draft model-{SEED}-{world}")
+    options, plans = draw_world(rng, oracle)
+    path = draft_models[world % 3 == 0]
+    speculation = {"method": "draft_model", "model": str(path), "num_speculative_tokens": rng.choice([1, 3, 8])}
+    options |= {"speculative_config": speculation, "enforce_eager": True}
+    engine = build_engine(EngineConfig(model=str(model), dtype="float64", device="cpu", **options))
+    drafter = engine.scheduler.drafter
+    num_blocks = min(drafter.manager.num_blocks, rng.choice([4, 16, 1000]))
+    manager = drafter.manager = BlockManager(num_blocks, options["block_size"])
+    drafter.free_rows = list(range(min(options["max_num_seqs"], rng.choice([1, 3, 100]))))
+    num_rows = len(drafter.free_rows)
+    if world % 2:
+        run_as_on_a_gpu(engine)
+    if world % 4 < 2:
+        fail_at_times(engine, rng)
+    launch = drafter.executor.worker.launch
+
+    def failing_launch(batch):
+        if rng.random() < 0.002:
+            happened["failures of draft models"] += 1
+            raise RuntimeError("a draft model fails")
+        return launch(batch)
+
+    def choose(rooms, most, num_rows, seconds_to_make):
+        assert seconds_to_make(1) >= 0
+        return {seq: rng.randint(1, room) for seq, room in rooms.items() if rng.random() < 0.8}
+
+    def counted_learn(seq, num_drafted, num_accepted):
+        happened["tokens of draft models"] += num_drafted
+        happened["tokens of draft models that were accepted"] += num_accepted
+        manager.check_invariants()
+
+    drafter.executor.worker.launch = failing_launch
+    monkeypatch.setattr(drafter.gains, "choose", choose)
+    monkeypatch.setattr(drafter.gains, "learn", counted_learn)
+    monkeypatch.setattr(drafter.gains.costs, "estimate", lambda *numbers: 1.0)
+    run_world(engine, plans)
+    happened["evictions of draft models"] += manager.num_evictions
+    assert not drafter.rows and manager.num_free_blocks == manager.num_blocks and len(drafter.free_rows) == num_rows
+    for plan in plans:
+        check = check_search if plan.searches else check_completions
+        check(oracle, plan, options["max_model_len"])
+
+
 @pytest.mark.parametrize("world", range(WORLDS))
 def test_a_crowd_changes_no_answer(world, model, oracle, monkeypatch):
     monkeypatch.setattr("nanopage.sampling.truncation.CANDIDATES", 4)
@@ -753,5 +926,9 @@ def test_the_worlds_were_not_easy():
     assert happened["steps in pieces on static buffers"] > happened["steps"] / 20
     assert happened["steps that failed with copies or swaps"] > WORLDS / 20
     assert happened["constrained completions that were complete"] > WORLDS / 10
+    assert happened["adapters loaded"] > WORLDS / 5
+    assert happened["tokens of draft models that were accepted"] > happened["tokens of draft models"] / 4
+    assert happened["tokens of draft models"] > WORLDS / 2
+    assert happened["adapters found in their slots"] > WORLDS / 10
     for what in ("worlds that swapped", "requests with several completions", "beam searches", "forks", "copies"):
         assert happened[what] > WORLDS * 0.01, what

@@ -27,6 +27,7 @@ RULES = {
     "nanopage/params.py": ("torch", "nanopage.engine", "nanopage.worker"),
     "nanopage/outputs.py": ("torch", "nanopage.engine", "nanopage.worker"),
     "nanopage/text": ("torch", "nanopage.engine", "nanopage.worker"),
+    "nanopage/tools": ("torch", "nanopage.engine", "nanopage.worker"),
     "nanopage/structured.py": ("torch", "nanopage.engine", "nanopage.worker"),
     "nanopage/sampling": ("nanopage.engine", "nanopage.models", "nanopage.layers", "nanopage.kernels"),
     "nanopage/models": ("nanopage.engine", "nanopage.worker", "nanopage.weights"),
@@ -39,12 +40,22 @@ RULES = {
         "nanopage.layers",
     ),
     # Features plug in elsewhere.
-    "nanopage/engine/scheduler.py": ("nanopage.structured", "nanopage.engine.speculation"),
+    "nanopage/lora.py": ("torch", "nanopage.engine", "nanopage.worker"),
+    "nanopage/engine/scheduler.py": ("nanopage.structured", "nanopage.engine.speculation", "nanopage.lora"),
+    "nanopage/engine/admission.py": ("nanopage.structured", "nanopage.engine.speculation", "nanopage.lora"),
+    "nanopage/engine/adapter_slots.py": ("nanopage.lora",),
     "nanopage/engine/schedule.py": ("nanopage.structured", "nanopage.engine.speculation"),
     "nanopage/engine/sequence.py": ("nanopage.structured", "nanopage.engine.speculation"),
     "nanopage/engine/drafts.py": ("nanopage.structured", "nanopage.engine.speculation"),
     "nanopage/engine/block_manager.py": ("nanopage.structured", "nanopage.engine.speculation"),
-    "nanopage/worker/model_runner.py": ("nanopage.layers.tiled", "nanopage.worker.aot", "nanopage.worker.cuda_graphs"),
+    "nanopage/worker/sequence_table.py": ("nanopage.lora", "nanopage.layers.lora"),
+    "nanopage/worker/model_runner.py": (
+        "nanopage.lora",
+        "nanopage.layers.lora",
+        "nanopage.layers.tiled",
+        "nanopage.worker.aot",
+        "nanopage.worker.cuda_graphs",
+    ),
     "nanopage/worker/eager.py": ("nanopage.layers.tiled", "nanopage.worker.aot", "nanopage.worker.cuda_graphs"),
 }
 

@@ -207,9 +207,10 @@ def test_a_crowd_changes_no_answer(model, alone, world):
     assert engine.scheduler.num_preemptions > 0 or not world.startswith(("recomputed", "swapped"))
 
 
-def test_nor_do_two_stages_of_a_pipeline(model, alone, monkeypatch, one_thread):
+@pytest.mark.parametrize("option", ["pipeline_parallel_size", "tensor_parallel_size"])
+def test_nor_do_two_workers(model, alone, monkeypatch, one_thread, option):
     monkeypatch.setattr("nanopage.worker.process_executor.ProcessLink", ForkedLink)
-    engine = make_engine(model, pipeline_parallel_size=2, distributed_executor_backend="mp")
+    engine = make_engine(model, distributed_executor_backend="mp", **{option: 2})
     try:
         assert answers(run(engine, crowd())) == alone
     finally:
@@ -251,10 +252,27 @@ def test_with_async_scheduling_only_constrained_requests_wait_for_their_tokens(m
     assert in_flight == {"free": {0, 1}, "held": {0}}
 
 
-def test_an_interrupt_between_two_tokens_leaves_the_text_right(model):
+def test_masks_are_found_while_the_model_runs(model):
+    engine, order = make_engine(model), []
+    request = engine.make_request("one", "the cat", ask(KINDS["json"][0]))
+    mask = request.group.seqs[0].token_mask
+    find, submit, add_masks = mask._find, engine.executor.submit, engine.executor.add_masks
+    mask._find = lambda token_ids: order.append("found") or find(token_ids)
+    engine.executor.submit = lambda batch: order.append("submitted") or submit(batch)
+    engine.executor.add_masks = lambda masks: order.append("added") or add_masks(masks)
+    engine.submit(request)
+    run(engine, {})
+    first, rest = order[:2], order[2:]  # the first mask was found when the request was checked
+    assert first == ["submitted", "added"] and rest == ["submitted", "found", "added"] * (len(rest) // 3) and rest
+
+
+@pytest.mark.parametrize("backend", [None, "mp"])
+def test_an_interrupt_between_two_tokens_leaves_the_text_right(model, monkeypatch, one_thread, backend):
+    """With a worker in a process, the step that awaits its masks is given up."""
+    monkeypatch.setattr("nanopage.worker.process_executor.ProcessLink", ForkedLink)
     expected = complete(make_engine(model), ask(KINDS["json"][0])).outputs[0].text
     for interrupted in range(1, 6):
-        engine = make_engine(model)
+        engine = make_engine(model, distributed_executor_backend=backend)
         request = engine.make_request("one", "the cat", ask(KINDS["json"][0]))
         mask, calls = request.group.seqs[0].token_mask, 0
         find = mask._find
@@ -276,6 +294,7 @@ def test_an_interrupt_between_two_tokens_leaves_the_text_right(model):
             except KeyboardInterrupt:
                 num_interrupts += 1
         assert (outputs[-1].outputs[0].text, num_interrupts) == (expected, 1)
+        engine.shutdown()
 
 
 def test_other_parameters_work_within_the_constraint(engine):
@@ -593,3 +612,54 @@ def test_every_complete_text_validates_against_its_random_schema(model):
     print(f"\n{len(schemas)} schemas, {num_refused} refused, {num_complete} complete, {len(texts)} different texts")
     assert num_complete > len(schemas) * 0.8 and len(texts) > len(schemas) / 3
     assert num_refused < len(schemas) / 20
+
+
+@pytest.fixture(scope="module")
+def thinking(default_model, tmp_path_factory):
+    """Grammars for a model that thinks: <think> is token 11, </think> token 12."""
+    path = tmp_path_factory.mktemp("thinking")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        text = (default_model / name).read_text()
+        text = text.replace("<jupyter_start>", "<think>").replace("<jupyter_text>", "</think>")
+        (path / name).write_text(text.replace('"chat_template": "', '"chat_template": "{# </think> #}'))
+    tokenizer = Tokenizer(path)
+    return tokenizer, Grammars(tokenizer, 49152, [2]).compile(StructuredOutputsParams(choice=["yes", "no"]))
+
+
+def allowed_tokens(mask, output):
+    bits = mask.allowed(output)
+    return {i for i in range(49152) if bits[i // 8] >> i % 8 & 1}
+
+
+def test_a_grammar_begins_after_the_reasoning(thinking):
+    tokenizer, grammar = thinking
+    think, end, eos = 11, 12, 2
+    words = tokenizer.encode("I wonder</s>", add_special_tokens=False)
+    (yes,) = tokenizer.encode("yes", add_special_tokens=False)
+    (user,) = tokenizer.encode("user", add_special_tokens=False)
+    mask = grammar.make_mask([7], [user])
+    first = allowed_tokens(mask, [])
+    assert think in first and yes in first and user not in first and eos not in first  # it may think, or not
+    assert allowed_tokens(mask, [yes]) == {eos, 7}
+    inside = allowed_tokens(mask, [think])
+    assert {end, yes, user} <= inside and not {eos, 7} & inside
+    assert allowed_tokens(mask, [think, *words]) == inside
+    assert allowed_tokens(mask, [think, *words, end]) == first - {think}
+    assert allowed_tokens(mask, [think, *words, end, yes]) == {eos, 7}
+    opened = grammar.make_mask([7], [user, think, user])
+    assert allowed_tokens(opened, []) == inside and allowed_tokens(opened, [end]) == first - {think}
+    closed = grammar.make_mask([7], [user, think, user, end, user])
+    assert allowed_tokens(closed, []) == first - {think}
+
+
+def test_drafts_go_through_the_reasoning(thinking):
+    tokenizer, grammar = thinking
+    words, (yes,) = tokenizer.encode("I wonder", add_special_tokens=False), tokenizer.encode("yes")
+    mask = grammar.make_mask([], [11])
+    for output, draft in (([], words), ([], [*words, 12]), (words, [12, yes]), ([*words, 12], [yes]), (words, [2, 5])):
+        masks = mask.follow(output, draft)
+        assert 1 <= len(masks) <= len(draft) + 1
+        for n, found in enumerate(masks):
+            assert found == grammar.make_mask([], [11]).allowed([*output, *draft[:n]])
+    assert len(mask.follow([], words)) == len(words) + 1
+    assert len(mask.follow(words, [2, 5])) == 1

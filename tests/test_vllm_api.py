@@ -35,13 +35,10 @@ OTHER = {  # of each neutral option, a value that would change something
     "revision": "main",
     "code_revision": "main",
     "config_format": "mistral",
-    "hf_overrides": {"rope_theta": 1},
     "hf_token": "secret",
     "download_dir": "models",
     "model_impl": "transformers",
     "task": "embed",
-    "runner": "pooling",
-    "convert": "embed",
     "limit_mm_per_prompt": {"image": 1},
     "mm_processor_kwargs": {"x": 1},
     "allowed_local_media_path": "media",
@@ -55,7 +52,9 @@ OTHER = {  # of each neutral option, a value that would change something
     "truncate_prompt_tokens": 5,
     "logprob_token_ids": [5],
     "extra_args": {"x": 1},
-    "lora_request": "adapter",
+    "max_cpu_loras": 4,
+    "default_mm_loras": {"image": "x"},
+    "lora_dtype": "float16",
     "tokenization_kwargs": {"x": 1},
     "chat_template_content_format": "openai",
     "concurrency_limit": 5,
@@ -278,9 +277,9 @@ def test_token_ids_can_be_an_argument_of_their_own(llm):
 @pytest.mark.parametrize(
     ("method", "names"),
     [
-        ("generate", ["lora_request", "tokenization_kwargs"]),
-        ("beam_search", ["lora_request", "concurrency_limit"]),
-        ("chat", ["lora_request", "tokenization_kwargs", "mm_processor_kwargs", "chat_template_content_format"]),
+        ("generate", ["tokenization_kwargs"]),
+        ("beam_search", ["concurrency_limit"]),
+        ("chat", ["tokenization_kwargs", "mm_processor_kwargs", "chat_template_content_format"]),
     ],
 )
 def test_arguments_of_a_call_that_change_nothing_are_accepted_and_others_refused(llm, method, names):

@@ -3,12 +3,13 @@
 A group fits if there are free blocks for all of its present tokens. If it has several live sequences, each also
 needs at least one block that it does not share. So a long prompt does not start only to be preempted. Blocks that
 admitted groups have yet to take are reserved for them, and one percent of the pool (the watermark) stays free so that
-running groups can grow. If nothing runs, both are ignored.
+running groups can grow. If nothing runs, both are ignored. A group with an adapter also needs a slot for it.
 """
 
 from collections import Counter
 from collections.abc import Iterable
 
+from nanopage.engine.adapter_slots import AdapterSlots
 from nanopage.engine.block_manager import BlockManager, Prefix
 from nanopage.engine.schedule import Work, missing_blocks, next_work
 from nanopage.engine.sequence import SequenceGroup, Status, common_length
@@ -19,16 +20,18 @@ class Admission:
 
     Args:
         max_num_seqs: most sequences running at once.
+        adapter_slots: the workers' slots for adapters.
     """
 
-    def __init__(self, block_manager: BlockManager, max_num_seqs: int):
+    def __init__(self, block_manager: BlockManager, max_num_seqs: int, adapter_slots: AdapterSlots):
+        self.adapter_slots = adapter_slots
         self.block_manager, self.max_num_seqs = block_manager, max_num_seqs
         self.watermark = block_manager.num_blocks // 100
 
     def find_prefix(self, group: SequenceGroup) -> list[Prefix]:
         """The cached prefix of a waiting group's tokens."""
         live = group.live
-        if live[0].settings.prompt_logprobs is not None:  # they need every position computed
+        if live[0].settings.needs_all_positions:  # they need every position computed
             return []
         known = live[0].token_ids[: common_length(live)]
         return self.block_manager.lookup(known, live[0].cache_salt, live[0].block_hashes)
@@ -38,7 +41,7 @@ class Admission:
         that block is in the prefix cache."""
         leader, size = group.live[0], self.block_manager.block_size
         end = (len(prefix) + 1) * size
-        if not self.block_manager.enable_prefix_caching or leader.settings.prompt_logprobs is not None:
+        if not self.block_manager.enable_prefix_caching or leader.settings.needs_all_positions:
             return False
         if end >= common_length(group.live):  # the last token has to be computed anyway
             return False
@@ -68,6 +71,8 @@ class Admission:
         """
         manager = self.block_manager
         if sum(other.num_unfinished for other in running) + group.num_unfinished > self.max_num_seqs:
+            return False
+        if group.adapter is not None and not self.adapter_slots.fits(group.adapter, running):
             return False
         given_up = Counter(
             block

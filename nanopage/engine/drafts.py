@@ -5,7 +5,7 @@ is sampled behind each of them. As long as the samples equal the draft, they are
 sample that differs is its next token, too. What follows was computed with a wrong token: it is dropped, and later steps
 overwrite its K and V. So the output does not depend on drafts, only the number of steps does.
 
-A `Drafter` makes the guesses (speculation.py is one). The rest of the engine only knows the rows.
+A `Drafter` makes the guesses (see speculation.py and draft_model.py). The rest of the engine only knows the rows.
 """
 
 from typing import TYPE_CHECKING, Protocol
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 from nanopage.engine.schedule import Schedule
 from nanopage.engine.sequence import Sequence, Status
 from nanopage.outputs import StepStats
-from nanopage.step import NO_TOKEN
+from nanopage.step import NO_TOKEN, BatchResult, LogprobTable
 
 if TYPE_CHECKING:
     from nanopage.engine.scheduler import Scheduler
@@ -41,6 +41,12 @@ class Drafter(Protocol):
     def observe(self, stats: StepStats) -> None:
         """Take in what a step did, and how long it took."""
 
+    def rest(self) -> None:
+        """No request is left."""
+
+    def restart(self) -> None:
+        """An exception or Ctrl-C has ended a step, perhaps within `propose`."""
+
 
 def choose_drafts(scheduler: "Scheduler", schedule: Schedule) -> Drafts:
     """Draft further tokens for decodes of a step that has only rows with one token so far, and chunks.
@@ -62,6 +68,12 @@ def choose_drafts(scheduler: "Scheduler", schedule: Schedule) -> Drafts:
         held, known = len(manager.block_tables[seq.seq_id]), len(seq.token_ids)
         room = min((held + free) * manager.block_size, seq.max_total_tokens - 1) - known
         draft = draft[: max(0, min(budget, room))]
+        if draft and seq.token_mask is not None:
+            try:
+                masks = seq.token_mask.follow(seq.output_token_ids, draft)
+            except ValueError:  # there is no mask even without the draft, which ends the request (see find_masks)
+                continue
+            draft, schedule.draft_masks[seq] = draft[: len(masks) - 1], masks
         if draft:
             drafts[seq] = draft
             budget -= len(draft)
@@ -70,18 +82,15 @@ def choose_drafts(scheduler: "Scheduler", schedule: Schedule) -> Drafts:
 
 
 def takes_drafts(seq: Sequence) -> bool:
-    """Whether a row of a step may have a draft: a decode, but not of a beam, and not with log-probabilities or a mask,
-    which is known for the next token only. Presence and frequency penalties would need memory for each token of a
-    draft."""
-    group, settings = seq.group, seq.settings
+    """Whether a row of a step may have a draft: a decode, but not of a beam, and not where completions compete by
+    log-probabilities that are not kept: those behind a stop string could not be taken back."""
+    group = seq.group
     return (
         seq.takes_drafts
         and group.forked
         and group.beam_search is None
-        and seq.token_mask is None
         and seq.num_computed_tokens == len(seq.token_ids) - 1
-        and settings.logprobs is None
-        and settings.presence_penalty == settings.frequency_penalty == 0
+        and (seq.settings.logprobs is None or seq.num_logprobs is not None)
     )
 
 
@@ -91,7 +100,7 @@ def take_out(schedule: Schedule, drafts: Drafts) -> None:
     kept = [index for index, seq in enumerate(schedule.sequences) if seq not in drafts]
     places = {index: place for place, index in enumerate(kept)}
     samples = [number for number, index in enumerate(batch.sampled_from) if index in places]
-    batch.masks = {new: batch.masks[old] for new, old in enumerate(samples) if old in batch.masks}
+    schedule.masked = {new: schedule.masked[old] for new, old in enumerate(samples) if old in schedule.masked}
     batch.sampled_from = [places[batch.sampled_from[number]] for number in samples]
     batch.sampled_rows = [batch.sampled_rows[number] for number in samples]
     schedule.samplers = [schedule.samplers[number] for number in samples]
@@ -111,21 +120,24 @@ def add(scheduler: "Scheduler", schedule: Schedule, drafts: Drafts) -> None:
         batch.rows.append(seq.row)
         batch.starts.append(start)
         batch.counts.append(count)
+        if seq.token_mask is not None:
+            batch.masks |= dict(enumerate(schedule.draft_masks[seq], len(batch.sampled_rows)))
         batch.sampled_from += range(first, first + count)
         batch.sampled_rows += [seq.row] * count
         schedule.sequences.append(seq)
         schedule.drafted.append((seq, draft))
 
 
-def accept(scheduler: "Scheduler", schedule: Schedule, token_ids: list[int], now: float) -> list[Sequence]:
+def accept(scheduler: "Scheduler", schedule: Schedule, result: BatchResult, now: float) -> list[Sequence]:
     """Take in the samples of the decodes with drafts. Returns the sequence of each token that was appended.
 
-    Args: token_ids: their samples, the last ones of the step. now: when these came.
+    Args: result: of the step; the samples of decodes with drafts are its last ones. now: when it came.
     """
     taken: list[Sequence] = []
+    end = len(schedule.samplers)
     for seq, draft in schedule.drafted:
-        sampled, token_ids = token_ids[: 1 + len(draft)], token_ids[1 + len(draft) :]
-        accepted = 0
+        first, end = end, end + 1 + len(draft)
+        sampled, accepted = result.token_ids[first:end], 0
         if seq.finish_reason is None and NO_TOKEN in sampled:
             # Perhaps only because of the draft: K and V that are not finite change what other tokens attend to.
             seq.takes_drafts, seq.num_in_flight = False, 0
@@ -133,21 +145,24 @@ def accept(scheduler: "Scheduler", schedule: Schedule, token_ids: list[int], now
         elif seq.finish_reason is None:
             while accepted < len(draft) and draft[accepted] == sampled[accepted]:
                 accepted += 1
-            taken += [seq] * _append(scheduler, seq, sampled[: accepted + 1], now)
+            tables = [result.logprobs.get(index) for index in range(first, end)]
+            taken += [seq] * _append(scheduler, seq, sampled[: accepted + 1], tables, now)
             assert scheduler.drafter is not None
             scheduler.drafter.learn(seq, len(draft), accepted)
         schedule.num_accepted.append(accepted)
     return taken
 
 
-def _append(scheduler: "Scheduler", seq: Sequence, token_ids: list[int], now: float) -> int:
+def _append(
+    scheduler: "Scheduler", seq: Sequence, token_ids: list[int], logprobs: list[LogprobTable | None], now: float
+) -> int:
     """Append tokens to a sequence up to one that ends it. Returns how many were appended."""
     group, manager, number, ending = seq.group, scheduler.block_manager, 0, None
     if group.metrics.token_times[-1:] != [now]:
         group.metrics.token_times.append(now)
     seq.num_in_flight = len(token_ids)
     while ending is None and number < len(token_ids):
-        seq.append(token_ids[number], None)
+        seq.append(token_ids[number], logprobs[number])
         ending = seq.find_ending()
         number += 1
     if group.status is Status.RUNNING:  # it has its blocks

@@ -14,19 +14,20 @@ from typing import TYPE_CHECKING
 
 from nanopage.config import EngineConfig, ModelConfig
 from nanopage.engine.block_manager import BlockManager
+from nanopage.engine.drafts import Drafter
 from nanopage.engine.input_processor import InputProcessor, Prompt, default_sampling_params
 from nanopage.engine.output_processor import OutputProcessor, Request
 from nanopage.engine.schedule import Schedule
 from nanopage.engine.scheduler import Scheduler
 from nanopage.engine.sequence import SequenceGroup
-from nanopage.engine.speculation import NgramDrafter
 from nanopage.outputs import RequestOutput, StepStats
-from nanopage.params import BeamSearchParams, SamplingParams
-from nanopage.step import Executor, WorkerDiedError
+from nanopage.params import BeamSearchParams, PoolingParams, SamplingParams
+from nanopage.step import Capacity, Executor, WorkerDiedError
 from nanopage.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from nanopage.engine_args import EngineArgs
+    from nanopage.lora import LoRARequest
 
 logger = logging.getLogger("nanopage")
 
@@ -46,6 +47,7 @@ class LLMEngine:
         model_path: a directory or a .gguf file. Used for messages and for the sampling parameters it recommends.
         tokenizer: None if the model has none, which only load_format="dummy" allows.
         executor: runs the steps. The constructor starts it.
+        make_drafter: makes what guesses tokens, with `config.speculation`, once it is known how much the workers hold.
 
     Raises: as `Executor.start`; ValueError for recommended sampling parameters that are not valid.
     """
@@ -57,6 +59,7 @@ class LLMEngine:
         model_path: Path,
         tokenizer: Tokenizer | None,
         executor: Executor,
+        make_drafter: Callable[[Capacity], Drafter] | None = None,
     ):
         self.config, self.model_config, self.model_path, self.tokenizer = config, model_config, model_path, tokenizer
         self.default_sampling_params = SamplingParams()
@@ -72,7 +75,7 @@ class LLMEngine:
             capacity.num_blocks, config.block_size, config.enable_prefix_caching, capacity.num_host_blocks
         )
         budget = config.token_budget(capacity.device)
-        drafter = None if config.speculation is None else NgramDrafter(config.speculation)
+        drafter = None if make_drafter is None else make_drafter(capacity)
         self.scheduler = Scheduler(
             block_manager,
             config.max_num_seqs,
@@ -81,8 +84,9 @@ class LLMEngine:
             config.pipeline_parallel_size,
             config.num_ranks > 1,
             drafter,
+            config.max_loras if config.enable_lora else 0,
         )
-        self.output_processor = OutputProcessor(self.scheduler, tokenizer)
+        self.output_processor = OutputProcessor(self.scheduler, tokenizer, model_config.pooling)
         self.async_scheduling = config.async_scheduling
         if self.async_scheduling is None:
             self.async_scheduling = capacity.device == "cuda" and config.num_ranks == 1 and drafter is None
@@ -115,34 +119,37 @@ class LLMEngine:
         self,
         request_id: str,
         prompt: Prompt,
-        params: SamplingParams | BeamSearchParams | None = None,
+        params: SamplingParams | BeamSearchParams | PoolingParams | None = None,
         priority: int = 0,
+        lora_request: "LoRARequest | None" = None,
     ) -> None:
         """Queue a request; `step` will report on it under `request_id`.
 
         Args:
             prompt: text, token ids, or a dict (see `Prompt`).
-            params: default SamplingParams().
+            params: default SamplingParams(). A model with runner="pooling" needs PoolingParams.
             priority: lower goes first, with scheduling_policy="priority".
+            lora_request: an adapter, with enable_lora.
 
         Raises:
             ValueError, TypeError: an id that is in use, an empty prompt, a prompt as long as max_model_len, a token id
-                outside the vocabulary, more completions than could ever run, text without a tokenizer. The message
-                names the argument. Nothing is queued.
+                outside the vocabulary, more completions than could ever run, text without a tokenizer, an adapter that
+                does not fit the model. The message names the argument. Nothing is queued.
         """
-        self.submit(self.make_request(request_id, prompt, params, priority))
+        self.submit(self.make_request(request_id, prompt, params, priority, lora_request))
 
     def make_request(
         self,
         request_id: str,
         prompt: Prompt,
-        params: SamplingParams | BeamSearchParams | None = None,
+        params: SamplingParams | BeamSearchParams | PoolingParams | None = None,
         priority: int = 0,
+        lora_request: "LoRARequest | None" = None,
     ) -> Request:
         """Check everything about a request without queueing it. Raises as `add_request`."""
         if isinstance(request_id, str):
             self._check_id(request_id)
-        return self.input_processor.make_request(request_id, prompt, params, priority)
+        return self.input_processor.make_request(request_id, prompt, params, priority, lora_request)
 
     def submit(self, request: Request) -> None:
         """Queue a request of `make_request`.
@@ -273,6 +280,8 @@ class LLMEngine:
             self._scheduled = None
             return
         self.executor.submit(schedule.batch)
+        if schedule.masked:
+            self.executor.add_masks(schedule.find_masks())
         if self.async_scheduling:
             self._complete(stats)
         self.scheduler.advance(schedule)
@@ -315,6 +324,8 @@ class LLMEngine:
     def _rest_if_idle(self) -> None:
         if not self.output_processor.requests:
             self.executor.rest()
+            if self.scheduler.drafter is not None:
+                self.scheduler.drafter.rest()
 
     def _count_batch(self, schedule: Schedule, stats: StepStats) -> None:
         batch = schedule.batch
@@ -358,6 +369,8 @@ class LLMEngine:
         self._in_flight.clear()
         self._scheduled = None
         self.executor.discard()
+        if self.scheduler.drafter is not None:
+            self.scheduler.drafter.restart()
         self.scheduler.restart([request.group for request in self.output_processor.requests.values()])
         for group, error in self.output_processor.recover():
             self._fail(group, f"making its text failed: {type(error).__name__}: {error}")

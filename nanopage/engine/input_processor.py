@@ -6,13 +6,17 @@ import itertools
 import random
 import re
 from pathlib import Path
+from typing import cast
 
 from nanopage.config import EngineConfig, ModelConfig
+from nanopage.encoder_config import EncoderConfig
+from nanopage.engine.adapters import Adapters
 from nanopage.engine.beam_search import BeamSearch
 from nanopage.engine.output_processor import Completion, Request
-from nanopage.engine.sequence import Sequence, SequenceGroup
+from nanopage.engine.sequence import Adapter, Sequence, SequenceGroup
+from nanopage.lora import LoRARequest
 from nanopage.model_files import exists, read_json
-from nanopage.params import BeamSearchParams, SamplingParams
+from nanopage.params import BeamSearchParams, PoolingParams, SamplingParams, StructuredOutputsParams
 from nanopage.step import SamplingSettings
 from nanopage.structured import CompiledGrammar, Grammars
 from nanopage.text.detokenizer import IncrementalDetokenizer
@@ -45,7 +49,7 @@ class InputProcessor:
     def __init__(
         self,
         config: EngineConfig,
-        model_config: ModelConfig,
+        model_config: ModelConfig | EncoderConfig,
         path: Path,
         tokenizer: Tokenizer | None,
         max_model_len: int,
@@ -55,6 +59,7 @@ class InputProcessor:
         self.max_model_len, self.num_blocks = max_model_len, num_blocks
         self._seq_ids = itertools.count()
         self._seeds = random.Random(config.seed)
+        self.adapters = Adapters(config, cast(ModelConfig, model_config))  # refused for an encoder
         self._grammars: Grammars | None = None
         if tokenizer is not None:
             self._grammars = Grammars(tokenizer, model_config.vocab_size, model_config.eos_token_ids)
@@ -63,8 +68,9 @@ class InputProcessor:
         self,
         request_id: str,
         prompt: Prompt,
-        params: SamplingParams | BeamSearchParams | None = None,
+        params: SamplingParams | BeamSearchParams | PoolingParams | None = None,
         priority: int = 0,
+        lora_request: LoRARequest | None = None,
     ) -> Request:
         """The request, not queued yet. Raises as LLMEngine.add_request."""
         if not isinstance(request_id, str) or not request_id:
@@ -74,10 +80,17 @@ class InputProcessor:
         if priority and self.config.scheduling_policy != "priority":
             raise ValueError(f"priority={priority} needs scheduling_policy='priority'")
         params = SamplingParams() if params is None else params
+        if isinstance(params, PoolingParams):
+            return self._pooling_request(request_id, prompt, dataclasses.replace(params), priority, lora_request)
+        if (pooling := self.model_config.pooling) is not None:
+            makes = "embeddings" if pooling.task == "embed" else "scores of classes"
+            raise ValueError(f"the model {self.path.name} runs with runner='pooling': it makes {makes}, not text")
         if not isinstance(params, SamplingParams | BeamSearchParams):
             raise TypeError(f"sampling_params must be SamplingParams or BeamSearchParams, not {params!r}")
         params = dataclasses.replace(params)  # a copy, checked again: the caller may change the original
+        adapter = None if lora_request is None else self.adapters.check(lora_request)
         text, token_ids, cache_salt = self._read_prompt(prompt)
+        cache_salt = self.adapters.salt(adapter, cache_salt)
         max_output = self.max_model_len - len(token_ids)
         if max_output < 1:
             raise PromptTooLongError(
@@ -85,11 +98,11 @@ class InputProcessor:
                 f"max_model_len={self.max_model_len}"
             )
         if isinstance(params, BeamSearchParams):
-            return self._search_request(request_id, text, token_ids, cache_salt, params, max_output, priority)
+            return self._search_request(request_id, text, token_ids, cache_salt, params, max_output, priority, adapter)
         name, count = "n" if params.best_of is None else "best_of", params.num_sequences
         self._check_size(name, count, len(token_ids), params.max_tokens)
         settings = self._settings(params, self._check_tokens(params))
-        grammar = self._compile_grammar(params)
+        grammar = None if params.structured_outputs is None else self.compile_grammar(params.structured_outputs)
         seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
         eos = self.model_config.eos_token_ids
         limit = self.max_model_len if params.max_tokens is None else len(token_ids) + params.max_tokens
@@ -104,11 +117,11 @@ class InputProcessor:
                 max_total_tokens=min(limit, self.max_model_len),
                 num_logprobs=params.logprobs,
                 cache_salt=cache_salt,
-                token_mask=None if grammar is None else grammar.make_mask(params.stop_token_ids or ()),
+                token_mask=None if grammar is None else grammar.make_mask(params.stop_token_ids or (), token_ids),
             )
             for index in range(count)
         ]
-        group = SequenceGroup(request_id, seqs, priority, ranks=params.ranks)
+        group = SequenceGroup(request_id, seqs, priority, ranks=params.ranks, adapter=adapter)
         detokenizers: list[IncrementalDetokenizer | None] = [None] * count
         if params.detokenize and self.tokenizer is not None:
             stop_strings = build_trie(list(params.stop)) if params.stop else None
@@ -126,6 +139,7 @@ class InputProcessor:
         params: BeamSearchParams,
         max_output: int,
         priority: int,
+        adapter: Adapter | None,
     ) -> Request:
         max_tokens = min(params.max_tokens, max_output)
         eos = self.model_config.eos_token_ids
@@ -137,7 +151,104 @@ class InputProcessor:
             Sequence(next(self._seq_ids), token_ids, settings, max_total_tokens=limit, cache_salt=cache_salt)
             for _ in range(params.width)
         ]
-        return Request(SequenceGroup(request_id, seqs, priority, search), params, text, token_ids, [])
+        group = SequenceGroup(request_id, seqs, priority, search, adapter=adapter)
+        return Request(group, params, text, token_ids, [])
+
+    def _pooling_request(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: PoolingParams,
+        priority: int,
+        lora_request: LoRARequest | None,
+    ) -> Request:
+        """A request for a vector. `prompt` may also be {"prompt": text, "text_pair": text}: a pair to score."""
+        pooling, config = self.model_config.pooling, self.model_config
+        if pooling is None:
+            raise ValueError(
+                f"the model {self.path.name} makes text: embeddings and scores need a model made for them, or "
+                "runner='pooling'"
+            )
+        if lora_request is not None:
+            raise ValueError("lora_request is not supported with embeddings and scores")
+        pooling.check(params, config.hidden_size)
+        if isinstance(prompt, str):
+            prompt = {"prompt": prompt}
+        fields = dict(prompt) if isinstance(prompt, dict) else {"prompt_token_ids": prompt}
+        pair, text, types = fields.pop("text_pair", None), fields.get("prompt"), None
+        if pair is not None:
+            if not pooling.scores:
+                raise ValueError(f"the model {self.path.name} does not score pairs of texts")
+            for each in (text, pair):
+                if not isinstance(each, str):
+                    raise TypeError(f"each text of a pair must be a string, not {each!r}")
+            fields["prompt_token_ids"], types = self._encode_pair(cast(str, text), cast(str, pair), params)
+        elif isinstance(text, str) and fields.get("prompt_token_ids") is None:
+            fields["prompt"] = text = pooling.prompt_for(params.prompt_name) + text
+            fields["prompt_token_ids"], types = self._encode_truncated(text, None, params)
+        elif params.prompt_name is not None:
+            raise ValueError("prompt_name is for prompts of text")
+        text, token_ids, salt = self._read_prompt(fields)
+        if types is None and pair is None:  # the ids may be the client's
+            token_ids = token_ids[: self._most_tokens(params)]
+        if len(token_ids) > self.max_model_len:
+            raise PromptTooLongError(
+                f"the prompt has {len(token_ids)} tokens, more than max_model_len={self.max_model_len}: give "
+                "truncate_prompt_tokens=-1 to keep the first ones"
+            )
+        blocks = -(-len(token_ids) // self.config.block_size)
+        if isinstance(config, ModelConfig) and blocks > self.num_blocks:
+            raise ValueError(
+                f"the prompt of {len(token_ids)} tokens needs {blocks} blocks, the KV cache has {self.num_blocks}: "
+                "raise kv_cache_gib"
+            )
+        settings = SamplingSettings(temperature=0, pooling_type=pooling.pooling_type)
+        limit = len(token_ids) + 1
+        seq = Sequence(next(self._seq_ids), token_ids, settings, max_total_tokens=limit, cache_salt=salt)
+        group = SequenceGroup(request_id, [seq], priority)
+        return Request(group, params, text, token_ids, [], token_types=types)
+
+    def _most_tokens(self, params: PoolingParams) -> int | None:
+        """How many tokens of a longer text are kept; None: all."""
+        most = params.truncate_prompt_tokens
+        if most is not None and most > self.max_model_len:
+            raise ValueError(f"truncate_prompt_tokens={most} is more than max_model_len={self.max_model_len}")
+        return self.max_model_len if most == -1 else most
+
+    def _encode_pair(self, first: str, second: str, params: PoolingParams) -> tuple[list[int], list[int] | None]:
+        """The tokens of a pair, and which text each belongs to (None: the model does not say)."""
+        pooling = self.model_config.pooling
+        assert pooling is not None
+        if isinstance(self.model_config, EncoderConfig):
+            return self._encode_truncated(first, second, params)
+        if pooling.template is None:
+            return self._encode_truncated(first + second, None, params)[0], None
+        before, pair, behind = pooling.template
+        head, tail = (self.encode(text, add_special_tokens=False) for text in (before, behind))
+        tokenizer, most = (
+            self.require_tokenizer("a pair of texts", "a model with a tokenizer"),
+            self._most_tokens(params),
+        )
+        for text in (first, second):
+            self._check_text(text, tokenizer, most is not None)
+        ids = tokenizer.encode(pair.format(first, second), add_special_tokens=False)
+        if most is not None:  # what is behind the pair stays
+            if (room := most - len(head) - len(tail)) < 1:
+                raise ValueError(f"truncate_prompt_tokens={most} leaves no room beside the prompt around the pair")
+            ids = ids[:room]
+        return head + ids + tail, None
+
+    def _encode_truncated(
+        self, text: str, pair: str | None, params: PoolingParams
+    ) -> tuple[list[int], list[int] | None]:
+        """The tokens of a text or a pair, truncated, with special tokens, and the tokens' types."""
+        tokenizer = self.require_tokenizer("a prompt of text", "prompt_token_ids")
+        most = self._most_tokens(params)
+        for each in (text,) if pair is None else (text, pair):
+            self._check_text(each, tokenizer, most is not None)
+        ids, types = tokenizer.encode_truncated(text, pair, most)
+        one_type = isinstance(self.model_config, ModelConfig) or self.model_config.type_vocab_size == 1
+        return ids, None if one_type else types
 
     def _settings(self, params: SamplingParams, bad_words: list[list[int]]) -> SamplingSettings:
         """The parameters as the worker needs them, in plain numbers of at most 64 bits."""
@@ -159,12 +270,11 @@ class InputProcessor:
             prompt_logprobs=params.prompt_logprobs,
         )
 
-    def _compile_grammar(self, params: SamplingParams) -> CompiledGrammar | None:
-        if params.structured_outputs is None:
-            return None
+    def compile_grammar(self, structured_outputs: StructuredOutputsParams) -> CompiledGrammar:
+        """What the text of an output must be. Raises: ValueError as `Grammars.compile`, or without a tokenizer."""
         self.require_tokenizer("structured_outputs", "allowed_token_ids")
         assert self._grammars is not None
-        return self._grammars.compile(params.structured_outputs)
+        return self._grammars.compile(structured_outputs)
 
     def require_tokenizer(self, what: str, instead: str) -> Tokenizer:
         """The tokenizer. Raises ValueError, saying `what` needs it and what to give `instead`, if there is none."""
@@ -179,7 +289,16 @@ class InputProcessor:
             or if it is longer than max_model_len tokens of the greatest length.
         """
         tokenizer = self.require_tokenizer("a prompt of text", "prompt_token_ids")
-        if len(text) > self.max_model_len and len(text) > self.max_model_len * tokenizer.max_chars_per_token:
+        self._check_text(text, tokenizer)
+        return tokenizer.encode(text, add_special_tokens)
+
+    def _check_text(self, text: str, tokenizer: Tokenizer, truncated: bool = False) -> None:
+        """Raises: as `encode`; a text that is truncated may have any length."""
+        if (
+            not truncated
+            and len(text) > self.max_model_len
+            and len(text) > self.max_model_len * tokenizer.max_chars_per_token
+        ):
             raise PromptTooLongError(
                 f"the prompt has {len(text):,} characters, more than max_model_len={self.max_model_len:,} tokens of "
                 f"at most {tokenizer.max_chars_per_token} characters each"
@@ -189,7 +308,6 @@ class InputProcessor:
                 f"the prompt is not valid Unicode: it has a lone surrogate, U+{ord(surrogate[0]):04X}, at character "
                 f"{surrogate.start()}"
             )
-        return tokenizer.encode(text, add_special_tokens)
 
     def _read_prompt(self, prompt: Prompt) -> tuple[str | None, list[int], str]:
         """(text or None, token ids, cache salt) of any form of prompt."""

@@ -8,11 +8,14 @@ has been read and reported, so the next call continues from there.
 import dataclasses
 from collections.abc import Iterable
 
+import numpy as np
+
 from nanopage.engine.beam_search import Hypothesis
 from nanopage.engine.scheduler import Scheduler
 from nanopage.engine.sequence import Sequence, SequenceGroup
 from nanopage.outputs import CompletionOutput, Logprob, RequestOutput
-from nanopage.params import BeamSearchParams, RequestOutputKind, SamplingParams
+from nanopage.params import BeamSearchParams, PoolingParams, RequestOutputKind, SamplingParams
+from nanopage.pooling import PoolingConfig, finish
 from nanopage.step import LogprobTable
 from nanopage.text.detokenizer import IncrementalDetokenizer
 from nanopage.text.tokenizer import Tokenizer
@@ -42,16 +45,18 @@ class Request:
     """A group, and what its outputs need beside it."""
 
     group: SequenceGroup
-    params: SamplingParams | BeamSearchParams
+    params: SamplingParams | BeamSearchParams | PoolingParams
     prompt: str | None
     prompt_token_ids: list[int]
-    completions: list[Completion]  # none for a beam search
+    completions: list[Completion]  # none for a beam search, nor with PoolingParams
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    token_types: list[int] | None = None  # which text of a pair each token belongs to; None: all to the first
 
     @property
     def streams(self) -> bool:
         """Whether it has outputs before it ends."""
-        kind = RequestOutputKind.FINAL_ONLY if isinstance(self.params, BeamSearchParams) else self.params.output_kind
+        params = self.params
+        kind = params.output_kind if isinstance(params, SamplingParams) else RequestOutputKind.FINAL_ONLY
         return kind is not RequestOutputKind.FINAL_ONLY and not self.group.ranks
 
     @property
@@ -65,10 +70,11 @@ class OutputProcessor:
     Args:
         scheduler: ends the sequences whose stop strings are found.
         tokenizer: None if the model has none. Texts are then empty.
+        pooling: how vectors are made of texts, if the model makes those.
     """
 
-    def __init__(self, scheduler: Scheduler, tokenizer: Tokenizer | None):
-        self.scheduler, self.tokenizer = scheduler, tokenizer
+    def __init__(self, scheduler: Scheduler, tokenizer: Tokenizer | None, pooling: PoolingConfig | None = None):
+        self.scheduler, self.tokenizer, self.pooling = scheduler, tokenizer, pooling
         self.requests: dict[str, Request] = {}
         self.outputs: list[RequestOutput] = []  # not returned yet
         self._news: dict[str, None] = {}  # ids of requests that have something to report
@@ -168,7 +174,12 @@ class OutputProcessor:
             seq.finish_reason, seq.stop_reason = "stop", stop
         else:
             self.scheduler.finish(request.group, seq, "stop", stop)
-        del seq.token_ids[seq.num_prompt_tokens + number :]  # a step with a draft may have appended more
+        # A step with a draft may have appended more.
+        if seq.logprobs:
+            kept = zip(seq.output_token_ids[:number], seq.logprobs[:number], strict=True)
+            seq.cumulative_logprob = sum(table[token_id][0] for token_id, table in kept)
+        del seq.logprobs[number:]
+        del seq.token_ids[seq.num_prompt_tokens + number :]
 
     def _read_all(self, request: Request, completion: Completion) -> None:
         """Read all tokens at once, for a completion that has ended and has no stop strings."""
@@ -237,7 +248,18 @@ class OutputProcessor:
             group.num_cached_tokens,
             request.prompt_logprobs,
             group.error,
+            pooled=self._pooled(request),
         )
+
+    def _pooled(self, request: Request) -> np.ndarray | None:
+        """The vector of a request that has ended."""
+        group, params = request.group, request.params
+        if group.seqs[0].finish_reason != "length" or group.pooled is None:
+            return None
+        assert isinstance(params, PoolingParams) and self.pooling is not None
+        mean = self.pooling.pooling_type == "MEAN"
+        vector = group.pooled / len(request.prompt_token_ids) if mean else group.pooled
+        return finish(vector.astype(np.float32), params, self.pooling)
 
     def _completion(self, index: int, completion: Completion) -> CompletionOutput:
         seq, detokenizer = completion.seq, completion.detokenizer

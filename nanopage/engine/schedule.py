@@ -22,6 +22,9 @@ class Schedule:
     samplers      those of `batch.sampled_rows`, in the same order, but without those in `drafted`
     chunks        work of several tokens, added to the batch after all single tokens
     drafted       decodes with their drafts, at the end of the batch (see drafts.py)
+    masked        index in `batch.sampled_rows` -> a sequence whose next token depends on its mask (see `find_masks`)
+    mask_errors   those of `masked` that have no mask, and why
+    draft_masks   for those of `drafted` that have masks: the mask of each token that they sample (see `TokenMask`)
     num_accepted  for each of `drafted`, how many tokens of its draft were sampled; from `Scheduler.update` on
     """
 
@@ -30,6 +33,9 @@ class Schedule:
     samplers: list[Sequence] = field(default_factory=list)
     chunks: Work = field(default_factory=list)
     drafted: list[tuple[Sequence, list[int]]] = field(default_factory=list)
+    masked: dict[int, Sequence] = field(default_factory=dict)
+    mask_errors: dict[Sequence, str] = field(default_factory=dict)
+    draft_masks: dict[Sequence, list[bytes]] = field(default_factory=dict)
     num_accepted: list[int] = field(default_factory=list)
     preempted: list[SequenceGroup] = field(default_factory=list)
     num_cached_tokens: int = 0  # that admitted sequences found in the prefix cache
@@ -43,13 +49,25 @@ class Schedule:
     def is_empty(self) -> bool:
         """Whether there is nothing for the workers to do."""
         batch = self.batch
-        return not (batch.rows or batch.swap_out or batch.swap_in or batch.copies)
+        return not (batch.rows or batch.swap_out or batch.swap_in or batch.copies or batch.loads)
 
     @property
     def groups(self) -> list[SequenceGroup]:
         """The groups that get a token."""
         groups = dict.fromkeys(seq.group for seq in self.samplers)
         return list(groups | dict.fromkeys(seq.group for seq, _ in self.drafted))
+
+    def find_masks(self) -> dict[int, bytes]:
+        """Find the masks that the batch awaits. A sequence without one is in `mask_errors`; what is sampled for it is
+        dropped."""
+        masks = {}
+        for index, seq in self.masked.items():
+            assert seq.token_mask is not None
+            try:
+                masks[index] = seq.token_mask.allowed(seq.output_token_ids)
+            except ValueError as error:
+                self.mask_errors[seq] = str(error)
+        return masks
 
 
 class BatchWriter:
@@ -90,7 +108,7 @@ class BatchWriter:
         batch.starts.append(start)
         batch.counts.append(1)
         if seq.token_mask is not None:
-            self._add_mask(batch, seq)
+            self._add_mask(schedule, seq)
         batch.sampled_from.append(index)
         batch.sampled_rows.append(seq.row)
         if self.sends_tokens:
@@ -139,7 +157,7 @@ class BatchWriter:
                     self._enter(batch, sampler, end)
                 assert sampler.row is not None
                 if sampler.token_mask is not None:
-                    self._add_mask(batch, sampler)
+                    self._add_mask(schedule, sampler)
                 schedule.samplers.append(sampler)
                 # Rows with one token come first, so the number of tokens up to one of them is that of the rows.
                 batch.sampled_from.append((len(batch.rows) if num_tokens == 1 else batch.num_tokens) - 1)
@@ -151,12 +169,11 @@ class BatchWriter:
             self.free_rows.append(seq.row)
         seq.leave_table()
 
-    def _add_mask(self, batch: Batch, seq: Sequence) -> None:
-        """Add the mask of the token that is to be sampled next."""
+    def _add_mask(self, schedule: Schedule, seq: Sequence) -> None:
+        """Have the token that is to be sampled next depend on a mask."""
         if seq.num_in_flight:
             raise RuntimeError(f"{seq} has a mask and a token in flight, on which its mask depends")
-        assert seq.token_mask is not None
-        batch.masks[len(batch.sampled_rows)] = seq.token_mask.allowed(seq.output_token_ids)
+        schedule.masked[len(schedule.batch.sampled_rows)] = seq
 
     def _enter(self, batch: Batch, seq: Sequence, num_shared: int) -> None:
         """Make sure that a sequence has a row.
@@ -171,6 +188,7 @@ class BatchWriter:
             batch.forks.append(Fork(seq.parent.row, seq.row, num_shared, seq.seed))
         else:
             new = NewSequence(seq.row, list(seq.token_ids), seq.num_prompt_tokens, seq.seed, seq.settings)
+            new.adapter_slot = seq.group.adapter_slot
             batch.new.append(new)
         seq.parent = None
 

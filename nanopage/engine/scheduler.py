@@ -20,9 +20,10 @@ another one out.
 
 Preemption (PagedAttention, SOSP 2023, section 4.5) is by recomputation or by swapping. Recomputation gives up the
 blocks and computes their tokens again, except those that are still in the prefix cache. A group of several sequences
-takes from the cache only what all of them have in common; a request with prompt_logprobs takes nothing. Swapping keeps
-the blocks in host memory. By default, a group with one live sequence is recomputed. A group with several is swapped,
-because recomputation would have to rebuild what they share. When host memory is full, any group is recomputed.
+takes from the cache only what all of them have in common; a request with prompt_logprobs, or whose hidden states are
+averaged, takes nothing. Swapping keeps the blocks in host memory. By default, a group with one live sequence is
+recomputed. A group with several is swapped, because recomputation would have to rebuild what they share. When host
+memory is full, any group is recomputed.
 
 Progress is certain. No group can outgrow the pool (the engine refuses such requests), so the first in order can always
 run by preempting the others. Within one priority, no group is admitted before an older one. A group of a lower priority
@@ -40,6 +41,7 @@ import time
 from bisect import insort
 
 from nanopage.engine import drafts
+from nanopage.engine.adapter_slots import AdapterSlots
 from nanopage.engine.admission import Admission
 from nanopage.engine.block_manager import BlockManager, Prefix
 from nanopage.engine.schedule import BatchWriter, Schedule, Work, missing_blocks, next_work
@@ -66,6 +68,7 @@ class Scheduler:
         sends_tokens: whether batches carry all sampled tokens (see `Batch.tokens`).
         drafter: guesses the next tokens of decodes (see drafts.py). It needs the results of each step before the next
             step is scheduled.
+        num_adapter_slots: how many adapters the workers can hold.
     """
 
     def __init__(
@@ -77,11 +80,13 @@ class Scheduler:
         num_stages: int = 1,
         sends_tokens: bool = False,
         drafter: drafts.Drafter | None = None,
+        num_adapter_slots: int = 0,
     ):
         self.block_manager, self.num_stages, self.drafter = block_manager, num_stages, drafter
         self.max_num_batched_tokens = max_num_batched_tokens
         self.preemption_mode = preemption_mode
-        self.admission = Admission(block_manager, max_num_seqs)
+        self.adapter_slots = AdapterSlots(num_adapter_slots)
+        self.admission = Admission(block_manager, max_num_seqs, self.adapter_slots)
         self.writer = BatchWriter(block_manager, max_num_seqs, sends_tokens)
         self.suspects: list[SequenceGroup] = []  # run one at a time, each until it gets a token
         self.waiting: list[SequenceGroup] = []
@@ -120,6 +125,7 @@ class Scheduler:
         if drafted:
             drafts.add(self, schedule, drafted)
         schedule.batch.copies = self.block_manager.take_copies()
+        schedule.batch.awaits_masks = bool(schedule.masked)
         return schedule
 
     def advance(self, schedule: Schedule) -> None:
@@ -158,14 +164,16 @@ class Scheduler:
             if not group.finished:
                 known = len(group.prompt_logprobs) - (prompt.start - 1)  # above 0 after a preemption
                 group.prompt_logprobs += prompt.tables[known:]
+        for pooled in result.pooled:
+            schedule.sequences[schedule.batch.rows.index(pooled.row)].group.add_pooled(pooled.start, pooled.values)
         logprobs, num_samplers = result.logprobs, len(schedule.samplers)
         token_ids = result.token_ids[:num_samplers] if schedule.drafted else result.token_ids
         for i, (seq, token_id) in enumerate(zip(schedule.samplers, token_ids, strict=True)):
             if seq.finish_reason is not None:
                 continue
             group = seq.group
-            if token_id == NO_TOKEN:
-                self.fail(group, NOT_FINITE)
+            if token_id == NO_TOKEN or seq in schedule.mask_errors:
+                self.fail(group, schedule.mask_errors.get(seq, NOT_FINITE))
                 continue
             taken.append(seq)
             times = group.metrics.token_times
@@ -177,10 +185,8 @@ class Scheduler:
             seq.append(token_id, logprobs.get(i) if logprobs else None)
             if ending := seq.find_ending():
                 self.finish(group, seq, *ending)
-            elif seq.token_mask is not None:
-                self._find_mask(group, seq)
         if schedule.drafted:
-            taken += drafts.accept(self, schedule, result.token_ids[num_samplers:], now)
+            taken += drafts.accept(self, schedule, result, now)
         if any(seq.candidates for seq in taken):
             for group in schedule.groups:
                 if group.beam_search is not None and not group.finished and all(seq.candidates for seq in group.live):
@@ -253,6 +259,7 @@ class Scheduler:
             if must_wait or not self.admission.fits(group, prefix, self.running, reserved):
                 return
             self._queue(group).pop(0)
+            self._take_slot(group, schedule)
             if swapped:
                 schedule.batch.swap_in += self.block_manager.swap_in([seq.seq_id for seq in group.live])
                 self._record("swapped in", group)
@@ -278,6 +285,13 @@ class Scheduler:
             group.metrics.first_scheduled_time = time.perf_counter()
             group.num_cached_tokens = leader.num_computed_tokens
         self._record("started", group)
+
+    def _take_slot(self, group: SequenceGroup, schedule: Schedule) -> None:
+        """Give a group that is about to run a slot for its adapter, if it has one."""
+        if group.adapter is not None:
+            others = [other for other in self.running if other is not group]
+            group.adapter_slot, loads = self.adapter_slots.take(group.adapter, others)
+            schedule.batch.loads += loads
 
     # Preemption
 
@@ -361,14 +375,6 @@ class Scheduler:
             group.metrics.finished_time = time.perf_counter()
             self._record("finished", group)
 
-    def _find_mask(self, group: SequenceGroup, seq: Sequence) -> None:
-        """Find the mask of the next token now, where an error ends only this request. `BatchWriter` gets it again."""
-        assert seq.token_mask is not None
-        try:
-            seq.token_mask.allowed(seq.output_token_ids)
-        except ValueError as error:
-            self.fail(group, str(error))
-
     # Groups of several sequences (skip at a first reading)
 
     def _fork_siblings(self, leader: Sequence) -> None:
@@ -404,6 +410,7 @@ class Scheduler:
         """
         self.block_manager.reset()
         self.writer.reset()
+        self.adapter_slots.reset()
         self.running, self.swapped = [], []
         for group in groups:
             self._number(group)
@@ -438,6 +445,7 @@ class Scheduler:
             self.waiting = sorted([*self.waiting, *self.running], key=_order)
             self.waiting.remove(group)
             self.running, group.status = [group], Status.RUNNING
+            self._take_slot(group, schedule)
             self._start(group, self.admission.find_prefix(group), schedule)
         self._add_work(schedule, next_work(group, self.max_num_batched_tokens))
 

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Protocol
 
+import numpy as np
+
 from nanopage.engine.beam_search import Beam, BeamSearch, BeamStep
 from nanopage.outputs import RequestMetrics
 from nanopage.step import LogprobTable, SamplingSettings
@@ -30,6 +32,25 @@ class TokenMask(Protocol):
 
         Raises: ValueError if no token may follow, or if it takes too long to find out which.
         """
+
+    def follow(self, output_token_ids: list[int], draft: list[int]) -> list[bytes]:
+        """The tokens that may follow the output, and those that may follow each token of a draft behind it. Ends at the
+        first token of the draft that is not allowed, that ends the output, or behind which no mask can be found.
+
+        Returns: 1 + n masks, as `allowed` returns them, for the first n tokens of the draft.
+        Raises: ValueError as `allowed`, never because of the draft.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """Weights that a request adds to the model's. Sequences with different ones never share blocks: see `cache_salt`.
+
+    path: the directory that the workers load it from.
+    """
+
+    adapter_id: int
+    path: str
 
 
 @dataclass(slots=True, eq=False)
@@ -161,6 +182,7 @@ class SequenceGroup:
         priority: lower runs first.
         beam_search: chooses the next beams, if the request is a beam search.
         ranks: whether completions compete, so that none can be returned before all have ended.
+        adapter: needs one of the workers' slots while the group runs.
     """
 
     def __init__(
@@ -170,12 +192,15 @@ class SequenceGroup:
         priority: int = 0,
         beam_search: BeamSearch | None = None,
         ranks: bool = False,
+        adapter: Adapter | None = None,
     ):
         self.request_id = request_id
         self.seqs = seqs
         self.priority = priority
         self.beam_search = beam_search
         self.ranks = ranks
+        self.adapter = adapter
+        self.adapter_slot = -1  # while it runs
         self.masked = any(seq.token_mask is not None for seq in seqs)
         for seq in seqs:
             seq.group = self
@@ -192,6 +217,7 @@ class SequenceGroup:
         self.error: str | None = None  # why the request could not be completed
         self.read_as_it_comes = True  # whether tokens become text before the request ends
         self.prompt_logprobs: list[LogprobTable] = []
+        self.pooled: np.ndarray | None = None  # what has been pooled of the prompt: float64 [size]
         self.metrics = RequestMetrics(time.perf_counter())
 
     @property
@@ -208,6 +234,12 @@ class SequenceGroup:
     @property
     def finished(self) -> bool:
         return self.status is Status.FINISHED
+
+    def add_pooled(self, start: int, values: list[float]) -> None:
+        """Take in what has been pooled of the prompt's tokens from position `start` on. From 0 on, it begins again."""
+        vector = np.array(values)
+        adds_up = self.seqs[0].settings.pooling_type == "MEAN" and start > 0
+        self.pooled = self.pooled + vector if adds_up and self.pooled is not None else vector
 
     def choose_beams(self) -> tuple[list[Sequence], list[tuple[Sequence, Sequence]]]:
         """Choose the next beams when all beams have their candidates. `take_beams` makes the choice the group's state.

@@ -1,4 +1,5 @@
-"""Speculative decoding with n-gram drafts: NgramDrafter guesses the next tokens of sequences from their own tokens.
+"""Speculative decoding: NgramDrafter guesses the next tokens of sequences from their own tokens. DraftGains decides
+which drafts pay, also for those of a draft model (draft_model.py).
 
 A text often repeats parts of itself: an answer quotes the document it is about, an edit copies most of the code. If the
 last few tokens of a sequence have occurred in it before, the draft is what followed them there (prompt lookup; Saxena
@@ -9,13 +10,14 @@ The first sample that differs is still right, because it depends only on the tok
 So the output is exactly that without drafts, with seeds as well, because the noise of a token depends only on the seed,
 the position and the token id. (In 16-bit types, rounding depends on the number of rows of a step, as without drafts.)
 
-A draft costs time whether it is right or not. `propose` takes the drafts that promise the most tokens per second, and
-none if that is no more than without:
+A draft costs time whether it is right or not. `DraftGains.choose` takes the drafts that promise the most tokens per
+second, and none if that is no more than without:
 
     tokens     a sequence that accepts a share p of its drafts' tokens yields 1 + p + p^2 + ... + p^n tokens
     seconds    what steps with as many rows, and as many tokens of drafts, have taken (`StepCosts`)
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from nanopage.config import SpeculativeConfig
@@ -30,56 +32,93 @@ FIXED_COST = 32  # of a step, in rows, until steps with drafts are measured: a h
 FORGET_AFTER = 256  # steps, after which a measured time is measured again
 
 
+class DraftGains:
+    """Which drafts pay: learns from the steps of an engine what they take, and how often drafts are right."""
+
+    def __init__(self) -> None:
+        self.costs, self.acceptance = StepCosts(), Acceptance()
+
+    def choose(
+        self,
+        drafts: dict[Sequence, int],
+        most: int,
+        num_rows: int,
+        seconds_to_make: Callable[[int], float] = lambda length: 0.0,
+    ) -> dict[Sequence, int]:
+        """How many tokens of each draft promise the most tokens per second.
+
+        Args:
+            drafts: how long each could be.
+            most: tokens of all drafts together.
+            num_rows: of the step.
+            seconds_to_make: the time in which drafts of up to so many tokens are made.
+        """
+        everywhere = self.acceptance.share(EXPECTED_SHARE)
+        gains = []  # (probability that the token is accepted, its number in its draft, the sequence)
+        for seq, length in drafts.items():
+            share = state_of(seq).acceptance.share(everywhere)
+            gains += [(share ** (i + 1), i + 1, seq) for i in range(length)]
+        gains.sort(key=lambda gain: -gain[0])  # the tokens of a draft stay in order
+        plain = self.costs.estimate(num_rows, 0)
+        best, best_speedup, tokens, longest = 0, LEAST_SPEEDUP, float(num_rows), 0
+        for number, (probability, place, _) in enumerate(gains[:most], 1):
+            tokens, longest = tokens + probability, max(longest, place)
+            seconds = self.costs.estimate(num_rows, number)
+            if plain and seconds:
+                speedup = tokens / num_rows * plain / (seconds + seconds_to_make(longest))
+                if speedup > best_speedup:
+                    best, best_speedup = number, speedup
+        lengths: dict[Sequence, int] = {}
+        for _, place, seq in gains[:best]:
+            lengths[seq] = place
+        for seq in drafts.keys() - lengths.keys():
+            state_of(seq).acceptance.fade(0.98)  # so that it is tried again some day
+        if drafts and not lengths:
+            self.acceptance.fade(0.99)
+        return lengths
+
+    def learn(self, seq: Sequence, num_drafted: int, num_accepted: int) -> None:
+        """Take in how many tokens of a draft were sampled."""
+        state_of(seq).acceptance.add(num_drafted, num_accepted, 0.9)
+        self.acceptance.add(num_drafted, num_accepted, 0.99)
+
+    def observe(self, stats: StepStats, seconds: float) -> None:
+        """Take in a step and its time, without that of making its drafts."""
+        if not (stats.prefill_tokens or stats.swapped_in or stats.swapped_out):
+            self.costs.add(stats.decode_tokens - stats.draft_tokens, stats.draft_tokens, seconds)
+
+
 class NgramDrafter:
-    """Proposes drafts for an engine's decodes (a `Drafter`, see drafts.py)."""
+    """Proposes drafts from the sequences' own tokens (a `Drafter`, see drafts.py)."""
 
     def __init__(self, config: SpeculativeConfig):
-        self.config, self.costs, self.acceptance = config, StepCosts(), Acceptance()
+        self.config, self.gains = config, DraftGains()
 
     def propose(self, decodes: list[Sequence], most: int, schedule: Schedule) -> dict[Sequence, list[int]]:
         num_rows = len(schedule.sequences)
-        if schedule.chunks or num_rows > MOST_ROWS or self.costs.estimate(num_rows, 0) is None:
+        if schedule.chunks or num_rows > MOST_ROWS or self.gains.costs.estimate(num_rows, 0) is None:
             return {}
         drafts = {seq: draft for seq in decodes if (draft := self._draft(seq))}
-        lengths = self._choose_lengths(drafts, most, num_rows)
-        for seq in drafts.keys() - lengths.keys():
-            seq.draft_state.acceptance.fade(0.98)  # so that it is tried again some day
-        if drafts and not lengths:
-            self.acceptance.fade(0.99)
+        lengths = self.gains.choose({seq: len(draft) for seq, draft in drafts.items()}, most, num_rows)
         return {seq: drafts[seq][:length] for seq, length in lengths.items()}
 
     def learn(self, seq: Sequence, num_drafted: int, num_accepted: int) -> None:
-        seq.draft_state.acceptance.add(num_drafted, num_accepted, 0.9)
-        self.acceptance.add(num_drafted, num_accepted, 0.99)
+        self.gains.learn(seq, num_drafted, num_accepted)
 
     def observe(self, stats: StepStats) -> None:
-        if not (stats.prefill_tokens or stats.swapped_in or stats.swapped_out):
-            self.costs.add(stats.decode_tokens - stats.draft_tokens, stats.draft_tokens, stats.seconds)
+        self.gains.observe(stats, stats.seconds)
+
+    def rest(self) -> None:
+        """What it knows of a sequence goes with the sequence."""
+
+    def restart(self) -> None:
+        """What it knows of a sequence depends on nothing but its tokens."""
 
     def _draft(self, seq: Sequence) -> list[int]:
-        if seq.draft_state is None:
-            seq.draft_state = DraftState(NgramIndex(self.config.prompt_lookup_max, self.config.prompt_lookup_min))
-        return seq.draft_state.index.draft(seq.token_ids, self.config.num_speculative_tokens)
-
-    def _choose_lengths(self, drafts: dict[Sequence, list[int]], most: int, num_rows: int) -> dict[Sequence, int]:
-        """How many tokens of each draft promise the most tokens per second."""
-        everywhere = self.acceptance.share(EXPECTED_SHARE)
-        gains = []  # (probability that the token is accepted, its sequence) of each token of the drafts
-        for seq, draft in drafts.items():
-            share = seq.draft_state.acceptance.share(everywhere)
-            gains += [(share ** (i + 1), seq) for i in range(len(draft))]
-        gains.sort(key=lambda gain: -gain[0])  # the tokens of a draft stay in order
-        plain = self.costs.estimate(num_rows, 0)
-        best, best_speedup, tokens = 0, LEAST_SPEEDUP, float(num_rows)
-        for number, (probability, _) in enumerate(gains[:most], 1):
-            tokens += probability
-            seconds = self.costs.estimate(num_rows, number)
-            if plain and seconds and (speedup := tokens / num_rows * plain / seconds) > best_speedup:
-                best, best_speedup = number, speedup
-        lengths: dict[Sequence, int] = {}
-        for _, seq in gains[:best]:
-            lengths[seq] = lengths.get(seq, 0) + 1
-        return lengths
+        state = state_of(seq)
+        if state.index is None:
+            state.index = NgramIndex(self.config.prompt_lookup_max, self.config.prompt_lookup_min)
+        return state.index.draft(seq.token_ids, self.config.num_speculative_tokens)
 
 
 class NgramIndex:
@@ -140,10 +179,16 @@ class Acceptance:
 
 @dataclass(slots=True)
 class DraftState:
-    """What the drafter keeps of a sequence."""
+    """What a drafter keeps of a sequence."""
 
-    index: NgramIndex
+    index: NgramIndex | None = None
     acceptance: Acceptance = field(default_factory=Acceptance)
+
+
+def state_of(seq: Sequence) -> DraftState:
+    if seq.draft_state is None:
+        seq.draft_state = DraftState()
+    return seq.draft_state
 
 
 @dataclass(slots=True)

@@ -365,10 +365,7 @@ class TritonAttention:
 
         Args:
             kv_cache: one layer's cache (see pages.py). block_size must be a power of two.
-            window, scales: as in layers/attention.py.
-            scale: of the products of q and K, above 0; default head_dim ** -0.5.
-            softcap: scores become softcap * tanh(scores / softcap); 0 for none (Gemma 2).
-            out: filled and returned, [T, heads, head_dim], contiguous. None: a new tensor.
+            the others: as in layers/attention.py.
         """
         scale = q.shape[2] ** -0.5 if scale is None else scale
         if out is None:

@@ -42,9 +42,12 @@ class ReferenceAttention:
         kv_cache: Tensor,
         window: int | None = None,
         scales: tuple[float, float] = (1.0, 1.0),
+        scale: float | None = None,
+        softcap: float = 0.0,
         out: Tensor | None = None,
     ) -> Tensor:
-        attended = paged_attention(q, kv_cache, self.block_tables, self.query_lens, self.seq_lens, window, scales)
+        sequences = self.block_tables, self.query_lens, self.seq_lens
+        attended = paged_attention(q, kv_cache, *sequences, window, scales, scale, softcap)
         return attended if out is None else out.copy_(attended)
 
 
@@ -56,17 +59,21 @@ def paged_attention(
     seq_lens: Tensor,
     window: int | None = None,
     scales: tuple[float, float] = (1.0, 1.0),
+    scale: float | None = None,
+    softcap: float = 0.0,
 ) -> Tensor:
     """Causal attention of q [T, heads, head_dim] over each sequence's pages.
 
     Slots between a sequence's end and the end of its last block are read and masked: they must hold finite values.
 
-    Args: kv_cache, window and scales as in layers/attention.py; the others as in ReferenceAttention.
+    Args: block_tables, query_lens and seq_lens as in ReferenceAttention; the others as in layers/attention.py.
     Returns: [T, heads, head_dim]
     """
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    scale = q.shape[2] ** -0.5 if scale is None else scale
+    k_scale, v_scale = scales if kv_cache.dtype == FP8 else (1.0, 1.0)
     for chunks, tables in chunks_of(q, kv_cache, block_tables, query_lens, seq_lens, window):
-        attend_chunks(chunks, q, kv_cache, tables, out, *(scales if kv_cache.dtype == FP8 else (1.0, 1.0)))
+        attend_chunks(chunks, q, kv_cache, tables, out, scale * k_scale, v_scale, softcap)
     return out
 
 
@@ -76,18 +83,19 @@ def attend_chunks(
     kv_cache: Tensor,
     block_tables: Tensor,
     out: Tensor,
-    k_scale: float = 1.0,
+    scale: float,
     v_scale: float = 1.0,
+    softcap: float = 0.0,
 ) -> None:
     """Causal attention of the chunks' queries over block_tables [chunks, blocks]. Fills their rows of `out` [T, heads,
-    head_dim]."""
+    head_dim]. scale: of the products of q and K, including that of K."""
     kv_heads, head_dim = kv_cache.shape[2], q.shape[2]
     k, v = (pages.to(q.dtype) for pages in gather(kv_cache, block_tables, head_dim))
     count = len(k)
     k, v = k.flatten(0, 1), v.flatten(0, 1)  # [chunks * kv_heads, head_dim, keys] and [.., keys, head_dim]
     first_row = int(chunks.rows[0, 0])
     rows = chunks.rows.flatten() if count > 1 else slice(first_row, first_row + chunks.rows.shape[1])
-    q = (q[rows] * (head_dim**-0.5 * k_scale)).view(count, -1, kv_heads, q.shape[1] // kv_heads, head_dim)
+    q = (q[rows] * scale).view(count, -1, kv_heads, q.shape[1] // kv_heads, head_dim)
     # Products are computed in bfloat16, where they are fast, or in float32 at least: those of float16 could overflow.
     exact = torch.promote_types(q.dtype, torch.float32)
     if q.dtype == torch.float16:
@@ -99,6 +107,8 @@ def attend_chunks(
     for begin, end, first, last, mask in chunks.tiles:
         queries = q[:, :, :, begin:end].reshape(count * kv_heads, -1, head_dim)  # all heads that share a KV head
         scores = (queries @ k[:, :, :last]).view(count, -1, end - begin, last)
+        if softcap:
+            scores = softcap * torch.tanh(scores / softcap)
         if mask is not None:
             scores[..., first:] += mask
         weights = scores.softmax(dim=-1).to(v.dtype).view(count * kv_heads, -1, last)

@@ -35,7 +35,8 @@ class Attention(Protocol):
         kv_cache: Tensor,
         window: int | None = None,
         scales: tuple[float, float] = (1.0, 1.0),
-        *,
+        scale: float | None = None,
+        softcap: float = 0.0,
         out: Tensor | None = None,
     ) -> Tensor:
         """Compute causal attention of each token over its own sequence, whose K and V the cache already has.
@@ -44,6 +45,8 @@ class Attention(Protocol):
             q: [T, num_heads, head_dim], rotated.
             kv_cache, scales: as in `write`.
             window: attend only to the last `window` tokens, including the token itself. None: to all.
+            scale: of the products of q and K, above 0. None: head_dim ** -0.5.
+            softcap: scores become softcap * tanh(scores / softcap) (Gemma 2). 0: they stay.
             out: filled and returned, contiguous. None: a new tensor.
 
         Returns: [T, num_heads, head_dim]

@@ -42,11 +42,12 @@ class SlicedHead(nn.Module):
     Args:
         gather: takes this worker's logits [T, size]. Returns [T, vocab_size]: on the first worker all logits, on
             others zeros, which nothing reads.
+        vocab_size: of the whole model.
     """
 
-    def __init__(self, linear: nn.Module, gather: Callable[[Tensor], Tensor]):
+    def __init__(self, linear: nn.Module, gather: Callable[[Tensor], Tensor], vocab_size: int):
         super().__init__()
-        self.linear, self.gather = linear, gather
+        self.linear, self.gather, self.out_features = linear, gather, vocab_size
 
     def forward(self, x: Tensor) -> Tensor:
         return self.gather(self.linear(x).contiguous())

@@ -9,29 +9,40 @@ from nanopage.config import RopeConfig
 
 
 class RotaryEmbedding(nn.Module):
-    """Computes the rotations of all heads and layers: positions [T] -> (cos, sin), [T, 1, head_dim / 2] in `dtype`."""
+    """Computes the rotations of all heads: positions [T] -> (cos, sin) of each rope, [T, 1, rotated / 2] in `dtype`.
+
+    Args: ropes: of the model, which has one or two. They rotate the same number of dimensions.
+    """
 
     frequencies: Tensor
 
-    def __init__(self, head_dim: int, rope: RopeConfig):
+    def __init__(self, head_dim: int, *ropes: RopeConfig):
         super().__init__()
-        frequencies, self.scale = inverse_frequencies(head_dim, rope)
-        self.register_buffer("frequencies", frequencies, persistent=False)
+        frequencies, self.scales = zip(*(inverse_frequencies(head_dim, rope) for rope in ropes), strict=True)
+        self.register_buffer("frequencies", torch.stack(frequencies), persistent=False)
 
-    def forward(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        # Angles are float32: bfloat16 cannot tell position 256 from 257.
-        angles = positions[:, None, None].float() * self.frequencies
-        return (angles.cos() * self.scale).to(dtype), (angles.sin() * self.scale).to(dtype)
+    def forward(self, positions: Tensor, dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
+        rotations = []
+        for frequencies, scale in zip(self.frequencies, self.scales, strict=True):
+            # Angles are float32: bfloat16 cannot tell position 256 from 257.
+            angles = positions[:, None, None].float() * frequencies
+            rotations.append(((angles.cos() * scale).to(dtype), (angles.sin() * scale).to(dtype)))
+        return rotations
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the heads of x [T, heads, head_dim] by the cos and sin [T, 1, head_dim / 2] of RotaryEmbedding."""
+    """Rotate the heads of x [T, heads, head_dim] by the cos and sin [T, 1, rotated / 2] of RotaryEmbedding: the first
+    `rotated` dimensions of each."""
+    rotated = 2 * cos.shape[-1]
+    if rotated < x.shape[-1]:
+        return torch.cat((rotate(x[..., :rotated], cos, sin), x[..., rotated:]), dim=-1)
     x1, x2 = x.chunk(2, dim=-1)
     return torch.cat((torch.addcmul(x1 * cos, x2, sin, value=-1), torch.addcmul(x2 * cos, x1, sin)), dim=-1)
 
 
 def inverse_frequencies(head_dim: int, rope: RopeConfig) -> tuple[Tensor, float]:
-    """The frequencies, float32 [head_dim / 2] on the CPU, and the scale of cos and sin. For all `config.ROPE_TYPES`."""
+    """The frequencies, float32 [rotated / 2] on the CPU, and the scale of cos and sin. For all `config.ROPE_TYPES`."""
+    head_dim = rope.num_rotated(head_dim)
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim
     frequencies = 1.0 / rope.theta**exponents
     if rope.rope_type == "linear":  # position interpolation, Chen et al. 2023
@@ -40,7 +51,9 @@ def inverse_frequencies(head_dim: int, rope: RopeConfig) -> tuple[Tensor, float]
         return _llama3(frequencies, rope.params), 1.0
     if rope.rope_type == "yarn":
         return _yarn(frequencies, head_dim, rope.theta, rope.params)
-    return frequencies, 1.0
+    if rope.rope_type == "longrope":
+        return _longrope(frequencies, rope.params)
+    return frequencies, 1.0  # also "dynamic": it differs only beyond max_position_embeddings, where no sequence goes
 
 
 def _llama3(frequencies: Tensor, params: dict) -> Tensor:
@@ -76,3 +89,15 @@ def _yarn(frequencies: Tensor, head_dim: int, theta: float, params: dict) -> tup
         mscale, mscale_all_dim = params.get("mscale"), params.get("mscale_all_dim")
         scale = magnitude(mscale) / magnitude(mscale_all_dim) if mscale and mscale_all_dim else magnitude(1.0)
     return frequencies, float(scale)
+
+
+def _longrope(frequencies: Tensor, params: dict) -> tuple[Tensor, float]:
+    """LongRoPE (Ding et al. 2024): a divisor for each frequency, one list for sequences within the original context and
+    one for longer ones. As in vLLM, the longest that a sequence may have decides."""
+    original = params["original_max_position_embeddings"]
+    factors = params["long_factor" if params["length"] > original else "short_factor"]
+    factor = params.get("factor") or params["max_position_embeddings"] / original
+    scale = params.get("attention_factor")
+    if scale is None:
+        scale = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+    return frequencies / torch.tensor(factors, dtype=torch.float32, device="cpu"), float(scale)

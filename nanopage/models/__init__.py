@@ -1,15 +1,59 @@
-"""Model families, one file each: a family's names in config.json and GGUF files, its fields, and its decoder layer."""
+"""Model families, one file each: a family's names in config.json and GGUF files, its fields, and its decoder layer.
+
+An installed package may add families of its own: modules like those here, named by entry points of the group
+`nanopage.models` (see docs/adding-a-model.md). Nothing is ever imported from a model's directory.
+"""
 
 import importlib
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
 from types import ModuleType
 
-FAMILIES = ("llama", "qwen2", "qwen3")
+FAMILIES = (
+    "llama", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "olmo2", "granite", "mixtral", "qwen2_moe", "qwen3_moe",
+)  # fmt: skip
+ENCODERS = ("bert", "roberta")  # families without a decoder layer
+GROUP = "nanopage.models"
+NEEDED = ("ARCHITECTURES", "GGUF_ARCHITECTURE", "GGUF_TENSORS", "read_config", "make_layer")
 
 
 def find_family(architecture: str) -> ModuleType | None:
-    """The module of the family that has an architecture of config.json, such as "LlamaForCausalLM"."""
-    return next((family for family in load_families() if architecture in family.ARCHITECTURES), None)
+    """The module of the family that has an architecture of config.json, such as "LlamaForCausalLM". Families of other
+    packages are imported only if no family here has it. Raises: as `load_families`."""
+    for families in (own_families, other_families):
+        for family in families():
+            if architecture in family.ARCHITECTURES:
+                return family
+    return None
 
 
 def load_families() -> list[ModuleType]:
+    """All families, those of other packages last. Raises: ValueError naming an entry point that is not a family."""
+    return own_families() + other_families()
+
+
+def own_families() -> list[ModuleType]:
     return [importlib.import_module(f"nanopage.models.{name}") for name in FAMILIES]
+
+
+def other_families() -> list[ModuleType]:
+    return [load_entry_point(entry) for entry in entry_points(group=GROUP)]
+
+
+@cache
+def load_entry_point(entry: EntryPoint) -> ModuleType:
+    """The module of a family in another package. Raises: ValueError naming the entry point."""
+    place = f"the entry point {entry.name} = {entry.value} of the group {GROUP}"
+    try:
+        family = entry.load()
+    except Exception as error:  # of any kind: the module is not ours
+        raise ValueError(f"{place} cannot be loaded: {type(error).__name__}: {error}") from error
+    if missing := [name for name in NEEDED if not hasattr(family, name)]:
+        raise ValueError(f"{place} is not a model family: it lacks {', '.join(missing)}")
+    return family
+
+
+def find_encoder(architecture: str) -> ModuleType | None:
+    """The module of the family of encoders that has an architecture, such as "BertModel"."""
+    families = [importlib.import_module(f"nanopage.models.{name}") for name in ENCODERS]
+    return next((family for family in families if architecture in family.ARCHITECTURES), None)

@@ -7,6 +7,7 @@ a layer:   x = x + attention(norm(x))
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,12 +30,16 @@ class Decoder(nn.Module):
     def __init__(self, config: ModelConfig, layers: Sequence[nn.Module]):
         super().__init__()
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
-        self.rotary = RotaryEmbedding(config.head_dim, config.rope)
+        ropes = [rope for rope in (config.rope, config.local_rope) if rope is not None]
+        self.rotary = RotaryEmbedding(config.head_dim, *ropes)
         self.layers = nn.ModuleList(layers)
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.norm = make_norm(config)
         self.lm_head = Linear(config.hidden_size, config.vocab_size)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
+        self.embedding_scale = config.embedding_scale
+        self.logit_divisor, self.logit_softcap = config.logit_divisor, config.logit_softcap
+        self.score: Linear | None = None  # the head of a model that classifies, instead of `lm_head`
 
     def forward(
         self,
@@ -54,16 +59,51 @@ class Decoder(nn.Module):
 
         Returns: [T, hidden_size], or [len(rows), hidden_size].
         """
-        x = self.embed_tokens(input_ids)
-        cos, sin = self.rotary(positions, x.dtype)
+        x = self.embed(input_ids)
+        rotations = self.rotary(positions, x.dtype)
         last = len(self.layers) - 1
-        for index, (layer, cache) in enumerate(zip(self.layers, kv_cache.unbind(0), strict=True)):
-            x = layer(x, cos, sin, cache, attention, rows if index == last else None)
+        layers: Any = self.layers
+        for index, (layer, cache) in enumerate(zip(layers, kv_cache.unbind(0), strict=True)):
+            x = layer(x, *rotations[layer.rope], cache, attention, rows if index == last else None)
         return x
+
+    def take(self, decoder: "Decoder") -> None:
+        """Use the modules of another decoder."""
+        self.embed_tokens, self.rotary, self.layers = decoder.embed_tokens, decoder.rotary, decoder.layers
+        self.norm, self.lm_head, self.score = decoder.norm, decoder.lm_head, decoder.score
+        self.embedding_scale = decoder.embedding_scale
+        self.logit_divisor, self.logit_softcap = decoder.logit_divisor, decoder.logit_softcap
+
+    def embed(self, input_ids: Tensor) -> Tensor:
+        """input_ids [T] -> the input of the first layer, [T, hidden_size]"""
+        x = self.embed_tokens(input_ids)
+        if self.embedding_scale == 1:
+            return x
+        return x * torch.full((), self.embedding_scale, dtype=x.dtype, device=x.device)  # rounded, as in transformers
+
+    def answer_with(self, no: int, yes: int) -> None:
+        """Replace `lm_head` by `score`: the logit of token `yes` minus that of token `no`. The sigmoid of it is the
+        probability of `yes`, if only these two tokens may follow."""
+        weight = self.lm_head.weight.data
+        self.score = Linear(weight.shape[1], 1)
+        self.score.weight = nn.Parameter((weight[yes] - weight[no])[None], requires_grad=False)
+        self.lm_head = None  # type: ignore[assignment]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [T, hidden_size] -> [T, vocab_size]"""
-        return self.lm_head(self.norm(hidden))
+        return scale_logits(self.lm_head(self.norm(hidden)), self.logit_divisor, self.logit_softcap)
+
+
+def make_norm(config: ModelConfig, size: int | None = None) -> RMSNorm:
+    """A norm of this family. size: of the last dimension. None: hidden_size."""
+    return RMSNorm(size or config.hidden_size, config.rms_norm_eps, config.norm_offset)
+
+
+def scale_logits(logits: Tensor, divisor: float, softcap: float) -> Tensor:
+    """What some families do with the logits of the head (see ModelConfig)."""
+    if divisor != 1:
+        logits = logits / divisor
+    return softcap * torch.tanh(logits / softcap) if softcap else logits
 
 
 class DecoderLayer(nn.Module):
@@ -71,15 +111,20 @@ class DecoderLayer(nn.Module):
 
     def __init__(self, config: ModelConfig, self_attn: "SelfAttention", mlp: nn.Module):
         super().__init__()
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.input_layernorm = make_norm(config)
         self.self_attn = self_attn
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = make_norm(config)
         self.mlp = mlp
 
     @property
     def window(self) -> int | None:
         """How many of the last tokens attention sees; None for all."""
         return self.self_attn.window
+
+    @property
+    def rope(self) -> int:
+        """Which of the model's ropes rotates q and k (see RotaryEmbedding)."""
+        return self.self_attn.rope
 
     @property
     def kv_scales(self) -> tuple[float, float]:
@@ -97,7 +142,7 @@ class DecoderLayer(nn.Module):
     ) -> Tensor:
         q, k, v = self.before(x, cos, sin)
         attention.write(k, v, kv_cache, self.kv_scales)
-        attended = attention.attend(q, kv_cache, self.window, self.kv_scales)
+        attended = self.attend(attention, q, kv_cache)
         if rows is not None:
             x, attended = x[rows], attended[rows]
         return self.after(x, attended)
@@ -105,6 +150,11 @@ class DecoderLayer(nn.Module):
     def before(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The part before attention: q, k and v, rotated (see `SelfAttention.rotated`)."""
         return self.self_attn.rotated(self.heads(x), cos, sin)
+
+    def attend(self, attention: Attention, q: Tensor, kv_cache: Tensor, out: Tensor | None = None) -> Tensor:
+        """Attention with what is particular to this layer. Args and return value: as in `Attention.attend`."""
+        part = self.self_attn
+        return attention.attend(q, kv_cache, part.window, part.kv_scales, part.scale, part.softcap, out)
 
     def heads(self, x: Tensor) -> Tensor:
         """The part before the rotation: q, k and v of every head (see `SelfAttention.heads`)."""
@@ -128,6 +178,8 @@ class SelfAttention(nn.Module):
         super().__init__()
         self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
         self.window = config.sliding_windows[index]
+        self.rope = int(config.local_rope is not None and self.window is not None)
+        self.scale, self.softcap = config.attention_scale, config.attention_softcap
         self.kv_scales = (1.0, 1.0)  # the loader sets those of the checkpoint
         q_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         parts = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
@@ -165,4 +217,9 @@ def meta_model(config: ModelConfig) -> Decoder:
     if family is None:
         raise ValueError(f"architecture {config.architecture!r} is not supported")
     with torch.device("meta"):
-        return Decoder(config, [family.make_layer(config, index) for index in range(config.num_layers)])
+        model = Decoder(config, [family.make_layer(config, index) for index in range(config.num_layers)])
+        if (pooling := config.pooling) is not None and pooling.answers is None:
+            model.lm_head = None  # type: ignore[assignment]
+            if pooling.task == "classify":
+                model.score = Linear(config.hidden_size, pooling.num_labels)
+        return model

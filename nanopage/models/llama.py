@@ -12,6 +12,7 @@ from nanopage.models.decoder import DecoderLayer, SelfAttention
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM")
 GGUF_ARCHITECTURE = "llama"
 GGUF_TENSORS: dict[str, str] = {}  # in addition to those of every family
+GGUF_REORDERED = True  # rows of q and k
 
 
 def read_config(fields: Fields, architecture: str) -> dict[str, Any]:
@@ -30,4 +31,5 @@ def read_config(fields: Fields, architecture: str) -> dict[str, Any]:
 
 def make_layer(config: ModelConfig, index: int) -> DecoderLayer:
     attention = SelfAttention(config, index, config.attention_bias, config.attention_bias)
-    return DecoderLayer(config, attention, MLP(config.hidden_size, config.intermediate_size, config.mlp_bias))
+    mlp = MLP(config.hidden_size, config.intermediate_size, config.mlp_bias, config.activation)
+    return DecoderLayer(config, attention, mlp)

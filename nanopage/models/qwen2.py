@@ -26,4 +26,5 @@ def read_config(fields: Fields, architecture: str) -> dict[str, Any]:
 
 def make_layer(config: ModelConfig, index: int) -> DecoderLayer:
     attention = SelfAttention(config, index, qkv_bias=True)
-    return DecoderLayer(config, attention, MLP(config.hidden_size, config.intermediate_size))
+    mlp = MLP(config.hidden_size, config.intermediate_size, activation=config.activation)
+    return DecoderLayer(config, attention, mlp)

@@ -26,7 +26,8 @@ def read_config(fields: Fields, architecture: str) -> dict[str, Any]:
 
 
 def make_layer(config: ModelConfig, index: int) -> DecoderLayer:
-    return DecoderLayer(config, Qwen3Attention(config, index), MLP(config.hidden_size, config.intermediate_size))
+    mlp = MLP(config.hidden_size, config.intermediate_size, activation=config.activation)
+    return DecoderLayer(config, Qwen3Attention(config, index), mlp)
 
 
 class Qwen3Attention(SelfAttention):

@@ -22,12 +22,13 @@ class Penalties:
     """Applies the penalties of rows of a sequence table to their logits.
 
     Memory: from the first presence or frequency penalty on, 4 bytes * rows of the table * vocab_size (149 MiB for 257
-    rows and 151,936 tokens); during a call, about 100 bytes for each token of the sequences that have penalties.
+    rows and 151,936 tokens), or more if drafts let a step sample more tokens than the table has rows; during a call,
+    about 100 bytes for each token of the sequences that have penalties.
     """
 
     def __init__(self, table: "SequenceTable"):
         self.table = table
-        self._counts: Tensor | None = None  # int32 [rows * vocab_size], to count in; nothing is kept in it
+        self._counts: Tensor | None = None  # int32 [at least rows * vocab_size], to count in; nothing is kept in it
 
     def apply(self, logits: Tensor, rows: np.ndarray, positions: np.ndarray) -> None:
         """Apply penalties in place. Does not synchronize with the device.
@@ -58,17 +59,18 @@ class Penalties:
         values = logits.view(-1).index_select(0, index)
         values = torch.where(values > 0, values / repetition, values * repetition)
         if sampling.counted[rows].any():
-            counts = self._count(in_counts + tokens, each >= output, vocab_size)
+            counts = self._count(in_counts + tokens, each >= output, len(which) * vocab_size)
             values = values - frequency * counts - presence * (counts > 0)
         logits.view(-1).scatter_(0, index, values)  # a token that occurs several times gets the same value each time
 
-    def _count(self, index: Tensor, counted: Tensor, vocab_size: int) -> Tensor:
+    def _count(self, index: Tensor, counted: Tensor, size: int) -> Tensor:
         """For each of N indices, at how many places with the same index `counted` is true.
 
-        Args: index: row * vocab_size + token, int64 [N]; counted: bool [N].
+        Args: index: row * vocab_size + token, int64 [N]; counted: bool [N]; size: above all indices.
         Returns: int32 [N].
         """
-        if self._counts is None:
-            self._counts = torch.empty(len(self.table.tokens) * vocab_size, dtype=torch.int32, device=index.device)
+        if self._counts is None or len(self._counts) < size:
+            size = max(size, len(self.table.tokens) * self.table.sampling.vocab_size)
+            self._counts = torch.empty(size, dtype=torch.int32, device=index.device)
         self._counts.index_fill_(0, index, 0).index_add_(0, index, counted.int())
         return self._counts.index_select(0, index)

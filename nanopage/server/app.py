@@ -21,16 +21,30 @@ from nanopage.engine.input_processor import PromptTooLongError
 from nanopage.engine_args import EngineArgs
 from nanopage.metrics import Metric
 from nanopage.params import SamplingParams
+from nanopage.server.adapters import LoadBody, ServedAdapters, UnloadBody
 from nanopage.server.chat import Chat
 from nanopage.server.completions import Completions
 from nanopage.server.errors import ApiError, from_http, from_validation, invalid, json_response
 from nanopage.server.generation import too_long
 from nanopage.server.metrics import CONTENT_TYPE, ServerMetrics
 from nanopage.server.middleware import OPEN_PATHS, Gate
-from nanopage.server.protocol import ChatBody, CompletionBody, DetokenizeBody, ResponsesBody, SamplingBody, TokenizeBody
+from nanopage.server.pooling import PoolingCall, check_task, embeddings, rerank, score
+from nanopage.server.protocol import (
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    EmbeddingBody,
+    PoolingBody,
+    RerankBody,
+    ResponsesBody,
+    SamplingBody,
+    ScoreBody,
+    TokenizeBody,
+)
 from nanopage.server.responses import Responses
 from nanopage.server.streaming import GONE, ClientGoneError, EventStream, unless_gone
 from nanopage.server.templates import chat_prompt
+from nanopage.server.tools import ToolOptions, read_tool_use
 
 if TYPE_CHECKING:
     from nanopage.server.tracing import Tracer
@@ -39,15 +53,9 @@ logger = logging.getLogger("nanopage")
 
 MAX_RETRY_AFTER = 120  # seconds: OpenAI's SDK gives up above
 NOT_SERVED = {  # path -> why
-    "/v1/embeddings": "the model makes no embeddings",
-    "/pooling": "the model makes no embeddings",
-    "/v1/score": "the model makes no scores",
-    "/score": "the model makes no scores",
-    "/v1/rerank": "the model makes no scores",
-    "/v2/rerank": "the model makes no scores",
-    "/rerank": "the model makes no scores",
-    "/classify": "the model makes no classes",
-    "/v1/moderations": "the model makes no classes",
+    "/pooling": "use /v1/embeddings or /v1/score",
+    "/classify": "classes are not served: use LLM.classify",
+    "/v1/moderations": "classes are not served: use LLM.classify",
     "/v1/messages": "use /v1/chat/completions",
     "/v1/audio/transcriptions": "the model hears nothing",
     "/v1/audio/translations": "the model hears nothing",
@@ -68,8 +76,11 @@ class ServerState:
         stall_seconds: after how long a step counts as hung.
         strict_fields: refuse fields that are not known.
         salt_per_key: keep the cached prefixes of clients with different API keys apart.
+        allow_runtime_lora_updating: clients may load adapters from any directory, and unload them.
+        tool_options: how calls of tools are read.
         tracer: gets every request whose last output has been read.
         llm: None while the model loads.
+        adapters: the LoRA adapters that clients may name as models.
         error: why it could not be loaded.
     """
 
@@ -79,8 +90,11 @@ class ServerState:
     stall_seconds: float = 120.0
     strict_fields: bool = False
     salt_per_key: bool = False
+    allow_runtime_lora_updating: bool = False
+    tool_options: ToolOptions = field(default_factory=ToolOptions)
     tracer: "Tracer | None" = None
     llm: AsyncLLM | None = None
+    adapters: ServedAdapters = field(default_factory=ServedAdapters)
     error: str | None = None
     draining: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
@@ -115,8 +129,9 @@ class ServerState:
 
     def model_name(self, name: str | None) -> str:
         """The name for a reply. Raises: ApiError for the name of another model."""
-        if name is not None and name not in self.model_names:
-            message = f"The model {name[:200]!r} does not exist. This server has {', '.join(self.model_names)}."
+        if name is not None and name not in self.model_names and name not in self.adapters.requests:
+            known = ", ".join([*self.model_names, *self.adapters.requests][:100])
+            message = f"The model {name[:200]!r} does not exist. This server has {known}."
             raise ApiError(404, message, param="model", code="model_not_found")
         return name or self.model_names[0]
 
@@ -191,7 +206,7 @@ def create_routes(state: ServerState) -> FastAPI:
 
     @app.post("/v1/chat/completions")
     async def chat_completions(body: ChatBody, request: Request) -> Response:
-        return await _generate(state, request, body, Chat)
+        return await _generate(state, request, body, partial(Chat, options=state.tool_options))
 
     @app.post("/v1/completions")
     async def completions(body: CompletionBody, request: Request) -> Response:
@@ -199,21 +214,47 @@ def create_routes(state: ServerState) -> FastAPI:
 
     @app.post("/v1/responses")
     async def responses(body: ResponsesBody, request: Request) -> Response:
-        return await _generate(state, request, body, Responses)
+        return await _generate(state, request, body, partial(Responses, options=state.tool_options))
+
+    @app.post("/v1/embeddings")
+    async def create_embeddings(body: EmbeddingBody, request: Request) -> Response:
+        return await _generate(state, request, body, embeddings)
+
+    @app.post("/v1/score")
+    @app.post("/score")
+    async def create_scores(body: ScoreBody, request: Request) -> Response:
+        return await _generate(state, request, body, score)
+
+    @app.post("/v1/rerank")
+    @app.post("/v2/rerank")
+    @app.post("/rerank")
+    async def create_ranks(body: RerankBody, request: Request) -> Response:
+        return await _generate(state, request, body, rerank)
 
     @app.get("/v1/models")
     async def models() -> Response:
-        return json_response({"object": "list", "data": [_model(state, name) for name in state.model_names]})
+        names = [*state.model_names, *state.adapters.requests]
+        return json_response({"object": "list", "data": [_model(state, name) for name in names]})
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> Response:
         return json_response(_model(state, state.model_name(name)))
 
+    if state.allow_runtime_lora_updating:
+
+        @app.post("/v1/load_lora_adapter")
+        async def load_lora_adapter(body: LoadBody) -> Response:
+            return Response(await state.adapters.load(state, body), media_type="text/plain")
+
+        @app.post("/v1/unload_lora_adapter")
+        async def unload_lora_adapter(body: UnloadBody) -> Response:
+            return Response(state.adapters.unload(state, body), media_type="text/plain")
+
     @app.post("/tokenize")
     async def tokenize(body: TokenizeBody) -> Response:
         llm, ignored = state.require(), body.check_unknown(state.strict_fields)
         state.model_name(body.model)
-        ids = await llm.in_thread(_tokenize, llm, body)
+        ids = await llm.in_thread(_tokenize, llm, body, state.tool_options)
         reply = {"count": len(ids), "max_model_len": llm.engine.max_model_len, "tokens": ids}
         if body.return_token_strs:
             tokenizer = llm.engine.input_processor.require_tokenizer("return_token_strs", "a model with a tokenizer")
@@ -266,7 +307,11 @@ def create_routes(state: ServerState) -> FastAPI:
         html = Path(__file__).with_name("page.html").read_bytes()
         return Response(html, headers=headers, media_type="text/html; charset=utf-8")
 
-    for path, why in NOT_SERVED.items():
+    not_served = dict(NOT_SERVED)
+    if not state.allow_runtime_lora_updating:
+        why = "the server was started without --allow-runtime-lora-updating"
+        not_served |= {"/v1/load_lora_adapter": why, "/v1/unload_lora_adapter": why}
+    for path, why in not_served.items():
         app.add_api_route(path, _not_served(path, why), methods=["GET", "POST"], include_in_schema=False)
 
     @app.exception_handler(ApiError)
@@ -300,17 +345,18 @@ def create_routes(state: ServerState) -> FastAPI:
 async def _generate(
     state: ServerState,
     request: Request,
-    body: ChatBody | CompletionBody | ResponsesBody,
-    kind: type[Chat] | type[Completions] | type[Responses],
+    body: ChatBody | CompletionBody | ResponsesBody | PoolingBody,
+    kind: Callable[..., Chat | Completions | Responses | PoolingCall],
 ) -> Response:
-    """Run a call that makes text: admit its requests, then stream or reply as a whole."""
+    """Run a call that makes text or vectors: admit its requests, then stream or reply as a whole."""
     started = time.perf_counter()
     llm = state.require()
     name = state.model_name(body.model)
+    check_task(llm, name, request.url.path, body)
     headers = _ignored_header(body.check_unknown(state.strict_fields))
     if state.salt_per_key:
         body.cache_salt = f"{request.scope['nanopage.key']} {body.cache_salt or ''}"
-    call = kind(llm, body, name)  # type: ignore[arg-type]
+    call = kind(llm, body, name, state.adapters.requests.get(name))
     entering = [_size(prompt) for prompt in call.prompts]
     state.enter(llm, entering)
     state.num_active += 1
@@ -333,7 +379,7 @@ async def _generate(
             state.leave(entering)
     if state.tracer is not None:
         generation.on_finish = partial(state.tracer.record, params=call.params, headers=request.headers)
-    if body.stream:
+    if body.stream and not isinstance(call, PoolingCall):
         return EventStream(call.chunks(generation), headers, end)
     how = "complete"
     try:
@@ -347,16 +393,19 @@ async def _generate(
         await end(how)
 
 
-def _size(prompt: str | list[int]) -> int:
+def _size(prompt: str | list[int] | dict) -> int:
     """An estimate of a prompt's tokens: of text, a token has about four characters."""
+    if isinstance(prompt, dict):
+        return sum(map(_size, prompt.values()))
     return len(prompt) // 4 + 1 if isinstance(prompt, str) else len(prompt)
 
 
-def _tokenize(llm: AsyncLLM, body: TokenizeBody) -> list[int]:
+def _tokenize(llm: AsyncLLM, body: TokenizeBody, options: ToolOptions) -> list[int]:
     if (body.prompt is None) == (body.messages is None):
         raise ApiError(400, "give either prompt or messages", param="prompt")
     if body.messages is not None:
-        return chat_prompt(llm, body)["prompt_token_ids"]
+        tools = read_tool_use(llm, body, options).offered
+        return chat_prompt(llm, body, tools)["prompt_token_ids"]
     try:
         return llm.engine.input_processor.encode(body.prompt or "", body.add_special_tokens is not False)
     except PromptTooLongError as error:
@@ -366,14 +415,14 @@ def _tokenize(llm: AsyncLLM, body: TokenizeBody) -> list[int]:
 
 
 def _model(state: ServerState, name: str) -> dict:
-    llm = state.llm
+    llm, adapter = state.llm, state.adapters.requests.get(name)
     return {
         "id": name,
         "object": "model",
         "created": state.created,
         "owned_by": "nanopage",
-        "root": state.model_names[0],
-        "parent": None,
+        "root": state.model_names[0] if adapter is None else adapter.lora_path,
+        "parent": None if adapter is None else state.model_names[0],
         "max_model_len": None if llm is None else llm.engine.max_model_len,
         "default_sampling_params": {} if llm is None else changed_defaults(llm),
     }

@@ -2,16 +2,20 @@
 
 import time
 import uuid
+from collections import defaultdict
 from collections.abc import AsyncIterator, Callable
 
 from nanopage.async_llm import AsyncLLM
+from nanopage.lora import LoRARequest
 from nanopage.outputs import CompletionOutput, RequestOutput
-from nanopage.server.choices import changes, usage
+from nanopage.server.choices import Change, changes, usage
 from nanopage.server.errors import ApiError
 from nanopage.server.generation import Generation, start
 from nanopage.server.logprobs import chat_logprobs
 from nanopage.server.protocol import ChatBody
 from nanopage.server.templates import chat_prompt
+from nanopage.server.tools import ToolOptions, ToolUse, find_wrong_tool, is_special, read_tool_use
+from nanopage.tools.reply import END_THINK, THINK, Call, Content, Piece, Reasoning, Reply, ReplyReader
 
 
 class Chat:
@@ -19,83 +23,187 @@ class Chat:
 
     Args:
         model: the name the client knows the model by.
+        adapter: what the engine adds to the model under this name.
+        options: how the server treats tools.
 
     Raises: ApiError for fields that are out of range or contradict each other.
     """
 
-    def __init__(self, llm: AsyncLLM, body: ChatBody, model: str):
+    def __init__(
+        self,
+        llm: AsyncLLM,
+        body: ChatBody,
+        model: str,
+        adapter: LoRARequest | None = None,
+        options: ToolOptions | None = None,
+    ):
         body.check()
         if body.top_logprobs is not None and not body.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs=true", param="top_logprobs")
-        self.llm, self.body, self.model = llm, body, model
+        self.llm, self.body, self.model, self.adapter = llm, body, model, adapter
+        self.options = options or ToolOptions()
+        self.use: ToolUse = read_tool_use(llm, body, self.options)
         self.id, self.created = f"chatcmpl-{uuid.uuid4().hex}", int(time.time())
         self.num_top = body.top_logprobs or 0
         logprobs = self.num_top if body.logprobs else None
-        self.params = body.sampling_params(llm.engine.default_sampling_params, None, logprobs)
+        default, tokenizer = llm.engine.default_sampling_params, llm.engine.tokenizer
+        self.params = body.sampling_params(default, None, logprobs, lambda form: self.use.constrain(form, tokenizer))
+        self.reads_calls = self.use.format is not None
+        if self.reads_calls or (self.use.reasons and is_special(tokenizer, THINK)):
+            self.params.skip_special_tokens = False  # they are marks of calls
         if logprobs is not None:
             tokens = min(self.params.max_tokens or llm.engine.max_model_len, llm.engine.max_model_len)
             body.check_logprobs(body.n, tokens, logprobs)
         self.copies = body.n // self.params.n
         self.outputs: list[RequestOutput] = []  # the latest of the request
+        self.prompt = ""
+        self.readers: dict[int, ReplyReader | None] = {}  # of each choice, while they stream
+        self.call_ids: defaultdict[tuple[int, int], str] = defaultdict(self._make_id)  # of (choice, call)
+
+    def _make_id(self) -> str:
+        assert self.use.format is not None
+        return self.use.format.make_id()
 
     @property
     def prompts(self) -> list[str]:
-        """The conversation, roughly, to estimate its length."""
-        return ["".join(str(message.get("content")) for message in self.body.messages)]
+        """The conversation and the tools, roughly, to estimate its length."""
+        texts = [str(message.get("content")) for message in self.body.messages]
+        return ["".join([*texts, *(str(tool.describe()) for tool in self.use.offered)])]
 
     async def start(self, entered: Callable[[], None]) -> Generation:
         """Put the conversation into the engine. Arguments and errors are those of `generation.start`."""
-        prompt = await self.llm.in_thread(chat_prompt, self.llm, self.body)
-        return await start(self.llm, [prompt], self.params, self.body, entered)
+        prompt = await self.llm.in_thread(chat_prompt, self.llm, self.body, self.use.offered)
+        self.prompt = prompt["prompt"]
+        try:
+            return await start(self.llm, [prompt], self.params, self.body, entered, self.adapter)
+        except ApiError as error:
+            if self.reads_calls and (error.param or "").startswith(("structured_outputs", "response_format")):
+                raise await self.llm.in_thread(find_wrong_tool, self.llm, self.use.tools, error) from None
+            raise
 
     def reply(self, outputs: list[RequestOutput]) -> dict:
         """All choices. Takes long where there are many log-probabilities."""
         self.outputs, choices = outputs, []
         for completion in self.outputs[0].outputs:
             logprobs = self._logprobs(completion, 0)
+            whole, _ = self.read(completion)
             for copy in range(self.copies):
+                index = completion.index * self.copies + copy
                 choices.append(
                     {
-                        "index": completion.index * self.copies + copy,
-                        "message": {"role": "assistant", "content": completion.text},
+                        "index": index,
+                        "message": self._message(index, whole),
                         "logprobs": logprobs,
-                        "finish_reason": completion.finish_reason,
+                        "finish_reason": self._finish_reason(completion, bool(whole.calls)),
                         "stop_reason": completion.stop_reason,
                     }
                 )
-        return self._envelope("chat.completion", choices) | {"usage": usage(self.outputs, self.copies)}
+        return self._envelope("chat.completion", choices) | {"usage": self.usage()}
 
     async def chunks(self, generation: Generation) -> AsyncIterator[dict]:
-        """The choices as they grow: the role of each, their text, and how each has ended."""
+        """The choices as they grow: the role of each, the pieces of its reply, and how each has ended."""
         begun = False
+        num_shown: dict[int, int] = {}  # tokens of each choice whose log-probabilities have been sent
         async for change in changes(generation, self.params.n, self.copies):
             self.outputs = [change.output]
             if not begun:
                 begun = True
                 for index in range(self.body.n):
                     yield self._chunk(index, {"role": "assistant", "content": ""})
-            logprobs = self._logprobs(change.completion, change.num_seen)
-            if change.text:
-                yield self._chunk(change.index, {"content": change.text}, logprobs)
-                logprobs = None
+            logprobs = self._logprobs(change.completion, num_shown.get(change.index, 0))
+            for piece in self.pieces(change):
+                yield self._chunk(change.index, self._delta(change.index, piece), logprobs)
+                logprobs, num_shown[change.index] = None, len(change.completion.token_ids)
             if change.completion.finish_reason is not None:
                 yield self._chunk(change.index, {}, logprobs, change.completion)
         if self.body.wants_usage:
-            yield self._envelope("chat.completion.chunk", []) | {"usage": usage(self.outputs, self.copies)}
+            yield self._envelope("chat.completion.chunk", []) | {"usage": self.usage()}
+
+    def read(self, completion: CompletionOutput) -> tuple[Reply, list[Piece]]:
+        """A whole completion, and its parts in order."""
+        reader = self.use.make_reader(self.prompt)
+        if reader is None:
+            return Reply(content=completion.text), [Content(completion.text)] if completion.text else []
+        pieces = reader.feed(completion.text) + reader.end()
+        return reader.whole, pieces
+
+    def pieces(self, change: Change) -> list[Piece]:
+        """The parts of what is new in a choice."""
+        if change.index not in self.readers:
+            self.readers[change.index] = self.use.make_reader(self.prompt)
+        reader = self.readers[change.index]
+        if reader is None:
+            return [Content(change.text)] if change.text else []
+        pieces = reader.feed(change.text)
+        return pieces if change.completion.finish_reason is None else pieces + reader.end()
+
+    def _message(self, index: int, whole: Reply) -> dict:
+        message: dict = {"role": "assistant", "content": whole.content or (None if whole.calls else "")}
+        if whole.reasoning:
+            message |= {"reasoning": whole.reasoning, "reasoning_content": whole.reasoning}
+        if whole.calls:
+            message["tool_calls"] = [
+                {
+                    "id": self.call_ids[index, i],
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": call.arguments},
+                }
+                for i, call in enumerate(whole.calls)
+            ]
+        return message
+
+    def _delta(self, index: int, piece: Piece) -> dict:
+        if isinstance(piece, Content):
+            return {"content": piece.text}
+        if isinstance(piece, Reasoning):
+            return {"reasoning": piece.text, "reasoning_content": piece.text}
+        call: dict = {"index": piece.index}
+        if isinstance(piece, Call):
+            function = {"name": piece.name, "arguments": ""}
+            call |= {"id": self.call_ids[index, piece.index], "type": "function", "function": function}
+        else:
+            call["function"] = {"arguments": piece.text}
+        return {"tool_calls": [call]}
+
+    def _finish_reason(self, completion: CompletionOutput, has_calls: bool) -> str | None:
+        if not has_calls or completion.finish_reason != "stop":
+            return completion.finish_reason
+        return self.options.named_finish_reason if self.use.choice.kind == "named" else "tool_calls"
 
     def _chunk(
         self, index: int, delta: dict, logprobs: dict | None = None, ended: CompletionOutput | None = None
     ) -> dict:
         choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": None}
         if ended is not None:
-            choice |= {"finish_reason": ended.finish_reason, "stop_reason": ended.stop_reason}
+            reader = self.readers[index]
+            reason = self._finish_reason(ended, reader is not None and bool(reader.whole.calls))
+            choice |= {"finish_reason": reason, "stop_reason": ended.stop_reason}
         chunk = self._envelope("chat.completion.chunk", [choice])
         if self.body.wants_usage_always:
-            chunk["usage"] = usage(self.outputs, self.copies)
+            chunk["usage"] = self.usage()
         return chunk
 
     def _envelope(self, kind: str, choices: list[dict]) -> dict:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices}
+
+    def usage(self) -> dict:
+        """The tokens of the call so far."""
+        counts = usage(self.outputs, self.copies)
+        counts["completion_tokens_details"]["reasoning_tokens"] = self.num_reasoning_tokens() * self.copies
+        return counts
+
+    def num_reasoning_tokens(self) -> int:
+        """The tokens of all completions up to `</think>`, if that is a token."""
+        if not self.use.reasons or self.llm.engine.tokenizer is None:
+            return 0
+        end = self.llm.engine.tokenizer.backend.token_to_id(END_THINK)
+        total = 0
+        for completion in (c for output in self.outputs for c in output.outputs):
+            if end in completion.token_ids:
+                total += completion.token_ids.index(end) + 1
+            elif self.read(completion)[0].reasoning:
+                total += len(completion.token_ids)
+        return total
 
     def _logprobs(self, completion: CompletionOutput, num_seen: int) -> dict | None:
         if completion.logprobs is None or self.llm.engine.tokenizer is None:

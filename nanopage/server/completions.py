@@ -7,6 +7,7 @@ from typing import Any
 
 from nanopage.async_llm import AsyncLLM
 from nanopage.engine.input_processor import PromptTooLongError
+from nanopage.lora import LoRARequest
 from nanopage.outputs import CompletionOutput, Logprob, RequestOutput
 from nanopage.params import SamplingParams
 from nanopage.server.choices import changes, usage
@@ -28,13 +29,13 @@ FILL_IN_THE_MIDDLE = (
 class Completions:
     """One call: its choices as a reply or as chunks. Arguments and errors are those of Chat."""
 
-    def __init__(self, llm: AsyncLLM, body: CompletionBody, model: str):
+    def __init__(self, llm: AsyncLLM, body: CompletionBody, model: str, adapter: LoRARequest | None = None):
         body.check()
         if body.echo and body.suffix is not None:
             raise ApiError(400, "echo and suffix exclude each other", param="suffix")
-        self.llm, self.body, self.model = llm, body, model
+        self.llm, self.body, self.model, self.adapter = llm, body, model, adapter
         self.id, self.created = f"cmpl-{uuid.uuid4().hex}", int(time.time())
-        self.prompts = _prompts(body.prompt)
+        self.prompts = read_prompts(body.prompt)
         if len(self.prompts) * max(body.n, body.best_of or 1) > MAX_CHOICES:
             message = f"{len(self.prompts)} prompts, each n or best_of times, are more than {MAX_CHOICES}"
             raise ApiError(400, message, param="n")
@@ -64,7 +65,7 @@ class Completions:
             raise too_long(self.llm, error, "prompt") from None
         except (ValueError, TypeError) as error:
             raise self.body.invalid(error) from None
-        return await start(self.llm, prompts, self.params, self.body, entered)
+        return await start(self.llm, prompts, self.params, self.body, entered, self.adapter)
 
     def reply(self, outputs: list[RequestOutput]) -> dict:
         """All choices. Takes long where there are many log-probabilities."""
@@ -152,11 +153,11 @@ class Completions:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices}
 
 
-def _prompts(prompt: str | list) -> list[str | list[int]]:
-    """The prompts of a body, each a text or token ids. Raises: ApiError."""
+def read_prompts(prompt: str | list, field: str = "prompt") -> list[str | list[int]]:
+    """The prompts in a field of a body, each a text or token ids. Raises: ApiError."""
     prompts: list = [prompt] if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)) else list(prompt)
     if not prompts:
-        raise ApiError(400, "prompt is empty", param="prompt")
+        raise ApiError(400, f"{field} is empty", param=field)
     if len(prompts) > MAX_PROMPTS:
-        raise ApiError(400, f"prompt has {len(prompts):,} prompts: at most {MAX_PROMPTS:,}", param="prompt")
+        raise ApiError(400, f"{field} has {len(prompts):,} prompts: at most {MAX_PROMPTS:,}", param=field)
     return prompts

@@ -55,7 +55,7 @@ def invalid(error: Exception, fields: tuple[str, ...]) -> ApiError:
         fields: names that may be the `param`. If the prompt is wrong, it is the last of these.
     """
     message = re.sub(r"(/[\w.-]+)+/(?=[\w.-])", "", str(error))  # names of files, without their directories
-    if re.match("(the |a )?prompt", message):
+    if re.match("(the |a )?prompt(?!_name)", message):
         return ApiError(400, message, param=fields[-1])
     match = re.match(r"(\w+)(\[(\d+|'\w+')\])*", message)
     if match is None or match[1] not in fields:

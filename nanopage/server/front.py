@@ -40,7 +40,8 @@ from nanopage.server.streaming import DONE, KEEP_ALIVE, encode_event, until_gone
 logger = logging.getLogger("nanopage")
 
 TEXT_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
-POSTS = (*TEXT_PATHS, "/tokenize", "/detokenize")
+POOLING_PATHS = ("/v1/embeddings", "/v1/score", "/score", "/v1/rerank", "/v2/rerank", "/rerank")
+POSTS = (*TEXT_PATHS, *POOLING_PATHS, "/tokenize", "/detokenize")
 GETS = ("/v1/models", "/tokenizer_info")  # and what begins so
 HEADERS = (b"content-type", b"traceparent", b"tracestate")  # of a client, that a replica gets to see
 MAX_CALLS = 100_000  # of a replica at once for Ray Serve: the replica's own limits are what counts

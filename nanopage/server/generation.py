@@ -5,13 +5,15 @@ import contextlib
 import logging
 import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
 
 from nanopage.async_llm import AsyncLLM, EngineDeadError, RequestStream
 from nanopage.engine.input_processor import PromptTooLongError
+from nanopage.lora import LoRARequest
 from nanopage.outputs import RequestOutput
-from nanopage.params import SamplingParams
+from nanopage.params import PoolingParams, SamplingParams
 from nanopage.server.errors import ApiError
-from nanopage.server.protocol import SamplingBody
+from nanopage.server.protocol import PoolingBody, SamplingBody
 
 logger = logging.getLogger("nanopage")
 
@@ -78,13 +80,19 @@ class Generation:
 
 
 async def start(
-    llm: AsyncLLM, prompts: Sequence[dict], params: SamplingParams, body: SamplingBody, entered: Callable[[], None]
+    llm: AsyncLLM,
+    prompts: Sequence[dict],
+    params: SamplingParams | PoolingParams,
+    body: SamplingBody | PoolingBody,
+    entered: Callable[[], None],
+    adapter: LoRARequest | None = None,
 ) -> Generation:
     """Put a request for each prompt into the engine. If one is refused, the others are aborted.
 
     Args:
         prompts: dicts as the engine takes them.
         entered: called after each.
+        adapter: of all prompts.
 
     Raises: ApiError, EngineDeadError.
     """
@@ -94,7 +102,8 @@ async def start(
         for index, prompt in enumerate(prompts):
             if body.cache_salt is not None:
                 prompt = prompt | {"cache_salt": body.cache_salt}
-            stream = await llm.add_request(f"{name}-{index}", prompt, params, priority=body.priority)
+            options: dict[str, Any] = {"priority": body.priority, "lora_request": adapter}
+            stream = await llm.add_request(f"{name}-{index}", prompt, params, **options)
             generation.streams.append(stream)
             entered()
     except BaseException as error:

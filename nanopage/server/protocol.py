@@ -7,6 +7,7 @@ x-ignored-fields, unless they ask for nothing (`WITHOUT_EFFECT`, and the neutral
 
 import dataclasses
 import re
+from collections.abc import Callable
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -22,7 +23,7 @@ MAX_ALLOWED = 262_144  # entries of allowed_token_ids
 MAX_CHARACTERS = 16_384  # of all bad words
 MAX_FIELDS = 256  # of a body
 MAX_LOGPROBS = 500_000  # of a reply's output, or of its prompt: choices * tokens * (top log-probabilities + 1)
-NO_TOOLS = "there are no tools yet"
+NO_TOOLS = "use /v1/chat/completions"
 NO_GRAMMAR = "use response_format or structured_outputs"
 NO_AUDIO = "models read and write text"
 
@@ -30,8 +31,8 @@ NO_AUDIO = "models read and write text"
 REFUSED: dict[str, tuple[tuple, str]] = {
     "tools": ((), NO_TOOLS),
     "tool_choice": (("none", "auto"), NO_TOOLS),
-    "functions": ((), NO_TOOLS),
-    "function_call": (("none",), NO_TOOLS),
+    "functions": ((), "use tools"),
+    "function_call": (("none",), "use tool_choice"),
     "grammar": ((), NO_GRAMMAR),
     "regex": ((), NO_GRAMMAR),
     "json_schema": ((), NO_GRAMMAR),
@@ -64,7 +65,7 @@ REFUSED: dict[str, tuple[tuple, str]] = {
     "truncation": (("disabled",), "a prompt is never cut"),
     "include": (([],), "there is nothing more to include"),
     "reasoning": (({},), "the model's template has no efforts"),
-    "max_tool_calls": ((), NO_TOOLS),
+    "max_tool_calls": ((), "the client runs the tools"),
     "service_tier": (("auto", "default"), "there is one tier"),
 }
 WITHOUT_EFFECT = ("user", "metadata", "safety_identifier", "prompt_cache_key", "parallel_tool_calls")
@@ -192,17 +193,24 @@ class SamplingBody(Body):
             if not all(map(is_unicode, [texts] if isinstance(texts, str) else texts)):
                 raise ApiError(400, f"{name} has a lone surrogate, which is not valid Unicode", param=name)
 
-    def sampling_params(self, default: SamplingParams, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
+    def sampling_params(
+        self,
+        default: SamplingParams,
+        max_tokens: int | None,
+        logprobs: int | None,
+        constrain: Callable[[StructuredOutputsParams | None], StructuredOutputsParams | None] = lambda form: form,
+    ) -> SamplingParams:
         """The parameters for the engine.
 
         Args:
             default: what the model recommends, for fields that are absent.
             max_tokens: if the body has no limit.
+            constrain: changes the form that the text must have.
 
         Raises: ApiError naming the field.
         """
         limit = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
-        structured = self._structured_outputs()
+        structured = constrain(self._structured_outputs())
         given = {
             name: getattr(self, name)
             for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -270,6 +278,9 @@ class ChatBody(SamplingBody):
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[Any] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool = True
 
 
 class CompletionBody(SamplingBody):
@@ -295,10 +306,59 @@ class ResponsesBody(Body):
     cache_salt: str | None = None
     metadata: dict[str, Any] = {}
     tools: list[Any] = []
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool = True
     top_logprobs: int = 0
     text: TextOptions = TextOptions()
     response_format: dict[str, Any] | None = None  # refused: a client may expect that it is heeded
     structured_outputs: dict[str, Any] | None = None
+
+
+class PoolingBody(Body):
+    """What the endpoints for embeddings and scores have in common."""
+
+    model: str | None = None
+    truncate_prompt_tokens: int | None = None
+    priority: int = 0
+    cache_salt: str | None = None
+    stream: bool = False  # refused if true
+
+    @property
+    def prompt_field(self) -> str:
+        """The field that has the texts."""
+        return next(name for name in ("input", "text_2", "documents") if name in type(self).model_fields)
+
+    def invalid(self, error: Exception) -> ApiError:
+        """A 400 for an error of the engine, with the field's name if the message begins with one of this body's."""
+        return invalid(error, (*type(self).model_fields, self.prompt_field))
+
+
+class EmbeddingBody(PoolingBody):
+    """POST /v1/embeddings."""
+
+    input: str | Texts | Ids | Annotated[list[Ids], Field(fail_fast=True)]
+    encoding_format: str = "float"
+    dimensions: int | None = None
+    normalize: bool | None = None
+    prompt_name: str | None = None
+
+
+class ScoreBody(PoolingBody):
+    """POST /v1/score: a text with each of several, or the texts of two lists."""
+
+    text_1: str | Texts
+    text_2: str | Texts
+    use_activation: bool | None = None
+
+
+class RerankBody(PoolingBody):
+    """POST /v1/rerank, in the form of Jina and Cohere."""
+
+    query: str
+    documents: Annotated[list[str | dict[str, Any]], Field(fail_fast=True)]
+    top_n: int | None = None
+    return_documents: bool = True
+    use_activation: bool | None = None
 
 
 class TokenizeBody(Body):
@@ -312,6 +372,7 @@ class TokenizeBody(Body):
     continue_final_message: bool = False
     return_token_strs: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[Any] | None = None
 
 
 class DetokenizeBody(Body):

@@ -3,17 +3,20 @@
 import re
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 from nanopage.async_llm import AsyncLLM, EngineDeadError
+from nanopage.lora import LoRARequest
 from nanopage.outputs import CompletionOutput, RequestOutput
 from nanopage.params import SamplingParams
 from nanopage.server.chat import Chat
-from nanopage.server.choices import changes, usage
+from nanopage.server.choices import changes
 from nanopage.server.errors import ApiError, unsupported
 from nanopage.server.generation import Generation
-from nanopage.server.protocol import NO_TOOLS, ChatBody, ResponsesBody
+from nanopage.server.protocol import ChatBody, ResponsesBody
+from nanopage.server.tools import ToolOptions
+from nanopage.tools.reply import Arguments, Call, Content, Piece, Reasoning
 
 TEXT_PARTS = ("input_text", "output_text", "text")
 
@@ -21,26 +24,31 @@ TEXT_PARTS = ("input_text", "output_text", "text")
 class Responses:
     """One call: a response, or the events in which it comes. Arguments and errors are those of Chat."""
 
-    def __init__(self, llm: AsyncLLM, body: ResponsesBody, model: str):
-        if body.tools:
-            raise unsupported("tools", NO_TOOLS)
+    def __init__(
+        self,
+        llm: AsyncLLM,
+        body: ResponsesBody,
+        model: str,
+        adapter: LoRARequest | None = None,
+        options: ToolOptions | None = None,
+    ):
         if body.top_logprobs:
             raise unsupported("top_logprobs", "use /v1/chat/completions")
         if body.response_format is not None:
             raise unsupported("response_format", "use text.format")
         self.body, self.model = body, model
-        self.messages = _messages(body)
-        self.num_added = len(self.messages) - (1 if isinstance(body.input, str) else len(body.input))
+        self.messages, self.places = _messages(body)
         fields: dict[str, Any] = {"messages": self.messages, "max_tokens": body.max_output_tokens}
-        for name in ("temperature", "top_p", "stream", "cache_salt", "structured_outputs"):
+        for name in ("temperature", "top_p", "stream", "cache_salt", "structured_outputs", "parallel_tool_calls"):
             fields[name] = getattr(body, name)
+        fields |= {"tools": _tools(body.tools) or None, "tool_choice": _tool_choice(body.tool_choice)}
         fields["response_format"] = _response_format(body.text.format)
         try:
-            self.chat = Chat(llm, ChatBody(**fields), model)
+            self.chat = Chat(llm, ChatBody(**fields), model, adapter, options)
         except ApiError as error:
             raise self._renamed(error) from None
         self.id, self.created = f"resp_{uuid.uuid4().hex}", int(time.time())
-        self.item_id = f"msg_{uuid.uuid4().hex}"
+        self.items = _Items(self.chat)
 
     @property
     def prompts(self) -> list[str]:
@@ -60,57 +68,58 @@ class Responses:
     def reply(self, outputs: list[RequestOutput]) -> dict:
         """The whole response."""
         (output,) = outputs
-        return self._response(output, output.outputs[0])
+        completion = output.outputs[0]
+        for piece in self.chat.read(completion)[1]:
+            list(self.items.add(piece))
+        list(self.items.close(_status(completion)))
+        return self._response(output, completion, self.items.done)
 
     async def chunks(self, generation: Generation) -> AsyncIterator[dict]:
         """The response as it grows. If it fails, the last event says so."""
         number = -1
 
-        def event(kind: str, **fields: Any) -> dict:
+        def numbered(event: dict) -> dict:
             nonlocal number
             number += 1
-            return {"type": kind, "sequence_number": number} | fields
+            return event | {"sequence_number": number}
 
-        where = {"item_id": self.item_id, "output_index": 0, "content_index": 0}
-        yield event("response.created", response=self._envelope("in_progress"))
-        yield event("response.in_progress", response=self._envelope("in_progress"))
+        for kind in ("created", "in_progress"):
+            yield numbered({"type": f"response.{kind}", "response": self._envelope("in_progress")})
         try:
-            begun = False
             async for change in changes(generation, 1, 1):
-                if not begun:
-                    begun = True
-                    item = self._item("in_progress", [])
-                    yield event("response.output_item.added", output_index=0, item=item)
-                    yield event("response.content_part.added", **where, part=_part(""))
-                if change.text:
-                    yield event("response.output_text.delta", **where, delta=change.text, logprobs=[])
+                for piece in self.chat.pieces(change):
+                    for event in self.items.add(piece):
+                        yield numbered(event)
                 if change.completion.finish_reason is not None:
-                    text = change.completion.text
-                    response = self._response(change.output, change.completion)
-                    yield event("response.output_text.done", **where, text=text, logprobs=[])
-                    yield event("response.content_part.done", **where, part=_part(text))
-                    yield event("response.output_item.done", output_index=0, item=response["output"][0])
-                    yield event(f"response.{response['status']}", response=response)
+                    status = _status(change.completion)
+                    for event in self.items.close(status):
+                        yield numbered(event)
+                    response = self._response(change.output, change.completion, self.items.done)
+                    yield numbered({"type": f"response.{status}", "response": response})
         except (ApiError, EngineDeadError) as error:
             failure = {"code": "server_error", "message": str(error)}
-            yield event("response.failed", response=self._envelope("failed") | {"error": failure})
+            yield numbered({"type": "response.failed", "response": self._envelope("failed") | {"error": failure}})
 
     def _renamed(self, error: ApiError) -> ApiError:
         """An error whose `param` is this endpoint's name of the field."""
         if match := re.match(r"messages(\[(\d+)\])?", error.param or ""):
-            index = "" if match[2] is None else f"[{int(match[2]) - self.num_added}]"
-            error.param = f"input{index}{(error.param or '')[match.end() :]}"
+            place = "input" if match[2] is None else self.places[int(match[2])]
+            error.param = f"{place}{(error.param or '')[match.end() :]}"
+        elif match := re.match(r"(tools\[\d+\]|tool_choice)\.function", error.param or ""):
+            error.args = (str(error).replace(match[0], match[1]),)  # tools are described without this level here
+            error.param = f"{match[1]}{(error.param or '')[match.end() :]}"
         elif error.param == "max_tokens":
             error.param = "max_output_tokens"
         elif match := re.match(r"response_format(\.json_schema(?=\.))?", error.param or ""):
             error.param = f"text.format{(error.param or '')[match.end() :]}"
         return error
 
-    def _response(self, output: RequestOutput, completion: CompletionOutput) -> dict:
-        status = "incomplete" if completion.finish_reason == "length" else "completed"
-        counts = usage([output])
+    def _response(self, output: RequestOutput, completion: CompletionOutput, items: list[dict]) -> dict:
+        status = _status(completion)
+        self.chat.outputs = [output]
+        counts = self.chat.usage()
         response = self._envelope(status) | {
-            "output": [self._item(status, [_part(completion.text)])],
+            "output": items,
             "usage": {
                 "input_tokens": counts["prompt_tokens"],
                 "input_tokens_details": counts["prompt_tokens_details"],
@@ -137,24 +146,121 @@ class Responses:
             "metadata": body.metadata,
             "model": self.model,
             "output": [],
-            "parallel_tool_calls": True,
+            "parallel_tool_calls": body.parallel_tool_calls,
             "previous_response_id": None,
             "store": False,
             "temperature": params.temperature,
             "text": {"format": body.text.format},
-            "tool_choice": "auto",
-            "tools": [],
+            "tool_choice": body.tool_choice or "auto",
+            "tools": body.tools,
             "top_p": params.top_p,
             "truncation": "disabled",
             "usage": None,
         }
 
-    def _item(self, status: str, content: list[dict]) -> dict:
-        return {"type": "message", "id": self.item_id, "status": status, "role": "assistant", "content": content}
+
+class _Items:
+    """The items of a response: reasoning, messages and calls, one after the other, and the events in which they come.
+
+    done: those that are whole.
+    """
+
+    def __init__(self, chat: Chat):
+        self.chat = chat
+        self.done: list[dict] = []
+        self._item: dict | None = None  # that grows
+        self._text = ""  # of it
+        self._num_calls = 0
+
+    def add(self, piece: Piece) -> Iterator[dict]:
+        """The events of a piece."""
+        kind = {Reasoning: "reasoning", Content: "message"}.get(type(piece), "function_call")
+        if self._item is None or self._item["type"] != kind or isinstance(piece, Call):
+            if self._item is not None:
+                yield from self.close("completed")
+            yield from self._open(kind, piece.name if isinstance(piece, Call) else "")
+        if isinstance(piece, Call):
+            return
+        self._text += piece.text
+        if isinstance(piece, Content):
+            delta = {"type": "response.output_text.delta", "delta": piece.text, "logprobs": []}
+            yield delta | self._where("content_index")
+        elif isinstance(piece, Arguments):
+            yield {"type": "response.function_call_arguments.delta", "delta": piece.text} | self._where()
+        else:
+            yield {"type": "response.reasoning_text.delta", "delta": piece.text} | self._where("content_index")
+
+    def close(self, status: str) -> Iterator[dict]:
+        """The events at the end of an item, and of the response: `status` is then its."""
+        if self._item is None:
+            if self.done:
+                return
+            yield from self._open("message", "")  # a response has at least one item
+            assert self._item is not None
+        item, text = self._item, self._text
+        item["status"] = status
+        if item["type"] == "message":
+            item["content"] = [_part(text)]
+            done = {"type": "response.output_text.done", "text": text, "logprobs": []}
+            yield done | self._where("content_index")
+            yield {"type": "response.content_part.done", "part": _part(text)} | self._where("content_index")
+        elif item["type"] == "function_call":
+            item["arguments"] = text
+            done = {"type": "response.function_call_arguments.done", "name": item["name"], "arguments": text}
+            yield done | self._where()
+        else:
+            item["content"] = [{"type": "reasoning_text", "text": text}]
+            yield {"type": "response.reasoning_text.done", "text": text} | self._where("content_index")
+        yield {"type": "response.output_item.done", "output_index": len(self.done), "item": item}
+        self.done.append(item)
+        self._item, self._text = None, ""
+
+    def _open(self, kind: str, name: str) -> Iterator[dict]:
+        self._item = self._make(kind, name)
+        yield {"type": "response.output_item.added", "output_index": len(self.done), "item": self._item}
+        if kind == "message":
+            yield {"type": "response.content_part.added", "part": _part("")} | self._where("content_index")
+
+    def _where(self, *zeros: str) -> dict:
+        assert self._item is not None
+        return {"item_id": self._item["id"], "output_index": len(self.done)} | dict.fromkeys(zeros, 0)
+
+    def _make(self, kind: str, name: str) -> dict:
+        item: dict = {"type": kind, "status": "in_progress"}
+        if kind == "message":
+            return item | {"id": f"msg_{uuid.uuid4().hex}", "role": "assistant", "content": []}
+        if kind == "reasoning":
+            return item | {"id": f"rs_{uuid.uuid4().hex}", "summary": [], "content": []}
+        self._num_calls += 1
+        call_id = self.chat.call_ids[0, self._num_calls - 1]
+        return item | {"id": f"fc_{uuid.uuid4().hex}", "call_id": call_id, "name": name, "arguments": ""}
+
+
+def _status(completion: CompletionOutput) -> str:
+    return "incomplete" if completion.finish_reason == "length" else "completed"
 
 
 def _part(text: str) -> dict:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def _tools(tools: list[Any]) -> list[Any]:
+    """The tools as those of a chat. Raises: ApiError for tools that are no functions."""
+    for i, tool in enumerate(tools):
+        if isinstance(tool, dict) and tool.get("type") != "function":
+            raise unsupported(f"tools[{i}].type", "tools are functions, which the client runs")
+    return [
+        {"type": "function", "function": {name: value for name, value in tool.items() if name != "type"}}
+        if isinstance(tool, dict)
+        else tool
+        for tool in tools
+    ]
+
+
+def _tool_choice(choice: str | dict | None) -> str | dict | None:
+    if isinstance(choice, dict) and "function" not in choice:
+        return {"type": choice.get("type"), "function": {"name": choice.get("name")}}
+    return choice
 
 
 def _response_format(text_format: dict[str, Any]) -> dict[str, Any]:
@@ -165,23 +271,49 @@ def _response_format(text_format: dict[str, Any]) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": inner}
 
 
-def _messages(body: ResponsesBody) -> list[dict]:
-    """The input as the messages of a chat. Raises: ApiError naming the item."""
+def _messages(body: ResponsesBody) -> tuple[list[dict], list[str]]:
+    """The input as the messages of a chat, and the place of each in the body. Raises: ApiError naming the item."""
     messages: list[dict] = [] if body.instructions is None else [{"role": "system", "content": body.instructions}]
+    places = ["instructions"] * len(messages)
     if isinstance(body.input, str):
-        return [*messages, {"role": "user", "content": body.input}]
+        return [*messages, {"role": "user", "content": body.input}], [*places, "input"]
     for i, item in enumerate(body.input):
         kind = item.get("type", "message")
-        if kind != "message":
-            message = f"input[{i}] is of type {str(kind)[:50]!r}, which is not supported; supported: 'message'"
-            raise ApiError(400, message, param=f"input[{i}].type")
-        content = item.get("content")
-        if isinstance(content, list):
-            content = [
-                {"type": "text", "text": part.get("text")}
-                if isinstance(part, dict) and part.get("type") in TEXT_PARTS
-                else part
-                for part in content
-            ]
-        messages.append({"role": item.get("role"), "content": content})
-    return messages
+        if kind == "message":
+            message = {"role": item.get("role"), "content": _content(item.get("content"))}
+        elif kind == "function_call":
+            function = {name: _text(item, name, i) for name in ("name", "arguments")}
+            call = {"id": _text(item, "call_id", i), "type": "function", "function": function}
+            if messages and messages[-1].get("tool_calls"):  # calls of one turn are one message
+                messages[-1]["tool_calls"].append(call)
+                continue
+            message = {"role": "assistant", "content": "", "tool_calls": [call]}
+        elif kind == "function_call_output":
+            output = _content(item.get("output"))
+            message = {"role": "tool", "tool_call_id": _text(item, "call_id", i), "content": output}
+        elif kind == "reasoning":
+            continue  # templates leave out what the model thought in earlier turns
+        else:
+            known = "'message', 'function_call', 'function_call_output', 'reasoning'"
+            text = f"input[{i}] is of type {str(kind)[:50]!r}, which is not supported; supported: {known}"
+            raise ApiError(400, text, param=f"input[{i}].type")
+        messages.append(message)
+        places.append(f"input[{i}]")
+    return messages, places
+
+
+def _text(item: dict, name: str, i: int) -> str:
+    if not isinstance(item.get(name), str):
+        raise ApiError(400, f"input[{i}].{name} must be a string", param=f"input[{i}].{name}")
+    return item[name]
+
+
+def _content(content: Any) -> Any:
+    if not isinstance(content, list):
+        return content
+    return [
+        {"type": "text", "text": part.get("text")}
+        if isinstance(part, dict) and part.get("type") in TEXT_PARTS
+        else part
+        for part in content
+    ]

@@ -19,9 +19,12 @@ import uvicorn
 
 from nanopage import ray_cluster
 from nanopage.engine_args import EngineArgs, FlexibleArgumentParser
+from nanopage.server.adapters import parse_modules
 from nanopage.server.app import ServerState, create_app, guard, load_engine
 from nanopage.server.connection import Connection
 from nanopage.server.middleware import LOCAL_HOSTS
+from nanopage.server.tools import FINISH_REASONS, ToolOptions
+from nanopage.tools.formats import FORMATS
 from nanopage.weights import hub
 from nanopage.worker.threads import default_threads
 
@@ -56,6 +59,7 @@ def main(arguments: list[str]) -> int:
             "if something else protects it"
         )
     check_replicas(args)
+    modules = parse_modules(args.lora_modules)
     engine_args = EngineArgs.from_cli_args(args)
     settings = {
         "model_names": args.served_model_name or [default_name(args.model)],
@@ -64,13 +68,16 @@ def main(arguments: list[str]) -> int:
         "stall_seconds": args.stall_timeout,
         "strict_fields": args.strict_fields,
         "salt_per_key": args.salt_per_key,
+        "allow_runtime_lora_updating": args.allow_runtime_lora_updating,
+        "tool_options": ToolOptions(args.tool_call_parser, args.named_tool_finish_reason),
     }
+    check_adapters(args, modules, settings["model_names"])
     tracer = _tracer(args.otlp_traces_endpoint)
     state = ServerState(**settings, tracer=tracer)
     hosts = [] if args.uds or args.insecure else [*LOCAL_HOSTS, *map(str.lower, args.allowed_host)]
     engine: OneEngine | Front
     if args.replicas is None:
-        engine, app = OneEngine(state, engine_args), create_app(state, keys, hosts, args.public_metrics)
+        engine, app = OneEngine(state, engine_args, modules), create_app(state, keys, hosts, args.public_metrics)
     else:
         engine = _front(args, state, settings, engine_args)
         app = guard(engine.routes, state, keys, hosts, args.public_metrics, app=engine)
@@ -156,6 +163,26 @@ def parser() -> argparse.ArgumentParser:
     group.add_argument(
         "--otlp-traces-endpoint", metavar="URL", help="send OpenTelemetry traces there, by OTLP over HTTP (extra otel)"
     )
+    group.add_argument(
+        "--lora-modules", nargs="+", default=[], metavar="NAME=PATH", help="adapters that clients know as models"
+    )
+    group.add_argument(
+        "--allow-runtime-lora-updating", action="store_true", help="clients may load adapters from any directory"
+    )
+    group.add_argument(
+        "--tool-call-parser",
+        choices=FORMATS,
+        help="how the model writes calls of tools (default: found in its chat template)",
+    )
+    group.add_argument(
+        "--named-tool-finish-reason",
+        choices=FINISH_REASONS,
+        default="stop",
+        help="finish_reason of a reply whose call the client has named (default: %(default)s)",
+    )
+    group.add_argument(
+        "--enable-auto-tool-choice", action="store_true", help="accepted for vLLM's commands: tools always work"
+    )
     group = parser.add_argument_group("replicas (extra replicas; see docs/deploy.md)")
     group.add_argument("--replicas", type=_positive, metavar="N", help="run so many engines, on Ray Serve")
     group.add_argument(
@@ -183,6 +210,17 @@ def check_replicas(args: argparse.Namespace) -> None:
         ray_cluster.check_address()
         if args.distributed_executor_backend == "ray":
             raise ValueError("--distributed-executor-backend ray does not work with --replicas: use mp")
+
+
+def check_adapters(args: argparse.Namespace, modules: dict[str, str], model_names: list[str]) -> None:
+    """Raises: ValueError for options of adapters that need others."""
+    for name in ("lora_modules", "allow_runtime_lora_updating"):
+        if getattr(args, name) and not args.enable_lora:
+            raise ValueError(f"--{name.replace('_', '-')} needs --enable-lora")
+    if args.enable_lora and args.replicas is not None:
+        raise ValueError("--enable-lora does not work with --replicas")
+    if taken := modules.keys() & set(model_names):
+        raise ValueError(f"--lora-modules: {', '.join(sorted(taken))} is the name of the model")
 
 
 def _front(args: argparse.Namespace, state: ServerState, settings: dict, engine_args: EngineArgs) -> "Front":
@@ -251,11 +289,13 @@ def default_name(model: str | None) -> str:
 class OneEngine:
     """The engine of a server that runs it in its own process: how it starts and stops.
 
-    Args: state: gets the engine.
+    Args:
+        state: gets the engine.
+        modules: name -> path of adapters.
     """
 
-    def __init__(self, state: ServerState, engine_args: EngineArgs):
-        self.state, self.engine_args = state, engine_args
+    def __init__(self, state: ServerState, engine_args: EngineArgs, modules: dict[str, str]):
+        self.state, self.engine_args, self.modules = state, engine_args, modules
 
     @property
     def loaded(self) -> bool:
@@ -263,7 +303,14 @@ class OneEngine:
 
     def load(self, loop: asyncio.AbstractEventLoop) -> None:
         """Load the model. For a thread. Raises: as `nanopage.build.build_engine`."""
-        self.state.llm = load_engine(self.engine_args)
+        llm = load_engine(self.engine_args)
+        adapters = self.state.adapters
+        try:
+            adapters.requests |= {name: adapters.check(llm, name, path) for name, path in self.modules.items()}
+        except BaseException:
+            llm.shutdown(SECONDS_TO_CLOSE)
+            raise
+        self.state.llm = llm
 
     async def stop(self) -> None:
         """End the requests that still run with an error."""

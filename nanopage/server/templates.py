@@ -7,14 +7,17 @@ from nanopage.engine.input_processor import PromptTooLongError
 from nanopage.server.errors import ApiError, invalid
 from nanopage.server.generation import too_long
 from nanopage.server.protocol import ChatBody, TokenizeBody
+from nanopage.tools.definitions import Tool
+from nanopage.tools.prompt import render_chat
 
 TEMPLATE_KWARGS = ("enable_thinking", "thinking", "date_string")  # variables that a client may set
 EMPTY_FIELDS = ("refusal", "annotations", "audio", "function_call")  # of the replies that clients send back
 
 
-def chat_prompt(llm: AsyncLLM, body: ChatBody | TokenizeBody) -> dict:
+def chat_prompt(llm: AsyncLLM, body: ChatBody | TokenizeBody, tools: list[Tool]) -> dict:
     """The prompt of a conversation, as text and token ids. It may take seconds: call it in a thread.
 
+    Args: tools: those that the model is told about.
     Raises: ApiError naming the field.
     """
     if body.continue_final_message and body.add_generation_prompt:
@@ -37,8 +40,10 @@ def chat_prompt(llm: AsyncLLM, body: ChatBody | TokenizeBody) -> dict:
             _without_what_is_empty(message, f"messages[{i}]", has_developer)
             for i, message in enumerate(body.messages or [])
         ]
-        text = tokenizer.render_chat(
+        text = render_chat(
+            tokenizer,
             messages,
+            [tool.describe() for tool in tools] or None,
             add_generation_prompt=not body.continue_final_message and body.add_generation_prompt is not False,
             continue_final_message=body.continue_final_message,
             chat_template_kwargs=kwargs or None,

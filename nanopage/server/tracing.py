@@ -16,7 +16,7 @@ from opentelemetry.trace import SpanKind
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from nanopage.outputs import RequestOutput
-from nanopage.params import SamplingParams
+from nanopage.params import PoolingParams, SamplingParams
 
 
 class Tracer:
@@ -32,7 +32,7 @@ class Tracer:
         """A tracer that sends to a collector by OTLP over HTTP, such as http://localhost:4318/v1/traces."""
         return cls(OTLPSpanExporter(endpoint=url))
 
-    def record(self, output: RequestOutput, params: SamplingParams, headers: Mapping[str, str]) -> None:
+    def record(self, output: RequestOutput, params: SamplingParams | PoolingParams, headers: Mapping[str, str]) -> None:
         """Add the span of a request that has ended.
 
         Args: headers: of the client's call.
@@ -41,15 +41,16 @@ class Tracer:
         ended = times.finished_time or time.perf_counter()
         attributes: dict[str, str | int | float] = {
             "gen_ai.request.id": output.request_id,
-            "gen_ai.request.n": params.n,
-            "gen_ai.request.temperature": params.temperature,
-            "gen_ai.request.top_p": params.top_p,
             "gen_ai.usage.prompt_tokens": len(output.prompt_token_ids),
             "gen_ai.usage.completion_tokens": sum(len(completion.token_ids) for completion in output.outputs),
             "gen_ai.latency.e2e": ended - times.arrival_time,
         }
-        if params.max_tokens is not None:
-            attributes["gen_ai.request.max_tokens"] = params.max_tokens
+        if isinstance(params, SamplingParams):
+            attributes["gen_ai.request.n"] = params.n
+            attributes["gen_ai.request.temperature"] = params.temperature
+            attributes["gen_ai.request.top_p"] = params.top_p
+            if params.max_tokens is not None:
+                attributes["gen_ai.request.max_tokens"] = params.max_tokens
         if times.first_scheduled_time is not None:
             attributes["gen_ai.latency.time_in_queue"] = times.first_scheduled_time - times.arrival_time
         if times.token_times:

@@ -43,6 +43,9 @@ def chat(
     raw: Annotated[bool, typer.Option("--raw", help="No chat template: go on with the text, for base models.")] = False,
     plain: Annotated[bool, typer.Option("--plain", help="Replies as text, not as rendered Markdown.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="The answer and its figures as a JSON object.")] = False,
+    tools: Annotated[
+        Path | None, typer.Option(help="Python file: the model may call its functions, which you confirm.")
+    ] = None,
     verbose: Annotated[bool, typer.Option("--verbose", help="What the engine does, and tracebacks.")] = False,
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
@@ -66,6 +69,8 @@ def chat(
             refuse("--json is for one answer: give -p, arguments or a pipe")
         if go_on and question is not None:
             refuse("--continue is for a conversation, and there is a prompt to answer")
+        if tools is not None and (question is not None or raw):
+            refuse("--tools is for a conversation with a chat template: each call is confirmed at the terminal")
         instructions = decoded(system or "", "--system") or None
         if raw and instructions:
             refuse("--system needs a chat template, and --raw goes without")
@@ -85,7 +90,7 @@ def chat(
         load = loader(options, asked, raw)
         if question is None:
             changes = asked if go_on else None
-            return converse(load, model, instructions, changes, raw, plain, verbose, ctx.command_path)
+            return converse(load, model, instructions, changes, raw, plain, verbose, ctx.command_path, tools)
         return answer(load, model, question, instructions, raw, plain, as_json)
 
     say_log(verbose)
@@ -140,10 +145,12 @@ def converse(
     plain: bool,
     verbose: bool,
     program: str,
+    tools: Path | None = None,
 ) -> int:
     """A conversation at the terminal. Returns the exit code.
 
     Args:
+        tools: a Python file with functions that the model may call.
         changes: go on with the last conversation, with these changes of its settings; None begins a new one.
         program: the command with which the user can start the program again.
     """
@@ -157,13 +164,21 @@ def converse(
             refuse("--continue: NANOPAGE_HISTORY=0 keeps no conversations")
         elif not (last := next(iter(kept.earlier()), None)):
             refuse("--continue: no conversation is kept")
+    toolbox = None
+    if tools is not None:
+        from nanopage.terminal.tools import Toolbox
+
+        toolbox = Toolbox(tools, input)
     with unechoed():
         llm, name, params = load(model)
+        if toolbox is not None:
+            toolbox.format_of(llm.get_tokenizer().chat_template)
 
         from nanopage.terminal.conversation import Conversation
         from nanopage.terminal.session import Session
 
-        conversation = Conversation(llm, Session(params, system, model=name), raw, plain, verbose, kept, model, load)
+        session = Session(params, system, model=name)
+        conversation = Conversation(llm, session, raw, plain, verbose, kept, model, load, toolbox)
         del llm  # /model frees it
         say(f"{conversation.describe_model()}. /help lists commands, Ctrl-D leaves.")
         if last is not None and changes is not None:

@@ -94,7 +94,8 @@ def continue_reply(chat: Conversation, argument: str | None) -> None:
     if chat.last is not None and chat.last.finish_reason == "stop":
         raise ValueError("the last reply is whole: it ended by itself")
     begun, ids = _begun(chat)
-    chat.reply(chat.session.messages[:-1], "The reply is as it was before", begun, ids)
+    steps = chat.session.messages[-1].get("steps", ())
+    chat.reply(chat.session.messages[:-1], "The reply is as it was before", begun, ids, steps)
 
 
 def _begun(chat: Conversation) -> tuple[str, list[int]]:

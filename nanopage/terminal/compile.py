@@ -37,6 +37,8 @@ def compile_layers(
             model=str(hub.resolve(model)), device="cpu", max_model_len=block_size, num_gpu_blocks_override=4, **options
         )
         engine = build_engine(config)
+        if engine.model_config.pooling is not None:
+            raise ValueError("nothing to compile: models for embeddings and scores run eagerly")
         worker = cast(LocalExecutor, engine.executor).worker
         if worker.compiled is None:
             raise ValueError(f"nothing to compile: steps run {worker.way}")

@@ -3,7 +3,7 @@
 import bisect
 import dataclasses
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from nanopage.llm import LLM
@@ -15,10 +15,13 @@ from nanopage.terminal.reply import Reply, encode, generate, shows_markdown
 from nanopage.terminal.session import SETTINGS, Session, nearest, state_directory
 from nanopage.terminal.signals import interruptible, unechoed
 from nanopage.terminal.text import describe_error, say
+from nanopage.terminal.tools import Toolbox
 from nanopage.text.tokenizer import Tokenizer
+from nanopage.tools.formats import ToolFormat
 from nanopage.weights import hub, loader
 
 WARN_AT = 0.8  # of the context
+MAX_CALLS = 8  # replies with calls of tools to one message; the one after them is the last
 Load = Callable[[str | None], tuple[LLM, str, SamplingParams]]
 
 
@@ -34,6 +37,7 @@ class Conversation:
         kept: writes the conversation to disk while it goes on; None writes neither the conversation nor a history.
         model: the argument with which `load` made `llm`.
         load: makes another LLM, with its name and its settings, for /model.
+        toolbox: functions that the model may call.
     """
 
     def __init__(
@@ -46,8 +50,10 @@ class Conversation:
         kept: Kept | None = None,
         model: str | None = None,
         load: Load | None = None,
+        toolbox: Toolbox | None = None,
     ):
         self._llm: LLM | None = llm
+        self.toolbox = toolbox
         self.session, self.raw, self.plain, self.verbose, self.kept = session, raw, plain, verbose, kept
         self._model, self._load = model, load
         self.defaults = session.params
@@ -150,31 +156,55 @@ class Conversation:
     def ask(self, message: str) -> None:
         self.reply([*self.session.messages, {"role": "user", "content": message}], "The last turn is gone")
 
-    def reply(self, messages: list[dict], undone: str, begun: str = "", begun_ids: list[int] | None = None) -> None:
+    def reply(
+        self,
+        messages: list[dict],
+        undone: str,
+        begun: str = "",
+        begun_ids: list[int] | None = None,
+        steps: Sequence[dict] = (),
+    ) -> None:
         """Answer the last of `messages`. They and the reply become the session's.
 
         Args:
+            steps: calls of tools and their results that the reply comes after.
             undone: what /undo says when it takes the reply back.
             begun, begun_ids: what the reply begins with already, as text and as tokens.
         """
-        begun_ids = begun_ids or []
-        first = self._fit(messages, len(begun_ids))
-        if first > self.session.first:
-            say(f"The context is full: the oldest {first // 2} turn(s) are no longer sent.")
-            self.known = []
-        prompt = encode(self.llm, self._prompt(messages, first))
-        with interruptible() as interrupt:
-            reply = generate(
-                self.llm, prompt, self.session.params, interrupt, self.plain, begun=begun, begun_ids=begun_ids
-            )
-            if reply is not None:
-                self.become([*messages, {"role": "assistant", "content": begun + reply.text}], first, undone)
-                self.last, self.last_ids = reply, reply.token_ids[len(prompt) :]
+        begun_ids, steps = begun_ids or [], list(steps)
+        for number in range(MAX_CALLS + 1):
+            first = self._fit(messages, len(begun_ids), steps)
+            if first > self.session.first:
+                say(f"The context is full: the oldest {first // 2} turn(s) are no longer sent.")
+                self.known = []
+            prompt = self._encode(messages, first, steps)
+            tool_format = None if self.toolbox is None or begun or number == MAX_CALLS else self._tool_format()
+            reader, params = None, self.session.params
+            if self.toolbox is not None and tool_format is not None:
+                reader = self.toolbox.make_reader(tool_format)
+                params = dataclasses.replace(params, skip_special_tokens=False)  # they may be marks of calls
+            with interruptible() as interrupt:
+                options: dict = {"begun": begun, "begun_ids": begun_ids, "reader": reader}
+                reply = generate(self.llm, prompt, params, interrupt, self.plain, **options)
+                if reply is None:
+                    break
                 self.replies.append(reply)
-        if reply is None:
-            say("Stopped before anything came: the conversation is as it was.")
-        else:
+                calls = reader.whole.calls if reader is not None and reply.finish_reason == "stop" else []
+                if not calls:
+                    message = {"role": "assistant", "content": begun + reply.text} | ({"steps": steps} if steps else {})
+                    self.become([*messages, message], first, undone)
+                    self.last, self.last_ids = reply, reply.token_ids[len(prompt) :]
             self._say_figures(reply)
+            if not calls:
+                return
+            assert self.toolbox is not None and tool_format is not None and reader is not None
+            steps += self.toolbox.answer(reader.whole.content, calls, tool_format)
+        say("Stopped before anything came: the conversation is as it was.")
+
+    def _tool_format(self) -> ToolFormat | None:
+        """How the model writes calls; None without a chat template."""
+        template = self.llm.get_tokenizer().chat_template
+        return None if self.toolbox is None or self.raw else self.toolbox.format_of(template)
 
     def _say_figures(self, reply: Reply) -> None:
         if ending := reply.ending(self.session.params.max_tokens):
@@ -197,14 +227,21 @@ class Conversation:
             return "".join(message["content"] for message in messages[first:])
         return self.session.prompt(messages, first)
 
-    def _fit(self, messages: list[dict], num_begun: int) -> int:
+    def _encode(self, messages: list[dict], first: int, steps: list[dict]) -> list[int]:
+        """The tokens of the prompt for these messages, and for what followed the last of them."""
+        prompt = self._prompt(messages, first)
+        if isinstance(prompt, str):
+            return encode(self.llm, prompt)
+        return encode(self.llm, prompt + steps, None if self.toolbox is None else self.toolbox.describe())
+
+    def _fit(self, messages: list[dict], num_begun: int, steps: list[dict]) -> int:
         """The index of the first message to send: as before, or later if a reply would not fit (RULE).
 
         Many turns go at once, because what follows them is computed again. `num_begun` tokens follow the messages.
         """
 
         def count(first: int) -> int:
-            return len(encode(self.llm, self._prompt(messages, first))) + num_begun
+            return len(self._encode(messages, first, steps)) + num_begun
 
         limit, first = self.llm.engine.max_model_len, self.session.first
         reserved = min(self.session.params.max_tokens or limit, limit // 8)

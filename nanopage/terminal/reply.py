@@ -8,13 +8,15 @@ from collections.abc import Generator, Iterator, Sequence
 from typing import cast
 
 from nanopage.llm import LLM
-from nanopage.outputs import RequestOutput, StepStats
+from nanopage.outputs import CompletionOutput, RequestOutput, StepStats
 from nanopage.params import SamplingParams
 from nanopage.terminal.guard import is_loop
 from nanopage.terminal.log import held_log
 from nanopage.terminal.signals import Interrupt
 from nanopage.terminal.spinner import spinner
 from nanopage.terminal.text import printable
+from nanopage.tools.prompt import render_chat
+from nanopage.tools.reply import Content, ReplyReader
 
 COLUMNS = 80  # the footer's greatest width
 SPINNER_DELAY = 0.2  # seconds
@@ -97,12 +99,15 @@ def shows_markdown(plain: bool) -> bool:
     return not plain and not os.environ.get("NO_COLOR") and smart and sys.stdout.isatty()
 
 
-def encode(llm: LLM, prompt: str | list[dict]) -> list[int]:
-    """The tokens of a text, or of a conversation through the chat template. Raises ValueError, TypeError."""
+def encode(llm: LLM, prompt: str | list[dict], tools: list[dict] | None = None) -> list[int]:
+    """The tokens of a text, or of a conversation through the chat template. Raises ValueError, TypeError.
+
+    Args: tools: that the model may call.
+    """
     encode = llm.engine.input_processor.encode
     if isinstance(prompt, str):
         return encode(prompt)
-    return encode(llm.get_tokenizer().render_chat(prompt), add_special_tokens=False)
+    return encode(render_chat(llm.get_tokenizer(), prompt, tools), add_special_tokens=False)
 
 
 def generate(
@@ -114,6 +119,7 @@ def generate(
     show: bool = True,
     begun: str = "",
     begun_ids: Sequence[int] = (),
+    reader: ReplyReader | None = None,
 ) -> Reply | None:
     """Stream one reply to stdout. `interrupt` ends it, frees its blocks and keeps what came. None if nothing came.
 
@@ -121,6 +127,7 @@ def generate(
         token_ids: the prompt.
         show: False writes nothing to stdout.
         begun, begun_ids: what the reply begins with and was shown before, as text and as tokens.
+        reader: finds the calls of tools, which are not shown.
 
     Raises: ValueError, TypeError for a prompt that cannot be answered, before anything is shown.
     """
@@ -132,7 +139,8 @@ def generate(
         try:
             for output in _after_reading(llm, stream, len(prompt), interrupt):
                 completion = output.outputs[0]
-                delta = printable(completion.delta) if on_terminal else completion.delta
+                delta = _shown(completion, reader)
+                delta = printable(delta) if on_terminal else delta
                 if show and markdown:
                     printer = printer or _printer(llm, token_ids, begun)
                     if interrupt.resumed:
@@ -155,6 +163,16 @@ def generate(
         elif show:
             print(flush=True)
     return None if output is None else Reply.of(output, loops)
+
+
+def _shown(completion: CompletionOutput, reader: ReplyReader | None) -> str:
+    """What is new in a reply, without calls of tools."""
+    if reader is None:
+        return completion.delta
+    pieces = reader.feed(completion.delta)
+    if completion.finish_reason is not None:
+        pieces += reader.end()
+    return "".join(piece.text for piece in pieces if isinstance(piece, Content))
 
 
 def _after_reading(

@@ -11,8 +11,9 @@ from pathlib import Path
 
 from nanopage.config import read_json
 from nanopage.params import SamplingParams
+from nanopage.text.chat_template import normalize_messages
 
-FORMAT, VERSION = "nanopage chat session", 1
+FORMAT, VERSION = "nanopage chat session", 2  # 1 has no calls of tools
 MAX_BYTES = 16 << 20  # of a session file: far more than any context holds
 # Settings without an effect in a conversation, which has one reply, shown as text.
 NOT_SETTINGS = ("n", "best_of", "detokenize", "logprobs", "prompt_logprobs", "output_kind")
@@ -21,7 +22,9 @@ SETTINGS = tuple(f.name for f in dataclasses.fields(SamplingParams) if f.name no
 
 @dataclasses.dataclass
 class Session:
-    """`messages` are the user's and the assistant's in turn; `first` is the first of them that is still sent."""
+    """`messages` are the user's and the assistant's in turn; `first` is the first of them that is still sent. An
+    assistant's may have "steps": the messages that came before its content, which are calls of tools and their results.
+    """
 
     params: SamplingParams
     system: str | None = None
@@ -31,7 +34,11 @@ class Session:
 
     def prompt(self, messages: list[dict], first: int) -> list[dict]:
         """The conversation to send: the system message, and these messages from `first` on."""
-        return ([{"role": "system", "content": self.system}] if self.system else []) + messages[first:]
+        sent = [{"role": "system", "content": self.system}] if self.system else []
+        for message in messages[first:]:
+            sent += message.get("steps", [])
+            sent.append({name: value for name, value in message.items() if name != "steps"})
+        return sent
 
     def changed(self, name: str, text: str) -> SamplingParams:
         """The settings with one of them changed. Raises ValueError, TypeError in the engine's own words."""
@@ -43,7 +50,7 @@ class Session:
     def to_json(self) -> str:
         data = {
             "format": FORMAT,
-            "version": VERSION,
+            "version": VERSION if any("steps" in message for message in self.messages) else 1,
             "model": self.model,
             "system": self.system,
             "messages": self.messages,
@@ -118,8 +125,11 @@ def _read(data: dict) -> tuple[str, str | None, list[dict], SamplingParams]:
         raise ValueError("messages must be a list of pairs, a user's and an assistant's")
     for i, message in enumerate(messages):
         role = ("user", "assistant")[i % 2]
-        if not isinstance(message, dict) or message.keys() != {"role", "content"} or message["role"] != role:
+        fields = message.keys() - {"steps"} if isinstance(message, dict) and i % 2 else message
+        if not isinstance(message, dict) or {*fields} != {"role", "content"} or message["role"] != role:
             raise ValueError(f"messages[{i}] must be {{'role': '{role}', 'content': ...}}, got {message!r}")
+        if "steps" in message:
+            _check_steps(message["steps"], f"messages[{i}]['steps']")
         if not isinstance(message["content"], str):
             raise TypeError(f"messages[{i}]['content'] must be a string, not {message['content']!r}")
         check_text(f"messages[{i}]['content']", message["content"])
@@ -127,6 +137,15 @@ def _read(data: dict) -> tuple[str, str | None, list[dict], SamplingParams]:
         raise TypeError(f"settings must be an object, not {settings!r}")
     params = SamplingParams(**{check_setting(name): _setting(name, value) for name, value in settings.items()})
     return model, system, messages, params
+
+
+def _check_steps(steps, name: str) -> None:
+    """Raises ValueError, TypeError for messages that are not calls of tools and their results."""
+    if not isinstance(steps, list) or not steps:
+        raise TypeError(f"{name} must be a list of messages")
+    normalize_messages(steps)
+    if any(message["role"] not in ("assistant", "tool") for message in steps):
+        raise ValueError(f"{name} must have the roles assistant and tool")
 
 
 def parse_value(name: str, text: str):

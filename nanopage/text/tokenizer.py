@@ -119,6 +119,10 @@ class Tokenizer:
         """Raises: ValueError if the tokenizer fails on the text or the model has no embedding for one of its tokens."""
         with rust_errors(f"{self.path} failed on a text of {len(text):,} characters"):
             ids = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        return self._checked(ids)
+
+    def _checked(self, ids: list[int]) -> list[int]:
+        """`ids`. Raises: ValueError if the model has no embedding for one of them."""
         if self.num_embeddings is not None and max(ids, default=0) >= self.num_embeddings:
             token = self.backend.id_to_token(max(ids))
             raise ValueError(
@@ -126,6 +130,29 @@ class Tokenizer:
                 f"for {self.num_embeddings:,} tokens only"
             )
         return ids
+
+    def encode_truncated(
+        self, text: str, pair: str | None = None, max_tokens: int | None = None
+    ) -> tuple[list[int], list[int]]:
+        """The ids of a text or a pair with special tokens, and the type of each token: 1 for those of the second text,
+        where the tokenizer tells the two apart.
+
+        Args: max_tokens: keep the first tokens of a longer text, so many with the special ones. Of a pair, the longer
+            text is shortened until both are equally long, as transformers' "longest_first" does.
+
+        Raises: as `encode`; ValueError if the special tokens alone are more than `max_tokens`.
+        """
+        texts = [text] if pair is None else [text, pair]
+        with rust_errors(f"{self.path} failed on texts of {sum(map(len, texts)):,} characters"):
+            parts = [self.backend.encode(each, add_special_tokens=False) for each in texts]
+            if max_tokens is not None:
+                room = max_tokens - self.backend.num_special_tokens_to_add(pair is not None)
+                if room < len(texts):
+                    raise ValueError(f"truncate_prompt_tokens={max_tokens} leaves no room beside the special tokens")
+                for part, length in zip(parts, _shortened([len(part.ids) for part in parts], room), strict=True):
+                    part.truncate(length)
+            done = self.backend.post_process(parts[0], parts[1] if len(parts) > 1 else None)
+        return self._checked(done.ids), done.type_ids
 
     def __call__(self, text: str | list[str], add_special_tokens: bool = True) -> Encoding:
         """The ids and attention mask (all ones) of a text, or lists of them of several texts, as in transformers.
@@ -215,6 +242,18 @@ class Tokenizer:
         return self._renderer.render(
             source, messages, add_generation_prompt, special_tokens, tools, continue_final_message, chat_template_kwargs
         )
+
+
+def _shortened(lengths: list[int], room: int) -> list[int]:
+    """The lengths of one or two texts, the longer one shortened first until both fit into `room` tokens."""
+    if sum(lengths) <= room:
+        return lengths
+    if len(lengths) == 1:
+        return [room]
+    shorter = min(lengths)
+    first_is_longer = lengths[0] > lengths[1]
+    kept = (shorter, room - shorter) if 2 * shorter <= room else (room // 2, room - room // 2)
+    return [kept[1], kept[0]] if first_is_longer else [*kept]
 
 
 def _read_tokenizer(file: Path) -> BackendTokenizer:

@@ -1,13 +1,14 @@
 """A .gguf file read as if it were a Hugging Face directory: config, tokenizer and tensors under their usual names.
 
 gguf_reader.py reads the file and the `gguf` package dequantizes. This module undoes llama.cpp's conversion:
-its names, its reordering of q and k rows in the llama architecture, its flat list of vocabulary and merges.
+its names, its reordering of q and k rows in some architectures, its flat list of vocabulary and merges.
 """
 
 import json
 import math
 import re
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from functools import cached_property
 from math import prod
 from pathlib import Path
@@ -18,7 +19,7 @@ import numpy as np
 from einops import rearrange
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
-from nanopage.config import MAX_SIZES, RANGES, ModelConfig, RopeConfig
+from nanopage.config import MAX_MATRICES, MAX_SIZES, RANGES, ModelConfig, RopeConfig
 from nanopage.model_files import rust_errors, shown
 from nanopage.weights.gguf_reader import TensorInfo, read_header, read_rows
 
@@ -45,7 +46,13 @@ _LLAMA3_SPLIT = (
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _QWEN2_SPLIT = _LLAMA3_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")
-PRE_TOKENIZERS = ("gpt-2", "llama-bpe", "qwen2", "smollm")
+_GPT_4O_SPLIT = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_SPLITS = {"llama-bpe": _LLAMA3_SPLIT, "qwen2": _QWEN2_SPLIT, "dbrx": _LLAMA3_SPLIT, "gpt-4o": _GPT_4O_SPLIT}
+PRE_TOKENIZERS = ("gpt-2", "smollm", "refact", *_SPLITS)
 
 UNDEFINED, NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(7)  # tokenizer.ggml.token_type
 MAX_PIECE = 256  # characters of a SentencePiece token; SentencePiece's own limit is 16 unless a trainer raises it
@@ -72,18 +79,25 @@ class GGUFCheckpoint:
         from nanopage.models import load_families  # they import torch, which reading the tokenizer does not need
 
         families = {family.GGUF_ARCHITECTURE: family for family in load_families()}
-        if self.architecture not in families:
+        self.has_experts = self._field("{arch}.expert_count", int, "an integer", 0) > 0
+        family = "llama with experts" if self.architecture == "llama" and self.has_experts else self.architecture
+        if family not in families:
             supported = ", ".join(families)
             raise ValueError(
                 f"{path}: GGUF architecture {shown(self.architecture)} is not supported; supported: {supported}"
             )
-        self.family = families[self.architecture]
+        self.family = families[family]
         num_files = self._field("split.count", int, "an integer", 1)
         if num_files != 1:
             raise self._error("split.count", f"is {num_files}: merge them with llama.cpp's 'llama-gguf-split --merge'")
         tensors = dict(header.tensors)
         self._rope_freqs = tensors.pop("rope_freqs.weight", None)  # in config()
-        self.weights = {self._name(name): tensor for name, tensor in tensors.items()}
+        self._rope_factors = {kind: tensors.pop(f"rope_factors_{kind}.weight", None) for kind in ("short", "long")}
+        self.weights: dict[str, TensorInfo] = {}
+        for tensor in tensors.values():
+            self.weights.update(self._named(tensor))
+            if len(self.weights) > MAX_MATRICES:
+                raise ValueError(f"{path} has more than {MAX_MATRICES:,} tensors, each expert's counted")
         for kind in {tensor.kind for tensor in self.weights.values()}:
             self._check_kind(kind)
 
@@ -107,19 +121,32 @@ class GGUFCheckpoint:
             "rms_norm_eps": self._number("{arch}.attention.layer_norm_rms_epsilon", "rms_norm_eps"),
             "hidden_act": "silu",
             "tie_word_embeddings": "lm_head.weight" not in self.weights,
-            "attention_bias": self.architecture == "llama" and "model.layers.0.self_attn.q_proj.bias" in self.weights,
+            "attention_bias": self._option("GGUF_REORDERED", False)
+            and "model.layers.0.self_attn.q_proj.bias" in self.weights,
             "dtype": "bfloat16",
             "rope_theta": self._number("{arch}.rope.freq_base", "rope_theta", 10000.0),
         }
+        if self.has_experts:
+            config |= self._experts(config["intermediate_size"])
         default = config["hidden_size"] // num_heads
         rotated = self._size("{arch}.rope.dimension_count", "head_dim", None)
-        head_dim = self._size("{arch}.attention.key_length", "head_dim", None) or rotated
-        if head_dim:
-            config["head_dim"] = head_dim
-        if rotated not in (None, head_dim or default):
-            raise self._unsupported("{arch}.rope.dimension_count")
-        if scaling := self._rope_scaling(head_dim or default, config["rope_theta"]):
+        partial = self._option("GGUF_PARTIAL_ROPE", False)
+        head_dim = self._size("{arch}.attention.key_length", "head_dim", None if partial else rotated) or default
+        config["head_dim"] = head_dim
+        if rotated not in (None, head_dim):
+            if not partial or rotated > head_dim:
+                raise self._unsupported("{arch}.rope.dimension_count")
+            config["partial_rotary_factor"] = math.nextafter(rotated / head_dim, 1)  # the product must not round down
+        if scaling := self._rope_scaling(head_dim, config["rope_theta"]):
             config["rope_scaling"] = scaling
+        for suffix, name in self._option("GGUF_FIELDS", {}).items():
+            key = f"{{arch}}.{suffix}"
+            if name == "sliding_window" and self.fields.get(self._key(key)) == 0:
+                config[name] = None
+            elif self._key(key) in self.fields:
+                config[name] = self._size(key, name) if name in MAX_SIZES else self._number(key, name)
+        if (complete := self._option("complete_gguf", None)) is not None:
+            config |= complete(config)
         if (bos := self._token_id("bos")) is not None:
             config["bos_token_id"] = bos
         # End of text, of turn and of message all end a reply.
@@ -127,6 +154,25 @@ class GGUFCheckpoint:
         if ends:
             config["eos_token_id"] = sorted(ends) if len(ends) > 1 else ends.pop()
         return config
+
+    def _experts(self, intermediate_size: int) -> dict[str, Any]:
+        """The fields of a model with experts, by all names that families have for them."""
+        for name in ("weights_scale", "gating_func", "group_count"):  # of other families; 1 is what these have
+            if self.fields.get(f"{self.architecture}.expert_{name}", 1) not in (0, 1):
+                raise self._unsupported(f"{{arch}}.expert_{name}")
+        num_experts = self._size("{arch}.expert_count", "num_experts")
+        num_chosen = self._size("{arch}.expert_used_count", "num_experts_per_tok")
+        size = max(1, intermediate_size // num_chosen)  # as llama.cpp: the first files did not say it
+        shared_size = "shared_expert_intermediate_size"
+        return {
+            "num_experts": num_experts,
+            "num_local_experts": num_experts,
+            "num_experts_per_tok": num_chosen,
+            "moe_intermediate_size": self._size("{arch}.expert_feed_forward_length", "moe_intermediate_size", size),
+            shared_size: self._size("{arch}.expert_shared_feed_forward_length", shared_size, intermediate_size),
+            # llama.cpp decides by the architecture.
+            "norm_topk_prob": self._flag("{arch}.expert_weights_norm", self.architecture != "qwen2moe"),
+        }
 
     def pieces(self, names: Iterable[str] | None = None) -> Iterator[tuple[str, int, np.ndarray]]:
         """(name in transformers, first row, float32 rows) of these tensors, or of every tensor, in pieces of at most
@@ -140,9 +186,11 @@ class GGUFCheckpoint:
             num_heads = self._num_reordered_heads(name)
             # Rows are reordered within a head, so a piece has whole heads.
             unit = num_rows // num_heads if num_heads else 1
+            offset = self._option("GGUF_NORM_OFFSET", 0.0) if name.endswith("norm.weight") else 0.0
             step = unit * max(1, PIECE_ELEMENTS // (unit * prod(row))) if row else num_rows
             for start in range(0, num_rows, step):
                 piece = self._dequantize(tensor, start, min(start + step, num_rows))
+                piece = piece - np.float32(offset) if offset else piece
                 yield name, start, _unpermute(piece, len(piece) // unit) if num_heads else piece
 
     def stored_rows(self, name: str) -> np.ndarray:
@@ -158,7 +206,7 @@ class GGUFCheckpoint:
     def _num_reordered_heads(self, name: str) -> int:
         """The number of heads whose rows llama.cpp has reordered, or 0. Raises: ValueError as `pieces`."""
         part = name.split(".")[-2]
-        if self.architecture != "llama" or part not in ("q_proj", "k_proj"):
+        if not self._option("GGUF_REORDERED", False) or part not in ("q_proj", "k_proj"):
             return 0
         num_heads = self._size("{arch}.attention.head_count", "num_attention_heads")
         if part == "k_proj":
@@ -232,6 +280,10 @@ class GGUFCheckpoint:
                 raise self._error("tokenizer.ggml.tokens", f"has {shown(token)} twice, as {ids[token]} and as {i}")
         return tokens
 
+    def _option(self, name: str, default: Any) -> Any:
+        """What the family's module says about its files, if it does."""
+        return getattr(self.family, name, default)
+
     # Fields, checked. `{arch}` in a key is the file's architecture.
 
     def _error(self, key: str, problem: str) -> ValueError:
@@ -304,6 +356,22 @@ class GGUFCheckpoint:
 
     # Tensors
 
+    def _named(self, tensor: TensorInfo) -> Iterator[tuple[str, TensorInfo]]:
+        """A tensor by its name in transformers, or the matrices of all experts that are stacked in it."""
+        name = self._name(tensor.name)
+        if name.endswith("mlp.shared_expert_gate.weight") and len(tensor.shape) == 1:
+            tensor = replace(tensor, shape=(1, *tensor.shape))  # llama.cpp drops dimensions of 1
+        if "{}" not in name:
+            yield name, tensor
+            return
+        if len(tensor.shape) != 3 or tensor.shape[0] > MAX_SIZES["num_experts"]:
+            raise ValueError(f"{self.path}: {tensor.name} is {list(tensor.shape)}, not the matrices of experts")
+        num_experts, *shape = tensor.shape
+        size = tensor.num_bytes // num_experts
+        for expert in range(num_experts):
+            offset = tensor.offset + expert * size
+            yield name.format(expert), replace(tensor, shape=tuple(shape), offset=offset, num_bytes=size)
+
     def _name(self, name: str) -> str:
         stem, _, kind = name.rpartition(".")
         if stem in TENSORS:
@@ -333,6 +401,8 @@ class GGUFCheckpoint:
         return values.astype(np.float32, copy=False).reshape(stop - start, *tensor.shape[1:])
 
     def _rope_scaling(self, head_dim: int, theta: float) -> dict[str, Any] | None:
+        if any(tensor is not None for tensor in self._rope_factors.values()):
+            return self._longrope()
         for name in ("attn_factor", "yarn_ext_factor", "yarn_attn_factor", "yarn_beta_fast", "yarn_beta_slow"):
             if f"{self.architecture}.rope.scaling.{name}" in self.fields:
                 raise self._unsupported(f"{{arch}}.rope.scaling.{name}")
@@ -345,6 +415,18 @@ class GGUFCheckpoint:
         if original := self._size("{arch}.rope.scaling.original_context_length", "max_position_embeddings", None):
             scaling["original_max_position_embeddings"] = original
         return scaling
+
+    def _longrope(self) -> dict[str, Any]:
+        """Phi-3's rope scaling, of which llama.cpp stores the divisors of frequencies as tensors."""
+        scaling: dict[str, Any] = {"rope_type": "longrope"}
+        for kind, tensor in self._rope_factors.items():
+            known = tensor is not None and len(tensor.shape) == 1 and tensor.shape[0] <= MAX_SIZES["head_dim"]
+            if tensor is None or not known or tensor.kind != gguf.GGMLQuantizationType.F32:
+                raise ValueError(f"{self.path}: rope_factors_{kind}.weight must be a vector of float32")
+            scaling[f"{kind}_factor"] = self._dequantize(tensor, 0, tensor.shape[0]).tolist()
+        scaling["attention_factor"] = self._number("{arch}.rope.scaling.attn_factor", "attention_factor", 1.0)
+        original = self._size("{arch}.rope.scaling.original_context_length", "max_position_embeddings")
+        return scaling | {"original_max_position_embeddings": original}
 
     def _llama3_scaling(self, tensor: TensorInfo, head_dim: int, theta: float) -> dict[str, Any]:
         """Llama 3's rope scaling, stored by llama.cpp as divisors of frequencies. Raises ValueError for any other."""
@@ -385,13 +467,12 @@ class GGUFCheckpoint:
         vocabulary = {token: i for i, token in enumerate(self.tokens)}
         with rust_errors(f"{self.path}: tokenizer.ggml.merges"):
             tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=pre == "llama-bpe"))
-        if pre in ("llama-bpe", "qwen2"):
-            pattern = _LLAMA3_SPLIT if pre == "llama-bpe" else _QWEN2_SPLIT
-            split = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
+        if pre in _SPLITS:
+            split = pre_tokenizers.Split(Regex(_SPLITS[pre]), behavior="isolated")
             parts = [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
         else:
             parts = [pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)]
-            if pre == "smollm":
+            if pre in ("smollm", "refact"):
                 parts.insert(0, pre_tokenizers.Digits(individual_digits=True))
         if pre == "qwen2":
             tokenizer.normalizer = normalizers.NFC()

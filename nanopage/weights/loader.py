@@ -14,6 +14,7 @@ import math
 import re
 import sys
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
@@ -26,10 +27,12 @@ from nanopage.config import ModelConfig, StoredQuantization
 from nanopage.device import check_weights_fit
 from nanopage.kernels.cpu import tile_linear
 from nanopage.layers.linear import Linear
+from nanopage.layers.moe import GroupedExperts, group_experts
 from nanopage.layers.quantized import QuantizedLinear
 from nanopage.layers.tiled import TiledLinear
 from nanopage.model_files import shown
 from nanopage.models.decoder import Decoder, meta_model
+from nanopage.pooling import PoolingConfig
 from nanopage.weights import gguf_tiles, quantized_checkpoint
 from nanopage.weights.gguf_checkpoint import GGUFCheckpoint
 from nanopage.weights.part import WHOLE, Part, Slice
@@ -80,6 +83,7 @@ def load_model(
     keep_integers: str | None = None,
     on_host: bool = False,
     part: Part = WHOLE,
+    group: bool = False,
 ) -> Decoder:
     """Build the model of `config`, or a part of it, and fill it from `checkpoint`, or with `dummy_tensors`.
 
@@ -90,6 +94,7 @@ def load_model(
         on_host: leave the weights on the CPU, from where they are moved to `device` later.
         on_progress: called while weights load, with the number of weights read so far and the total.
         part: what is built. Only its slices of the tensors are read.
+        group: fuse the weights of experts, as a GPU needs them (see layers/moe.py).
 
     Raises:
         ValueError: missing, unexpected or mis-shaped tensors; a value that is not finite; a broken file; weights in a
@@ -101,6 +106,10 @@ def load_model(
     source = path_of(checkpoint)
     whole = meta_model(config)
     model = whole if part == WHOLE else part.model(config)
+    if group:
+        if model is whole:
+            whole = meta_model(config)
+        group_experts(model)
     slices = _slices(model, whole, part)
     stored: list[StoredTensor] = []
     scales: set[str] = set()
@@ -108,6 +117,9 @@ def load_model(
     if load_format != "dummy":
         stored = stored_tensors_of(checkpoint)
         wanted = slots(whole)
+        if config.pooling is not None:
+            names = _names_without_head(stored, config.pooling)
+            stored = [replace(tensor, name=names[tensor.name]) for tensor in stored if tensor.name in names]
         if config.quantization is not None:
             wanted = quantized_checkpoint.expected(whole, wanted, stored, config.quantization)
         check_fit(wanted, stored, source)
@@ -125,6 +137,8 @@ def load_model(
         part.strip(model, config.tie_word_embeddings)
         if load_format == "dummy":
             pieces = _sliced(((name, 0, tensor) for name, tensor in dummy_tensors(config, dtype, device)), slices)
+        elif config.pooling is not None:
+            pieces = ((names[name], start, rows) for name, start, rows in pieces_of(checkpoint, names))
         else:
             pieces = pieces_of(checkpoint, _wanted(model).keys() | scales, slices)
         if keep_integers is None and config.quantization is not None and stored:
@@ -136,6 +150,20 @@ def load_model(
     if load_format == "dummy" and device.type == "cuda":
         torch.cuda.empty_cache()  # the KV cache gets the free memory, and torch still caches that of the draws
     return model.eval().requires_grad_(False)
+
+
+def _names_without_head(stored: list[StoredTensor], pooling: PoolingConfig) -> dict[str, str]:
+    """Stored name -> the name with a language-model head. Without one, names lack the prefix "model.". A head for text
+    that is not used is left out."""
+    names = {}
+    for name in (tensor.name for tensor in stored):
+        if name.startswith(("model.", "lm_head.", "score.")):
+            names[name] = name
+        else:
+            names[name] = f"model.{name}"
+    if pooling.answers is None:
+        names.pop("lm_head.weight", None)
+    return names
 
 
 def fingerprint(checkpoint: Checkpoint, load_format: str = "auto") -> str:
@@ -218,7 +246,10 @@ def slots(model: Decoder) -> dict[str, Tensor]:
     views: dict[str, Tensor] = {}
     seen: set[int] = set()
     for place, module in model.named_modules():
-        path = place if place == "lm_head" else f"model.{place}"  # as transformers names them
+        path = place if place in ("lm_head", "score") else f"model.{place}"  # as transformers names them
+        if isinstance(module, GroupedExperts):
+            views |= {f"{path}.{name}": view for name, view in module.slots()}
+            continue
         for kind, parameter in module.named_parameters(recurse=False):
             if id(parameter) in seen:
                 continue  # tied
@@ -303,8 +334,9 @@ def check_fit(wanted: dict[str, Tensor], stored: list[StoredTensor], source: Pat
     """Compare a checkpoint's tensors with a model's slots. Raises: ValueError naming the tensors that do not fit, up to
     50."""
     wanted, found, problems = _with_tied_head(wanted), set(), []
+    known = _with_other_names(wanted)
     for tensor in stored:
-        slot = wanted.get(tensor.name)
+        slot = known.get(tensor.name)
         if slot is None and KV_SCALE.fullmatch(tensor.name) and math.prod(tensor.shape) == 1:
             continue
         if slot is None:
@@ -351,7 +383,7 @@ def fill(
                 raise ValueError(f"{files[name]}: tied, yet different: {first} and {name}")
             continue
         rows.copy_(piece)
-        if not _all_finite(rows):
+        if not all_finite(rows):
             dtype = str(rows.dtype).removeprefix("torch.")
             raise ValueError(f"{files.get(name)}: {name} has values that are NaN or infinite in {dtype}")
         done += rows.numel()
@@ -361,7 +393,7 @@ def fill(
 
 def _wanted(model: Decoder) -> dict[str, Tensor]:
     """The slots of a model by all names that a checkpoint may have for them. A head of integers has no slot."""
-    found = slots(model)
+    found = _with_other_names(slots(model))
     return found if model.lm_head is None or isinstance(model.lm_head, QuantizedLinear) else _with_tied_head(found)
 
 
@@ -385,7 +417,20 @@ def _with_tied_head(wanted: dict[str, Tensor]) -> dict[str, Tensor]:
     return wanted | {"lm_head.weight": wanted["model.embed_tokens.weight"]}
 
 
-def _all_finite(tensor: Tensor) -> bool:
+def _with_other_names(wanted: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Mixtral's own checkpoints have names of their own for experts. Those that transformers 5 fused have the usual
+    ones."""
+    others = {}
+    for name, slot in wanted.items():
+        if ".block_sparse_moe." in name:
+            other = name.replace(".block_sparse_moe.", ".mlp.")
+            for theirs, usual in (("w1", "gate_proj"), ("w2", "down_proj"), ("w3", "up_proj")):
+                other = other.replace(f".{theirs}.", f".{usual}.")
+            others[other] = slot
+    return wanted | others
+
+
+def all_finite(tensor: Tensor) -> bool:
     # The sum is much cheaper. It is finite only if every value is, but may overflow even then.
     return bool(tensor.sum().isfinite()) or bool(tensor.isfinite().all())
 
@@ -397,7 +442,7 @@ def dummy_tensors(config: ModelConfig, dtype: torch.dtype, device: torch.device)
     for name, slot in slots(meta_model(config)).items():
         tensor = torch.empty(slot.shape, dtype=dtype, device=device)
         if name.endswith("norm.weight"):
-            tensor.fill_(1)
+            tensor.fill_(1 - (config.norm_offset or 0))
         elif name.endswith(".bias"):
             tensor.zero_()
         else:

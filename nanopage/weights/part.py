@@ -6,7 +6,9 @@ last one the final norm and the head.
 
 What is divided follows from shapes alone: the model of `ModelConfig.divided` has the same parameters as the whole
 model, and some have fewer rows or columns. A Linear with fewer inputs computes only a part of each sum, so its output
-is to be added up over all workers (`sums`). A model family has nothing to say about any of this.
+is to be added up over all workers (`sums`). So is that of a mixture of experts, which has a part of each expert, or
+some whole experts (expert parallelism: GShard, Lepikhin et al. 2020). A model family has nothing to say about any of
+this.
 """
 
 from dataclasses import dataclass, replace
@@ -15,6 +17,7 @@ from torch import nn
 
 from nanopage.config import ModelConfig
 from nanopage.layers.linear import Linear
+from nanopage.layers.moe import Experts, MixtureOfExperts
 from nanopage.models.decoder import Decoder, meta_model
 
 Slice = tuple[slice, ...]
@@ -29,6 +32,7 @@ class Part:
     tp_size: int = 1
     pp_rank: int = 0
     pp_size: int = 1
+    expert_parallel: bool = False  # experts are divided instead of their columns
 
     @property
     def is_first(self) -> bool:
@@ -49,19 +53,26 @@ class Part:
         """The shape of this part. Raises: as `ModelConfig.divided` and `ModelConfig.stage`."""
         layers = whole.stage(self.pp_rank, self.pp_size)
         windows = tuple(whole.sliding_windows[index] for index in layers)
-        return replace(whole.divided(self.tp_size), num_layers=len(layers), sliding_windows=windows)
+        return replace(self._divided(whole), num_layers=len(layers), sliding_windows=windows)
 
     def model(self, whole: ModelConfig) -> Decoder:
         """This part of each layer, on the meta device. Layers keep their numbers: those of other stages are
         nn.Identity(). `strip` removes the rest that other stages have."""
-        model, mine = meta_model(whole.divided(self.tp_size)), whole.stage(self.pp_rank, self.pp_size)
+        model, mine = meta_model(self._divided(whole)), whole.stage(self.pp_rank, self.pp_size)
         for index in range(whole.num_layers):
             if index not in mine:
                 model.layers[index] = nn.Identity()
+        if self.expert_parallel:
+            for experts in [module for module in model.modules() if isinstance(module, Experts)]:
+                experts.keep(self.tp_rank, self.tp_size)
         if self.tp_rank:
-            for _, linear in sums(model, whole):
-                linear.bias = None  # the first worker adds it
+            for _, module in sums(model, whole):
+                if isinstance(module, Linear):
+                    module.bias = None  # the first worker adds it
         return model
+
+    def _divided(self, whole: ModelConfig) -> ModelConfig:
+        return whole.divided(self.tp_size, self.expert_parallel)
 
     def strip(self, model: Decoder, tied: bool) -> None:
         """Remove the embedding, the norm and the head, where only other stages use them.
@@ -90,14 +101,25 @@ class Part:
 WHOLE = Part()
 
 
-def sums(model: Decoder, whole: ModelConfig) -> list[tuple[str, Linear]]:
-    """The linear layers of a part, by their place, whose outputs are parts of sums over all workers."""
+def sums(model: Decoder, whole: ModelConfig) -> list[tuple[str, nn.Module]]:
+    """The linear layers and mixtures of experts of a part, by their place, whose outputs are parts of sums over all
+    workers. What is in such a mixture is not added up by itself."""
     complete = dict(meta_model(whole).named_modules())
-    return [
-        (place, module)
-        for place, module in model.named_modules()
-        if isinstance(module, Linear) and module.in_features != complete[place].in_features
-    ]
+    found: list[tuple[str, nn.Module]] = []
+    for place, module in model.named_modules():
+        if found and isinstance(found[-1][1], MixtureOfExperts) and place.startswith(f"{found[-1][0]}."):
+            continue
+        if isinstance(module, MixtureOfExperts):
+            partial = _num_weights(module) != _num_weights(complete[place])
+        else:
+            partial = isinstance(module, Linear) and module.in_features != complete[place].in_features
+        if partial:
+            found.append((place, module))
+    return found
+
+
+def _num_weights(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def keep_layers(model: Decoder) -> None:

@@ -80,7 +80,9 @@ def fits_tiles(config: ModelConfig) -> bool:
     groups that are not multiples of 32, and no head in float32."""
     stored_as = config.quantization
     assert stored_as is not None
-    sizes = config.hidden_size, config.intermediate_size, config.num_heads * config.head_dim
+    sizes = [config.hidden_size, config.intermediate_size, config.num_heads * config.head_dim]
+    if config.experts is not None:
+        sizes += [config.experts.intermediate_size, config.experts.shared_size]
     in_order = stored_as.group_size is None or not stored_as.desc_act
     return in_order and config.dtype in ("bfloat16", "float16") and not any(size % BLOCK for size in sizes)
 

@@ -3,18 +3,25 @@
 The safetensors library checks that a header fits its file: sizes and offsets, no overlap, no gap.
 """
 
+import re
 from collections.abc import Container, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 from safetensors import safe_open
-from torch import Tensor
 
+from nanopage.config import MAX_MATRICES, MAX_SIZES
 from nanopage.model_files import check_file, exists, read_json, rust_errors, shown
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 MAX_HEADER = 2**25  # bytes; 150 for each tensor is usual, and parsing takes several times as much memory
+
+FUSED_EXPERTS = re.compile(r"(.+\.experts)\.(gate_up_proj|down_proj)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,10 +38,15 @@ def stored_tensors(files: list[Path]) -> list[StoredTensor]:
     """The tensors of all files, by their headers. Raises: ValueError naming the file."""
     tensors = []
     for file in files:
-        with opened(file) as content:
+        with opened(file, "numpy") as content:
             for name in content.keys():  # noqa: SIM118 (not a dict)
                 view = content.get_slice(name)
-                tensors.append(StoredTensor(name, tuple(view.get_shape()), view.get_dtype(), file))
+                for part, _, shape in parts_of(name, tuple(view.get_shape())):
+                    tensors.append(StoredTensor(part, shape, view.get_dtype(), file))
+                if len(tensors) > MAX_MATRICES:
+                    break
+        if len(tensors) > MAX_MATRICES:
+            raise ValueError(f"{file} has more than {MAX_MATRICES:,} tensors, each expert's counted")
     return tensors
 
 
@@ -42,7 +54,7 @@ def read_tensors(
     files: list[Path],
     names: Container[str] | None = None,
     slices: Mapping[str, tuple[slice, ...]] = MappingProxyType({}),
-) -> Iterator[tuple[str, int, Tensor]]:
+) -> Iterator[tuple[str, int, "Tensor"]]:
     """(name, 0, tensor) of the tensors of these names, or of all, one at a time, in the form of GGUFCheckpoint.pieces.
     Of tensors in `slices`, only these are read.
 
@@ -50,22 +62,52 @@ def read_tensors(
     """
     for file in files:
         with opened(file) as content:
-            for name in content.keys():  # noqa: SIM118 (not a dict)
-                if names is None or name in names:
-                    whole = name not in slices
-                    yield name, 0, content.get_tensor(name) if whole else content.get_slice(name)[slices[name]]
+            for stored in content.keys():  # noqa: SIM118 (not a dict)
+                view = content.get_slice(stored)
+                for name, place, shape in parts_of(stored, tuple(view.get_shape())):
+                    if names is not None and name not in names:
+                        continue
+                    if stored == name:
+                        yield name, 0, view[slices[name]] if name in slices else content.get_tensor(name)
+                        continue
+                    expert, first = place
+                    rows, columns = slices.get(name, (slice(0, shape[0]), slice(0, shape[1])))
+                    yield name, 0, view[expert, first + rows.start : first + rows.stop, columns]
+
+
+def parts_of(name: str, shape: tuple[int, ...]) -> list[tuple[str, tuple[int, int], tuple[int, ...]]]:
+    """What a stored tensor consists of: itself, or the matrices of each expert, which transformers 5 may have fused:
+    gate_up_proj [experts, 2 * intermediate_size, hidden_size] and down_proj [experts, hidden_size, intermediate_size].
+
+    Returns: for each part its name, its place, that is, the expert and the first row, and its shape.
+    """
+    match = FUSED_EXPERTS.fullmatch(name)
+    if match is None or len(shape) != 3 or shape[0] > MAX_SIZES["num_experts"]:
+        return [(name, (0, 0), shape)]
+    kinds = ("gate_proj", "up_proj") if match[2] == "gate_up_proj" else ("down_proj",)
+    num_rows = shape[1] // len(kinds)
+    if num_rows * len(kinds) != shape[1]:
+        return [(name, (0, 0), shape)]
+    return [
+        (f"{match[1]}.{expert}.{kind}.weight", (expert, index * num_rows), (num_rows, shape[2]))
+        for expert in range(shape[0])
+        for index, kind in enumerate(kinds)
+    ]
 
 
 @contextmanager
-def opened(file: Path):
-    """An open file, as the safetensors library reads it. Raises: ValueError naming the file."""
+def opened(file: Path, framework: str = "pt"):
+    """An open file, as the safetensors library reads it. Raises: ValueError naming the file.
+
+    Args: framework: of the tensors. With "numpy", headers are read without torch.
+    """
     check_file(file)
     with rust_errors(f"{file} is not a readable safetensors file (truncated?)"):
         with open(file, "rb") as head:
             header_bytes = int.from_bytes(head.read(8), "little")
         if header_bytes > MAX_HEADER:
             raise ValueError(f"its header has {header_bytes:,} bytes")
-        with safe_open(file, framework="pt", device="cpu") as content:
+        with safe_open(file, framework=framework, device="cpu") as content:
             yield content
 
 

@@ -140,9 +140,8 @@ class Compiled:
     ) -> Tensor:
         """As `Decoder.forward`, with a ReferenceAttention and the KV cache that the layers were loaded for."""
         assert self.layers is not None and isinstance(attention, ReferenceAttention)
-        x = self.model.embed_tokens(input_ids)
-        cos, sin = self.model.rotary(positions, x.dtype)
-        return self.layers(x, cos, sin, attention, rows)
+        x = self.model.embed(input_ids)
+        return self.layers(x, self.model.rotary(positions, x.dtype), attention, rows)
 
     def _is_one_decode(self, batch: Batch) -> bool:
         """Whether a batch has one token, which is not of a prompt whose log-probabilities are asked for, and samples
@@ -263,7 +262,9 @@ class Compiled:
             FixedInputs([cache, *tensors_of(layer).values()])
             for cache, layer in zip(caches, self.model.layers, strict=True)
         ]
-        layers = Layers(fixed, self.kv_cache.tensor, self.config.sliding_windows)
+        decoder_layers: Any = self.model.layers
+        ropes = [layer.rope for layer in decoder_layers]
+        layers = Layers(fixed, self.kv_cache.tensor, self.config.sliding_windows, ropes)
         return CompiledLayers(
             chain, libraries, layers, self.config.num_heads, self.config.head_dim, self.spec["threads"]
         )
@@ -351,14 +352,21 @@ class CompiledLayers:
         self.num_heads, self.head_dim, self.num_threads = num_heads, head_dim, num_threads
 
     def __call__(
-        self, x: Tensor, cos: Tensor, sin: Tensor, attention: ReferenceAttention, rows: Tensor | None
+        self,
+        x: Tensor,
+        rotations: list[tuple[Tensor, Tensor]],
+        attention: ReferenceAttention,
+        rows: Tensor | None,
     ) -> Tensor:
-        """The output of the last layer, for embeddings x [T, hidden_size]; other arguments as in `Decoder.forward`."""
+        """The output of the last layer, for x [T, hidden_size], the input of the first one.
+
+        Args: rotations: as RotaryEmbedding computes them. The others: as in `Decoder.forward`.
+        """
         attended = x.new_empty(len(x), self.num_heads, self.head_dim)
         before, after = self._part("before", x), self._part("after", x)
         num_threads = min(self.num_threads, torch.get_num_threads())
         num_parts = num_threads if len(x) >= num_threads * PART_ROWS else 1
-        x = self.chain.run_layers(before, after, self.layers, x, cos, sin, attention, attended, num_parts)
+        x = self.chain.run_layers(before, after, self.layers, x, rotations, attention, attended, num_parts)
         if rows is not None:
             x, attended = x[rows], attended[rows]
         return self.chain.call(self._part("after", x), self.layers.fixed[-1], x, attended)[0]
@@ -413,7 +421,7 @@ def _key(config: ModelConfig, spec: dict[str, Any]) -> str:
     family = find_family(config.architecture)
     assert family is not None and family.__file__ is not None
     sources = [*sorted(here.glob("kernels/cpu/*.*")), here / "kernels" / "pages.py", Path(family.__file__)]
-    sources += [*sorted(here.glob("layers/*.py")), here / "models" / "decoder.py"]
+    sources += [*sorted(here.glob("layers/*.py")), *sorted(here.glob("models/*.py"))]  # families import each other
     sources += [*sorted(here.glob("worker/aot*")), here / "sampling" / "argmax.py"]
     sizes = asdict(config) | {"num_layers": None, "max_position_embeddings": None}
     sizes["sliding_windows"] = None  # an argument of attention

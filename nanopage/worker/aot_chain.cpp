@@ -37,11 +37,13 @@ struct Layer {
     FixedInputs fixed;
     const void* kv_cache;
     int64_t window;
+    int64_t rope;  // which of the rotations of a part
 };
 
 // Some rows of a step's activations, as handles.
 struct Part {
-    void *x, *cos, *sin, *slot_mapping, *attended;
+    void *x, *slot_mapping, *attended;
+    void *cos[2], *sin[2];  // of each rope of the model, which has one or two
     void* output;
 };
 
@@ -72,7 +74,7 @@ int call_with_copies(const Function& function, std::initializer_list<void*> inpu
 
 // The part of a layer before attention. Its output is `q`, at `address`.
 int call_before(const Function& before, const Layer& layer, const Part& part, void** q, const void** address) {
-    const auto inputs = {part.output, part.cos, part.sin, part.slot_mapping};
+    const auto inputs = {part.output, part.cos[layer.rope], part.sin[layer.rope], part.slot_mapping};
     if (const int error = call_with_copies(before, inputs, layer.fixed, q)) return error;
     return aoti_torch_get_data_ptr(*q, (void**)address);
 }

@@ -33,16 +33,16 @@ class _FixedInputs(ctypes.Structure):
 
 
 class _Layer(ctypes.Structure):
-    _fields_ = (("fixed", _FixedInputs), ("kv_cache", c_void_p), ("window", c_int64))
+    _fields_ = (("fixed", _FixedInputs), ("kv_cache", c_void_p), ("window", c_int64), ("rope", c_int64))
 
 
 class _Part(ctypes.Structure):
     _fields_ = (
         ("x", c_void_p),
-        ("cos", c_void_p),
-        ("sin", c_void_p),
         ("slot_mapping", c_void_p),
         ("attended", c_void_p),
+        ("cos", 2 * c_void_p),
+        ("sin", 2 * c_void_p),
         ("output", c_void_p),
     )
 
@@ -103,14 +103,17 @@ class Layers:
         fixed: the fixed inputs of each layer's functions.
         kv_cache: of all layers, as in KVCache.
         windows: how many of the last tokens the attention of each layer sees; None for all.
+        ropes: which of the model's ropes each layer has.
     """
 
-    def __init__(self, fixed: Sequence[FixedInputs], kv_cache: Tensor, windows: Sequence[int | None]):
+    def __init__(
+        self, fixed: Sequence[FixedInputs], kv_cache: Tensor, windows: Sequence[int | None], ropes: Sequence[int]
+    ):
         self.fixed, self.kv_cache = fixed, kv_cache  # kept, because `structures` has their addresses
         self.structures = (_Layer * len(fixed))(
             *(
-                _Layer(inputs.structure, cache.data_ptr(), window or 0)
-                for inputs, cache, window in zip(fixed, kv_cache.unbind(0), windows, strict=True)
+                _Layer(inputs.structure, cache.data_ptr(), window or 0, rope)
+                for inputs, cache, window, rope in zip(fixed, kv_cache.unbind(0), windows, ropes, strict=True)
             )
         )
 
@@ -146,8 +149,7 @@ class Chain:
         after: Library,
         layers: Layers,
         x: Tensor,
-        cos: Tensor,
-        sin: Tensor,
+        rotations: Sequence[tuple[Tensor, Tensor]],
         attention: ReferenceAttention,
         attended: Tensor,
         num_parts: int,
@@ -157,7 +159,7 @@ class Chain:
         Args:
             before, after: the parts of a layer before and after attention.
             x: [T, hidden_size]. T is the number of tokens.
-            cos, sin: as RotaryEmbedding computes them.
+            rotations: as RotaryEmbedding computes them.
             attention: where the K and V of the tokens are.
             attended: [T, num_heads, head_dim], contiguous. The output of each layer's attention is written to it, and
                 that of the last one stays there.
@@ -170,8 +172,12 @@ class Chain:
         part_rows = -(-len(x) // num_parts)
         while len(x) > 1 and len(x) % part_rows == 1:
             part_rows += 1  # for the code for several rows may not be right for one
-        inputs = [new_handles(t.split(part_rows)) for t in (x, cos, sin, attention.slot_mapping, attended)]
-        parts = (_Part * len(inputs[0]))(*(_Part(*handles) for handles in zip(*inputs, strict=True)))
+        tensors = [x, attention.slot_mapping, attended, *(t for rotation in rotations for t in rotation)]
+        inputs = [new_handles(t.split(part_rows)) for t in tensors]
+        parts = (_Part * len(inputs[0]))()
+        for part, of_part in zip(parts, zip(*inputs, strict=True), strict=True):
+            part.x, part.slot_mapping, part.attended, *turns = of_part
+            part.cos[: len(rotations)], part.sin[: len(rotations)] = turns[::2], turns[1::2]
         code = self._run_layers(
             before.functions, after.functions, layers.structures, len(layers.structures), Step(attention),
             layers.kv_cache.shape[2], parts, len(parts), part_rows, attended.data_ptr(),

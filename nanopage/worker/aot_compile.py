@@ -29,9 +29,10 @@ from torch import Tensor, nn
 from nanopage.config import ModelConfig
 from nanopage.kernels import pages
 from nanopage.kernels.cpu import packed_linear
-from nanopage.kernels.cpu.packed_linear import TILE, matvec
+from nanopage.kernels.cpu.packed_linear import TILE, matvec, tile_width
 from nanopage.layers.packed import PackedLinear, PackedRowLinear, pack
 from nanopage.layers.tiled import tile
+from nanopage.models.decoder import scale_logits
 from nanopage.sampling.argmax import argmax
 from nanopage.weights import loader
 from nanopage.worker.aot import LOCK, TIME_LIMIT, digest, file_kinds, find_file, tensors_of
@@ -98,7 +99,7 @@ def compile_layer(
     if part == "after":
         inputs = [x, torch.zeros(num_rows, config.num_heads, config.head_dim, dtype=dtype)]
     else:
-        cos, sin = torch.zeros(2, num_rows, 1, config.head_dim // 2, dtype=dtype)
+        cos, sin = torch.zeros(2, num_rows, 1, config.rope.num_rotated(config.head_dim) // 2, dtype=dtype)
         inputs = [x, cos, sin, torch.zeros(num_rows, dtype=torch.int64)]
     # oneDNN's tensors are opaque: tracing uses plain tensors of the same shape instead.
     stand_ins = [torch.empty(t.shape, dtype=t.dtype) if t.is_mkldnn else t for t in tensors_of(layer).values()]
@@ -114,16 +115,17 @@ class _ExportedHead(nn.Module):
     """Computes the last norm and the head as a function of their input and tensors: logits, and of a single row also
     the token with the largest one."""
 
-    def __init__(self, norm: nn.Module, vocab_size: int, one_row: bool):
+    def __init__(self, norm: nn.Module, config: ModelConfig, one_row: bool):
         super().__init__()
-        self.norm, self.names, self.vocab_size, self.one_row = [norm], list(tensors_of(norm)), vocab_size, one_row
+        self.norm, self.names, self.config, self.one_row = [norm], list(tensors_of(norm)), config, one_row
 
     def forward(self, x, norm_tensors, tiles, scales=None):
         x = torch.func.functional_call(self.norm[0], dict(zip(self.names, norm_tensors, strict=True)), x)
         if scales is None:
             logits = matvec(x, tiles, None)
         else:
-            logits = torch.ops.nanopage.tile_linear(x, tiles, scales)[:, : self.vocab_size]
+            logits = torch.ops.nanopage.tile_linear(x, tiles, scales)[:, : self.config.vocab_size]
+        logits = scale_logits(logits, self.config.logit_divisor, self.config.logit_softcap)
         return (logits, argmax(logits)) if self.one_row else logits
 
 
@@ -132,17 +134,18 @@ def compile_head(
 ) -> None:
     """Compile the last norm and the head, for a single row or for several, to `file`."""
     any_size = torch.export.Dim.DYNAMIC
-    num_tiles = -(-config.vocab_size // TILE)
+    width = TILE if tiled else tile_width(dtype)
+    num_tiles = -(-config.vocab_size // width)
     if tiled:  # of any kind: compiled code does not check sizes
         weight = [torch.empty(num_tiles, config.hidden_size, TILE, dtype=torch.bfloat16), torch.empty(num_tiles, TILE)]
     else:
         per_word = 4 // dtype.itemsize
         word = torch.int32 if per_word == 2 else torch.float32
-        weight = [torch.empty(num_tiles, config.hidden_size // per_word, TILE, dtype=word)]
+        weight = [torch.empty(num_tiles, config.hidden_size // per_word, width, dtype=word)]
     tensors = list(tensors_of(norm).values())
     inputs = [torch.zeros(num_rows, config.hidden_size, dtype=dtype), tensors, *weight]
     dims = [{0: None if num_rows == 1 else any_size}, [None] * len(tensors), *[None] * len(weight)]
-    _export(_ExportedHead(norm, config.vocab_size, num_rows == 1), inputs, dims, file, {})
+    _export(_ExportedHead(norm, config, num_rows == 1), inputs, dims, file, {})
 
 
 @torch.no_grad()
@@ -175,6 +178,8 @@ def attention_constants(
         "NUM_KV_HEADS": config.num_kv_heads,
         "GROUP": config.num_heads // config.num_kv_heads,
         "BLOCK_SIZE": block_size,
+        "SCALE": repr(config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale),
+        "SOFTCAP": repr(config.attention_softcap),
         "KV_CACHE": "Stored" if kv_dtype == dtype else stored[kv_dtype],
         **product_constants(dtype),
     }

@@ -82,6 +82,8 @@ class CUDAGraphs:
         uses_triton: whether Triton kernels compute attention.
         sample_all: samples all rows after the model (see `make_sample_all`).
         wrap: compiles the function that runs before the model.
+        adapters_of: makes what the model needs to know of the adapters of the rows (see worker/adapted.py). None: the
+            model has no adapters.
     """
 
     def __init__(
@@ -93,7 +95,9 @@ class CUDAGraphs:
         uses_triton: bool,
         sample_all: Callable[..., Tensor],
         wrap: Callable[[Callable], Callable] = no_wrap,
+        adapters_of: Callable[[Tensor], Any] | None = None,
     ):
+        self.adapters_of = adapters_of
         self.model, self.kv_cache, self.table, self.uses_triton = model, kv_cache, table, uses_triton
         self.look_up, self.sample_all = wrap(look_up), sample_all
         self.device, self.max_model_len = table.device, max_model_len
@@ -148,7 +152,10 @@ class CUDAGraphs:
             attention = TritonAttention(slots, block_tables, starts, seq_lens.int(), size, 1, num_splits)
         else:
             attention = padded_attention(slots, block_tables, seq_lens, num_rows, block_size)
-        hidden = self.model(input_ids, positions, self.kv_cache.tensor, attention)
+        inputs: tuple = (input_ids, positions, self.kv_cache.tensor, attention)
+        if self.adapters_of is not None:
+            inputs += (None, self.adapters_of(rows))
+        hidden = self.model(*inputs)
         logits = self.model.logits(hidden)
         # A sequence's length is the position of the token to be sampled.
         tokens = self.sample_all(logits, rows, seq_lens, sampling.temperature, sampling.seed, sampling.limits)
@@ -194,7 +201,8 @@ class CUDAGraphs:
             with naming_what_helps(f"the graph of batch size {size} was", "max_num_seqs or gpu_memory_utilization"):
                 self._step(size, splits, 0)  # a first call allocates and compiles, which capturing does not allow
                 graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph, pool=self.pool):
+                # Meanwhile, a thread of NCCL's may query events, which the default mode forbids to all threads.
+                with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
                     self._step(size, splits, 0)
             self.graphs[size, splits] = graph
         torch.cuda.synchronize(self.device)
@@ -222,13 +230,14 @@ class PaddedAttention:
         kv_cache: Tensor,
         window: int | None = None,
         scales: tuple[float, float] = (1.0, 1.0),
-        *,
+        scale: float | None = None,
+        softcap: float = 0.0,
         out: Tensor | None = None,
     ) -> Tensor:
         size = len(self.decodes.seq_lens)
         if out is None:
             out = torch.empty_like(q, memory_format=torch.contiguous_format)
-        self.decodes.attend(q[:size], kv_cache, window, scales, out=out[:size])
+        self.decodes.attend(q[:size], kv_cache, window, scales, scale, softcap, out[:size])
         out[size:] = 0
         return out
 

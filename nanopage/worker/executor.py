@@ -37,6 +37,9 @@ class LocalExecutor:
     def submit(self, batch: Batch) -> None:
         self._launched.append(self.worker.launch(batch))
 
+    def add_masks(self, masks: dict[int, bytes]) -> None:
+        self.worker.runner.add_masks(self._launched[-1], masks)
+
     def result(self) -> BatchResult:
         return self._launched.popleft().result()
 

@@ -9,8 +9,9 @@ number of tokens. The pieces are what lies before, between and after the attenti
     head      norm of the decoder, logits
 
 The sum of a layer's output and its residual is therefore computed in one kernel with the next layer's norm. Weights are
-inputs of a graph, so `between` is compiled once for all layers whose weights have the same formats, and for all steps,
-decodes and prompts alike. It is compiled again for steps of a single token, because torch specializes on that shape.
+inputs of a graph, so `between` is compiled once for all layers whose weights have the same formats, with experts or
+without, and for all steps, decodes and prompts alike. It is compiled again for steps of a single token, because torch
+specializes on that shape.
 After the first piece and each `between`, one Triton kernel normalizes and rotates the heads and writes K and V
 (kernels/rotate_and_write.py).
 
@@ -34,6 +35,7 @@ from torch import Tensor, nn
 from nanopage.config import ModelConfig
 from nanopage.kernels import pages
 from nanopage.layers.attention import Attention
+from nanopage.layers.moe import has_experts
 from nanopage.layers.quantized import format_of
 from nanopage.models.decoder import Decoder
 from nanopage.sampling.table import SamplingTable
@@ -72,13 +74,12 @@ def compile_model(
 class Carried:
     """What a piece hands on to the next one, for T tokens.
 
-    x         [T, hidden_size]         the hidden states
-    cos, sin  [T, 1, head_dim / 2]     the rotation of each token
+    x          [T, hidden_size]  the hidden states
+    rotations  the rotation of each token, cos and sin of each rope (see RotaryEmbedding)
     """
 
     x: Tensor
-    cos: Tensor
-    sin: Tensor
+    rotations: list[tuple[Tensor, Tensor]]
 
 
 class CompiledDecoder(Decoder):
@@ -92,11 +93,10 @@ class CompiledDecoder(Decoder):
 
     def __init__(self, decoder: Decoder, uses_triton: bool):
         nn.Module.__init__(self)  # not Decoder's: the modules are those of `decoder`
-        self.embed_tokens, self.rotary, self.layers = decoder.embed_tokens, decoder.rotary, decoder.layers
-        self.norm, self.lm_head = decoder.norm, decoder.lm_head
+        self.take(decoder)
         self.uses_triton = uses_triton
         self.first, self.last, self.head = map(compile_afresh, (first, last, head))
-        formats = [format_of(layer) for layer in decoder.layers]
+        formats = [(has_experts(layer), format_of(layer)) for layer in decoder.layers]
         made = {pair: compile_afresh(between) for pair in set(pairwise(formats))}
         self.betweens = [made[pair] for pair in pairwise(formats)]  # what comes after each layer but the last
 
@@ -115,13 +115,13 @@ class CompiledDecoder(Decoder):
         layers: Any = self.layers
         for index, (layer, cache) in enumerate(zip(layers, kv_cache.unbind(0), strict=True)):
             carried = self.compute(index, inputs, carried, attended, cache, q)
-            attention.attend(q, cache, layer.window, layer.kv_scales, out=attended)
+            layer.attend(attention, q, cache, attended)
         assert carried is not None  # there is a layer
         return self.finish(carried.x, attended, rows)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """As `Decoder.logits`."""
-        return self.head(self.norm, self.lm_head, hidden)
+        return self.head(self, hidden)
 
     def new_heads(self, num_tokens: int) -> Tensor:
         """An empty tensor for q or the output of attention: [num_tokens, heads, head_dim]."""
@@ -149,12 +149,13 @@ class CompiledDecoder(Decoder):
         input_ids, positions, slot_mapping = inputs
         layer: Any = self.layers[index]
         if carried is None:
-            x, cos, sin, heads = self.first(self, layer, input_ids, positions)
+            x, rotations, heads = self.first(self, layer, input_ids, positions)
         else:
             x, heads = self.betweens[index - 1](self.layers[index - 1], layer, carried.x, attended)
-            cos, sin = carried.cos, carried.sin
+            rotations = carried.rotations
+        cos, sin = rotations[layer.rope]
         self._place(layer.self_attn, heads, cos, sin, kv_cache, slot_mapping, q)
-        return Carried(x, cos, sin)
+        return Carried(x, rotations)
 
     def finish(self, x: Tensor, attended: Tensor, rows: Tensor | None) -> Tensor:
         """Compute the last piece for all T tokens, or only for `rows`: [T, hidden_size] or [len(rows), hidden_size]."""
@@ -170,7 +171,7 @@ class CompiledDecoder(Decoder):
             from nanopage.kernels.rotate_and_write import rotate_and_write  # imports Triton
 
             norms = part.head_norms()
-            weights = None if norms is None else (norms[0].weight, norms[1].weight, norms[0].eps)
+            weights = None if norms is None else (norms[0].weight, norms[1].weight, norms[0].eps, norms[0].offset or 0)
             rotate_and_write(heads, cos, sin, weights, kv_cache, slots, q, part.kv_scales)
             return
         rotated, k, v = part.rotated(heads, cos, sin)
@@ -179,10 +180,12 @@ class CompiledDecoder(Decoder):
         q.copy_(rotated)
 
 
-def first(decoder: Decoder, layer: Any, input_ids: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Returns: x, cos, sin and the heads of the first layer (see `SelfAttention.heads`)."""
-    x = decoder.embed_tokens(input_ids)
-    return x, *decoder.rotary(positions, x.dtype), layer.heads(x)
+def first(
+    decoder: Decoder, layer: Any, input_ids: Tensor, positions: Tensor
+) -> tuple[Tensor, list[tuple[Tensor, Tensor]], Tensor]:
+    """Returns: x, the rotations, and the heads of the first layer (see `SelfAttention.heads`)."""
+    x = decoder.embed(input_ids)
+    return x, decoder.rotary(positions, x.dtype), layer.heads(x)
 
 
 def between(layer: Any, following: Any, x: Tensor, attended: Tensor) -> tuple[Tensor, Tensor]:
@@ -195,8 +198,8 @@ def last(layer: Any, x: Tensor, attended: Tensor) -> Tensor:
     return layer.after(x, attended)
 
 
-def head(norm: Any, lm_head: Any, hidden: Tensor) -> Tensor:
-    return lm_head(norm(hidden))
+def head(decoder: Decoder, hidden: Tensor) -> Tensor:
+    return Decoder.logits(decoder, hidden)
 
 
 def compile_afresh(function: Any) -> Any:

@@ -21,7 +21,8 @@ from nanopage.layers.attention import Attention
 from nanopage.models.decoder import Decoder
 from nanopage.params import MAX_LOGPROBS
 from nanopage.step import Batch, BlockUpdate, NewSequence, SamplingSettings
-from nanopage.worker.cuda_graphs import CUDAGraphs
+from nanopage.worker.adapted import adapters_of
+from nanopage.worker.cuda_graphs import CUDAGraphs, no_wrap
 from nanopage.worker.eager import Eager, Inputs
 from nanopage.worker.jit import CompiledDecoder, compile_afresh
 from nanopage.worker.kv_cache import KVCache
@@ -45,6 +46,7 @@ def measure_step(
     sample_all: Callable[..., Tensor],
     vocab_size: int,
     partial: Callable[[list[Way]], list[Way]],
+    captures_only: bool = False,
 ) -> int:
     """Bytes of GPU memory that steps take in addition to the weights and the KV cache.
 
@@ -52,6 +54,7 @@ def measure_step(
         model_config: the shape of this worker's part of the model.
         vocab_size: of the whole model.
         partial: makes ways to run this part (see `Worker._partial`).
+        captures_only: whether decodes are captured without being compiled (see `Worker._captures_only`).
 
     Runs the largest possible step eagerly, on a KV cache of one block. With CUDA graphs, also captures the largest
     decode step and then the smallest, and the pieces of the largest and of the smallest other step. All graphs share
@@ -62,11 +65,16 @@ def measure_step(
 
     # Not in inference mode: torch would compile the sampler again for tensors that are made there.
     cache = KVCache(model_config, 1, config.block_size, kv_dtype, device)
-    table = SequenceTable(config.max_num_seqs + 1, max_model_len, config.block_size, vocab_size, device)
+    table = SequenceTable(
+        config.max_num_seqs + 1, max_model_len, config.block_size, vocab_size, device, config.enable_lora
+    )
     table_bytes = table.num_bytes
     runner = ModelRunner(model, cache, table, partial([Eager(model, cache, table, make_attention)]), sample_all)
     budget = config.token_budget(device.type)
     batch = largest_batch(budget, config.max_num_seqs, max_model_len, config.block_size, vocab_size)
+    if model_config.pooling is not None:
+        for new in batch.new:
+            new.sampling = SamplingSettings(pooling_type="MEAN")
     cache.clear([0])
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
@@ -74,24 +82,30 @@ def measure_step(
     eager_bytes = torch.cuda.max_memory_allocated(device) - before + table_bytes + PROMPT_SPLIT_BYTES
     del runner
     torch.cuda.empty_cache()
-    if not isinstance(model, CompiledDecoder):
+    adapted = config.enable_lora and not config.enforce_eager  # only decodes are captured
+    if not (adapted or captures_only or isinstance(model, CompiledDecoder)):
         return eager_bytes
     free = [torch.cuda.mem_get_info(device)[0]]
-    graphs = CUDAGraphs(model, cache, table, max_model_len, True, sample_all, compile_afresh)
+    wrap = no_wrap if captures_only else compile_afresh
+    graphs = CUDAGraphs(model, cache, table, max_model_len, True, sample_all, wrap)
+    graphs.adapters_of = adapters_of(table, True) if adapted else None
     for sizes in (graphs.sizes[-1:], graphs.sizes[:1]):
         graphs.capture(sizes)
-        torch.cuda.empty_cache()
-        free.append(torch.cuda.mem_get_info(device)[0])
-    pieces = PiecewiseGraphs(model, cache, table, make_attention, budget)
-    for sizes in (pieces.sizes[-1:], pieces.sizes[:1]):
-        pieces.capture(sizes, graphs.pool)
         torch.cuda.empty_cache()
         free.append(torch.cuda.mem_get_info(device)[0])
     each = max(0, free[1] - free[2]) // len(graphs.splits_of(graphs.sizes[0]))
     others = sum(len(graphs.splits_of(size)) for size in graphs.sizes[:-1])
     decode_bytes = free[0] - free[1] + each * others
-    piece_bytes = free[2] - free[3] + max(0, free[3] - free[4]) * (len(pieces.sizes) - 1)
-    del graphs, pieces, table, cache
+    piece_bytes = 0
+    if isinstance(model, CompiledDecoder):
+        pieces = PiecewiseGraphs(model, cache, table, make_attention, budget)
+        for sizes in (pieces.sizes[-1:], pieces.sizes[:1]):
+            pieces.capture(sizes, graphs.pool)
+            torch.cuda.empty_cache()
+            free.append(torch.cuda.mem_get_info(device)[0])
+        piece_bytes = free[2] - free[3] + max(0, free[3] - free[4]) * (len(pieces.sizes) - 1)
+        del pieces
+    del graphs, table, cache
     torch.cuda.empty_cache()
     return eager_bytes + decode_bytes + piece_bytes
 

@@ -7,7 +7,7 @@ Start              ─▶
                    ◀─   Progress, ..., Measured
 Agreed             ─▶
                    ◀─   Ready
-Run, Run, ...      ─▶
+Run, Masks, Run... ─▶                         (masks only for a batch that awaits them)
                    ◀─   Result, Result, ...   (from the worker that samples)
 Compile            ─▶
                    ◀─   Progress, ..., Ready
@@ -51,6 +51,12 @@ class Run(msgspec.Struct, tag=True):
 
     number: int
     batch: Batch
+
+
+class Masks(msgspec.Struct, tag=True):
+    """The rest of the masks of the last batch (see `Executor.add_masks`)."""
+
+    masks: dict[int, bytes]
 
 
 class Rest(msgspec.Struct, tag=True):
@@ -115,7 +121,7 @@ class Failed(msgspec.Struct, tag=True):
     in_exchange: bool
 
 
-ToWorker = Start | Agreed | Run | Rest | Compile | Ping | Stop
+ToWorker = Start | Agreed | Run | Masks | Rest | Compile | Ping | Stop
 FromWorker = Progress | Measured | Ready | Result | Pong | Log | Failed
 
 _encode = msgspec.msgpack.Encoder().encode

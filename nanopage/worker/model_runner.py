@@ -16,7 +16,7 @@ from nanopage.models.decoder import Decoder
 from nanopage.sampling.logprobs import make_tables, top_logprobs
 from nanopage.sampling.sampler import Sampler
 from nanopage.sampling.samples import Samples
-from nanopage.step import Batch, BatchResult, PromptLogprobs
+from nanopage.step import NO_TOKEN, Batch, BatchResult, PooledStates, PromptLogprobs
 from nanopage.worker.eager import Output
 from nanopage.worker.kv_cache import KVCache
 from nanopage.worker.sequence_table import SequenceTable
@@ -64,29 +64,45 @@ class ModelRunner:
         started = time.perf_counter()
         self.kv_cache.move(batch)
         self.table.update(batch)
-        launched = Launched(started=record_event(self.table.device))
+        launched = Launched(batch, started=record_event(self.table.device))
         if batch.rows:
-            self._run(batch, launched, started)
-        launched.ended = record_event(self.table.device)
+            self._run(launched, started)
+        if not batch.awaits_masks:
+            self._sample(launched)
         return launched
 
-    def _run(self, batch: Batch, launched: "Launched", started: float) -> None:
+    @torch.inference_mode()
+    def add_masks(self, launched: "Launched", masks: dict[int, bytes]) -> None:
+        """Sample the tokens of the step that was launched last, which awaits these masks."""
+        launched.batch.masks |= masks
+        self._sample(launched)
+
+    def _run(self, launched: "Launched", started: float) -> None:
+        batch = launched.batch
         way = next(way for way in self.ways if way.fits(batch))
         prepared = time.perf_counter()
-        output = way.run(batch)
-        computed = time.perf_counter()
-        if output.logits is not None:
+        launched.output = way.run(batch)
+        result = launched.partial
+        result.prepare_seconds, result.model_seconds = prepared - started, time.perf_counter() - prepared
+
+    def _sample(self, launched: "Launched") -> None:
+        batch, output, started = launched.batch, launched.output, time.perf_counter()
+        launched.output = None
+        if output is not None and output.logits is not None:
             rows, positions = np.array(batch.sampled_rows), sampled_positions(batch)
             changed = batch.masks or self.sampler.changes_logits(rows, positions)
             if output.tokens is not None and not changed:
                 launched.samples = Samples(output.tokens, output.logits, self.table.sampling.num_logprobs[rows])
             else:
                 launched.samples = self.sampler(output.logits, rows, positions, batch.masks)
-        if output.hidden is not None:
+        if output is not None and output.hidden is not None:
             launched.prompt_logprobs = self._prompt_logprobs(batch, output.hidden)
-        result = launched.partial
-        result.prepare_seconds, result.model_seconds = prepared - started, computed - prepared
-        result.sample_seconds = time.perf_counter() - computed
+            launched.pooled = self._pool(batch, output.hidden)
+            if launched.pooled:
+                launched.partial.token_ids = [0] * len(batch.sampled_rows)
+                launched.sampled_rows = batch.sampled_rows
+        launched.partial.sample_seconds = time.perf_counter() - started
+        launched.ended = record_event(self.table.device)
 
     def _prompt_logprobs(self, batch: Batch, hidden: Tensor) -> list[PromptLogprobs]:
         """Log-probabilities of prompt tokens, for the sequences that asked for them.
@@ -110,6 +126,22 @@ class ModelRunner:
             results.append(PromptLogprobs(row, start + 1, tables))
         return results
 
+    def _pool(self, batch: Batch, hidden: Tensor) -> list[tuple[int, int, Tensor]]:
+        """Pool the hidden states of each sequence that asked for it (see `PooledStates`).
+
+        Args: hidden: [T, hidden_size], of all tokens of the batch, before the last norm.
+        Returns: (row, first position, float32 vector).
+        """
+        results = []
+        for row, start, states in zip(batch.rows, batch.starts, hidden.split(batch.counts), strict=True):
+            pooling_type = self.table.sampling.settings[row].pooling_type
+            if pooling_type == "MEAN":
+                results.append((row, start, self.model.norm(states).float().sum(0)))
+            elif pooling_type == "LAST" and start + len(states) >= self.table.num_prompt_tokens[row]:
+                last = self.model.norm(states[-1:])
+                results.append((row, start, (last if self.model.score is None else self.model.score(last))[0].float()))
+        return results
+
 
 def sampled_positions(batch: Batch) -> np.ndarray:
     """The positions of the tokens to be sampled: int64 [S]."""
@@ -120,10 +152,17 @@ def sampled_positions(batch: Batch) -> np.ndarray:
 
 @dataclass(slots=True)
 class Launched:
-    """A step that has been started."""
+    """A step that has been started.
 
+    output: of the model, until tokens are sampled from it.
+    """
+
+    batch: Batch
+    output: Output | None = None
     samples: Samples | None = None
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
+    pooled: list[tuple[int, int, Tensor]] = field(default_factory=list)
+    sampled_rows: list[int] = field(default_factory=list)  # of a batch with pooled rows
     partial: BatchResult = field(default_factory=BatchResult)  # holds the times so far
     started: torch.cuda.Event | None = None  # before the inputs, on a GPU
     ended: torch.cuda.Event | None = None  # after it
@@ -135,6 +174,10 @@ class Launched:
         if self.samples is not None:
             result.token_ids, result.logprobs = self.samples.result()
         result.prompt_logprobs = self.prompt_logprobs
+        for row, start, vector in self.pooled:
+            result.pooled.append(PooledStates(row, start, vector.tolist()))
+            if row in self.sampled_rows and not vector.isfinite().all():
+                result.token_ids[self.sampled_rows.index(row)] = NO_TOKEN
         if self.started is not None and self.ended is not None:
             self.ended.synchronize()
             result.device_seconds = self.started.elapsed_time(self.ended) / 1000

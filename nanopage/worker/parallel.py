@@ -25,7 +25,8 @@ TIMEOUT = timedelta(minutes=10)  # of an exchange. The executor notices sooner t
 def part_of(config: EngineConfig, rank: int) -> Part:
     """The part of the model that the worker `rank` has."""
     pp_rank, tp_rank = divmod(rank, config.tensor_parallel_size)
-    return Part(tp_rank, config.tensor_parallel_size, pp_rank, config.pipeline_parallel_size)
+    sizes = config.tensor_parallel_size, pp_rank, config.pipeline_parallel_size
+    return Part(tp_rank, *sizes, config.enable_expert_parallel)
 
 
 class Ranks:
@@ -69,11 +70,12 @@ class Ranks:
                 sliced = SlicedEmbedding(model.embed_tokens, part.tp_rank * size, size, self.add_up)
                 setattr(model, "embed_tokens", sliced)  # noqa: B010 (its type is another one)
             if part.is_last:
-                setattr(model, "lm_head", SlicedHead(model.lm_head, self.gather))  # noqa: B010
+                setattr(model, "lm_head", SlicedHead(model.lm_head, self.gather, whole.vocab_size))  # noqa: B010
         if not part.is_last:
             model.lm_head = None  # type: ignore[assignment]
         if not part.is_first:
             setattr(model, "embed_tokens", Received(self.receive))  # noqa: B010
+            model.embedding_scale = 1.0  # the first stage has multiplied by it
         keep_layers(model)
 
     def add_up(self, x: Tensor) -> Tensor:

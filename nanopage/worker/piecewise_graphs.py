@@ -100,7 +100,7 @@ class PiecewiseGraphs:
                 self.graphs[size][index].replay()
             else:
                 carried = self._compute(size, index, carried)
-            attention.attend(q, cache, layer.window, layer.kv_scales, out=attended)
+            layer.attend(attention, q, cache, attended)
         return self.model.finish(self.x[:num_tokens], attended, rows)
 
     def _compute(self, size: int, index: int, carried: Carried | None) -> Carried:

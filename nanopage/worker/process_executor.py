@@ -106,7 +106,9 @@ class ProcessExecutor:
         path: Path,
         on_progress: Callable[[int, int], None] | None = None,
     ):
-        model_config.divided(config.tensor_parallel_size)  # raises where the model cannot be divided
+        model_config.divided(
+            config.tensor_parallel_size, config.enable_expert_parallel
+        )  # raises where the model cannot be divided
         model_config.stage(0, config.pipeline_parallel_size)
         self.config, self.path, self.on_progress = config, path, on_progress
         self.links: list[Link] = []
@@ -149,6 +151,9 @@ class ProcessExecutor:
         number = next(self._numbers)
         self._send_all(messages.Run(number, batch))
         self._awaited.append(number)
+
+    def add_masks(self, masks: dict[int, bytes]) -> None:
+        self._send_all(messages.Masks(masks))
 
     def result(self) -> BatchResult:
         number = self._awaited[0]

@@ -22,10 +22,20 @@ from nanopage.step import Batch, Fork
 class SequenceTable:
     """Holds the tokens, block tables and sampling settings of all running sequences.
 
-    Args: num_rows: the most sequences that the table can hold.
+    Args:
+        num_rows: the most sequences that the table can hold.
+        has_adapters: keep the adapter slot of each sequence, too: `adapter_slots` [rows], -1 for none.
     """
 
-    def __init__(self, num_rows: int, max_model_len: int, block_size: int, vocab_size: int, device: torch.device):
+    def __init__(
+        self,
+        num_rows: int,
+        max_model_len: int,
+        block_size: int,
+        vocab_size: int,
+        device: torch.device,
+        has_adapters: bool = False,
+    ):
         self.block_size, self.device = block_size, device
         # int32 for the kernels of a GPU; int64 on a CPU, because torch's indexing is faster with it.
         dtype = torch.int32 if device.type == "cuda" else torch.int64
@@ -33,6 +43,9 @@ class SequenceTable:
         self.block_tables = zeros(num_rows, -(-max_model_len // block_size), dtype, device)
         self.num_prompt_tokens = np.zeros(num_rows, dtype=np.int64)
         self.sampling = SamplingTable(num_rows, vocab_size, device)
+        self.adapter_slots: Tensor | None = None
+        if has_adapters:
+            self.adapter_slots = torch.full((num_rows,), -1, dtype=torch.int64, device=device)
 
     @property
     def num_bytes(self) -> int:
@@ -45,6 +58,8 @@ class SequenceTable:
         for new in batch.new:
             self.num_prompt_tokens[new.row] = new.num_prompt_tokens
         self.sampling.add(batch.new)
+        if self.adapter_slots is not None:
+            write_entries(self.adapter_slots[:, None], [(new.row, 0, [new.adapter_slot]) for new in batch.new])
         if batch.forks:
             self._fork(batch.forks)
         write_entries(self.block_tables, [(update.row, update.first, update.blocks) for update in batch.blocks])
@@ -74,6 +89,8 @@ class SequenceTable:
         tokens.index_copy_(0, target, tokens.index_select(0, source))
         self.num_prompt_tokens[rows] = self.num_prompt_tokens[parents]
         self.sampling.fork(forks)
+        if self.adapter_slots is not None:
+            self.adapter_slots.index_copy_(0, target, self.adapter_slots.index_select(0, source))
 
 
 def zeros(num_rows: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -21,14 +21,17 @@ from nanopage.layers.tiled import TiledLinear, has_only_float16, tile
 from nanopage.sampling.table import SamplingTable
 from nanopage.step import Batch, Capacity
 from nanopage.weights import loader
+from nanopage.weights.adapters import AdapterLoader
 from nanopage.weights.gguf_checkpoint import GGUFCheckpoint
 from nanopage.weights.gguf_tiles import is_quantized
 from nanopage.weights.part import WHOLE
 from nanopage.weights.quantized_checkpoint import fits_tiles
+from nanopage.worker.adapted import choose_ways, make_slots
 from nanopage.worker.aot import Compiled
 from nanopage.worker.aot_tiles import CompiledProduct, tile_product
 from nanopage.worker.cuda_graphs import CUDAGraphs, make_sample_all, no_wrap
 from nanopage.worker.eager import Eager, Inputs
+from nanopage.worker.experts import check_experts
 from nanopage.worker.jit import CompiledDecoder, compile_afresh, compile_model, warm_up_sampling
 from nanopage.worker.kv_cache import KVCache
 from nanopage.worker.memory import block_bytes, fit_length, measure_step, num_blocks_that_fit, num_host_blocks
@@ -67,6 +70,7 @@ class Worker:
         ranks: Ranks | None = None,
         agree: Callable[[Capacity], Capacity] = lambda capacity: capacity,
     ):
+        model_config = model_config.for_length(config.max_model_len)
         self.config, self.model_config, self.ranks = config, model_config, ranks
         self.part = WHOLE if ranks is None else ranks.part
         self.part_config = self.part.config(model_config)
@@ -101,7 +105,13 @@ class Worker:
             integers,
             on_host,
             self.part,
+            group=self.device.type == "cuda",
         )
+        if (pooling := model_config.pooling) is not None and pooling.answers is not None:
+            self.model.answer_with(*pooling.answers)
+        self.adapters: AdapterLoader | None = None
+        if config.enable_lora:
+            self.model, self.adapters = make_slots(self.model, config, model_config, self.dtype, self.device)
         self._replace_modules()
         if ranks is not None:
             ranks.connect(self.model, model_config, self.dtype)
@@ -123,6 +133,7 @@ class Worker:
                 self.sample_all,
                 model_config.vocab_size,
                 self._partial,
+                self._captures_only(),
             )
         num_blocks = num_blocks_that_fit(config, self.part_config, longest, self.kv_dtype, self.device, step_bytes)
         max_model_len = fit_length(config, longest, num_blocks * config.block_size)
@@ -135,7 +146,12 @@ class Worker:
             self.part_config, num_blocks, config.block_size, self.kv_dtype, self.device, self.capacity.num_host_blocks
         )
         table = SequenceTable(
-            config.max_num_seqs + 1, max_model_len, config.block_size, model_config.vocab_size, self.device
+            config.max_num_seqs + 1,
+            max_model_len,
+            config.block_size,
+            model_config.vocab_size,
+            self.device,
+            config.enable_lora,
         )
         self.compiled: Compiled | None = None
         ways = self._partial(self._choose_ways(table, max_model_len))
@@ -148,6 +164,8 @@ class Worker:
         """Start a step. Does not wait for its result."""
         if self.threads is not None:
             self.threads.set()
+        if batch.loads and self.adapters is not None:
+            self.adapters.load(batch.loads)
         return self.runner.launch(batch)
 
     def rest(self) -> None:
@@ -167,10 +185,23 @@ class Worker:
     def _choose_ways(self, table: SequenceTable, max_model_len: int) -> list[Way]:
         """The ways to run a step, in the order in which they are tried. Sets `self.way`, which describes them, and
         `self.compiled`."""
+        if self.config.enable_lora:
+            attention = self._make_attention if self.uses_triton else None
+            made = self.model, self.kv_cache, table, self.config, max_model_len, attention, self.sample_all
+            ways, self.way = choose_ways(*made)
+            return ways
         eager = Eager(self.model, self.kv_cache, table, self._make_attention if self.uses_triton else None)
         if self.config.enforce_eager:
             self.way = "eagerly"
             return [eager]
+        if self._captures_only():
+            assert self.sample_all is not None
+            graphs = CUDAGraphs(
+                self.model, self.kv_cache, table, max_model_len, self.uses_triton, self.sample_all, no_wrap
+            )
+            graphs.capture(graphs.sizes)
+            self.way = "decodes as CUDA graphs, others eagerly: a divided model is not compiled"
+            return [graphs, eager]
         if not self._compiles():
             self.way = "eagerly: a divided model is not compiled"
             return [eager]
@@ -181,6 +212,9 @@ class Worker:
             return [graphs, pieces, eager]
         if not can_pack(self.dtype):
             self.way = f"eagerly: {self.capacity.dtype} is not compiled on this CPU"
+            return [eager]
+        if self.model_config.experts is not None:
+            self.way = "eagerly: layers with experts are not compiled on a CPU"
             return [eager]
         tiled = self.tiles is not None
         self.compiled = Compiled(self.model, self.kv_cache, table, self.path, self.part_config, self.dtype, tiled)
@@ -200,6 +234,12 @@ class Worker:
             and self.part.tp_size == 1
             and (self.device.type == "cpu" or self.part == WHOLE)
         )
+
+    def _captures_only(self) -> bool:
+        """Whether decodes are captured with the exchanges in their layers, but not compiled: on a GPU, where workers
+        share each layer. Stages wait for hidden states of other stages, which a graph cannot do."""
+        divided = self.part.tp_size > 1 and self.part.pp_size == 1
+        return self.device.type == "cuda" and divided and not self.config.enforce_eager
 
     def _partial(self, ways: list[Way]) -> list[Way]:
         """Ways to run steps on this worker's part of the model, from ways to run it."""
@@ -224,6 +264,8 @@ class Worker:
             quantized = isinstance(checkpoint, GGUFCheckpoint) and is_quantized(checkpoint)
         if divided and quantized:
             logger.info(f"tensor_parallel_size={self.part.tp_size}: the integers of {self.path.name} become floats")
+        if on_gpu and quantized and self.model_config.experts is not None:
+            logger.info(f"on a GPU, the integers of the experts of {self.path.name} become floats")
         blocks = quantized and not divided and not self.config.quantize_to and self.config.load_format != "dummy"
         if on_gpu:
             if self.config.quantize_to and self.dtype == torch.float64:
@@ -235,7 +277,8 @@ class Worker:
             self.product = tile_product(self.dtype)
         if blocks and self.product is not None:
             return BLOCKS
-        return self.config.quantize_to or (self.model_config.dtype if compiles and halves else None)
+        # Without a compiled product, every step would widen the 16 bits anew, which takes longer than reading 32.
+        return self.config.quantize_to or (self.model_config.dtype if halves and self.product is not None else None)
 
     def _replace_modules(self) -> None:
         """Replace the model's modules by packed, quantized or compiled ones."""
@@ -246,7 +289,7 @@ class Worker:
                 quantize(self.model, kind, self.device)
                 self.model.to(self.device)
             torch.cuda.empty_cache()  # of what rounding took
-            if self._compiles():
+            if self._compiles() and not self.config.enable_lora:
                 self.model = compile_model(self.model, self.model_config, self.dtype, self.device, self.uses_triton)
         elif self.tiles is not None:
             kind = self.tiles
@@ -326,6 +369,7 @@ class Worker:
             )
         if config.quantize_to == "fp8" and self.device.type == "cpu":
             raise ValueError("quantization='fp8' works on a GPU only, but this engine runs on a CPU: use 'int8'")
+        check_experts(config, self.model_config, self.device, self.path)
         if config.kv_cache_dtype != "auto" and self.device.type == "cpu" and not config.enforce_eager:
             raise ValueError(
                 f"kv_cache_dtype={config.kv_cache_dtype!r} on a CPU needs enforce_eager=True: compiled layers do not "
@@ -345,4 +389,9 @@ class Worker:
             f"{self.path.name} in {capacity.dtype}{weights} on {capacity.device}; KV cache{kv_dtype} {gib:.2f} GiB = "
             f"{tokens:,} tokens = {tokens / capacity.max_model_len:.1f} requests of {capacity.max_model_len:,} tokens"
         )
+        rope = self.model_config.rope
+        if rope.rope_type == "longrope":
+            original = rope.params["original_max_position_embeddings"]
+            kind, than = ("long", "is more") if rope.params["length"] > original else ("short", "is not more")
+            logger.info(f"longrope uses its {kind} factors, because max_model_len {than} than {original:,}")
         logger.info(f"steps run {self.way}")

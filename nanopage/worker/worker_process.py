@@ -92,6 +92,7 @@ def _serve(mailbox: Mailbox) -> None:
     from nanopage.device import resolve_device
     from nanopage.step import Capacity
     from nanopage.weights import loader
+    from nanopage.worker.model_runner import Launched
     from nanopage.worker.parallel import Ranks, part_of
     from nanopage.worker.worker import Worker
 
@@ -104,6 +105,11 @@ def _serve(mailbox: Mailbox) -> None:
         agreed = mailbox.receive()
         assert isinstance(agreed, messages.Agreed)
         return agreed.capacity
+
+    def finish(number: int, launched: Launched) -> None:
+        result = launched.result()
+        if part.samples:
+            mailbox.send(messages.Result(number, result))
 
     device = resolve_device(start.config.device)
     if device.type == "cuda":
@@ -119,12 +125,17 @@ def _serve(mailbox: Mailbox) -> None:
     ranks = Ranks(part, start.address, device)
     worker = Worker(start.config, model_config, checkpoint, report, ranks, agree)
     mailbox.send(messages.Ready())
+    number, launched = 0, None  # the last step
     while True:
         match mailbox.receive():
             case messages.Run(number, batch):
-                result = worker.launch(batch).result()
-                if part.samples:
-                    mailbox.send(messages.Result(number, result))
+                launched = worker.launch(batch)
+                if not batch.awaits_masks:
+                    finish(number, launched)
+            case messages.Masks(masks):
+                assert launched is not None
+                worker.runner.add_masks(launched, masks)
+                finish(number, launched)
             case messages.Rest():
                 worker.rest()
             case messages.Compile():

@@ -18,6 +18,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import typer
+from encoders import tiny_encoder, write_modules
 from helpers import ForkedLink, random_tokens, run_bench, tiny_model
 from typer.testing import CliRunner
 
@@ -33,6 +34,7 @@ from nanopage import LLM, EngineConfig, LLMEngine
 from nanopage.build import build_engine
 from nanopage.kernels import paged_attention
 from nanopage.outputs import StepStats
+from nanopage.step import Batch
 from nanopage.weights import loader
 from nanopage.worker import worker
 from nanopage.worker.model_runner import Launched, record_event
@@ -429,7 +431,7 @@ def test_a_gpu_is_busy_between_the_events_around_a_batch(monkeypatch):
             pass
 
     monkeypatch.setattr(torch.cuda, "Event", Recorded)
-    launched = Launched(started=record_event(torch.device("cuda")))
+    launched = Launched(Batch(), started=record_event(torch.device("cuda")))
     launched.ended = record_event(torch.device("cuda"))
     assert launched.result().device_seconds == pytest.approx(0.004)
     assert record_event(torch.device("cpu")) is None
@@ -868,3 +870,16 @@ def test_parallel_measures_steps_and_exchanged_bytes(model, monkeypatch):
     config = engine.model_config
     assert measured["output_tokens_per_second"] > 0
     assert measured["bytes_per_token"] > config.num_layers * 2 * config.hidden_size * 4
+
+
+def test_embed_measures_a_peer_on_the_same_texts(tmp_path, model):
+    directory, file = write_modules(tiny_encoder(tmp_path / "model")), tmp_path / "result.json"
+    options = ("--num-prompts", 5, "--words", "2-4", "--iters", 2, "--warmup", 0, "--compare", "transformers")
+    done = run_bench("embed", "--model", directory, *options, "--json", file)
+    assert done.exit_code == 0, done.output
+    results = json.loads(file.read_text())
+    assert results["complete"] and results["tokens"] > 5 * 4
+    for row in results["engines"].values():
+        assert len(row["seconds"]) == 2 and row["texts_per_second"] > 0 and row["largest_difference"] < 1e-5
+    assert run_bench("embed", "--model", model, "--num-prompts", 1).exit_code == 1  # it makes text
+    assert run_bench("embed", "--model", directory, "--compare", "vllm").exit_code == 2

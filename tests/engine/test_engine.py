@@ -603,7 +603,7 @@ def test_products_on_a_gpu_are_exact_and_a_cpu_engine_touches_no_setting(coarse,
     make_engine(model)
     assert settings() == ("medium", True, True, True, True)
     monkeypatch.setattr("nanopage.worker.worker.resolve_device", lambda name: torch.device("cuda"))
-    monkeypatch.setattr("nanopage.weights.loader.load_model", lambda *args: pytest.fail("no GPU is needed so far"))
+    monkeypatch.setattr("nanopage.weights.loader.load_model", lambda *_, **__: pytest.fail("no GPU is needed so far"))
     with pytest.raises(pytest.fail.Exception):
         make_engine(model, dtype="float32")
     assert settings() == ("highest", False, False, False, False)

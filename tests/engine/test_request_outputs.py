@@ -161,7 +161,7 @@ def test_every_sampling_parameter_of_a_request_reaches_the_worker(engine):
     assert {name: settings.pop(name) for name in asked} == asked
     assert settings.pop("bad_words_token_ids")[0] == engine.tokenizer.encode("zz")
     assert settings.pop("ending_token_ids") == [EOS, 9]
-    assert settings == {}
+    assert settings == {"pooling_type": None}
     assert seq.seed == 11
     defaults = engine.make_request("b", "the", SamplingParams()).group.seqs[0].settings
     assert defaults == SamplingSettings(ending_token_ids=[EOS])

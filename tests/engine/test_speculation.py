@@ -134,7 +134,7 @@ def test_a_sequence_whose_drafts_were_refused_is_tried_again_some_day():
         if step % 100 == 0:
             for num_drafted, seconds in ((0, 1.0), (1, 1.1), (4, 1.4)):
                 for _ in range(3):
-                    drafter.costs.add(1, num_drafted, seconds)
+                    drafter.gains.costs.add(1, num_drafted, seconds)
         if propose(drafter, [seq]) != [0]:
             tries.append(step)
             drafter.learn(seq, 1, 0)
@@ -176,7 +176,7 @@ def test_steps_with_prompt_tokens_or_swaps_are_not_measured():
         stats.decode_tokens, stats.seconds = 1, 1.0
         drafter.observe(stats)
     drafter.observe(StepStats(seconds=1.0))  # nothing ran
-    assert drafter.costs.measured == {}
+    assert drafter.gains.costs.measured == {}
 
 
 def test_times_between_those_that_are_measured_are_interpolated():
@@ -251,6 +251,12 @@ class Told:
     def observe(self, stats):
         self.last_step = stats
 
+    def rest(self):
+        pass
+
+    def restart(self):
+        pass
+
 
 def run(engine: LLMEngine, params: SamplingParams, prompt=PROMPT, told: Told | None = None):
     """The output of a request, and the statistics of its steps."""
@@ -278,6 +284,11 @@ OPTIONS = [
     {"allowed_token_ids": list(range(20, 90))},
     {"bad_words": ["a", "the", "b c"], "temperature": 2.0, "seed": 6},
     {"prompt_logprobs": 1},
+    {"logprobs": 3, "temperature": 1.0, "seed": 7},
+    {"presence_penalty": 0.5},
+    {"frequency_penalty": -0.7, "temperature": 1.0, "seed": 8},
+    {"repetition_penalty": 1.2, "presence_penalty": -0.4, "frequency_penalty": 0.6, "logprobs": 0},
+    {"structured_outputs": StructuredOutputsParams(regex="[a-m]{30}"), "ignore_eos": False, "logprobs": 1},
 ]
 
 
@@ -288,6 +299,7 @@ def test_right_drafts_save_steps_and_wrong_ones_change_nothing(model, options):
     answer = expected.outputs[0].token_ids
     output, steps = run(engine, params, told=Told(PROMPT + answer, 4))
     assert output.outputs[0].token_ids == answer and output.outputs[0].text == expected.outputs[0].text
+    assert params.logprobs is None or same_logprobs(output.outputs[0], expected.outputs[0])
     # The prompt's step yields one token, and each later one five.
     assert len(steps) == 1 + math.ceil((len(answer) - 1) / 5) < len(plain)
     wrong = [(token_id + 1) % VOCAB_SIZE if i % 3 == 2 else token_id for i, token_id in enumerate(answer)]
@@ -300,23 +312,60 @@ def test_right_drafts_save_steps_and_wrong_ones_change_nothing(model, options):
     assert output.outputs[0].token_ids == answer
 
 
-@pytest.mark.parametrize("options", [{"logprobs": 1}, {"presence_penalty": 0.5}, {"frequency_penalty": 0.5}], ids=str)
-def test_log_probabilities_and_counting_penalties_exclude_drafts(model, options):
-    engine, params = make_engine(model), params_of(**options)
+def same_logprobs(completion, expected) -> bool:
+    """Whether two completions have the same log-probabilities."""
+    values = [[(i, p.rank, pytest.approx(p.logprob)) for i, p in table.items()] for table in expected.logprobs]
+    found = [[(i, p.rank, p.logprob) for i, p in table.items()] for table in completion.logprobs]
+    return found == values and completion.cumulative_logprob == pytest.approx(expected.cumulative_logprob)
+
+
+def test_a_stop_string_within_a_draft_takes_back_the_log_probabilities_behind_it(model):
+    engine = make_engine(model)
+    sampling = {"temperature": 1.0, "seed": 8, "allowed_token_ids": list(range(40, 60)), "logprobs": 2}
+    expected = run(engine, params_of(12, **sampling))[0].outputs[0]
+    params = params_of(12, **sampling, stop=[expected.text[4:6]])
+    alone = run(engine, params)[0].outputs[0]
+    assert len(alone.token_ids) < 12
+    completion = run(engine, params, told=Told(PROMPT + expected.token_ids, 11))[0].outputs[0]
+    assert completion.token_ids == alone.token_ids and same_logprobs(completion, alone)
+
+
+def test_completions_that_compete_without_log_probabilities_of_their_own_have_no_drafts(model):
+    engine, params = make_engine(model), params_of(temperature=1.0, seed=2, n=1, best_of=2)
     expected, _ = run(engine, params)
     output, steps = run(engine, params, told=Told(PROMPT + expected.outputs[0].token_ids, 4))
     assert output.outputs[0].token_ids == expected.outputs[0].token_ids
     assert sum(stats.draft_tokens for stats in steps) == 0
 
 
-def test_sequences_with_masks_have_no_drafts_and_keep_their_masks_beside_others_that_have(model):
-    """Rows with drafts move to the end of a batch, from between the rows with masks."""
+@pytest.mark.parametrize("place", [0, 2])
+def test_a_token_that_the_grammar_refuses_ends_the_draft(model, place):
+    engine = make_engine(model)
+    params = params_of(structured_outputs=StructuredOutputsParams(regex="[a-m]{30}"), ignore_eos=False)
+    answer = run(engine, params)[0].outputs[0].token_ids
+    (refused,) = engine.tokenizer.encode("z", add_special_tokens=False)
+    text = PROMPT + answer[: 1 + place] + [refused] + answer[2 + place :]
+    told = Told(text, 4)
+    output, steps = run(engine, params, told=told)
+    assert output.outputs[0].token_ids == answer
+    assert steps[1].draft_tokens == place and steps[1].accepted_tokens == [1] * place
+
+
+def test_sequences_with_masks_keep_them_beside_others_with_drafts(model):
+    """Rows with drafts move to the end of a batch, from between the rows with masks. Request 1 has a mask and no
+    drafts, request 3 a mask and drafts."""
     engine = make_engine(model)
     masked = params_of(structured_outputs=StructuredOutputsParams(regex="[a-m]{9}"), ignore_eos=False)
     plain = params_of(temperature=1.0, seed=3)
     order = [plain, masked, plain, masked]
     alone = [run(engine, params)[0].outputs[0].token_ids for params in order]
-    engine.scheduler.drafter = told = Told(PROMPT + alone[0], 4)
+
+    class ToldOfThree(Told):
+        def propose(self, decodes, most, schedule):
+            numbers = {seq: int(seq.group.request_id) for seq in decodes if seq.group.request_id != "1"}
+            return {seq: alone[number][seq.num_output_tokens :][:2] for seq, number in numbers.items()}
+
+    engine.scheduler.drafter = told = ToldOfThree([], 2)
     for number, params in enumerate(order):
         engine.add_request(str(number), {"prompt_token_ids": PROMPT}, params)
     found = {}

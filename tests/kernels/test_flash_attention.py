@@ -13,9 +13,10 @@ from nanopage.worker.aot_chain import Chain, Step
 
 KV_HEADS = 2
 AVX512, AVX2 = "AVX512", "AVX2"
-ModelSizes = namedtuple("ModelSizes", "head_dim num_kv_heads num_heads")
+ModelSizes = namedtuple("ModelSizes", "head_dim num_kv_heads num_heads attention_scale attention_softcap")
 FLOAT32, BFLOAT16, FLOAT16 = torch.float32, torch.bfloat16, torch.float16
 # head_dim, group, block_size, dtype, dtype of K and V, instructions: sizes that fill registers, and some that do not.
+# Some have a scale and a soft cap of scores.
 MADE_FOR = [
     (64, 3, 16, FLOAT32, FLOAT32, AVX512),
     (64, 3, 16, FLOAT32, FLOAT32, AVX2),
@@ -29,6 +30,8 @@ MADE_FOR = [
     (128, 8, 5, BFLOAT16, BFLOAT16, AVX512),
     (128, 8, 5, FLOAT32, BFLOAT16, AVX512),
     (16, 100, 256, FLOAT32, FLOAT32, AVX2),
+    (64, 3, 16, FLOAT32, FLOAT32, AVX512, 0.3, 4.0),
+    (64, 3, 16, BFLOAT16, BFLOAT16, AVX2, None, 2.0),
 ]
 TOLERANCE = {FLOAT32: 2e-5, BFLOAT16: 2**-6}
 
@@ -36,8 +39,9 @@ TOLERANCE = {FLOAT32: 2e-5, BFLOAT16: 2**-6}
 @pytest.fixture(scope="module", params=MADE_FOR, ids=lambda made: "-".join(map(str, made)))
 def made(request, tmp_path_factory):
     """What the code is compiled for, and the code."""
-    head_dim, group, block_size, dtype, kv_dtype, instructions = request.param
-    sizes = ModelSizes(head_dim, KV_HEADS, KV_HEADS * group)
+    head_dim, group, block_size, dtype, kv_dtype, instructions, *scores = request.param
+    scale, softcap = scores or (None, 0.0)
+    sizes = ModelSizes(head_dim, KV_HEADS, KV_HEADS * group, scale, softcap)
     constants = aot_compile.attention_constants(sizes, dtype, kv_dtype, block_size)
     directory = tmp_path_factory.mktemp("attention")
     with pytest.MonkeyPatch.context() as patch:
@@ -49,7 +53,10 @@ def made(request, tmp_path_factory):
     def make_pool(num_blocks=32):
         return Pool(KV_HEADS, head_dim, block_size, dtype, num_blocks, kv_dtype=kv_dtype)
 
-    return group, make_pool, Chain(file)
+    def exactly(q, k, v, window=None):
+        return attention(q.double(), k.double(), v.double(), window, scale, softcap)
+
+    return group, make_pool, Chain(file), exactly
 
 
 def attend(chain, pool, parts, query_lens, window):
@@ -63,15 +70,12 @@ def attend(chain, pool, parts, query_lens, window):
 
 def check(made, sequences, window):
     """`sequences` is a list of (tokens, how many of the last are queries)."""
-    group, make_pool, chain = made
+    group, make_pool, chain, exactly = made
     pool = make_pool(sum(-(-length // make_pool().block_size) for length, _ in sequences))
     query_lens = {pool.add(length): queries for length, queries in sequences}
     q = pool.random(sum(query_lens.values()), KV_HEADS * group, pool.head_dim)
     rows = q.double().split(list(query_lens.values()))
-    exact = [
-        attention(r, pool.sequences[i][1].double(), pool.sequences[i][2].double(), window)
-        for i, r in zip(query_lens, rows, strict=True)
-    ]
+    exact = [exactly(r, *pool.sequences[i][1:], window) for i, r in zip(query_lens, rows, strict=True)]
     tolerance = TOLERANCE[pool.dtype]
     for part_rows in (len(q), len(q) // 3 + 1):
         parts = [part.clone() for part in q.split(part_rows)]  # so that each is at a place of its own
@@ -88,7 +92,7 @@ def test_it_equals_attention(made, window):
 
 @pytest.mark.parametrize("window", [None, 300])
 def test_long_sequences_are_split(made, window):
-    _, make_pool, _ = made
+    make_pool = made[1]
     block_size = make_pool().block_size
     split = 4 * max(block_size, 64 // block_size * block_size)
     check(made, [(length, 1) for length in (1, split - 1, split, split + 1, 3 * split + 5)], window)
@@ -98,22 +102,17 @@ def test_long_sequences_are_split(made, window):
 
 def test_large_scores_are_not_rounded_and_do_not_overflow(made):
     """Nearly all weight goes to one key, which differs from the others by less than bfloat16 can tell at this size."""
-    group, make_pool, chain = made
+    group, make_pool, chain, exactly = made
     pool = make_pool()
     query_lens = {pool.add(70): 70, pool.add(70): 1}
     q = 300 * pool.random(71, KV_HEADS * group, pool.head_dim)
-    exact = torch.cat(
-        [
-            attention(rows.double(), *(x.double() for x in pool.sequences[i][1:]))
-            for i, rows in enumerate(q.split([70, 1]))
-        ]
-    )
+    exact = torch.cat([exactly(rows, *pool.sequences[i][1:]) for i, rows in enumerate(q.split([70, 1]))])
     out = attend(chain, pool, [q], query_lens, None)
     torch.testing.assert_close(out.double(), exact, rtol=2**-5, atol=2**-5)
 
 
 def test_nan_reaches_the_output_of_its_own_sequence_only(made):
-    group, make_pool, chain = made
+    group, make_pool, chain, _ = made
     pool = make_pool()
     query_lens = {pool.add(11): 1, pool.add(35): 1, pool.add(12): 12}
     pool.cache[:, pool.sequences[1][0]] = torch.nan

@@ -1,7 +1,6 @@
 """Pages and what attends over them against attention spelled out, on K and V that were never paged."""
 
 import gc
-import math
 import weakref
 
 import pytest
@@ -20,11 +19,13 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5}
 
 
-def attention(q, k, v, window=None):
+def attention(q, k, v, window=None, scale=None, softcap=0.0):
     """Causal attention of the last len(q) of len(k) tokens: q [n, heads, d], k and v [tokens, kv_heads, d]."""
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
-    scores = torch.einsum("qhd,khd->hqk", q, k) / math.sqrt(q.shape[-1])
+    scores = torch.einsum("qhd,khd->hqk", q, k) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if softcap:
+        scores = softcap * (scores / softcap).tanh()
     keys = torch.arange(len(k))
     queries = keys[len(k) - len(q) :, None]
     hidden = keys > queries
@@ -202,7 +203,7 @@ class TestTiles:
         queries, lengths = tuple(queries.tolist()), tuple(lengths.tolist())
         groups = group_chunks(queries, lengths, q.shape[1], 2 * 16, window, q.dtype, q.device)
         for chunks in groups:
-            reference.attend_chunks(chunks, q, pool.cache, self.tables_of(chunks, block_tables, pool), out)
+            reference.attend_chunks(chunks, q, pool.cache, self.tables_of(chunks, block_tables, pool), out, 0.25)
         return out, groups
 
     def tables_of(self, chunks, block_tables, pool):
@@ -360,6 +361,7 @@ def test_one_matrix_at_a_time_exists_twice(module, convert, head_first, monkeypa
         seen.append(sum(reference() is not None for reference in alive))
         return convert_weight(weight, *arguments)
 
+    packed_linear.tile_width(torch.float32)  # packs a small weight once
     monkeypatch.setattr(module, name, count)
     convert(model)
     gc.collect()

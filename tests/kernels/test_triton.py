@@ -41,18 +41,12 @@ def attention_of(tables, query_lens, seq_lens, num_splits) -> kernels.TritonAtte
     return kernels.TritonAttention(NO_SLOTS, tables, *lengths, num_decodes, max(query_lens), num_splits, num_splits)
 
 
-def attended(q, k, v, window=None, softcap=0.0):
+def attended(q, k, v, window=None, scale=None, softcap=0.0):
     """In float64."""
-    if not softcap:
-        return plain_attention(q.double(), k.double(), v.double(), window)
-    k, v = (x.double().repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
-    scores = softcap * torch.tanh(torch.einsum("qhd,khd->hqk", q.double(), k) / q.shape[2] ** 0.5 / softcap)
-    keys = torch.arange(len(k))
-    hidden = keys > keys[len(k) - len(q) :, None]
-    return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v)
+    return plain_attention(q.double(), k.double(), v.double(), window, scale, softcap)
 
 
-def check(pool, group, query_lens, window=None, softcap=0.0, num_splits=1, padding=0):
+def check(pool, group, query_lens, window=None, softcap=0.0, num_splits=1, padding=0, scale=None):
     """Run {sequence: number of its last tokens that are queries} by the kernels; `padding` more rows of no sequence."""
     query_lens = dict(sorted(query_lens.items(), key=lambda item: item[1] > 1))
     tables, counts, seq_lens = pool.metadata(query_lens)
@@ -62,15 +56,15 @@ def check(pool, group, query_lens, window=None, softcap=0.0, num_splits=1, paddi
         tables = torch.cat((tables, torch.zeros(padding, tables.shape[1], dtype=tables.dtype)))
         counts, seq_lens = torch.cat((counts, torch.ones(padding))), torch.cat((seq_lens, torch.zeros(padding)))
     attention = attention_of(tables.to(DEVICE), counts.int().tolist(), seq_lens.int().tolist(), num_splits)
-    out = attention.attend(q.to(DEVICE), pool.cache.to(DEVICE), window, pool.scales, softcap=softcap).cpu()
+    out = attention.attend(q.to(DEVICE), pool.cache.to(DEVICE), window, pool.scales, scale, softcap).cpu()
     assert out.dtype == q.dtype
-    if not padding and not softcap:
-        plain = reference.paged_attention(q, pool.cache, tables, counts, seq_lens, window, pool.scales)
+    if not padding:
+        plain = reference.paged_attention(q, pool.cache, tables, counts, seq_lens, window, pool.scales, scale, softcap)
         assert (out - plain).abs().max() / plain.abs().max() < 2 * TOLERANCE[pool.dtype]
     rows = q.split([*query_lens.values(), *[1] * padding])
     for index, q_rows, out_rows in zip(query_lens, rows, out.split(list(map(len, rows))), strict=False):
         _, k, v = pool.sequences[index]
-        expected = attended(q_rows, k, v, window, softcap)
+        expected = attended(q_rows, k, v, window, scale, softcap)
         error = (out_rows.double() - expected).abs().max() / expected.abs().max()
         assert error < TOLERANCE[pool.dtype], (index, error)
     assert not out[len(out) - padding :].any()
@@ -182,6 +176,7 @@ def test_softcap(softcap):
     pool = Pool(2, 32, 16, torch.float32)
     decodes, whole, _ = mixed(pool, [3, 40])
     check(pool, 2, decodes | whole, softcap=softcap, num_splits=2)
+    check(pool, 2, decodes | whole, 11, softcap, num_splits=2, scale=0.4)
 
 
 @pytest.mark.parametrize("num_splits", [1, 3])
@@ -238,10 +233,10 @@ def test_writes_equal_the_plain_ones(head_dim, block_size, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("norms", [False, True], ids=["plain", "norms"])
-@pytest.mark.parametrize("sizes", [(9, 3, 64, 16), (4, 4, 6, 32), (2, 1, 80, 8)], ids=str)
+@pytest.mark.parametrize("norms", [None, 0.0, 1.0], ids=["plain", "norms", "norms with an offset"])
+@pytest.mark.parametrize(("sizes", "rotated"), [((9, 3, 64, 16), 64), ((4, 4, 6, 32), 6), ((2, 1, 80, 8), 48)], ids=str)
 @torch.inference_mode()
-def test_heads_are_normalized_rotated_and_written_in_one_kernel(sizes, norms, dtype):
+def test_heads_are_normalized_rotated_and_written_in_one_kernel(sizes, rotated, norms, dtype):
     """Equal to the layers in float64, rounded to the dtype once."""
     generator = torch.Generator().manual_seed(0)
     q_heads, kv_heads, head_dim, block_size = sizes
@@ -250,13 +245,13 @@ def test_heads_are_normalized_rotated_and_written_in_one_kernel(sizes, norms, dt
         return torch.randn(shape, generator=generator).to(dtype)
 
     num_tokens, num_heads = 7, q_heads + 2 * kv_heads
-    heads, angles = random(num_tokens, num_heads, head_dim), random(num_tokens, 1, head_dim // 2)
+    heads, angles = random(num_tokens, num_heads, head_dim), random(num_tokens, 1, rotated // 2)
     cos, sin = angles.double().cos().to(dtype), angles.double().sin().to(dtype)
-    q_norm, k_norm = RMSNorm(head_dim, 0.1).double(), RMSNorm(head_dim, 0.1).double()
+    q_norm, k_norm = RMSNorm(head_dim, 0.1, norms).double(), RMSNorm(head_dim, 0.1, norms).double()
     for norm in (q_norm, k_norm):
         norm.weight.data = random(head_dim).double()
     q, k, v = heads.double().split([q_heads, kv_heads, kv_heads], dim=1)
-    if norms:
+    if norms is not None:
         q, k = q_norm(q), k_norm(k)
     q, k = (rotate(part, cos.double(), sin.double()) for part in (q, k))
     slots = torch.randperm(5 * block_size, generator=generator)[:num_tokens]
@@ -265,10 +260,10 @@ def test_heads_are_normalized_rotated_and_written_in_one_kernel(sizes, norms, dt
     cache = torch.full((2, 5, kv_heads, head_dim * block_size), 9.0, dtype=dtype)
     expected, out = cache.double(), torch.full((num_tokens, q_heads, head_dim), 9.0, dtype=dtype)
     pages.write(k[kept], v[kept], expected, slots[kept])
-    weights = (q_norm.weight.to(dtype), k_norm.weight.to(dtype), 0.1) if norms else None
+    weights = (q_norm.weight.to(dtype), k_norm.weight.to(dtype), 0.1, norms) if norms is not None else None
     cache, out, inputs = cache.to(DEVICE), out.to(DEVICE), [tensor.to(DEVICE) for tensor in (heads, cos, sin)]
     if weights is not None:
-        weights = weights[0].to(DEVICE), weights[1].to(DEVICE), weights[2]
+        weights = weights[0].to(DEVICE), weights[1].to(DEVICE), *weights[2:]
     rotate_and_write(*inputs, weights, cache, slots.to(DEVICE), out)
     tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}[dtype]
     torch.testing.assert_close(cache.cpu().double(), expected, rtol=tolerance, atol=tolerance)

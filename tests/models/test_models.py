@@ -29,7 +29,7 @@ from nanopage.engine.sequence import Sequence, SequenceGroup
 from nanopage.kernels.cpu.tile_linear import round_activations
 from nanopage.layers.linear import Linear
 from nanopage.layers.packed import PackedLinear
-from nanopage.models import FAMILIES, find_family, load_families
+from nanopage.models import ENCODERS, FAMILIES, find_family, load_families
 from nanopage.step import Batch, BlockUpdate, Fork, NewSequence, SamplingSettings
 from nanopage.weights import loader
 from nanopage.worker.eager import Eager, prepare, reference_attention
@@ -48,6 +48,13 @@ def rope(rope_type, **params):
 
 def stretched(rope_type, **params):
     return rope(rope_type, factor=4.0, original_max_position_embeddings=64, **params)
+
+
+def longrope(original, **params):
+    """In which the longest sequence has the long factors, and no other does, if `original` is 64."""
+    factors = {"short_factor": [1.0, 1.1, 1.3, 1.5, 2.0, 2.5], "long_factor": [1.0, 1.5, 2.5, 4.0, 8.0, 20.0]}
+    fields = rope("longrope", **factors, partial_rotary_factor=0.75, **params)
+    return fields | {"original_max_position_embeddings": original}
 
 
 # name: (family, config overrides). The longest sequence is longer than every window and original context here.
@@ -72,6 +79,7 @@ WINDOWS = {
             "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
         },
     ),
+    "phi3, window": ("phi3", {"sliding_window": 9}),
 }
 ROPES = {
     "llama, rope theta": ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}),
@@ -86,6 +94,57 @@ ROPES = {
     "mistral, yarn": ("mistral", stretched("yarn")),
     "qwen2, yarn": ("qwen2", stretched("yarn")),
     "qwen3, linear rope": ("qwen3", rope("linear", factor=8.0)),
+    "phi3, partial rope": ("phi3", rope("default", partial_rotary_factor=0.75)),
+    "phi3, long factors": ("phi3", longrope(6) | {"max_position_embeddings": 160}),
+    "phi3, short factors": ("phi3", longrope(1024)),
+    "phi3, longrope with attention_factor": ("phi3", longrope(1024, attention_factor=1.2)),
+}
+# Options of one family that do not change how a config is read or packed.
+OPTIONS = {
+    "gemma2, one soft cap": ("gemma2", {"attn_logit_softcapping": None, "final_logit_softcapping": 4.0}),
+    "gemma2, the other soft cap": ("gemma2", {"attn_logit_softcapping": 3.0, "final_logit_softcapping": None}),
+    "gemma2, scale": ("gemma2", {"query_pre_attn_scalar": 9}),
+    "gemma2, another activation": ("gemma2", {"hidden_activation": "silu"}),
+    "gemma3, another window": ("gemma3_text", {"sliding_window": 3, "num_hidden_layers": 7}),
+    "gemma3, two ropes": (
+        "gemma3_text",
+        {
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 5000.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
+            },
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+    ),
+    "gemma3, soft cap and scale": ("gemma3_text", {"final_logit_softcapping": 5.0, "query_pre_attn_scalar": 100}),
+    "granite, embedding multiplier": ("granite", {"embedding_multiplier": 0.3}),
+    "granite, attention multiplier": ("granite", {"attention_multiplier": 0.1}),
+    "granite, residual multiplier": ("granite", {"residual_multiplier": 0.22}),
+    "granite, logits scaling": ("granite", {"logits_scaling": 8.0}),
+    "llama, gelu": ("llama", {"hidden_act": "gelu"}),
+    "llama, relu2": ("llama", {"hidden_act": "relu2"}),
+    "qwen3, gelu_pytorch_tanh": ("qwen3", {"hidden_act": "gelu_pytorch_tanh"}),
+}
+EXPERTS = {
+    "mixtral, window": ("mixtral", {"sliding_window": 6}),
+    "mixtral, three of eight experts, tied": (
+        "mixtral",
+        {"num_local_experts": 8, "num_experts_per_tok": 3, "tie_word_embeddings": True},
+    ),
+    "qwen2_moe": ("qwen2_moe", {}),
+    "qwen2_moe, normalized, without biases, window": (
+        "qwen2_moe",
+        {
+            "norm_topk_prob": True,
+            "qkv_bias": False,
+            "use_sliding_window": True,
+            "sliding_window": 5,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+    ),
+    "qwen2_moe, every second layer": ("qwen2_moe", {"decoder_sparse_step": 2}),
+    "qwen3_moe, a plain layer": ("qwen3_moe", {"mlp_only_layers": [0], "norm_topk_prob": True, "head_dim": 24}),
+    "qwen3_moe, one expert, attention bias": ("qwen3_moe", {"num_experts_per_tok": 1, "attention_bias": True}),
 }
 CASES = {
     "llama": ("llama", {}),
@@ -114,8 +173,19 @@ CASES = {
         "qwen3",
         {"attention_bias": True, "num_attention_heads": 6, "num_key_value_heads": 2},
     ),
+    "gemma2": ("gemma2", {"num_hidden_layers": 3}),
+    "gemma2, attention bias, not tied": ("gemma2", {"attention_bias": True}),
+    "gemma3": ("gemma3_text", {"num_hidden_layers": 7}),
+    "gemma3, attention bias, tied": ("gemma3_text", {"attention_bias": True, "tie_word_embeddings": True}),
+    "phi3": ("phi3", {}),
+    "phi3, MHA, tied": ("phi3", {"num_key_value_heads": 4, "tie_word_embeddings": True}),
+    "olmo2": ("olmo2", {}),
+    "olmo2, attention bias, MHA": ("olmo2", {"attention_bias": True, "num_key_value_heads": 4}),
+    "granite": ("granite", {}),
+    "granite, both biases, tied": ("granite", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
     **WINDOWS,
     **ROPES,
+    **EXPERTS,
 }
 
 
@@ -229,7 +299,9 @@ def test_each_layer_gets_its_own_cache_and_only_the_last_is_told_the_rows(tmp_pa
 def test_a_family_is_a_file_and_a_name():
     """CONTRIBUTING.md says so: a file in models/, its name in models/__init__.py, a line in docs/map.md, cases here."""
     folder = Path(models.__file__).parent
-    assert {*FAMILIES, "decoder", "__init__"} == {file.stem for file in folder.glob("*.py")}
+    assert {*FAMILIES, *ENCODERS, "decoder", "encoder", "adapted", "__init__"} == {
+        file.stem for file in folder.glob("*.py")
+    }
     families = load_families()
     assert [family.__name__ for family in families] == [f"nanopage.models.{name}" for name in FAMILIES]
     architectures = [name for family in families for name in family.ARCHITECTURES]
@@ -263,9 +335,23 @@ def test_a_family_that_is_added_needs_nothing_else(tmp_path, monkeypatch):
     assert_all_close(logits, reference_logits(hf_model, sequences))
 
 
-@pytest.mark.parametrize("name", [*WINDOWS, *ROPES])
-def test_the_reference_applies_the_option(name):
-    family, overrides = CASES[name]
+def test_a_family_of_another_package_is_imported_only_when_it_is_needed_and_named_if_it_is_broken(
+    tmp_path, monkeypatch
+):
+    (tmp_path / "others-1.0.dist-info").mkdir()
+    (tmp_path / "others-1.0.dist-info" / "METADATA").write_text("Name: others\nVersion: 1.0\n")
+    entries = tmp_path / "others-1.0.dist-info" / "entry_points.txt"
+    monkeypatch.syspath_prepend(tmp_path)
+    for value, problem in (("no_such_module", "ModuleNotFoundError"), ("json", "lacks ARCHITECTURES, GGUF_ARCH")):
+        entries.write_text(f"[nanopage.models]\nours = {value}\n")
+        assert find_family("LlamaForCausalLM").__name__ == "nanopage.models.llama"
+        with pytest.raises(ValueError, match=rf"the entry point ours = {value} .*{problem}"):
+            find_family("OurForCausalLM")
+
+
+@pytest.mark.parametrize("name", [*WINDOWS, *ROPES, *OPTIONS])
+def test_the_reference_applies_the_option_and_so_do_we(tmp_path, name):
+    family, overrides = (CASES | OPTIONS)[name]
     plain = {
         key: value
         for key, value in overrides.items()
@@ -274,8 +360,11 @@ def test_the_reference_applies_the_option(name):
     sequences = random_tokens(LENGTHS)
     with_option = reference_logits(tiny_hf_model(family, **overrides), sequences)
     without = reference_logits(tiny_hf_model(family, **plain), sequences)
+    if name in OPTIONS:
+        tiny_hf_model(family, **overrides).save_pretrained(tmp_path)
+        assert_all_close(Paged(tmp_path, sequences, make_way=packed).run(chunks_and_decodes_mixed), with_option)
     last = (with_option[-1][-1] - without[-1][-1]).abs().max()
-    assert last > 0.1 * without[-1].std()
+    assert last > 0.01 * without[-1].std()
 
 
 INT8 = ("llama", "llama, both biases, tied", "mistral, wide heads, tied", "qwen2", "qwen3")
@@ -366,8 +455,10 @@ def test_the_config_of_each_family_is_read_as_transformers_reads_it(case):
     assert ours.architecture == theirs.architectures[0]
     assert ours.eos_token_ids == {EOS}
     assert ours.head_dim == case.hf_model.model.layers[0].self_attn.head_dim
-    assert ours.rope.theta == theirs.rope_parameters["rope_theta"]
-    assert ours.rope.rope_type == theirs.rope_parameters["rope_type"]
+    rope = theirs.rope_parameters.get("full_attention", theirs.rope_parameters)
+    assert (ours.rope.theta, ours.rope.rope_type) == (rope["rope_theta"], rope["rope_type"])
+    if local := theirs.rope_parameters.get("sliding_attention"):
+        assert (ours.local_rope.theta, ours.local_rope.rope_type) == (local["rope_theta"], local["rope_type"])
     assert ours.tie_word_embeddings == theirs.tie_word_embeddings
     windows = getattr(theirs, "layer_types", None)
     window = getattr(theirs, "sliding_window", None)
@@ -381,6 +472,11 @@ def test_a_config_as_transformers_4_wrote_it_means_the_same(case, tmp_path):
     config = json.loads((case.directory / "config.json").read_text())
     new = ModelConfig.from_dict(config)
     rope = config.pop("rope_parameters")
+    if "sliding_attention" in rope:
+        config["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
+        rope = rope["full_attention"]
+    if "partial_rotary_factor" in rope:
+        config["partial_rotary_factor"] = rope.pop("partial_rotary_factor")
     config["rope_theta"] = rope.pop("rope_theta")
     kind = rope.pop("rope_type")
     config["rope_scaling"] = None if kind == "default" else {"type": kind, **rope}
@@ -394,8 +490,16 @@ def test_a_config_as_transformers_4_wrote_it_means_the_same(case, tmp_path):
 @pytest.mark.skipif(not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="oneDNN has no bfloat16 on this CPU")
 @pytest.mark.parametrize(
     ("family", "overrides"),
-    [("llama", {"tie_word_embeddings": True}), ("qwen2", {}), ("qwen3", {}), ("llama", {"mlp_bias": True})],
-    ids=["llama, tied", "qwen2", "qwen3", "llama, mlp bias"],
+    [
+        ("llama", {"tie_word_embeddings": True}),
+        ("qwen2", {}),
+        ("qwen3", {}),
+        ("llama", {"mlp_bias": True}),
+        ("gemma2", {"attn_logit_softcapping": 5.0}),
+        ("gemma3_text", {"layer_types": ["sliding_attention", "full_attention"]}),
+        ("olmo2", {}),
+    ],
+    ids=["llama, tied", "qwen2", "qwen3", "llama, mlp bias", "gemma2", "gemma3", "olmo2"],
 )
 def test_bfloat16_with_packed_weights_is_as_close_to_float32_as_transformers_is(tmp_path, family, overrides):
     # A smaller spread of the weights than elsewhere, so that rounding does not grow from layer to layer.

@@ -20,7 +20,7 @@ from nanopage.outputs import StepStats
 from nanopage.server import middleware, protocol, streaming
 from nanopage.server.app import NOT_SERVED, ServerState, create_app
 from nanopage.server.metrics import ServerMetrics
-from nanopage.server.protocol import REFUSED
+from nanopage.server.protocol import REFUSED, ChatBody
 from nanopage.server.tracing import Tracer
 
 HELLO = [{"role": "user", "content": "Hello there"}]
@@ -303,12 +303,16 @@ def test_the_events_of_a_response_add_up_to_it(app):
         ({"input": []}, "input"),
         ({"input": 5}, "input"),
         ({"input": None}, "input"),
-        ({"input": [{"type": "function_call"}]}, "input[0].type"),
+        ({"input": [{"type": "web_search_call"}]}, "input[0].type"),
+        ({"input": [{"type": "function_call"}]}, "input[0].name"),
+        ({"input": [{"type": "function_call_output", "output": "5"}]}, "input[0].call_id"),
         ({"input": [{"role": "user", "content": 5}], "instructions": "a"}, "input[0].content"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]"),
         ({"store": True}, "store"),
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
-        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"tools": [{"type": "function"}]}, "tools[0].name"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tool_choice": {"type": "function", "name": "find"}}, "tool_choice"),
         ({"text": {"format": {"type": "grammar"}}}, "text.format.type"),
         ({"text": {"format": 5}}, "text.format"),
         ({"text": {"verbosity": "low"}}, "text.verbosity"),
@@ -529,11 +533,28 @@ def test_a_prompt_that_is_too_long_says_what_clients_look_for(app):
 @pytest.mark.parametrize("name", [*REFUSED])
 def test_a_field_that_is_refused_is_named_and_its_neutral_values_pass(app, name):
     neutral, why = REFUSED[name]
-    reply = post(app, CHAT, {"messages": HELLO, name: {"some": "thing"}})
+    path, body = (TEXT, {"prompt": "a"}) if name in ChatBody.model_fields else (CHAT, {"messages": HELLO})
+    reply = post(app, path, body | {name: {"some": "thing"}})
     assert (reply.status, reply.error["param"], reply.error["code"]) == (400, name, "unsupported")
     assert why in reply.error["message"]
     for value in neutral:
-        assert post(app, CHAT, {"messages": HELLO, "max_tokens": 1, name: value}).status == 200
+        assert post(app, path, body | {"max_tokens": 1, name: value}).status == 200
+
+
+def test_what_a_model_thinks_is_not_content(llm, app, monkeypatch):
+    plain = post(app, CHAT, {"messages": HELLO, **GREEDY}).json["choices"][0]["message"]
+    assert "reasoning" not in plain and plain["content"]
+    tokenizer = llm.engine.tokenizer
+    template = tokenizer.chat_template.replace("assistant\n", "assistant\n<think>\n") + "{# </think> #}"
+    monkeypatch.setattr(tokenizer, "chat_template", template)
+    whole = post(app, CHAT, {"messages": HELLO, **GREEDY}).json  # a random model, which goes on thinking
+    message = whole["choices"][0]["message"]
+    assert message["reasoning"] == message["reasoning_content"] != "" and message["content"] == ""
+    events = post(app, CHAT, {"messages": HELLO, "stream": True, **GREEDY}).events
+    deltas = [event["choices"][0]["delta"] for event in events]
+    assert "".join(delta.get("reasoning", "") for delta in deltas) == message["reasoning"]
+    response = post(app, "/v1/responses", {"input": "Hello there", "temperature": 0, "max_output_tokens": 8}).json
+    assert [item["type"] for item in response["output"]] == ["reasoning"]
 
 
 def test_unknown_fields_are_listed_or_refused(state, app):

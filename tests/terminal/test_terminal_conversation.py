@@ -35,9 +35,9 @@ def chat(llm, monkeypatch):
     llm.engine.reset_prefix_cache()
     made, sent, encoded = Conversation(llm, Session(GREEDY, model="tiny"), raw=False, plain=True), [], []
 
-    def recorded_encode(llm, prompt):
+    def recorded_encode(llm, prompt, tools=None):
         encoded.append(prompt)
-        return encode(llm, prompt)
+        return encode(llm, prompt, tools)
 
     def recorded_generate(*args, **options):
         sent.append(encoded[-1])

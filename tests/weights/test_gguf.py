@@ -38,6 +38,8 @@ from tokenizers import (
 
 from nanopage import LLM, EngineConfig, SamplingParams
 from nanopage.build import build_engine
+from nanopage.layers.quantized import QuantizedLinear
+from nanopage.layers.tiled import TiledLinear
 from nanopage.text.tokenizer import Tokenizer as NanopageTokenizer
 from nanopage.weights import gguf_checkpoint, loader
 from nanopage.weights.gguf_checkpoint import GGUFCheckpoint
@@ -63,6 +65,22 @@ NAMES = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "self_attn.qkv_proj": "attn_qkv",
+    "mlp.gate_up_proj": "ffn_up",
+    "post_feedforward_layernorm": "post_ffw_norm",
+    "mlp.gate": "ffn_gate_inp",
+    "mlp.experts.gate_proj": "ffn_gate_exps",
+    "mlp.experts.up_proj": "ffn_up_exps",
+    "mlp.experts.down_proj": "ffn_down_exps",
+    "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+    "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_expert.up_proj": "ffn_up_shexp",
+    "mlp.shared_expert.down_proj": "ffn_down_shexp",
+}
+# In models with norms after attention.
+NAMES_OF_POST_NORMS = {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
 }
 
 
@@ -133,6 +151,17 @@ LLAMA3_SPLIT = (
 QWEN2_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+GPT_4O_SPLIT = "|".join(
+    [
+        r"""[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?""",
+        r"""[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?""",
+        r"""\p{N}{1,3}""",
+        r""" ?[^\s\p{L}\p{N}]+[\r\n/]*""",
+        r"""\s*[\r\n]+""",
+        r"""\s+(?!\S)""",
+        r"""\s+""",
+    ]
+)
 BYTE_LEVEL = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
 PRE_TOKENIZERS = {
     "gpt-2": pre_tokenizers.ByteLevel(add_prefix_space=False),
@@ -141,6 +170,11 @@ PRE_TOKENIZERS = {
     ),
     "llama-bpe": pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(LLAMA3_SPLIT), "isolated"), BYTE_LEVEL]),
     "qwen2": pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(QWEN2_SPLIT), "isolated"), BYTE_LEVEL]),
+    "refact": pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    ),
+    "dbrx": pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(LLAMA3_SPLIT), "isolated"), BYTE_LEVEL]),
+    "gpt-4o": pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(GPT_4O_SPLIT), "isolated"), BYTE_LEVEL]),
 }
 ADDED = [("<|endoftext|>", CONTROL), ("<|im_start|>", CONTROL), ("<|im_end|>", CONTROL), ("<think>", USER_DEFINED)]
 
@@ -239,12 +273,64 @@ def permute(weight, num_heads):
     return halves.swapaxes(1, 2).reshape(weight.shape)
 
 
-def gguf_name(name):
+def gguf_name(name, arch):
     stem, _, kind = name.rpartition(".")
-    if stem in NAMES:
-        return f"{NAMES[stem]}.{kind}"
+    names = NAMES | NAMES_OF_POST_NORMS if arch in ("gemma2", "gemma3", "olmo2") else NAMES
+    if stem in names:
+        return f"{names[stem]}.{kind}"
     _, _, layer, part = stem.split(".", 3)
-    return f"blk.{layer}.{NAMES[part]}.{kind}"
+    return f"blk.{layer}.{names[part]}.{kind}"
+
+
+def metadata_of(config, arch):
+    """What llama.cpp's converter writes for some architectures only, by the last parts of the keys."""
+    if arch in ("gemma2", "gemma3"):
+        rope = config.rope_parameters.get("sliding_attention", {})
+        return {
+            "attention.sliding_window": config.sliding_window,
+            "attn_logit_softcapping": config.attn_logit_softcapping if arch == "gemma2" else None,
+            "final_logit_softcapping": config.final_logit_softcapping,
+            "rope.freq_base_swa": rope.get("rope_theta"),
+        }
+    if arch == "granite":
+        return {
+            "attention.scale": config.attention_multiplier,
+            "embedding_scale": config.embedding_multiplier,
+            "residual_scale": config.residual_multiplier,
+            "logit_scale": config.logits_scaling,
+        }
+    if arch != "phi3":
+        return {}
+    rope, head_dim = config.rope_parameters, config.hidden_size // config.num_attention_heads
+    original = config.original_max_position_embeddings
+    scale = config.max_position_embeddings / original
+    is_long = rope["rope_type"] == "longrope"
+    return {
+        "attention.sliding_window": config.sliding_window or 0,
+        "rope.dimension_count": int(head_dim * rope["partial_rotary_factor"]),
+        "rope.scaling.original_context_length": original,
+        "rope.scaling.attn_factor": math.sqrt(1 + math.log(scale) / math.log(original)) if is_long else None,
+    }
+
+
+def matrices_of(hf_model):
+    """Its parameters by name; those of gate and up of experts, which it has fused, by names of their own."""
+    for name, parameter in hf_model.named_parameters():  # a tied head is not among them
+        if name.endswith("experts.gate_up_proj"):
+            for kind, half in zip(("gate_proj", "up_proj"), parameter.detach().chunk(2, 1), strict=True):
+                yield name.replace("gate_up_proj", f"{kind}.weight"), half
+        else:
+            yield f"{name}.weight" if name.endswith("experts.down_proj") else name, parameter.detach()
+
+
+def fields_of_experts(arch, config):
+    fields = {
+        "expert_count": config.num_experts,
+        "expert_used_count": config.num_experts_per_tok,
+        "expert_feed_forward_length": getattr(config, "moe_intermediate_size", None),
+        "expert_shared_feed_forward_length": getattr(config, "shared_expert_intermediate_size", None),
+    }
+    return {f"{arch}.{key}": value for key, value in fields.items()}
 
 
 def write_gguf(path, hf_model, arch, vocabulary, types=None, rope_freqs=None, extra_tensors=None, drop=(), **fields):
@@ -263,7 +349,7 @@ def write_gguf(path, hf_model, arch, vocabulary, types=None, rope_freqs=None, ex
         f"{arch}.attention.head_count": config.num_attention_heads,
         f"{arch}.attention.head_count_kv": config.num_key_value_heads,
         f"{arch}.attention.layer_norm_rms_epsilon": config.rms_norm_eps,
-        f"{arch}.rope.freq_base": config.rope_parameters["rope_theta"],
+        f"{arch}.rope.freq_base": config.rope_parameters.get("full_attention", config.rope_parameters)["rope_theta"],
         "tokenizer.ggml.model": vocabulary.model,
         "tokenizer.ggml.pre": vocabulary.pre,
         "tokenizer.ggml.tokens": vocabulary.tokens,
@@ -272,11 +358,14 @@ def write_gguf(path, hf_model, arch, vocabulary, types=None, rope_freqs=None, ex
         "tokenizer.ggml.scores": vocabulary.scores,
         "tokenizer.chat_template": CHAT_TEMPLATE,
     }
+    if hasattr(config, "num_experts_per_tok"):
+        metadata |= fields_of_experts(arch, config)
     head_dim = hf_model.model.layers[0].self_attn.head_dim
     if head_dim != config.hidden_size // config.num_attention_heads:
         metadata[f"{arch}.attention.key_length"] = metadata[f"{arch}.attention.value_length"] = head_dim
     if arch == "llama":
         metadata["llama.rope.dimension_count"] = head_dim
+    metadata |= {f"{arch}.{key}": value for key, value in metadata_of(config, arch).items()}
     metadata |= {f"tokenizer.ggml.{key}": value for key, value in vocabulary.fields.items()}
     metadata |= {key.replace("__", "."): value for key, value in fields.items()}
     for key, value in metadata.items():
@@ -293,19 +382,27 @@ def write_gguf(path, hf_model, arch, vocabulary, types=None, rope_freqs=None, ex
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
     if rope_freqs is not None:
         writer.add_tensor("rope_freqs.weight", rope_freqs.numpy())
-    for name, parameter in hf_model.named_parameters():  # a tied head is not among them
+    for kind in ("short", "long"):
+        if (factors := config.rope_parameters.get(f"{kind}_factor")) is not None:
+            writer.add_tensor(f"rope_factors_{kind}.weight", torch.tensor(factors).numpy())
+    for name, parameter in matrices_of(hf_model):
         if name in drop:
             continue
         rows = torch.arange(len(parameter))
-        if arch == "llama" and (projection := name.split(".")[-2]) in heads:
+        if arch in ("llama", "granite") and (projection := name.split(".")[-2]) in heads:
             rows = permute(rows, heads[projection])
-        values = parameter.detach()[rows].numpy()
+        values = parameter[rows].numpy()
+        if "shared_expert_gate" in name:
+            values = values[0]  # the converter drops dimensions of 1
+        if arch in ("gemma2", "gemma3") and name.endswith("norm.weight"):
+            values = parameter.add_(1).numpy().copy()
+            parameter.sub_(1)  # rounds
         stored_as = next((kind for part, kind in (types or {}).items() if part in name), None)
-        if stored_as is None or parameter.dim() == 1:
-            writer.add_tensor(gguf_name(name), values)
+        if stored_as is None or values.ndim == 1 or "mlp.gate.weight" in name:
+            writer.add_tensor(gguf_name(name, arch), values)
         else:
             data = gguf.quants.quantize(values, stored_as)
-            writer.add_tensor(gguf_name(name), data, raw_dtype=stored_as)
+            writer.add_tensor(gguf_name(name, arch), data, raw_dtype=stored_as)
             with torch.no_grad():
                 parameter[rows] = torch.from_numpy(gguf.quants.dequantize(data, stored_as))
     for name, data in (extra_tensors or {}).items():
@@ -357,6 +454,50 @@ MODELS = {
     "qwen2, tied": ("qwen2", "qwen2", {"tie_word_embeddings": True, "num_key_value_heads": 1}),
     "qwen3": ("qwen3", "qwen3", {}),
     "qwen3, narrow heads, tied": ("qwen3", "qwen3", {"head_dim": 8, "tie_word_embeddings": True}),
+    "gemma2": ("gemma2", "gemma2", {"num_hidden_layers": 3, "tie_word_embeddings": True}),
+    "gemma2, other caps": ("gemma2", "gemma2", {"attn_logit_softcapping": 3.0, "final_logit_softcapping": 5.0}),
+    "gemma3": (
+        "gemma3_text",
+        "gemma3",
+        {
+            "num_hidden_layers": 7,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "default", "rope_theta": 5000.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
+            },
+        },
+    ),
+    "phi3": ("phi3", "phi3", {"sliding_window": 9}),
+    "phi3, longrope": (
+        "phi3",
+        "phi3",
+        {
+            "max_position_embeddings": 64,
+            "original_max_position_embeddings": 4,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 10000.0,
+                "short_factor": [1.0, 1.1, 1.3, 1.5, 2.0, 2.5],
+                "long_factor": [1.0, 1.5, 2.5, 4.0, 8.0, 20.0],
+                "partial_rotary_factor": 0.75,
+            },
+        },
+    ),
+    "olmo2": ("olmo2", "olmo2", {}),
+    "granite": (
+        "granite",
+        "granite",
+        {
+            "attention_multiplier": 0.1,
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.22,
+            "logits_scaling": 8.0,
+            "attention_bias": True,
+        },
+    ),
+    "mixtral": ("mixtral", "llama", {}),
+    "qwen2_moe": ("qwen2_moe", "qwen2moe", {}),
+    "qwen3_moe": ("qwen3_moe", "qwen3moe", {"norm_topk_prob": True}),
 }
 STORED = {
     "float32": {},
@@ -375,9 +516,13 @@ def decode_the_last(paged, lengths):
 
 def assert_equals_transformers(file, hf_model):
     model = loader.load_model(file, loader.read_config(file), torch.float32, torch.device("cpu"))
-    slots = loader.slots(model)
-    for name, parameter in hf_model.named_parameters():
-        assert torch.equal(slots[name], parameter), name
+    slots = loader._wanted(model)
+    for name, parameter in matrices_of(hf_model):
+        if ".experts." in name:
+            matrices = [slots[name.replace(".experts.", f".experts.{i}.")] for i in range(len(parameter))]
+            assert torch.equal(torch.stack(matrices), parameter), name
+        else:
+            assert torch.equal(slots[name], parameter), name
     sequences = random_tokens([5, 21, 60])
     logits = Paged(file, sequences).run(decode_the_last)
     assert_all_close(logits, reference_logits(hf_model, sequences))
@@ -413,7 +558,51 @@ def test_stored_types_are_dequantized(file, family, arch, stored):
     assert_equals_transformers(file, hf_model)
 
 
+@pytest.mark.parametrize(("family", "arch"), [("mixtral", "llama"), ("qwen2_moe", "qwen2moe")])
+def test_the_integers_of_experts_become_tiles_or_floats(file, family, arch, tmp_path, monkeypatch):
+    """On a CPU they stay; on a GPU, where those of other layers stay, they become floats."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    sizes = {} if family == "mixtral" else {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 64}
+    hf_model = model_for(SMOLLM, family, **sizes)
+    write_gguf(file, hf_model, arch, SMOLLM, types={"": Quantization.Q8_0})
+    config, cpu = loader.read_config(file), torch.device("cpu")
+    tiled = loader.load_model(file, config, torch.float32, cpu, keep_integers="tiles")
+    floats = loader.load_model(file, config, torch.float32, cpu)
+    mixture, plain = (getattr(m.layers[1], "mlp" if sizes else "block_sparse_moe") for m in (tiled, floats))
+    for expert, same in zip(mixture.experts, plain.experts, strict=True):
+        rows = torch.eye(same.down_proj.in_features)
+        assert isinstance(expert.down_proj, TiledLinear)
+        torch.testing.assert_close(expert.down_proj(rows).T, same.down_proj.weight, rtol=1e-2, atol=1e-2)
+    sequences = random_tokens([5, 21])
+    grouped = Paged(file, sequences, tiles="packed", group=True)
+    assert isinstance(grouped.model.layers[1].self_attn.o_proj, QuantizedLinear)
+    assert {parameter.dtype for parameter in grouped.model.parameters()} == {torch.float32}
+    assert_all_close(grouped.run(decode_the_last), reference_logits(hf_model, sequences), 2e-3)
+
+
 class TestConfig:
+    @pytest.mark.parametrize(("arch", "normalize"), [("qwen2moe", False), ("qwen3moe", True)])
+    def test_experts_are_read(self, file, arch, normalize):
+        family, key = arch.replace("moe", "_moe"), f"{arch}.expert_feed_forward_length"
+        experts = self.read(file, family, arch, num_experts_per_tok=3, norm_topk_prob=normalize).experts
+        assert (experts.num_experts, experts.num_chosen, experts.intermediate_size) == (6, 3, 40)
+        assert experts.normalize is normalize and experts.shared_size == (48 if family == "qwen2_moe" else 0)
+        experts = self.read(file, family, arch, fields={key: None}, intermediate_size=80).experts
+        assert experts.intermediate_size == 40  # as llama.cpp, without the field
+
+    @pytest.mark.parametrize(
+        ("fields", "message"),
+        [
+            ({"qwen2moe.expert_gating_func": 2}, "qwen2moe.expert_gating_func = 2 is not supported"),
+            ({"qwen2moe.expert_weights_scale": 2.5}, "qwen2moe.expert_weights_scale = 2.5 is not supported"),
+            ({"qwen2moe.expert_used_count": 0}, "qwen2moe.expert_used_count must be from 1 to 4,096, got 0"),
+            ({"qwen2moe.expert_count": "six"}, "qwen2moe.expert_count must be an integer, got 'six'"),
+        ],
+    )
+    def test_other_mixtures_are_refused_by_name(self, file, fields, message):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            self.read(file, "qwen2_moe", "qwen2moe", fields=fields)
+
     def read(self, file, family="llama", arch="llama", vocabulary=SMOLLM, fields=None, **overrides):
         hf_model = model_for(vocabulary, family, **overrides)
         return loader.read_config(write_gguf(file, hf_model, arch, vocabulary, **fields or {}))
@@ -447,6 +636,12 @@ class TestConfig:
         assert (config.num_layers, config.head_dim, config.num_heads, config.num_kv_heads) == (3, 24, 4, 1)
         assert (config.hidden_size, config.intermediate_size, config.max_position_embeddings) == (64, 96, 99)
         assert config.vocab_size == len(SMOLLM.tokens)
+
+    @pytest.mark.parametrize(("family", "arch", "layers"), [("gemma2", "gemma2", 46), ("gemma3_text", "gemma3", 62)])
+    def test_gemmas_with_27b_parameters_have_another_scale(self, file, family, arch, layers):
+        assert self.read(file, family, arch).attention_scale == 32**-0.5  # of a head
+        fields = {f"{arch}__block_count": layers}
+        assert self.read(file, family, arch, fields=fields).attention_scale == (64 / 4) ** -0.5
 
     def test_without_kv_heads_every_head_has_its_own(self, file):
         fields = {"llama__attention__head_count_kv": None}
@@ -680,7 +875,7 @@ class TestFilesThatDoNotFit:
     def test_a_good_file_is_read(self, plain_file):
         self.read_all(plain_file)
 
-    @pytest.mark.parametrize("arch", ["gemma2", "phi3", "clip"])
+    @pytest.mark.parametrize("arch", ["gemma", "clip"])
     def test_an_unknown_architecture(self, file, arch):
         write_gguf(file, model_for(SMOLLM), arch, SMOLLM)
         self.refuse(file, rf"architecture '{arch}' is not supported; supported: llama, qwen2, qwen3")

@@ -112,6 +112,22 @@ def write_quantized(directory, config, family="llama", dtype="float16", drop_g_i
     return weights
 
 
+@pytest.mark.parametrize("kind", ["awq, groups of 32", "gptq, act-order"])
+def test_quantized_experts_are_floats_or_tiles(tmp_path, kind):
+    """Their gate is not quantized, whatever the config says about it."""
+    config = KINDS[kind] | ({"modules_to_not_convert": ["gate", "lm_head"]} if "awq" in kind else {})
+    sizes = {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 128}
+    weights = write_quantized(tmp_path, config, "qwen2_moe", **sizes)
+    found = loader.slots(load(tmp_path))
+    assert len(weights) > 50
+    assert all(torch.allclose(found[name], weight, rtol=1e-3, atol=1e-6) for name, weight in weights.items())
+    if "act-order" in kind:
+        return
+    mixture = load(tmp_path, "tiles").layers[1].mlp
+    assert all(isinstance(expert.down_proj, TiledLinear) for expert in [*mixture.experts, mixture.shared_expert])
+    assert torch.equal(mixture.gate.weight, weights["model.layers.1.mlp.gate.weight"])
+
+
 def load(directory, keep_integers=None, dtype=torch.float32):
     return loader.load_model(directory, loader.read_config(directory), dtype, CPU, keep_integers=keep_integers)
 

@@ -48,9 +48,18 @@ from nanopage.worker.sequence_table import SequenceTable
 
 ROOT = Path(__file__).parents[2]
 LONG = os.environ.get("NANOPAGE_LONG_TESTS", "0") != "0"
-# Layers with windows, biases, and sizes that oneDNN keeps in tiles (the MLP's are not). In a long run the layers differ
-# in their windows. The default model, which test_default_model.py compiles, has none.
-MODEL = {"family": "qwen2", "use_sliding_window": True, "sliding_window": 7, "max_window_layers": int(LONG)}
+# Layers that differ in their windows and ropes, with biases, norms in all places, a scale of scores, a soft cap of
+# logits, and sizes that oneDNN keeps in tiles (the MLP's are not). The default model, which test_default_model.py
+# compiles, has nothing of that.
+MODEL = {
+    "family": "gemma3_text",
+    "sliding_window": 7,
+    "sliding_window_pattern": 2,
+    "attention_bias": True,
+    "query_pre_attn_scalar": 20,
+    "final_logit_softcapping": 5.0,
+    "head_dim": 16,
+}
 FILLING = 320  # a vocabulary that fills its tiles
 
 

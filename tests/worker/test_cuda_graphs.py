@@ -264,7 +264,7 @@ def fake_cuda(monkeypatch):
         step(self, *arguments)
 
     @contextmanager
-    def capture(graph, pool):
+    def capture(graph, pool, capture_error_mode="global"):
         assert pool == "pool"
         before = len(steps)
         yield
@@ -395,7 +395,7 @@ def test_nothing_is_compiled_while_serving(model, fake_cuda, monkeypatch, compil
 @pytest.mark.interpreter
 def test_memory_that_runs_out_while_capturing_is_an_error_that_says_what_helps(model, fake_cuda, monkeypatch):
     @contextmanager
-    def full(graph, pool):
+    def full(graph, pool, capture_error_mode):
         raise torch.OutOfMemoryError("CUDA out of memory")
         yield
 
@@ -408,7 +408,7 @@ def test_memory_that_runs_out_while_capturing_is_an_error_that_says_what_helps(m
 @pytest.mark.interpreter
 def test_another_error_while_capturing_comes_out_as_it_is(model, fake_cuda, monkeypatch):
     @contextmanager
-    def broken(graph, pool):
+    def broken(graph, pool, capture_error_mode):
         raise RuntimeError("operation not permitted when stream is capturing")
         yield
 

@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 LENGTHS = [11, 5, 1, 23]
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma3_text"])
 def test_nothing_is_compiled_after_the_warm_up_and_logits_are_the_same(family, tmp_path, compiled_graphs):
     """By Dynamo and AOTAutograd; what Inductor would make of it is left out here."""
     hf_model = tiny_hf_model(family, num_hidden_layers=3)
@@ -41,6 +41,20 @@ def test_nothing_is_compiled_after_the_warm_up_and_logits_are_the_same(family, t
             paged.step({i: min(n, most) for i, n in left.items()})
     assert len(compiled_graphs) == 8
     assert_all_close(paged.logits, reference_logits(hf_model.double(), sequences), 1e-5)
+
+
+def test_layers_with_experts_are_compiled_apart_from_those_without(tmp_path, compiled_graphs):
+    """In float32, which the kernel of experts multiplies."""
+    hf_model = tiny_hf_model("qwen3_moe", num_hidden_layers=4, mlp_only_layers=[0], hidden_size=32)
+    hf_model.save_pretrained(tmp_path)
+    paged = Paged(tmp_path, random_tokens([9, 4]), group=True)
+    config = loader.read_config(tmp_path)
+    paged.way.model = jit.compile_model(paged.model, config, torch.float32, CPU, uses_triton=False)
+    assert len(compiled_graphs) == 10  # two kinds of between: after the plain layer, and after one with experts
+    with torch.compiler.set_stance("fail_on_recompile"):
+        for step in ({0: 8, 1: 4}, {0: 1}):
+            paged.step(step)
+    assert_all_close(paged.logits, reference_logits(hf_model, paged.sequences))
 
 
 def test_a_layer_launches_four_products_and_three_kernels_between_attentions():

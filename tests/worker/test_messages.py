@@ -64,6 +64,8 @@ batches = st.builds(
     counts=several,
     sampled_from=several,
     sampled_rows=several,
+    masks=st.dictionaries(numbers, st.binary(max_size=3), max_size=2),
+    awaits_masks=st.booleans(),
 )
 tables = st.dictionaries(numbers, st.tuples(reals, numbers), max_size=4)
 results = st.builds(

@@ -18,7 +18,10 @@ from nanopage.build import build_engine
 from nanopage.layers.packed import PackedEmbedding, pack
 from nanopage.weights import loader, safetensors_checkpoint
 from nanopage.weights.part import WHOLE, Part, keep_layers, sums
+from nanopage.worker.cuda_graphs import CUDAGraphs, make_sample_all
+from nanopage.worker.eager import Eager
 from nanopage.worker.parallel import part_of
+from nanopage.worker.worker import Worker
 
 SIZES = {"hidden_size": 24, "intermediate_size": 36, "num_hidden_layers": 3, "head_dim": 8}
 FAMILIES = {
@@ -31,7 +34,17 @@ FAMILIES = {
     "mistral, window": ("mistral", {"num_attention_heads": 6, "num_key_value_heads": 1, "sliding_window": 7}),
     "qwen2": ("qwen2", {"num_attention_heads": 6, "num_key_value_heads": 2}),
     "qwen3, tied": ("qwen3", {"num_attention_heads": 6, "num_key_value_heads": 3, "tie_word_embeddings": True}),
+    "gemma3, tied": (
+        "gemma3_text",
+        {
+            "num_attention_heads": 6,
+            "num_key_value_heads": 6,
+            "tie_word_embeddings": True,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
 }
+EXPERTS = {"num_attention_heads": 6, "num_key_value_heads": 6, "head_dim": 4}
 PARAMS = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True, logprobs=3, prompt_logprobs=2)
 pytestmark = pytest.mark.usefixtures("one_thread", "forked")
 
@@ -89,6 +102,77 @@ def test_a_divided_model_gives_the_same_answers(family, tp_size, pp_size):
             answers(model, **options)
         return
     assert_same(answers(model, **options), expected)
+
+
+def on_static_buffers(worker, table, max_model_len):
+    """What `Worker._choose_ways` returns on a GPU for a worker that shares layers, but without capturing."""
+    worker.way, worker.sample_all = "on static buffers", make_sample_all(False)
+    graphs = CUDAGraphs(worker.model, worker.kv_cache, table, max_model_len, False, worker.sample_all)
+    return [graphs, Eager(worker.model, worker.kv_cache, table)]
+
+
+def test_decodes_on_static_buffers_exchange_within_the_step(family, monkeypatch):
+    """As in the CUDA graphs of a divided model, every worker runs the whole step, head and sampling included, and
+    takes the tokens from the first one."""
+    model, expected = family
+    with monkeypatch.context() as patched:
+        patched.setattr(Worker, "_choose_ways", on_static_buffers)
+        assert_same(answers(model, tensor_parallel_size=6), expected)
+
+
+@pytest.mark.parametrize("family", ["phi3", "olmo2"])
+def test_a_family_that_cannot_be_divided_has_stages_and_refuses_the_rest(tmp_path, family):
+    model = tiny_model(tmp_path, family, num_hidden_layers=2)
+    assert_same(answers(model, pipeline_parallel_size=2), answers(model))
+    with pytest.raises(ValueError, match=rf"tensor_parallel_size=2 does not work with {family.title()}ForCausalLM"):
+        answers(model, tensor_parallel_size=2)
+
+
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [
+        ("mixtral", {"num_local_experts": 6}),
+        ("qwen2_moe", {"shared_expert_intermediate_size": 30, "moe_intermediate_size": 12}),
+        ("qwen3_moe", {"moe_intermediate_size": 12, "mlp_only_layers": [1]}),
+    ],
+)
+def test_experts_may_be_divided(tmp_path, name, config):
+    """Their columns, or, with enable_expert_parallel, whole experts; also in stages."""
+    model = tiny_model(tmp_path, name, **SIZES | EXPERTS | config)
+    expected = answers(model)
+    for options in (
+        {"tensor_parallel_size": 2},
+        {"tensor_parallel_size": 3, "enable_expert_parallel": True},
+        {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "enable_expert_parallel": True},
+    ):
+        assert_same(answers(model, **options), expected)
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "message"),
+    [
+        ({"moe_intermediate_size": 13}, {}, "does not divide intermediate_size=13 of each expert: enable_expert_para"),
+        ({"num_experts": 7}, {"enable_expert_parallel": True}, "with enable_expert_parallel does not divide num_exp"),
+        ({"shared_expert_intermediate_size": 31}, {}, "does not divide shared_expert_intermediate_size=31"),
+        (None, {"enable_expert_parallel": True}, "enable_expert_parallel=True, but .* has no experts"),
+    ],
+)
+def test_experts_that_cannot_be_divided_are_refused_by_name(tmp_path, config, options, message):
+    family = ("llama", {}) if config is None else ("qwen2_moe", config)
+    model = tiny_model(tmp_path, family[0], **SIZES | EXPERTS | family[1])
+    with pytest.raises(ValueError, match=message):
+        answers(model, tensor_parallel_size=2, **options)
+
+
+def test_a_mixture_is_added_up_once(tmp_path):
+    model = tiny_model(tmp_path, "qwen2_moe", **SIZES | EXPERTS, decoder_sparse_step=2)
+    config = loader.read_config(model)
+    for part in (Part(1, 2), Part(1, 2, 0, 1, True)):
+        names = [place for place, _ in sums(part.model(config), config)]
+        attention = [f"layers.{i}.self_attn.o_proj" for i in range(3)]
+        mlps = ["layers.0.mlp.down_proj", "layers.1.mlp", "layers.2.mlp.down_proj"]
+        assert names == [name for pair in zip(attention, mlps, strict=True) for name in pair]
+    assert not sums(Part(0, 1, 1, 2).model(config), config)
 
 
 @pytest.mark.parametrize("seed", [0, 1])

@@ -36,8 +36,10 @@ class FakeGraph:
 
     def replay(self):
         again = self.compute(*self.arguments)
-        for name in ("x", "cos", "sin"):
-            getattr(self.outputs, name).copy_(getattr(again, name))
+        self.outputs.x.copy_(again.x)
+        for pair, new in zip(self.outputs.rotations, again.rotations, strict=True):
+            for tensor, value in zip(pair, new, strict=True):
+                tensor.copy_(value)
         self.replays += 1
 
 
@@ -209,10 +211,23 @@ def test_what_a_layer_launches_beside_compiled_code(model, fake_cuda, monkeypatc
 
 @pytest.mark.interpreter
 @pytest.mark.usefixtures("uncompiled")
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral"])
-def test_logits_with_the_triton_kernels(family, tmp_path):
-    """Norms of heads, biases and windows; decodes beside chunks; in pieces and by the compiled model itself."""
-    lengths, overrides = [9, 3, 1, 14], {"sliding_window": 5} if family == "mistral" else {}
+@pytest.mark.parametrize(
+    ("family", "overrides"),
+    [
+        ("llama", {}),
+        ("qwen2", {}),
+        ("qwen3", {}),
+        ("mistral", {"sliding_window": 5}),
+        ("gemma2", {"attn_logit_softcapping": 3.0, "query_pre_attn_scalar": 9}),
+        ("gemma3_text", {"layer_types": ["sliding_attention", "full_attention"]}),
+        ("phi3", {"rope_parameters": {"rope_theta": 1e4, "rope_type": "default", "partial_rotary_factor": 0.75}}),
+        ("olmo2", {}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_logits_with_the_triton_kernels(family, overrides, tmp_path):
+    """Norms of heads, biases, windows and scores; decodes beside chunks; in pieces and by the compiled model itself."""
+    lengths = [9, 3, 1, 14]
     hf_model = tiny_hf_model(family, num_hidden_layers=2, **overrides)
     hf_model.save_pretrained(tmp_path)
     config, sequences = loader.read_config(tmp_path), random_tokens(lengths)

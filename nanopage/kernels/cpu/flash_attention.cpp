@@ -8,8 +8,8 @@
 // A query by itself, as in decoding, is limited by reading K and V: it reads them as they are in the cache, where
 // vectors do not cross the ends of pages. More queries share a copy that is packed for products.
 //
-// The compiler is given HEAD_DIM (even), NUM_KV_HEADS, GROUP (query heads of a KV head), BLOCK_SIZE, and
-// BFLOAT16 (see registers.h), and KV_CACHE, the type of K and V in the cache: Stored, or, where activations are
+// The compiler is given HEAD_DIM (even), NUM_KV_HEADS, GROUP (query heads of a KV head), BLOCK_SIZE, SCALE (of the
+// products of q and k), SOFTCAP (0: none; see layers/attention.py), BFLOAT16 (see registers.h), and KV_CACHE, the type of K and V in the cache: Stored, or, where activations are
 // float32, Bfloat16 or Float16.
 
 #include <omp.h>
@@ -91,6 +91,14 @@ Floats power_of_two(Floats x) {
     return x < -126.0f ? Floats{} : power * (Floats)exponent;
 }
 
+// SOFTCAP * tanh(score / SOFTCAP), where score = x * SCALE.
+Floats capped(Floats x) {
+    const Floats most = Floats{} + 20.0f;  // tanh(10) is 1 in float32
+    Floats doubled = x * float(2.0 * SCALE / (SOFTCAP > 0 ? SOFTCAP : 1.0));
+    doubled = doubled > most ? most : doubled < -most ? -most : doubled;
+    return float(SOFTCAP) * (1.0f - 2.0f / (power_of_two(doubled * 1.44269504f) + 1.0f));
+}
+
 // Combine all lanes of x.
 template <class Combine>
 float reduce(Floats x, Combine combine) {
@@ -145,10 +153,12 @@ void pack(const Layer& layer, const Sequence& sequence, int head, int64_t first,
 // Row i sees the keys of seen(i), from the first up to the second.
 template <class Seen>
 void softmax(Scratch& scratch, int begin, int rows, Seen seen) {
-    const float scale = 1.44269504f / __builtin_sqrtf(HEAD_DIM);  // 2^(x log2(e)) = e^x
+    constexpr float scale = 1.44269504 * (SOFTCAP > 0 ? 1.0 : SCALE);  // 2^(x log2(e)) = e^x
     for (int i = begin; i < begin + rows; i++) {
         const auto scores = (Floats*)scratch.scores[i];
         const auto [from, to] = seen(i);
+        if (SOFTCAP > 0)
+            for (int j = 0; j < KEY_COLUMNS / LANES; j++) scores[j] = capped(scores[j]);
         if (from > 0 || to < KEY_COLUMNS)
             for (int j = 0; j < KEY_COLUMNS / LANES; j++) {
                 const Ints key = LANE + j * LANES;

@@ -6,11 +6,12 @@ place.
 """
 
 import ctypes
+import functools
 
 import torch
 from torch import Tensor
 
-TILE = 64  # outputs of a tile
+TILE = 64  # outputs of a tile, except where `tile_width` finds another number
 
 
 def can_pack(dtype: torch.dtype) -> bool:
@@ -34,19 +35,32 @@ def tiles_of(packed_weight: Tensor, weight: Tensor) -> Tensor | None:
     """View the memory of `packed_weight`, which is `pack(weight)`, as an ordinary tensor. It must not outlive
     `packed_weight`.
 
-    Returns: float32 [out / TILE, in, TILE], or int32 [out / TILE, in / 2, TILE] with two bfloat16 in each element, the
-        even input in the lower half. None if oneDNN chose another layout, as it does for sizes that need padding.
+    Returns: float32 [out / width, in, width], or int32 [out / width, in / 2, width] with two bfloat16 in each element,
+        the even input in the lower half; the width is `tile_width`'s. None if oneDNN chose another layout, as it does
+        for sizes that need padding.
     """
+    return _view_as_tiles(packed_weight, weight, tile_width(weight.dtype))
+
+
+@functools.cache
+def tile_width(dtype: torch.dtype) -> int:
+    """Return the number of outputs in a tile of oneDNN's: `TILE`, or 32 for bfloat16 on a processor with AMX."""
+    weight = torch.randn(TILE, TILE, dtype=dtype, generator=torch.Generator().manual_seed(0))
+    packed_weight = pack(weight)
+    return 32 if _view_as_tiles(packed_weight, weight, 32) is not None else TILE
+
+
+def _view_as_tiles(packed_weight: Tensor, weight: Tensor, width: int) -> Tensor | None:
     out_features, in_features = weight.shape
     per_word = 4 // weight.itemsize
-    if out_features % TILE or in_features % per_word or torch.ops.mkldnn._nbytes(packed_weight) != weight.nbytes:
+    if out_features % width or in_features % per_word or torch.ops.mkldnn._nbytes(packed_weight) != weight.nbytes:
         return None
     address = torch.ops.mkldnn.data_ptr(packed_weight)
     memory = (ctypes.c_char * weight.nbytes).from_address(address)
     word = torch.float32 if per_word == 1 else torch.int32
-    tiles = torch.frombuffer(memory, dtype=word).view(-1, in_features // per_word, TILE)
+    tiles = torch.frombuffer(memory, dtype=word).view(-1, in_features // per_word, width)
     for i in (0, len(tiles) - 1):
-        expected = weight[i * TILE : (i + 1) * TILE].view(word).T
+        expected = weight[i * width : (i + 1) * width].view(word).T
         if not torch.equal(tiles[i].view(torch.int32), expected.contiguous().view(torch.int32)):
             return None
     return tiles
@@ -70,7 +84,8 @@ def matvec(x: Tensor, tiles: Tensor, bias: Tensor | None) -> Tensor:
 
 def rows(tiles: Tensor, ids: Tensor) -> Tensor:
     """Read rows `ids` [T] of a weight given by its `tiles_of`: [T, in]."""
-    words = tiles[ids // TILE, :, ids % TILE]
+    width = tiles.shape[2]
+    words = tiles[ids // width, :, ids % width]
     return words.view(torch.bfloat16) if words.dtype == torch.int32 else words
 
 

@@ -1,0 +1,141 @@
+"""What drafts gain: the decode speed on four tasks with drafts over that without, and the share that is accepted.
+
+The texts are nanopage's own documents and sources. The engines take turns, step by step, so that both meet the same
+machine.
+"""
+
+import random
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from nanopage import SamplingParams
+from nanopage.engine.engine import LLMEngine
+from nanopage.outputs import StepStats
+
+ROOT = Path(__file__).parents[1]
+DOCUMENTS = ("docs/tour.md", "docs/lora.md", "docs/async.md", "docs/chat.md", "docs/glossary.md", "docs/gpu.md")
+SOURCES = ("engine/token_budget.py", "engine/adapter_slots.py", "engine/admission.py", "text/stop_strings.py")
+QUESTIONS = (
+    "Tell me about your favorite season.",
+    "What should I cook for six friends?",
+    "How do I learn to play the piano?",
+    "Write a short story about a lighthouse.",
+    "Why is the sky blue?",
+    "Give me advice for a job interview.",
+    "What is the difference between a crocodile and an alligator?",
+    "Plan a weekend in a city by the sea.",
+)
+CHARACTERS = 1500  # of a passage: some 400 tokens
+
+
+def prompts_of(task: str, count: int, rng: random.Random) -> list[str]:
+    """Args: task: one of TASKS."""
+    if task == "free chat":
+        return [QUESTIONS[i % len(QUESTIONS)] for i in range(count)]
+    files, folder = (SOURCES, "nanopage") if task == "editing code" else (DOCUMENTS, "")
+    prompts = []
+    for i in range(count):
+        text = (ROOT / folder / files[i % len(files)]).read_text()
+        begin = rng.randrange(max(1, len(text) - CHARACTERS))
+        passage = text[begin : begin + CHARACTERS].split("\n", 1)[-1].rsplit("\n", 1)[0]
+        prompts.append(TASKS[task].format(passage=passage))
+    return prompts
+
+
+TASKS = {
+    "summarizing": "Summarize this text, quoting its most important sentences:\n\n{passage}",
+    "editing code": "Repeat this code with all comments removed:\n\n```python\n{passage}\n```",
+    "question answering": "{passage}\n\nWhat does this text say, and which sentences say so? Quote them.",
+    "free chat": "",
+}
+
+
+class Decodes:
+    """Counts the decode steps of an engine, those without tokens of prompts."""
+
+    def __init__(self, engine: LLMEngine):
+        self.engine = engine
+        engine.listeners.append(self._count)
+        self.reset()
+
+    def reset(self) -> None:
+        self.tokens = self.drafted = self.accepted = 0
+        self.seconds = 0.0
+
+    def _count(self, stats: StepStats) -> None:
+        if stats.prefill_tokens:
+            return
+        self.tokens += stats.output_tokens
+        self.seconds += stats.seconds
+        self.drafted += stats.draft_tokens
+        self.accepted += sum(stats.accepted_tokens)
+
+
+def run(decodes: list[Decodes], prompts: list[str], params: SamplingParams) -> list[list[list[int]]]:
+    """The output tokens of each prompt, on each engine. `decodes` count anew."""
+    engines = [counted.engine for counted in decodes]
+    outputs: list[dict[str, list[int]]] = [{} for _ in engines]
+    for counted in decodes:
+        counted.reset()
+        processor = counted.engine.input_processor
+        tokenizer = processor.require_tokenizer("this benchmark", "a model with a tokenizer")
+        for i, prompt in enumerate(prompts):
+            text = tokenizer.render_chat([{"role": "user", "content": prompt}]) if tokenizer.chat_template else prompt
+            ids = processor.encode(text, add_special_tokens=not tokenizer.chat_template)
+            counted.engine.add_request(str(i), {"prompt_token_ids": ids}, params)
+    while running := [engine for engine in engines if engine.has_unfinished_requests()]:
+        for engine in running:
+            for output in engine.step():
+                if output.error is not None:
+                    raise RuntimeError(output.error)
+                outputs[engines.index(engine)][output.request_id] = output.outputs[0].token_ids
+    return [[of_engine[str(i)] for i in range(len(prompts))] for of_engine in outputs]
+
+
+def measure(
+    make_engine: Callable[..., LLMEngine],
+    speculation: dict[str, Any],
+    batch_sizes: list[int],
+    output_len: int,
+    num_iters: int,
+    seed: int,
+    results: dict[str, Any],
+) -> None:
+    """Fill `results["tasks"]`: a row for each task, batch size and temperature."""
+    rows = results["tasks"] = []
+    engines = [make_engine(), make_engine(speculative_config=speculation)]
+    decodes = [Decodes(engine) for engine in engines]
+    for batch_size in batch_sizes:
+        for temperature in (0.0, 0.8):
+            for task in TASKS:
+                prompts = prompts_of(task, batch_size, random.Random(seed))
+                params = SamplingParams(temperature=temperature, seed=seed, max_tokens=output_len, ignore_eos=True)
+                speeds: list[list[float]] = [[], []]
+                same, drafted, accepted = True, 0, 0
+                for number in range(num_iters + 1):
+                    outputs = run(decodes, prompts, params)
+                    same = same and outputs[0] == outputs[1]
+                    if number == 0:
+                        continue  # the prompts' first time
+                    for speed, counted in zip(speeds, decodes, strict=True):
+                        speed.append(counted.tokens / counted.seconds)
+                    drafted, accepted = drafted + decodes[1].drafted, accepted + decodes[1].accepted
+                ratios = [with_drafts / without for without, with_drafts in zip(*speeds, strict=True)]
+                rows.append(
+                    {
+                        "task": task,
+                        "batch_size": batch_size,
+                        "temperature": temperature,
+                        "tokens_per_second": statistics.median(speeds[0]),
+                        "with_drafts": statistics.median(speeds[1]),
+                        "ratio": statistics.median(ratios),
+                        "ratios": ratios,
+                        "drafted": drafted,
+                        "accepted": accepted,
+                        "same_output": same,
+                    }
+                )
+    for engine in engines:
+        engine.shutdown()

@@ -1,0 +1,156 @@
+"""Mixtures of experts (Shazeer et al. 2017; Mixtral, Jiang et al. 2024): of several feed-forward layers, the experts, a
+router chooses a few for each token. The output is the sum of theirs, weighted by the router.
+
+    x ─▶ gate ─▶ route ─▶ experts of each token, and their weights
+    │                        │
+    └────────────────────────┴─▶ experts ─▶ Σ weight * expert(x)   [+ sigmoid(shared gate) * shared expert]
+
+Experts are feed-forward layers of their own here, so whatever replaces linear layers (packed.py, tiled.py, the integers
+of a checkpoint) replaces those of experts, too. On a GPU, `group_experts` fuses their weights before they are loaded.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from nanopage.config import ExpertsConfig
+from nanopage.layers.mlp import MLP
+
+
+class Gate(nn.Module):
+    """A matrix product that is never quantized, because rounding could change which experts are chosen.
+
+    Shape: [T, hidden_size] -> [T, out_features].
+    """
+
+    def __init__(self, hidden_size: int, out_features: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(out_features, hidden_size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight)
+
+
+def route(logits: Tensor, num_chosen: int, normalize: bool) -> tuple[Tensor, Tensor]:
+    """Choose experts for each token, in float32 or float64.
+
+    Args:
+        logits: [T, experts].
+        normalize: whether the weights of a token's experts are divided by their sum.
+
+    Returns: the numbers of the experts, int64 [T, num_chosen], and their weights [T, num_chosen].
+    """
+    probabilities = logits.to(torch.promote_types(logits.dtype, torch.float32)).softmax(-1)
+    weights, experts = probabilities.topk(num_chosen, dim=-1)
+    return experts, weights / weights.sum(-1, keepdim=True) if normalize else weights
+
+
+class MixtureOfExperts(nn.Module):
+    """Takes the place of a feed-forward layer. Shape: [T, hidden_size] -> same.
+
+    Args: expert: the class of each expert; its parts have the names of the checkpoint.
+    """
+
+    def __init__(self, hidden_size: int, config: ExpertsConfig, expert: type[MLP] = MLP):
+        super().__init__()
+        self.num_chosen, self.normalize = config.num_chosen, config.normalize
+        self.gate = Gate(hidden_size, config.num_experts)
+        self.experts: Experts | GroupedExperts = Experts(
+            expert(hidden_size, config.intermediate_size) for _ in range(config.num_experts)
+        )
+        self.shared_expert: MLP | None = None
+        self.shared_expert_gate: Gate | None = None
+        if config.shared_size:
+            self.shared_expert = MLP(hidden_size, config.shared_size)
+            self.shared_expert_gate = Gate(hidden_size, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.experts(x, *route(self.gate(x), self.num_chosen, self.normalize))
+        if self.shared_expert is None or self.shared_expert_gate is None:
+            return y
+        return y + torch.sigmoid(self.shared_expert_gate(x)) * self.shared_expert(x)
+
+
+class Experts(nn.ModuleList):
+    """The experts, each with weights of its own. Those of other workers are nn.Identity()."""
+
+    def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """Compute the weighted sum of the outputs of each token's experts. Reads the weights of chosen experts only.
+
+        Args:
+            x: [T, hidden_size].
+            chosen, weights: [T, num_chosen], from `route`.
+
+        Returns: [T, hidden_size], of this worker's experts.
+        """
+        pairs = chosen.flatten()
+        order = pairs.argsort(stable=True)
+        counts = pairs.bincount(minlength=len(self)).tolist()
+        tokens, scales = order // chosen.shape[1], weights.flatten()[order, None]
+        y = torch.zeros_like(x)
+        for expert, rows, scale in zip(self, tokens.split(counts), scales.split(counts), strict=True):
+            if len(rows) and not isinstance(expert, nn.Identity):
+                y.index_add_(0, rows, (expert(x[rows]) * scale).to(x.dtype))
+        return y
+
+    def keep(self, rank: int, num_ranks: int) -> None:
+        """Keep one of `num_ranks` equal ranges of experts."""
+        each = len(self) // num_ranks
+        for number in range(len(self)):
+            if number // each != rank:
+                self[number] = nn.Identity()
+
+
+class GroupedExperts(nn.Module):
+    """Experts for a GPU, with fused weights (see kernels/grouped_linear.py). It does not synchronize with the GPU.
+
+    gate_up_proj  [experts, 2 * intermediate_size, hidden_size]
+    down_proj     [experts, hidden_size, intermediate_size]
+
+    Args: experts: on the meta device; adjacent ones.
+    """
+
+    gate_up_proj: nn.Parameter
+    down_proj: nn.Parameter
+
+    def __init__(self, experts: Experts):
+        from nanopage.kernels import grouped_linear  # noqa: F401 (registers the operator; imports Triton)
+
+        super().__init__()
+        found: dict[int, Any] = {
+            number: expert for number, expert in enumerate(experts) if not isinstance(expert, nn.Identity)
+        }
+        self.first = min(found)
+        expert = found[self.first]
+        self.up_parts, self.down_parts = expert.gate_up_proj.parts, expert.down_proj.parts
+        for name in ("gate_up_proj", "down_proj"):
+            shape = len(found), *getattr(expert, name).weight.shape
+            self.register_parameter(name, nn.Parameter(torch.empty(shape, device="meta")))
+
+    def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """As `Experts.forward`."""
+        return torch.ops.nanopage.grouped_experts(x, self.gate_up_proj, self.down_proj, chosen, weights, self.first)
+
+    def slots(self) -> Iterator[tuple[str, Tensor]]:
+        """(name, [out, in]) of each matrix of each expert, by the names that `Experts` would have."""
+        for index, (gate_up, down) in enumerate(zip(self.gate_up_proj.data, self.down_proj.data, strict=True)):
+            rows = gate_up.split(list(self.up_parts.values()))
+            for part, view in zip(self.up_parts, rows, strict=True):
+                yield f"{self.first + index}.{part}.weight", view
+            (part,) = self.down_parts
+            yield f"{self.first + index}.{part or 'down_proj'}.weight", down
+
+
+def group_experts(model: nn.Module) -> None:
+    """Replace the experts of a model on the meta device by grouped ones."""
+    for mixture in [module for module in model.modules() if isinstance(module, MixtureOfExperts)]:
+        assert isinstance(mixture.experts, Experts)
+        mixture.experts = GroupedExperts(mixture.experts)
+
+
+def has_experts(module: nn.Module) -> bool:
+    """Whether there is a mixture of experts in a module."""
+    return any(isinstance(child, MixtureOfExperts) for child in module.modules())

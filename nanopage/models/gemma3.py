@@ -1,0 +1,66 @@
+"""Gemma 3 (Gemma Team 2025), for text: Gemma 2's layer with norms of q and k heads in place of soft caps.
+
+Five layers of six have a window, and a rope of their own.
+"""
+
+from typing import Any
+
+from nanopage.config import Fields, ModelConfig, RopeConfig, read_rope
+from nanopage.layers.norm import RMSNorm
+from nanopage.models.decoder import DecoderLayer, SelfAttention, make_norm
+from nanopage.models.gemma2 import GGUF_TENSORS as GEMMA2_TENSORS
+from nanopage.models.gemma2 import Gemma2Layer, gemma_config, gemma_scale, window_pattern
+
+ARCHITECTURES = ("Gemma3ForCausalLM",)
+GGUF_ARCHITECTURE = "gemma3"
+GGUF_TENSORS = GEMMA2_TENSORS | {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
+GGUF_FIELDS = {
+    "attention.sliding_window": "sliding_window",
+    "attention.sliding_window_pattern": "sliding_window_pattern",
+    "rope.freq_base_swa": "rope_local_base_freq",
+    "final_logit_softcapping": "final_logit_softcapping",
+}
+GGUF_NORM_OFFSET = 1.0
+LAYERS_27B = 62
+
+
+def read_config(fields: Fields, architecture: str) -> dict[str, Any]:
+    """As in llama.py."""
+    if fields.values.get("attn_logit_softcapping") is not None:  # transformers reads the field and ignores it
+        raise fields.error("attn_logit_softcapping", "is not supported for Gemma 3")
+    if fields.values.get("sliding_window", 4096) is None:
+        raise fields.error("sliding_window", "must not be null: layers with a window have a rope of their own")
+    every = fields.size("sliding_window_pattern", 6)
+    kinds = fields.values.get("layer_types") or window_pattern(fields.size("num_hidden_layers"), every)
+    return gemma_config(fields, kinds) | {
+        "logit_softcap": fields.optional_number("final_logit_softcapping") or 0.0,
+        "rope": read_rope(fields, "full_attention", default_theta=1e6),
+        "local_rope": _local_rope(fields),
+    }
+
+
+def _local_rope(fields: Fields) -> RopeConfig:
+    """The rope of layers with a window: `sliding_attention` of rope_parameters, or, as transformers 4 wrote it,
+    rope_local_base_freq."""
+    parameters = fields.object("rope_parameters")
+    if parameters.values.get("sliding_attention") is not None:
+        return read_rope(fields, "sliding_attention", default_theta=1e4)
+    return RopeConfig(fields.number("rope_local_base_freq", 1e4))
+
+
+def complete_gguf(config: dict[str, Any]) -> dict[str, Any]:
+    """As in gemma2.py."""
+    return gemma_scale(config, LAYERS_27B)
+
+
+def make_layer(config: ModelConfig, index: int) -> DecoderLayer:
+    return Gemma2Layer(config, Gemma3Attention(config, index))
+
+
+class Gemma3Attention(SelfAttention):
+    def __init__(self, config: ModelConfig, index: int):
+        super().__init__(config, index, config.attention_bias, config.attention_bias)
+        self.q_norm, self.k_norm = make_norm(config, self.head_dim), make_norm(config, self.head_dim)
+
+    def head_norms(self) -> tuple[RMSNorm, RMSNorm]:
+        return self.q_norm, self.k_norm

@@ -1,0 +1,63 @@
+"""Mixtral (Jiang et al. 2024): Mistral's layer with a mixture of experts."""
+
+from typing import Any
+
+from torch import Tensor
+
+from nanopage.config import Fields, ModelConfig
+from nanopage.layers.linear import Linear
+from nanopage.layers.mlp import MLP
+from nanopage.layers.moe import MixtureOfExperts
+from nanopage.models.decoder import DecoderLayer, SelfAttention
+
+ARCHITECTURES = ("MixtralForCausalLM",)
+GGUF_ARCHITECTURE = "llama with experts"  # "llama" in the file, which has llama.expert_count, too
+GGUF_REORDERED = True
+GGUF_TENSORS = {
+    "ffn_gate_inp": "block_sparse_moe.gate",
+    "ffn_gate_exps": "block_sparse_moe.experts.{}.w1",
+    "ffn_up_exps": "block_sparse_moe.experts.{}.w3",
+    "ffn_down_exps": "block_sparse_moe.experts.{}.w2",
+}
+
+
+def read_config(fields: Fields, architecture: str) -> dict[str, Any]:
+    """As in llama.py."""
+    num_heads, num_layers = fields.size("num_attention_heads"), fields.size("num_hidden_layers")
+    num_experts, num_chosen = fields.size("num_local_experts", 8), fields.size("num_experts_per_tok", 2)
+    return {
+        "num_kv_heads": fields.size("num_key_value_heads", 8),
+        "head_dim": fields.size("head_dim", fields.size("hidden_size") // num_heads),
+        "attention_bias": False,
+        "mlp_bias": False,
+        "sliding_windows": (None,) * num_layers
+        if fields.values.get("sliding_window") is None
+        else fields.windows(num_layers, default=0),
+        "experts": fields.experts(num_experts, num_chosen, fields.size("intermediate_size")),
+    }
+
+
+def make_layer(config: ModelConfig, index: int) -> DecoderLayer:
+    return MixtralLayer(config, index)
+
+
+class MixtralLayer(DecoderLayer):
+    def __init__(self, config: ModelConfig, index: int):
+        assert config.experts is not None
+        mixture = MixtureOfExperts(config.hidden_size, config.experts, MixtralExpert)
+        super().__init__(config, SelfAttention(config, index), mixture)
+        del self.mlp
+        self.block_sparse_moe = mixture
+
+    def after(self, x: Tensor, attended: Tensor) -> Tensor:
+        x = x + self.self_attn.o_proj(attended.flatten(1))
+        return x + self.block_sparse_moe(self.post_attention_layernorm(x))
+
+
+class MixtralExpert(MLP):
+    """An MLP whose matrices have other names."""
+
+    def __init__(self, hidden_size: int, intermediate_size: int):
+        super().__init__(hidden_size, intermediate_size)
+        self.gate_up_proj = Linear(hidden_size, {"w1": intermediate_size, "w3": intermediate_size})
+        self.down_proj = Linear(intermediate_size, {"w2": hidden_size})

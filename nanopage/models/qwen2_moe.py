@@ -1,0 +1,57 @@
+"""Qwen2-MoE (Yang et al. 2024), also Qwen1.5-MoE: Qwen2's layer with a mixture of experts and a shared expert."""
+
+from typing import Any
+
+from nanopage.config import Fields, ModelConfig
+from nanopage.layers.mlp import MLP
+from nanopage.layers.moe import MixtureOfExperts
+from nanopage.models.decoder import DecoderLayer, SelfAttention
+
+ARCHITECTURES = ("Qwen2MoeForCausalLM",)
+GGUF_ARCHITECTURE = "qwen2moe"
+GGUF_TENSORS = {
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": "mlp.experts.{}.gate_proj",
+    "ffn_up_exps": "mlp.experts.{}.up_proj",
+    "ffn_down_exps": "mlp.experts.{}.down_proj",
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+}
+
+
+def read_config(fields: Fields, architecture: str) -> dict[str, Any]:
+    """As in llama.py."""
+    num_layers = fields.size("num_hidden_layers")
+    windows: tuple[int | None, ...] = (None,) * num_layers
+    if fields.flag("use_sliding_window"):
+        if fields.values.get("layer_types") is None:  # versions of transformers disagree about which layers it means
+            raise fields.error("use_sliding_window", "true needs layer_types")
+        windows = fields.windows(num_layers, default=4096)
+    return {
+        "num_kv_heads": fields.size("num_key_value_heads", 16),
+        "head_dim": fields.size("head_dim", fields.size("hidden_size") // fields.size("num_attention_heads")),
+        "attention_bias": fields.flag("qkv_bias", True),
+        "mlp_bias": False,
+        "sliding_windows": windows,
+        "experts": fields.experts(
+            num_experts=fields.size("num_experts", 60),
+            num_chosen=fields.size("num_experts_per_tok", 4),
+            intermediate_size=fields.size("moe_intermediate_size", 1408),
+            shared_size=fields.size("shared_expert_intermediate_size", 5632),
+            normalize=fields.flag("norm_topk_prob"),
+        ),
+    }
+
+
+def make_layer(config: ModelConfig, index: int) -> DecoderLayer:
+    attention = SelfAttention(config, index, qkv_bias=config.attention_bias)
+    return DecoderLayer(config, attention, make_mlp(config, index))
+
+
+def make_mlp(config: ModelConfig, index: int) -> MixtureOfExperts | MLP:
+    """The mixture of experts of a layer, or its plain feed-forward layer."""
+    if config.experts is not None and config.experts.layers[index]:
+        return MixtureOfExperts(config.hidden_size, config.experts)
+    return MLP(config.hidden_size, config.intermediate_size)

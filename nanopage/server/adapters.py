@@ -1,0 +1,98 @@
+"""The LoRA adapters of a server: each is a model of its own for clients. POST /v1/load_lora_adapter and
+/v1/unload_lora_adapter, as vLLM has them."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pydantic import BaseModel, ConfigDict
+
+from nanopage.async_llm import AsyncLLM
+from nanopage.lora import LoRARequest
+from nanopage.server.errors import ApiError
+
+if TYPE_CHECKING:
+    from nanopage.server.app import ServerState
+
+MAX_ADAPTERS = 10_000
+MAX_NAME = 256  # characters
+
+
+class LoadBody(BaseModel):
+    """lora_path: a directory of the server's machine."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    lora_name: str
+    lora_path: str
+
+
+class UnloadBody(BaseModel):
+    """lora_int_id: accepted as in vLLM; must be that of the adapter."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    lora_name: str
+    lora_int_id: int | None = None
+
+
+class ServedAdapters:
+    """The adapters that clients may name. Ids are never used again, so that an adapter that is loaded again under its
+    name does not find the cached prefixes of the old one."""
+
+    def __init__(self) -> None:
+        self.requests: dict[str, LoRARequest] = {}
+        self._next_id = 1
+
+    def check(self, llm: AsyncLLM, name: str, path: str) -> LoRARequest:
+        """An adapter whose files fit the model. Reads their headers. Raises: ValueError."""
+        self._next_id, number = self._next_id + 1, self._next_id
+        request = LoRARequest(name, number, str(Path(path).expanduser().absolute()))
+        llm.engine.input_processor.adapters.check(request)
+        return request
+
+    async def load(self, state: "ServerState", body: LoadBody) -> str:
+        """Raises: ApiError for a name that is in use, or an adapter that does not fit."""
+        llm = state.require()
+        if not llm.engine.config.enable_lora:
+            raise ApiError(400, "adapters need --enable-lora", code="not_enabled")
+        if not 0 < len(body.lora_name) <= MAX_NAME or not body.lora_name.isprintable():
+            message = f"lora_name must have 1 to {MAX_NAME} printable characters"
+            raise ApiError(400, message, param="lora_name")
+        if len(self.requests) >= MAX_ADAPTERS:
+            raise ApiError(400, f"there are {MAX_ADAPTERS:,} adapters already", param="lora_name")
+        self._check_free(state, body.lora_name)
+        try:
+            request = await llm.in_thread(self.check, llm, body.lora_name, body.lora_path)
+        except (ValueError, TypeError) as error:
+            raise ApiError(400, str(error), param="lora_path") from None
+        try:
+            self._check_free(state, body.lora_name)  # another call may have taken it meanwhile
+        except ApiError:
+            llm.engine.input_processor.adapters.forget(request.lora_int_id)
+            raise
+        self.requests[body.lora_name] = request
+        return f"Success: LoRA adapter '{body.lora_name}' added successfully."
+
+    def unload(self, state: "ServerState", body: UnloadBody) -> str:
+        """Requests that run go on. Raises: ApiError if there is no such adapter."""
+        llm, request = state.require(), self.requests.get(body.lora_name)
+        if request is None or body.lora_int_id not in (None, request.lora_int_id):
+            raise ApiError(404, f"there is no adapter {body.lora_name[:MAX_NAME]!r}", param="lora_name")
+        del self.requests[body.lora_name]
+        llm.engine.input_processor.adapters.forget(request.lora_int_id)
+        return f"Success: LoRA adapter '{body.lora_name}' removed successfully."
+
+    def _check_free(self, state: "ServerState", name: str) -> None:
+        if name in self.requests or name in state.model_names:
+            raise ApiError(400, f"the name {name!r} is in use", param="lora_name")
+
+
+def parse_modules(values: list[str]) -> dict[str, str]:
+    """name -> path, from --lora-modules. Raises: ValueError."""
+    modules: dict[str, str] = {}
+    for value in values:
+        name, equals, path = value.partition("=")
+        if not (name and equals and path) or len(name) > MAX_NAME or not name.isprintable():
+            raise ValueError(f"--lora-modules {value}: not NAME=PATH")
+        if name in modules:
+            raise ValueError(f"--lora-modules: {name} occurs twice")
+        modules[name] = path
+    return modules

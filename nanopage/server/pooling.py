@@ -1,0 +1,167 @@
+"""/v1/embeddings, /v1/score and /v1/rerank: a vector or a score for each text."""
+
+import base64
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+
+from nanopage.async_llm import AsyncLLM
+from nanopage.lora import LoRARequest
+from nanopage.outputs import RequestOutput
+from nanopage.params import PoolingParams
+from nanopage.pooling import PoolingConfig
+from nanopage.scoring import Pair, pair_texts, read_scores, scoring_prompts
+from nanopage.server.completions import MAX_PROMPTS, read_prompts
+from nanopage.server.errors import ApiError
+from nanopage.server.generation import Generation, start
+from nanopage.server.protocol import EmbeddingBody, PoolingBody, RerankBody, ScoreBody
+
+ENCODINGS = ("float", "base64")
+
+
+@dataclass
+class PoolingCall:
+    """One call.
+
+    Args:
+        kind: how the reply's id begins.
+        prompts: as the engine takes them, one for each request.
+        make_reply: makes the fields of the reply from the outputs of all requests, in order.
+    """
+
+    llm: AsyncLLM
+    body: PoolingBody
+    model: str
+    kind: str
+    prompts: list[dict]
+    params: PoolingParams
+    make_reply: Callable[[list[RequestOutput]], dict]
+
+    def __post_init__(self):
+        self.id = f"{self.kind}-{uuid.uuid4().hex}"
+
+    async def start(self, entered: Callable[[], None]) -> Generation:
+        """Put the prompts into the engine. Arguments and errors are those of `generation.start`."""
+        return await start(self.llm, self.prompts, self.params, self.body, entered)
+
+    def reply(self, outputs: list[RequestOutput]) -> dict:
+        made = {"id": self.id, "created": int(time.time()), "model": self.model}
+        count = sum(len(output.prompt_token_ids) for output in outputs)
+        return made | self.make_reply(outputs) | {"usage": {"prompt_tokens": count, "total_tokens": count}}
+
+
+def embeddings(llm: AsyncLLM, body: EmbeddingBody, model: str, adapter: LoRARequest | None = None) -> PoolingCall:
+    """A call of /v1/embeddings. Raises: ApiError for a field that is out of bounds."""
+    if body.encoding_format not in ENCODINGS:
+        raise ApiError(400, f"encoding_format must be one of {', '.join(ENCODINGS)}", param="encoding_format")
+    prompts = [
+        {"prompt" if isinstance(text, str) else "prompt_token_ids": text} for text in read_prompts(body.input, "input")
+    ]
+
+    def reply(outputs: list[RequestOutput]) -> dict:
+        vectors = [cast(np.ndarray, output.pooled).astype("<f4") for output in outputs]
+        data = [
+            {
+                "object": "embedding",
+                "index": index,
+                "embedding": vector.tolist()
+                if body.encoding_format == "float"
+                else base64.b64encode(vector.tobytes()).decode(),
+            }
+            for index, vector in enumerate(vectors)
+        ]
+        return {"object": "list", "data": data}
+
+    params = _params(body, dimensions=body.dimensions, normalize=body.normalize, prompt_name=body.prompt_name)
+    return PoolingCall(llm, body, model, "embd", prompts, params, reply)
+
+
+def score(llm: AsyncLLM, body: ScoreBody, model: str, adapter: LoRARequest | None = None) -> PoolingCall:
+    """A call of /v1/score. Raises: as `embeddings`."""
+    try:
+        pairs = pair_texts(body.text_1, body.text_2)
+    except ValueError as error:
+        message = str(error).replace("data_1", "text_1").replace("data_2", "text_2")
+        raise ApiError(400, message, param="text_2") from None
+
+    def reply(outputs: list[RequestOutput]) -> dict:
+        scores = read_scores(_pooling(llm), pairs, outputs)
+        data = [{"object": "score", "index": index, "score": value} for index, (_, value) in enumerate(scores)]
+        return {"object": "list", "data": data}
+
+    return _scoring_call(llm, body, model, "score", pairs, reply)
+
+
+def rerank(llm: AsyncLLM, body: RerankBody, model: str, adapter: LoRARequest | None = None) -> PoolingCall:
+    """A call of /v1/rerank. Raises: as `embeddings`."""
+    if body.top_n is not None and body.top_n < 1:
+        raise ApiError(400, f"top_n={body.top_n} is less than 1", param="top_n")
+    documents = []
+    for index, document in enumerate(body.documents):
+        text = document.get("text") if isinstance(document, dict) else document
+        if not isinstance(text, str):
+            raise ApiError(400, "a document is a text, or an object with a text", param=f"documents[{index}]")
+        documents.append(text)
+    if not documents:
+        raise ApiError(400, "documents is empty", param="documents")
+    pairs = [(body.query, document) for document in documents]
+
+    def reply(outputs: list[RequestOutput]) -> dict:
+        values = [value for _, value in read_scores(_pooling(llm), pairs, outputs)]
+        best = sorted(range(len(values)), key=lambda index: -values[index])[: body.top_n]
+        results = [
+            {"index": index, "relevance_score": values[index]}
+            | ({"document": {"text": documents[index]}} if body.return_documents else {})
+            for index in best
+        ]
+        return {"results": results}
+
+    return _scoring_call(llm, body, model, "rerank", pairs, reply)
+
+
+def check_task(llm: AsyncLLM, model: str, path: str, body: Any) -> None:
+    """Raises: ApiError if the model does not make what the endpoint is for."""
+    pooling = llm.engine.model_config.pooling
+    if isinstance(body, EmbeddingBody):
+        what, made = "embeddings", pooling is not None and pooling.task == "embed"
+    elif isinstance(body, PoolingBody):
+        what, made = "scores", pooling is not None and (pooling.task == "embed" or pooling.scores)
+    else:
+        what, made = "text", pooling is None
+    if not made:
+        message = f"The model {model!r} makes no {what}: it does not support {path}."
+        raise ApiError(404, message, param="model", code="not_served")
+
+
+def _scoring_call(
+    llm: AsyncLLM,
+    body: ScoreBody | RerankBody,
+    model: str,
+    kind: str,
+    pairs: list[Pair],
+    reply: Callable[[list[RequestOutput]], dict],
+) -> PoolingCall:
+    prompts = scoring_prompts(_pooling(llm), pairs)
+    if len(prompts) > MAX_PROMPTS:
+        field = body.prompt_field
+        raise ApiError(400, f"{field} has {len(prompts):,} texts: at most {MAX_PROMPTS:,}", param=field)
+    listed = [{"prompt": prompt} if isinstance(prompt, str) else prompt for prompt in prompts]
+    return PoolingCall(llm, body, model, kind, listed, _params(body, use_activation=body.use_activation), reply)
+
+
+def _pooling(llm: AsyncLLM) -> PoolingConfig:
+    """`check_task` has checked that there is one."""
+    return cast(PoolingConfig, llm.engine.model_config.pooling)
+
+
+def _params(body: PoolingBody, **fields: Any) -> PoolingParams:
+    if body.stream:
+        raise ApiError(400, "stream=true is not supported: there is one reply", param="stream")
+    try:
+        return PoolingParams(truncate_prompt_tokens=body.truncate_prompt_tokens, **fields)
+    except (ValueError, TypeError) as error:
+        raise body.invalid(error) from None

@@ -1,0 +1,120 @@
+"""What a body says about tools, and how the reply must be read because of it."""
+
+import json
+import re
+from dataclasses import dataclass
+
+from nanopage.async_llm import AsyncLLM
+from nanopage.params import StructuredOutputsParams
+from nanopage.server.errors import ApiError, invalid
+from nanopage.server.protocol import ChatBody, TokenizeBody
+from nanopage.structured import grammar_text
+from nanopage.text.tokenizer import Tokenizer
+from nanopage.tools.definitions import Tool, ToolChoice, read_tool_choice, read_tools
+from nanopage.tools.formats import ToolFormat, find_format
+from nanopage.tools.grammar import json_value, make_grammar
+from nanopage.tools.reply import END_THINK, THINK, ReplyReader
+
+FINISH_REASONS = ("stop", "tool_calls")
+
+
+@dataclass(frozen=True)
+class ToolOptions:
+    """Options of the server.
+
+    Args:
+        parser: the form of calls; None finds it in the chat template.
+        named_finish_reason: of a reply whose call the client has named. OpenAI's is "stop", but some clients run calls
+            only after "tool_calls".
+    """
+
+    parser: str | None = None
+    named_finish_reason: str = "stop"
+
+
+@dataclass(frozen=True)
+class ToolUse:
+    """The tools of a call, all that is in its body.
+
+    format: how the model writes calls; None without tools.
+    reasons: whether the model may think before it replies.
+    """
+
+    tools: list[Tool]
+    choice: ToolChoice
+    format: ToolFormat | None = None
+    parallel: bool = True
+    reasons: bool = False
+
+    @property
+    def offered(self) -> list[Tool]:
+        """The tools that the model is told about."""
+        return [] if self.choice.kind == "none" else self.tools
+
+    def make_reader(self, prompt: str) -> ReplyReader | None:
+        """What reads a reply to this prompt; None if all of it is content."""
+        if self.format is None and not self.reasons:
+            return None
+        names = [tool.name for tool in self.offered]
+        begun = self.reasons and prompt.rstrip().endswith(THINK)
+        return ReplyReader(self.format, names, self.parallel, self.reasons, begun)
+
+    def constrain(
+        self, form: StructuredOutputsParams | None, tokenizer: Tokenizer | None
+    ) -> StructuredOutputsParams | None:
+        """What the reply must be.
+
+        Args: form: what it must be if it calls no tool.
+        Raises: ApiError for a form that excludes calls.
+        """
+        if self.format is None or tokenizer is None:
+            return form
+        body = None
+        if form is not None:
+            if form.kind not in ("json", "json_object"):
+                message = f"structured_outputs.{form.kind} and tools exclude each other: use response_format"
+                raise ApiError(400, message, param="structured_outputs")
+            body = json_value(json.loads(grammar_text(form)[1]), not form.disable_any_whitespace)
+        begin = self.format.begin
+        mark_id = tokenizer.backend.token_to_id(begin) if is_special(tokenizer, begin) else None
+        grammar = make_grammar(self.format, self.tools, self.choice, self.parallel, mark_id, body)
+        return None if grammar is None else StructuredOutputsParams(grammar=grammar)
+
+
+def read_tool_use(llm: AsyncLLM, body: ChatBody | TokenizeBody, options: ToolOptions) -> ToolUse:
+    """Raises: ApiError naming the field."""
+    template = "" if (tokenizer := llm.engine.tokenizer) is None else tokenizer.chat_template or ""
+    reasons = END_THINK in template
+    parallel = body.parallel_tool_calls is not False if isinstance(body, ChatBody) else True
+    try:
+        tools = [] if body.tools is None else read_tools(body.tools)
+        choice = read_tool_choice(body.tool_choice if isinstance(body, ChatBody) else None, tools)
+        use = ToolUse(tools, choice, None, parallel, reasons)
+        return ToolUse(tools, choice, find_format(template, options.parser), parallel, reasons) if use.offered else use
+    except (ValueError, TypeError) as error:
+        raise invalid_tools(error) from None
+
+
+def invalid_tools(error: Exception) -> ApiError:
+    """A 400 for a message that begins with the place of what is wrong, such as tools[0].function.name."""
+    message = str(error)
+    place = message.split(":")[0].split(" ")[0].split("=")[0]
+    return ApiError(400, message, param=place) if place.startswith("tool") else invalid(error, ("tools",))
+
+
+def is_special(tokenizer: Tokenizer | None, mark: str) -> bool:
+    """Whether a mark is a special token, which is left out of texts by default."""
+    return tokenizer is not None and tokenizer.backend.token_to_id(mark) in tokenizer.special_ids
+
+
+def find_wrong_tool(llm: AsyncLLM, tools: list[Tool], error: ApiError) -> ApiError:
+    """The error of a grammar of calls, with the name of the schema that it comes from. May take seconds."""
+    for i, tool in enumerate(tools):
+        try:
+            llm.engine.input_processor.compile_grammar(StructuredOutputsParams(json=tool.schema()))
+        except ValueError as why:
+            place = f"tools[{i}].function.parameters"
+            message = re.sub(r"structured_outputs\.\w+", place, str(why), count=1)
+            return ApiError(400, message, param=place)
+    message = re.sub(r"(structured_outputs\.\w+|response_format)", "tools", str(error), count=1)
+    return ApiError(400, message, param="tools" if error.param != "response_format" else error.param)

@@ -1,0 +1,71 @@
+"""Tools in a conversation: each call is shown, and runs only after the user has agreed."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+from nanopage.terminal.text import printable, say
+from nanopage.tools.definitions import Tool
+from nanopage.tools.formats import ToolFormat, find_format
+from nanopage.tools.functions import describe_function, load_functions, read_arguments, run_function
+from nanopage.tools.reply import ReplyReader, ToolCall
+
+MAX_SHOWN = 500  # characters of a result on the screen. The model gets all of it
+Ask = Callable[[str], str]
+
+
+class Toolbox:
+    """The functions of a file, which the model may call.
+
+    Args: ask: shows a question and returns what is typed.
+    Raises: as `load_functions` and `describe_function`.
+    """
+
+    def __init__(self, file: Path, ask: Ask):
+        self.functions = load_functions(file)
+        self.tools: list[Tool] = [describe_function(function) for function in self.functions.values()]
+        self.ask = ask
+
+    def describe(self) -> list[dict]:
+        """The tools as chat templates take them."""
+        return [tool.describe() for tool in self.tools]
+
+    def format_of(self, chat_template: str | None) -> ToolFormat:
+        """How a model with this template writes calls. Raises: ValueError if that is not known."""
+        return find_format(chat_template or "")
+
+    def make_reader(self, tool_format: ToolFormat) -> ReplyReader:
+        """Finds the calls in a reply. What the model thinks is content: the printer shows it in its own way."""
+        return ReplyReader(tool_format, [tool.name for tool in self.tools])
+
+    def answer(self, text: str, calls: list[ToolCall], tool_format: ToolFormat) -> list[dict]:
+        """Run the calls of a reply, if the user agrees to each. Returns the messages to send after it: the reply
+        itself, and the results.
+
+        Args: text: what the model has written beside the calls.
+        Raises: KeyboardInterrupt if the user presses Ctrl-C instead.
+        """
+        shown, results = [], []
+        for call in calls:
+            call_id = tool_format.make_id()
+            result, arguments = self._run(call)
+            function = {"name": call.name, "arguments": arguments}
+            shown.append({"id": call_id, "type": "function", "function": function})
+            results.append({"role": "tool", "tool_call_id": call_id, "name": call.name, "content": result})
+        return [{"role": "assistant", "content": text, "tool_calls": shown}, *results]
+
+    def _run(self, call: ToolCall) -> tuple[str, dict]:
+        function = self.functions[call.name]
+        try:
+            arguments = read_arguments(function, call.arguments)
+        except ValueError as error:
+            say(printable(f"The model calls {call.name} with {call.arguments:.{MAX_SHOWN}}: {error}"), "yellow")
+            return str(error), {}
+        listed = ", ".join(f"{name}={json.dumps(value, ensure_ascii=False)}" for name, value in arguments.items())
+        say(printable(f"The model calls {call.name}({listed})"))
+        if self.ask("Run it? [y/N] ").strip().lower() not in ("y", "yes"):
+            say("not run")
+            return "The user did not allow this call.", arguments
+        result = run_function(function, arguments)
+        say(printable(f"-> {result[:MAX_SHOWN]}{' ...' if len(result) > MAX_SHOWN else ''}"))
+        return result, arguments

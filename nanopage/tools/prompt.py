@@ -1,0 +1,71 @@
+"""Prompts of conversations with tools. A chat template without tools, such as the default model's, is given their
+descriptions, the calls and the results as text.
+"""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from nanopage.text.chat_template import normalize_messages
+from nanopage.text.tokenizer import Tokenizer
+from nanopage.tools.formats import HERMES, reads_tools
+
+INSTRUCTIONS = """# Tools
+
+You may call functions to help with the user's request. These are their signatures:
+<tools>
+{tools}
+</tools>
+
+To call a function, reply with a JSON object that has its name and its arguments, between these tags:
+<tool_call>
+{{"name": <name of the function>, "arguments": <object with the arguments>}}
+</tool_call>"""
+
+
+def render_chat(tokenizer: Tokenizer, messages: list[dict], tools: list[dict] | None = None, **options: Any) -> str:
+    """The conversation as the model was trained to see it.
+
+    Args:
+        tools: {"type": "function", "function": {"name", "description", "parameters"}} of each.
+        options: further arguments of `Tokenizer.render_chat`.
+
+    Raises: as `Tokenizer.render_chat`.
+    """
+    template = options.get("chat_template") or tokenizer.chat_template
+    if isinstance(template, str) and not reads_tools(template):
+        messages, tools = with_tools_as_text(normalize_messages(messages), tools or []), None
+    return tokenizer.render_chat(messages, tools=tools, **options)
+
+
+def with_tools_as_text(messages: Sequence[dict], tools: Sequence[dict]) -> list[dict]:
+    """Messages for a template without tools: their descriptions in the system message, and calls and results as text.
+
+    Args:
+        messages: as `normalize_messages` returns them.
+        tools: {"type": "function", "function": {...}}; may be empty.
+    """
+    plain: list[dict] = []
+    for message in messages:
+        message = dict(message)
+        calls, content = message.pop("tool_calls", []), message["content"]
+        for call in calls:
+            function = {name: call["function"][name] for name in ("name", "arguments")}
+            content += f"\n{HERMES.begin}\n{json.dumps(function, ensure_ascii=False)}\n{HERMES.end}"
+        if message["role"] == "tool":
+            content = f"<tool_response>\n{content}\n</tool_response>"
+            if plain and plain[-1].get("results"):  # those of one turn are one message
+                plain[-1]["content"] += f"\n{content}"
+                continue
+            message = {"role": "user", "results": True}
+        plain.append(message | {"content": content.lstrip("\n") if calls else content})
+    for message in plain:
+        message.pop("results", None)
+    if tools:
+        lines = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
+        text = INSTRUCTIONS.format(tools=lines)
+        if plain and plain[0]["role"] == "system":
+            plain[0]["content"] += f"\n\n{text}"
+        else:
+            plain.insert(0, {"role": "system", "content": text})
+    return plain

@@ -1,0 +1,115 @@
+"""A worker with adapters: slots in its model, and the ways to run steps."""
+
+import logging
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nanopage.config import EngineConfig, ModelConfig
+from nanopage.device import GIB, to_device
+from nanopage.layers.attention import Attention
+from nanopage.layers.lora import GroupedAdapters, TokenAdapters, lora_buffers
+from nanopage.models.adapted import AdaptedDecoder
+from nanopage.models.decoder import Decoder
+from nanopage.step import Batch
+from nanopage.weights.adapters import AdapterLoader
+from nanopage.worker.cuda_graphs import CUDAGraphs
+from nanopage.worker.eager import Inputs, Output, head_of, prepare, reference_attention, run_model
+from nanopage.worker.jit import compile_afresh
+from nanopage.worker.kv_cache import KVCache
+from nanopage.worker.model_runner import Way
+from nanopage.worker.sequence_table import SequenceTable
+
+logger = logging.getLogger("nanopage")
+
+
+class AdaptedEager:
+    """Runs any batch with the model's own modules, as Eager does.
+
+    Args:
+        make_attention: as in Eager.
+        uses_triton: whether Triton kernels compute the products of adapters.
+    """
+
+    def __init__(
+        self,
+        model: AdaptedDecoder,
+        kv_cache: KVCache,
+        table: SequenceTable,
+        make_attention: Callable[[Inputs], Attention] | None = None,
+        uses_triton: bool = False,
+    ):
+        self.model, self.kv_cache, self.table = model, kv_cache, table
+        self.make_attention = make_attention or reference_attention
+        self.adapters_of = adapters_of(table, uses_triton)
+
+    def fits(self, batch: Batch) -> bool:
+        return True
+
+    def run(self, batch: Batch) -> Output:
+        inputs = prepare(batch, self.table)
+        attention = self.make_attention(inputs)
+        rows = to_device(torch.from_numpy(np.repeat(batch.rows, batch.counts)), self.table.device)
+        model = partial(self.model, adapters=self.adapters_of(rows))
+        head = head_of(self.model)
+        return run_model(model, batch, inputs, attention, self.kv_cache, self.table, head)
+
+
+def adapters_of(table: SequenceTable, uses_triton: bool) -> Callable[[Tensor], TokenAdapters | None]:
+    """A function from the row of each token in the sequence table, int64 [T], to the adapters of the tokens."""
+    slots = table.adapter_slots
+    assert slots is not None
+    if uses_triton:
+        from nanopage.kernels.lora import TritonAdapters  # imports Triton
+
+        return lambda rows: TritonAdapters(slots[rows])
+
+    def grouped(rows: Tensor) -> GroupedAdapters | None:
+        chosen = slots.numpy()[rows.numpy()]
+        return GroupedAdapters(chosen) if (chosen >= 0).any() else None
+
+    return grouped
+
+
+def make_slots(
+    decoder: Decoder, config: EngineConfig, model_config: ModelConfig, dtype: torch.dtype, device: torch.device
+) -> tuple[Any, AdapterLoader]:
+    """Give a loaded model slots for adapters. Returns: the model with slots, and what loads adapters into them.
+
+    Raises: ValueError for a model or a dtype that does not work with adapters.
+    """
+    if device.type == "cuda" and dtype == torch.float64:
+        raise ValueError("enable_lora on a GPU does not work in float64")
+    model = AdaptedDecoder(decoder, config.max_loras, config.max_lora_rank, dtype, device)
+    size = sum(buffer.nbytes for buffer in lora_buffers(model)) / GIB
+    logger.info(f"{config.max_loras} slots for adapters of rank {config.max_lora_rank}: {size:.3f} GiB")
+    return model, AdapterLoader(model, model_config, config.max_lora_rank)
+
+
+def choose_ways(
+    model: Any,
+    kv_cache: KVCache,
+    table: SequenceTable,
+    config: EngineConfig,
+    max_model_len: int,
+    make_attention: Callable[[Inputs], Attention] | None,
+    sample_all: Callable[..., Tensor] | None,
+) -> tuple[list[Way], str]:
+    """The ways to run a step, in the order in which they are tried, and words for them.
+
+    Args:
+        make_attention: on a GPU, as in Eager.
+        sample_all: on a GPU, as in CUDAGraphs.
+    """
+    uses_triton = make_attention is not None
+    eager = AdaptedEager(model, kv_cache, table, make_attention, uses_triton)
+    if config.enforce_eager or sample_all is None:
+        return [eager], "eagerly: layers with adapters are not compiled"
+    made = model, kv_cache, table, max_model_len, uses_triton, sample_all, compile_afresh
+    graphs = CUDAGraphs(*made, adapters_of(table, uses_triton))
+    graphs.capture(graphs.sizes)
+    return [graphs, eager], "decodes as CUDA graphs, others eagerly: layers with adapters are not compiled"

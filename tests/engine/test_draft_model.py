@@ -1,0 +1,167 @@
+"""nanopage/engine/draft_model.py: a small model drafts, and no output changes."""
+
+import logging
+
+import pytest
+from helpers import tiny_model
+
+from nanopage import LLM, EngineConfig, SamplingParams
+from nanopage.build import build_engine
+from nanopage.config import SpeculativeConfig
+from nanopage.engine.draft_model import CATCH_UP, ModelDrafter
+
+OPTIONS = {"dtype": "float64", "device": "cpu", "enforce_eager": True, "max_model_len": 200, "block_size": 8}
+PROMPTS = [list(range(10, 10 + length)) for length in (5, 40, 17)]
+GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+SAMPLED = SamplingParams(temperature=1, seed=3, max_tokens=40, ignore_eos=True, n=2)
+PENALIZED = SamplingParams(temperature=0.7, seed=3, max_tokens=40, ignore_eos=True, repetition_penalty=1.3)
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory):
+    """A smaller model with the same vocabulary."""
+    return tiny_model(tmp_path_factory.mktemp("other"), seed=1, num_hidden_layers=1)
+
+
+def load(model, draft=None, **options) -> LLM:
+    if draft is not None:
+        options["speculative_config"] = {"method": "draft_model", "model": str(draft), "num_speculative_tokens": 4}
+    return LLM(str(model), **OPTIONS | options)
+
+
+def drafter_of(llm) -> ModelDrafter:
+    return llm.engine.scheduler.drafter
+
+
+@pytest.fixture
+def always(monkeypatch):
+    """Drafts of full length in every step that may have some."""
+    monkeypatch.setattr("nanopage.engine.speculation.LEAST_SPEEDUP", 0.0)
+    monkeypatch.setattr("nanopage.engine.draft_model.EXPECTED_STEP", 0.0)
+    estimate = "nanopage.engine.speculation.StepCosts.estimate"
+    monkeypatch.setattr(estimate, lambda costs, num_rows, num_drafted: 1.0)
+
+
+def tokens(llm, params, prompts=PROMPTS):
+    outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
+    assert not any(output.error for output in outputs)
+    return [[completion.token_ids for completion in output.outputs] for output in outputs]
+
+
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED, PENALIZED], ids=["greedy", "sampled", "penalized"])
+@pytest.mark.usefixtures("always")
+def test_the_output_is_that_without_drafts(model, other, params):
+    expected = tokens(load(model), params)
+    for draft in (model, other):
+        llm = load(model, draft)
+        assert tokens(llm, params) == expected
+        drafter = drafter_of(llm)
+        acceptance = drafter.gains.acceptance
+        assert acceptance.tried > 1
+        if draft == model:  # the same noise: a model accepts all of its own drafts, sampled ones, too
+            assert acceptance.accepted == acceptance.tried
+        assert not drafter.rows and drafter.manager.num_free_blocks == drafter.manager.num_blocks
+
+
+@pytest.mark.usefixtures("always")
+def test_an_abort_leaves_nothing(model):
+    engine = load(model, model).engine
+    engine.add_request("a", {"prompt_token_ids": PROMPTS[1]}, GREEDY)
+    engine.add_request("b", {"prompt_token_ids": PROMPTS[0]}, GREEDY)
+    for _ in range(4):
+        engine.step()
+    drafter = engine.scheduler.drafter
+    assert len(drafter.rows) == 2
+    engine.abort("a")
+    engine.step()
+    assert len(drafter.rows) == 1
+    engine.abort("b")
+    assert not drafter.rows and drafter.manager.num_free_blocks == drafter.manager.num_blocks
+
+
+@pytest.mark.usefixtures("always")
+def test_a_draft_model_that_fails_is_not_used_again(model, monkeypatch, caplog):
+    llm = load(model, model)
+    drafter, expected = drafter_of(llm), tokens(load(model), GREEDY)
+    launch, calls = drafter.executor.worker.launch, []
+
+    def failing(batch):
+        calls.append(batch)
+        if len(calls) == 3:
+            raise RuntimeError("out of memory")
+        return launch(batch)
+
+    monkeypatch.setattr(drafter.executor.worker, "launch", failing)
+    with caplog.at_level(logging.WARNING):
+        assert tokens(llm, GREEDY) == expected
+    assert len(calls) == 3 and "the draft model failed" in caplog.text and "out of memory" in caplog.text
+    assert drafter.manager.num_free_blocks == drafter.manager.num_blocks
+
+
+@pytest.mark.usefixtures("always")
+def test_prompts_are_read_in_chunks_and_found_again(model):
+    llm = load(model, model, max_num_batched_tokens=32)
+    drafter = drafter_of(llm)
+    launch, counts = drafter.executor.worker.launch, []
+    drafter.executor.worker.launch = lambda batch: (counts.append(list(batch.counts)), launch(batch))[1]
+    prompt = [7 + i % 40 for i in range(100)]
+    tokens(llm, GREEDY, [prompt])
+    assert [32] in counts and max(sum(each) for each in counts) <= 32 + CATCH_UP
+    hits = drafter.manager.num_hit_tokens
+    tokens(llm, GREEDY, [prompt])
+    assert drafter.manager.num_hit_tokens > hits
+
+
+@pytest.mark.usefixtures("always")
+def test_sequences_longer_than_the_draft_model_get_no_drafts(model, tmp_path):
+    short = tiny_model(tmp_path, max_position_embeddings=50)
+    llm = load(model, short)
+    assert tokens(llm, GREEDY, [PROMPTS[1]]) == tokens(load(model), GREEDY, [PROMPTS[1]])
+    assert drafter_of(llm).max_model_len == 50
+
+
+def test_drafts_that_do_not_pay_are_not_made(model, other):
+    """With costs as they are: a model of the same size cannot make its own engine faster."""
+    llm = load(model, other)
+    drafter = drafter_of(llm)
+    for _ in range(3):
+        drafter.step_costs.add(1, 0, 10.0)
+    calls = []
+    launch = drafter.executor.worker.launch
+    drafter.executor.worker.launch = lambda batch: (calls.append(batch), launch(batch))[1]
+    tokens(llm, GREEDY, [PROMPTS[0]])
+    assert not calls
+
+
+def test_a_draft_model_with_another_vocabulary_is_refused(model, default_model):
+    with pytest.raises(ValueError, match="another vocabulary"):
+        load(model, default_model)
+
+
+def test_a_draft_model_that_is_not_there_is_refused_before_the_model_is_loaded(model, tmp_path):
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        build_engine(EngineConfig(model=str(model), speculative_config={**CONFIG, "model": str(tmp_path / "nowhere")}))
+
+
+CONFIG = {"method": "draft_model", "num_speculative_tokens": 4}
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (CONFIG, "needs model"),
+        (CONFIG | {"model": 5}, "model must be"),
+        (CONFIG | {"model": ""}, "model must be"),
+        (CONFIG | {"model": "x", "prompt_lookup_max": 3}, "prompt_lookup_max"),
+        ({"method": "ngram", "num_speculative_tokens": 4, "model": "x"}, "model is not for"),
+        ({"method": "eagle", "num_speculative_tokens": 4}, "'ngram', 'draft_model'"),
+    ],
+)
+def test_options_that_do_not_fit_are_named(values, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        SpeculativeConfig.from_dict(values)
+
+
+def test_one_worker_only():
+    with pytest.raises(ValueError, match="tensor_parallel_size=2"):
+        EngineConfig(tensor_parallel_size=2, speculative_config=CONFIG | {"model": "x"})

@@ -1,0 +1,277 @@
+"""Mixtures of experts: routing, any balance of the experts, fused and separate weights, quantized ones, and what is
+refused. test_models.py compares whole models with transformers."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from helpers import CPU, Paged, assert_all_close, random_tokens, reference_logits, tiny_hf_model, tiny_model
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from nanopage import EngineConfig
+from nanopage.config import ExpertsConfig, ModelConfig
+from nanopage.kernels.cpu.tile_linear import round_activations
+from nanopage.layers.linear import Linear
+from nanopage.layers.moe import Experts, Gate, GroupedExperts, MixtureOfExperts, route
+from nanopage.layers.packed import PackedLinear
+from nanopage.layers.tiled import TiledLinear, tile
+from nanopage.weights import loader, safetensors_checkpoint
+from nanopage.weights.part import Part
+from nanopage.worker.worker import Worker
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe")
+ALL = pytest.mark.parametrize("family", FAMILIES)
+
+
+def everything_at_once(paged, lengths):
+    paged.step({index: length - 1 for index, length in enumerate(lengths)})
+    paged.step(dict.fromkeys(range(len(lengths)), 1))
+
+
+def mixtures_of(model):
+    return [module for module in model.modules() if isinstance(module, MixtureOfExperts)]
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+def test_routing_is_that_of_transformers(normalize):
+    from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeTopKRouter
+
+    config = SimpleNamespace(num_experts_per_tok=3, num_experts=7, norm_topk_prob=normalize, hidden_size=7)
+    router = Qwen2MoeTopKRouter(config)
+    router.weight.data = torch.eye(7)
+    logits = torch.randn(20, 7, generator=torch.Generator().manual_seed(0)) * 3
+    _, weights, experts = router(logits)
+    found, ours = route(logits, 3, normalize)
+    assert torch.equal(found, experts) and torch.equal(ours, weights)
+    assert route(logits.to(torch.bfloat16), 3, normalize)[1].dtype == torch.float32
+
+
+def mixture(num_experts=5, num_chosen=2, hidden_size=16):
+    config = ExpertsConfig(num_experts, num_chosen, 24, 0, True, (True,))
+    with torch.device("meta"):
+        made = MixtureOfExperts(hidden_size, config)
+    made.to_empty(device="cpu").requires_grad_(False)
+    for parameter in made.parameters():
+        parameter.normal_(0, 0.5, generator=torch.Generator().manual_seed(parameter.numel()))
+    return made
+
+
+def test_only_the_weights_of_chosen_experts_are_read():
+    """Those of other experts may be anything, here NaN."""
+    made, x = mixture(), torch.randn(1, 16, generator=torch.Generator().manual_seed(0))
+    expected = made(x)
+    chosen, _ = route(made.gate(x), 2, True)
+    for number, expert in enumerate(made.experts):
+        if number not in chosen[0]:
+            for parameter in expert.parameters():
+                parameter.fill_(torch.nan)
+    assert torch.equal(made(x), expected) and expected.isfinite().all()
+
+
+@pytest.mark.parametrize("choice", ["one", "two", "all"])
+def test_any_balance_of_experts(choice):
+    """All tokens go to one expert, the other ones have none, and each token's output is that of the token alone."""
+    made = mixture(num_chosen=1 if choice == "one" else 2).double()  # float32 rounds otherwise for more rows
+    x = torch.randn(30, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    if choice != "all":
+        made.gate.weight.zero_()
+        x[:, 0] = 5
+        made.gate.weight[3, 0], made.gate.weight[1, 0] = 9, 8
+    y = made(x)
+    chosen, weights = route(made.gate(x), made.num_chosen, True)
+    assert len(chosen.unique()) == {"one": 1, "two": 2, "all": 5}[choice]
+    for token in range(30):
+        alone = sum(w * made.experts[e](x[token, None]) for e, w in zip(chosen[token], weights[token], strict=True))
+        torch.testing.assert_close(y[token, None], alone)
+        torch.testing.assert_close(made(x[token, None]), alone)
+
+
+def save(directory, family, fused, **options):
+    """A model as transformers saves it, or with its fused tensors. Returns transformers' model."""
+    hf_model = tiny_hf_model(family, **options)
+    hf_model.save_pretrained(directory, save_original_format=not fused)
+    with safe_open(directory / "model.safetensors", framework="pt") as content:
+        names = list(content.keys())
+    assert any(name.endswith("experts.gate_up_proj") for name in names) == fused
+    return hf_model
+
+
+@ALL
+@pytest.mark.parametrize("fused", [False, True], ids=["separate", "fused"])
+def test_experts_of_a_gpu_compute_the_same(tmp_path, family, fused):
+    """From both kinds of checkpoints."""
+    hf_model, sequences = save(tmp_path, family, fused), random_tokens([2, 9, 33])
+    expected = reference_logits(hf_model, sequences)
+    for group in (False, True):
+        paged = Paged(tmp_path, sequences, group=group)
+        kinds = {type(module.experts) for module in mixtures_of(paged.model)}
+        assert kinds == {GroupedExperts if group else Experts}
+        assert_all_close(paged.run(everything_at_once), expected)
+
+
+@ALL
+@pytest.mark.parametrize("part", [Part(1, 2), Part(1, 2, 0, 1, True), Part(0, 2, 1, 2, True)], ids=str)
+def test_parts_of_fused_tensors_are_those_of_separate_ones(tmp_path, family, part):
+    for fused in (False, True):
+        save(tmp_path / str(fused), family, fused)
+    config = loader.read_config(tmp_path / "True")
+    found = []
+    for fused in (False, True):
+        for group in (False, True):
+            model = loader.load_model(tmp_path / str(fused), config, torch.float32, CPU, part=part, group=group)
+            found.append(loader.slots(model))
+    for others in found[1:]:
+        assert found[0].keys() == others.keys()
+        assert all(torch.equal(found[0][name], others[name]) for name in others)
+    numbers = {name.split(".experts.")[1].split(".")[0] for name in found[0] if ".experts." in name}
+    each = config.experts.num_experts // 2
+    mine = range(each * part.tp_rank, each * (part.tp_rank + 1))
+    assert numbers == set(map(str, mine if part.expert_parallel else range(2 * each)))
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "shape", "message"),
+    [
+        ("mixtral", "block_sparse_moe.experts.2.w3.weight", None, r"missing: {} \[96, 64\]"),
+        ("mixtral", "block_sparse_moe.experts.0.w2.weight", (64, 95), r"mis-shaped: {} is \[64, 95\]"),
+        ("mixtral", "block_sparse_moe.experts.4.w1.weight", (96, 64), r"unexpected: {} \[96, 64\]"),
+        ("qwen3_moe", "mlp.experts.5.up_proj.weight", None, r"missing: {} \[40, 64\]"),
+        ("qwen3_moe", "mlp.gate.weight", (5, 64), r"mis-shaped: {} is \[5, 64\], the model wants \[6, 64\]"),
+        ("qwen2_moe", "mlp.shared_expert_gate.weight", None, r"missing: {} \[1, 64\]"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_named(tmp_path, family, name, shape, message):
+    save(tmp_path, family, False)
+    tensors, name = load_file(tmp_path / "model.safetensors"), f"model.layers.1.{name}"
+    tensors.pop(name, None)
+    if shape is not None:
+        tensors[name] = torch.zeros(shape)
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=message.format(name)) as error:
+        loader.load_model(tmp_path, loader.read_config(tmp_path), torch.float32, CPU)
+    assert len(str(error.value).splitlines()) == 2
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape", "message"),
+    [
+        ("down_proj", (5, 64, 40), r"missing: model.layers.0.mlp.experts.5.down_proj.weight"),
+        ("gate_up_proj", (6, 80, 63), r"mis-shaped: model.layers.0.mlp.experts.0.gate_proj.weight is \[40, 63\]"),
+        ("gate_up_proj", (6, 81, 64), r"unexpected: model.layers.0.mlp.experts.gate_up_proj \[6, 81, 64\]"),
+        ("down_proj", (6, 64), r"unexpected: model.layers.0.mlp.experts.down_proj \[6, 64\]"),
+    ],
+)
+def test_fused_tensors_that_do_not_fit_are_named(tmp_path, kind, shape, message):
+    save(tmp_path, "qwen3_moe", True)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors[f"model.layers.0.mlp.experts.{kind}"] = torch.zeros(shape)
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=message):
+        loader.load_model(tmp_path, loader.read_config(tmp_path), torch.float32, CPU)
+
+
+def test_a_small_file_does_not_become_millions_of_matrices(tmp_path, monkeypatch):
+    save(tmp_path, "qwen3_moe", True)
+    monkeypatch.setattr(safetensors_checkpoint, "MAX_MATRICES", 30)
+    with pytest.raises(ValueError, match=r"model.safetensors has more than 30 tensors, each expert's counted"):
+        loader.load_model(tmp_path, loader.read_config(tmp_path), torch.float32, CPU)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_experts": 0}, "num_experts must be a positive integer, got 0"),
+        ({"num_experts": 4096, "num_hidden_layers": 1000}, "num_experts 4,096 in 1,000 layers is more than 65,536"),
+        ({"num_experts_per_tok": 7}, "num_experts_per_tok must be at most num_experts=6, got 7"),
+        ({"mlp_only_layers": "0"}, "mlp_only_layers must be a list of integers, got '0'"),
+        ({"mlp_only_layers": [True]}, "mlp_only_layers must be a list of integers"),
+        ({"decoder_sparse_step": 0}, "decoder_sparse_step must be a positive integer, got 0"),
+        ({"norm_topk_prob": 1}, "norm_topk_prob must be true or false, got 1"),
+        ({"moe_intermediate_size": 2**21}, "moe_intermediate_size must be at most 1,048,576"),
+        ({"use_sliding_window": True, "layer_types": None}, "use_sliding_window true needs layer_types"),
+    ],
+)
+def test_a_field_that_is_wrong_is_named(changes, message):
+    config = tiny_hf_model("qwen2_moe").config.to_dict() | {"architectures": ["Qwen2MoeForCausalLM"]}
+    with pytest.raises(ValueError, match=f"config.json: {message}"):
+        ModelConfig.from_dict(config | changes)
+
+
+def test_quantization_rounds_experts_but_not_the_router():
+    x = torch.randn(20, 64, generator=torch.Generator().manual_seed(0))
+    tiled, expected = mixture(hidden_size=64), mixture(hidden_size=64)
+    tile(tiled, "int8")
+    assert isinstance(tiled.gate, Gate)
+    linears = [module for module in expected.modules() if isinstance(module, Linear)]
+    assert len(linears) == 10
+    for linear in linears:
+        step = linear.weight.abs().amax(1, keepdim=True) / 127
+        linear.weight.copy_((linear.weight / step).round() * step)
+        linear.register_forward_pre_hook(lambda _, inputs: round_activations(inputs[0]))
+    assert not any(isinstance(module, Linear) for module in tiled.modules())
+    torch.testing.assert_close(tiled(x), expected(x), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_a_model_with_quantized_experts_answers(tmp_path, kind):
+    model = tiny_model(tmp_path, "qwen2_moe")
+    worker = make_worker(model, quantization=kind, enforce_eager=True)
+    experts = [expert for made in mixtures_of(worker.model) for expert in [*made.experts, made.shared_expert]]
+    assert len(experts) == 14
+    assert all(isinstance(e.gate_up_proj, TiledLinear) and isinstance(e.down_proj, TiledLinear) for e in experts)
+
+
+def test_weights_of_experts_are_packed_for_a_cpu(tmp_path):
+    model = tiny_model(tmp_path, "qwen3_moe")
+    worker = make_worker(model, dtype="float32")
+    assert all(isinstance(e.down_proj, PackedLinear) for m in mixtures_of(worker.model) for e in m.experts)
+    assert worker.way == "eagerly: layers with experts are not compiled on a CPU"
+
+
+def make_worker(model, **options):
+    config = EngineConfig(model=str(model), device="cpu", max_model_len=64, num_gpu_blocks_override=8, **options)
+    return Worker(config, loader.read_config(model), model)
+
+
+def test_random_weights_need_no_files(tmp_path):
+    model = tiny_model(tmp_path, "qwen2_moe")
+    (model / "model.safetensors").unlink()
+    worker = make_worker(model, load_format="dummy", enforce_eager=True)
+    separate, fused = (
+        loader.slots(loader.load_model(model, worker.model_config, torch.float32, CPU, "dummy", group=group))
+        for group in (False, True)
+    )
+    assert all(torch.equal(separate[name], fused[name]) for name in separate)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"enable_lora": True}, "enable_lora does not work with experts"),
+        ({"quantization": "fp8"}, "quantization='fp8' works on a GPU only"),
+        ({"quantization": "awq"}, "quantization='awq', but the weights of .* are not quantized"),
+    ],
+)
+def test_what_does_not_work_with_experts_is_refused_by_name(tmp_path, options, message):
+    model = tiny_model(tmp_path, "mixtral")
+    with pytest.raises(ValueError, match=message):
+        make_worker(model, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"quantization": "int8"}, "quantization='int8' on a GPU does not quantize experts"),
+        ({"quantization": "fp8"}, "quantization='fp8' on a GPU does not quantize experts"),
+        ({"dtype": "float64"}, "dtype='float64' on a GPU does not work with experts"),
+    ],
+)
+def test_what_does_not_work_on_a_gpu_is_refused_by_name(tmp_path, options, message):
+    """Before anything is loaded. Here without a GPU."""
+    worker = make_worker(tiny_model(tmp_path, "qwen3_moe"), enforce_eager=True)
+    worker.config, worker.device = EngineConfig(**options), torch.device("cuda")
+    with pytest.raises(ValueError, match=message):
+        worker._check_options()
