@@ -57,7 +57,7 @@ from benchmarks.checks import (
 from benchmarks.datasets import Dataset, Requests, dataset, parse_range, read_trace
 from benchmarks.machine import cpu_has, cpu_name, versions
 from benchmarks.outputs import check_outputs, check_plot, exit_unless, recorded, stopped_by_signals
-from benchmarks.report import console, describe, errors_by_name, show_header, table_of
+from benchmarks.report import console, describe, errors_by_name, plain, show_header, table_of
 
 app = typer.Typer(help=__doc__, no_args_is_help=True, rich_markup_mode=None, add_completion=False)
 
@@ -584,6 +584,13 @@ def speculate(
     batch_sizes: Annotated[str, typer.Option(help="Requests at once, separated by commas.")] = "1,8",
     output_len: Annotated[int, typer.Option(min=2, max=4096, help="Tokens of each output.")] = 128,
     num_iters: Annotated[int, typer.Option(min=1, max=1000, help="Measured rounds; medians are reported.")] = 3,
+    compare: Annotated[
+        str | None,
+        typer.Option(metavar="PEERS", help="Measure the greedy tasks on vllm, llamacpp, too."),
+    ] = None,
+    environments: Annotated[
+        Path | None, typer.Option(help="A virtual environment for each peer [default: ~/.cache/nanopage/peers].")
+    ] = None,
     dtype: DtypeOption = "auto",
     device: DeviceOption = "auto",
     eager: EagerOption = False,
@@ -592,14 +599,26 @@ def speculate(
 ) -> None:
     """Measure speculative decoding: decodes with drafts and without.
 
-    On four tasks: summarizing, editing code, answering questions about a text, free chat; greedy and sampled.
+    On four tasks: summarizing, editing code, answering questions about a text, free chat; greedy and sampled. Peers of
+    --compare look their drafts up in the context, too; the first lines of their files in benchmarks/peers say how to
+    install them.
 
     \b
     python bench.py speculate --batch-sizes 1,8
     """
     from benchmarks import speculation as benchmark
+    from benchmarks.compare import Setup, python_of_engines
+    from nanopage.weights import hub
+    from nanopage.worker.threads import default_threads
 
     check_outputs({"--json": json_file})
+    names = [] if compare is None else list(dict.fromkeys(compare.split(",")))
+    for name in names:
+        check_choice(name, list(benchmark.PEERS), "--compare")
+    if environments is not None and compare is None:
+        refuse("is for --compare", "--environments")
+    home = check_folder(environments, "--environments") if environments else hub.cache_directory() / "peers"
+    pythons = python_of_engines(names, home, "cpu", None, False, False, "--compare")
     switches = engine_options(dtype, device, eager, None, "auto", None)
     check_engine(switches)
     sizes = parse_sizes(batch_sizes)
@@ -618,7 +637,10 @@ def speculate(
             made.executor.compile()
             return made
 
-    header = describe(engine(), f"drafts: {speculation}, seed {seed}")
+    described = engine()
+    if names and (described.capacity.device, described.capacity.dtype) not in (("cpu", "bfloat16"), ("cpu", "float32")):
+        refuse(f"peers do not run in {described.capacity.dtype} on {described.capacity.device}", "--compare")
+    header = describe(described, f"drafts: {speculation}, seed {seed}")
     show_header(header)
     results: dict[str, Any] = {"header": header}
     with recorded(json_file, lambda: results) as record, errors_by_name():
@@ -633,7 +655,20 @@ def speculate(
         console.print(table)
         worst = min(row["ratio"] for row in results["tasks"])
         console.print(f"worst ratio {worst:.2f}", highlight=False)
-    exit_unless(record.written)
+        if names:
+            peers = Setup(path, config, pythons, "cpu", None, False, default_threads(), warmup=0, busy=0)
+            work = benchmark.work_of(described, sizes, output_len, seed)
+            benchmark.compare(peers, described.capacity.dtype, num_speculative_tokens, work, num_iters, results)
+        for name, rows in results.get("peers", {}).items():
+            table = table_of(f"{name}: {results['header'][name]}, greedy", columns[:2] + columns[3:6])
+            for row in rows:
+                speeds = f"{row['tokens_per_second']:.1f}", f"{row['with_drafts']:.1f}", f"{row['ratio']:.2f}"
+                table.add_row(row["task"], str(row["batch_size"]), *speeds)
+            console.print(table)
+        failures = results.get("failures", {})
+        for name, message in failures.items():
+            console.print(f"[red]error:[/red] {name}: {plain(message)}", highlight=False)
+    exit_unless(record.written, not failures)
 
 
 def parse_sizes(text: str) -> list[int]:
@@ -803,12 +838,12 @@ def memory(
             made.executor.compile()
             return made
 
-    plain = engine(enable_prefix_caching=False)
-    header = describe(plain, f"memory, seed {seed}")
+    alone = engine(enable_prefix_caching=False)
+    header = describe(alone, f"memory, seed {seed}")
     show_header(header)
     results: dict[str, Any] = {"header": header}
     with recorded(json_file, lambda: results) as record, errors_by_name():
-        benchmark.measure_forks(plain, rng, num_iters, results)
+        benchmark.measure_forks(alone, rng, num_iters, results)
         benchmark.measure_preemption(engine, rng, num_iters, results)
         benchmark.measure_waste(
             engine(max_num_seqs=256, enable_prefix_caching=False), rng, num_prompts, inputs, outputs, results

@@ -403,7 +403,13 @@ def show_start(results: Results) -> None:
 
 
 def python_of_engines(
-    engines: list[str] | None, environments: Path, device: str, quantization: str | None, gguf: bool, only_avx2: bool
+    engines: list[str] | None,
+    environments: Path,
+    device: str,
+    quantization: str | None,
+    gguf: bool,
+    only_avx2: bool,
+    option: str = "--engines",
 ) -> dict[str, str]:
     """Engine -> its interpreter, for the named engines or all that are installed. Raises BadParameter.
 
@@ -411,6 +417,7 @@ def python_of_engines(
         device: cpu or cuda.
         gguf: the model is a .gguf file.
         only_avx2: take the environment of llama.cpp that is compiled for AVX2, and leave out NOT_TOLD.
+        option: the one that names the engines.
     """
     pythons = {}
     known = WITH_GGUF if gguf else WITH_QUANTIZATION[quantization] if quantization else ENGINES
@@ -432,7 +439,7 @@ def python_of_engines(
             which = "one of the engines that read a .gguf file" if gguf else which
             which = "one of the engines that can be told to use AVX2 alone" if name in NOT_TOLD and only_avx2 else which
             which = "one of the engines that run on a GPU" if device == "cuda" else which
-            refuse(f"{shown(name)} is not {which}: {', '.join(known)}", "--engines")
+            refuse(f"{shown(name)} is not {which}: {', '.join(known)}", option)
         if name not in PACKAGES:
             pythons[name] = sys.executable
             continue
@@ -442,7 +449,7 @@ def python_of_engines(
             pythons[name] = str(home / "bin" / "python")
         elif engines is not None:
             how = ast.get_docstring(ast.parse((ROOT / "benchmarks" / "peers" / f"{name}.py").read_text()))
-            refuse(f"{name} is not installed in {home}\n\n{how}", "--engines")
+            refuse(f"{name} is not installed in {home}\n\n{how}", option)
         else:
             text = f"{name} is left out: it is not installed in {home}"
             console.print(plain(text), style="dim", highlight=False, soft_wrap=True)

@@ -1,15 +1,19 @@
 """What drafts gain: the decode speed on four tasks with drafts over that without, and the share that is accepted.
 
 The texts are nanopage's own documents and sources. The engines take turns, step by step, so that both meet the same
-machine.
+machine. Peers get the same token ids, greedy, in two processes each, which take turns batch by batch.
 """
 
 import random
 import statistics
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from benchmarks.compare import SETTLE, Setup, listed, peer_arguments
+from benchmarks.peer import Peer, PeerError, prepare
+from benchmarks.peers.protocol import Work
 from nanopage import SamplingParams
 from nanopage.engine.engine import LLMEngine
 from nanopage.outputs import StepStats
@@ -28,6 +32,7 @@ QUESTIONS = (
     "Plan a weekend in a city by the sea.",
 )
 CHARACTERS = 1500  # of a passage: some 400 tokens
+PEERS = ("vllm", "llamacpp")  # those that find drafts in the context
 
 
 def prompts_of(task: str, count: int, rng: random.Random) -> list[str]:
@@ -79,11 +84,7 @@ def run(decodes: list[Decodes], prompts: list[str], params: SamplingParams) -> l
     outputs: list[dict[str, list[int]]] = [{} for _ in engines]
     for counted in decodes:
         counted.reset()
-        processor = counted.engine.input_processor
-        tokenizer = processor.require_tokenizer("this benchmark", "a model with a tokenizer")
-        for i, prompt in enumerate(prompts):
-            text = tokenizer.render_chat([{"role": "user", "content": prompt}]) if tokenizer.chat_template else prompt
-            ids = processor.encode(text, add_special_tokens=not tokenizer.chat_template)
+        for i, ids in enumerate(token_ids(counted.engine, prompts)):
             counted.engine.add_request(str(i), {"prompt_token_ids": ids}, params)
     while running := [engine for engine in engines if engine.has_unfinished_requests()]:
         for engine in running:
@@ -92,6 +93,16 @@ def run(decodes: list[Decodes], prompts: list[str], params: SamplingParams) -> l
                     raise RuntimeError(output.error)
                 outputs[engines.index(engine)][output.request_id] = output.outputs[0].token_ids
     return [[of_engine[str(i)] for i in range(len(prompts))] for of_engine in outputs]
+
+
+def token_ids(engine: LLMEngine, prompts: list[str]) -> list[list[int]]:
+    """The prompts through the chat template, if there is one."""
+    processor = engine.input_processor
+    tokenizer = processor.require_tokenizer("this benchmark", "a model with a tokenizer")
+    texts = prompts
+    if tokenizer.chat_template:
+        texts = [tokenizer.render_chat([{"role": "user", "content": prompt}]) for prompt in prompts]
+    return [processor.encode(text, add_special_tokens=not tokenizer.chat_template) for text in texts]
 
 
 def measure(
@@ -122,16 +133,12 @@ def measure(
                     for speed, counted in zip(speeds, decodes, strict=True):
                         speed.append(counted.tokens / counted.seconds)
                     drafted, accepted = drafted + decodes[1].drafted, accepted + decodes[1].accepted
-                ratios = [with_drafts / without for without, with_drafts in zip(*speeds, strict=True)]
                 rows.append(
                     {
                         "task": task,
                         "batch_size": batch_size,
                         "temperature": temperature,
-                        "tokens_per_second": statistics.median(speeds[0]),
-                        "with_drafts": statistics.median(speeds[1]),
-                        "ratio": statistics.median(ratios),
-                        "ratios": ratios,
+                        **ratio_of(*speeds),
                         "drafted": drafted,
                         "accepted": accepted,
                         "same_output": same,
@@ -139,3 +146,76 @@ def measure(
                 )
     for engine in engines:
         engine.shutdown()
+
+
+def work_of(engine: LLMEngine, batch_sizes: list[int], output_len: int, seed: int) -> dict[tuple[int, str], list[Work]]:
+    """(batch size, task) -> the requests that `measure` makes."""
+    return {
+        (size, task): [Work(ids, output_len) for ids in token_ids(engine, prompts_of(task, size, random.Random(seed)))]
+        for size in batch_sizes
+        for task in TASKS
+    }
+
+
+def compare(
+    setup: Setup,
+    dtype: str,
+    draft_tokens: int,
+    work: dict[tuple[int, str], list[Work]],
+    num_iters: int,
+    results: dict[str, Any],
+) -> None:
+    """Fill `results["peers"]`, greedy rows for each peer of `setup`, or `results["failures"]` with the reason."""
+    results["peers"], results["failures"] = {}, {}
+    arguments = peer_arguments(dtype, {"drafts": list(work.values())}, setup)
+    for name, python in setup.pythons.items():
+        command = [python, "-m", f"benchmarks.peers.{name}", *arguments]
+        try:
+            prepare([*command, "--prepare"], setup.threads)
+            measure_peer(name, command, setup.threads, draft_tokens, work, num_iters, results)
+        except PeerError as error:
+            results["failures"][name] = str(error)
+
+
+def measure_peer(
+    name: str,
+    command: list[str],
+    threads: int,
+    draft_tokens: int,
+    work: dict[tuple[int, str], list[Work]],
+    num_iters: int,
+    results: dict[str, Any],
+) -> None:
+    """Add `results["peers"][name]`: a row for each batch of `work`. The speed of a batch is the mean of its requests'
+    decode speeds, times their number. Raises PeerError."""
+    rows = results["peers"][name] = []
+    peers: list[Peer] = []
+    try:
+        for more in ([], ["--draft-tokens", str(draft_tokens)]):
+            peers.append(Peer([*command, *more], threads))
+            results["header"][name] = listed(peers[-1].answer()["versions"])
+        for (batch_size, task), batch in work.items():
+            speeds: list[list[float]] = [[], []]
+            for number in range(num_iters + 1):
+                for speed, peer in zip(speeds, peers, strict=True):
+                    time.sleep(SETTLE)
+                    answered = peer.ask(batch).decode_tok_s
+                    if number > 0 and answered is not None:  # not the prompts' first time
+                        speed.append(answered * batch_size)
+            rows.append({"task": task, "batch_size": batch_size, **ratio_of(*speeds)})
+        for peer in peers:
+            peer.close()
+    finally:
+        for peer in peers:  # at once if something failed
+            peer.kill()
+
+
+def ratio_of(without: list[float], with_drafts: list[float]) -> dict[str, Any]:
+    """Medians of speeds, in tokens per second, and of their ratios, round by round."""
+    ratios = [b / a for a, b in zip(without, with_drafts, strict=True)]
+    return {
+        "tokens_per_second": statistics.median(without),
+        "with_drafts": statistics.median(with_drafts),
+        "ratio": statistics.median(ratios),
+        "ratios": ratios,
+    }

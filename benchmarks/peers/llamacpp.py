@@ -13,6 +13,8 @@ The loop is that of llama.cpp's server: each batch holds one token of every runn
 prefix common to all prompts is computed once and shared by llama_memory_seq_cp. The KV cache is float16 with bfloat16
 weights, as shipped. A .gguf file is read as it is. A directory must have a model of the architecture LlamaForCausalLM,
 without rope scaling; no vocabulary is written for it, since prompts are token ids.
+
+Drafts are those of llama-cpp-python's LlamaPromptLookupDecoding, checked for all sequences in one batch, as here.
 """
 
 import ctypes
@@ -50,6 +52,11 @@ def load(options: Options) -> tuple[dict[str, str], Engine]:
     memory = llama_cpp.llama_get_memory(context)
     vocab_size = llama_cpp.llama_n_vocab(llama_cpp.llama_model_get_vocab(model))
     batch = llama_cpp.llama_batch_init(BATCH, 0, 1)
+    find_draft = None
+    if options.draft_tokens:
+        from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
+
+        find_draft = LlamaPromptLookupDecoding(num_pred_tokens=options.draft_tokens)
 
     def run(work: list[Work]) -> list[Output]:
         if len(work) > MAX_SEQUENCES:
@@ -71,9 +78,14 @@ def load(options: Options) -> tuple[dict[str, str], Engine]:
                 end = min(len(texts[seq]), computed[seq] + BATCH - len(entries))
                 entries += [(seq, i, texts[seq][i], i == len(texts[seq]) - 1) for i in range(computed[seq], end)]
                 computed[seq] = end
+                room = min(work[seq].output_len - len(outputs[seq].token_ids) - 1, BATCH - len(entries))
+                if find_draft is not None and outputs[seq].token_ids and room > 0:
+                    draft = find_draft(np.array(texts[seq])).tolist()[:room]
+                    entries += [(seq, end + i, token, True) for i, token in enumerate(draft)]
             decode(entries)
-            for row, (seq, *_, wanted) in enumerate(entries):
-                if wanted:
+            for row, (seq, position, before, wanted) in enumerate(entries):
+                # A token of a draft counts if it is the one that was sampled.
+                if wanted and position == len(texts[seq]) - 1 and before == texts[seq][-1]:
                     logits = llama_cpp.llama_get_logits_ith(context, row)
                     token = int(np.ctypeslib.as_array(logits, (vocab_size,)).argmax())
                     now = time.perf_counter()
@@ -81,6 +93,10 @@ def load(options: Options) -> tuple[dict[str, str], Engine]:
                     output.token_ids.append(token)
                     output.first, output.last = output.first or now, now
                     texts[seq].append(token)
+                    computed[seq] = position + 1
+            if find_draft is not None:
+                for seq in running:
+                    llama_cpp.llama_memory_seq_rm(memory, seq, computed[seq], -1)
             running = [seq for seq in running if len(outputs[seq].token_ids) < work[seq].output_len]
         return outputs
 

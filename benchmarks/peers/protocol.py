@@ -41,6 +41,7 @@ class Options:
     eager: bool  # nanopage only: nothing compiled
     compiled: bool  # nanopage only: compile everything before the first answer, unless eager
     quantization: str | None  # of the weights: "int8" or "int4", for the engines in compare.WITH_QUANTIZATION
+    draft_tokens: int = 0  # most tokens of a draft found in the context, for the engines in speculation.PEERS; 0: none
 
 
 @dataclass
@@ -120,6 +121,7 @@ def serve(
     parser.add_argument("--eager", action="store_true")
     parser.add_argument("--compiled", action="store_true")
     parser.add_argument("--quantization", choices=["int8", "int4"])
+    parser.add_argument("--draft-tokens", type=int, default=0)
     parser.add_argument("--prepare", action="store_true")
     arguments = vars(parser.parse_args())
     only_prepare = arguments.pop("prepare")

@@ -20,6 +20,8 @@ from pathlib import Path
 
 from benchmarks.peers.protocol import Engine, Options, Output, Work, serve
 
+LOOKUP = {"prompt_lookup_max": 4, "prompt_lookup_min": 2}  # nanopage's defaults
+
 
 def load(options: Options) -> tuple[dict[str, str], Engine]:
     memory = {}
@@ -40,6 +42,9 @@ def load(options: Options) -> tuple[dict[str, str], Engine]:
         older: Mapping = {name: value for name, value in hardware.items() if not name.startswith(newer)}
         torch.cpu.get_capabilities = functools.cache(lambda: older)
         os.environ["VLLM_CACHE_ROOT"] = str(Path(sys.prefix) / "cache-avx2")  # of code compiled for AVX2
+    drafts = None
+    if options.draft_tokens:
+        drafts = {"method": "ngram", "num_speculative_tokens": options.draft_tokens} | LOOKUP
     import vllm
     from vllm.sampling_params import RequestOutputKind
 
@@ -49,6 +54,7 @@ def load(options: Options) -> tuple[dict[str, str], Engine]:
         max_model_len=options.max_model_len,
         max_num_seqs=256,
         enable_prefix_caching=True,
+        speculative_config=drafts,
         **memory,
     ).llm_engine
     ids = itertools.count()
