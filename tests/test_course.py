@@ -1,0 +1,168 @@
+"""The course: its commands print what the chapters show, its references are right, its figures are what the code makes,
+and the tests of its exercises fail until they are solved."""
+
+import ast
+import re
+import runpy
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from helpers import LONG
+
+from nanopage.worker import aot
+
+ROOT = Path(__file__).parent.parent
+COURSE = ROOT / "docs" / "course"
+CHAPTERS = sorted(COURSE.glob("[0-9]-*.md"))
+EXERCISES = sorted(file.stem for file in (COURSE / "solutions").glob("*.py"))
+MEASURED = ("memory_bound",)  # experiments that print what they measure: only the words are compared
+SLOW = ()  # experiments that run with NANOPAGE_LONG_TESTS=1
+
+
+@pytest.fixture
+def course_path(monkeypatch):
+    """What Python's path has when a file of docs/ is run as a program."""
+    for folder in (ROOT / "docs", COURSE / "experiments"):
+        monkeypatch.syspath_prepend(folder)
+    monkeypatch.setattr(aot.Compiled, "start", lambda self: None)  # compiling in the background is not what is tested
+
+
+def blocks(document: Path) -> list[tuple[str, str]]:
+    """(language, text) of each block of code."""
+    return re.findall(r"^```(\w+)\n(.*?)^```", document.read_text(), re.MULTILINE | re.DOTALL)
+
+
+def commands() -> list[tuple[str, str]]:
+    """(command, what the chapter says it prints) of each command that runs a program."""
+    found = []
+    for chapter in CHAPTERS:
+        all_blocks = [*blocks(chapter), ("", "")]
+        for (language, text), (next_language, shown) in pairwise(all_blocks):
+            if language == "sh" and text.startswith("python "):
+                assert next_language == "text", f"{chapter.name} shows what {text.strip()} prints"
+                found.append((text.strip(), shown))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("command", "shown"), commands(), ids=lambda text: text.split()[1] if text[:7] == "python " else ""
+)
+def test_a_command_prints_what_its_chapter_shows(command, shown, capsys, monkeypatch, course_path):
+    program, *arguments = re.findall(r'"[^"]*"|\S+', command)[1:]
+    name = Path(program).stem
+    if name in SLOW and not LONG:
+        pytest.skip("slow: NANOPAGE_LONG_TESTS=1")
+    monkeypatch.setattr(sys, "argv", [program, *(argument.strip('"') for argument in arguments)])
+    runpy.run_path(str(ROOT / program), run_name="__main__")
+    printed = capsys.readouterr().out
+    if name in MEASURED:
+        printed, shown = (re.sub(r"[\d.,]+", "#", re.sub(r" +", " ", text)) for text in (printed, shown))
+    lines = printed.splitlines()
+    for part in shown.split("...\n"):  # what is left out
+        wanted = part.splitlines()
+        starts = [start for start in range(len(lines)) if lines[start : start + len(wanted)] == wanted]
+        assert starts, f"not printed:\n{part}\nbut:\n{printed}"
+        del lines[: starts[0] + len(wanted)]
+
+
+def test_every_chapter_has_a_figure_an_experiment_an_exercise_and_what_to_read_next():
+    assert len(CHAPTERS) == 8
+    links = (COURSE / "README.md").read_text()
+    experiments, figures, exercises = set(), set(), set()
+    for chapter in CHAPTERS:
+        text = chapter.read_text()
+        assert f"({chapter.name})" in links
+        assert len(text.splitlines()) <= 200, chapter.name
+        for heading in ("## Exercise: ", "## What to read next in the code"):
+            assert heading in text, f"{chapter.name}: {heading}"
+        figures |= (found := set(re.findall(r"!\[[^]]+\]\(figures/([\w-]+)\.svg\)", text)))
+        assert found, f"{chapter.name}: no figure"
+        experiments |= (found := set(re.findall(r"^python docs/course/experiments/(\w+)\.py", text, re.MULTILINE)))
+        assert found, f"{chapter.name}: no experiment"
+        (exercise,) = re.findall(r"^pytest docs/course/exercises/test_(\w+)\.py$", text, re.MULTILINE)
+        assert f"(exercises/{exercise}.py)" in text
+        exercises.add(exercise)
+    assert exercises == set(EXERCISES) == {file.stem for file in (COURSE / "exercises").glob("[!ct]*.py")}
+    assert figures == {file.stem for file in (COURSE / "figures").iterdir()}
+    assert experiments == {file.stem for file in (COURSE / "experiments").glob("*.py")} - {"dry"}
+
+
+def names_in(file: Path) -> set[str]:
+    """Functions, classes and constants as `name`, methods and attributes as `Class.name` and `name`."""
+    names = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names.add(node.name)
+        if isinstance(node, ast.ClassDef):
+            for each in ast.walk(node):
+                if isinstance(each, ast.FunctionDef):
+                    names.add(f"{node.name}.{each.name}")
+                if isinstance(each, ast.Attribute) and isinstance(each.ctx, ast.Store):
+                    names.add(f"{node.name}.{each.attr}")
+                if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store):
+                    names.add(f"{node.name}.{each.id}")
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+    return names
+
+
+@pytest.mark.parametrize("document", [COURSE / "README.md", *CHAPTERS], ids=lambda path: path.name)
+def test_what_a_chapter_refers_to_exists(document):
+    text = re.sub(r"^```.*?^```", "", document.read_text(), flags=re.MULTILINE | re.DOTALL)
+    minimal = names_in(ROOT / "examples" / "minimal_engine.py")
+    everywhere = set().union(*(names_in(file) for file in ROOT.glob("nanopage/**/*.py")), minimal)
+    for label, target in re.findall(r"\[([^]]*)\]\(([^)#]*)(?:#[^)]*)?\)", text):
+        if target.startswith("http"):
+            continue
+        file = (document.parent / target).resolve()
+        assert file.exists(), target
+        if file.suffix == ".py" and re.fullmatch(r"`[A-Za-z_.]+`", label) and not label.endswith(".py`"):
+            assert label.strip("`") in names_in(file), f"{label} in {target}"
+    for name in re.findall(r"`([A-Z]\w+\.\w+)`", text):
+        assert name in everywhere, name
+    for line in text.splitlines():  # "what to read next": names beside a link belong to the linked file
+        if line.startswith("[`") and (files := re.findall(r"\]\((\.\./\.\./nanopage/[\w/]+\.py)\)", line)):
+            known = set().union(*({name.rpartition(".")[2] for name in names_in(document.parent / f)} for f in files))
+            for name in re.findall(r"`([a-z_]+)`", line):
+                assert name in known, f"{name} in {files}"
+
+
+def test_the_figures_are_what_the_code_makes(course_path):
+    import figures
+
+    assert {file.stem for file in figures.FIGURES.iterdir()} == figures.ALL.keys()
+    for name, make in figures.ALL.items():
+        picture = make().svg()
+        assert (figures.FIGURES / f"{name}.svg").read_text() == picture, f"python docs/figures.py {name}"
+        assert len(picture) < 60_000
+        for shape in ElementTree.fromstring(picture).iter():  # nothing from outside, nothing beyond the edge
+            assert "href" not in "".join(shape.attrib)
+
+
+def run_exercises(*options: str) -> dict[str, tuple[int, int]]:
+    """Exercise -> how many of its tests passed and failed."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=no", "-rA", *options]
+    done = subprocess.run([*command, str(COURSE / "exercises")], cwd=ROOT, capture_output=True, text=True)
+    results = re.findall(r"^(PASSED|FAILED) .*/test_(\w+)\.py::", done.stdout, re.MULTILINE)
+    assert results and "ERROR" not in done.stdout, done.stdout + done.stderr
+    return {name: (results.count(("PASSED", name)), results.count(("FAILED", name))) for _, name in results}
+
+
+def test_the_tests_of_the_exercises_fail_until_they_are_solved():
+    unsolved, solved = run_exercises(), run_exercises("--solutions")
+    assert sorted(unsolved) == sorted(solved) == EXERCISES
+    for name, (passed, failed) in unsolved.items():
+        assert failed > passed, f"{name}: most tests fail"
+        assert solved[name] == (passed + failed, 0)
+
+
+def test_an_exercise_is_its_solution_without_the_answer():
+    """What an exercise gives, such as names and arguments, is the same in its solution."""
+    for name in EXERCISES:
+        exercise, solution = (names_in(COURSE / folder / f"{name}.py") for folder in ("exercises", "solutions"))
+        missing = {each for each in exercise if each[0].isupper() or "." not in each} - solution
+        assert not missing, f"{name}: {missing}"
