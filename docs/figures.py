@@ -17,11 +17,17 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 sys.path.insert(0, str(Path(__file__).parent / "course" / "experiments"))
 
 import batching
+import drafts
+import kernel
+import overlap
 import pool
 import prefixes
+import routers
+import torch
 from dry import Scheduler, StaticScheduler
 
 from benchmarks.costs import Costs
+from nanopage.kernels import pages
 
 DOCS = Path(__file__).parent
 FIGURES = DOCS / "course" / "figures"
@@ -170,11 +176,135 @@ def prefix_sharing() -> Picture:
     return picture
 
 
+def triton_pages() -> Picture:
+    """Chapter 5: where the tokens of two sequences are in the pages, as nanopage's Triton kernel has written them."""
+    lengths = kernel.LENGTHS.values()
+    numbers = [100 * index + position for index, length in enumerate(lengths) for position in range(length)]
+    codes = torch.tensor([[10.0 * number + dim for dim in range(kernel.HEAD_DIM)] for number in numbers])
+    cache = kernel.write(codes, codes)
+    k_pages, v_pages = pages.views(cache, kernel.HEAD_DIM)
+    picture = Picture(640, 606, "K and V of two sequences in pages, and attention over them")
+    picture.text(20, 28, "After write_kernel: token and dimension in each place of the cache", size=14)
+    colors = {(0, position): COLORS[0] for position in range(4)} | {(0, 4): COLORS[5], (0, 5): COLORS[5]}
+
+    def page(x: float, y: float, rows: list[list[float]]) -> None:
+        for i, row in enumerate(rows):
+            for j, code in enumerate(row):
+                fill, text = PALE, ""
+                if code == code:  # not NaN
+                    sequence, rest = divmod(int(code), 1000)
+                    token, dim = divmod(rest, 10)
+                    fill, text = colors.get((sequence, token), COLORS[1]), f"{'AB'[sequence]}{token}.{dim}"
+                picture.box(x + 46 * j, y + 24 * i, 44, 22, fill, text)
+
+    for block in range(kernel.NUM_BLOCKS):
+        y = 68 + 118 * block
+        picture.text(20, y + 15, f"block {block}")
+        if block == 0:
+            picture.text(110, y - 12, "K: a column for each token", ink=GRAY)
+            picture.text(330, y - 12, "V: a row for each token", ink=GRAY)
+        page(110, y, k_pages[block, 0].tolist())
+        page(330, y, v_pages[block, 0].tolist())
+    tables = ", ".join(f"{name} {table}" for name, table in kernel.TABLES.items())
+    picture.text(20, 432, f"block tables: {tables}", ink=GRAY)
+    q, k, v = kernel.inputs()
+    _, seen = kernel.attend(q, kernel.write(k, v))
+    picture.text(20, 468, "attend_kernel: what each program holds after each block", size=14)
+    y = 474.0
+    for program, (name, trace) in enumerate(seen.items()):
+        for block, highest, total, scores in zip(trace.blocks, trace.highest, trace.total, trace.scores, strict=True):
+            y += 24
+            picture.text(20, y + 15, f"program {program} ({name}), block {block}")
+            for index, value in enumerate(scores):
+                hidden = value == float("-inf")
+                picture.box(
+                    210 + 52 * index, y, 50, 22, PALE if hidden else COLORS[3], "" if hidden else f"{value:.2f}"
+                )
+            picture.text(430, y + 15, f"highest {highest:.2f}")
+            picture.text(550, y + 15, f"total {total:.2f}")
+    picture.text(20, 594, "violet: scores", ink=GRAY)
+    return picture
+
+
+def overlapping() -> Picture:
+    """Chapter 6: when the host and the device work, without and with async scheduling."""
+    runs = {"one step after the other": overlap.run(False), "async scheduling": overlap.run(True)}
+    scale = 7.2
+    picture = Picture(660, 250, "Host and device, without and with async scheduling")
+    colors = {"schedule": COLORS[0], "submit": COLORS[1], "update": COLORS[2], "wait": PALE}
+    y = 28.0
+    for title, device in runs.items():
+        picture.text(20, y, f"{title}: {len(device.device)} steps in {device.clock / 2:g} ms", size=14)
+        for name, works in {"host": device.host, "device": device.device}.items():
+            picture.text(20, y + 29, name)
+            for work in works:
+                fill = colors.get(work.kind, COLORS[3])
+                text = str(work.step) if work.kind == "step" else ""
+                width = scale * (work.end - work.start) - 1
+                picture.box(76 + scale * work.start, y + 14, width, 22, fill, text)
+            y += 28
+        y += 40
+    x = 20.0
+    for name, color in (colors | {"step": COLORS[3]}).items():
+        picture.box(x, 222, 14, 14, color)
+        picture.text(x + 20, 234, name)
+        x += 34 + 12 * CHAR * (len(name) + 2)
+    return picture
+
+
+def accepted_drafts() -> Picture:
+    """Chapter 7: which tokens of an answer were guessed."""
+    tokenizer, prompt, answer = drafts.tokens()
+    taken = drafts.steps(prompt, answer, 4)
+    guessed: list[bool] = []
+    for _, accepted in taken:
+        guessed += [True] * accepted + [False]
+    picture = Picture(640, 270, "Which tokens of an answer came from drafts")
+    picture.text(20, 28, f"{len(answer)} tokens in {len(taken)} steps, with drafts of up to 4 tokens", size=14)
+    x, y = 20.0, 48.0
+    for number, was_guessed in enumerate(guessed):
+        text = tokenizer.decode(answer[: number + 1])[len(tokenizer.decode(answer[:number])) :]
+        shown = text.replace("\n", "\u21b5").replace(" ", "\u00b7")
+        width = 12 * CHAR * len(shown) + 12
+        picture.box(x, y, width, 24, COLORS[2] if was_guessed else COLORS[0], shown)
+        x += width + 3
+        if text.startswith("\n") or text.endswith("\n"):
+            x, y = 20.0, y + 34
+    picture.text(20, 258, "blue: sampled by its step; green: guessed before, and accepted in the same step", ink=GRAY)
+    return picture
+
+
+def routing() -> Picture:
+    """Chapter 8: the time to the first token behind each router."""
+    picture = Picture(640, 330, "Mean time to the first token with 1 to 8 replicas, behind three routers")
+    picture.text(20, 28, "Mean time to the first token, and tokens of prompts that were cached", size=14)
+    policies = list(routers.POLICIES)
+    for index, policy in enumerate(policies):
+        picture.box(20 + 150 * index, 44, 14, 14, COLORS[index])
+        picture.text(40 + 150 * index, 56, policy)
+    bottom = 270.0
+    for column, count in enumerate(routers.REPLICAS):
+        cells = [routers.run(policy, count) for policy in policies]
+        most = max(each.ttft for each in cells)
+        for index, each in enumerate(cells):
+            x, height = 24 + 154 * column + 46 * index, 130 * each.ttft / most
+            picture.box(x, bottom - height, 42, height, COLORS[index])
+            picture.text(x + 21, bottom - height - 20, f"{each.ttft:.2f}s", "middle", size=10)
+            picture.text(x + 21, bottom - height - 7, f"{100 * each.hits:.0f}%", "middle", GRAY, size=10)
+        picture.text(24 + 154 * column + 69, bottom + 20, f"{count} replica{'s' * (count > 1)}", "middle")
+    picture.text(20, 318, "each number of replicas has a scale of its own", ink=GRAY)
+    return picture
+
+
 ALL = {
     "step-time": step_time,
     "pool": block_pool,
     "batching": batches,
     "prefixes": prefix_sharing,
+    "pages": triton_pages,
+    "overlap": overlapping,
+    "drafts": accepted_drafts,
+    "routers": routing,
 }
 
 
