@@ -2,10 +2,12 @@
 and the tests of its exercises fail until they are solved."""
 
 import ast
+import functools
 import re
 import runpy
 import subprocess
 import sys
+from collections import Counter
 from itertools import pairwise
 from pathlib import Path
 from xml.etree import ElementTree
@@ -20,7 +22,7 @@ COURSE = ROOT / "docs" / "course"
 CHAPTERS = sorted(COURSE.glob("[0-9]-*.md"))
 EXERCISES = sorted(file.stem for file in (COURSE / "solutions").glob("*.py"))
 MEASURED = ("memory_bound",)  # experiments that print what they measure: only the words are compared
-SLOW = ()  # experiments that run with NANOPAGE_LONG_TESTS=1
+SHORTER = {"memory_bound": ["1", "2"]}  # arguments that make an experiment short, without NANOPAGE_LONG_TESTS=1
 
 
 @pytest.fixture
@@ -54,15 +56,16 @@ def commands() -> list[tuple[str, str]]:
 def test_a_command_prints_what_its_chapter_shows(command, shown, capsys, monkeypatch, course_path):
     program, *arguments = re.findall(r'"[^"]*"|\S+', command)[1:]
     name = Path(program).stem
-    if name in SLOW and not LONG:
-        pytest.skip("slow: NANOPAGE_LONG_TESTS=1")
+    arguments += [] if LONG else SHORTER.get(name, [])
     monkeypatch.setattr(sys, "argv", [program, *(argument.strip('"') for argument in arguments)])
     runpy.run_path(str(ROOT / program), run_name="__main__")
     printed = capsys.readouterr().out
     if name in MEASURED:
-        printed, shown = (re.sub(r"[\d.,]+", "#", re.sub(r" +", " ", text)) for text in (printed, shown))
+        words = (re.sub(r"[\d.,]+", "#", re.sub(r" +", " ", text)).splitlines() for text in (printed, shown))
+        assert set(next(words)) == set(next(words))
+        return
     lines = printed.splitlines()
-    for part in shown.split("...\n"):  # what is left out
+    for part in re.split(r"^\.\.\.\n", shown, flags=re.MULTILINE):  # what is left out
         wanted = part.splitlines()
         starts = [start for start in range(len(lines)) if lines[start : start + len(wanted)] == wanted]
         assert starts, f"not printed:\n{part}\nbut:\n{printed}"
@@ -86,11 +89,18 @@ def test_every_chapter_has_a_figure_an_experiment_an_exercise_and_what_to_read_n
         (exercise,) = re.findall(r"^pytest docs/course/exercises/test_(\w+)\.py$", text, re.MULTILINE)
         assert f"(exercises/{exercise}.py)" in text
         exercises.add(exercise)
-    assert exercises == set(EXERCISES) == {file.stem for file in (COURSE / "exercises").glob("[!ct]*.py")}
+    assert (
+        exercises
+        == set(EXERCISES)
+        == {
+            file.stem for file in (COURSE / "exercises").glob("*.py") if not file.stem.startswith(("test_", "conftest"))
+        }
+    )
     assert figures == {file.stem for file in (COURSE / "figures").iterdir()}
     assert experiments == {file.stem for file in (COURSE / "experiments").glob("*.py")} - {"dry"}
 
 
+@functools.cache
 def names_in(file: Path) -> set[str]:
     """Functions, classes and constants as `name`, methods and attributes as `Class.name` and `name`."""
     names = set()
@@ -124,11 +134,13 @@ def test_what_a_chapter_refers_to_exists(document):
             assert label.strip("`") in names_in(file), f"{label} in {target}"
     for name in re.findall(r"`([A-Z]\w+\.\w+)`", text):
         assert name in everywhere, name
-    for line in text.splitlines():  # "what to read next": names beside a link belong to the linked file
-        if line.startswith("[`") and (files := re.findall(r"\]\((\.\./\.\./nanopage/[\w/]+\.py)\)", line)):
-            known = set().union(*({name.rpartition(".")[2] for name in names_in(document.parent / f)} for f in files))
-            for name in re.findall(r"`([a-z_]+)`", line):
-                assert name in known, f"{name} in {files}"
+    _, _, reading = text.partition("## What to read next in the code")  # its names belong to the files it links to
+    files = re.findall(r"\]\((\.\./\.\./[\w/]+\.py)\)", reading)
+    known = set().union(
+        *({name.rpartition(".")[2] for name in names_in((document.parent / file).resolve())} for file in files)
+    )
+    for name in re.findall(r"`(\w+)`", reading):
+        assert name in known, f"{name} in {files}"
 
 
 def test_the_figures_are_what_the_code_makes(course_path):
@@ -143,21 +155,16 @@ def test_the_figures_are_what_the_code_makes(course_path):
             assert "href" not in "".join(shape.attrib)
 
 
-def run_exercises(*options: str) -> dict[str, tuple[int, int]]:
-    """Exercise -> how many of its tests passed and failed."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=no", "-rA", *options]
-    done = subprocess.run([*command, str(COURSE / "exercises")], cwd=ROOT, capture_output=True, text=True)
-    results = re.findall(r"^(PASSED|FAILED) .*/test_(\w+)\.py::", done.stdout, re.MULTILINE)
-    assert results and "ERROR" not in done.stdout, done.stdout + done.stderr
-    return {name: (results.count(("PASSED", name)), results.count(("FAILED", name))) for _, name in results}
-
-
 def test_the_tests_of_the_exercises_fail_until_they_are_solved():
-    unsolved, solved = run_exercises(), run_exercises("--solutions")
-    assert sorted(unsolved) == sorted(solved) == EXERCISES
-    for name, (passed, failed) in unsolved.items():
-        assert failed > passed, f"{name}: most tests fail"
-        assert solved[name] == (passed + failed, 0)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=no", "-rA", "--both"]
+    done = subprocess.run([*command, str(COURSE / "exercises")], cwd=ROOT, capture_output=True, text=True)
+    results = Counter(re.findall(r"^(\w+) .*/test_(\w+)\.py::.*\b(exercises|solutions)\b", done.stdout, re.MULTILINE))
+    assert {name for _, name, _ in results} == set(EXERCISES), done.stdout + done.stderr
+    for name in EXERCISES:
+        passed, failed = (results[outcome, name, "exercises"] for outcome in ("PASSED", "FAILED"))
+        assert failed > passed, f"{name}: most tests fail before it is solved"
+        assert results["PASSED", name, "solutions"] == passed + failed, f"{name}: all tests pass when it is solved"
+    assert {outcome for outcome, _, _ in results} == {"PASSED", "FAILED"}, "no errors, and nothing is skipped"
 
 
 def test_an_exercise_is_its_solution_without_the_answer():

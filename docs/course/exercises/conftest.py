@@ -16,13 +16,21 @@ os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported: its kernel
 
 def pytest_addoption(parser):
     parser.addoption("--solutions", action="store_true", help="test the solutions instead of the exercises")
+    parser.addoption("--both", action="store_true", help="test exercises and solutions")
+
+
+def pytest_generate_tests(metafunc):
+    if "exercise" in metafunc.fixturenames:
+        folders = ["solutions"] if metafunc.config.getoption("--solutions") else ["exercises"]
+        if metafunc.config.getoption("--both"):
+            folders = ["exercises", "solutions"]
+        metafunc.parametrize("exercise", folders, indirect=True, scope="module")
 
 
 @pytest.fixture(scope="module")
 def exercise(request):
     """The module that is tested."""
-    folder = "solutions" if request.config.getoption("--solutions") else "exercises"
-    name = request.module.__name__.removeprefix("test_")
+    folder, name = request.param, request.module.__name__.removeprefix("test_")
     spec = importlib.util.spec_from_file_location(f"{folder}_{name}", COURSE / folder / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look there

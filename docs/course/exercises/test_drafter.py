@@ -5,19 +5,20 @@ from nanopage import EngineConfig, SamplingParams
 from nanopage.build import build_engine
 
 
-@pytest.fixture
-def followers(exercise):
+def counted(exercise):
     followers = exercise.Followers()
     followers.add([1, 2, 3, 4, 1, 2, 5, 1, 2, 5])
     return followers
 
 
-def test_the_most_frequent_follower_is_drafted(followers):
+def test_the_most_frequent_follower_is_drafted(exercise):
+    followers = counted(exercise)
     assert followers.draft([9, 1, 2], 1) == [5]
     assert followers.draft([2, 3], 1) == [4]
 
 
-def test_a_draft_goes_on_from_its_own_tokens_until_nothing_is_known(followers):
+def test_a_draft_goes_on_from_its_own_tokens_until_nothing_is_known(exercise):
+    followers = counted(exercise)
     assert followers.draft([2, 3], 3) == [4, 1, 2]
     assert followers.draft([1, 2, 3], 4) == [4, 1, 2, 5]
     assert followers.draft([7, 8], 4) == []

@@ -1,8 +1,10 @@
 """How long the default model's weights take to be multiplied by 1, 2, 4, ... tokens at once.
 
-python docs/course/experiments/memory_bound.py
+python docs/course/experiments/memory_bound.py            # up to 256
+python docs/course/experiments/memory_bound.py 1 3 5      # other numbers
 """
 
+import sys
 import time
 
 import torch
@@ -31,7 +33,7 @@ def seconds(weights: list[torch.Tensor], num_tokens: int, times: int = 7) -> flo
     return best
 
 
-def main(sizes: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128, 256)) -> None:
+def main(sizes: list[int]) -> None:
     weights = matrices()
     numbers = sum(weight.numel() for weight in weights)
     print(f"{len(weights)} matrices with {numbers / 1e6:.0f} million numbers, {4 * numbers / 1e6:.0f} MB in float32\n")
@@ -43,4 +45,4 @@ def main(sizes: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128, 256)) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main([int(size) for size in sys.argv[1:]] or [1, 2, 4, 8, 16, 32, 64, 128, 256])
