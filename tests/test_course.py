@@ -3,16 +3,18 @@ and the tests of its exercises fail until they are solved."""
 
 import ast
 import functools
+import multiprocessing
 import re
 import runpy
-import subprocess
 import sys
+import warnings
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+import torch
 from helpers import LONG
 
 from nanopage.worker import aot
@@ -155,16 +157,42 @@ def test_the_figures_are_what_the_code_makes(course_path):
             assert "href" not in "".join(shape.attrib)
 
 
-def test_the_tests_of_the_exercises_fail_until_they_are_solved():
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=no", "-rA", "--both"]
-    done = subprocess.run([*command, str(COURSE / "exercises")], cwd=ROOT, capture_output=True, text=True)
-    results = Counter(re.findall(r"^(\w+) .*/test_(\w+)\.py::.*\b(exercises|solutions)\b", done.stdout, re.MULTILINE))
-    assert {name for _, name, _ in results} == set(EXERCISES), done.stdout + done.stderr
+class Results:
+    """A plugin of pytest that writes the outcome of each test to a file."""
+
+    def __init__(self, file: Path):
+        self.file = file.open("w")
+
+    def pytest_runtest_logreport(self, report) -> None:
+        if report.when == "call" or report.outcome != "passed":
+            self.file.write(f"{report.outcome} {report.nodeid}\n")
+
+    def pytest_sessionfinish(self) -> None:
+        self.file.close()
+
+
+def run_exercises(file: Path) -> None:
+    """Run the tests of exercises and solutions, in a fork of the test's process: it need not import torch again."""
+    torch.set_num_threads(1)  # a fork has none of the other threads, and OpenMP would wait for them
+    options = ["-o", "addopts=", "-p", "no:cacheprovider", "-p", "no:terminal", "--both"]
+    pytest.main([*options, str(COURSE / "exercises")], plugins=[Results(file)])
+
+
+@pytest.mark.interpreter
+def test_the_tests_of_the_exercises_fail_until_they_are_solved(tmp_path):
+    process = multiprocessing.get_context("fork").Process(target=run_exercises, args=(tmp_path / "output",))
+    with warnings.catch_warnings(action="ignore", category=DeprecationWarning):  # fork beside threads
+        process.start()
+    process.join()
+    output = (tmp_path / "output").read_text()
+    found = re.findall(r"^(\w+) .*/test_(\w+)\.py::\w+\[(exercises|solutions)", output, re.MULTILINE)
+    assert len(found) == len(output.splitlines()) and {name for _, name, _ in found} == set(EXERCISES), output
+    results = Counter(found)
     for name in EXERCISES:
-        passed, failed = (results[outcome, name, "exercises"] for outcome in ("PASSED", "FAILED"))
+        passed, failed = (results[outcome, name, "exercises"] for outcome in ("passed", "failed"))
         assert failed > passed, f"{name}: most tests fail before it is solved"
-        assert results["PASSED", name, "solutions"] == passed + failed, f"{name}: all tests pass when it is solved"
-    assert {outcome for outcome, _, _ in results} == {"PASSED", "FAILED"}, "no errors, and nothing is skipped"
+        assert results["passed", name, "solutions"] == passed + failed, f"{name}: all tests pass when it is solved"
+    assert {outcome for outcome, _, _ in found} == {"passed", "failed"}, "nothing is skipped"
 
 
 def test_an_exercise_is_its_solution_without_the_answer():
