@@ -198,7 +198,7 @@ def triton_pages() -> Picture:
                 picture.box(x + 46 * j, y + 24 * i, 44, 22, fill, text)
 
     for block in range(kernel.NUM_BLOCKS):
-        y = 68 + 118 * block
+        y = 68.0 + 118 * block
         picture.text(20, y + 15, f"block {block}")
         if block == 0:
             picture.text(110, y - 12, "K: a column for each token", ink=GRAY)
