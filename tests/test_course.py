@@ -88,7 +88,7 @@ def test_every_chapter_has_a_figure_an_experiment_an_exercise_and_what_to_read_n
         assert found, f"{chapter.name}: no figure"
         experiments |= (found := set(re.findall(r"^python docs/course/experiments/(\w+)\.py", text, re.MULTILINE)))
         assert found, f"{chapter.name}: no experiment"
-        (exercise,) = re.findall(r"^pytest docs/course/exercises/test_(\w+)\.py$", text, re.MULTILINE)
+        (exercise,) = re.findall(r"^pytest -x docs/course/exercises/test_(\w+)\.py$", text, re.MULTILINE)
         assert f"(exercises/{exercise}.py)" in text
         exercises.add(exercise)
     assert (

@@ -1,6 +1,6 @@
 """Exercise of chapter 5: a Triton kernel that copies blocks.
 
-    pytest docs/course/exercises/test_copy_kernel.py
+    pytest -x docs/course/exercises/test_copy_kernel.py
 
 Forked sequences share blocks (chapter 2), and a sequence that writes to a shared block gets a copy of it first. On a
 GPU, the copy is a kernel. Write it: one program for each pair of blocks and each KV head, which copies the page of K

@@ -1,6 +1,6 @@
 """Exercise of chapter 7: drafts from the answers to other requests.
 
-    pytest docs/course/exercises/test_drafter.py
+    pytest -x docs/course/exercises/test_drafter.py
 
 `NgramDrafter` (nanopage/engine/speculation.py) guesses from a sequence's own tokens. But users ask the same things
 again and again, and the answers resemble each other. So remember what has followed what in all answers so far.

@@ -1,6 +1,6 @@
 """Exercise of chapter 4: an eviction policy for the prefix cache.
 
-    pytest docs/course/exercises/test_eviction.py
+    pytest -x docs/course/exercises/test_eviction.py
 
 nanopage evicts the block that was used least recently. Its weakness: somebody sends a hundred long documents once, and
 the beginning of all chats, which a thousand requests shared before, is gone. So evict a block that few requests have
@@ -24,7 +24,8 @@ def choose(cached: list[Prefix], hits: dict[bytes, int]) -> Prefix:
 
     Args:
         cached: all blocks that may be evicted, at least one, least recently used first.
-        hits: `Prefix.hash` -> how many requests have found this block in the cache. None: not in it.
+        hits: `Prefix.hash` -> how many requests have found this block in the cache. A block without hits
+            is not in it.
     """
     raise NotImplementedError("exercise 4")
 

@@ -1,6 +1,6 @@
 """Exercise of chapter 6: a model family, Seed-OSS (ByteDance, 2025).
 
-    pytest docs/course/exercises/test_family.py
+    pytest -x docs/course/exercises/test_family.py
 
 Seed-OSS is Llama's layer with these differences:
 

@@ -1,6 +1,6 @@
 """Exercise of chapter 2: sequences that share blocks, and copy a block before they write to it.
 
-    pytest docs/course/exercises/test_fork.py
+    pytest -x docs/course/exercises/test_fork.py
 
 Eight completions of one prompt need the prompt's K and V only once. A fork starts a sequence whose block table is a
 copy of its parent's: both read the same blocks. Each block has a reference count, the number of tables that it is in.
@@ -13,7 +13,7 @@ tensors does it before the next step.) The last sequence that has a block writes
 `BlockManager` in nanopage/engine/block_manager.py has all this and more. Try it alone first.
 """
 
-from dry import BlockManager, Sequence
+from dry import BlockManager, Sequence  # docs/course/experiments/dry.py has them from examples/minimal_engine.py
 
 
 class ForkingBlockManager(BlockManager):

@@ -1,6 +1,6 @@
 """Exercise of chapter 8: a router without a memory.
 
-    pytest docs/course/exercises/test_router.py
+    pytest -x docs/course/exercises/test_router.py
 
 nanopage's router remembers which prefixes it has sent to which replica (nanopage/server/routing.py). If there are
 several routers, or one restarts, they have to tell each other. A hash needs no memory: every router computes the same.

@@ -1,6 +1,6 @@
 """Exercise of chapter 1: a new sampler, top-n-sigma (Tang et al. 2024, "Top-n-sigma: Not All Logits Are You Need").
 
-    pytest docs/course/exercises/test_sampler.py
+    pytest -x docs/course/exercises/test_sampler.py
 
 Most logits of a step are noise around their mean; few stand out. Top-n-sigma keeps a token if its logit is at most n
 standard deviations below the largest one:

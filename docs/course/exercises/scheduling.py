@@ -1,6 +1,6 @@
 """Exercise of chapter 3: a scheduling policy, the shortest prompt first, without starving the long ones.
 
-    pytest docs/course/exercises/test_scheduling.py
+    pytest -x docs/course/exercises/test_scheduling.py
 
 If a long prompt and ten short ones wait, the average request has its first token sooner if the short ones start first.
 But if short ones keep coming, the long one never starts. So a request may be passed over only so often. And a request
@@ -11,7 +11,7 @@ Fill in `order`. The Scheduler below asks it before each step.
 
 from collections import deque
 
-from dry import Scheduler, Sequence
+from dry import Scheduler, Sequence  # docs/course/experiments/dry.py has them from examples/minimal_engine.py
 
 MOST_PASSED = 4
 
@@ -25,7 +25,8 @@ def order(waiting: list[Sequence], passed_over: dict[Sequence, int]) -> list[Seq
 
     Otherwise their order stays as it is: in `waiting`, who came earlier comes first.
 
-    Args: passed_over: how many requests have started before a request although they came later. None: not in it.
+    Args: passed_over: how many requests have started before a request although they came later. A request that nobody
+        has passed is not in it.
     """
     raise NotImplementedError("exercise 3")
 

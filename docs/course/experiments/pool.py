@@ -1,7 +1,10 @@
 """A pool of 12 blocks while three requests run: who has which block in each step.
 
-python docs/course/experiments/pool.py
+python docs/course/experiments/pool.py        # 12 blocks
+python docs/course/experiments/pool.py 16     # or another number
 """
+
+import sys
 
 from dry import DryEngine
 
@@ -32,11 +35,12 @@ def run(requests: dict[str, tuple[int, int]] = REQUESTS, num_blocks: int = 12) -
     return steps
 
 
-def main() -> None:
-    print("step   blocks 0 to 11   waits")
-    for number, (pool, waiting) in enumerate(run(), 1):
-        print(f"{number:4}   {pool:14}   {' '.join(waiting)}".rstrip())
+def main(num_blocks: int) -> None:
+    title = f"blocks 0 to {num_blocks - 1}"
+    print(f"step   {title}   waits")
+    for number, (pool, waiting) in enumerate(run(num_blocks=num_blocks), 1):
+        print(f"{number:4}   {pool:{len(title)}}   {' '.join(waiting)}".rstrip())
 
 
 if __name__ == "__main__":
-    main()
+    main(int(sys.argv[1]) if len(sys.argv) > 1 else 12)
