@@ -9,6 +9,9 @@ found in the cache.
 But whatever the policy, a block must not go before the blocks that continue it: a lookup walks a prefix from its
 beginning and stops at the first block that is missing, so those after it could not be found any more.
 
+Compare `Prefix.hash`, not objects: a block that was evicted and computed again has another `Prefix` with the same hash,
+and those that continue it may still have the old one as their `parent`.
+
 Fill in `choose`. The BlockManager below asks it whenever no free block is left.
 """
 

@@ -13,6 +13,7 @@ LOGITS = [5.0, 4.0, 3.0, 0.0, 0.0, 0.0, 0.0, 0.0]  # mean 1.5, standard deviatio
 
 
 def test_only_tokens_within_n_standard_deviations_are_sampled(exercise):
+    assert set(sample(exercise, LOGITS, 0.48, 1.0).tolist()) == {0}
     assert set(sample(exercise, LOGITS, 0.6, 1.0).tolist()) == {0, 1}
     assert set(sample(exercise, LOGITS, 1.1, 1.0).tolist()) == {0, 1, 2}
 
