@@ -23,7 +23,7 @@ ROOT = Path(__file__).parent.parent
 COURSE = ROOT / "docs" / "course"
 CHAPTERS = sorted(COURSE.glob("[0-9]-*.md"))
 EXERCISES = sorted(file.stem for file in (COURSE / "solutions").glob("*.py"))
-MEASURED = ("memory_bound",)  # experiments that print what they measure: only the words are compared
+MEASURED = ("memory_bound", "launches")  # print what depends on the machine or on torch: only the words are compared
 SHORTER = {"memory_bound": ["1", "2"]}  # arguments that make an experiment short, without NANOPAGE_LONG_TESTS=1
 
 
