@@ -104,7 +104,9 @@ def step_time() -> Picture:
         picture.text(x + 26, bottom - height - 8, f"{ms:.1f} ms", "middle")
         picture.text(x + 26, bottom + 18, str(size), "middle")
         picture.text(x + 26, bottom + 36, f"{1000 * size / ms:.0f} tok/s", "middle", COLORS[2])
-    picture.text(20, 318, "below: sequences in the step, output tokens per second; blue: what one alone takes", ink=GRAY)
+    picture.text(
+        20, 318, "below: sequences in the step, output tokens per second; blue: what one alone takes", ink=GRAY
+    )
     return picture
 
 

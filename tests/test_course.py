@@ -102,6 +102,14 @@ def test_every_chapter_has_a_figure_an_experiment_an_exercise_and_what_to_read_n
     assert experiments == {file.stem for file in (COURSE / "experiments").glob("*.py")} - {"dry"}
 
 
+def test_an_experiment_finds_benchmarks_which_are_not_installed():
+    for file in (COURSE / "experiments").glob("*.py"):
+        text = file.read_text()
+        assert ("from benchmarks" in text) == ("sys.path.insert(0, str(Path(__file__).parents[3]))\n" in text), (
+            file.name
+        )
+
+
 @functools.cache
 def names_in(file: Path) -> set[str]:
     """Functions, classes and constants as `name`, methods and attributes as `Class.name` and `name`."""

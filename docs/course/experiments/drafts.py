@@ -4,10 +4,10 @@ python docs/course/experiments/drafts.py
 """
 
 import json
+import sys
 from pathlib import Path
 
-from dry import minimal_engine  # noqa: F401 (it makes the path to benchmarks, too)
-
+sys.path.insert(0, str(Path(__file__).parents[3]))
 from benchmarks.costs import Costs
 from nanopage.engine.speculation import NgramIndex
 from nanopage.step import Batch
