@@ -266,7 +266,7 @@ def accepted_drafts() -> Picture:
     x, y = 20.0, 48.0
     for number, was_guessed in enumerate(guessed):
         text = tokenizer.decode(answer[: number + 1])[len(tokenizer.decode(answer[:number])) :]
-        shown = text.replace("\n", "\u21b5").replace(" ", "\u00b7")
+        shown = drafts.visible(text)
         width = 12 * CHAR * len(shown) + 12
         picture.box(x, y, width, 24, COLORS[2] if was_guessed else COLORS[0], shown)
         x += width + 3

@@ -64,6 +64,11 @@ def tokens() -> tuple[Tokenizer, list[int], list[int]]:
     return tokenizer, tokenizer.encode(PROMPT), tokenizer.encode(ANSWER)
 
 
+def visible(text: str) -> str:
+    """A text in which spaces and ends of lines can be seen."""
+    return text.replace(" ", "·").replace("\n", "↵")
+
+
 def main() -> None:
     tokenizer, prompt, answer = tokens()
     measured = costs()
@@ -82,9 +87,9 @@ def main() -> None:
     print("\nwith drafts of 4 tokens, a line for each step; accepted tokens are in brackets:")
     done = 0
     for _, accepted in steps(prompt, answer, 4):
-        guessed = tokenizer.decode(answer[done : done + accepted])
-        sampled = tokenizer.decode(answer[done + accepted : done + accepted + 1])
-        print("  " + (f"[{guessed}]" if guessed else "").replace("\n", "\\n") + sampled.replace("\n", "\\n"))
+        guessed = visible(tokenizer.decode(answer[done : done + accepted]))
+        sampled = visible(tokenizer.decode(answer[done + accepted : done + accepted + 1]))
+        print(f"  [{guessed}]{sampled}" if guessed else f"  {sampled}")
         done += accepted + 1
 
 
