@@ -135,11 +135,14 @@ def test_what_a_chapter_refers_to_exists(document):
     text = re.sub(r"^```.*?^```", "", document.read_text(), flags=re.MULTILINE | re.DOTALL)
     minimal = names_in(ROOT / "examples" / "minimal_engine.py")
     everywhere = set().union(*(names_in(file) for file in ROOT.glob("nanopage/**/*.py")), minimal)
-    for label, target in re.findall(r"\[([^]]*)\]\(([^)#]*)(?:#[^)]*)?\)", text):
+    for label, target, anchor in re.findall(r"\[([^]]*)\]\(([^)#]*)#?([^)]*)\)", text):
         if target.startswith("http"):
             continue
         file = (document.parent / target).resolve()
         assert file.exists(), target
+        if anchor:
+            titles = re.findall(r"^#+ (.*)$", file.read_text(), re.MULTILINE)
+            assert anchor in {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}, anchor
         if file.suffix == ".py" and re.fullmatch(r"`[A-Za-z_.]+`", label) and not label.endswith(".py`"):
             assert label.strip("`") in names_in(file), f"{label} in {target}"
     for name in re.findall(r"`([A-Z]\w+\.\w+)`", text):
