@@ -360,13 +360,17 @@ class Configuration:
     margin: float = MARGIN
 
 
-def run_replicas(trace: Trace, configuration: Configuration, replicas: range | None = None) -> list[Served]:
+def run_replicas(
+    trace: Trace, configuration: Configuration, replicas: range | None = None, router: Router | None = None
+) -> list[Served]:
     """Run the requests of a trace in the order of their arrival. Returns what each replica has done.
 
     Args:
         replicas: the only replicas to run. Only with "round-robin", which does not look at what others do.
+        router: a router without replicas, to choose in place of the configuration's. It is given the parts of prompts
+            if the configuration's policy is "prefix".
     """
-    router = Router(configuration.router, configuration.margin)
+    router = router or Router(configuration.router, configuration.margin)
     names = [str(index) for index in range(configuration.num_replicas)]
     for name in names:
         router.add(name)

@@ -1,0 +1,53 @@
+"""Exercise of chapter 3: a scheduling policy, the shortest prompt first, without starving the long ones.
+
+    pytest -x docs/course/exercises/test_scheduling.py
+
+If a long prompt and ten short ones wait, the average request has its first token sooner if the short ones start first.
+But if short ones keep coming, the long one never starts. So a request may be passed over only so often. And a request
+that was preempted has begun to answer somebody: it comes before all that have not.
+
+Fill in `order`. The Scheduler below asks it before each step.
+"""
+
+from collections import deque
+
+from dry import Scheduler, Sequence  # docs/course/experiments/dry.py has them from examples/minimal_engine.py
+
+MOST_PASSED = 4
+
+
+def order(waiting: list[Sequence], passed_over: dict[Sequence, int]) -> list[Sequence]:
+    """The order in which waiting requests may start:
+
+    1. those that have begun to answer (`seq.output` is not empty),
+    2. then those that have been passed over at least MOST_PASSED times,
+    3. then the others, those with the shortest prompts (`seq.num_prompt_tokens`) first.
+
+    Otherwise their order stays as it is: in `waiting`, who came earlier comes first.
+
+    Args: passed_over: how many requests have started before a request although they came later. A request that nobody
+        has passed is not in it.
+    """
+    raise NotImplementedError("exercise 3")
+
+
+class ShortestFirst(Scheduler):
+    """The Scheduler of examples/minimal_engine.py with `waiting` in the order of `order`."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.arrivals: dict[Sequence, int] = {}
+        self.passed_over: dict[Sequence, int] = {}
+
+    def schedule(self) -> list[tuple[Sequence, int]]:
+        for seq in self.waiting:
+            self.arrivals.setdefault(seq, len(self.arrivals))
+        by_arrival = sorted(self.waiting, key=self.arrivals.__getitem__)
+        self.waiting = deque(order(by_arrival, self.passed_over))
+        batch = super().schedule()
+        for started, _ in batch:
+            if started.num_computed == 0 and not started.output:
+                for seq in self.waiting:
+                    if self.arrivals[seq] < self.arrivals[started]:
+                        self.passed_over[seq] = self.passed_over.get(seq, 0) + 1
+        return batch
