@@ -186,8 +186,7 @@ def measure_peer(
     num_iters: int,
     results: dict[str, Any],
 ) -> None:
-    """Add `results["peers"][name]`: a row for each batch of `work`. The speed of a batch is the mean of its requests'
-    decode speeds, times their number. Raises PeerError."""
+    """Add `results["peers"][name]`: a row for each batch of `work`. Raises PeerError."""
     rows = results["peers"][name] = []
     peers: list[Peer] = []
     try:
@@ -199,9 +198,9 @@ def measure_peer(
             for number in range(num_iters + 1):
                 for speed, peer in zip(speeds, peers, strict=True):
                     time.sleep(SETTLE)
-                    answered = peer.ask(batch).decode_tok_s
-                    if number > 0 and answered is not None:  # not the prompts' first time
-                        speed.append(answered * batch_size)
+                    done = peer.ask(batch)
+                    if number > 0 and done.decode_seconds:  # not the prompts' first time
+                        speed.append((done.output_tokens - batch_size) / done.decode_seconds)
             rows.append({"task": task, "batch_size": batch_size, **ratio_of(*speeds)})
         for peer in peers:
             peer.close()

@@ -63,7 +63,8 @@ class Output:
 
 @dataclass
 class Run:
-    """One batch of requests, times in seconds. `ttft` and `decode_tok_s` are means over the requests."""
+    """One batch of requests, times in seconds. `ttft` and `decode_tok_s` are means over the requests; `decode_seconds`
+    is the time from the last first token to the last token of all."""
 
     seconds: float
     output_tokens: int
@@ -71,6 +72,7 @@ class Run:
     ttft: float | None = None
     decode_tok_s: float | None = None
     peak_rss: int | None = None  # bytes, since the process was started
+    decode_seconds: float | None = None
 
 
 Engine = Callable[[list[Work]], list[Output]]
@@ -97,7 +99,15 @@ def measure(engine: Engine, work: list[Work]) -> Run:
         statistics.mean(firsts) if firsts else None,
         statistics.mean(speeds) if speeds else None,
         peak_rss(),
+        decode_time(outputs),
     )
+
+
+def decode_time(outputs: list[Output]) -> float | None:
+    """`Run.decode_seconds`."""
+    firsts = [output.first for output in outputs if output.first is not None]
+    lasts = [output.last for output in outputs if output.last is not None]
+    return max(lasts) - max(firsts) if firsts and lasts else None
 
 
 def serve(
