@@ -2,6 +2,7 @@
 
     python -m benchmarks.kernel_resources          the specializations of common models, as a table
     python -m benchmarks.kernel_resources every    and those of uncommon ones
+    python -m benchmarks.kernel_resources few      each kernel once in each dtype, for a quick test
 
 Registers and stack are read from the cubin; a stack means that registers were spilled.
 """
@@ -89,6 +90,16 @@ def common() -> Iterator[Specialization]:
         yield Specialization("floor_kernel", dtype)
 
 
+def few() -> Iterator[Specialization]:
+    """Each kernel in each dtype, and with a cache in fp8."""
+    for dtype, head_dim in ((torch.float32, 128), (torch.float16, 64), (torch.bfloat16, 128)):
+        for kernel in (*KEEPING, "merge_kernel"):
+            yield Specialization(kernel, dtype, head_dim)
+        yield Specialization("floor_kernel", dtype)
+    for kernel in KEEPING:
+        yield Specialization(kernel, torch.float16, cache="fp8")
+
+
 def every() -> Iterator[Specialization]:
     """Head sizes, page sizes, groups, windows and caps, beside `common`."""
     yield from common()
@@ -113,7 +124,13 @@ def every() -> Iterator[Specialization]:
 
 
 def products(which: str) -> Iterator[Product]:
-    """Of one token, of many, and with "every" of numbers between them."""
+    """Of one token, of many, and with "every" of numbers between them. "few": each kind of weights and each dtype."""
+    if which == "few":
+        for weights, dtype in (("awq", torch.bfloat16), ("int4", torch.float16), ("int8", torch.bfloat16)):
+            yield from (Product(weights, dtype, tokens) for tokens in (1, 2048))
+        yield Product("fp8", torch.float16, 2048)
+        yield Product("fp8", torch.float32, 1)
+        return
     for dtype in DTYPES:
         for weights in WEIGHTS if which == "every" else ("awq", "int4", "int8", "fp8"):
             for tokens in (1, 32, 64, 2048) if which == "every" else (1, 2048):
@@ -205,20 +222,21 @@ app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
 @app.command()
 def main(
-    which: Annotated[str, typer.Argument(help="common or every.")] = "common",
+    which: Annotated[str, typer.Argument(help="few, common or every.")] = "common",
     architecture: Annotated[int | None, typer.Argument(help="75, 80, 90 or 100 [default: all].")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Compile the Triton kernels, without a GPU, and print what they take of one."""
-    if which not in ("common", "every"):
-        raise typer.BadParameter(f"{which!r} is not one of: common, every")
+    kinds = {"few": few, "common": common, "every": every}
+    if which not in kinds:
+        raise typer.BadParameter(f"{which!r} is not one of: {', '.join(kinds)}")
     if architecture is not None and architecture not in ARCHITECTURES:
         raise typer.BadParameter(f"{architecture} is not one of: {', '.join(map(str, ARCHITECTURES))}")
     targets = ARCHITECTURES if architecture is None else (architecture,)
     rows = []
     product_rows = []
     for target in targets:
-        for one in common() if which == "common" else every():
+        for one in kinds[which]():
             if target >= (89 if one.cache else 80 if one.dtype == torch.bfloat16 else 0):  # there is none before
                 rows.append(asdict(one) | named(one.dtype, target) | asdict(compile_ahead(one, target)))
         for product in products(which):

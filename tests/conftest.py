@@ -18,6 +18,8 @@ import torch
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a background job of a shell: some tests send Ctrl-C
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # as with nohup: programs that tests start would inherit it
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported: its kernels then run on the CPU, in numpy

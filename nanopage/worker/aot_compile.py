@@ -229,23 +229,25 @@ def main(spec: dict[str, Any], directory: Path) -> None:
     timer.daemon = True
     timer.start()
     os.nice(19)  # for systems without SCHED_IDLE
-    torch._inductor.config.force_disable_caches = True  # `directory` is the cache
-    if _only_avx2():
-        torch._inductor.config.cpp.simdlen = 256
-    _register_lowering()
     config = loader.read_config(Path(spec["path"]))
     with FileLock(directory / LOCK):
         for stale in directory.glob(f"{SCRATCH}*"):  # left by a process that was killed
             shutil.rmtree(stale, ignore_errors=True)
         missing = [name for name in file_kinds(spec["tiled"]) if find_file(directory, name) is None]
-        if missing:
-            _probe_compiler()
+        if not missing:
+            return
+        # Importing the compiler takes seconds.
+        torch._inductor.config.force_disable_caches = True  # `directory` is the cache
+        if _only_avx2():
+            torch._inductor.config.cpp.simdlen = 256
+        _register_lowering()
+        _probe_compiler()
         # Forked processes import nothing again.
         with (
             tempfile.TemporaryDirectory(dir=directory, prefix=SCRATCH) as scratch,
             ProcessPoolExecutor(_num_processes(spec["threads"]), multiprocessing.get_context("fork")) as pool,
         ):
-            if missing and spec["tiled"]:
+            if spec["tiled"]:
                 compile_tiles(product_constants(getattr(torch, spec["dtype"])), Path(scratch))
                 os.environ["LIBRARY_PATH"] = scratch  # where the linker looks for it
                 torch._inductor.config.aot_inductor.custom_op_libs = [TILES]

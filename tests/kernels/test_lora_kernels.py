@@ -14,6 +14,7 @@ from nanopage.layers.linear import Linear
 from nanopage.layers.lora import GroupedAdapters, LoRALinear
 
 ROOT = Path(__file__).parents[2]
+ALL_KERNELS = os.environ.get("NANOPAGE_ALL_KERNELS", "0") != "0"
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 COMPILE = """
 import sys, triton
@@ -70,7 +71,7 @@ def test_products_as_in_plain_torch(num_tokens, parts, rank, in_features, dtype)
     assert made.select(rows.to(DEVICE)).slots.tolist() == slots[rows].tolist()
 
 
-@pytest.mark.parametrize("architecture", [80, 90])
+@pytest.mark.parametrize("architecture", [80, 90] if ALL_KERNELS else [90])
 def test_kernels_compile(architecture):
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-c", COMPILE.replace("sys.argv[1]", str(architecture))]

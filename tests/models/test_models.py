@@ -11,6 +11,7 @@ from helpers import (
     BLOCK_SIZE,
     CPU,
     EOS,
+    LONG,
     Paged,
     assert_all_close,
     assert_close_but_for_rounding,
@@ -226,10 +227,8 @@ def packed(model, kv_cache, table, config):
     return Eager(model, kv_cache, table)
 
 
-@pytest.fixture(scope="module", params=CASES)
-def case(request, tmp_path_factory):
-    family, overrides = CASES[request.param]
-    directory = tmp_path_factory.mktemp("model")
+def make_case(name, directory):
+    family, overrides = CASES[name]
     hf_model = tiny_hf_model(family, **overrides)
     hf_model.save_pretrained(directory)
     sequences = random_tokens(LENGTHS)
@@ -238,11 +237,28 @@ def case(request, tmp_path_factory):
     )
 
 
-@pytest.mark.parametrize("plan", PLANS, ids=lambda plan: plan.__name__)
+@pytest.fixture(scope="module", params=CASES)
+def case(request, tmp_path_factory):
+    return make_case(request.param, tmp_path_factory.mktemp("model"))
+
+
+@pytest.mark.parametrize("plan", [each_alone_then_decoded, chunks_and_decodes_mixed], ids=lambda plan: plan.__name__)
 def test_logits_of_every_position_equal_transformers(case, plan):
     paged = Paged(case.directory, case.sequences, make_way=packed)
     assert not any(isinstance(module, Linear) for module in paged.model.modules())
     assert_all_close(paged.run(plan), case.expected)
+
+
+# Each takes 150 steps: without NANOPAGE_LONG_TESTS=1, the first case of each family and those with windows.
+FIRST = {family: name for name, (family, _) in reversed(CASES.items())}
+DECODED = CASES if LONG else dict.fromkeys([*FIRST.values(), *WINDOWS])
+
+
+@pytest.mark.parametrize("name", DECODED)
+def test_so_do_those_of_sequences_that_are_only_decoded(name, tmp_path):
+    case = make_case(name, tmp_path)
+    paged = Paged(case.directory, case.sequences, make_way=packed)
+    assert_all_close(paged.run(all_decoded_together), case.expected)
 
 
 def test_logits_of_weights_that_are_not_packed_equal_transformers(case):

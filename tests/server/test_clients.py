@@ -18,6 +18,7 @@ import pytest
 from server_process import ROOT, serving
 
 from nanopage import LLM, SamplingParams
+from nanopage.server import serve
 
 BAD_FORMAT = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "strin"}}}
 HELLO = [{"role": "user", "content": "Hello there"}]
@@ -248,6 +249,18 @@ def test_an_idle_server_takes_no_cpu_time_and_listens_only_where_it_should(serve
         (["--no-such-option"], "no-such"),
         (["/no/such/model"], "/no/such/model"),
         (["--max-num-seqs", "0"], "max_num_seqs"),
+    ],
+)
+def test_what_cannot_work_is_a_message_and_an_exit_code(tmp_path, options, name):
+    with serving(*options, log=tmp_path / "log") as server:
+        assert server.process.wait(60) in (1, 2)
+    text = server.log.read_text()
+    assert "Traceback" not in text and name in text
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
         (["--host", "0.0.0.0", "--api-key", ""], "--api-key is empty"),
         (["--port", "99999"], "99999"),
         (["--shutdown-timeout", "nan"], "nan"),
@@ -256,11 +269,12 @@ def test_an_idle_server_takes_no_cpu_time_and_listens_only_where_it_should(serve
         (["--otlp-traces-endpoint", "localhost:4318"], "--otlp-traces-endpoint"),
     ],
 )
-def test_what_cannot_work_is_a_message_and_an_exit_code(tmp_path, options, name):
-    with serving(*options, log=tmp_path / "log") as server:
-        assert server.process.wait(60) in (1, 2)
-    text = server.log.read_text()
-    assert "Traceback" not in text and name in text
+def test_other_options_that_cannot_work_are_named_in_the_same_way(options, name, capsys):
+    """In this process: `nanopage` makes a message of a ValueError, and argparse prints one itself."""
+    with pytest.raises((ValueError, SystemExit)) as raised:
+        serve.main(options)
+    assert raised.type is ValueError or raised.value.code == 2
+    assert name in str(raised.value) + capsys.readouterr().err
 
 
 def test_sigterm_lets_running_requests_end_and_refuses_new_ones(model, tmp_path):

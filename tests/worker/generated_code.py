@@ -1,8 +1,6 @@
 """Prints the kernels that Inductor generates for the pieces `between` and `last` on an H100, as JSON. Needs no GPU.
 
-    python generated_code.py CONFIG...      directories with config.json
-
-For each one, the kernels of 1 and of 32 tokens, in this order.
+    python generated_code.py CONFIG=TOKENS...      directories with config.json, and numbers of tokens
 
 Weights and inputs are fake tensors on a GPU that does not exist. Inductor is told its properties, and stopped when the
 code is written: nothing is run.
@@ -116,4 +114,5 @@ def kernels_of_pieces(directory: Path, num_tokens: int) -> dict[str, list[str]]:
 
 if __name__ == "__main__":
     triton.runtime.driver.set_active(Driver())
-    print(json.dumps([[kernels_of_pieces(Path(config), count) for count in (1, 32)] for config in sys.argv[1:]]))
+    pairs = (argument.rsplit("=", 1) for argument in sys.argv[1:])
+    print(json.dumps([kernels_of_pieces(Path(config), int(count)) for config, count in pairs]))

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers import CPU, Paged, assert_all_close, random_tokens, reference_logits, tiny_hf_model
+from helpers import CPU, LONG, Paged, assert_all_close, random_tokens, reference_logits, tiny_hf_model
 
 from nanopage.sampling.sampler import Sampler
 from nanopage.sampling.table import SamplingTable
@@ -61,17 +61,18 @@ def test_a_layer_launches_four_products_and_three_kernels_between_attentions():
     """In the code that Inductor generates for an H100. Beside these, a layer launches what test_piecewise_graphs.py
     counts: one kernel for rotation and cache, and those of attention."""
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    configs = [ROOT / "benchmarks" / "configs" / name for name in ("Llama-3.1-8B", "Qwen3-0.6B")]
+    configs = ROOT / "benchmarks" / "configs"
+    pairs = ["Llama-3.1-8B=32", "Qwen3-0.6B=1", *(["Llama-3.1-8B=1", "Qwen3-0.6B=32"] if LONG else [])]
     done = subprocess.run(
-        [sys.executable, Path(__file__).with_name("generated_code.py"), *configs],
+        [sys.executable, Path(__file__).with_name("generated_code.py"), *(configs / pair for pair in pairs)],
         env=env | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
     )
     assert done.returncode == 0, done.stderr
     after = 3 * ["mm", "fused"]  # output, norm, gate and up, SiLU, down, sum
-    found = [kernels for of_config in json.loads(done.stdout) for kernels in of_config]
-    assert len(found) == 4
+    found = json.loads(done.stdout)
+    assert len(found) == len(pairs)
     for kernels in found:
         kinds = {piece: ["mm" if "extern" in name else "fused" for name in names] for piece, names in kernels.items()}
         assert kinds == {"between": [*after, "mm"], "last": after}
