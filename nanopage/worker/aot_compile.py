@@ -32,7 +32,7 @@ from nanopage.kernels.cpu import packed_linear
 from nanopage.kernels.cpu.packed_linear import TILE, matvec, tile_width
 from nanopage.layers.packed import PackedLinear, PackedRowLinear, pack
 from nanopage.layers.tiled import tile
-from nanopage.layers.tiled_experts import stack_experts
+from nanopage.layers.tiled_experts import join_experts
 from nanopage.models.decoder import scale_logits
 from nanopage.sampling.argmax import argmax
 from nanopage.weights import loader
@@ -50,7 +50,7 @@ OPTIONS: dict[str, Any] = {
         ],
         torch.ops.nanopage.tile_experts.default: [
             "int aoti_torch_cpu_tile_experts(AtenTensorHandle, AtenTensorHandle, AtenTensorHandle, AtenTensorHandle, "
-            "AtenTensorHandle, AtenTensorHandle, int64_t, int64_t, int32_t, AtenTensorHandle*)"
+            "AtenTensorHandle, AtenTensorHandle, AtenTensorHandle, int64_t, int64_t, int32_t, AtenTensorHandle*)"
         ],
     },
 }
@@ -293,7 +293,7 @@ def _make(spec: dict[str, Any], config: ModelConfig, directory: Path, name: str)
         compile_head(model.norm, config, dtype, tiled, num_rows, directory / name)
         return
     layer = model.layers[0]
-    stack_experts(layer, torch.bfloat16)
+    join_experts(layer, torch.bfloat16)
     if tiled:
         tile(layer, "bfloat16")
     else:

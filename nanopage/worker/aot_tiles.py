@@ -40,7 +40,7 @@ class CompiledProduct:
         library = ctypes.CDLL(str(file))
         self._product, self._experts = library.aoti_torch_cpu_tile_linear, library.aoti_torch_cpu_tile_experts
         self._product.argtypes = [ctypes.c_void_p] * 4
-        self._experts.argtypes = [ctypes.c_void_p] * 6 + [ctypes.c_int64] * 2 + [ctypes.c_int32, ctypes.c_void_p]
+        self._experts.argtypes = [ctypes.c_void_p] * 7 + [ctypes.c_int64] * 2 + [ctypes.c_int32, ctypes.c_void_p]
 
     def __call__(self, x: Tensor, tiles: Tensor, scales: Tensor) -> Tensor:
         return self._call(self._product, [x.contiguous(), tiles, scales])

@@ -18,7 +18,7 @@ from nanopage.kernels.cpu.packed_linear import can_pack
 from nanopage.layers.packed import pack
 from nanopage.layers.quantized import quantize
 from nanopage.layers.tiled import TiledLinear, has_only_float16, tile
-from nanopage.layers.tiled_experts import TiledExperts, stack_experts
+from nanopage.layers.tiled_experts import TiledExperts, can_join, join_experts
 from nanopage.sampling.table import SamplingTable
 from nanopage.step import Batch, Capacity
 from nanopage.weights import loader
@@ -215,8 +215,8 @@ class Worker:
             self.way = f"eagerly: {self.capacity.dtype} is not compiled on this CPU"
             return [eager]
         if (experts := self.model_config.experts) is not None:
-            if self.product is None:
-                self.way = "eagerly: the products of experts are not compiled"
+            if not any(isinstance(module, TiledExperts) for module in self.model.modules()):
+                self.way = "eagerly: the experts of this model are not compiled"
                 return [eager]
             if not all(experts.layers):
                 self.way = "eagerly, but for the products of experts: layers of two kinds are not compiled"
@@ -278,7 +278,7 @@ class Worker:
             return BLOCKS if blocks and self.dtype != torch.float64 else self.config.quantize_to
         # In float32, reading the weights takes most of the time of a decode. The checkpoint's 16 bits lose nothing.
         halves = self.dtype == torch.float32 and self.model_config.dtype in ("bfloat16", "float16") and stored is None
-        if compiles and (blocks or halves or self.config.quantize_to or self._stacks_experts()):
+        if compiles and (blocks or halves or self.config.quantize_to or self._joins_experts()):
             self.product = tile_product(self.dtype)
         if blocks and self.product is not None:
             return BLOCKS
@@ -289,7 +289,7 @@ class Worker:
         """Replace the model's modules by packed, quantized or compiled ones."""
         if self.tiles == "float16" and self.config.load_format != "dummy" and not has_only_float16(self.model):
             self.tiles = None  # config.json says float16, but the file has other numbers
-            self.product = self.product if self._stacks_experts() else None
+            self.product = self.product if self._joins_experts() else None
         if self.device.type == "cuda":
             if (kind := self.config.quantize_to) is not None:
                 quantize(self.model, kind, self.device)
@@ -303,8 +303,8 @@ class Worker:
                 kind = "float16" if has_only_float16(self.model) else "bfloat16"
             tile(self.model, kind)
         if self.device.type == "cpu":
-            if self.product is not None and self._stacks_experts():
-                stack_experts(self.model, self.dtype)
+            if self.product is not None and self._joins_experts() and can_join(self.model):
+                join_experts(self.model, self.dtype)
             if self.tiles is None and can_pack(self.dtype):
                 pack(self.model)
         for module in self.model.modules() if self.product is not None else ():
@@ -313,7 +313,7 @@ class Worker:
             elif isinstance(module, TiledExperts):
                 module.product = self.product.experts
 
-    def _stacks_experts(self) -> bool:
+    def _joins_experts(self) -> bool:
         """Whether one operator may compute all experts of a layer (layers/tiled_experts.py)."""
         return self.device.type == "cpu" and self.model_config.experts is not None and self.part.tp_size == 1
 

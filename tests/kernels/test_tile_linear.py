@@ -138,10 +138,14 @@ def tiles_of(weight, kind):
     return tile_linear.tile(weight, getattr(torch, kind))
 
 
-def stacked(kind, num_experts, out_features, in_features, generator):
-    weights = torch.randn(num_experts, out_features, in_features, generator=generator) / in_features**0.5
-    tiles, scales = zip(*(tiles_of(weight, kind) for weight in weights), strict=True)
-    return torch.stack(tiles), torch.stack(scales)
+def random_experts(kind, num_experts, hidden_size, intermediate_size):
+    """For each expert, tiles and scales of gate and up, and of down."""
+    generator, made = torch.Generator().manual_seed(1), []
+    for _ in range(num_experts):
+        gate_up = torch.randn(2 * intermediate_size, hidden_size, generator=generator) / hidden_size**0.5
+        down = torch.randn(hidden_size, intermediate_size, generator=generator) / intermediate_size**0.5
+        made.append([*tiles_of(gate_up, kind), *tiles_of(down, kind)])
+    return made
 
 
 def compare(made, kind, x, gate, num_chosen, normalize, intermediate_size):
@@ -149,29 +153,30 @@ def compare(made, kind, x, gate, num_chosen, normalize, intermediate_size):
     dtype, products = made
     if kind in ("float32", "float16") and dtype == torch.bfloat16:
         pytest.skip("activations are float32 beside these weights")
-    generator, num_experts, hidden_size = torch.Generator().manual_seed(1), len(gate), x.shape[1]
-    gate_up = stacked(kind, num_experts, 2 * intermediate_size, hidden_size, generator)
-    down = stacked(kind, num_experts, hidden_size, intermediate_size, generator)
+    hidden_size = x.shape[1]
+    experts = random_experts(kind, len(gate), hidden_size, intermediate_size)
+    weights_of_all = tile_experts.addresses_of(experts), *experts[0]
     numbers = intermediate_size, num_chosen, normalize
-    y = products.experts(x.to(dtype), gate.to(dtype), *gate_up, *down, *numbers)
+    y = products.experts(x.to(dtype), gate.to(dtype), *weights_of_all, *numbers)
     assert y.dtype == dtype and y.shape == x.shape
     # Routing is compared with logits as C++ rounds them, since rounding could choose other experts.
     logits = F.linear(x.to(dtype).double(), gate.to(dtype).double()).to(dtype)
     chosen, weights = route(logits, num_chosen, normalize)
-    largest = logits.float().topk(min(num_chosen + 1, num_experts)).values
+    largest = logits.float().topk(min(num_chosen + 1, len(gate))).values
     assert (largest[:, :-1] - largest[:, 1:] > 0.01).all()
     expected = torch.zeros(x.shape, dtype=torch.float64)
-    for token, (experts, scales) in enumerate(zip(chosen.tolist(), weights.tolist(), strict=True)):
-        for expert, scale in zip(experts, scales, strict=True):
+    for token, (numbers_of_token, scales) in enumerate(zip(chosen.tolist(), weights.tolist(), strict=True)):
+        for number, scale in zip(numbers_of_token, scales, strict=True):
             row = x[token, None].to(dtype).double()
-            both = tile_linear.product(row, gate_up[0][expert], gate_up[1][expert].double())
+            gate_up, gate_up_scales, down, down_scales = experts[number]
+            both = tile_linear.product(row, gate_up, gate_up_scales.double())
             gates, ups = both[:, : 2 * intermediate_size].to(dtype).double().chunk(2, dim=1)
             activated = (F.silu(gates) * ups).to(dtype).double()
-            out = tile_linear.product(activated, down[0][expert], down[1][expert].double())
+            out = tile_linear.product(activated, down, down_scales.double())
             expected[token] += scale * out[0, :hidden_size]
     tolerance = 2**-6 if dtype == torch.bfloat16 else 2e-3 if kind in ("int8", "int4", "blocks") else 1e-5
     torch.testing.assert_close(y.double(), expected, rtol=tolerance, atol=tolerance)
-    reference = tile_experts.experts(x.double(), gate.double(), *gate_up, *down, *numbers)
+    reference = tile_experts.experts(x.double(), gate.double(), *weights_of_all, *numbers)
     if dtype == torch.float32:
         torch.testing.assert_close(y.double(), reference, rtol=tolerance, atol=tolerance)
     return chosen
@@ -220,13 +225,12 @@ def test_any_balance_of_experts(made, balance):
 
 def test_only_the_weights_of_chosen_experts_are_read(made):
     dtype, products = made
-    generator = torch.Generator().manual_seed(0)
-    gate_up, down = stacked("bfloat16", 4, 128, 64, generator), stacked("bfloat16", 4, 64, 64, generator)
-    for tiles in (gate_up[0], down[0]):
-        tiles[[0, 2, 3]] = torch.nan
+    experts = random_experts("bfloat16", 4, 64, 64)
+    addresses = tile_experts.addresses_of(experts)
+    addresses[[0, 2, 3]] = 0  # reading there would end the process
     gate = torch.zeros(4, 64, dtype=dtype)
     gate[1] = 1
-    y = products.experts(torch.ones(3, 64, dtype=dtype), gate, *gate_up, *down, 64, 1, True)
+    y = products.experts(torch.ones(3, 64, dtype=dtype), gate, addresses, *experts[1], 64, 1, True)
     assert y.isfinite().all() and y.any()
 
 
@@ -234,11 +238,12 @@ def test_a_token_that_is_not_finite_stays_alone(made):
     """NaN in the scores of the router chooses some experts, and reads no other memory."""
     dtype, products = made
     generator = torch.Generator().manual_seed(0)
-    gate_up, down = stacked("bfloat16", 4, 128, 64, generator), stacked("bfloat16", 4, 64, 64, generator)
+    experts = random_experts("bfloat16", 4, 64, 64)
+    weights = tile_experts.addresses_of(experts), *experts[0]
     x = torch.randn(3, 64, generator=generator).to(dtype)
     gate = torch.randn(4, 64, generator=generator).to(dtype)
-    expected = products.experts(x, gate, *gate_up, *down, 64, 3, True)
+    expected = products.experts(x, gate, *weights, 64, 3, True)
     x[1, 5] = torch.nan
-    y = products.experts(x, gate, *gate_up, *down, 64, 3, True)
+    y = products.experts(x, gate, *weights, 64, 3, True)
     assert y[1].isnan().all()
     torch.testing.assert_close(y[[0, 2]], expected[[0, 2]], rtol=2**-6, atol=2**-6)

@@ -38,7 +38,7 @@ float score_of(const Stored* x, const Stored* gate, int64_t hidden_size) {
     return widen(narrow(sum));
 }
 
-// Choose the experts of a token, the likeliest first, and their weights.
+// Choose the experts of a token, the likeliest first, and their weights. If a score is NaN, the weights are.
 void choose(const Stored* x, int64_t hidden_size, const Stored* gate, int64_t num_experts, int64_t num_chosen,
             bool normalize, int32_t* experts, float* weights) {
     const int64_t padded = round_up(num_experts, LANES);
@@ -55,14 +55,11 @@ void choose(const Stored* x, int64_t hidden_size, const Stored* gate, int64_t nu
     for (int lane = 0; lane < LANES; lane++) total += sums[lane];
     float sum = 0;  // of the chosen ones
     for (int64_t j = 0; j < num_chosen; j++) {
-        int64_t best = -1;
-        for (int64_t i = 0; i < num_experts; i++) {
-            const bool taken = std::find(experts, experts + j, i) != experts + j;
-            if (!taken && (best < 0 || scores[i] > scores[best])) best = i;
-        }
-        experts[j] = best;
-        weights[j] = scores[best] / total;
+        const auto best = std::max_element(scores.begin(), scores.begin() + num_experts);
+        experts[j] = best - scores.begin();
+        weights[j] = *best / total;
         sum += weights[j];
+        *best = -1;  // less than any other
     }
     for (int64_t j = 0; normalize && j < num_chosen; j++) weights[j] /= sum;
 }
@@ -76,24 +73,27 @@ Floats silu(Floats x) {
 }  // namespace
 
 // The operator nanopage::tile_experts, as Inductor calls it. Returns 0, or the code of an error.
-extern "C" int aoti_torch_cpu_tile_experts(void* x_tensor, void* gate_tensor, void* gate_up_tiles, void* gate_up_scales,
-                                           void* down_tiles, void* down_scales, int64_t intermediate_size,
-                                           int64_t num_chosen, int32_t normalize, void** y_tensor) {
+extern "C" int aoti_torch_cpu_tile_experts(void* x_tensor, void* gate_tensor, void* addresses_tensor,
+                                           void* gate_up_tiles, void* gate_up_scales, void* down_tiles,
+                                           void* down_scales, int64_t intermediate_size, int64_t num_chosen,
+                                           int32_t normalize, void** y_tensor) {
     int64_t *x_sizes, *gate_sizes;
-    void *x_data, *gate_data, *y_data;
-    Weights gate_up, down;
+    void *x_data, *gate_data, *addresses_data, *y_data;
+    Layout gate_up, down;
     int error = aoti_torch_get_sizes(x_tensor, &x_sizes);
     error = error ? error : aoti_torch_get_sizes(gate_tensor, &gate_sizes);
-    error = error ? error : weights_of(gate_up_tiles, gate_up_scales, x_sizes[1], &gate_up);
-    error = error ? error : weights_of(down_tiles, down_scales, intermediate_size, &down);
+    error = error ? error : layout_of(gate_up_tiles, gate_up_scales, x_sizes[1], &gate_up);
+    error = error ? error : layout_of(down_tiles, down_scales, intermediate_size, &down);
     error = error ? error : new_matrix(x_sizes[0], x_sizes[1], x_tensor, y_tensor);
     error = error ? error : aoti_torch_get_data_ptr(x_tensor, &x_data);
     error = error ? error : aoti_torch_get_data_ptr(gate_tensor, &gate_data);
+    error = error ? error : aoti_torch_get_data_ptr(addresses_tensor, &addresses_data);
     error = error ? error : aoti_torch_get_data_ptr(*y_tensor, &y_data);
     if (error) return error;
     const int64_t num_tokens = x_sizes[0], hidden_size = x_sizes[1], num_experts = gate_sizes[0];
     const int64_t num_rows = num_tokens * num_chosen;  // a row is a token with one of its experts
     const auto x = (const Stored*)x_data;
+    const auto addresses = (const void* const(*)[4])addresses_data;  // of each expert
 
     std::vector<int32_t> experts(num_rows);
     std::vector<float> weights(num_rows);
@@ -107,11 +107,13 @@ extern "C" int aoti_torch_cpu_tile_experts(void* x_tensor, void* gate_tensor, vo
     // Sort the rows by expert.
     std::vector<int64_t> next(num_experts + 1);  // first the number of rows of the expert before
     for (const int32_t expert : experts) next[expert + 1]++;
-    std::vector<Rows> groups;
+    std::vector<Rows> groups, groups_down;
     for (int64_t i = 0; i < num_experts; i++) {
         const int64_t count = next[i + 1];
         next[i + 1] += next[i];
-        if (count > 0) groups.push_back({next[i], count, i});
+        if (count == 0) continue;
+        groups.push_back({next[i], count, addresses[i][0], addresses[i][1]});
+        groups_down.push_back({next[i], count, addresses[i][2], addresses[i][3]});
     }
     std::vector<int64_t> places(num_rows);
     for (int64_t i = 0; i < num_rows; i++) places[i] = next[experts[i]]++;
@@ -131,7 +133,7 @@ extern "C" int aoti_torch_cpu_tile_experts(void* x_tensor, void* gate_tensor, vo
         store_all(&activated[i * intermediate_size], intermediate_size,
                   [&](int64_t j) { return silu(widen(gate + j)) * widen(up + j); });
     }
-    if (const int code = multiply_tiles(down, activated.get(), num_rows, groups, outputs.get())) return code;
+    if (const int code = multiply_tiles(down, activated.get(), num_rows, groups_down, outputs.get())) return code;
 #pragma omp parallel for if (num_rows * hidden_size > PARALLEL)
     for (int64_t token = 0; token < num_tokens; token++)
         store_all((Stored*)y_data + token * hidden_size, hidden_size, [&](int64_t j) {
