@@ -11,6 +11,7 @@
     python bench.py host         what a step costs Python
     python bench.py parallel     a model divided among processes
     python bench.py compare      the same work on vLLM, OpenVINO, llama.cpp
+    python bench.py experts      a mixture of experts beside a dense model
     python bench.py kernels      attention's Triton kernels on a GPU
 
 \b
@@ -1034,6 +1035,72 @@ def compare(
         isa is not None,
         json_file,
     )
+
+
+@app.command()
+def experts(
+    model: ModelOption = None,
+    num_experts: Annotated[int, typer.Option(min=2, max=1024, help="Experts of each layer.")] = 8,
+    num_chosen: Annotated[int, typer.Option(min=1, max=64, help="How many of them compute a token.")] = 2,
+    batch_sizes: Annotated[str, typer.Option(help="Requests that run together; several in turn.")] = "1,8,32",
+    input_len: Annotated[int, typer.Option(min=1, max=MAX_TOKENS, help="Tokens of each prompt.")] = 32,
+    output_len: Annotated[int, typer.Option(min=2, max=MAX_TOKENS, help="Tokens of each output.")] = 64,
+    engines: Annotated[str, typer.Option(help="nanopage, or with llama.cpp.")] = "nanopage,llamacpp",
+    environments: Annotated[
+        Path | None, typer.Option(help="A virtual environment for each peer [default: ~/.cache/nanopage/peers].")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
+    eager: EagerOption = False,
+    quantization: QuantizationOption = None,
+    num_iters: ItersOption = 3,
+    num_iters_warmup: WarmupOption = 1,
+    seed: SeedOption = 0,
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="Of every engine [default: usable physical cores].")
+    ] = None,
+    json_file: JsonOption = None,
+) -> None:
+    """Compare a mixture of experts with a dense model of the same active size.
+
+    The mixture has random weights. It is made from the sizes of --model, a Llama, and kept in nanopage's cache.
+
+    \b
+    python bench.py experts --batch-sizes 1,32 --engines nanopage
+    """
+    from dataclasses import asdict
+
+    from benchmarks import compare as comparison
+    from benchmarks import experts as benchmark
+    from nanopage.weights import hub
+    from nanopage.worker.threads import default_threads
+
+    check_outputs({"--json": json_file})
+    check_choice(dtype, ["bfloat16", "float32"], "--dtype")
+    check_choice(quantization, ["int8", "int4"], "--quantization")
+    sizes = parse_sizes(batch_sizes)
+    names = list(dict.fromkeys(engines.split(",")))
+    for name in names:
+        check_choice(name, ["nanopage", "llamacpp"], "--engines")
+    if num_chosen > num_experts:
+        refuse(f"{num_chosen} are more than the {num_experts} experts", "--num-chosen")
+    folder = check_folder(environments, "--environments") if environments else hub.cache_directory() / "peers"
+    pythons = comparison.python_of_engines(names, folder, "cpu", quantization, False, False)
+    path, config = find_model(model)
+    check_lengths([(input_len, output_len)] * max(sizes), config, ["--input-len", "--output-len"])
+    threads = threads or default_threads()
+    setup = comparison.Setup(path, config, pythons, "cpu", quantization, eager, threads, num_iters_warmup, 0)
+    with errors_by_name():
+        mixture = benchmark.write_mixture(path, config, num_experts, num_chosen)
+    header = comparison.header(
+        path, "cpu", dtype, quantization, seed, num_iters, num_iters_warmup, threads, 0, False
+    ) | {"bench": f"experts, {input_len} in, {output_len} out, seed {seed}, {num_iters} iterations"}
+    show_header(header)
+    results = benchmark.Results(header)
+    with recorded(json_file, lambda: asdict(results)) as record:
+        benchmark.measure(setup, mixture, dtype, sizes, (input_len, output_len), num_iters, seed, results)
+        for name, message in results.failures.items():
+            console.print(f"[red]error:[/red] {name}: {message}", highlight=False, markup=False)
+    exit_unless(record.written, not results.failures)
 
 
 @app.command()

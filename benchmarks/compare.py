@@ -203,7 +203,7 @@ def start_all(
                 results.header[name] = listed(peer.answer()["versions"])
                 run = peer.ask([short])
             except PeerError as error:
-                drop(name, error, peers, results)
+                drop(name, error, peers, results.failures)
                 continue
         start[name] = {"start_to_first_token": time.perf_counter() - peer.started, "peak_rss": run.peak_rss or 0}
         show_header({name: results.header[name]})
@@ -248,7 +248,7 @@ def run_questions(name: str, dtype: str, batches: list[list[Work]], setup: Setup
             prepare([*commands[engine], "--prepare"], setup.threads)
             engines.append(engine)
         except PeerError as error:
-            drop(engine, error, {}, results)
+            drop(engine, error, {}, results.failures)
     run_workload(name, batches, setup, engines, ask, {}, results)
     show_questions(name, dtype, results)
 
@@ -290,7 +290,7 @@ def run_workload(
                         status.update(f"{name} {engine} {label} beside {cores(setup.busy)}")
                         again = ask(engine, batches[i + num_iters], setup.busy)
                 except PeerError as error:
-                    drop(engine, error, peers, results)
+                    drop(engine, error, peers, results.failures)
                     del runs[engine], beside[engine]
                     continue
                 seconds += sum(run.seconds for run in (*alone, *again))
@@ -308,8 +308,9 @@ def run_one(peers: dict[str, Peer], engine: str, work: list[Work], busy: int) ->
         return peers[engine].ask(work)
 
 
-def drop(name: str, error: PeerError, peers: dict[str, Peer], results: Results) -> None:
-    results.failures[name] = str(error)
+def drop(name: str, error: PeerError, peers: dict[str, Peer], failures: dict[str, str]) -> None:
+    """Close a peer that has failed, and keep why."""
+    failures[name] = str(error)
     console.print(f"[red]{name} failed[/red] and is left out from here on; why is said at the end", highlight=False)
     if peer := peers.pop(name, None):
         peer.close()

@@ -21,6 +21,7 @@ from benchmarks.outputs import write
 from benchmarks.peers.protocol import Engine, Work
 from benchmarks.report import console, figure, show_table, spread, table_of
 from nanopage.layers.moe import MixtureOfExperts
+from nanopage.layers.tiled_experts import TiledExperts
 from nanopage.outputs import StepStats
 from nanopage.worker.memory import block_bytes
 
@@ -103,7 +104,11 @@ def weight_bytes(model: Any) -> int:
     count as one token has: steps of more tokens read more."""
     unread = 0.0
     for mixture in [module for module in model.modules() if isinstance(module, MixtureOfExperts)]:
-        unread += (1 - mixture.num_chosen / len(mixture.gate.weight)) * _num_bytes(mixture.experts)
+        num_chosen = mixture.gate.num_chosen
+        if isinstance(mixture.experts, TiledExperts):  # of its experts, only the first one is a module in the model
+            unread -= (num_chosen - 1) * _num_bytes(mixture.experts.first)
+        else:
+            unread += (1 - num_chosen / len(mixture.gate.weight)) * _num_bytes(mixture.experts)
     return _num_bytes(nn.ModuleList([*model.layers, model.norm, model.lm_head])) - round(unread)
 
 

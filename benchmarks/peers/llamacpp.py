@@ -11,14 +11,15 @@ compare --isa avx2 takes another one, on a processor with AVX-512:
 
 The loop is that of llama.cpp's server: each batch holds one token of every running sequence, then prompts. A
 prefix common to all prompts is computed once and shared by llama_memory_seq_cp. The KV cache is float16 with bfloat16
-weights, as shipped. A .gguf file is read as it is. A directory must have a model of the architecture LlamaForCausalLM,
-without rope scaling; no vocabulary is written for it, since prompts are token ids.
+weights, as shipped. A .gguf file is read as it is. A directory must have a model of the architecture LlamaForCausalLM
+or MixtralForCausalLM, without rope scaling; no vocabulary is written for it, since prompts are token ids.
 
 Drafts are those of llama-cpp-python's LlamaPromptLookupDecoding, checked for all sequences in one batch, as here.
 """
 
 import ctypes
 import json
+import re
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +28,9 @@ from benchmarks.peers.protocol import Engine, Options, Output, Work, common_pref
 
 MAX_SEQUENCES = 256  # llama.cpp's own limit
 BATCH = 2048  # tokens
+# Which of the matrices of Mixtral's experts is which.
+EXPERT_PARTS = {"w1": "ffn_gate_exps", "w2": "ffn_down_exps", "w3": "ffn_up_exps"}
+EXPERT = re.compile(r"model\.layers\.(\d+)\.block_sparse_moe\.experts\.(\d+)\.(w[123])\.weight")
 
 
 def load(options: Options) -> tuple[dict[str, str], Engine]:
@@ -132,8 +136,10 @@ def prepare(options: Options) -> None:
     import numpy as np
 
     config = json.loads((options.model / "config.json").read_text())
-    if config["architectures"] != ["LlamaForCausalLM"] or config.get("rope_scaling"):
-        raise RuntimeError("only LlamaForCausalLM without rope scaling is written as .gguf here")
+    (architecture,) = config["architectures"]
+    num_experts = config.get("num_local_experts", 8) if architecture == "MixtralForCausalLM" else 0
+    if architecture not in ("LlamaForCausalLM", "MixtralForCausalLM") or config.get("rope_scaling"):
+        raise RuntimeError("only Llama and Mixtral without rope scaling are written as .gguf here")
     heads, layers = config["num_attention_heads"], config["num_hidden_layers"]
     kv_heads = config.get("num_key_value_heads", heads)
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
@@ -151,9 +157,22 @@ def prepare(options: Options) -> None:
         writer.add_rope_dimension_count(head_dim)
         writer.add_rope_freq_base(rope.get("rope_theta", 10000.0))
         writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+        if num_experts:
+            writer.add_expert_count(num_experts)
+            writer.add_expert_used_count(config.get("num_experts_per_tok", 2))
         writer.add_vocab_size(config["vocab_size"])
         writer.add_tokenizer_model("no_vocab")
         names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, layers)
+        experts: dict[str, dict[int, np.ndarray]] = {}  # name in .gguf -> the matrices read so far, by expert
+
+        def add(name: str, tensor: np.ndarray) -> None:
+            router = "ffn_gate_inp" in name  # which llama.cpp wants in float32
+            if tensor.ndim > 1 and options.dtype == "bfloat16" and not router:
+                kind = gguf.GGMLQuantizationType.BF16
+                writer.add_tensor(name, gguf.quantize(tensor, kind), raw_dtype=kind)
+            else:
+                writer.add_tensor(name, tensor)
+
         for path in sorted(options.model.glob("*.safetensors")):
             for name, tensor in float32_tensors(path):
                 if name == "lm_head.weight" and config.get("tie_word_embeddings"):
@@ -162,14 +181,18 @@ def prepare(options: Options) -> None:
                     if part in name:  # llama.cpp rotates neighbouring rows, transformers the two halves of a head
                         halves = tensor.reshape(count, 2, head_dim // 2, *tensor.shape[1:])
                         tensor = np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(tensor.shape)
+                if match := EXPERT.fullmatch(name):
+                    stacked = f"blk.{match[1]}.{EXPERT_PARTS[match[3]]}.weight"
+                    matrices = experts.setdefault(stacked, {})
+                    matrices[int(match[2])] = tensor
+                    if len(matrices) == num_experts:
+                        add(stacked, np.stack([matrices[i] for i in range(num_experts)]))
+                        del experts[stacked]
+                    continue
                 new = names.get_name(name, try_suffixes=(".weight", ".bias"))
                 if new is None:
                     raise RuntimeError(f"no name in .gguf for {name}")
-                if tensor.ndim > 1 and options.dtype == "bfloat16":
-                    kind = gguf.GGMLQuantizationType.BF16
-                    writer.add_tensor(new, gguf.quantize(tensor, kind), raw_dtype=kind)
-                else:
-                    writer.add_tensor(new, tensor)
+                add(new, tensor)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()

@@ -7,6 +7,7 @@ router chooses a few for each token. The output is the sum of theirs, weighted b
 
 Experts are feed-forward layers of their own here, so whatever replaces linear layers (packed.py, tiled.py, the integers
 of a checkpoint) replaces those of experts, too. On a GPU, `group_experts` fuses their weights before they are loaded.
+On a CPU, tiled_experts.py replaces them once more, if there is compiled code for them.
 """
 
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanopage.config import ExpertsConfig
+from nanopage.kernels.routing import route
 from nanopage.layers.mlp import MLP
 
 
@@ -34,18 +36,15 @@ class Gate(nn.Module):
         return F.linear(x, self.weight)
 
 
-def route(logits: Tensor, num_chosen: int, normalize: bool) -> tuple[Tensor, Tensor]:
-    """Choose experts for each token, in float32 or float64.
+class Router(Gate):
+    """Chooses the experts of each token: [T, hidden_size] -> numbers and weights, as `route` returns them."""
 
-    Args:
-        logits: [T, experts].
-        normalize: whether the weights of a token's experts are divided by their sum.
+    def __init__(self, hidden_size: int, config: ExpertsConfig):
+        super().__init__(hidden_size, config.num_experts)
+        self.num_chosen, self.normalize = config.num_chosen, config.normalize
 
-    Returns: the numbers of the experts, int64 [T, num_chosen], and their weights [T, num_chosen].
-    """
-    probabilities = logits.to(torch.promote_types(logits.dtype, torch.float32)).softmax(-1)
-    weights, experts = probabilities.topk(num_chosen, dim=-1)
-    return experts, weights / weights.sum(-1, keepdim=True) if normalize else weights
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        return route(super().forward(x), self.num_chosen, self.normalize)
 
 
 class MixtureOfExperts(nn.Module):
@@ -56,9 +55,8 @@ class MixtureOfExperts(nn.Module):
 
     def __init__(self, hidden_size: int, config: ExpertsConfig, expert: type[MLP] = MLP):
         super().__init__()
-        self.num_chosen, self.normalize = config.num_chosen, config.normalize
-        self.gate = Gate(hidden_size, config.num_experts)
-        self.experts: Experts | GroupedExperts = Experts(
+        self.gate = Router(hidden_size, config)
+        self.experts: nn.Module = Experts(
             expert(hidden_size, config.intermediate_size) for _ in range(config.num_experts)
         )
         self.shared_expert: MLP | None = None
@@ -68,7 +66,7 @@ class MixtureOfExperts(nn.Module):
             self.shared_expert_gate = Gate(hidden_size, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.experts(x, *route(self.gate(x), self.num_chosen, self.normalize))
+        y = self.experts(x, self.gate)
         if self.shared_expert is None or self.shared_expert_gate is None:
             return y
         return y + torch.sigmoid(self.shared_expert_gate(x)) * self.shared_expert(x)
@@ -77,15 +75,13 @@ class MixtureOfExperts(nn.Module):
 class Experts(nn.ModuleList):
     """The experts, each with weights of its own. Those of other workers are nn.Identity()."""
 
-    def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    def forward(self, x: Tensor, router: Router) -> Tensor:
         """Compute the weighted sum of the outputs of each token's experts. Reads the weights of chosen experts only.
 
-        Args:
-            x: [T, hidden_size].
-            chosen, weights: [T, num_chosen], from `route`.
-
+        Args: x: [T, hidden_size].
         Returns: [T, hidden_size], of this worker's experts.
         """
+        chosen, weights = router(x)
         pairs = chosen.flatten()
         order = pairs.argsort(stable=True)
         counts = pairs.bincount(minlength=len(self)).tolist()
@@ -130,8 +126,9 @@ class GroupedExperts(nn.Module):
             shape = len(found), *getattr(expert, name).weight.shape
             self.register_parameter(name, nn.Parameter(torch.empty(shape, device="meta")))
 
-    def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    def forward(self, x: Tensor, router: Router) -> Tensor:
         """As `Experts.forward`."""
+        chosen, weights = router(x)
         return torch.ops.nanopage.grouped_experts(x, self.gate_up_proj, self.down_proj, chosen, weights, self.first)
 
     def slots(self) -> Iterator[tuple[str, Tensor]]:

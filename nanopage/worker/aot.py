@@ -85,7 +85,8 @@ class Compiled:
         path: the directory or file of the model.
         config: of the same model.
         dtype: of weights and activations: float32 or bfloat16 (see kernels/cpu/packed_linear.py).
-        tiled: whether the weights are in tiles (layers/tiled.py). The code is the same for all kinds of tiles.
+        tiled: whether the weights are in tiles (layers/tiled.py). The code is the same for all kinds of tiles. Those of
+            experts always are (layers/tiled_experts.py).
 
     Raises: ValueError for another value of NANOPAGE_COMPILE.
     """
@@ -425,6 +426,8 @@ def _key(config: ModelConfig, spec: dict[str, Any]) -> str:
     sources += [*sorted(here.glob("worker/aot*")), here / "sampling" / "argmax.py"]
     sizes = asdict(config) | {"num_layers": None, "max_position_embeddings": None}
     sizes["sliding_windows"] = None  # an argument of attention
+    if config.experts is not None:
+        sizes["experts"] = asdict(config.experts) | {"layers": None}  # all of them have experts
     parts = [torch.__version__, *processor(), spec["dtype"], spec["kv_dtype"], spec["block_size"]]
     parts += [spec["threads"], spec["tiled"], sorted((name, repr(value)) for name, value in sizes.items())]
     digest = hashlib.sha256(repr(parts).encode())

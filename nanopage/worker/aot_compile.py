@@ -32,11 +32,12 @@ from nanopage.kernels.cpu import packed_linear
 from nanopage.kernels.cpu.packed_linear import TILE, matvec, tile_width
 from nanopage.layers.packed import PackedLinear, PackedRowLinear, pack
 from nanopage.layers.tiled import tile
+from nanopage.layers.tiled_experts import join_experts
 from nanopage.models.decoder import scale_logits
 from nanopage.sampling.argmax import argmax
 from nanopage.weights import loader
 from nanopage.worker.aot import LOCK, TIME_LIMIT, digest, file_kinds, find_file, tensors_of
-from nanopage.worker.aot_tiles import SCRATCH, product_constants
+from nanopage.worker.aot_tiles import SCRATCH, SOURCES, product_constants
 
 OPTIONS: dict[str, Any] = {
     "size_asserts": False,  # packed weights have no strides to assert on
@@ -46,10 +47,14 @@ OPTIONS: dict[str, Any] = {
     "aot_inductor.custom_ops_to_c_shims": {
         torch.ops.nanopage.tile_linear.default: [
             "int aoti_torch_cpu_tile_linear(AtenTensorHandle, AtenTensorHandle, AtenTensorHandle, AtenTensorHandle*)"
-        ]
+        ],
+        torch.ops.nanopage.tile_experts.default: [
+            "int aoti_torch_cpu_tile_experts(AtenTensorHandle, AtenTensorHandle, AtenTensorHandle, AtenTensorHandle, "
+            "AtenTensorHandle, AtenTensorHandle, AtenTensorHandle, int64_t, int64_t, int32_t, AtenTensorHandle*)"
+        ],
     },
 }
-TILES = "nanopage_tiles"  # a static library of tile_linear.cpp
+TILES = "nanopage_tiles"  # a static library of SOURCES
 MAX_PROCESSES = 4  # that compile at the same time
 PROCESS_BYTES = 2**30  # of memory for each: 700 MB were measured
 KERNELS = Path(packed_linear.__file__).parent
@@ -195,10 +200,11 @@ def compile_chain(constants: dict[str, int | str], file: Path) -> None:
 
 
 def compile_tiles(constants: dict[str, int], directory: Path) -> None:
-    """Compile tile_linear.cpp to a static library in `directory`."""
-    made = directory / f"lib{TILES}.a"
-    run_compiler(constants, KERNELS / "tile_linear.cpp", "-c", "-o", directory / "tile_linear.o")
-    subprocess.run(["ar", "rcs", made, directory / "tile_linear.o"], check=True)
+    """Compile SOURCES to a static library in `directory`."""
+    objects = [directory / f"{name}.o" for name in SOURCES]
+    for name, made in zip(SOURCES, objects, strict=True):
+        run_compiler(constants, KERNELS / name, "-c", "-o", made)
+    subprocess.run(["ar", "rcs", directory / f"lib{TILES}.a", *objects], check=True)
 
 
 def shared(file: Path) -> list[str]:
@@ -247,7 +253,7 @@ def main(spec: dict[str, Any], directory: Path) -> None:
             tempfile.TemporaryDirectory(dir=directory, prefix=SCRATCH) as scratch,
             ProcessPoolExecutor(_num_processes(spec["threads"]), multiprocessing.get_context("fork")) as pool,
         ):
-            if spec["tiled"]:
+            if spec["tiled"] or config.experts is not None:
                 compile_tiles(product_constants(getattr(torch, spec["dtype"])), Path(scratch))
                 os.environ["LIBRARY_PATH"] = scratch  # where the linker looks for it
                 torch._inductor.config.aot_inductor.custom_op_libs = [TILES]
@@ -282,12 +288,14 @@ def _make(spec: dict[str, Any], config: ModelConfig, directory: Path, name: str)
     # Inductor decides by the number of rows which loops are worth several threads.
     num_rows = {"one": 1, "many": 90}[kind]
     # The smallest model with such a layer. Its weights are never filled.
-    small = replace(config, num_layers=1, sliding_windows=(None,), vocab_size=64)
+    experts = None if config.experts is None else replace(config.experts, layers=(True,))
+    small = replace(config, num_layers=1, sliding_windows=(None,), vocab_size=64, experts=experts)
     model = loader.build_model(small, dtype, torch.device("cpu"))
     if part == "head":
         compile_head(model.norm, config, dtype, tiled, num_rows, directory / name)
         return
     layer = model.layers[0]
+    join_experts(layer, torch.bfloat16)
     if tiled:
         tile(layer, "bfloat16")
     else:

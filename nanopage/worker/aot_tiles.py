@@ -1,4 +1,5 @@
-"""CompiledProduct: compiled products with weights in tiles (kernels/cpu/tile_linear.cpp), for steps that run eagerly.
+"""CompiledProduct: compiled products with weights in tiles (kernels/cpu/tile_linear.cpp) and mixtures of experts
+(tile_experts.cpp), for steps that run eagerly.
 
 PyTorch alone would convert a whole weight for each product.
 """
@@ -10,6 +11,7 @@ import shutil
 import subprocess
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 from filelock import FileLock
@@ -24,22 +26,32 @@ from nanopage.worker.aot_chain import new_handles, take_tensors
 logger = logging.getLogger("nanopage")
 
 NAME = "tiles.so"
+SOURCES = ("tile_linear.cpp", "tile_experts.cpp")
 SCRATCH = "scratch-"  # prefix of the names of temporary directories
 
 
 class CompiledProduct:
-    """Computes the same as the operator nanopage::tile_linear.
+    """Computes the same as the operators nanopage::tile_linear and, `experts`, nanopage::tile_experts.
 
     Raises: OSError if the file is not a library that can be loaded; AttributeError if it is another library.
     """
 
     def __init__(self, file: Path):
-        self._product = ctypes.CDLL(str(file)).aoti_torch_cpu_tile_linear
+        library = ctypes.CDLL(str(file))
+        self._product, self._experts = library.aoti_torch_cpu_tile_linear, library.aoti_torch_cpu_tile_experts
         self._product.argtypes = [ctypes.c_void_p] * 4
+        self._experts.argtypes = [ctypes.c_void_p] * 7 + [ctypes.c_int64] * 2 + [ctypes.c_int32, ctypes.c_void_p]
 
     def __call__(self, x: Tensor, tiles: Tensor, scales: Tensor) -> Tensor:
-        handles, output = new_handles([x.contiguous(), tiles, scales]), ctypes.c_void_p()
-        code = self._product(*handles, ctypes.byref(output))
+        return self._call(self._product, [x.contiguous(), tiles, scales])
+
+    def experts(self, x: Tensor, *arguments: Any) -> Tensor:
+        tensors = [x.contiguous(), *(value for value in arguments if isinstance(value, Tensor))]
+        return self._call(self._experts, tensors, *arguments[len(tensors) - 1 :])
+
+    def _call(self, function: Any, tensors: list[Tensor], *numbers: int) -> Tensor:
+        handles, output = new_handles(tensors), ctypes.c_void_p()
+        code = function(*handles, *numbers, ctypes.byref(output))
         take_tensors(handles)  # frees them
         if code:
             raise RuntimeError("a compiled product failed; it has written its error to standard error")
@@ -70,7 +82,7 @@ def tile_product(dtype: torch.dtype) -> CompiledProduct | None:
 
 
 def product_constants(dtype: torch.dtype) -> dict[str, int]:
-    """What tile_linear.cpp is compiled for."""
+    """What SOURCES are compiled for."""
     return {"BFLOAT16": int(dtype == torch.bfloat16)}
 
 
@@ -91,7 +103,8 @@ def _compile(constants: dict[str, int], directory: Path) -> None:
 
     with tempfile.TemporaryDirectory(dir=directory, prefix=SCRATCH) as scratch:
         made = Path(scratch, NAME)
-        aot_compile.run_compiler(constants, aot_compile.KERNELS / "tile_linear.cpp", *aot_compile.shared(made))
+        sources = [aot_compile.KERNELS / name for name in SOURCES]
+        aot_compile.run_compiler(constants, *sources, *aot_compile.shared(made))
         made.chmod(0o600)
         aot_compile.move(made, directory / NAME)
 
@@ -101,10 +114,7 @@ def _key(constants: dict[str, int]) -> str:
     parts = torch.__version__, *processor(), sorted(constants.items())
     key = hashlib.sha256(repr(parts).encode())
     kernels = Path(tile_linear.__file__).parent
-    for source in [
-        *sorted(kernels.glob("*.h")),
-        kernels / "tile_linear.cpp",
-        Path(__file__).with_name("aot_compile.py"),
-    ]:
+    sources = [*sorted(kernels.glob("*.h")), *(kernels / name for name in SOURCES)]
+    for source in [*sources, Path(__file__).with_name("aot_compile.py")]:
         key.update(source.read_bytes())
     return f"tiles-{key.hexdigest()[:24]}"

@@ -18,6 +18,7 @@ from nanopage.kernels.cpu.packed_linear import can_pack
 from nanopage.layers.packed import pack
 from nanopage.layers.quantized import quantize
 from nanopage.layers.tiled import TiledLinear, has_only_float16, tile
+from nanopage.layers.tiled_experts import TiledExperts, can_join, join_experts
 from nanopage.sampling.table import SamplingTable
 from nanopage.step import Batch, Capacity
 from nanopage.weights import loader
@@ -90,7 +91,7 @@ class Worker:
             self.threads = ThreadCount(torch.get_num_threads(), None if ranks is None else os.getppid())
         else:
             set_cuda_precision()
-        self.product: CompiledProduct | None = None  # multiplies by weights in tiles
+        self.product: CompiledProduct | None = None  # multiplies by weights in tiles; all experts are, if there is one
         self.tiles = self._choose_tiles(checkpoint)
         integers = None if self.tiles != BLOCKS else "packed" if self.device.type == "cuda" else "tiles"
         # A GPU that has no room for the weights may have room for the quantized ones.
@@ -213,9 +214,13 @@ class Worker:
         if not can_pack(self.dtype):
             self.way = f"eagerly: {self.capacity.dtype} is not compiled on this CPU"
             return [eager]
-        if self.model_config.experts is not None:
-            self.way = "eagerly: layers with experts are not compiled on a CPU"
-            return [eager]
+        if (experts := self.model_config.experts) is not None:
+            if not any(isinstance(module, TiledExperts) for module in self.model.modules()):
+                self.way = "eagerly: the experts of this model are not compiled"
+                return [eager]
+            if not all(experts.layers):
+                self.way = "eagerly, but for the products of experts: layers of two kinds are not compiled"
+                return [eager]
         tiled = self.tiles is not None
         self.compiled = Compiled(self.model, self.kv_cache, table, self.path, self.part_config, self.dtype, tiled)
         if self.compiled.layers is not None:
@@ -273,7 +278,7 @@ class Worker:
             return BLOCKS if blocks and self.dtype != torch.float64 else self.config.quantize_to
         # In float32, reading the weights takes most of the time of a decode. The checkpoint's 16 bits lose nothing.
         halves = self.dtype == torch.float32 and self.model_config.dtype in ("bfloat16", "float16") and stored is None
-        if compiles and (blocks or halves or self.config.quantize_to):
+        if compiles and (blocks or halves or self.config.quantize_to or self._joins_experts()):
             self.product = tile_product(self.dtype)
         if blocks and self.product is not None:
             return BLOCKS
@@ -283,7 +288,8 @@ class Worker:
     def _replace_modules(self) -> None:
         """Replace the model's modules by packed, quantized or compiled ones."""
         if self.tiles == "float16" and self.config.load_format != "dummy" and not has_only_float16(self.model):
-            self.tiles = self.product = None  # config.json says float16, but the file has other numbers
+            self.tiles = None  # config.json says float16, but the file has other numbers
+            self.product = self.product if self._joins_experts() else None
         if self.device.type == "cuda":
             if (kind := self.config.quantize_to) is not None:
                 quantize(self.model, kind, self.device)
@@ -296,12 +302,20 @@ class Worker:
             if kind == BLOCKS:  # the head of an AWQ or GPTQ checkpoint is not quantized
                 kind = "float16" if has_only_float16(self.model) else "bfloat16"
             tile(self.model, kind)
-            if self.product is not None:
-                for module in self.model.modules():
-                    if isinstance(module, TiledLinear):
-                        module.product = self.product
-        elif can_pack(self.dtype):
-            pack(self.model)
+        if self.device.type == "cpu":
+            if self.product is not None and self._joins_experts() and can_join(self.model):
+                join_experts(self.model, self.dtype)
+            if self.tiles is None and can_pack(self.dtype):
+                pack(self.model)
+        for module in self.model.modules() if self.product is not None else ():
+            if isinstance(module, TiledLinear):
+                module.product = self.product
+            elif isinstance(module, TiledExperts):
+                module.product = self.product.experts
+
+    def _joins_experts(self) -> bool:
+        """Whether one operator may compute all experts of a layer (layers/tiled_experts.py)."""
+        return self.device.type == "cpu" and self.model_config.experts is not None and self.part.tp_size == 1
 
     def _make_attention(self, inputs: Inputs):
         from nanopage.kernels import paged_attention  # imports Triton, which would double the time to start on a CPU

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import time
 from dataclasses import replace
 from types import SimpleNamespace
 
+import gguf
 import numpy as np
 import psutil
 import pytest
@@ -28,6 +30,7 @@ from benchmarks.peers import vllm as vllm_peer
 from benchmarks.peers.protocol import Options, Output, Run, Work, common_prefix, measure, similar_prompts
 from benchmarks.report import console
 from benchmarks.roofline import Roofline, Speed
+from nanopage.weights import loader
 
 pytestmark = pytest.mark.usefixtures("fast_and_wide")
 
@@ -650,6 +653,66 @@ def test_llama_cpp_gets_the_same_weights(tmp_path, monkeypatch, dtype, tied):
     assert set(written) == set(expected) - ({"lm_head.weight"} if tied else set())
     for name, tensor in written.items():
         torch.testing.assert_close(tensor, expected[name].float(), rtol=0, atol=0)
+
+
+def test_a_mixture_is_measured_beside_a_dense_model(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    model = tiny_model(tmp_path / "tiny")
+    timed = ENGINE.replace("Output([7] * (w.output_len + (w.prompt == [13])))", "Output([7] * w.output_len, 1.0, 2.0)")
+    fake_engine(tmp_path, "llamacpp", timed.replace('"1.0"', "options.model.name"))
+    options = ["--model", model, "--environments", tmp_path, "--engines", "llamacpp", "--json", tmp_path / "x.json"]
+    sizes = ["--batch-sizes", "1,3", "--input-len", 4, "--output-len", 5, "--num-iters", 2]
+    done = run_bench("experts", *options, *sizes, "--num-experts", 6, "--num-chosen", 3)
+    assert done.exit_code == 0
+    result = json.loads((tmp_path / "x.json").read_text())
+    assert result["complete"] and list(result["runs"]) == ["1", "3"]
+    for size, runs in result["runs"].items():
+        assert list(runs) == ["llamacpp, dense", "llamacpp, mixture"]
+        assert [run["output_tokens"] for run in runs["llamacpp, mixture"]] == 2 * [5 * int(size)]
+    assert re.search(r"llamacpp, mixture +4.00 +12.0", done.output)  # four tokens a second for each request
+    mixture = tmp_path / "nanopage" / "models" / "tiny-random-6-experts-3-chosen"
+    assert result["header"]["llamacpp"] == f"fake {mixture.name}"
+    dense, config = loader.read_config(model), loader.read_config(mixture)
+    assert 3 * config.experts.intermediate_size == dense.intermediate_size
+    assert result["models"]["dense"].split(": ")[1] == result["models"]["mixture"].split(": ")[1]
+    weights = loader.slots(loader.load_model(mixture, config, torch.float32, torch.device("cpu")))
+    assert all(weight.std() > 0 or name.endswith("norm.weight") for name, weight in weights.items())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "names"),
+    [
+        (["--num-chosen", 9], "9 are more than the 8 experts"),
+        (["--num-chosen", 5], "whose intermediate_size 5 divides"),
+        (["--engines", "vllm"], "'vllm' is not one of: nanopage, llamacpp"),
+        (["--batch-sizes", "1,x"], "--batch-sizes"),
+    ],
+)
+def test_a_bad_option_of_experts_is_named(model, arguments, names):
+    done = run_bench("experts", "--model", model, "--engines", "nanopage", *arguments)
+    assert done.exit_code == 2
+    assert names in " ".join(done.output.split())
+
+
+def test_llama_cpp_gets_the_same_experts(tmp_path, monkeypatch):
+    """Their matrices are stacked, and the router stays in float32."""
+    model = tiny_model(tmp_path / "model", "mixtral", dtype="bfloat16", num_experts_per_tok=3)
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    arguments = {"threads": 1, "kv_tokens": 64, "kv_gib": 1, "max_model_len": 64, "eager": True, "compiled": False}
+    options = Options(model, "cpu", "bfloat16", **arguments, quantization=None)
+    llamacpp.prepare(options)
+    file = llamacpp.gguf_file(options)
+    kinds = {tensor.name: tensor.tensor_type for tensor in gguf.GGUFReader(file).tensors}
+    assert kinds["blk.1.ffn_gate_exps.weight"] == gguf.GGMLQuantizationType.BF16
+    assert kinds["blk.1.ffn_gate_inp.weight"] == gguf.GGMLQuantizationType.F32
+    ours, theirs = (loader.read_config(path) for path in (model, file))
+    assert theirs.experts == ours.experts
+    expected, found = (
+        loader.slots(loader.load_model(path, config, torch.float32, torch.device("cpu")))
+        for path, config in ((model, ours), (file, theirs))
+    )
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
 def test_what_all_prompts_begin_with():

@@ -1,13 +1,13 @@
-"""tile_linear.cpp against the same product in PyTorch, compiled for both dtypes, and for AVX2 as well."""
-
-import ctypes
+"""tile_linear.cpp and tile_experts.cpp against the same in PyTorch, compiled for both dtypes, and for AVX2 as well."""
 
 import pytest
 import torch
+import torch.nn.functional as F
 
-from nanopage.kernels.cpu import tile_linear
+from nanopage.kernels.cpu import tile_experts, tile_linear
+from nanopage.kernels.routing import route
 from nanopage.worker import aot_compile
-from nanopage.worker.aot_chain import new_handles, take_tensors
+from nanopage.worker.aot_tiles import SOURCES, CompiledProduct
 
 AVX512, AVX2 = "AVX512", "AVX2"
 
@@ -18,22 +18,15 @@ AVX512, AVX2 = "AVX512", "AVX2"
     ids=lambda made: "-".join(map(str, made)),
 )
 def made(request, tmp_path_factory):
-    """A dtype, and the function that was compiled for it."""
+    """A dtype, and the products that were compiled for it."""
     dtype, instructions = request.param
-    constants = {"BFLOAT16": int(dtype == torch.bfloat16)}
     file = tmp_path_factory.mktemp("tiles") / "tiles.so"
     with pytest.MonkeyPatch.context() as patch:
         if instructions == AVX2:
             patch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: AVX2)
-        aot_compile.run_compiler(constants, aot_compile.KERNELS / "tile_linear.cpp", *aot_compile.shared(file))
-    return dtype, ctypes.CDLL(str(file)).aoti_torch_cpu_tile_linear
-
-
-def multiply(function, *tensors):
-    handles, out = new_handles(tensors), ctypes.c_void_p()
-    assert function(*(ctypes.c_void_p(handle) for handle in handles), ctypes.byref(out)) == 0
-    take_tensors(handles)
-    return take_tensors([out.value])[0]
+        sources = [aot_compile.KERNELS / name for name in SOURCES]
+        aot_compile.run_compiler({"BFLOAT16": int(dtype == torch.bfloat16)}, *sources, *aot_compile.shared(file))
+    return dtype, CompiledProduct(file)
 
 
 # Inputs that fill panels, and some that do not; an odd number of them; rows that fill blocks, and some that do not.
@@ -41,7 +34,7 @@ def multiply(function, *tensors):
 @pytest.mark.parametrize(("out_features", "in_features"), [(64, 32), (300, 17), (100, 576), (64, 257)])
 @pytest.mark.parametrize("weights", [torch.int8, torch.bfloat16, torch.float16], ids=str)
 def test_it_equals_the_plain_product(made, weights, num_rows, out_features, in_features):
-    dtype, function = made
+    dtype, products = made
     if (weights, dtype) == (torch.float16, torch.bfloat16):
         pytest.skip("activations are float32 beside float16 weights")
     generator = torch.Generator().manual_seed(0)
@@ -50,7 +43,7 @@ def test_it_equals_the_plain_product(made, weights, num_rows, out_features, in_f
     tiles, scales = tile_linear.tile(weight, weights)
     x = torch.randn(num_rows, in_features, generator=generator).to(dtype)
     x[:, : in_features // 2] *= 100  # so that groups have other scales
-    out = multiply(function, x, tiles, scales)
+    out = products(x, tiles, scales)
     stored = tile_linear.rows(tiles, scales.double(), torch.arange(scales.numel()), in_features, torch.float64)
     rounded = tile_linear.round_activations(x.double()) if weights == torch.int8 else x.double()
     exact, size = rounded @ stored.T, rounded.abs() @ stored.abs().T
@@ -76,7 +69,7 @@ BLOCKS = [(4, 32, True), (8, 16, False), (8, 16, True), (8, 32, False), (8, 32, 
 @pytest.mark.parametrize(("out_features", "in_features"), [(64, 32), (300, 576)])
 @pytest.mark.parametrize(("bits", "group", "offset"), BLOCKS)
 def test_products_with_blocks_equal_the_plain_ones(made, bits, group, offset, num_rows, out_features, in_features):
-    dtype, function = made
+    dtype, products = made
     blocks = random_blocks(bits, group, offset, out_features, in_features)
     tiles, scales = tile_linear.tile_blocks(blocks)
     stored = tile_linear.rows(tiles, scales, torch.arange(out_features), in_features, torch.float64)
@@ -86,7 +79,7 @@ def test_products_with_blocks_equal_the_plain_ones(made, bits, group, offset, nu
     torch.testing.assert_close(stored, wide.flatten(1).double(), rtol=0, atol=0)
     x = torch.randn(num_rows, in_features, generator=torch.Generator().manual_seed(1)).to(dtype)
     x[:, : in_features // 2] *= 100  # so that groups have other scales
-    out = multiply(function, x, tiles, scales)[:, :out_features]
+    out = products(x, tiles, scales)[:, :out_features]
     rounded = tile_linear.round_activations(x.double(), group)
     exact = rounded @ stored.T
     size = rounded.abs() @ (stored.abs() + 2 * wide.abs().amax()).T  # offsets are multiplied by themselves
@@ -124,11 +117,133 @@ def test_int4_keeps_what_it_can_and_is_closer_than_rounding_to_the_range():
 
 
 def test_nan_and_infinity_stay_in_their_rows(made):
-    dtype, function = made
+    dtype, products = made
     x = torch.ones(3, 32, dtype=dtype)
     x[0, 3], x[1, 5] = torch.nan, torch.inf
     for weights in (torch.int8, torch.bfloat16):
         tiles = tile_linear.tile(torch.ones(64, 32), weights)
-        for out in (multiply(function, x, *tiles), tile_linear.product(x, *tiles)):
+        for out in (products(x, *tiles), tile_linear.product(x, *tiles)):
             assert out[0].isnan().all() and not out[1].isfinite().any()
             torch.testing.assert_close(out[2], torch.full((64,), 32, dtype=dtype), rtol=2e-3, atol=0)
+
+
+def tiles_of(weight, kind):
+    if kind == "int4":
+        return tile_linear.tile_int4(weight)
+    if kind == "blocks":
+        groups = weight.unflatten(1, (-1, 32))
+        scales = groups.abs().amax(2) / 127
+        integers = (groups / scales[..., None]).round().flatten(1).to(torch.int8)
+        return tile_linear.tile_blocks(tile_linear.Blocks(integers, scales, None, 8))
+    return tile_linear.tile(weight, getattr(torch, kind))
+
+
+def random_experts(kind, num_experts, hidden_size, intermediate_size):
+    """For each expert, tiles and scales of gate and up, and of down."""
+    generator, made = torch.Generator().manual_seed(1), []
+    for _ in range(num_experts):
+        gate_up = torch.randn(2 * intermediate_size, hidden_size, generator=generator) / hidden_size**0.5
+        down = torch.randn(hidden_size, intermediate_size, generator=generator) / intermediate_size**0.5
+        made.append([*tiles_of(gate_up, kind), *tiles_of(down, kind)])
+    return made
+
+
+def compare(made, kind, x, gate, num_chosen, normalize, intermediate_size):
+    """Compute a mixture by C++, compare it with float64, and return the numbers of the experts."""
+    dtype, products = made
+    if kind in ("float32", "float16") and dtype == torch.bfloat16:
+        pytest.skip("activations are float32 beside these weights")
+    hidden_size = x.shape[1]
+    experts = random_experts(kind, len(gate), hidden_size, intermediate_size)
+    weights_of_all = tile_experts.addresses_of(experts), *experts[0]
+    numbers = intermediate_size, num_chosen, normalize
+    y = products.experts(x.to(dtype), gate.to(dtype), *weights_of_all, *numbers)
+    assert y.dtype == dtype and y.shape == x.shape
+    # Routing is compared with logits as C++ rounds them, since rounding could choose other experts.
+    logits = F.linear(x.to(dtype).double(), gate.to(dtype).double()).to(dtype)
+    chosen, weights = route(logits, num_chosen, normalize)
+    largest = logits.float().topk(min(num_chosen + 1, len(gate))).values
+    assert (largest[:, :-1] - largest[:, 1:] > 0.01).all()
+    expected = torch.zeros(x.shape, dtype=torch.float64)
+    for token, (numbers_of_token, scales) in enumerate(zip(chosen.tolist(), weights.tolist(), strict=True)):
+        for number, scale in zip(numbers_of_token, scales, strict=True):
+            row = x[token, None].to(dtype).double()
+            gate_up, gate_up_scales, down, down_scales = experts[number]
+            both = tile_linear.product(row, gate_up, gate_up_scales.double())
+            gates, ups = both[:, : 2 * intermediate_size].to(dtype).double().chunk(2, dim=1)
+            activated = (F.silu(gates) * ups).to(dtype).double()
+            out = tile_linear.product(activated, down, down_scales.double())
+            expected[token] += scale * out[0, :hidden_size]
+    tolerance = 2**-6 if dtype == torch.bfloat16 else 2e-3 if kind in ("int8", "int4", "blocks") else 1e-5
+    torch.testing.assert_close(y.double(), expected, rtol=tolerance, atol=tolerance)
+    reference = tile_experts.experts(x.double(), gate.double(), *weights_of_all, *numbers)
+    if dtype == torch.float32:
+        torch.testing.assert_close(y.double(), reference, rtol=tolerance, atol=tolerance)
+    return chosen
+
+
+def inputs(num_tokens, num_experts, hidden_size):
+    """Tokens and a router whose scores are far from each other, so that rounding cannot change the choice."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(num_tokens, hidden_size, generator=generator)
+    scores = torch.stack([torch.randperm(num_experts, generator=generator) for _ in range(num_tokens)]) / 4
+    x[:, :num_experts] = scores
+    return x, torch.eye(num_experts, hidden_size)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 3, 40])
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "float16", "int8", "int4", "blocks"])
+def test_mixtures_equal_the_plain_ones(made, kind, num_tokens):
+    x, gate = inputs(num_tokens, 5, 96)
+    compare(made, kind, x, gate, 2, True, 64)
+
+
+@pytest.mark.parametrize(
+    ("num_experts", "num_chosen", "normalize", "hidden_size", "intermediate_size"),
+    [(20, 4, False, 73, 40), (20, 20, True, 64, 17), (1, 1, False, 64, 100), (3, 1, True, 130, 64)],
+)
+def test_mixtures_of_any_sizes(made, num_experts, num_chosen, normalize, hidden_size, intermediate_size):
+    x, gate = inputs(7, num_experts, hidden_size)
+    compare(made, "bfloat16", x, gate, num_chosen, normalize, intermediate_size)
+
+
+@pytest.mark.parametrize("balance", ["one expert for all", "two", "one token"])
+def test_any_balance_of_experts(made, balance):
+    """An expert has all tokens, more than a block of rows, and others have one or none."""
+    x, gate = inputs(250, 6, 64)
+    x[:, :6] = torch.arange(6) / 4
+    if balance == "two":
+        x[100:, :6] = torch.arange(6).flip(0) / 4
+    if balance == "one token":
+        x[17, :6] = torch.arange(6).flip(0) / 4
+    chosen = compare(made, "bfloat16", x, gate, 1, True, 64)
+    counts = chosen.flatten().bincount(minlength=6).tolist()
+    assert counts == {"one expert for all": [0] * 5 + [250], "two": [150, 0, 0, 0, 0, 100]}.get(
+        balance, [1, 0, 0, 0, 0, 249]
+    )
+
+
+def test_only_the_weights_of_chosen_experts_are_read(made):
+    dtype, products = made
+    experts = random_experts("bfloat16", 4, 64, 64)
+    addresses = tile_experts.addresses_of(experts)
+    addresses[[0, 2, 3]] = 0  # reading there would end the process
+    gate = torch.zeros(4, 64, dtype=dtype)
+    gate[1] = 1
+    y = products.experts(torch.ones(3, 64, dtype=dtype), gate, addresses, *experts[1], 64, 1, True)
+    assert y.isfinite().all() and y.any()
+
+
+def test_a_token_that_is_not_finite_stays_alone(made):
+    """NaN in the scores of the router chooses some experts, and reads no other memory."""
+    dtype, products = made
+    generator = torch.Generator().manual_seed(0)
+    experts = random_experts("bfloat16", 4, 64, 64)
+    weights = tile_experts.addresses_of(experts), *experts[0]
+    x = torch.randn(3, 64, generator=generator).to(dtype)
+    gate = torch.randn(4, 64, generator=generator).to(dtype)
+    expected = products.experts(x, gate, *weights, 64, 3, True)
+    x[1, 5] = torch.nan
+    y = products.experts(x, gate, *weights, 64, 3, True)
+    assert y[1].isnan().all()
+    torch.testing.assert_close(y[[0, 2]], expected[[0, 2]], rtol=2**-6, atol=2**-6)

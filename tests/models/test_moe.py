@@ -13,9 +13,11 @@ from nanopage import EngineConfig
 from nanopage.config import ExpertsConfig, ModelConfig
 from nanopage.kernels.cpu.tile_linear import round_activations
 from nanopage.layers.linear import Linear
+from nanopage.layers.mlp import MLP
 from nanopage.layers.moe import Experts, Gate, GroupedExperts, MixtureOfExperts, route
 from nanopage.layers.packed import PackedLinear
 from nanopage.layers.tiled import TiledLinear, tile
+from nanopage.layers.tiled_experts import TiledExperts, can_join
 from nanopage.weights import loader, safetensors_checkpoint
 from nanopage.weights.part import Part
 from nanopage.worker.worker import Worker
@@ -63,7 +65,7 @@ def test_only_the_weights_of_chosen_experts_are_read():
     """Those of other experts may be anything, here NaN."""
     made, x = mixture(), torch.randn(1, 16, generator=torch.Generator().manual_seed(0))
     expected = made(x)
-    chosen, _ = route(made.gate(x), 2, True)
+    chosen, _ = made.gate(x)
     for number, expert in enumerate(made.experts):
         if number not in chosen[0]:
             for parameter in expert.parameters():
@@ -81,7 +83,7 @@ def test_any_balance_of_experts(choice):
         x[:, 0] = 5
         made.gate.weight[3, 0], made.gate.weight[1, 0] = 9, 8
     y = made(x)
-    chosen, weights = route(made.gate(x), made.num_chosen, True)
+    chosen, weights = made.gate(x)
     assert len(chosen.unique()) == {"one": 1, "two": 2, "all": 5}[choice]
     for token in range(30):
         alone = sum(w * made.experts[e](x[token, None]) for e, w in zip(chosen[token], weights[token], strict=True))
@@ -228,7 +230,76 @@ def test_weights_of_experts_are_packed_for_a_cpu(tmp_path):
     model = tiny_model(tmp_path, "qwen3_moe")
     worker = make_worker(model, dtype="float32")
     assert all(isinstance(e.down_proj, PackedLinear) for m in mixtures_of(worker.model) for e in m.experts)
-    assert worker.way == "eagerly: layers with experts are not compiled on a CPU"
+    assert worker.way == "eagerly: the experts of this model are not compiled"
+
+
+class PlainProducts:
+    """The operators in plain torch, in place of compiled ones."""
+
+    experts = staticmethod(torch.ops.nanopage.tile_experts)
+
+    def __call__(self, *tensors):
+        return torch.ops.nanopage.tile_linear(*tensors)
+
+
+def experts_of(model, **options):
+    """A worker as if there were compiled products, its mixtures, and those of a worker without them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("nanopage.worker.worker.tile_product", lambda _: None)
+        expected = mixtures_of(make_worker(model, **options).model)
+        patch.setattr("nanopage.worker.worker.tile_product", lambda _: PlainProducts())
+        worker = make_worker(model, **options)
+    return worker, mixtures_of(worker.model), expected
+
+
+@ALL
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_experts_of_a_cpu_compute_the_same_in_tiles(tmp_path, family, dtype):
+    """From a checkpoint in float32, and from one in bfloat16, whose tiles stay in bfloat16."""
+    model = tiny_model(tmp_path, family, dtype=getattr(torch, dtype))
+    worker, mixtures, expected = experts_of(model, dtype="float32")
+    assert worker.way == "eagerly: NANOPAGE_COMPILE=never"
+    x = torch.randn(9, 64, generator=torch.Generator().manual_seed(0))
+    for mixture, plain in zip(mixtures, expected, strict=True):
+        assert isinstance(mixture.experts, TiledExperts) and mixture.experts.product is worker.product.experts
+        assert mixture.experts.first.gate_up_proj.tiles.dtype == getattr(torch, dtype)
+        assert mixture.shared_expert is None or not hasattr(mixture.shared_expert.down_proj, "weight")
+        torch.testing.assert_close(mixture(x), plain(x), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_quantized_experts_of_a_cpu_compute_the_same(tmp_path, kind):
+    model = tiny_model(tmp_path, "qwen2_moe", moe_intermediate_size=64)
+    _, mixtures, expected = experts_of(model, dtype="float32", quantization=kind)
+    x = torch.randn(9, 64, generator=torch.Generator().manual_seed(0))
+    for mixture, plain in zip(mixtures, expected, strict=True):
+        assert mixture.experts.first.gate_up_proj.scales.dim() == (4 if kind == "int4" else 2)
+        torch.testing.assert_close(mixture(x), plain(x), rtol=1e-3, atol=1e-3)
+
+
+def test_layers_with_and_without_experts_are_not_compiled_together(tmp_path):
+    model = tiny_model(tmp_path, "qwen3_moe", mlp_only_layers=[1])
+    worker, mixtures, _ = experts_of(model)
+    assert len(mixtures) == 1 and isinstance(mixtures[0].experts, TiledExperts)
+    assert worker.way == "eagerly, but for the products of experts: layers of two kinds are not compiled"
+
+
+@pytest.mark.parametrize("change", ["another activation", "a bias", "another class"])
+def test_experts_that_the_operator_does_not_know_are_left_as_they_are(change):
+    made = mixture()
+    assert can_join(made)
+    if change == "another activation":
+        made.experts[3].activation = torch.relu
+    elif change == "a bias":
+        made.experts[3].down_proj.bias = torch.nn.Parameter(torch.zeros(16))
+    else:
+        made.experts[3].__class__ = type("Expert", (MLP,), {"forward": lambda self, x: x})
+    assert not can_join(made)
+
+
+def test_experts_without_compiled_products_stay_apart(tmp_path):
+    worker = make_worker(tiny_model(tmp_path, "mixtral"), enforce_eager=True)
+    assert all(isinstance(mixture.experts, Experts) for mixture in mixtures_of(worker.model))
 
 
 def make_worker(model, **options):

@@ -37,6 +37,7 @@ from nanopage.engine.schedule import Schedule
 from nanopage.kernels.cpu.packed_linear import can_pack
 from nanopage.layers.packed import pack
 from nanopage.layers.tiled import tile
+from nanopage.layers.tiled_experts import join_experts
 from nanopage.step import NO_TOKEN, SamplingSettings
 from nanopage.weights import hub, loader
 from nanopage.worker import aot, aot_compile
@@ -80,6 +81,7 @@ def compiled_of(path, dtype=torch.float32, block_size=8, tiles=None, kv_dtype=No
     """For a model that is never filled."""
     config = loader.read_config(path)
     model = loader.build_model(config, dtype, CPU)
+    join_experts(model, dtype)
     if tiles is not None:
         tile(model, "bfloat16")
     elif can_pack(dtype):
@@ -94,7 +96,10 @@ def paged(model, compiled, dtype=torch.float32, tiles=None, kv_dtype=None) -> Pa
     sequences = random_tokens([*LENGTHS, 40, 40, 40])
 
     def make_way(*made):
-        return aot.Compiled(*made[:3], model, made[3], dtype, tiles is not None) if compiled else packed(*made)
+        if not compiled:
+            return packed(*made)
+        join_experts(made[0], dtype)
+        return aot.Compiled(*made[:3], model, made[3], dtype, tiles is not None)
 
     made = Paged(model, sequences, dtype, make_way, tiles, kv_dtype)
     if compiled:
@@ -291,6 +296,19 @@ def test_compiled_layers_with_weights_in_tiles_equal_the_eager_ones(tmp_path, ca
     engines = [engine_of(model, quantization="int8", enforce_eager=eager) for eager in (True, False)]
     assert compiled_in(engines[1]).head.of_many is not None
     assert [len(tokens) for tokens in run(engines[1])] == [len(tokens) for tokens in run(engines[0])]
+
+
+@pytest.mark.skipif(not LONG, reason="compiles for 30 s; runs with NANOPAGE_LONG_TESTS=1")
+@pytest.mark.parametrize(
+    ("family", "tiles"), [("mixtral", None), ("qwen2_moe", None), ("qwen3_moe", None), ("qwen2_moe", "int8")]
+)
+def test_compiled_layers_with_experts_equal_the_eager_ones(tmp_path, cache, family, tiles):
+    model = tiny_model(tmp_path, family, num_hidden_layers=3)
+    compiled_of(model, tiles=tiles).compile()
+    assert_compiled_equals_eager(model, (LENGTHS, [3, 3], [17, 1], [1] * 9), tiles)
+    engine = engine_of(model, quantization=tiles)
+    assert compiled_in(engine).layers is not None
+    assert run(engine) == run(engine_of(model, quantization=tiles, enforce_eager=True))
 
 
 @pytest.mark.skipif(not LONG, reason="compiles for 50 s; runs with NANOPAGE_LONG_TESTS=1")

@@ -80,17 +80,6 @@ struct Scratch {
     float largest[TILE_ROWS];
 };
 
-// 2^x. 2^fraction is a polynomial, with a relative error below 3e-7.
-Floats power_of_two(Floats x) {
-    const Floats magic = Floats{} + 0x1.8p23f;  // floats of this size are integers: adding it rounds
-    const Floats shifted = x + magic, fraction = x - (shifted - magic);
-    Floats power = Floats{} + 1.3298820e-3f;
-    for (const float coefficient : {9.6183600e-3f, 5.5503286e-2f, 2.4022651e-1f, 6.9314718e-1f, 1.0f})
-        power = power * fraction + coefficient;
-    const Ints exponent = ((Ints)shifted + 127) << 23;
-    return x < -126.0f ? Floats{} : power * (Floats)exponent;
-}
-
 // SOFTCAP * tanh(score / SOFTCAP), where score = x * SCALE.
 Floats capped(Floats x) {
     const Floats most = Floats{} + 20.0f;  // tanh(10) is 1 in float32
