@@ -804,6 +804,12 @@ def memory(
             return made
 
     plain = engine(enable_prefix_caching=False)
+    if plain.capacity.windows != (None,):
+        refuse(
+            "its layers have windows, behind which blocks are given back: slots that are never filled cannot be "
+            "counted",
+            "--model",
+        )
     header = describe(plain, f"memory, seed {seed}")
     show_header(header)
     results: dict[str, Any] = {"header": header}
