@@ -87,7 +87,7 @@ def measure(name: str, path: Path, dtype: str, eager: bool, chunk: int) -> list[
                 "decode_ms": 1000 * statistics.median(seconds),
                 "kinds": len(capacity.windows),
                 "dtype": capacity.dtype,
-                "way": executor.worker.way,
+                "way": "eager" if eager else "compiled layers",
             }
         )
     engine.shutdown()
