@@ -45,16 +45,12 @@ class SequenceTable:
         dtype = torch.int32 if device.type == "cuda" else torch.int64
         self.tokens = zeros(num_rows, max_model_len + 1, dtype, device)
         self.block_tables = zeros(num_rows, -(-max_model_len // block_size) * len(windows), dtype, device)
+        self.blocks = self.block_tables.unflatten(1, (-1, len(windows)))  # the same memory: [rows, max_blocks, kinds]
         self.num_prompt_tokens = np.zeros(num_rows, dtype=np.int64)
         self.sampling = SamplingTable(num_rows, vocab_size, device)
         self.adapter_slots: Tensor | None = None
         if has_adapters:
             self.adapter_slots = torch.full((num_rows,), -1, dtype=torch.int64, device=device)
-
-    @property
-    def blocks(self) -> Tensor:
-        """`block_tables` as [rows, max_blocks, kinds]."""
-        return self.block_tables.unflatten(1, (-1, len(self.windows)))
 
     @property
     def num_bytes(self) -> int:
