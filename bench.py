@@ -840,6 +840,12 @@ def memory(
             return made
 
     alone = engine(enable_prefix_caching=False)
+    if alone.capacity.windows != (None,):
+        refuse(
+            "its layers have windows, behind which blocks are given back: slots that are never filled cannot be "
+            "counted",
+            "--model",
+        )
     header = describe(alone, f"memory, seed {seed}")
     show_header(header)
     results: dict[str, Any] = {"header": header}

@@ -123,7 +123,8 @@ def measure(engine: Any, header: dict[str, str], rng: random.Random) -> Costs:
 def loads(engine: Any) -> list[Load]:
     """What to run: every kind of step that the terms tell apart, as far as this engine can run it."""
     most_tokens, limit = engine.scheduler.max_num_batched_tokens, engine.max_model_len
-    most_seqs, pool = engine.config.max_num_seqs, engine.capacity.num_blocks * engine.config.block_size
+    num_blocks = engine.capacity.num_blocks // len(engine.capacity.windows)
+    most_seqs, pool = engine.config.max_num_seqs, num_blocks * engine.config.block_size
     long, short = min(LONG, limit - 65), min(256, limit - 65)
     batches = [batch for batch in BATCHES if batch <= most_seqs and batch * (short + 64) <= pool]
     plan = [Load(2 * batch, batch, (short // 16, short), (32, 64), most_tokens) for batch in batches]

@@ -12,6 +12,7 @@ from nanopage.engine.drafts import Drafter
 from nanopage.engine.encoder_engine import EncoderEngine
 from nanopage.engine.engine import LLMEngine
 from nanopage.engine.speculation import NgramDrafter
+from nanopage.layer_kinds import BlockNeeds, divide_layers
 from nanopage.model_files import exists
 from nanopage.pooling import NOT_FOR_POOLING, PoolingConfig, choose_pooling
 from nanopage.step import Capacity, Executor
@@ -128,7 +129,8 @@ def _choose_drafter(
                 "that there is memory left for the draft model"
             )
         max_model_len = min(capacity.max_model_len, draft_config.max_position_embeddings)
-        options = config.for_draft_model(str(path), capacity.num_blocks, max_model_len)
+        num_blocks = _blocks_for_drafts(config, capacity, draft_config, max_model_len)
+        options = config.for_draft_model(str(path), num_blocks, max_model_len)
         executor = LocalExecutor(options, draft_config, checkpoint, on_progress)
         held = executor.start()
         return ModelDrafter(
@@ -141,6 +143,15 @@ def _choose_drafter(
             held.max_model_len,
             model_config.vocab_size,
             draft_config.vocab_size == model_config.vocab_size,
+            held.windows,
         )
 
     return make
+
+
+def _blocks_for_drafts(config: EngineConfig, capacity: Capacity, draft_config: ModelConfig, max_model_len: int) -> int:
+    """The size of a draft model's pool: it holds as many sequences of `max_model_len` tokens as the model's."""
+    windows = divide_layers(draft_config.sliding_windows, max_model_len).windows
+    needed = BlockNeeds(windows, config.block_size, max_model_len).of([max_model_len])  # it takes them all at once
+    by_model = BlockNeeds(capacity.windows, config.block_size, config.token_budget(capacity.device)).of([max_model_len])
+    return max(needed, capacity.num_blocks * needed // by_model)

@@ -128,7 +128,8 @@ class EngineConfig:
         gpu_memory_utilization: the share of the device's memory (on a CPU: of the RAM) that weights and KV cache may
             take together; on a GPU the memory of a step counts, too. None: 0.9 on a GPU; on a CPU the KV cache gets a
             quarter of the available RAM, at most 4 GiB.
-        num_gpu_blocks_override: size of the KV cache in blocks, on any device; for tests.
+        num_gpu_blocks_override: size of the KV cache in blocks, on any device; for tests. If a model's layers differ in
+            their windows, a block belongs to those of one kind (layer_kinds.py).
         enable_prefix_caching: share the KV of equal prefixes between requests.
         preemption_mode: what happens to a request's KV when another needs its blocks: "recompute" or "swap". None: see
             the rule in scheduler.py.

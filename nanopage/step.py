@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 NO_TOKEN = -1  # sampled where the largest logit is NaN or infinite
+NO_BLOCK = -1  # in a block table, in place of a block that no window reaches any more. Nothing reads it
 
 
 @dataclass(slots=True)
@@ -81,7 +82,8 @@ class Fork:
 
 @dataclass(slots=True)
 class BlockUpdate:
-    """The physical blocks of a row from its logical block `first` on."""
+    """The entries of a row's block table from index `first` on: for each logical block, the physical block of each kind
+    of layers (see layer_kinds.py)."""
 
     row: int
     first: int
@@ -200,13 +202,17 @@ class EncoderBatch:
 
 @dataclass(slots=True)
 class Capacity:
-    """How much the workers can hold once the model is loaded."""
+    """How much the workers can hold once the model is loaded.
+
+    windows: of each kind of layers (see layer_kinds.py).
+    """
 
     device: str
     dtype: str
     num_blocks: int
     num_host_blocks: int
     max_model_len: int
+    windows: tuple[int | None, ...] = (None,)
 
 
 class WorkerDiedError(RuntimeError):

@@ -16,9 +16,10 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from benchmarks.host import ThroughBytes
+from nanopage.layer_kinds import divide_layers, first_block
 from nanopage.layers.packed import pack
 from nanopage.layers.tiled import tile
-from nanopage.step import Batch, BlockUpdate, NewSequence, SamplingSettings
+from nanopage.step import NO_BLOCK, Batch, BlockUpdate, NewSequence, SamplingSettings
 from nanopage.weights import loader
 from nanopage.weights.gguf_checkpoint import GGUFCheckpoint
 from nanopage.worker import messages, worker_process
@@ -223,7 +224,8 @@ def open_descriptors() -> list[int]:
 class Paged:
     """Sequences that go step by step through a model and its KV cache, by a way to run steps.
 
-    Blocks are handed out at random, and everything in the cache that was never handed out is NaN.
+    Blocks are handed out at random, and everything in the cache that was never handed out is NaN. So are the blocks
+    that no window reaches any more.
 
     Args:
         make_way: makes a way to run steps from (model, kv_cache, table, config).
@@ -253,11 +255,14 @@ class Paged:
             tile(model, tiles)
         elif make_way is not None:
             pack(model)
-        num_blocks = 2 + sum(-(-len(tokens) // BLOCK_SIZE) for tokens in sequences)
-        self.model = model
-        self.cache = KVCache(config, num_blocks, BLOCK_SIZE, kv_dtype or dtype, CPU)
         longest = max(map(len, sequences))
-        self.table = SequenceTable(len(sequences) + 1, longest, BLOCK_SIZE, config.vocab_size, CPU)
+        kinds = divide_layers(config.sliding_windows, longest)
+        self.windows = kinds.windows
+        num_blocks = 2 + len(kinds.windows) * sum(-(-len(tokens) // BLOCK_SIZE) for tokens in sequences)
+        self.model = model
+        self.cache = KVCache(config, num_blocks, BLOCK_SIZE, kv_dtype or dtype, CPU, kinds=kinds)
+        num_rows = len(sequences) + 1
+        self.table = SequenceTable(num_rows, longest, BLOCK_SIZE, config.vocab_size, CPU, windows=kinds.windows)
         self.way = (make_way or (lambda *made: Eager(*made[:3])))(model, self.cache, self.table, config)
         self.free = random.Random(seed).sample(range(num_blocks), num_blocks)
         self.restart(sequences)
@@ -265,7 +270,7 @@ class Paged:
     def restart(self, sequences):
         """Forget all sequences, and begin these."""
         self.cache.tensor.fill_(torch.nan)
-        self.free += [block for table in getattr(self, "tables", []) for block in table]
+        self.free += [block for table in getattr(self, "tables", []) for block in table if block != NO_BLOCK]
         self.sequences = sequences
         self.tables = [[] for _ in sequences]
         self.logits = [torch.empty(0) for _ in sequences]
@@ -284,9 +289,9 @@ class Paged:
                 tokens = self.sequences[index]
                 batch.new.append(NewSequence(index, tokens, len(tokens), 0, settings))
             first = len(table)
-            while len(table) * BLOCK_SIZE < start + count:
-                table.append(self.free.pop())
-                batch.cleared.append(table[-1])
+            while len(table) // len(self.windows) * BLOCK_SIZE < start + count:
+                batch.cleared += (new := [self.free.pop() for _ in self.windows])
+                table += new
             batch.blocks.append(BlockUpdate(index, first, table[first:]))
             batch.rows.append(index)
             batch.starts.append(start)
@@ -303,6 +308,16 @@ class Paged:
         logits = self.model.logits(self.way.run(batch).hidden)
         for index, rows in zip(batch.rows, logits.split(batch.counts), strict=True):
             self.logits[index] = torch.cat([self.logits[index], rows])
+            self._slide(self.tables[index], self.done(index))
+
+    def _slide(self, table, position):
+        """Give back the blocks that queries from `position` on do not see."""
+        for kind, window in enumerate(self.windows):
+            for i in range(kind, first_block(window, position, BLOCK_SIZE) * len(self.windows), len(self.windows)):
+                if table[i] != NO_BLOCK:
+                    self.cache.tensor[:, :, table[i]] = torch.nan
+                    self.free.insert(0, table[i])
+                    table[i] = NO_BLOCK
 
     def run(self, plan):
         plan(self, [len(tokens) for tokens in self.sequences])

@@ -41,9 +41,11 @@ from nanopage.engine.beam_search import Beam, BeamSearch
 from nanopage.engine.block_manager import BlockManager
 from nanopage.engine.input_processor import branch_seed
 from nanopage.kernels import paged_attention
+from nanopage.layer_kinds import BlockNeeds, divide_layers
 from nanopage.outputs import RequestEvent
 from nanopage.params import RequestOutputKind
 from nanopage.step import WorkerDiedError
+from nanopage.weights import loader
 from nanopage.worker import jit
 from nanopage.worker.adapted import adapters_of
 from nanopage.worker.cuda_graphs import CUDAGraphs, make_sample_all
@@ -94,6 +96,7 @@ def oracle(model):
 
 
 def make_oracle(model, **options) -> LLMEngine:
+    num_kinds = len(divide_layers(loader.read_config(model).sliding_windows, MAX_LEN).windows)
     return build_engine(
         EngineConfig(
             model=str(model),
@@ -101,7 +104,7 @@ def make_oracle(model, **options) -> LLMEngine:
             device="cpu",
             block_size=MAX_LEN,
             max_model_len=MAX_LEN,
-            num_gpu_blocks_override=1,
+            num_gpu_blocks_override=num_kinds,  # no sequence is long enough to give one back
             max_num_seqs=1,
             enable_prefix_caching=False,
             **options,
@@ -204,20 +207,21 @@ def draw_world(rng: random.Random, oracle: LLMEngine, block_sizes=(1, 2, 3, 4, 8
     vocab_size = oracle.model_config.vocab_size
     block_size = rng.choice(block_sizes)
     max_model_len = rng.randint(24, MAX_LEN)
-    blocks_of_one = -(-max_model_len // block_size)
+    times, more = rng.choice([(1, 0), (1, 2), (2, 0), (3, 0)])
     options = {
         "block_size": block_size,
         "max_model_len": max_model_len,
-        "num_gpu_blocks_override": rng.choice([blocks_of_one, blocks_of_one + 2, 2 * blocks_of_one, 3 * blocks_of_one]),
         "max_num_seqs": rng.choice([1, 2, 3, 8, 16]),
         "max_num_batched_tokens": rng.choice([1, 3, 7, 16, 64, 256]),
         "enable_prefix_caching": rng.random() < 0.85,
         "scheduling_policy": rng.choice(["fcfs", "priority"]),
         "preemption_mode": rng.choice([None, None, "recompute", "swap", "swap"]),
     }
+    kinds = divide_layers(oracle.model_config.sliding_windows, max_model_len)
+    blocks_of_one = BlockNeeds(kinds.windows, block_size, options["max_num_batched_tokens"]).of([max_model_len])
+    options["num_gpu_blocks_override"] = times * blocks_of_one + more
     if options["preemption_mode"] != "recompute":
-        config = oracle.model_config
-        size = block_bytes(config, block_size, torch.float64)
+        size = block_bytes(oracle.model_config, block_size, torch.float64, kinds.num_rows)
         options["swap_space"] = rng.choice([0, 1, 3, blocks_of_one, 500]) * size / GIB
         if options["swap_space"] == 0:  # "swap" needs some
             options["preemption_mode"] = None
@@ -630,16 +634,20 @@ def test_nor_does_a_cache_in_fp8(world, model):
     assert engine.executor.worker.kv_cache.tensor.dtype == torch.float8_e4m3fn
 
 
-def check_world(model, oracle, world, rng, as_on_a_gpu, **fixed):
+def check_world(model, oracle, world, rng, as_on_a_gpu, fails=False, prepare=None, **fixed):
     """Run a random world on a model, and compare it with the oracle. Returns the engine.
 
-    Args: fixed: options of both the engine and the oracle.
+    Args: fails: whether steps fail; prepare: called with the engine; fixed: options of both the engine and the oracle.
     """
     options, plans = draw_world(rng, oracle)
     options["async_scheduling"] = world % 2 == 0
     engine = build_engine(EngineConfig(model=str(model), dtype="float64", device="cpu", **fixed, **options))
     if as_on_a_gpu:
         run_as_on_a_gpu(engine)
+    if fails:
+        fail_at_times(engine, rng)
+    if prepare is not None:
+        prepare(engine)
     if not engine.async_scheduling:
         engine.scheduler.drafter = Guesser(oracle, plans, options["max_model_len"], rng)
     run_world(engine, plans)
@@ -651,17 +659,39 @@ def check_world(model, oracle, world, rng, as_on_a_gpu, **fixed):
 
 @pytest.fixture(scope="module")
 def windowed(tmp_path_factory):
-    """A model whose layers differ in their windows and ropes, and its oracle."""
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "head_dim": 8, "sliding_window": 6}
-    model = tiny_model(
-        tmp_path_factory.mktemp("windowed"), "gemma3_text", **sizes, num_hidden_layers=3, sliding_window_pattern=2
-    )
-    return model, make_oracle(model)
+    """Models whose layers have windows, shorter than most contexts, and their oracles: with two layers without a window
+    and one with one, and the ropes of each; with four in turns; only with windows."""
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "head_dim": 8}
+    families = [
+        ("gemma3_text", {"sliding_window": 6, "num_hidden_layers": 3, "sliding_window_pattern": 2}),
+        ("gemma2", {"sliding_window": 13, "num_hidden_layers": 4}),
+        ("mistral", {"sliding_window": 5, "num_hidden_layers": 2}),
+    ]
+    made = []
+    for family, windows in families:
+        model = tiny_model(tmp_path_factory.mktemp(family), family, **sizes, **windows)
+        made.append((model, make_oracle(model)))
+    return made
 
 
-@pytest.mark.parametrize("world", range(-(-WORLDS // 20)))
+def poison_free_blocks(engine: LLMEngine) -> None:
+    """Whoever reads a block that has been given back, and not been given out again, gets NaN."""
+    manager, cache = engine.scheduler.block_manager, engine.executor.worker.kv_cache
+    engine.listeners.append(lambda stats: cache.tensor.index_fill_(2, torch.tensor(manager._free).long(), torch.nan))
+
+
+@pytest.mark.parametrize("world", range(-(-WORLDS // 4)))
 def test_nor_do_windows(world, windowed):
-    check_world(*windowed, world, random.Random(f"windows-{SEED}-{world}"), as_on_a_gpu=world % 3 > 0)
+    """Blocks behind all windows are given back. Prefixes are found without them."""
+    rng = random.Random(f"windows-{SEED}-{world}")
+    model, oracle = windowed[world % 3]
+    engine = check_world(model, oracle, world, rng, world % 4 > 1, rng.random() < 0.4, prepare=poison_free_blocks)
+    manager = engine.scheduler.block_manager
+    kinds = divide_layers(oracle.model_config.sliding_windows, engine.max_model_len)
+    assert manager.windows == kinds.windows and any(manager.windows)
+    happened["worlds with windows that preempted"] += engine.scheduler.num_preemptions > 0
+    happened["worlds with windows that swapped"] += engine.executor.worker.kv_cache.host is not None
+    happened["worlds with windows and prefix-cache hits"] += manager.num_hit_tokens > 0
 
 
 @pytest.fixture(scope="module")
@@ -780,8 +810,10 @@ def run_until_killed(engine: LLMEngine, plans: list[Planned], rng: random.Random
 
 @pytest.mark.parametrize("world", range(RANK_WORLDS))
 @pytest.mark.parametrize("ranks", RANKS)
-def test_nor_do_several_workers(ranks, world, model, oracle, monkeypatch, one_thread):
+def test_nor_do_several_workers(ranks, world, model, oracle, windowed, monkeypatch, one_thread):
     """The same with the model divided among processes, which torch.distributed connects."""
+    if world % 3 == 2:
+        model, oracle = windowed[world // 3 % 3]
     tp_size, pp_size = map(int, ranks.split("x"))
     monkeypatch.setattr("nanopage.worker.process_executor.ProcessLink", ForkedLink)
     rng = random.Random(f"{ranks}-{SEED}-{world}")
@@ -816,8 +848,13 @@ def test_nor_do_several_workers(ranks, world, model, oracle, monkeypatch, one_th
 
 @pytest.fixture(scope="module")
 def draft_models(model, tmp_path_factory):
-    """A draft model that is always right, and one that seldom is."""
-    return [model, tiny_model(tmp_path_factory.mktemp("draft"), seed=1, hidden_size=16, num_hidden_layers=1)]
+    """A draft model that is always right, and two that seldom are, one of them with windows."""
+    small = {"seed": 1, "hidden_size": 16}
+    return [
+        model,
+        tiny_model(tmp_path_factory.mktemp("draft"), num_hidden_layers=1, **small),
+        tiny_model(tmp_path_factory.mktemp("draft"), "gemma2", sliding_window=9, **small),
+    ]
 
 
 @pytest.mark.parametrize("world", range(-(-WORLDS // 5)))
@@ -825,13 +862,13 @@ def test_nor_does_a_draft_model(world, model, oracle, draft_models, monkeypatch)
     """Drafts of random lengths by a model whose pool is often too small."""
     rng = random.Random(f"draft model-{SEED}-{world}")
     options, plans = draw_world(rng, oracle)
-    path = draft_models[world % 3 == 0]
+    path = draft_models[{0: 1, 3: 2}.get(world % 6, 0)]
     speculation = {"method": "draft_model", "model": str(path), "num_speculative_tokens": rng.choice([1, 3, 8])}
     options |= {"speculative_config": speculation, "enforce_eager": True}
     engine = build_engine(EngineConfig(model=str(model), dtype="float64", device="cpu", **options))
     drafter = engine.scheduler.drafter
     num_blocks = min(drafter.manager.num_blocks, rng.choice([4, 16, 1000]))
-    manager = drafter.manager = BlockManager(num_blocks, options["block_size"])
+    manager = drafter.manager = BlockManager(num_blocks, options["block_size"], windows=drafter.manager.windows)
     drafter.free_rows = list(range(min(options["max_num_seqs"], rng.choice([1, 3, 100]))))
     num_rows = len(drafter.free_rows)
     if world % 2:
@@ -931,5 +968,8 @@ def test_the_worlds_were_not_easy():
     assert happened["tokens of draft models that were accepted"] > happened["tokens of draft models"] / 4
     assert happened["tokens of draft models"] > WORLDS / 2
     assert happened["adapters found in their slots"] > WORLDS / 10
+    for what in ("preempted", "swapped"):
+        assert happened[f"worlds with windows that {what}"] > WORLDS / 50
+    assert happened["worlds with windows and prefix-cache hits"] > WORLDS / 10
     for what in ("worlds that swapped", "requests with several completions", "beam searches", "forks", "copies"):
         assert happened[what] > WORLDS * 0.01, what

@@ -24,6 +24,7 @@ RULES = {
     ),
     "nanopage/worker": ("nanopage.engine", "nanopage.llm", "nanopage.build", "nanopage.text", "nanopage.structured"),
     "nanopage/step.py": ("torch", "nanopage"),
+    "nanopage/layer_kinds.py": ("torch", "nanopage"),
     "nanopage/params.py": ("torch", "nanopage.engine", "nanopage.worker"),
     "nanopage/outputs.py": ("torch", "nanopage.engine", "nanopage.worker"),
     "nanopage/text": ("torch", "nanopage.engine", "nanopage.worker"),

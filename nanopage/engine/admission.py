@@ -6,13 +6,14 @@ admitted groups have yet to take are reserved for them, and one percent of the p
 running groups can grow. If nothing runs, both are ignored. A group with an adapter also needs a slot for it.
 """
 
-from collections import Counter
 from collections.abc import Iterable
 
 from nanopage.engine.adapter_slots import AdapterSlots
 from nanopage.engine.block_manager import BlockManager, Prefix
 from nanopage.engine.schedule import Work, missing_blocks, next_work
 from nanopage.engine.sequence import SequenceGroup, Status, common_length
+from nanopage.layer_kinds import BlockNeeds
+from nanopage.step import NO_BLOCK
 
 
 class Admission:
@@ -21,10 +22,18 @@ class Admission:
     Args:
         max_num_seqs: most sequences running at once.
         adapter_slots: the workers' slots for adapters.
+        max_num_batched_tokens: most tokens in one step.
     """
 
-    def __init__(self, block_manager: BlockManager, max_num_seqs: int, adapter_slots: AdapterSlots):
+    def __init__(
+        self,
+        block_manager: BlockManager,
+        max_num_seqs: int,
+        adapter_slots: AdapterSlots,
+        max_num_batched_tokens: int,
+    ):
         self.adapter_slots = adapter_slots
+        self.needs = BlockNeeds(block_manager.windows, block_manager.block_size, max_num_batched_tokens)
         self.block_manager, self.max_num_seqs = block_manager, max_num_seqs
         self.watermark = block_manager.num_blocks // 100
 
@@ -74,12 +83,7 @@ class Admission:
             return False
         if group.adapter is not None and not self.adapter_slots.fits(group.adapter, running):
             return False
-        given_up = Counter(
-            block
-            for victim in victims
-            for seq in victim.live
-            for block in manager.block_tables.get(seq.seq_id, ())
-        )  # fmt: skip
+        given_up = manager.blocks_of([seq.seq_id for victim in victims for seq in victim.live])
         free = manager.num_free_blocks - growth
         free += sum(count == manager.ref_counts[block] for block, count in given_up.items())
         if running:
@@ -88,8 +92,9 @@ class Admission:
         if group.status is Status.SWAPPED:
             present = len(manager.host_blocks_of([seq.seq_id for seq in group.live]))
             # Beside others, it must have blocks to grow, or it would be swapped out again at once.
-            return (max(wanted, present + len(group.live)) if running else present) <= free
-        in_use = sum(manager.ref_counts[p.block] > given_up[p.block] for p in prefix)
+            return (max(wanted, present + len(group.live) * manager.num_kinds) if running else present) <= free
+        cached = [block for block in manager.table_of(prefix) if block != NO_BLOCK]
+        in_use = sum(manager.ref_counts[block] > given_up[block] for block in cached)
         return wanted - in_use <= free
 
     def blocks_reserved(self, group: SequenceGroup) -> int:
@@ -127,8 +132,6 @@ class Admission:
 
     def _blocks_wanted(self, group: SequenceGroup) -> int:
         """Blocks for all present tokens of a group, with one of its own for each sequence of several."""
-        live, manager = group.live, self.block_manager
-        if len(live) == 1:
-            return manager.blocks_for(live[0].num_tokens)
-        shared = common_length(live) // manager.block_size
-        return shared + sum(max(1, manager.blocks_for(seq.num_tokens) - shared) for seq in live)
+        live = group.live
+        shared = common_length(live) if len(live) > 1 else 0
+        return self.needs.of([seq.num_tokens for seq in live], shared)

@@ -1,7 +1,9 @@
 """BlockManager: which physical block holds which tokens of which sequence.
 
 The KV cache is a pool of `num_blocks` blocks of `block_size` token slots (PagedAttention, Kwon et al., SOSP 2023).
-Each sequence has a block table: the physical block of each of its logical blocks. A block is always one of
+Each sequence has a block table: the physical block of each of its logical blocks. If layers have different windows, a
+logical block has a physical block for each kind of layers (see layer_kinds.py); one follows the other in the table. At
+a first reading, assume one kind, without a window. A block is always one of
 
     free       on the free list; its contents have no meaning
     used       in at least one table; its reference count is the number of tables
@@ -16,6 +18,9 @@ the tokens of the whole chain are compared before a block is shared.
 Forking: a child's table is a copy of its parent's. Only the last block, partly filled, can still be written to. A
 sequence that writes to it while others share it gets a copy first (copy-on-write). The last owner writes in place.
 
+Windows: as a sequence grows, `slide` gives back the blocks that the window of a kind does not reach any more. NO_BLOCK
+takes their place in the table. A prefix is found in the cache if the blocks are there that its next token sees.
+
 Swapping: a second pool of `num_host_blocks` in host memory takes the blocks of preempted sequences, sharing included.
 
 The manager moves no data. `take_copies`, `swap_out` and `swap_in` return which blocks to copy; the workers, which have
@@ -24,19 +29,24 @@ the tensors, copy them before the next forward pass.
 
 from array import array
 from collections import Counter, OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import sha256
+
+from nanopage.layer_kinds import first_block
+from nanopage.step import NO_BLOCK
 
 
 @dataclass(slots=True, eq=False)
 class Prefix:
-    """A registered block and, through `parent`, all the tokens before it. `parent` is None for a sequence's first."""
+    """A registered logical block and, through `parent`, all the tokens before it. `parent` is None for a sequence's
+    first. `blocks` are the physical blocks, one for each kind of layers, NO_BLOCK where there is none."""
 
     hash: bytes
     parent: "Prefix | None"
     tokens: tuple[int, ...]
     salt: str
-    block: int
+    blocks: list[int]
 
     def same_as(self, parent: "Prefix | None", tokens: tuple[int, ...], salt: str) -> bool:
         """Whether this is the prefix `parent` + `tokens`, by comparing tokens, not hashes."""
@@ -63,9 +73,18 @@ class BlockManager:
         block_size: token slots per block.
         enable_prefix_caching: share full blocks between sequences with equal prefixes.
         num_host_blocks: size of the pool for swapped sequences.
+        windows: of each kind of layers; None for a kind without one.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True, num_host_blocks: int = 0):
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        enable_prefix_caching: bool = True,
+        num_host_blocks: int = 0,
+        windows: Sequence[int | None] = (None,),
+    ):
+        self.windows, self.num_kinds = tuple(windows), len(windows)
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
@@ -107,7 +126,8 @@ class BlockManager:
         return len(self._host_free)
 
     def blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.block_size)
+        """The length of a table for so many tokens."""
+        return -(-num_tokens // self.block_size) * self.num_kinds
 
     # Prefix cache
 
@@ -128,10 +148,12 @@ class BlockManager:
                 hashes.append(hash_block(hashes[-1] if hashes else _root_hash(salt), tokens))
             prefix = self._by_hash.get(hashes[i])
             if prefix is None or not prefix.same_as(parent, tokens, salt):
-                break
+                prefix = Prefix(hashes[i], parent, tokens, salt, [NO_BLOCK] * self.num_kinds)
+            if NO_BLOCK in prefix.blocks and (NO_BLOCK, None) in zip(prefix.blocks, self.windows, strict=True):
+                break  # without a window, all tokens behind this block see it
             chain.append(prefix)
             parent = prefix
-        return chain
+        return chain if not any(self.windows) else self._cut(chain)
 
     def register(self, seq_id: int, token_ids: list[int], num_written: int, salt: str = "") -> None:
         """Register the full blocks among the first `num_written` tokens, whose K and V are written."""
@@ -145,15 +167,17 @@ class BlockManager:
             tokens = self._tokens_of_block(token_ids, i)
             key = hash_block(parent.hash if parent else _root_hash(salt), tokens)
             prefix = self._by_hash.get(key)
-            if prefix is None:
-                prefix = Prefix(key, parent, tokens, salt, table[i])
-                self._by_hash[key] = self._by_block[table[i]] = prefix
-            elif not prefix.same_as(parent, tokens, salt):
-                # A true collision: this block gets an entry in its sequence's chain, but none in the index that lookups
-                # read.
-                prefix = Prefix(key, parent, tokens, salt, table[i])
-            # Otherwise another sequence has registered the same prefix first: its block stays the cached one.
+            collides = prefix is not None and not prefix.same_as(parent, tokens, salt)
+            if prefix is None or collides:
+                prefix = Prefix(key, parent, tokens, salt, [NO_BLOCK] * self.num_kinds)
             chain.append(prefix)
+            if collides:
+                continue  # this block is in its sequence's chain, but not in the index that lookups read
+            # Where another sequence has registered the same prefix first, its blocks stay the cached ones.
+            for kind, block in enumerate(table[i * self.num_kinds : (i + 1) * self.num_kinds]):
+                if prefix.blocks[kind] == NO_BLOCK and block != NO_BLOCK:
+                    prefix.blocks[kind] = block
+                    self._by_hash[key] = self._by_block[block] = prefix
 
     def reset_prefix_cache(self) -> None:
         """Forget all prefixes. Sequences keep their blocks, but register no more of them."""
@@ -173,22 +197,30 @@ class BlockManager:
         if seq_id in self.block_tables or seq_id in self.host_tables:
             raise ValueError(f"sequence {seq_id} already has a block table")
         prefix = prefix or []
-        for entry in prefix:
-            self._cached.pop(entry.block, None)  # in use again: nothing may evict it
-            self.ref_counts[entry.block] += 1
-        self.block_tables[seq_id] = [entry.block for entry in prefix]
+        self.block_tables[seq_id] = table = self.table_of(prefix)
+        for block in table:
+            self._cached.pop(block, None)  # in use again: nothing may evict it
+        self._share(table)
         self._chains[seq_id] = list(prefix)
         self.num_query_tokens += num_tokens
         self.num_hit_tokens += len(prefix) * self.block_size
         return len(prefix) * self.block_size
+
+    def table_of(self, prefix: list[Prefix]) -> list[int]:
+        """The table that a sequence with this cached prefix starts with."""
+        firsts = self._first_blocks(len(prefix) * self.block_size)
+        return [
+            block if i >= first else NO_BLOCK
+            for i, entry in enumerate(prefix)
+            for block, first in zip(entry.blocks, firsts, strict=True)
+        ]
 
     def fork(self, parent_id: int, child_id: int) -> None:
         """Start the child's table as a copy of the parent's."""
         if child_id in self.block_tables or child_id in self.host_tables:
             raise ValueError(f"sequence {child_id} already has a block table")
         self.block_tables[child_id] = list(self.block_tables[parent_id])
-        for block in self.block_tables[child_id]:
-            self.ref_counts[block] += 1
+        self._share(self.block_tables[child_id])
         chain = self._chains[parent_id]
         self._chains[child_id] = None if chain is None else list(chain)
 
@@ -204,13 +236,11 @@ class BlockManager:
     def blocks_to_grow(self, work: list[tuple[int, int, int]]) -> int:
         """How many free blocks `grow` takes for all (seq_id, num_written, num_tokens) of `work`, copies included."""
         missing = 0
-        writers: list[int] = []  # the shared block that each writing table would write to
+        writers: list[int] = []  # the shared blocks that each writing table would write to
         for seq_id, num_written, num_tokens in work:
             table = self.block_tables[seq_id]
             missing += max(0, self.blocks_for(num_tokens) - len(table))
-            first = num_written // self.block_size
-            if first < len(table) and self.ref_counts[table[first]] > 1:
-                writers.append(table[first])
+            writers += [table[index] for index in self._shared_entries(table, num_written)]
         # If all owners of a block write to it, the last one needs no copy.
         return missing + sum(min(writers.count(block), self.ref_counts[block] - 1) for block in set(writers))
 
@@ -220,16 +250,15 @@ class BlockManager:
         Returns: False, changing nothing, if there are too few free blocks.
         """
         table = self.block_tables[seq_id]
-        first = num_written // self.block_size
         missing = self.blocks_for(num_tokens) - len(table)
-        shares = first < len(table) and self.ref_counts[table[first]] > 1
-        if max(0, missing) + shares > self.num_free_blocks:
+        shares = self._shared_entries(table, num_written)
+        if max(0, missing) + len(shares) > self.num_free_blocks:
             return False
-        if shares:
-            shared, table[first] = table[first], self._take_block()
+        for index in shares:
+            shared, table[index] = table[index], self._take_block()
             self.ref_counts[shared] -= 1
-            self.ref_counts[table[first]] = 1
-            self.copies.append((shared, table[first]))
+            self.ref_counts[table[index]] = 1
+            self.copies.append((shared, table[index]))
         for _ in range(missing):
             block = self._take_block()
             self.ref_counts[block] = 1
@@ -244,6 +273,17 @@ class BlockManager:
             self.ref_counts[block] = 0
             self._free.append(block)
 
+    def slide(self, seq_id: int, num_written: int) -> None:
+        """Give back the blocks that no window reaches from token `num_written` on, where the next step begins."""
+        table = self.block_tables[seq_id]
+        for kind, first in enumerate(self._first_blocks(num_written)):
+            begin = end = first * self.num_kinds + kind
+            while begin >= self.num_kinds and table[begin - self.num_kinds] != NO_BLOCK:
+                begin -= self.num_kinds
+            for index in range(begin, end, self.num_kinds):
+                self._drop(table[index])
+                table[index] = NO_BLOCK
+
     def take_copies(self) -> list[tuple[int, int]]:
         """(from, to) of the blocks to copy, since the last call. All are read before any is written or cleared."""
         copies, self.copies = self.copies, []
@@ -253,21 +293,43 @@ class BlockManager:
         """Drop the sequence's table, if it has one. Blocks in no other table become cached if registered, else free."""
         # Last block first, so that the end of a prefix is evicted before its start.
         for block in reversed(self.block_tables.pop(seq_id, [])):
-            self.ref_counts[block] -= 1
-            if self.ref_counts[block] == 0:
-                if block in self._by_block:
-                    self._cached[block] = self._by_block[block]
-                else:
-                    self._free.append(block)
+            if block != NO_BLOCK:
+                self._drop(block)
         self._chains.pop(seq_id, None)
         for block in reversed(self.host_tables.pop(seq_id, [])):
-            self.host_ref_counts[block] -= 1
-            if self.host_ref_counts[block] == 0:
-                self._host_free.append(block)
+            if block != NO_BLOCK:
+                self.host_ref_counts[block] -= 1
+                if self.host_ref_counts[block] == 0:
+                    self._host_free.append(block)
 
-    def blocks_of(self, seq_ids: list[int]) -> set[int]:
-        """The blocks in these sequences' tables."""
-        return {block for seq_id in seq_ids for block in self.block_tables.get(seq_id, ())}
+    def blocks_of(self, seq_ids: list[int]) -> Counter[int]:
+        """The blocks in these sequences' tables, and in how many of them each is."""
+        return _count_blocks(self.block_tables, seq_ids)
+
+    def _share(self, table: list[int]) -> None:
+        """Count one more owner of the blocks in a table."""
+        for block in table:
+            if block != NO_BLOCK:
+                self.ref_counts[block] += 1
+
+    def _drop(self, block: int) -> None:
+        """Count one owner less of a block."""
+        self.ref_counts[block] -= 1
+        if self.ref_counts[block] == 0:
+            if block in self._by_block:
+                self._cached[block] = self._by_block[block]
+            else:
+                self._free.append(block)
+
+    def _shared_entries(self, table: list[int], num_written: int) -> list[int]:
+        """Where a table has blocks that others share and that token `num_written` is written to."""
+        first = num_written // self.block_size * self.num_kinds
+        entries = range(first, min(first + self.num_kinds, len(table)))
+        return [index for index in entries if self.ref_counts[table[index]] > 1]
+
+    def _first_blocks(self, position: int) -> list[int]:
+        """For each kind of layers, the first logical block that queries from `position` on see."""
+        return [first_block(window, position, self.block_size) for window in self.windows]
 
     # Swapping
 
@@ -282,17 +344,18 @@ class BlockManager:
         moved = {block: self._host_free.pop() for block in sorted(blocks)}
         for seq_id in seq_ids:
             if seq_id in self.block_tables:
-                host_table = [moved[block] for block in self.block_tables[seq_id]]
+                host_table = [moved.get(block, NO_BLOCK) for block in self.block_tables[seq_id]]
                 registers = self._chains[seq_id] is not None
                 self.free(seq_id)
                 self.host_tables[seq_id] = host_table
                 self._chains[seq_id] = [] if registers else None  # registers from the first block again after swap_in
                 for block in host_table:
-                    self.host_ref_counts[block] += 1
+                    if block != NO_BLOCK:
+                        self.host_ref_counts[block] += 1
         return list(moved.items())
 
-    def host_blocks_of(self, seq_ids: list[int]) -> set[int]:
-        return {block for seq_id in seq_ids for block in self.host_tables.get(seq_id, ())}
+    def host_blocks_of(self, seq_ids: list[int]) -> Counter[int]:
+        return _count_blocks(self.host_tables, seq_ids)
 
     def swap_in(self, seq_ids: list[int]) -> list[tuple[int, int]]:
         """Move the tables of these sequences back from the host pool.
@@ -304,22 +367,35 @@ class BlockManager:
         moved = {block: self._take_block() for block in sorted(self.host_blocks_of(seq_ids))}
         for seq_id in seq_ids:
             if seq_id in self.host_tables:
-                table = [moved[block] for block in self.host_tables[seq_id]]
+                table = [moved.get(block, NO_BLOCK) for block in self.host_tables[seq_id]]
                 chain = self._chains[seq_id]
                 self.free(seq_id)
                 self.block_tables[seq_id] = table
                 self._chains[seq_id] = chain
-                for block in table:
-                    self.ref_counts[block] += 1
+                self._share(table)
         return list(moved.items())
 
     def _take_block(self) -> int:
         if self._free:
             return self._free.pop()
         block, prefix = self._cached.popitem(last=False)
-        del self._by_hash[prefix.hash], self._by_block[block]
+        del self._by_block[block]
+        prefix.blocks[prefix.blocks.index(block)] = NO_BLOCK
+        if set(prefix.blocks) == {NO_BLOCK}:
+            del self._by_hash[prefix.hash]
         self.num_evictions += 1
         return block
+
+    def _cut(self, chain: list[Prefix]) -> list[Prefix]:
+        """The longest part of a chain, from its start on, of which all blocks are cached that the next token sees."""
+        length = 0
+        missing = [-1] * self.num_kinds  # of each kind, the last block so far that is not cached
+        for i, prefix in enumerate(chain):
+            missing = [i if block == NO_BLOCK else last for block, last in zip(prefix.blocks, missing, strict=True)]
+            firsts = self._first_blocks((i + 1) * self.block_size)
+            if all(last < first for last, first in zip(missing, firsts, strict=True)):
+                length = i + 1
+        return chain[:length]
 
     def _tokens_of_block(self, token_ids: list[int], index: int) -> tuple[int, ...]:
         return tuple(token_ids[index * self.block_size : (index + 1) * self.block_size])
@@ -328,12 +404,16 @@ class BlockManager:
 
     def check_invariants(self) -> None:
         """Raise AssertionError if the tables, counts and lists disagree. Takes time linear in the pool."""
-        owners = [0] * self.num_blocks
-        for table in self.block_tables.values():
-            assert len(set(table)) == len(table), f"a block twice in one table: {table}"
-            for block in table:
-                owners[block] += 1
+        counts = self.blocks_of(list(self.block_tables))
+        owners = [counts[block] for block in range(self.num_blocks)]
         assert owners == self.ref_counts, "reference counts differ from owners"
+        for table in (*self.block_tables.values(), *self.host_tables.values()):
+            blocks = [block for block in table if block != NO_BLOCK]
+            assert len(set(blocks)) == len(blocks), f"a block twice in one table: {table}"
+            assert len(table) % self.num_kinds == 0
+            for kind in range(self.num_kinds):  # only the first blocks of a kind are given back
+                gone = [block == NO_BLOCK for block in table[kind :: self.num_kinds]]
+                assert gone == sorted(gone, reverse=True) and (self.windows[kind] is not None or not any(gone))
         free, cached = set(self._free), set(self._cached)
         used = {block for block, count in enumerate(owners) if count}
         assert len(free) == len(self._free), "a block twice on the free list"
@@ -341,15 +421,23 @@ class BlockManager:
         assert len(free) + len(cached) + len(used) == self.num_blocks, "a block is lost"
         assert self._chains.keys() == self.block_tables.keys() | self.host_tables.keys()
         assert not self.block_tables.keys() & self.host_tables.keys(), "a sequence in both pools"
-        host_owners = Counter(block for table in self.host_tables.values() for block in table)
+        host_owners = self.host_blocks_of(list(self.host_tables))
         assert [host_owners[block] for block in range(len(self.host_ref_counts))] == self.host_ref_counts
         host_free = set(self._host_free)
         assert len(host_free) == len(self._host_free) and not host_free & host_owners.keys()
         assert len(host_free) + len(host_owners) == len(self.host_ref_counts), "a host block is lost"
         assert cached <= self._by_block.keys() <= cached | used, "a registered block is free"
         for block, prefix in self._by_block.items():
-            assert prefix.block == block and self._by_hash[prefix.hash] is prefix
-        assert len(self._by_hash) == len(self._by_block)
+            assert block in prefix.blocks and self._by_hash[prefix.hash] is prefix
+        registered = [block for prefix in self._by_hash.values() for block in prefix.blocks if block != NO_BLOCK]
+        assert sorted(registered) == sorted(self._by_block)
+        assert {id(prefix) for prefix in self._by_block.values()} == {id(prefix) for prefix in self._by_hash.values()}
+
+
+def _count_blocks(tables: dict[int, list[int]], seq_ids: list[int]) -> Counter[int]:
+    blocks = Counter(block for seq_id in seq_ids for block in tables.get(seq_id, ()))
+    del blocks[NO_BLOCK]
+    return blocks
 
 
 def _root_hash(salt: str) -> bytes:

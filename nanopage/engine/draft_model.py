@@ -51,7 +51,7 @@ class ModelDrafter:
 
     Args:
         executor: of the draft model; it has started.
-        num_blocks, block_size: of its pool.
+        num_blocks, block_size, windows: of its pool (see BlockManager).
         max_num_seqs: the rows of its table.
         max_num_tokens: most tokens in one of its steps.
         max_model_len: sequences that are longer get no drafts.
@@ -70,8 +70,10 @@ class ModelDrafter:
         max_model_len: int,
         vocab_size: int,
         same_vocab: bool = True,
+        windows: tuple[int | None, ...] = (None,),
     ):
-        self.config, self.executor, self.manager = config, executor, BlockManager(num_blocks, block_size)
+        self.config, self.executor = config, executor
+        self.manager = BlockManager(num_blocks, block_size, windows=windows)
         self.max_num_tokens, self.max_model_len = max_num_tokens, max_model_len
         self.vocab_size, self.same_vocab = vocab_size, same_vocab
         self.gains = DraftGains()
@@ -147,7 +149,9 @@ class ModelDrafter:
             batch = Batch(idle=True)
         for seq in drafts:  # full blocks of known tokens
             row = self.rows[seq]
-            self.manager.register(seq.seq_id, seq.token_ids, min(row.num_computed, row.num_known), seq.cache_salt)
+            known = min(row.num_computed, row.num_known)
+            self.manager.register(seq.seq_id, seq.token_ids, known, seq.cache_salt)
+            self.manager.slide(seq.seq_id, known - 1)  # its last known token may be computed again
         return {seq: draft for seq, draft in drafts.items() if draft}
 
     def _num_valid(self, seq: Sequence) -> int:
@@ -196,7 +200,7 @@ class ModelDrafter:
             batch.tokens += [(row.row, first + i, token_id) for i, token_id in enumerate(seq.token_ids[first:])]
         if len(table) > num_sent:
             batch.blocks.append(BlockUpdate(row.row, num_sent, table[num_sent:]))
-            batch.cleared += table[max(num_sent, -(-row.num_computed // manager.block_size)) :]
+            batch.cleared += table[max(num_sent, manager.blocks_for(row.num_computed)) :]
         row.tokens, row.num_known = list(seq.token_ids), len(seq.token_ids)
         return True
 

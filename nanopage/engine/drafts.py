@@ -66,7 +66,7 @@ def choose_drafts(scheduler: "Scheduler", schedule: Schedule) -> Drafts:
     free = manager.num_free_blocks
     for seq, draft in scheduler.drafter.propose(decodes, budget, schedule).items():
         held, known = len(manager.block_tables[seq.seq_id]), len(seq.token_ids)
-        room = min((held + free) * manager.block_size, seq.max_total_tokens - 1) - known
+        room = min((held + free) // manager.num_kinds * manager.block_size, seq.max_total_tokens - 1) - known
         draft = draft[: max(0, min(budget, room))]
         if draft and seq.token_mask is not None:
             try:
@@ -168,6 +168,7 @@ def _append(
     if group.status is Status.RUNNING:  # it has its blocks
         seq.num_computed_tokens = len(seq.token_ids) - 1
         manager.register(seq.seq_id, seq.token_ids, seq.num_computed_tokens, seq.cache_salt)
+        manager.slide(seq.seq_id, seq.num_computed_tokens)
         manager.shrink(seq.seq_id, len(seq.token_ids))
         seq.num_sent_blocks = min(seq.num_sent_blocks, len(manager.block_tables[seq.seq_id]))
     if ending is not None:

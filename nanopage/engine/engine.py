@@ -20,6 +20,7 @@ from nanopage.engine.output_processor import OutputProcessor, Request
 from nanopage.engine.schedule import Schedule
 from nanopage.engine.scheduler import Scheduler
 from nanopage.engine.sequence import SequenceGroup
+from nanopage.layer_kinds import BlockNeeds
 from nanopage.outputs import RequestOutput, StepStats
 from nanopage.params import BeamSearchParams, PoolingParams, SamplingParams
 from nanopage.step import Capacity, Executor, WorkerDiedError
@@ -68,13 +69,23 @@ class LLMEngine:
         self.executor = executor
         self.capacity = capacity = executor.start()
         self.max_model_len = capacity.max_model_len
+        budget = config.token_budget(capacity.device)
         self.input_processor = InputProcessor(
-            config, model_config, model_path, tokenizer, capacity.max_model_len, capacity.num_blocks
+            config,
+            model_config,
+            model_path,
+            tokenizer,
+            capacity.max_model_len,
+            capacity.num_blocks,
+            BlockNeeds(capacity.windows, config.block_size, budget),
         )
         block_manager = BlockManager(
-            capacity.num_blocks, config.block_size, config.enable_prefix_caching, capacity.num_host_blocks
+            capacity.num_blocks,
+            config.block_size,
+            config.enable_prefix_caching,
+            capacity.num_host_blocks,
+            capacity.windows,
         )
-        budget = config.token_budget(capacity.device)
         drafter = None if make_drafter is None else make_drafter(capacity)
         self.scheduler = Scheduler(
             block_manager,

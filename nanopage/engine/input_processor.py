@@ -14,6 +14,7 @@ from nanopage.engine.adapters import Adapters
 from nanopage.engine.beam_search import BeamSearch
 from nanopage.engine.output_processor import Completion, Request
 from nanopage.engine.sequence import Adapter, Sequence, SequenceGroup
+from nanopage.layer_kinds import BlockNeeds
 from nanopage.lora import LoRARequest
 from nanopage.model_files import exists, read_json
 from nanopage.params import BeamSearchParams, PoolingParams, SamplingParams, StructuredOutputsParams
@@ -44,6 +45,7 @@ class InputProcessor:
         tokenizer: None if the model has none: requests are then of token ids, and text is refused.
         max_model_len: the most tokens that a sequence may have.
         num_blocks: of the KV cache.
+        needs: how many of them sequences take. None: the model is an encoder, which has no KV cache.
     """
 
     def __init__(
@@ -54,9 +56,10 @@ class InputProcessor:
         tokenizer: Tokenizer | None,
         max_model_len: int,
         num_blocks: int,
+        needs: BlockNeeds | None = None,
     ):
         self.config, self.model_config, self.path, self.tokenizer = config, model_config, path, tokenizer
-        self.max_model_len, self.num_blocks = max_model_len, num_blocks
+        self.max_model_len, self.num_blocks, self.needs = max_model_len, num_blocks, needs
         self._seq_ids = itertools.count()
         self._seeds = random.Random(config.seed)
         self.adapters = Adapters(config, cast(ModelConfig, model_config))  # refused for an encoder
@@ -196,8 +199,8 @@ class InputProcessor:
                 f"the prompt has {len(token_ids)} tokens, more than max_model_len={self.max_model_len}: give "
                 "truncate_prompt_tokens=-1 to keep the first ones"
             )
-        blocks = -(-len(token_ids) // self.config.block_size)
-        if isinstance(config, ModelConfig) and blocks > self.num_blocks:
+        blocks = 0 if self.needs is None else self.needs.of([len(token_ids)])
+        if blocks > self.num_blocks:
             raise ValueError(
                 f"the prompt of {len(token_ids)} tokens needs {blocks} blocks, the KV cache has {self.num_blocks}: "
                 "raise kv_cache_gib"
@@ -344,8 +347,8 @@ class InputProcessor:
         if count > self.config.max_num_seqs:
             raise ValueError(f"{name}={count} is more than max_num_seqs={self.config.max_num_seqs}")
         longest = min(num_prompt_tokens + (max_tokens or self.max_model_len), self.max_model_len)
-        shared = num_prompt_tokens // self.config.block_size if count > 1 else 0
-        blocks = shared + count * (-(-longest // self.config.block_size) - shared)
+        assert self.needs is not None  # an encoder completes nothing
+        blocks = self.needs.of([longest] * count, num_prompt_tokens if count > 1 else 0)
         if blocks > self.num_blocks:
             raise ValueError(
                 f"{name}={count} completions of {longest} tokens need {blocks} blocks, the KV cache has "

@@ -125,12 +125,12 @@ class BatchWriter:
         if not manager.grow(seq.seq_id, start, end):
             raise RuntimeError(f"no free blocks for {seq}, although they were counted before")
         if len(table) > num_blocks and end % manager.block_size:
-            batch.cleared.append(table[-1])  # only the last new block stays partly unwritten
+            batch.cleared += table[-manager.num_kinds :]  # only the last new block stays partly unwritten
         self._enter(batch, seq, start)
         assert seq.row is not None
         first = seq.num_sent_blocks
         if len(manager.copies) > num_copies:  # copy-on-write has replaced a block that was sent
-            first = min(first, start // manager.block_size)
+            first = min(first, start // manager.block_size * manager.num_kinds)
         if first < len(table):
             batch.blocks.append(BlockUpdate(seq.row, first, table[first:]))
             seq.num_sent_blocks = len(table)

@@ -86,7 +86,7 @@ class Scheduler:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.preemption_mode = preemption_mode
         self.adapter_slots = AdapterSlots(num_adapter_slots)
-        self.admission = Admission(block_manager, max_num_seqs, self.adapter_slots)
+        self.admission = Admission(block_manager, max_num_seqs, self.adapter_slots, max_num_batched_tokens)
         self.writer = BatchWriter(block_manager, max_num_seqs, sends_tokens)
         self.suspects: list[SequenceGroup] = []  # run one at a time, each until it gets a token
         self.waiting: list[SequenceGroup] = []
@@ -130,7 +130,7 @@ class Scheduler:
 
     def advance(self, schedule: Schedule) -> None:
         """Treat a submitted batch as done: anything submitted later runs after it. Register full blocks in the prefix
-        cache, fork, and count a token in flight for each sequence that samples.
+        cache, give back those behind a window, fork, and count a token in flight for each sequence that samples.
 
         Call `update` for the previous batch first: a block's hash needs its token ids, and the last one may come from
         the previous batch.
@@ -143,6 +143,7 @@ class Scheduler:
             seq.num_computed_tokens = end
             if end % manager.block_size == 0 or count > 1:
                 manager.register(seq.seq_id, seq.token_ids, end, seq.cache_salt)
+                manager.slide(seq.seq_id, end)
             if not seq.group.forked and end == seq.group.shared_len:
                 self._fork_siblings(seq)
         for seq in schedule.samplers:

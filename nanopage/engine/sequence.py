@@ -100,7 +100,7 @@ class Sequence:
 
     # What the worker knows of it
     row: int | None = None  # in the sequence table, while it runs
-    num_sent_blocks: int = 0
+    num_sent_blocks: int = 0  # entries of its block table
     parent: "Sequence | None" = None  # the sequence it was forked from, until it runs
 
     # Of a beam

@@ -61,7 +61,8 @@ def write(
 
 
 def pad_tables(block_tables: np.ndarray, num_blocks: np.ndarray) -> np.ndarray:
-    """Replace the entries after each sequence's `num_blocks` [B] in block tables [B, max_blocks] with its first block.
+    """Replace the entries after each sequence's `num_blocks` [B] in block tables [B, max_blocks, kinds] with its first
+    block.
 
     Plain attention gathers whole rows and masks them afterwards. The replaced entries may name blocks of other
     sequences, whose values may be NaN, and a mask does not hide NaN.
@@ -69,7 +70,7 @@ def pad_tables(block_tables: np.ndarray, num_blocks: np.ndarray) -> np.ndarray:
     width = block_tables.shape[1]
     if num_blocks.min() == width:
         return block_tables
-    return np.where(np.arange(width) < num_blocks[:, None], block_tables, block_tables[:, :1])
+    return np.where((np.arange(width) < num_blocks[:, None])[:, :, None], block_tables, block_tables[:, :1])
 
 
 def gather(kv_cache: Tensor, block_tables: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:

@@ -4,6 +4,7 @@ It computes what `Decoder.forward` computes, and hands every linear layer of the
 the tokens' adapters. Without adapters, engines run a plain Decoder.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -42,8 +43,8 @@ class AdaptedDecoder(Decoder):
         self,
         input_ids: Tensor,
         positions: Tensor,
-        kv_cache: Tensor,
-        attention: Attention,
+        kv_caches: Sequence[Tensor],
+        attentions: Sequence[Attention],
         rows: Tensor | None = None,
         adapters: TokenAdapters | None = None,
     ) -> Tensor:
@@ -52,7 +53,7 @@ class AdaptedDecoder(Decoder):
         rotations = self.rotary(positions, x.dtype)
         last = len(self.layers) - 1
         layers: Any = self.layers
-        for index, (layer, cache) in enumerate(zip(layers, kv_cache.unbind(0), strict=True)):
+        for index, (layer, cache, attention) in enumerate(zip(layers, kv_caches, attentions, strict=True)):
             part = layer.self_attn
             heads = part.qkv_proj(layer.input_layernorm(x), adapters).unflatten(-1, (-1, part.head_dim))
             q, k, v = part.rotated(heads, *rotations[layer.rope])

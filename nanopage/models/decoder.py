@@ -45,16 +45,16 @@ class Decoder(nn.Module):
         self,
         input_ids: Tensor,
         positions: Tensor,
-        kv_cache: Tensor,
-        attention: Attention,
+        kv_caches: Sequence[Tensor],
+        attentions: Sequence[Attention],
         rows: Tensor | None = None,
     ) -> Tensor:
         """Compute the hidden states of T tokens, the output of the last layer.
 
         Args:
             input_ids, positions: [T].
-            kv_cache: [layers, 2, blocks, kv_heads, head_dim * block_size]; written in place.
-            attention: the attention of this step.
+            kv_caches: of each layer, [2, blocks, kv_heads, head_dim * block_size]; written in place.
+            attentions: of each layer in this step.
             rows: return only these rows. The last layer then drops the others after attention. None: all.
 
         Returns: [T, hidden_size], or [len(rows), hidden_size].
@@ -63,7 +63,7 @@ class Decoder(nn.Module):
         rotations = self.rotary(positions, x.dtype)
         last = len(self.layers) - 1
         layers: Any = self.layers
-        for index, (layer, cache) in enumerate(zip(layers, kv_cache.unbind(0), strict=True)):
+        for index, (layer, cache, attention) in enumerate(zip(layers, kv_caches, attentions, strict=True)):
             x = layer(x, *rotations[layer.rope], cache, attention, rows if index == last else None)
         return x
 

@@ -18,7 +18,7 @@ from nanopage.models.decoder import Decoder
 from nanopage.step import Batch
 from nanopage.weights.adapters import AdapterLoader
 from nanopage.worker.cuda_graphs import CUDAGraphs
-from nanopage.worker.eager import Inputs, Output, head_of, prepare, reference_attention, run_model
+from nanopage.worker.eager import Output, Pages, attention_of_layers, head_of, prepare, reference_attention, run_model
 from nanopage.worker.jit import compile_afresh
 from nanopage.worker.kv_cache import KVCache
 from nanopage.worker.model_runner import Way
@@ -40,7 +40,7 @@ class AdaptedEager:
         model: AdaptedDecoder,
         kv_cache: KVCache,
         table: SequenceTable,
-        make_attention: Callable[[Inputs], Attention] | None = None,
+        make_attention: Callable[[Pages], Attention] | None = None,
         uses_triton: bool = False,
     ):
         self.model, self.kv_cache, self.table = model, kv_cache, table
@@ -52,11 +52,11 @@ class AdaptedEager:
 
     def run(self, batch: Batch) -> Output:
         inputs = prepare(batch, self.table)
-        attention = self.make_attention(inputs)
+        attentions = attention_of_layers(inputs, self.kv_cache, self.make_attention)
         rows = to_device(torch.from_numpy(np.repeat(batch.rows, batch.counts)), self.table.device)
         model = partial(self.model, adapters=self.adapters_of(rows))
         head = head_of(self.model)
-        return run_model(model, batch, inputs, attention, self.kv_cache, self.table, head)
+        return run_model(model, batch, inputs, attentions, self.kv_cache, self.table, head)
 
 
 def adapters_of(table: SequenceTable, uses_triton: bool) -> Callable[[Tensor], TokenAdapters | None]:
@@ -96,7 +96,7 @@ def choose_ways(
     table: SequenceTable,
     config: EngineConfig,
     max_model_len: int,
-    make_attention: Callable[[Inputs], Attention] | None,
+    make_attention: Callable[[Pages], Attention] | None,
     sample_all: Callable[..., Tensor] | None,
 ) -> tuple[list[Way], str]:
     """The ways to run a step, in the order in which they are tried, and words for them.

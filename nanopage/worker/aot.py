@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,6 @@ from torch import Tensor, nn
 import nanopage
 from nanopage.config import ModelConfig
 from nanopage.kernels.reference import ReferenceAttention
-from nanopage.layers.attention import Attention
 from nanopage.models import find_family
 from nanopage.models.decoder import Decoder
 from nanopage.private_files import check_private, make_private
@@ -130,33 +129,44 @@ class Compiled:
 
     def run(self, batch: Batch) -> Output:
         inputs = prepare(batch, self.table)
-        attention = reference_attention(inputs)
+        attentions = [reference_attention(pages) for pages in inputs.pages]
         if self.head is not None and self._is_one_decode(batch):
-            return self._decode_one(batch.rows[0], inputs, attention, self.head)
+            return self._decode_one(batch.rows[0], batch.starts[0] + 1, inputs, attentions, self.head)
         head = self.head or head_of(self.model)
-        return run_model(self._forward, batch, inputs, attention, self.kv_cache, self.table, head)
+        return run_model(self._forward, batch, inputs, attentions, self.kv_cache, self.table, head)
 
     def _forward(
-        self, input_ids: Tensor, positions: Tensor, kv_cache: Tensor, attention: Attention, rows: Tensor | None = None
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        kv_caches: Sequence[Tensor],
+        attentions: list[ReferenceAttention],
+        rows: Tensor | None = None,
     ) -> Tensor:
-        """As `Decoder.forward`, with a ReferenceAttention and the KV cache that the layers were loaded for."""
-        assert self.layers is not None and isinstance(attention, ReferenceAttention)
+        """As `Decoder.forward`, with the attention of each kind of layers, and the KV cache that the layers were loaded
+        for."""
+        assert self.layers is not None
         x = self.model.embed(input_ids)
-        return self.layers(x, self.model.rotary(positions, x.dtype), attention, rows)
+        return self.layers(x, self.model.rotary(positions, x.dtype), attentions, rows)
 
     def _is_one_decode(self, batch: Batch) -> bool:
         """Whether a batch has one token, which is not of a prompt whose log-probabilities are asked for, and samples
         the next one."""
         return batch.counts == [1] and batch.sampled_rows == batch.rows and not wants_prompt_logprobs(batch, self.table)
 
-    def _decode_one(self, row: int, inputs: Inputs, attention: ReferenceAttention, head: "CompiledHead") -> Output:
+    def _decode_one(
+        self, row: int, position: int, inputs: Inputs, attentions: list[ReferenceAttention], head: "CompiledHead"
+    ) -> Output:
         """Run a step of a single token. Unlike `run_model`, this does little in Python: for a small model that takes a
-        tenth of such a step."""
-        hidden = self._forward(inputs.input_ids, inputs.positions, self.kv_cache.tensor, attention)
+        tenth of such a step.
+
+        Args: position: of the token to be sampled.
+        """
+        hidden = self._forward(inputs.input_ids, inputs.positions, self.kv_cache.layers, attentions)
         logits, tokens = head.of_one_row(hidden)
         if not self.table.sampling.greedy[row]:
             return Output(logits)
-        self.table.record(np.array([row]), inputs.seq_lens.numpy(), tokens)
+        self.table.record(np.array([row]), np.array([position]), tokens)
         return Output(logits, tokens=tokens)
 
     def compile(self, on_progress: Callable[[int, int], None] | None = None) -> None:
@@ -258,14 +268,14 @@ class Compiled:
             return
 
     def _make_layers(self, chain: Chain, libraries: dict[tuple[str, str], Library]) -> "CompiledLayers":
-        caches = self.kv_cache.tensor.unbind(0)
+        caches = self.kv_cache.layers
         fixed = [
             FixedInputs([cache, *tensors_of(layer).values()])
             for cache, layer in zip(caches, self.model.layers, strict=True)
         ]
         decoder_layers: Any = self.model.layers
         ropes = [layer.rope for layer in decoder_layers]
-        layers = Layers(fixed, self.kv_cache.tensor, self.config.sliding_windows, ropes)
+        layers = Layers(fixed, caches, self.config.sliding_windows, ropes, self.kv_cache.kinds.of_layers)
         return CompiledLayers(
             chain, libraries, layers, self.config.num_heads, self.config.head_dim, self.spec["threads"]
         )
@@ -356,18 +366,21 @@ class CompiledLayers:
         self,
         x: Tensor,
         rotations: list[tuple[Tensor, Tensor]],
-        attention: ReferenceAttention,
+        attentions: list[ReferenceAttention],
         rows: Tensor | None,
     ) -> Tensor:
         """The output of the last layer, for x [T, hidden_size], the input of the first one.
 
-        Args: rotations: as RotaryEmbedding computes them. The others: as in `Decoder.forward`.
+        Args:
+            rotations: as RotaryEmbedding computes them.
+            attentions: of each kind of layers.
+            rows: as in `Decoder.forward`.
         """
         attended = x.new_empty(len(x), self.num_heads, self.head_dim)
         before, after = self._part("before", x), self._part("after", x)
         num_threads = min(self.num_threads, torch.get_num_threads())
         num_parts = num_threads if len(x) >= num_threads * PART_ROWS else 1
-        x = self.chain.run_layers(before, after, self.layers, x, rotations, attention, attended, num_parts)
+        x = self.chain.run_layers(before, after, self.layers, x, rotations, attentions, attended, num_parts)
         if rows is not None:
             x, attended = x[rows], attended[rows]
         return self.chain.call(self._part("after", x), self.layers.fixed[-1], x, attended)[0]
@@ -423,7 +436,7 @@ def _key(config: ModelConfig, spec: dict[str, Any]) -> str:
     assert family is not None and family.__file__ is not None
     sources = [*sorted(here.glob("kernels/cpu/*.*")), here / "kernels" / "pages.py", Path(family.__file__)]
     sources += [*sorted(here.glob("layers/*.py")), *sorted(here.glob("models/*.py"))]  # families import each other
-    sources += [*sorted(here.glob("worker/aot*")), here / "sampling" / "argmax.py"]
+    sources += [*sorted(here.glob("worker/aot*")), here / "sampling" / "argmax.py", here / "layer_kinds.py"]
     sizes = asdict(config) | {"num_layers": None, "max_position_embeddings": None}
     sizes["sliding_windows"] = None  # an argument of attention
     if config.experts is not None:

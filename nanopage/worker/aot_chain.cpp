@@ -10,6 +10,8 @@
 #include <initializer_list>
 #include <vector>
 
+// MOST_KINDS is a constant of the compiler's command line (aot_compile.py).
+
 // torch/csrc/inductor/aoti_torch/c/shim.h. They return 0, or the code of an error.
 extern "C" int aoti_torch_new_tensor_handle(void* handle, void** copied);
 extern "C" int aoti_torch_delete_tensor_object(void* handle);
@@ -38,11 +40,14 @@ struct Layer {
     const void* kv_cache;
     int64_t window;
     int64_t rope;  // which of the rotations of a part
+    int64_t kind;  // which of the steps, and of the slots of a part (layer_kinds.py)
 };
 
 // Some rows of a step's activations, as handles.
 struct Part {
-    void *x, *slot_mapping, *attended;
+    void* x;
+    void* slot_mapping[MOST_KINDS];  // of each kind of layers
+    void* attended;
     void *cos[2], *sin[2];  // of each rope of the model, which has one or two
     void* output;
 };
@@ -74,7 +79,7 @@ int call_with_copies(const Function& function, std::initializer_list<void*> inpu
 
 // The part of a layer before attention. Its output is `q`, at `address`.
 int call_before(const Function& before, const Layer& layer, const Part& part, void** q, const void** address) {
-    const auto inputs = {part.output, part.cos[layer.rope], part.sin[layer.rope], part.slot_mapping};
+    const auto inputs = {part.output, part.cos[layer.rope], part.sin[layer.rope], part.slot_mapping[layer.kind]};
     if (const int error = call_with_copies(before, inputs, layer.fixed, q)) return error;
     return aoti_torch_get_data_ptr(*q, (void**)address);
 }
@@ -94,12 +99,13 @@ int call_after(const Function& after, const Layer& layer, Part& part, void* q) {
 // before, after: of each part, because threads must not call the same one at the same time.
 // parts: each has `part_rows` rows except the last, which may have fewer. `output` becomes the handle of the input of
 //     the last layer.
+// steps: of each kind of layers.
 // attended: the output of each layer's attention is written to it; that of the last one stays there.
 //
 // Several parts are computed at the same time, each by a single thread. A single part is computed by all threads.
 // Frees no inputs. Returns 0, or the code of what has failed; temporary tensors may then not be freed.
 extern "C" int run_layers(const Function* before, const Function* after, const Layer* layers, size_t num_layers,
-                          const Step& step, int64_t num_blocks, Part* parts, int num_parts, int64_t part_rows,
+                          const Step* const* steps, int64_t num_blocks, Part* parts, int num_parts, int64_t part_rows,
                           void* attended) {
     std::vector<void*> q(num_parts);
     std::vector<const void*> addresses(num_parts);
@@ -115,7 +121,7 @@ extern "C" int run_layers(const Function* before, const Function* after, const L
                 if (const int code = call_before(before[j], layer, parts[j], &q[j], &addresses[j])) error = code;
             }
             if (error) break;
-            attend(step, addresses.data(), part_rows, layer.kv_cache, num_blocks, layer.window, attended);
+            attend(*steps[layer.kind], addresses.data(), part_rows, layer.kv_cache, num_blocks, layer.window, attended);
 #pragma omp for schedule(static) nowait  // a thread has the same part as before
             for (int j = 0; j < num_parts; j++) {
                 int code;

@@ -10,7 +10,7 @@ A tensor crosses as a handle: the address of a tensor object, which the called f
 import ctypes
 import weakref
 from collections.abc import Sequence
-from ctypes import POINTER, byref, c_char_p, c_int, c_int64, c_size_t, c_void_p, py_object
+from ctypes import POINTER, byref, c_char_p, c_int, c_int64, c_size_t, c_void_p, pointer, py_object
 from pathlib import Path
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor
 from torch._C import _aoti
 
 from nanopage.kernels.reference import ReferenceAttention
+from nanopage.layer_kinds import MOST_KINDS
 
 # torch hands over handles as capsules. Unlike the functions of a CDLL, these two do not release the lock.
 _address_in = ctypes.PYFUNCTYPE(c_void_p, py_object, c_char_p)(("PyCapsule_GetPointer", ctypes.pythonapi))
@@ -33,13 +34,19 @@ class _FixedInputs(ctypes.Structure):
 
 
 class _Layer(ctypes.Structure):
-    _fields_ = (("fixed", _FixedInputs), ("kv_cache", c_void_p), ("window", c_int64), ("rope", c_int64))
+    _fields_ = (
+        ("fixed", _FixedInputs),
+        ("kv_cache", c_void_p),
+        ("window", c_int64),
+        ("rope", c_int64),
+        ("kind", c_int64),
+    )
 
 
 class _Part(ctypes.Structure):
     _fields_ = (
         ("x", c_void_p),
-        ("slot_mapping", c_void_p),
+        ("slot_mapping", MOST_KINDS * c_void_p),
         ("attended", c_void_p),
         ("cos", 2 * c_void_p),
         ("sin", 2 * c_void_p),
@@ -48,7 +55,7 @@ class _Part(ctypes.Structure):
 
 
 class Step(ctypes.Structure):
-    """The addresses of what attention needs to know of a step."""
+    """The addresses of what attention needs to know of a step, in the layers of one kind."""
 
     _fields_ = (
         ("num_sequences", c_int64),
@@ -101,19 +108,26 @@ class Layers:
 
     Args:
         fixed: the fixed inputs of each layer's functions.
-        kv_cache: of all layers, as in KVCache.
+        kv_caches: of each layer, as in KVCache.
         windows: how many of the last tokens the attention of each layer sees; None for all.
         ropes: which of the model's ropes each layer has.
+        kinds: of which kind each layer is (see layer_kinds.py).
     """
 
     def __init__(
-        self, fixed: Sequence[FixedInputs], kv_cache: Tensor, windows: Sequence[int | None], ropes: Sequence[int]
+        self,
+        fixed: Sequence[FixedInputs],
+        kv_caches: Sequence[Tensor],
+        windows: Sequence[int | None],
+        ropes: Sequence[int],
+        kinds: Sequence[int],
     ):
-        self.fixed, self.kv_cache = fixed, kv_cache  # kept, because `structures` has their addresses
+        self.fixed, self.kv_caches = fixed, kv_caches  # kept, because `structures` has their addresses
+        self.num_blocks = kv_caches[0].shape[1]
         self.structures = (_Layer * len(fixed))(
             *(
-                _Layer(inputs.structure, cache.data_ptr(), window or 0, rope)
-                for inputs, cache, window, rope in zip(fixed, kv_cache.unbind(0), windows, ropes, strict=True)
+                _Layer(inputs.structure, cache.data_ptr(), window or 0, rope, kind)
+                for inputs, cache, window, rope, kind in zip(fixed, kv_caches, windows, ropes, kinds, strict=True)
             )
         )
 
@@ -131,7 +145,7 @@ class Chain:
             POINTER(_Function), c_void_p, c_size_t, POINTER(_FixedInputs), POINTER(c_void_p), c_size_t,
         ]  # fmt: skip
         self._run_layers.argtypes = [
-            POINTER(_Function), POINTER(_Function), POINTER(_Layer), c_size_t, POINTER(Step), c_int64,
+            POINTER(_Function), POINTER(_Function), POINTER(_Layer), c_size_t, POINTER(POINTER(Step)), c_int64,
             POINTER(_Part), c_int, c_int64, c_void_p,
         ]  # fmt: skip
         self.attend.argtypes = [POINTER(Step), POINTER(c_void_p), c_int64, c_void_p, c_int64, c_int64, c_void_p]
@@ -150,7 +164,7 @@ class Chain:
         layers: Layers,
         x: Tensor,
         rotations: Sequence[tuple[Tensor, Tensor]],
-        attention: ReferenceAttention,
+        attentions: Sequence[ReferenceAttention],
         attended: Tensor,
         num_parts: int,
     ) -> Tensor:
@@ -160,7 +174,7 @@ class Chain:
             before, after: the parts of a layer before and after attention.
             x: [T, hidden_size]. T is the number of tokens.
             rotations: as RotaryEmbedding computes them.
-            attention: where the K and V of the tokens are.
+            attentions: for each kind of layers, where the K and V of the tokens are.
             attended: [T, num_heads, head_dim], contiguous. The output of each layer's attention is written to it, and
                 that of the last one stays there.
             num_parts: the rows are divided into at most so many parts that are computed at the same time, each by a
@@ -172,15 +186,19 @@ class Chain:
         part_rows = -(-len(x) // num_parts)
         while len(x) > 1 and len(x) % part_rows == 1:
             part_rows += 1  # for the code for several rows may not be right for one
-        tensors = [x, attention.slot_mapping, attended, *(t for rotation in rotations for t in rotation)]
+        slots = [attention.slot_mapping for attention in attentions]
+        tensors = [x, attended, *slots, *(t for rotation in rotations for t in rotation)]
         inputs = [new_handles(t.split(part_rows)) for t in tensors]
         parts = (_Part * len(inputs[0]))()
         for part, of_part in zip(parts, zip(*inputs, strict=True), strict=True):
-            part.x, part.slot_mapping, part.attended, *turns = of_part
+            part.x, part.attended, *others = of_part
+            part.slot_mapping[: len(slots)], turns = others[: len(slots)], others[len(slots) :]
             part.cos[: len(rotations)], part.sin[: len(rotations)] = turns[::2], turns[1::2]
+        steps = list(map(Step, attentions))
         code = self._run_layers(
-            before.functions, after.functions, layers.structures, len(layers.structures), Step(attention),
-            layers.kv_cache.shape[2], parts, len(parts), part_rows, attended.data_ptr(),
+            before.functions, after.functions, layers.structures, len(layers.structures),
+            (POINTER(Step) * len(steps))(*map(pointer, steps)), layers.num_blocks, parts, len(parts), part_rows,
+            attended.data_ptr(),
         )  # fmt: skip
         for handles in inputs:
             take_tensors(handles)  # frees them

@@ -30,6 +30,7 @@ from nanopage.config import ModelConfig
 from nanopage.kernels import pages
 from nanopage.kernels.cpu import packed_linear
 from nanopage.kernels.cpu.packed_linear import TILE, matvec, tile_width
+from nanopage.layer_kinds import MOST_KINDS
 from nanopage.layers.packed import PackedLinear, PackedRowLinear, pack
 from nanopage.layers.tiled import tile
 from nanopage.layers.tiled_experts import join_experts
@@ -186,6 +187,7 @@ def attention_constants(
         "SCALE": repr(config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale),
         "SOFTCAP": repr(config.attention_softcap),
         "KV_CACHE": "Stored" if kv_dtype == dtype else stored[kv_dtype],
+        "MOST_KINDS": MOST_KINDS,
         **product_constants(dtype),
     }
 

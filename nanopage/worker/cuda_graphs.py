@@ -140,19 +140,13 @@ class CUDAGraphs:
         Args: num_rows: rows that are not padding. Only plain attention uses it, because it cannot skip padding.
         """
         rows, seq_lens = self.ints[: 2 * size].view(2, size).unbind()
-        table, sampling, block_size = self.table, self.table.sampling, self.kv_cache.block_size
-        input_ids, positions, slots, block_tables = self.look_up(
-            rows, seq_lens, table.tokens, table.block_tables, block_size
+        table, sampling = self.table, self.table.sampling
+        input_ids, positions, pages = self.look_up(
+            rows, seq_lens, table.tokens, table.blocks, table.block_size, table.windows
         )
-        attention: Attention
-        if self.uses_triton:
-            from nanopage.kernels.paged_attention import TritonAttention  # imports Triton
-
-            starts = self.query_start[: size + 1]
-            attention = TritonAttention(slots, block_tables, starts, seq_lens.int(), size, 1, num_splits)
-        else:
-            attention = padded_attention(slots, block_tables, seq_lens, num_rows, block_size)
-        inputs: tuple = (input_ids, positions, self.kv_cache.tensor, attention)
+        made = [self._make_attention(*of_kind, num_splits, num_rows) for of_kind in pages]
+        attentions = [made[kind] for kind in self.kv_cache.kinds.of_layers]
+        inputs: tuple = (input_ids, positions, self.kv_cache.layers, attentions)
         if self.adapters_of is not None:
             inputs += (None, self.adapters_of(rows))
         hidden = self.model(*inputs)
@@ -162,6 +156,17 @@ class CUDAGraphs:
         self.logits[:size] = logits
         self.sampled[:size] = tokens
         table.record(rows, positions + 1, tokens)
+
+    def _make_attention(
+        self, slots: Tensor, block_tables: Tensor, seq_lens: Tensor, num_splits: int, num_rows: int
+    ) -> Attention:
+        """The attention of the layers of one kind."""
+        if not self.uses_triton:
+            return padded_attention(slots, block_tables, seq_lens, num_rows, self.table.block_size)
+        from nanopage.kernels.paged_attention import TritonAttention  # imports Triton
+
+        size = len(slots)
+        return TritonAttention(slots, block_tables, self.query_start[: size + 1], seq_lens.int(), size, 1, num_splits)
 
     def splits_of(self, size: int) -> list[int]:
         """The numbers of splits that a size is captured with."""
@@ -247,22 +252,43 @@ def padded_attention(
 ) -> PaddedAttention:
     """Plain attention of decodes. The first `num_rows` rows are not padding."""
     slots_of_rows, tables, lens = slots[:num_rows], block_tables[:num_rows], seq_lens[:num_rows]
-    tables = torch.from_numpy(pad_tables(tables.numpy(), -(-lens.numpy() // block_size)))
+    padded = pad_tables(tables.numpy()[:, :, None], -(-lens.numpy() // block_size))[:, :, 0]
+    tables = torch.from_numpy(padded)
     return PaddedAttention(slots, ReferenceAttention(slots_of_rows, tables, torch.ones_like(lens), lens))
 
 
 def look_up(
-    rows: Tensor, seq_lens: Tensor, tokens: Tensor, block_tables: Tensor, block_size: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    rows: Tensor,
+    seq_lens: Tensor,
+    tokens: Tensor,
+    blocks: Tensor,
+    block_size: int,
+    windows: tuple[int | None, ...] = (None,),
+) -> tuple[Tensor, Tensor, list[tuple[Tensor, Tensor, Tensor]]]:
     """Look up the inputs of a step in the sequence table.
 
-    Returns: input_ids, positions and slot_mapping, int64 [size] each, and block_tables [size, blocks].
+    Args:
+        blocks: [rows, max_blocks, kinds].
+        windows: of each kind of layers.
+
+    Returns: input_ids and positions, int64 [size] each; for each kind slot_mapping, int64 [size], block_tables [size,
+        blocks], and seq_lens [size], the last two from the first block on that the window reaches (see eager.Pages).
     """
-    positions = (seq_lens - 1).clamp(min=0)
-    tables = block_tables.index_select(0, rows)
-    blocks = tables.gather(1, (positions // block_size)[:, None]).squeeze(1).long()
-    slots = torch.where(seq_lens > 0, blocks * block_size + positions % block_size, -1)
-    return tokens[rows, positions].long(), positions, slots, tables
+    positions, pages = (seq_lens - 1).clamp(min=0), []
+    last, offsets, max_blocks = positions // block_size, positions % block_size, blocks.shape[1]
+    for kind, window in enumerate(windows):
+        tables, lens = blocks[:, :, kind], seq_lens
+        if window is None:
+            tables, place = tables.index_select(0, rows), last
+        else:
+            first = (seq_lens - window).clamp(min=0) // block_size
+            width = min(-(-(window - 1) // block_size) + 1, max_blocks)
+            columns = first[:, None] + torch.arange(width, device=rows.device)
+            tables = tables[rows[:, None], columns.clamp(max=max_blocks - 1)]
+            place, lens = last - first, seq_lens - first * block_size
+        own = tables.gather(1, place[:, None]).squeeze(1).long()
+        pages.append((torch.where(seq_lens > 0, own * block_size + offsets, -1), tables, lens))
+    return tokens[rows, positions].long(), positions, pages
 
 
 def make_sample_all(uses_triton: bool, wrap: Callable[[Callable], Callable] = no_wrap) -> Callable[..., Tensor]:

@@ -8,6 +8,7 @@ ModelRunner takes the first way that fits. The other ways are `aot.py`, for a CP
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,17 +26,31 @@ from nanopage.worker.sequence_table import SequenceTable
 
 @dataclass(slots=True)
 class Inputs:
-    """A batch of T tokens of B sequences as tensors. All are on the device except the lengths.
+    """A batch of T tokens as tensors.
 
-    input_ids, positions  int64 [T]
-    slot_mapping          int64 [T]              block * block_size + offset of each token
-    block_tables          [B, max_blocks]        physical block of each logical block; on a CPU, padded by pad_tables
-    query_lens            int64 [B], on the CPU  tokens of each sequence in this step
-    seq_lens              int64 [B], on the CPU  tokens of each sequence, including this step's
+    input_ids, positions  int64 [T], on the device
+    pages                 where K and V are in the layers of each kind
     """
 
     input_ids: Tensor
     positions: Tensor
+    pages: list["Pages"]
+
+
+@dataclass(slots=True)
+class Pages:
+    """Where the K and V of a batch of T tokens of B sequences are, in the layers of one kind. All tensors are on the
+    device except the lengths.
+
+    slot_mapping          int64 [T]              block * block_size + offset of each token
+    block_tables          [B, max_blocks]        physical block of each logical block; on a CPU, padded by pad_tables
+    query_lens            int64 [B], on the CPU  tokens of each sequence in this step
+    seq_lens              int64 [B], on the CPU  tokens of each sequence, including this step's
+
+    If the kind has a window, the table of a sequence begins with the first block that its queries see, and `seq_lens`
+    counts the tokens from there on. Attention depends only on how far a key is behind a query: no kernel has to know.
+    """
+
     slot_mapping: Tensor
     block_tables: Tensor
     query_lens: Tensor
@@ -61,7 +76,7 @@ class Output:
 class Eager:
     """Runs any batch with the model's own modules.
 
-    Args: make_attention: makes the attention of a step from its inputs. None: plain attention.
+    Args: make_attention: makes the attention of a step, for the layers of one kind. None: plain attention.
     """
 
     def __init__(
@@ -69,7 +84,7 @@ class Eager:
         model: Decoder,
         kv_cache: KVCache,
         table: SequenceTable,
-        make_attention: Callable[[Inputs], Attention] | None = None,
+        make_attention: Callable[[Pages], Attention] | None = None,
     ):
         self.model, self.kv_cache, self.table = model, kv_cache, table
         self.make_attention = make_attention or reference_attention
@@ -79,39 +94,72 @@ class Eager:
 
     def run(self, batch: Batch) -> Output:
         inputs = prepare(batch, self.table)
-        attention = self.make_attention(inputs)
-        return run_model(self.model, batch, inputs, attention, self.kv_cache, self.table, head_of(self.model))
+        attentions = attention_of_layers(inputs, self.kv_cache, self.make_attention)
+        return run_model(self.model, batch, inputs, attentions, self.kv_cache, self.table, head_of(self.model))
 
 
 def prepare(batch: Batch, table: SequenceTable) -> Inputs:
     """Look up a batch's tokens and blocks in the sequence table."""
     rows, starts, counts = (np.array(values) for values in (batch.rows, batch.starts, batch.counts))
-    seq_lens, block_size = starts + counts, table.block_size
-    num_blocks = -(-seq_lens // block_size)
+    block_size = table.block_size
     sequence = np.repeat(np.arange(len(rows)), counts)  # the sequence of each token
     positions = np.arange(len(sequence)) + np.repeat(starts - (counts.cumsum() - counts), counts)
-    lens = torch.from_numpy(counts), torch.from_numpy(seq_lens)
     if table.device.type == "cpu":
         # With NumPy: torch's operators on small tensors take several times as long.
-        blocks = pad_tables(table.block_tables.numpy()[rows, : num_blocks.max()], num_blocks)
-        slots = blocks[sequence, positions // block_size] * block_size + positions % block_size
         input_ids = table.tokens.numpy()[rows[sequence], positions]
-        made = [torch.from_numpy(array) for array in (input_ids, positions, slots, blocks)]
-        return Inputs(made[0], made[1], made[2], made[3], *lens)
-    token_rows, sequence, positions = to_device(
-        torch.from_numpy(np.stack([rows[sequence], sequence, positions])), table.device
-    )
-    each_row = to_device(torch.from_numpy(rows), table.device)
-    # The kernels of a GPU read nothing behind a sequence's last block.
-    block_tables = table.block_tables[:, : int(num_blocks.max())].index_select(0, each_row)
-    slots = block_tables[sequence, positions // block_size].long() * block_size + positions % block_size
-    input_ids = table.tokens[token_rows, positions].long()
-    return Inputs(input_ids, positions, slots, block_tables, *lens)
+        held = np.ascontiguousarray(table.blocks.numpy()[rows[sequence], positions // block_size].T)
+        slots = held * block_size + positions % block_size
+        tensors = [torch.from_numpy(array) for array in (input_ids, positions, slots)]
+    else:
+        token_rows, places = to_device(torch.from_numpy(np.stack([rows[sequence], positions])), table.device)
+        blocks = table.blocks[token_rows, places // block_size].T.contiguous().long()
+        tensors = [table.tokens[token_rows, places].long(), places, blocks * block_size + places % block_size]
+    cut = {window: cut_tables(table, window, rows, starts, counts) for window in set(table.windows)}
+    pages = []
+    for kind, window in enumerate(table.windows):
+        block_tables, seq_lens = cut[window]
+        pages.append(Pages(tensors[2][kind], block_tables[kind], torch.from_numpy(counts), torch.from_numpy(seq_lens)))
+    return Inputs(tensors[0], tensors[1], pages)
 
 
-def reference_attention(inputs: Inputs) -> ReferenceAttention:
+def cut_tables(
+    table: SequenceTable, window: int | None, rows: np.ndarray, starts: np.ndarray, counts: np.ndarray
+) -> tuple[Tensor, np.ndarray]:
+    """What a window reaches of the tokens from `starts` on of B sequences.
+
+    Returns: block tables [kinds, B, max_blocks] and `seq_lens` int64 [B], as in Pages.
+    """
+    size, seq_lens, on_cpu = table.block_size, starts + counts, table.device.type == "cpu"
+    num_blocks = -(-seq_lens // size)
+    first = np.zeros_like(starts) if window is None else np.maximum(0, starts + 1 - window) // size
+    if not first.any():
+        if on_cpu:
+            blocks = torch.from_numpy(pad_tables(table.blocks.numpy()[rows, : num_blocks.max()], num_blocks))
+        else:  # the kernels of a GPU read nothing behind a sequence's last block
+            each_row = to_device(torch.from_numpy(rows), table.device)
+            blocks = table.blocks[:, : int(num_blocks.max())].index_select(0, each_row)
+        return blocks.permute(2, 0, 1).contiguous(), seq_lens
+    places = np.arange((num_blocks - first).max())
+    places = first[:, None] + np.where(places < (num_blocks - first)[:, None], places, 0)
+    if on_cpu:
+        blocks = torch.from_numpy(table.blocks.numpy()[rows[:, None], places])
+    else:
+        each_row, columns = (to_device(torch.from_numpy(array), table.device) for array in (rows, places))
+        blocks = table.blocks[each_row[:, None], columns]
+    return blocks.permute(2, 0, 1).contiguous(), seq_lens - first * size
+
+
+def attention_of_layers(
+    inputs: Inputs, kv_cache: KVCache, make_attention: Callable[[Pages], Attention]
+) -> list[Attention]:
+    """The attention of each layer."""
+    attentions = [make_attention(pages) for pages in inputs.pages]
+    return [attentions[kind] for kind in kv_cache.kinds.of_layers]
+
+
+def reference_attention(pages: Pages) -> ReferenceAttention:
     """Plain attention (kernels/reference.py)."""
-    return ReferenceAttention(inputs.slot_mapping, inputs.block_tables, inputs.query_lens, inputs.seq_lens)
+    return ReferenceAttention(pages.slot_mapping, pages.block_tables, pages.query_lens, pages.seq_lens)
 
 
 def head_of(model: Decoder) -> Callable[[Tensor], Tensor] | None:
@@ -128,7 +176,7 @@ def run_model(
     model: Callable[..., Tensor],
     batch: Batch,
     inputs: Inputs,
-    attention: Attention,
+    attentions: Any,
     kv_cache: KVCache,
     table: SequenceTable,
     head: Callable[[Tensor], Tensor] | None,
@@ -136,18 +184,19 @@ def run_model(
     """Run the model on a batch, and its head on the rows to be sampled.
 
     Args:
-        model: computes hidden states of input_ids, positions, kv_cache, attention and rows (see `Decoder.forward`).
+        model: computes hidden states of input_ids, positions, kv_caches, attentions and rows (see `Decoder.forward`).
+        attentions: as `model` takes them.
         head: computes logits of hidden states (see `Decoder.logits`). None: the output has all hidden states instead.
     """
     if head is None:
-        return Output(None, model(inputs.input_ids, inputs.positions, kv_cache.tensor, attention, None))
+        return Output(None, model(inputs.input_ids, inputs.positions, kv_cache.layers, attentions, None))
     scored = wants_prompt_logprobs(batch, table)
     sampled = np.array(batch.sampled_from, dtype=np.int64)
     used = np.unique(sampled)  # completions that fork from one prompt share its logits
     everything = len(used) == len(inputs.input_ids)
     # At least one row: oneDNN cannot multiply matrices without rows.
     rows = None if scored or everything else to_device(used.tolist() or [0], table.device)
-    hidden = model(inputs.input_ids, inputs.positions, kv_cache.tensor, attention, rows)
+    hidden = model(inputs.input_ids, inputs.positions, kv_cache.layers, attentions, rows)
     if not len(used):
         return Output(None, hidden if scored else None)
     chosen = hidden if not scored or everything else hidden[to_device(used.tolist(), table.device)]

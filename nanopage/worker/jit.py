@@ -21,7 +21,7 @@ computes the matrix products. On a CPU, layers are compiled ahead of time instea
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -104,16 +104,17 @@ class CompiledDecoder(Decoder):
         self,
         input_ids: Tensor,
         positions: Tensor,
-        kv_cache: Tensor,
-        attention: Attention,
+        kv_caches: Sequence[Tensor],
+        attentions: Sequence[Attention],
         rows: Tensor | None = None,
     ) -> Tensor:
         """As `Decoder.forward`."""
-        inputs, carried = (input_ids, positions, attention.slot_mapping), None
+        carried = None
         q = self.new_heads(len(input_ids))
         attended = torch.empty_like(q)
         layers: Any = self.layers
-        for index, (layer, cache) in enumerate(zip(layers, kv_cache.unbind(0), strict=True)):
+        for index, (layer, cache, attention) in enumerate(zip(layers, kv_caches, attentions, strict=True)):
+            inputs = input_ids, positions, attention.slot_mapping
             carried = self.compute(index, inputs, carried, attended, cache, q)
             layer.attend(attention, q, cache, attended)
         assert carried is not None  # there is a layer

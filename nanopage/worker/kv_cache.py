@@ -11,6 +11,7 @@ import torch
 from nanopage.config import ModelConfig
 from nanopage.device import to_device
 from nanopage.kernels.pages import movable
+from nanopage.layer_kinds import LayerKinds, one_kind
 from nanopage.step import Batch
 
 SWAP_BYTES = 2**26  # of temporary device memory for each piece of a swap
@@ -20,13 +21,17 @@ class KVCache:
     """Holds the keys and values of all sequences, and moves blocks.
 
     tensor  [num_layers, 2, num_blocks, num_kv_heads, head_dim * block_size]: K in [l, 0] and V in [l, 1] of layer l.
-            kernels/pages.py describes the layout of a block
+            kernels/pages.py describes the layout of a block. If there are several kinds of layers (layer_kinds.py), the
+            first dimension is only as large as the largest kind, and a block belongs to the layers of one kind
+    layers  of each layer, its part of `tensor`: [2, num_blocks, num_kv_heads, head_dim * block_size]
     movable   the same memory, of a dtype that all operators know (kernels/pages.py): what the methods below work on
     host    the host pool, [num_host_blocks, num_layers, 2, num_kv_heads, head_dim * block_size]; None before the first
             swap
 
     On a CPU, `tensor` takes RAM only as blocks are first written. With a GPU, the host pool is pinned, so the first
     swap takes the memory of the whole pool.
+
+    Args: kinds: of the worker's layers. None: all are of one kind.
     """
 
     def __init__(
@@ -37,9 +42,12 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device,
         num_host_blocks: int = 0,
+        kinds: LayerKinds | None = None,
     ):
-        shape = (config.num_layers, 2, num_blocks, config.num_kv_heads, config.head_dim * block_size)
+        self.kinds = kinds or one_kind(config.num_layers)
+        shape = (self.kinds.num_rows, 2, num_blocks, config.num_kv_heads, config.head_dim * block_size)
         self.tensor = torch.empty(shape, dtype=dtype, device=device)
+        self.layers = [self.tensor[row] for row in self.kinds.rows]
         self.movable = movable(self.tensor)
         self.num_blocks = num_blocks
         self.block_size = block_size
@@ -56,7 +64,7 @@ class KVCache:
             self.clear(batch.cleared)
 
     def clear(self, blocks: list[int]) -> None:
-        """Zero blocks in all layers.
+        """Zero blocks in all layers that they hold.
 
         Attention on a CPU reads whole blocks and masks the slots beyond a sequence's end. The masked values must be
         finite, because NaN times a weight of 0 is NaN, so the values of a block's previous owner must not remain.

@@ -17,13 +17,14 @@ from torch import Tensor
 
 from nanopage.config import EngineConfig, ModelConfig
 from nanopage.device import GIB, free_bytes, total_ram
+from nanopage.layer_kinds import BlockNeeds, LayerKinds, one_kind
 from nanopage.layers.attention import Attention
 from nanopage.models.decoder import Decoder
 from nanopage.params import MAX_LOGPROBS
 from nanopage.step import Batch, BlockUpdate, NewSequence, SamplingSettings
 from nanopage.worker.adapted import adapters_of
 from nanopage.worker.cuda_graphs import CUDAGraphs, no_wrap
-from nanopage.worker.eager import Eager, Inputs
+from nanopage.worker.eager import Eager, Pages
 from nanopage.worker.jit import CompiledDecoder, compile_afresh
 from nanopage.worker.kv_cache import KVCache
 from nanopage.worker.model_runner import ModelRunner, Way
@@ -32,6 +33,7 @@ from nanopage.worker.sequence_table import SequenceTable
 
 logger = logging.getLogger("nanopage")
 
+MANY_TOKENS = 2**31  # more than any sequence has
 CPU_SHARE, CPU_MOST = 0.25, 4 * GIB  # of the RAM that is free once the weights are loaded
 
 
@@ -42,11 +44,12 @@ def measure_step(
     max_model_len: int,
     kv_dtype: torch.dtype,
     device: torch.device,
-    make_attention: Callable[[Inputs], Attention],
+    make_attention: Callable[[Pages], Attention],
     sample_all: Callable[..., Tensor],
     vocab_size: int,
     partial: Callable[[list[Way]], list[Way]],
     captures_only: bool = False,
+    kinds: LayerKinds | None = None,
 ) -> int:
     """Bytes of GPU memory that steps take in addition to the weights and the KV cache.
 
@@ -55,6 +58,7 @@ def measure_step(
         vocab_size: of the whole model.
         partial: makes ways to run this part (see `Worker._partial`).
         captures_only: whether decodes are captured without being compiled (see `Worker._captures_only`).
+        kinds: of this worker's layers. None: one.
 
     Runs the largest possible step eagerly, on a KV cache of one block. With CUDA graphs, also captures the largest
     decode step and then the smallest, and the pieces of the largest and of the smallest other step. All graphs share
@@ -64,14 +68,15 @@ def measure_step(
     from nanopage.kernels.paged_attention import PROMPT_SPLIT_BYTES  # imports Triton
 
     # Not in inference mode: torch would compile the sampler again for tensors that are made there.
-    cache = KVCache(model_config, 1, config.block_size, kv_dtype, device)
+    kinds = kinds or one_kind(model_config.num_layers)
+    cache = KVCache(model_config, 1, config.block_size, kv_dtype, device, kinds=kinds)
     table = SequenceTable(
-        config.max_num_seqs + 1, max_model_len, config.block_size, vocab_size, device, config.enable_lora
+        config.max_num_seqs + 1, max_model_len, config.block_size, vocab_size, device, config.enable_lora, kinds.windows
     )
     table_bytes = table.num_bytes
     runner = ModelRunner(model, cache, table, partial([Eager(model, cache, table, make_attention)]), sample_all)
     budget = config.token_budget(device.type)
-    batch = largest_batch(budget, config.max_num_seqs, max_model_len, config.block_size, vocab_size)
+    batch = largest_batch(budget, config.max_num_seqs, max_model_len, config.block_size, vocab_size, len(kinds.windows))
     if model_config.pooling is not None:
         for new in batch.new:
             new.sampling = SamplingSettings(pooling_type="MEAN")
@@ -110,7 +115,9 @@ def measure_step(
     return eager_bytes + decode_bytes + piece_bytes
 
 
-def largest_batch(num_tokens: int, num_seqs: int, max_model_len: int, block_size: int, vocab_size: int) -> Batch:
+def largest_batch(
+    num_tokens: int, num_seqs: int, max_model_len: int, block_size: int, vocab_size: int, num_kinds: int = 1
+) -> Batch:
     """A step of `num_tokens` prompt tokens of `num_seqs` sequences, with the sampling settings that take the most
     memory. All tokens go to block 0: use it only to measure.
 
@@ -129,7 +136,7 @@ def largest_batch(num_tokens: int, num_seqs: int, max_model_len: int, block_size
     batch = Batch(idle=True)
     for row, length in enumerate(lengths):
         batch.new.append(NewSequence(row, [0] * length, length, row, settings))
-        batch.blocks.append(BlockUpdate(row, 0, [0] * -(-length // block_size)))
+        batch.blocks.append(BlockUpdate(row, 0, [0] * -(-length // block_size) * num_kinds))
         batch.rows.append(row)
         batch.starts.append(0)
         batch.counts.append(length)
@@ -140,16 +147,17 @@ def largest_batch(num_tokens: int, num_seqs: int, max_model_len: int, block_size
     return batch
 
 
-def block_bytes(model_config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
-    """Bytes of one block in all layers."""
-    return model_config.num_layers * 2 * block_size * model_config.num_kv_heads * model_config.head_dim * dtype.itemsize
+def block_bytes(model_config: ModelConfig, block_size: int, dtype: torch.dtype, num_rows: int | None = None) -> int:
+    """Bytes of one block, which holds `num_rows` layers. None: all layers."""
+    num_rows = model_config.num_layers if num_rows is None else num_rows
+    return num_rows * 2 * block_size * model_config.num_kv_heads * model_config.head_dim * dtype.itemsize
 
 
 def num_blocks_that_fit(
     config: EngineConfig,
-    model_config: ModelConfig,
+    size: int,
+    needs: BlockNeeds,
     max_model_len: int,
-    dtype: torch.dtype,
     device: torch.device,
     step_bytes: int = 0,
 ) -> int:
@@ -160,15 +168,16 @@ def num_blocks_that_fit(
     the number.
 
     Args:
+        size: bytes of a block.
+        needs: how many blocks sequences take.
         step_bytes: GPU memory that steps take, as `measure_step` returns it.
 
-    Raises: MemoryError if not even one block fits, and where `gpu_memory_utilization` sizes the cache of a GPU also if
+    Raises: MemoryError if not even one token fits, and where `gpu_memory_utilization` sizes the cache of a GPU also if
         a `max_model_len` that the user has set does not fit. The message has the sizes and the options that help.
     """
     if config.num_gpu_blocks_override is not None:
         return config.num_gpu_blocks_override
-    size = block_bytes(model_config, config.block_size, dtype)
-    useful = config.max_num_seqs * -(-max_model_len // config.block_size)
+    useful = config.max_num_seqs * needs.of([max_model_len])
     free = free_bytes(device)
     if config.kv_cache_gib is not None:
         budget = config.kv_cache_gib * GIB
@@ -176,27 +185,27 @@ def num_blocks_that_fit(
             raise MemoryError(f"kv_cache_gib={config.kv_cache_gib:g} is more than the {free / GIB:.2f} GiB free")
     elif device.type == "cuda":
         total = torch.cuda.get_device_properties(device).total_memory
-        return min(blocks_of_gpu(config, size, total, total - free, step_bytes), useful)
+        return min(blocks_of_gpu(config, size, needs, total, total - free, step_bytes), useful)
     elif config.gpu_memory_utilization is not None:
         used = psutil.Process().memory_info().rss
         budget = min(config.gpu_memory_utilization * total_ram() / config.num_ranks - used, free)
     else:
         budget = min(CPU_SHARE * free, CPU_MOST) / config.num_ranks
-    if budget < size:
+    if budget < size * needs.of([1]):
         raise MemoryError(
             f"no room for the KV cache: {free / GIB:.2f} GiB are free on {device.type}, the options leave it "
-            f"{budget / GIB:.2f} GiB, and one block of {config.block_size} tokens takes {size / GIB:.4f} GiB. "
+            f"{budget / GIB:.2f} GiB, and {config.block_size} tokens take {size * needs.of([1]) / GIB:.4f} GiB. "
             "Raise kv_cache_gib or gpu_memory_utilization, or use a smaller model"
         )
     return min(int(budget // size), useful)
 
 
-def blocks_of_gpu(config: EngineConfig, size: int, total: int, used: int, step_bytes: int) -> int:
+def blocks_of_gpu(config: EngineConfig, size: int, needs: BlockNeeds, total: int, used: int, step_bytes: int) -> int:
     """How many blocks of `size` bytes a GPU with `total` bytes of memory can hold: the share that
     `gpu_memory_utilization` allows, minus the `used` bytes and `step_bytes`. Raises: as `num_blocks_that_fit`."""
     share = config.gpu_memory_utilization or 0.9
     left = max(0, int(share * total) - used - step_bytes)
-    tokens, needed = left // size * config.block_size, config.max_model_len or config.block_size
+    tokens, needed = needs.longest(left // size, MANY_TOKENS), config.max_model_len or config.block_size
     sizes = (
         f"of the GPU's {total / GIB:.2f} GiB, gpu_memory_utilization={share:g} gives {share * total / GIB:.2f}; "
         f"weights and what else is there take {used / GIB:.2f}, the largest step takes {step_bytes / GIB:.2f}; "

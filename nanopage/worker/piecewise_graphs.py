@@ -20,7 +20,7 @@ up to about 256 rows they mostly wait for weights.
 On a CPU, for the tests, the same code runs on the same buffers without capture.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -31,7 +31,7 @@ from torch import Tensor
 from nanopage.layers.attention import Attention
 from nanopage.step import Batch
 from nanopage.worker.cuda_graphs import naming_what_helps
-from nanopage.worker.eager import Inputs, Output, prepare, run_model
+from nanopage.worker.eager import Output, Pages, prepare, run_model
 from nanopage.worker.jit import Carried, CompiledDecoder
 from nanopage.worker.kv_cache import KVCache
 from nanopage.worker.sequence_table import SequenceTable
@@ -54,7 +54,7 @@ class PiecewiseGraphs:
         model: its pieces are captured.
         kv_cache: the pages of K and V.
         table: the state of each running sequence.
-        make_attention: makes the attention of a step from its inputs.
+        make_attention: makes the attention of a step, for the layers of one kind.
         most: the most tokens of a step.
     """
 
@@ -64,14 +64,15 @@ class PiecewiseGraphs:
         model: CompiledDecoder,
         kv_cache: KVCache,
         table: SequenceTable,
-        make_attention: Callable[[Inputs], Attention],
+        make_attention: Callable[[Pages], Attention],
         most: int,
     ):
         self.model, self.kv_cache, self.table, self.make_attention = model, kv_cache, table, make_attention
         self.sizes = token_counts(most)
         most, hidden_size = self.sizes[-1], len(model.norm.weight)
-        self.ints = torch.zeros(3, most, dtype=torch.int64, device=table.device)  # input_ids, positions and slots
-        self.ints[2] = -1
+        # input_ids, positions and, for each kind of layers, slots
+        self.ints = torch.zeros(2 + len(table.windows), most, dtype=torch.int64, device=table.device)
+        self.ints[2:] = -1
         self.q, self.attended = model.new_heads(most).zero_(), model.new_heads(most).zero_()
         self.x = model.norm.weight.new_empty(most, hidden_size)  # what the last graph hands on
         self.graphs: dict[int, list[torch.cuda.CUDAGraph]] = {}  # of each layer, by size
@@ -82,31 +83,37 @@ class PiecewiseGraphs:
     @torch.inference_mode()
     def run(self, batch: Batch) -> Output:
         inputs = prepare(batch, self.table)
-        attention = self.make_attention(inputs)
-        return run_model(self._forward, batch, inputs, attention, self.kv_cache, self.table, self.model.logits)
+        attentions = [self.make_attention(pages) for pages in inputs.pages]
+        return run_model(self._forward, batch, inputs, attentions, self.kv_cache, self.table, self.model.logits)
 
     def _forward(
-        self, input_ids: Tensor, positions: Tensor, kv_cache: Tensor, attention: Attention, rows: Tensor | None
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        kv_caches: Sequence[Tensor],
+        attentions: Sequence[Attention],
+        rows: Tensor | None,
     ) -> Tensor:
-        """As `Decoder.forward`."""
+        """As `Decoder.forward`, but with the attention of each kind of layers."""
         num_tokens = len(input_ids)
         size = next(size for size in self.sizes if size >= num_tokens)
-        self.ints[:, :num_tokens] = torch.stack((input_ids, positions, attention.slot_mapping))
-        self.ints[2, num_tokens:size] = -1
+        slots = [attention.slot_mapping for attention in attentions]
+        self.ints[:, :num_tokens] = torch.stack((input_ids, positions, *slots))
+        self.ints[2:, num_tokens:size] = -1
         q, attended, carried = self.q[:num_tokens], self.attended[:num_tokens], None
         layers: Any = self.model.layers
-        for index, (layer, cache) in enumerate(zip(layers, kv_cache.unbind(0), strict=True)):
+        for index, (layer, cache) in enumerate(zip(layers, kv_caches, strict=True)):
             if self.graphs:
                 self.graphs[size][index].replay()
             else:
                 carried = self._compute(size, index, carried)
-            layer.attend(attention, q, cache, attended)
+            layer.attend(attentions[self.kv_cache.kinds.of_layers[index]], q, cache, attended)
         return self.model.finish(self.x[:num_tokens], attended, rows)
 
     def _compute(self, size: int, index: int, carried: Carried | None) -> Carried:
         """Compute a piece on the static buffers. This is what a graph captures."""
-        inputs = self.ints[0, :size], self.ints[1, :size], self.ints[2, :size]
-        cache = self.kv_cache.tensor[index]
+        slots = self.ints[2 + self.kv_cache.kinds.of_layers[index], :size]
+        inputs, cache = (self.ints[0, :size], self.ints[1, :size], slots), self.kv_cache.layers[index]
         carried = self.model.compute(index, inputs, carried, self.attended[:size], cache, self.q[:size])
         if index + 1 == len(self.model.layers):
             self.x[:size] = carried.x
@@ -119,7 +126,7 @@ class PiecewiseGraphs:
         Args: pool: the memory pool of all graphs.
         Raises: MemoryError if the GPU's memory runs out. The message names the size and the options that help.
         """
-        self.ints[2] = -1
+        self.ints[2:] = -1
         console = Console(stderr=True)
         for size in track(sizes[::-1], "Capturing CUDA graphs", console=console, transient=True):
             with naming_what_helps(f"the graphs of {size} tokens were", "gpu_memory_utilization"):

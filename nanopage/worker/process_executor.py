@@ -372,4 +372,5 @@ def _least(capacities: list[Capacity]) -> Capacity:
         min(capacity.num_blocks for capacity in capacities),
         min(capacity.num_host_blocks for capacity in capacities),
         min(capacity.max_model_len for capacity in capacities),
+        capacities[0].windows,
     )

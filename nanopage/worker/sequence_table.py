@@ -1,13 +1,15 @@
 """SequenceTable: what a worker knows of each running sequence, in tensors with one row for each sequence.
 
     tokens         [rows, max_model_len + 1]   all tokens of the sequence; sampled tokens are added on the device
-    block_tables   [rows, max_blocks]          the physical block of each logical block
+    block_tables   [rows, max_blocks * kinds]  for each logical block, the physical block of each kind of layers (see
+                                               layer_kinds.py; in most models there is one kind)
     sampling                                   the sampling settings (see sampling/table.py)
 
 The tables are on the device. Each Batch says what has changed, and `update` writes it to the tables. A step reads its
 input tokens from `tokens`, so the next step can use a sampled token before the host has seen it.
 """
 
+from collections.abc import Sequence
 from itertools import chain
 
 import numpy as np
@@ -25,6 +27,7 @@ class SequenceTable:
     Args:
         num_rows: the most sequences that the table can hold.
         has_adapters: keep the adapter slot of each sequence, too: `adapter_slots` [rows], -1 for none.
+        windows: of each kind of layers.
     """
 
     def __init__(
@@ -35,12 +38,14 @@ class SequenceTable:
         vocab_size: int,
         device: torch.device,
         has_adapters: bool = False,
+        windows: Sequence[int | None] = (None,),
     ):
-        self.block_size, self.device = block_size, device
+        self.block_size, self.device, self.windows = block_size, device, tuple(windows)
         # int32 for the kernels of a GPU; int64 on a CPU, because torch's indexing is faster with it.
         dtype = torch.int32 if device.type == "cuda" else torch.int64
         self.tokens = zeros(num_rows, max_model_len + 1, dtype, device)
-        self.block_tables = zeros(num_rows, -(-max_model_len // block_size), dtype, device)
+        self.block_tables = zeros(num_rows, -(-max_model_len // block_size) * len(windows), dtype, device)
+        self.blocks = self.block_tables.unflatten(1, (-1, len(windows)))  # the same memory: [rows, max_blocks, kinds]
         self.num_prompt_tokens = np.zeros(num_rows, dtype=np.int64)
         self.sampling = SamplingTable(num_rows, vocab_size, device)
         self.adapter_slots: Tensor | None = None

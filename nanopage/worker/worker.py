@@ -15,6 +15,7 @@ from torch import Tensor
 from nanopage.config import STORED_QUANTIZATIONS, EngineConfig, ModelConfig
 from nanopage.device import GIB, resolve_device, resolve_dtype, resolve_kv_dtype, set_cuda_precision
 from nanopage.kernels.cpu.packed_linear import can_pack
+from nanopage.layer_kinds import BlockNeeds, divide_layers
 from nanopage.layers.packed import pack
 from nanopage.layers.quantized import quantize
 from nanopage.layers.tiled import TiledLinear, has_only_float16, tile
@@ -31,7 +32,7 @@ from nanopage.worker.adapted import choose_ways, make_slots
 from nanopage.worker.aot import Compiled
 from nanopage.worker.aot_tiles import CompiledProduct, tile_product
 from nanopage.worker.cuda_graphs import CUDAGraphs, make_sample_all, no_wrap
-from nanopage.worker.eager import Eager, Inputs
+from nanopage.worker.eager import Eager, Pages
 from nanopage.worker.experts import check_experts
 from nanopage.worker.jit import CompiledDecoder, compile_afresh, compile_model, warm_up_sampling
 from nanopage.worker.kv_cache import KVCache
@@ -75,6 +76,9 @@ class Worker:
         self.config, self.model_config, self.ranks = config, model_config, ranks
         self.part = WHOLE if ranks is None else ranks.part
         self.part_config = self.part.config(model_config)
+        longest = config.max_model_len or model_config.max_position_embeddings
+        kinds = divide_layers(model_config.sliding_windows, longest)
+        self.kinds = kinds.stage(model_config.stage(self.part.pp_rank, self.part.pp_size))
         self.path = loader.path_of(checkpoint)
         self.device = resolve_device(config.device) if ranks is None else ranks.device
         self.uses_triton = self.device.type == "cuda"
@@ -118,7 +122,6 @@ class Worker:
             ranks.connect(self.model, model_config, self.dtype)
         if self.device.type == "cpu" and self.part.samples:
             warn_of_slow_options(config, model_config, self.model.layers[0], self.dtype, self.product)
-        longest = config.max_model_len or model_config.max_position_embeddings
         self.sample_all: Callable[..., Tensor] | None = None  # on a CPU
         step_bytes = 0
         if self.device.type == "cuda":
@@ -135,16 +138,24 @@ class Worker:
                 model_config.vocab_size,
                 self._partial,
                 self._captures_only(),
+                self.kinds,
             )
-        num_blocks = num_blocks_that_fit(config, self.part_config, longest, self.kv_dtype, self.device, step_bytes)
-        max_model_len = fit_length(config, longest, num_blocks * config.block_size)
-        size = block_bytes(self.part_config, config.block_size, self.kv_dtype)
+        size = block_bytes(self.part_config, config.block_size, self.kv_dtype, self.kinds.num_rows)
+        self.needs = BlockNeeds(kinds.windows, config.block_size, config.token_budget(self.device.type))
+        num_blocks = num_blocks_that_fit(config, size, self.needs, longest, self.device, step_bytes)
+        max_model_len = fit_length(config, longest, self.needs.longest(num_blocks, longest))
         host_blocks = num_host_blocks(config, num_blocks, size)
         name = str(self.dtype).removeprefix("torch.")
-        self.capacity = agree(Capacity(self.device.type, name, num_blocks, host_blocks, max_model_len))
+        self.capacity = agree(Capacity(self.device.type, name, num_blocks, host_blocks, max_model_len, kinds.windows))
         num_blocks, max_model_len = self.capacity.num_blocks, self.capacity.max_model_len
         self.kv_cache = KVCache(
-            self.part_config, num_blocks, config.block_size, self.kv_dtype, self.device, self.capacity.num_host_blocks
+            self.part_config,
+            num_blocks,
+            config.block_size,
+            self.kv_dtype,
+            self.device,
+            self.capacity.num_host_blocks,
+            self.kinds,
         )
         table = SequenceTable(
             config.max_num_seqs + 1,
@@ -153,6 +164,7 @@ class Worker:
             model_config.vocab_size,
             self.device,
             config.enable_lora,
+            kinds.windows,
         )
         self.compiled: Compiled | None = None
         ways = self._partial(self._choose_ways(table, max_model_len))
@@ -317,15 +329,15 @@ class Worker:
         """Whether one operator may compute all experts of a layer (layers/tiled_experts.py)."""
         return self.device.type == "cpu" and self.model_config.experts is not None and self.part.tp_size == 1
 
-    def _make_attention(self, inputs: Inputs):
+    def _make_attention(self, pages: Pages):
         from nanopage.kernels import paged_attention  # imports Triton, which would double the time to start on a CPU
 
         config = self.part_config
         return paged_attention.make_attention(
-            inputs.slot_mapping,
-            inputs.block_tables,
-            inputs.query_lens,
-            inputs.seq_lens,
+            pages.slot_mapping,
+            pages.block_tables,
+            pages.query_lens,
+            pages.seq_lens,
             config.num_heads,
             config.num_kv_heads,
             config.head_dim,
@@ -394,15 +406,20 @@ class Worker:
 
     def _log_start(self) -> None:
         config, capacity = self.config, self.capacity
-        tokens = capacity.num_blocks * config.block_size
-        gib = capacity.num_blocks * block_bytes(self.part_config, config.block_size, self.kv_dtype) / GIB
+        size = block_bytes(self.part_config, config.block_size, self.kv_dtype, self.kinds.num_rows)
+        gib = capacity.num_blocks * size / GIB
+        requests = capacity.num_blocks / self.needs.of([capacity.max_model_len])
+        tokens = int(requests * capacity.max_model_len)
         kinds = [kind for kind in ("dummy" if config.load_format == "dummy" else None, self.tiles) if kind]
         weights = f" with {' '.join(kinds)} weights" if kinds else ""
         kv_dtype = "" if self.kv_dtype == self.dtype else f" in {str(self.kv_dtype).removeprefix('torch.')}"
         logger.info(
             f"{self.path.name} in {capacity.dtype}{weights} on {capacity.device}; KV cache{kv_dtype} {gib:.2f} GiB = "
-            f"{tokens:,} tokens = {tokens / capacity.max_model_len:.1f} requests of {capacity.max_model_len:,} tokens"
+            f"{tokens:,} tokens = {requests:.1f} requests of {capacity.max_model_len:,} tokens"
         )
+        if windows := {window for window in capacity.windows if window is not None}:
+            sizes = " or ".join(f"{window:,}" for window in sorted(windows))
+            logger.info(f"layers with a window of {sizes} tokens keep only the blocks that it reaches")
         rope = self.model_config.rope
         if rope.rope_type == "longrope":
             original = rope.params["original_max_position_embeddings"]

@@ -21,6 +21,7 @@ from hypothesis.stateful import (
 
 from nanopage.engine import block_manager
 from nanopage.engine.block_manager import BlockManager
+from nanopage.step import NO_BLOCK
 
 HASHES = {
     "sha256": block_manager.hash_block,
@@ -106,7 +107,7 @@ class Books(RuleBasedStateMachine):
         before = repr(vars(self.manager))
         hit = self.manager.lookup(tokens, salt, hashes)
         assert repr(vars(self.manager)) == before, "lookup() changed something"
-        blocks = [prefix.block for prefix in hit]
+        blocks = [prefix.blocks[0] for prefix in hit]
         assert blocks == self.expected_hit(tokens, salt)
         assert len(blocks) * self.block_size < len(tokens), "no token is left to compute"
         held = [slot for block in blocks for slot in self.contents[block]]
@@ -118,7 +119,7 @@ class Books(RuleBasedStateMachine):
         held = self.manager.allocate(self.next_id, hit, len(tokens))
         self.query_tokens += len(tokens)
         assert held == len(hit) * self.block_size
-        table = [prefix.block for prefix in hit]
+        table = [prefix.blocks[0] for prefix in hit]
         for block in table:
             self.idle.pop(block, None)
         owner = Owner(self.next_id, list(tokens), salt, table, held, len(hit))
@@ -381,7 +382,7 @@ def put(manager: BlockManager, seq_id: int, tokens: list[int], salt: str = "", u
 
 def found(manager: BlockManager, tokens: list[int], salt: str = "") -> list[int]:
     """The blocks of the longest cached prefix of `tokens`, which may be all of them."""
-    return [prefix.block for prefix in manager.lookup([*tokens, -1], salt)]
+    return [prefix.blocks[0] for prefix in manager.lookup([*tokens, -1], salt)]
 
 
 @pytest.mark.parametrize(("num_tokens", "blocks"), [(0, 0), (1, 1), (4, 1), (5, 2), (8, 2)])
@@ -596,11 +597,11 @@ def test_hashes_that_are_kept_find_what_fresh_ones_find(monkeypatch):
     assert manager.lookup(tokens, "", hashes) == []
     assert len(hashes) == 1, "blocks behind the first that is not found are not hashed"
     table = put(manager, 0, [1, 2, 3, 4, 5, 6])
-    assert [prefix.block for prefix in manager.lookup(tokens, "", hashes)] == table[:2]
+    assert [prefix.blocks[0] for prefix in manager.lookup(tokens, "", hashes)] == table[:2]
     assert len(hashes) == 2
     calls = []
     monkeypatch.setattr(block_manager, "hash_block", lambda *arguments: calls.append(arguments))
-    assert [prefix.block for prefix in manager.lookup(tokens, "", hashes)] == table[:2]
+    assert [prefix.blocks[0] for prefix in manager.lookup(tokens, "", hashes)] == table[:2]
     assert calls == [], "nothing is hashed twice"
 
 
@@ -629,6 +630,141 @@ def test_a_sequence_has_one_table():
     manager.allocate(7)
     with pytest.raises(ValueError, match="7"):
         manager.allocate(7)
+
+
+# Windows: a logical block has a physical block for each kind of layers
+
+
+def slid(manager: BlockManager, seq_id: int, tokens: list[int], position: int, salt: str = "") -> list[int]:
+    """`put` a sequence, and go on to a later position. Returns its table before that."""
+    table = put(manager, seq_id, tokens, salt)
+    manager.slide(seq_id, position)
+    manager.check_invariants()
+    return table
+
+
+@pytest.mark.parametrize(("position", "gone"), [(0, 0), (4, 0), (5, 0), (6, 1), (7, 1), (8, 2), (10, 3)])
+def test_blocks_that_the_window_does_not_reach_are_given_back(position, gone):
+    manager = BlockManager(20, 2, windows=(None, 5))
+    table = slid(manager, 0, list(range(10)), position)
+    assert len(table) == 10
+    left = manager.block_tables[0]
+    assert left[::2] == table[::2], "there is no window"
+    assert left[1::2] == [NO_BLOCK] * gone + table[1::2][gone:]
+    assert manager.num_cached_blocks == gone
+    manager.slide(0, position)
+    assert manager.block_tables[0] == left, "a second time changes nothing"
+
+
+def test_a_sequence_that_goes_back_a_little_keeps_what_it_sees():
+    """Drafts that are refused."""
+    manager = BlockManager(20, 2, windows=(5,))
+    slid(manager, 0, list(range(10)), 8)
+    left = list(manager.block_tables[0])
+    manager.slide(0, 6)
+    assert manager.block_tables[0] == left
+
+
+def test_a_prefix_needs_only_the_blocks_that_its_next_token_sees():
+    manager = BlockManager(12, 2, windows=(None, 3))
+    tokens = [1, 2, 3, 4, 5, 6, 7, 8]
+    table = slid(manager, 0, tokens, 8)
+    manager.free(0)
+    hit = manager.lookup([*tokens, 9])
+    assert len(hit) == 4
+    assert manager.table_of(hit) == [table[0], NO_BLOCK, table[2], NO_BLOCK, table[4], NO_BLOCK, table[6], table[7]]
+    assert manager.allocate(1, hit) == 8
+    manager.check_invariants()
+    assert manager.num_cached_blocks == 3
+
+
+def evict(manager: BlockManager, block: int) -> None:
+    """Have a cached block evicted."""
+    manager._cached.move_to_end(block, last=False)
+    manager._free, free = [], manager._free
+    assert manager._take_block() == block
+    manager._free = [*free, block]
+    manager.check_invariants()
+
+
+@pytest.mark.parametrize(("windows", "evicted", "num_found"), [
+    ((None, 3), [], 4),
+    ((None, 3), [0], 0),  # without a window: nothing behind it is found
+    ((None, 3), [4], 2),
+    ((None, 3), [1], 4),  # with one: no further than the window reaches
+    ((None, 3), [3], 4),
+    ((None, 3), [5], 4),
+    ((None, 3), [7], 3),
+    ((None, 3), [7, 5], 2),
+    ((None, 3), [7, 3], 3),
+    ((None, 5), [7, 3], 1),
+    ((3,), [], 4),
+    ((3,), [0, 1, 2], 4),  # nothing is left of the logical blocks
+    ((3,), [3], 3),
+    ((5,), [0, 1], 4),
+    ((5,), [0, 3], 3),
+    ((5,), [2], 2),
+])  # fmt: skip
+def test_the_longest_prefix_of_which_everything_is_left_that_is_seen(windows, evicted, num_found):
+    manager = BlockManager(12, 2, windows=windows)
+    tokens = [1, 2, 3, 4, 5, 6, 7, 8]
+    table = slid(manager, 0, tokens, 8)
+    manager.free(0)
+    for index in evicted:
+        evict(manager, table[index])
+    hit = manager.lookup([*tokens, 9])
+    assert len(hit) == num_found
+    assert manager.allocate(1, hit, 9) == 2 * num_found
+    assert grow(manager, 1, 9)
+    manager.register(1, [*tokens, 9], 8)
+    manager.slide(1, 8)
+    manager.check_invariants()
+    manager.free(1)
+    assert len(manager.lookup([*tokens, 9])) == 4, "what was evicted has been registered anew"
+    assert manager.num_free_blocks == 12
+
+
+def test_a_prefix_behind_evicted_blocks_is_compared_token_by_token(monkeypatch):
+    monkeypatch.setattr(block_manager, "hash_block", lambda parent_hash, tokens: bytes([tokens[-1]]))
+    manager = BlockManager(12, 2, windows=(3,))
+    table = slid(manager, 0, [1, 2, 3, 4, 5, 6], 6)
+    manager.free(0)
+    evict(manager, table[0])
+    assert len(manager.lookup([1, 2, 3, 4, 5, 6, 7])) == 3
+    assert manager.lookup([0, 2, 3, 4, 5, 6, 7]) == [], "the hashes are equal"
+
+
+def test_forks_share_what_is_left_and_copy_what_they_write_to_for_each_kind():
+    manager = BlockManager(12, 2, windows=(None, 3))
+    table = slid(manager, 0, [1, 2, 3, 4, 5], 5)
+    manager.fork(0, 1)
+    manager.check_invariants()
+    assert manager.blocks_to_grow([(1, 5, 6)]) == 2
+    assert manager.grow(1, 5, 6)
+    new = manager.block_tables[1][4:]
+    assert sorted(manager.take_copies()) == sorted(zip(table[4:], new, strict=True))
+    manager.slide(1, 6)
+    assert manager.block_tables[0][3] == table[3] and manager.block_tables[1][3] == NO_BLOCK
+    assert manager.ref_counts[table[3]] == 1
+    manager.check_invariants()
+
+
+def test_a_swap_takes_what_is_left():
+    manager = BlockManager(12, 2, num_host_blocks=6, windows=(None, 3))
+    table = slid(manager, 0, [1, 2, 3, 4, 5, 6], 6)
+    manager.fork(0, 1)
+    kept = [block for block in table if block not in (table[1], table[3])]
+    moved = manager.swap_out([0, 1])
+    assert sorted(block for block, _ in moved) == sorted(kept)
+    manager.check_invariants()
+    back = manager.swap_in([0, 1])
+    assert [host for host, _ in back] == sorted(host for _, host in moved)
+    manager.check_invariants()
+    assert [block == NO_BLOCK for block in manager.block_tables[0]] == [False, True, False, True, False, False]
+    assert manager.block_tables[0] == manager.block_tables[1]
+    manager.register(0, [1, 2, 3, 4, 5, 6], 6)
+    manager.check_invariants()
+    assert len(manager.lookup([1, 2, 3, 4, 5, 6, 7])) == 3
 
 
 def lose_a_block(manager):
@@ -666,7 +802,7 @@ def forget_a_chain(manager):
 
 def register_a_free_block(manager):
     block = manager._free[-1]
-    manager._by_block[block] = manager._by_hash[b"x"] = block_manager.Prefix(b"x", None, (8, 9), "", block)
+    manager._by_block[block] = manager._by_hash[b"x"] = block_manager.Prefix(b"x", None, (8, 9), "", [block])
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,8 @@ from nanopage.engine.block_manager import BlockManager
 from nanopage.engine.schedule import Schedule
 from nanopage.engine.scheduler import Scheduler
 from nanopage.engine.sequence import Sequence, SequenceGroup, Status
-from nanopage.step import Batch, BatchResult, BlockUpdate, Fork, NewSequence, SamplingSettings
+from nanopage.layer_kinds import BlockNeeds, first_block
+from nanopage.step import NO_BLOCK, Batch, BatchResult, BlockUpdate, Fork, NewSequence, SamplingSettings
 
 
 def fake_model(token_ids: list[int], seed: int = 0) -> int:
@@ -27,11 +28,12 @@ def fake_model(token_ids: list[int], seed: int = 0) -> int:
 class Worker:
     """What a worker does, on lists. It knows what the batches say and nothing else.
 
-    The K and V of a token depend on every token before it, so its slot holds (salt, all tokens up to it).
+    The K and V of a token depend on every token before it, so its slot holds (salt, all tokens up to it). A slot of the
+    layers of another kind than the first also holds the kind. Only what windows reach is read.
     """
 
-    def __init__(self, num_rows: int, num_blocks: int, block_size: int, num_host_blocks: int, model):
-        self.block_size, self.model = block_size, model
+    def __init__(self, num_rows: int, num_blocks: int, block_size: int, num_host_blocks: int, model, windows=(None,)):
+        self.block_size, self.model, self.windows = block_size, model, windows
         self.tokens: list[list[int]] = [[] for _ in range(num_rows)]
         self.blocks: list[list[int]] = [[] for _ in range(num_rows)]
         self.seeds = [0] * num_rows
@@ -67,7 +69,8 @@ class Worker:
             self.tokens[new.row], self.blocks[new.row], self.seeds[new.row] = list(new.token_ids), [], new.seed
         for fork in batch.forks:
             self.tokens[fork.row] = self.tokens[fork.parent][: fork.num_tokens]
-            self.blocks[fork.row] = self.blocks[fork.parent][: -(-fork.num_tokens // self.block_size)]
+            num_blocks = -(-fork.num_tokens // self.block_size) * len(self.windows)
+            self.blocks[fork.row] = self.blocks[fork.parent][:num_blocks]
             self.seeds[fork.row] = fork.seed
         for update in batch.blocks:
             assert update.first <= len(self.blocks[update.row])
@@ -79,19 +82,33 @@ class Worker:
         """Read all there is to read, and write the tokens of this step."""
         work = list(zip(batch.rows, batch.starts, batch.counts, salts, strict=True))
         assert len(set(batch.rows)) == len(work) and len(set(batch.sampled_rows)) == len(batch.sampled_rows)
-        held = [[slot for block in self.blocks[row] for slot in self.slots[block]] for row, *_ in work]
-        for (row, start, _, salt), slots in zip(work, held, strict=True):
-            expected = [(salt, tuple(self.tokens[row][: i + 1])) for i in range(start)]
-            assert slots[:start] == expected, "a cache that holds something else"
+        for row, start, _, salt in work:
+            for kind in range(len(self.windows)):
+                first, slots = self.slots_of(row, kind, start, start)
+                expected = [self.contents(row, kind, salt, position) for position in range(first, start)]
+                assert slots[: start - first] == expected, "a cache that holds something else"
         for row, start, num_tokens, salt in work:
             assert len(self.tokens[row]) >= start + num_tokens, "a token that the worker does not know"
             for position in range(start, start + num_tokens):
-                block, offset = divmod(position, self.block_size)
-                self.slots[self.blocks[row][block]][offset] = (salt, tuple(self.tokens[row][: position + 1]))
+                index, offset = divmod(position, self.block_size)
+                for kind in range(len(self.windows)):
+                    block = self.blocks[row][index * len(self.windows) + kind]
+                    self.slots[block][offset] = self.contents(row, kind, salt, position)
         for row, start, num_tokens, _ in work:
-            used = self.blocks[row][: -(-(start + num_tokens) // self.block_size)]
-            behind = [slot for block in used for slot in self.slots[block]][start + num_tokens :]
-            assert behind == [None] * len(behind), "what attention reads and masks was not cleared"
+            for kind in range(len(self.windows)):
+                first, slots = self.slots_of(row, kind, start, start + num_tokens)
+                behind = slots[start + num_tokens - first :]
+                assert behind == [None] * len(behind), "what attention reads and masks was not cleared"
+
+    def contents(self, row: int, kind: int, salt: str, position: int) -> tuple:
+        return (salt, tuple(self.tokens[row][: position + 1])) + (() if kind == 0 else (kind,))
+
+    def slots_of(self, row: int, kind: int, start: int, end: int) -> tuple[int, list]:
+        """The slots of one kind that queries from `start` to `end` read, and the position of the first slot."""
+        first, last = first_block(self.windows[kind], start, self.block_size), -(-end // self.block_size)
+        blocks = self.blocks[row][kind :: len(self.windows)][first:last]
+        assert NO_BLOCK not in blocks, "a block that was given back"
+        return first * self.block_size, [slot for block in blocks for slot in self.slots[block]]
 
 
 def place_of(batch: Batch, token: int) -> tuple[int, int]:
@@ -137,10 +154,11 @@ class World:
         model=fake_model,
         num_host_blocks=0,
         mode=None,
+        windows=(None,),
     ):
-        self.manager = BlockManager(num_blocks, block_size, caching, num_host_blocks)
+        self.manager = BlockManager(num_blocks, block_size, caching, num_host_blocks, windows)
         self.scheduler = Scheduler(self.manager, max_num_seqs, budget, mode)
-        self.worker = Worker(max_num_seqs, num_blocks, block_size, num_host_blocks, model)
+        self.worker = Worker(max_num_seqs, num_blocks, block_size, num_host_blocks, model, windows)
         self.sequences: list[Sequence] = []
         self.results: dict[int, BatchResult] = {}  # of schedules that were not taken in yet, by id
         self.in_flight: Schedule | None = None
@@ -231,8 +249,9 @@ class World:
         self.results[id(schedule)] = self.worker.run(batch, [seq.cache_salt for seq in schedule.sequences])
         for w in work_of(schedule):
             table = self.manager.block_tables[w.seq.seq_id]
-            assert self.worker.blocks[w.seq.row][: len(table)] == table
-            for block in table[w.start // self.manager.block_size :]:
+            known = self.worker.blocks[w.seq.row][: len(table)]
+            assert [k if block != NO_BLOCK else NO_BLOCK for k, block in zip(known, table, strict=True)] == table
+            for block in table[w.start // self.manager.block_size * self.manager.num_kinds :]:
                 assert self.manager.ref_counts[block] == 1, "written while another sequence reads it"
         self.check_rows()
 
@@ -317,7 +336,7 @@ class World:
         ):
             seq = self.waiting[0]
             prefix = [] if seq.settings.prompt_logprobs is not None else manager.lookup(seq.token_ids, seq.cache_salt)
-            shared = sum(manager.ref_counts[entry.block] > 0 for entry in prefix)
+            shared = sum(manager.ref_counts[entry.blocks[0]] > 0 for entry in prefix)
             short = manager.blocks_for(seq.num_tokens) - shared > manager.num_free_blocks
             assert short or self.computes_next_block_of(seq, len(prefix), schedule), "kept waiting without need"
 
@@ -336,12 +355,12 @@ class World:
 
     def check_cleared(self, schedule, tables):
         """Of the blocks that are handed out, those that the step does not fill are cleared."""
-        block_size, new, cleared = self.manager.block_size, [], []
+        block_size, num_kinds, new, cleared = self.manager.block_size, self.manager.num_kinds, [], []
         for w in work_of(schedule):
-            held = len(tables.get(w.seq.seq_id, ())) or w.start // block_size
+            held = len(tables.get(w.seq.seq_id, ())) or w.start // block_size * num_kinds
             fresh = self.manager.block_tables[w.seq.seq_id][held:]
             new += fresh
-            cleared += fresh[-1:] if (w.start + w.num_tokens) % block_size else []
+            cleared += fresh[-num_kinds:] if (w.start + w.num_tokens) % block_size else []
         assert len(set(new)) == len(new)
         assert sorted(schedule.batch.cleared) == sorted(cleared)
 
@@ -1068,14 +1087,17 @@ requests_for_several = st.fixed_dictionaries(
     num_host_blocks=st.sampled_from([0, 4, 20]),
     mode=st.sampled_from([None, None, "swap", "recompute"]),
     overlap=st.booleans(),
+    windows=st.sampled_from([(None,), (None,), (1,), (4,), (None, 3), (None, 1, 6, 6)]),
     asked=st.lists(requests_for_several, min_size=1, max_size=5),
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=400, deadline=None)
 def test_what_batches_say_is_all_that_a_worker_needs_to_know(
-    num_blocks, block_size, max_num_seqs, budget, caching, num_host_blocks, mode, overlap, asked
+    num_blocks, block_size, max_num_seqs, budget, caching, num_host_blocks, mode, overlap, windows, asked
 ):
-    world = World(num_blocks, block_size, max_num_seqs, budget, caching, fake_model, num_host_blocks, mode)
-    pool = num_blocks * block_size
+    num_blocks *= len(windows)
+    world = World(num_blocks, block_size, max_num_seqs, budget, caching, fake_model, num_host_blocks, mode, windows)
+    needs = BlockNeeds(windows, block_size, budget)
+    pool = needs.longest(num_blocks, 40)  # the tokens of the longest sequence
     groups: list[list[Sequence]] = [[] for _ in asked]
     aborted = set()
     for step in count():
@@ -1083,12 +1105,13 @@ def test_what_batches_say_is_all_that_a_worker_needs_to_know(
         for index, request in enumerate(asked):
             if request["arrival"] == step:
                 prompt = request["prompt"] = request["prompt"][: pool - 1]
-                longest = world.manager.blocks_for(min(pool, len(prompt) + request["max_tokens"]))
-                shared = len(prompt) // block_size
-                most = min(max_num_seqs, (num_blocks - shared) // (longest - shared) if longest > shared else 3)
-                num_sequences = request["num_sequences"] = max(1, min(request["num_sequences"], most))
+                longest = min(pool, len(prompt) + request["max_tokens"])
+                most = min(request["num_sequences"], max_num_seqs)
+                while most > 1 and needs.of([longest] * most, len(prompt)) > num_blocks:
+                    most -= 1
+                request["num_sequences"] = most
                 params = {name: request[name] for name in ("max_tokens", "eos", "salt", "priority")}
-                groups[index] = world.add_group(prompt, num_sequences, **params)
+                groups[index] = world.add_group(prompt, most, limit=pool, **params)
             if request["abort"] is not None and request["abort"][0] == step and groups[index]:
                 seq = groups[index][request["abort"][1] % len(groups[index])]
                 if not seq.finished:
@@ -1111,6 +1134,53 @@ def test_what_batches_say_is_all_that_a_worker_needs_to_know(
                 assert (seq.output_token_ids, seq.finish_reason) == (output, finish_reason)
     assert world.manager.num_free_blocks == num_blocks
     assert world.manager.num_free_host_blocks == num_host_blocks
+
+
+# Windows
+
+
+def held(world: World, seq: Sequence) -> list[int]:
+    """How many blocks a sequence has for the layers of each kind."""
+    manager = world.manager
+    table = manager.block_tables[seq.seq_id]
+    return [sum(block != NO_BLOCK for block in table[kind :: manager.num_kinds]) for kind in range(manager.num_kinds)]
+
+
+def test_a_sequence_keeps_the_blocks_that_windows_reach():
+    world = World(num_blocks=64, block_size=4, budget=12, caching=False, windows=(None, 6))
+    seq = world.add([1] * 50, max_tokens=30)
+    most = []
+    while not seq.finished:
+        schedule = world.schedule()
+        most.append(held(world, seq))
+        world.update(schedule)
+    # Chunks of 12 tokens see 5 tokens before them: 17 tokens may begin and end in the middle of a block.
+    assert most[:5] == [[3, 3], [6, 5], [9, 5], [12, 5], [13, 3]]
+    assert max(window for _, window in most[5:]) == 3 and most[-1][0] == 20
+    assert world.manager.num_free_blocks == 64
+
+
+def test_a_pool_that_holds_only_the_windows_of_a_request_is_enough():
+    """All layers have a window: the sequence is much longer than the pool."""
+    num_blocks = BlockNeeds((6,), 4, 8).of([1000])
+    assert num_blocks == 5
+    world = World(num_blocks, block_size=4, budget=8, windows=(6,))
+    seq = world.add([1, 2, 3] * 20, limit=1000, max_tokens=100)
+    world.run()
+    assert seq.num_output_tokens == 100 and world.scheduler.num_preemptions == 0
+
+
+def test_a_prefix_is_found_if_the_blocks_are_left_that_its_next_token_sees():
+    world = World(num_blocks=40, block_size=4, budget=64, windows=(None, 6))
+    prompt = [1, 2, 3, 4] * 5
+    world.add(prompt, max_tokens=1)
+    world.run()
+    other = world.add([*prompt, 0], max_tokens=9)
+    schedule = world.schedule()
+    assert work(schedule) == [(1, 20, 1)]
+    assert held(world, other) == [6, 3], "15 to 20 are in three blocks"
+    world.update(schedule)
+    world.run()
 
 
 # A step ahead: scheduled before the last step's tokens are known

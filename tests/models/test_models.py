@@ -33,7 +33,7 @@ from nanopage.layers.packed import PackedLinear
 from nanopage.models import ENCODERS, FAMILIES, find_family, load_families
 from nanopage.step import Batch, BlockUpdate, Fork, NewSequence, SamplingSettings
 from nanopage.weights import loader
-from nanopage.worker.eager import Eager, prepare, reference_attention
+from nanopage.worker.eager import Eager, attention_of_layers, prepare, reference_attention
 from nanopage.worker.kv_cache import KVCache
 from nanopage.worker.model_runner import ModelRunner
 from nanopage.worker.sequence_table import SequenceTable
@@ -286,7 +286,8 @@ def hidden_states(paged, lengths, rows=None):
     paged.table.update(batch)
     inputs = prepare(batch, paged.table)
     with torch.inference_mode():
-        return paged.model(inputs.input_ids, inputs.positions, paged.cache.tensor, reference_attention(inputs), rows)
+        attentions = attention_of_layers(inputs, paged.cache, reference_attention)
+        return paged.model(inputs.input_ids, inputs.positions, paged.cache.layers, attentions, rows)
 
 
 def test_each_layer_gets_its_own_cache_and_only_the_last_is_told_the_rows(tmp_path, monkeypatch):

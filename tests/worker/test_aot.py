@@ -413,7 +413,9 @@ def test_the_last_layer_computes_only_the_rows_that_are_asked_for(model, directo
         made.cache.move(batch)
         made.table.update(batch)
         inputs = prepare(batch, made.table)
-        everything = inputs.input_ids, inputs.positions, made.cache.tensor, reference_attention(inputs)
+        attentions = [reference_attention(pages) for pages in inputs.pages]
+        attentions *= 1 if compiled else len(made.model.layers)
+        everything = inputs.input_ids, inputs.positions, made.cache.layers, attentions
         forward = made.way._forward if compiled else made.model
         for rows in ([sum(lengths) - 1, 0][: len(lengths)], [0]):
             rows = torch.tensor(rows)

@@ -12,6 +12,7 @@ import torch
 from torch._inductor.cpp_builder import get_cpp_compiler
 
 from nanopage.kernels.reference import ReferenceAttention
+from nanopage.layer_kinds import MOST_KINDS
 from nanopage.worker import aot_compile
 from nanopage.worker.aot_chain import Chain, FixedInputs, Layers, Library
 
@@ -42,7 +43,9 @@ def chain(tmp_path_factory):
     directory = tmp_path_factory.mktemp("chain")
     constants = {"HEAD_DIM": HEAD_DIM, "NUM_KV_HEADS": NUM_KV_HEADS, "GROUP": 1, "BLOCK_SIZE": BLOCK_SIZE}
     constants |= {"SCALE": "0.5", "SOFTCAP": "0.0"}
-    aot_compile.compile_chain(constants | {"BFLOAT16": 0, "KV_CACHE": "Stored"}, directory / "chain.so")
+    aot_compile.compile_chain(
+        constants | {"BFLOAT16": 0, "KV_CACHE": "Stored", "MOST_KINDS": MOST_KINDS}, directory / "chain.so"
+    )
     (file,) = directory.glob("chain.*.so")
     return Chain(file)
 
@@ -68,14 +71,14 @@ def test_other_threads_run_while_compiled_code_does(chain, waiting):
 
 def layers_of(num_layers):
     kv_cache = torch.zeros(num_layers, 2, 1, NUM_KV_HEADS, 32)
-    return Layers([FixedInputs([])] * num_layers, kv_cache, [None] * num_layers, [0] * num_layers)
+    return Layers([FixedInputs([])] * num_layers, kv_cache, [None] * num_layers, [0] * num_layers, [0] * num_layers)
 
 
 def run_layers(chain, function, num_layers, x, num_parts=1):
     zeros = torch.zeros(1, dtype=torch.int64)
     attention = ReferenceAttention(zeros.expand(len(x)), zeros[None], zeros + 1, zeros + 1)
     return chain.run_layers(
-        function, function, layers_of(num_layers), x, [(x, x)], attention, torch.empty_like(x), num_parts
+        function, function, layers_of(num_layers), x, [(x, x)], [attention], torch.empty_like(x), num_parts
     )
 
 

@@ -3,7 +3,7 @@
 import re
 from contextlib import contextmanager
 from functools import partial
-from itertools import pairwise
+from itertools import chain, pairwise
 
 import pytest
 import torch
@@ -12,6 +12,7 @@ from helpers import tiny_model
 from nanopage import EngineConfig, SamplingParams
 from nanopage.build import build_engine
 from nanopage.kernels import cache_write, paged_attention, rotate_and_write
+from nanopage.layer_kinds import BlockNeeds
 from nanopage.params import MAX_LOGPROBS
 from nanopage.sampling.table import SamplingTable
 from nanopage.step import Batch, BlockUpdate, Fork, NewSequence, SamplingSettings
@@ -449,22 +450,22 @@ def test_the_largest_step_there_can_be_is_measured(model, fake_cuda, monkeypatch
 
 def test_the_kv_cache_gets_what_weights_and_the_largest_step_leave(caplog):
     config = EngineConfig(block_size=16)
-    size = 2**20
+    size, needs = 2**20, BlockNeeds((None,), 16, 8192)
     with caplog.at_level("INFO", logger="nanopage"):
-        assert blocks_of_gpu(config, size, 80 * GIB, 20 * GIB, 4 * GIB) == 48 * 1024
+        assert blocks_of_gpu(config, size, needs, 80 * GIB, 20 * GIB, 4 * GIB) == 48 * 1024
     assert "80.00 GiB, gpu_memory_utilization=0.9 gives 72.00; weights and what else is there take 20.00" in caplog.text
     assert "the largest step takes 4.00; the 48.00 GiB left for the KV cache hold 786,432 tokens" in caplog.text
     half = EngineConfig(gpu_memory_utilization=0.5, max_model_len=4096)
-    assert blocks_of_gpu(half, size, 80 * GIB, 20 * GIB, 4 * GIB) == 16 * 1024
+    assert blocks_of_gpu(half, size, needs, 80 * GIB, 20 * GIB, 4 * GIB) == 16 * 1024
     message = (
         "8.00 GiB, gpu_memory_utilization=0.5 gives 4.00; weights and what else is there take 3.00, the largest step "
         "takes 0.90; the 0.10 GiB left for the KV cache hold 1,632 tokens, not 4,096: raise gpu_memory_utilization, or "
         "lower max_num_batched_tokens"
     )
     with pytest.raises(MemoryError, match=re.escape(message)):
-        blocks_of_gpu(half, size, 8 * GIB, 3 * GIB, int(0.9 * GIB))
+        blocks_of_gpu(half, size, needs, 8 * GIB, 3 * GIB, int(0.9 * GIB))
     with pytest.raises(MemoryError, match="hold 0 tokens, not 16: raise"):
-        blocks_of_gpu(config, size, 8 * GIB, 9 * GIB, GIB)
+        blocks_of_gpu(config, size, needs, 8 * GIB, 9 * GIB, GIB)
 
 
 @pytest.mark.parametrize("case", [(100, 6, 64), (3, 6, 64), (6, 6, 64), (100, 2, 8), (2048, 256, 40_000)])
@@ -486,16 +487,18 @@ def test_what_is_around_the_model_is_compiled_for_any_size_and_once_more_for_one
     plain = make_sample_all(False)
     after = make_sample_all(False, partial(torch.compile, fullgraph=True))
     tokens = torch.randint(0, 300, (49, 33))
-    block_tables = torch.randint(0, 9, (49, 4)).int()
+    blocks = torch.randint(0, 9, (49, 5, 2)).int()
     temperatures, seeds = torch.rand(49, dtype=torch.float64).round(decimals=1), torch.randint(-9, 9, (49,))
     limits = [torch.randint(1, 301, (49,)), torch.rand(49, dtype=torch.float64), torch.zeros(49, dtype=torch.float64)]
     for size in (48, 32, 16, 8, 4, 2, 1):  # as capturing goes
         generator = torch.Generator().manual_seed(size)
         rows = torch.randperm(49, generator=generator)[:size]
         seq_lens = torch.randint(0, 33, (size,), generator=generator)
-        arguments = rows, seq_lens, tokens, block_tables, 8
-        for ours, theirs in zip(before(*arguments), look_up(*arguments), strict=True):
-            assert torch.equal(ours, theirs)
+        arguments = rows, seq_lens, tokens, blocks, 8, (None, 5)
+        *ours, our_pages = before(*arguments)
+        *theirs, their_pages = look_up(*arguments)
+        ours, theirs = [*ours, *chain(*our_pages)], [*theirs, *chain(*their_pages)]
+        assert len(ours) == 8 and all(map(torch.equal, ours, theirs))
         logits = torch.randn(size, 300, generator=generator)
         arguments = logits, rows, seq_lens, temperatures, seeds, limits
         assert torch.equal(after(*arguments), plain(*arguments))
@@ -506,11 +509,23 @@ def test_what_is_looked_up_is_the_last_token_of_each_row_and_its_slot():
     tokens = torch.arange(100, 130).view(3, 10)
     block_tables = torch.tensor([[4, 7, 1], [3, 0, 2], [9, 9, 9]])
     rows, seq_lens = torch.tensor([1, 0, 1, 2]), torch.tensor([1, 8, 9, 0])
-    input_ids, positions, slots, tables = look_up(rows, seq_lens, tokens, block_tables, 4)
+    input_ids, positions, [(slots, tables, lens)] = look_up(rows, seq_lens, tokens, block_tables[:, :, None], 4)
     assert input_ids.tolist() == [110, 107, 118, 120]
     assert positions.tolist() == [0, 7, 8, 0]
     assert slots.tolist() == [12, 31, 8, -1], "padding is not written"
-    assert torch.equal(tables, block_tables[rows])
+    assert torch.equal(tables, block_tables[rows]) and torch.equal(lens, seq_lens)
+
+
+def test_what_is_looked_up_for_a_window_begins_where_the_window_does():
+    tokens, gone = torch.arange(100, 148).view(3, 16), -1
+    blocks = torch.tensor([[4, 7, 1, 0], [gone, gone, 2, 5], [9, 9, 9, 9]])
+    rows, seq_lens = torch.tensor([1, 0, 1, 2]), torch.tensor([14, 3, 12, 0])
+    _, _, [whole, (slots, tables, lens)] = look_up(
+        rows, seq_lens, tokens, blocks[:, :, None].repeat(1, 1, 2), 4, (None, 5)
+    )
+    assert slots.tolist() == whole[0].tolist() == [21, 18, 11, -1]
+    assert tables.tolist() == [[2, 5], [4, 7], [gone, 2], [9, 9]]
+    assert lens.tolist() == [6, 3, 8, 0]
 
 
 @pytest.mark.gpu

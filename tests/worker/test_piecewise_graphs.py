@@ -203,9 +203,9 @@ def test_what_a_layer_launches_beside_compiled_code(model, fake_cuda, monkeypatc
     engine.executor.worker.kv_cache.clear([0])
     batch = Batch(rows=[0, 1], starts=[4, 0], counts=[1, 3], sampled_from=[0], sampled_rows=[0])
     inputs = prepare(batch, pieces.table)
-    attention = pieces.make_attention(inputs)
+    attentions = [pieces.make_attention(pages) for pages in inputs.pages]
     with torch.inference_mode():
-        pieces._forward(inputs.input_ids, inputs.positions, pieces.kv_cache.tensor, attention, None)
+        pieces._forward(inputs.input_ids, inputs.positions, pieces.kv_cache.layers, attentions, None)
     assert launches == ["replay", "decode_kernel", "prefill_kernel"] * layers
 
 
@@ -232,8 +232,8 @@ def test_logits_with_the_triton_kernels(family, overrides, tmp_path):
     hf_model.save_pretrained(tmp_path)
     config, sequences = loader.read_config(tmp_path), random_tokens(lengths)
 
-    def make_attention(inputs):
-        fields = inputs.slot_mapping, inputs.block_tables, inputs.query_lens, inputs.seq_lens
+    def make_attention(pages):
+        fields = pages.slot_mapping, pages.block_tables, pages.query_lens, pages.seq_lens
         sizes = config.num_heads, config.num_kv_heads, config.head_dim
         return paged_attention.make_attention(*fields, *sizes, torch.float64, CPU)
 

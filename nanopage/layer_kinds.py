@@ -1,0 +1,127 @@
+"""Kinds of layers: which layers share a block table, and how many blocks sequences take with several of them.
+
+A layer with a sliding window needs only the blocks that its window still reaches, a layer without one needs all. So
+layers with different windows have different block tables. One pool serves all tables, because each block holds the K
+and V of equally many layers: layers that have the same window are divided into kinds of that many, or a few less. This
+is how vLLM does it, whose name for a kind is a KV cache group.
+
+For example, Gemma 3 270M has 15 layers with a window of 512 tokens and 3 without, in periods of 6 layers:
+
+    layers       0  1  2  3  4  5  6  7  8  9 10 11 12 13 14 15 16 17
+    kind         1  2  3  4  5  0  1  2  3  4  5  0  1  2  3  4  5  0      kind 0 has no window
+
+A block holds 3 layers. A sequence of 32,768 tokens in blocks of 16 has 2,048 blocks of kind 0 and 33 of each other kind
+while it decodes: 2,213 blocks of 3 layers. With one kind it would have 2,048 blocks of 18 layers, 5.6 times as much.
+
+In most models, all layers are of one kind, without a window.
+"""
+
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+MOST_KINDS = 8  # each one is a block table more in every step
+
+
+@dataclass(frozen=True, slots=True)
+class LayerKinds:
+    """The kinds of layers of a model.
+
+    windows    of each kind: how many of the last tokens its layers see, the present one included; None for all
+    of_layers  the kind of each layer
+    """
+
+    windows: tuple[int | None, ...]
+    of_layers: tuple[int, ...]
+
+    @property
+    def rows(self) -> list[int]:
+        """For each layer, how many layers before it are of the same kind: its place in a block."""
+        return [self.of_layers[:index].count(kind) for index, kind in enumerate(self.of_layers)]
+
+    @property
+    def num_rows(self) -> int:
+        """How many layers a block has room for."""
+        return max(Counter(self.of_layers).values())
+
+    def stage(self, layers: range) -> "LayerKinds":
+        """Those of some layers only. All stages of a model have the same kinds, and the same block tables."""
+        return replace(self, of_layers=self.of_layers[layers.start : layers.stop])
+
+
+def one_kind(num_layers: int) -> LayerKinds:
+    """All layers share a table, and keep all blocks."""
+    return LayerKinds((None,), (0,) * num_layers)
+
+
+def divide_layers(windows: Sequence[int | None], max_model_len: int) -> LayerKinds:
+    """Divide a model's layers into kinds.
+
+    Layers keep all blocks where little would be gained: where no sequence is longer than the window, or where windows
+    would save less than an eighth of a long context's memory, because few layers have one.
+
+    Args:
+        windows: of each layer; None if it has none.
+        max_model_len: most tokens of a sequence.
+    """
+    windows = [window if window is not None and window < max_model_len else None for window in windows]
+    counts = Counter(windows)
+    size = min(counts.values())  # of a kind
+    numbers = {window: -(-count // size) for window, count in counts.items()}
+    while sum(numbers.values()) > MOST_KINDS and size < len(windows):
+        size += 1
+        numbers = {window: -(-count // size) for window, count in counts.items()}
+    if sum(numbers.values()) > MOST_KINDS or size * numbers.get(None, 0) > 7 / 8 * len(windows):
+        return one_kind(len(windows))
+    kinds: list[int | None] = [window for window, number in numbers.items() for _ in range(number)]
+    kinds.sort(key=lambda window: window is not None)  # the kinds without a window first
+    seen: Counter[int | None] = Counter()
+    of_layers = []
+    for window in windows:  # in turn, so that every stage of a pipeline has about as many layers of each kind
+        of_layers.append(kinds.index(window) + seen[window] % numbers[window])
+        seen[window] += 1
+    return LayerKinds(tuple(kinds), tuple(of_layers))
+
+
+def first_block(window: int | None, position: int, block_size: int) -> int:
+    """The first logical block that queries from `position` on see."""
+    return 0 if window is None else max(0, position + 1 - window) // block_size
+
+
+@dataclass(frozen=True, slots=True)
+class BlockNeeds:
+    """How many blocks sequences take.
+
+    windows    of each kind of layers
+    max_chunk  most tokens of a sequence that one step computes
+    """
+
+    windows: tuple[int | None, ...]
+    block_size: int
+    max_chunk: int
+
+    def of(self, lengths: list[int], shared: int = 0) -> int:
+        """The most blocks that sequences of these numbers of tokens have at any time, all together.
+
+        Args: shared: tokens that all have in common at their start. Each sequence has at least one block of its own.
+        """
+        shared //= self.block_size
+        own = [max(1, -(-length // self.block_size) - shared) for length in lengths]
+        return sum(
+            min(shared, most) + sum(min(blocks, most) for blocks in own) for most in map(self._most, self.windows)
+        )
+
+    def longest(self, num_blocks: int, max_model_len: int) -> int:
+        """The most tokens, up to `max_model_len`, of a sequence that has `num_blocks` blocks to itself."""
+        if self.of([max_model_len]) <= num_blocks:
+            return max_model_len
+        lengths = range(self.block_size, max_model_len + 1, self.block_size)
+        return self.block_size * bisect_right(lengths, num_blocks, key=lambda length: self.of([length]))
+
+    def _most(self, window: int | None) -> int:
+        """The most blocks of a kind that one sequence has: those that the window reaches from the first token of a
+        chunk, those of the chunk, and one because both may begin in the middle of a block."""
+        if window is None:
+            return 2**62
+        return -(-(window - 1) // self.block_size) + -(-self.max_chunk // self.block_size) + 1
