@@ -19,6 +19,7 @@ from benchmarks.host import ThroughBytes
 from nanopage.layer_kinds import divide_layers, first_block
 from nanopage.layers.packed import pack
 from nanopage.layers.tiled import tile
+from nanopage.layers.tiled_experts import join_experts
 from nanopage.step import NO_BLOCK, Batch, BlockUpdate, NewSequence, SamplingSettings
 from nanopage.weights import loader
 from nanopage.weights.gguf_checkpoint import GGUFCheckpoint
@@ -233,6 +234,7 @@ class Paged:
             of a quantized checkpoint, as on a CPU or on a GPU.
         kv_dtype: of K and V. None: dtype.
         group: whether the weights of experts are fused, as on a GPU.
+        join: whether experts are joined, as compiled layers on a CPU need them.
     """
 
     def __init__(
@@ -245,15 +247,16 @@ class Paged:
         kv_dtype=None,
         seed=0,
         group=False,
+        join=False,
     ):
         config = loader.read_config(directory)
         keep_integers = {"blocks": "tiles", "packed": "packed"}.get(tiles)
         model = loader.load_model(directory, config, dtype, CPU, keep_integers=keep_integers, group=group)
-        if keep_integers is not None:
-            pass
-        elif tiles is not None:
+        if keep_integers is None and tiles is not None:
             tile(model, tiles)
-        elif make_way is not None:
+        if join:
+            join_experts(model, dtype)
+        if tiles is None and make_way is not None:
             pack(model)
         longest = max(map(len, sequences))
         kinds = divide_layers(config.sliding_windows, longest)

@@ -96,12 +96,9 @@ def paged(model, compiled, dtype=torch.float32, tiles=None, kv_dtype=None) -> Pa
     sequences = random_tokens([*LENGTHS, 40, 40, 40])
 
     def make_way(*made):
-        if not compiled:
-            return packed(*made)
-        join_experts(made[0], dtype)
-        return aot.Compiled(*made[:3], model, made[3], dtype, tiles is not None)
+        return aot.Compiled(*made[:3], model, made[3], dtype, tiles is not None) if compiled else packed(*made)
 
-    made = Paged(model, sequences, dtype, make_way, tiles, kv_dtype)
+    made = Paged(model, sequences, dtype, make_way, tiles, kv_dtype, join=compiled)
     if compiled:
         assert made.way.layers is not None
     return made
