@@ -24,6 +24,7 @@ the tensors, copy them before the next forward pass.
 
 from array import array
 from collections import Counter, OrderedDict
+from collections.abc import Collection
 from dataclasses import dataclass
 from hashlib import sha256
 
@@ -83,6 +84,7 @@ class BlockManager:
         self.host_tables: dict[int, list[int]] = {}  # of the swapped sequences
         self.host_ref_counts: list[int] = [0] * self.num_host_blocks
         self.copies: list[tuple[int, int]] = []  # since the last take_copies()
+        self.evicted: list[int] = []  # since the last take_evicted()
 
         # A stack: the block freed last is the most likely to be in the processor's cache.
         self._free: list[int] = list(range(self.num_blocks - 1, -1, -1))
@@ -105,6 +107,11 @@ class BlockManager:
     @property
     def num_free_host_blocks(self) -> int:
         return len(self._host_free)
+
+    @property
+    def cached_blocks(self) -> Collection[int]:
+        """The cached blocks, the next to be evicted first."""
+        return self._cached.keys()
 
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
@@ -249,6 +256,11 @@ class BlockManager:
         copies, self.copies = self.copies, []
         return copies
 
+    def take_evicted(self) -> list[int]:
+        """The cached blocks that have been given out for other tokens, since the last call."""
+        evicted, self.evicted = self.evicted, []
+        return evicted
+
     def free(self, seq_id: int) -> None:
         """Drop the sequence's table, if it has one. Blocks in no other table become cached if registered, else free."""
         # Last block first, so that the end of a prefix is evicted before its start.
@@ -319,6 +331,7 @@ class BlockManager:
         block, prefix = self._cached.popitem(last=False)
         del self._by_hash[prefix.hash], self._by_block[block]
         self.num_evictions += 1
+        self.evicted.append(block)
         return block
 
     def _tokens_of_block(self, token_ids: list[int], index: int) -> tuple[int, ...]:
