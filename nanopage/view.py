@@ -14,8 +14,8 @@ Fields of every frame:
     step        calls of `LLMEngine.step` since the first frame
     why         [kind, request or null, sentence]: what `LLMEngine.explain` says, with numbers for names
     queues      waiting, running and swapped requests in order; in a step frame, only if they have changed
-    requests    of each request that is new: number, prompt tokens, completions, whether it is a beam search, priority,
-                tokens, computed tokens, preemptions
+    requests    of each request that is new: number, prompt tokens, most tokens, completions, whether it is a beam
+                search, priority, tokens, computed tokens, preemptions
 
 Of a key frame also:
 
@@ -69,12 +69,14 @@ class Frames:
 
     Begin with `key`. Then call `step` after each step, as a listener of the engine does, without leaving one out.
 
-    Args: model: its name.
+    Args:
+        model: its name.
+        begin: the `time` of a frame that is made now.
     """
 
-    def __init__(self, engine: LLMEngine, model: str):
+    def __init__(self, engine: LLMEngine, model: str, begin: float = 0.0):
         self.engine, self.model = engine, model
-        self.started = time.perf_counter()
+        self.started = time.perf_counter() - begin
         self.num_steps = 0
         self._num_requests = 0
         self._numbers: dict[str, int] = {}  # request_id -> number
@@ -95,7 +97,7 @@ class Frames:
         return {
             "frame": "key",
             "version": VERSION,
-            "time": self._now(),
+            "time": self.now(),
             "step": self.num_steps,
             "model": self.model,
             "block_size": manager.block_size,
@@ -113,7 +115,7 @@ class Frames:
     def plan(self) -> Frame:
         """A step has been decided, and requests may have come or gone since the last frame."""
         changes = self._changes_of_requests(True, set())
-        return {"frame": "plan", "time": self._now(), "step": self.num_steps, "why": self._sentences()} | changes
+        return {"frame": "plan", "time": self.now(), "step": self.num_steps, "why": self._sentences()} | changes
 
     def step(self, stats: StepStats) -> Frame:
         """What a step did. A key frame instead if the blocks have changed in a way that a step frame cannot tell, such
@@ -132,7 +134,7 @@ class Frames:
         changed = {event.request_id for event in stats.events}
         frame: Frame = {
             "frame": "step",
-            "time": self._now(),
+            "time": self.now(),
             "step": self.num_steps,
             "why": self._sentences(),
             "seconds": round(stats.seconds, 6),
@@ -202,8 +204,9 @@ class Frames:
                 if len(group.seqs) > 1:
                     self._forking.update(seq.seq_id for seq in group.seqs)
                 is_beam_search = group.beam_search is not None
-                prompt = group.seqs[0].num_prompt_tokens
-                new.append([number, prompt, len(group.seqs), is_beam_search, group.priority, *now])
+                first, most = group.seqs[0], self.engine.max_model_len
+                lengths = [first.num_prompt_tokens, min(first.max_total_tokens, most)]
+                new.append([number, *lengths, len(group.seqs), is_beam_search, group.priority, *now])
         return new
 
     def _changes_of_requests(self, moved: bool, changed: set[str]) -> Frame:
@@ -283,7 +286,8 @@ class Frames:
         arrived = round(schedule.arrived - self.started, 6) if schedule.arrived else None
         return [schedule.number, round(schedule.submitted - self.started, 6), arrived]
 
-    def _now(self) -> float:
+    def now(self) -> float:
+        """The `time` of a frame that is made now."""
         return round(time.perf_counter() - self.started, 6)
 
 
@@ -305,6 +309,7 @@ class Request:
 
     number: int
     prompt: int
+    most: int
     completions: int
     beams: bool
     priority: int
@@ -385,13 +390,13 @@ class Recorder:
 
     Args:
         file: gets the lines.
-        model: its name.
+        model, begin: as in Frames.
 
-    Raises: OSError from the engine's `step`, once the file cannot be written.
+    Raises: OSError, also from the engine's `step`, once the file cannot be written.
     """
 
-    def __init__(self, engine: LLMEngine, file: IO[bytes], model: str):
-        self.frames, self.file = Frames(engine, model), file
+    def __init__(self, engine: LLMEngine, file: IO[bytes], model: str, begin: float = 0.0):
+        self.frames, self.file = Frames(engine, model, begin), file
         self._write(self.frames.key())
 
     def __call__(self, stats: StepStats) -> None:

@@ -420,7 +420,6 @@ def run_world(engine: LLMEngine, plans: list[Planned]) -> None:
     while engine.has_unfinished_requests() or any(plan.arrival >= step for plan in plans):
         if plans_ahead.random() < 0.3:  # requests arrive, and are aborted, between the decision and the step
             engine.plan()
-            assert engine.explain()
             picture.apply(frames.plan())
         for plan in plans:
             if plan.arrival == step:

@@ -19,8 +19,8 @@ MAX_NAMES = 8  # of requests or blocks that one sentence lists
 
 @dataclass(slots=True)
 class Explained:
-    """What is known of a step: its schedule, the batches whose results it has taken, those that are still in flight, and
-    what has happened to requests."""
+    """What is known of a step: its schedule, the batches whose results it has taken, those that are still in flight,
+    and what has happened to requests."""
 
     scheduled: Schedule | None = None
     completed: list[Schedule] = field(default_factory=list)
@@ -185,9 +185,8 @@ def _evicted(scheduler: Scheduler, schedule: Schedule, name: Callable[[str], str
         by_owner.setdefault(None if group is None else group.request_id, []).append(block)
     for request_id, blocks in by_owner.items():
         whose = "" if request_id is None else f" for request {name(request_id)}"
-        verb = "leaves" if len(blocks) == 1 else "leave"
-        text = f"{_blocks(blocks)} {verb} the prefix cache{whose}: no block is free, and nothing cached was used less recently."
-        yield Sentence("evict", request_id, text)
+        text = f"{_blocks(blocks)} {_be(len(blocks))} evicted from the prefix cache{whose}: no other block is free"
+        yield Sentence("evict", request_id, f"{text}, and nothing cached was used less recently.")
 
 
 def _copied(schedule: Schedule, name: Callable[[str], str]) -> Iterable[Sentence]:
@@ -218,22 +217,20 @@ def _forked(scheduler: Scheduler, schedule: Schedule, name: Callable[[str], str]
         others = len(group.seqs) - 1
         shared = scheduler.block_manager.blocks_for(group.shared_len)
         what = f"the {_count(shared, 'block')} of its {_count(group.shared_len, 'token')}"
-        yield Sentence(
-            "fork", group.request_id, f"Request {name(group.request_id)} forks: {others} more share {what}."
-        )
+        yield Sentence("fork", group.request_id, f"Request {name(group.request_id)} forks: {others} more share {what}.")
 
 
 def _beams(schedule: Schedule, name: Callable[[str], str]) -> Iterable[Sentence]:
-    for parent, beam in schedule.beam_forks:
-        group = beam.group
-        which = f"Beam {group.seqs.index(beam)} of request {name(group.request_id)}"
-        text = f"{which} forks from beam {group.seqs.index(parent)}, of which two continuations are among the best."
-        yield Sentence("fork", group.request_id, text)
     for beam in schedule.beam_ends:
         group = beam.group
         which = f"Beam {group.seqs.index(beam)} of request {name(group.request_id)}"
         why = "the search has ended" if group.finished else "no continuation of it is among the best"
         yield Sentence("drop", group.request_id, f"{which} is dropped: {why}.")
+    for parent, beam in schedule.beam_forks:
+        group = beam.group
+        which = f"Beam {group.seqs.index(beam)} of request {name(group.request_id)}"
+        text = f"{which} forks from beam {group.seqs.index(parent)}, of which two continuations are among the best."
+        yield Sentence("fork", group.request_id, text)
 
 
 def _dropped(schedule: Schedule, name: Callable[[str], str]) -> Iterable[Sentence]:
@@ -267,7 +264,8 @@ def _run(schedule: Schedule) -> Sentence:
     if chunks:
         parts.append(f"{_count(prompt_tokens, 'prompt token')} of {_count(chunks, 'sequence')}")
     what = " and ".join(parts) or "no sequence, only copies of blocks"
-    return Sentence("run", None, f"The step runs {what}: {batch.num_tokens} of at most {_count(schedule.budget, 'token')}.")
+    tokens = f"{batch.num_tokens} of at most {_count(schedule.budget, 'token')}"
+    return Sentence("run", None, f"The step runs {what}: {tokens}.")
 
 
 # Words

@@ -287,9 +287,7 @@ class Scheduler:
             budget -= self._add_work(schedule, work)
             reserved += self.admission.blocks_reserved(group)
 
-    def _find_wait(
-        self, group: SequenceGroup, prefix: list[Prefix], schedule: Schedule, reserved: int
-    ) -> Wait | None:
+    def _find_wait(self, group: SequenceGroup, prefix: list[Prefix], schedule: Schedule, reserved: int) -> Wait | None:
         """Why the first group of the queues cannot be admitted in this step, if it cannot."""
         if group.status is Status.SWAPPED:
             if schedule.batch.swap_out:  # blocks that this step swaps out cannot come back in the same step
