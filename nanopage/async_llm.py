@@ -130,6 +130,7 @@ class AsyncLLM:
         self._announce: Callable[[], None] | None = None  # while the engine is paused (see `pause`)
         self._steps = 0  # that may be made although it is paused
         self._is_planned = False  # whether the next step has been decided, in a pause
+        self._has_changed = False  # whether requests have come or have been aborted since the last step
         self._streams: dict[str, RequestStream] = {}  # of all requests that have not ended
         self._error: EngineDeadError | None = None
         self._stopping = False
@@ -359,7 +360,7 @@ class AsyncLLM:
                 try:
                     if not self._may_step():
                         continue
-                    self._is_planned = False
+                    self._is_planned = self._has_changed = False
                     outputs = self.engine.step()
                 except Exception:
                     num_failures += 1
@@ -395,6 +396,7 @@ class AsyncLLM:
                 return False
             mail, self._mail = self._mail, []
         for message in mail:
+            self._has_changed |= not callable(message)
             if isinstance(message, Request):
                 self.engine.submit(message)
                 self._metrics.add_params(message.params)
@@ -414,8 +416,8 @@ class AsyncLLM:
         """Whether to make a step now. If the engine is paused, plan it and announce it instead."""
         with self._changed:
             announce = self._announce
-            if announce is None:
-                return True
+            if announce is None:  # a step tells the listeners of an abort, even if nothing is left to do
+                return self._has_changed or self.engine.has_unfinished_requests()
             if self._steps and self.engine.has_unfinished_requests():
                 self._steps -= 1
                 return True

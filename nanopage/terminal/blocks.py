@@ -43,7 +43,10 @@ def draw(picture: Picture, width: int, height: int, tokens_per_second: float | N
     ]
     if len(shown) > num_rows:
         parts.append(Text(f"and {len(shown) - num_rows} more", style="dim"))
-    parts += [Text(note, style="dim", no_wrap=True, overflow="ellipsis"), _blocks(key["num_blocks"], owners, picture.cached, width, map_height)]
+    parts += [
+        Text(note, style="dim", no_wrap=True, overflow="ellipsis"),
+        _blocks(key["num_blocks"], owners, picture.cached, width, map_height),
+    ]
     if picture.host:
         used = sum(len(set(blocks)) for _, blocks in picture.host.values())
         whose = ", ".join(f"request {owner}" for owner in sorted({owner for owner, _ in picture.host.values()}))

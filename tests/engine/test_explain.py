@@ -95,7 +95,9 @@ def test_why_requests_wait():
     engine = fake_engine(40, max_num_seqs=2, max_num_batched_tokens=32)
     for name, prompt in (("a", [1] * 40), ("b", [2] * 9), ("c", [3]), ("d", [4])):
         add(engine, name, prompt)
-    assert waits(engine) == ["Request b waits: the step's budget of tokens is used up. Requests c and d wait behind it."]
+    assert waits(engine) == [
+        "Request b waits: the step's budget of tokens is used up. Requests c and d wait behind it."
+    ]
     assert waits(engine) == [
         "Request c waits: 1 sequence would run beside 2, and 2 may run at once. Request d waits behind it."
     ]
@@ -120,8 +122,9 @@ def test_a_step_that_fails_runs_requests_alone():
     engine.executor.error = RuntimeError("a fault")
     engine.step()
     texts = engine.explain()
-    assert "Request a is preempted: an exception has ended a step, and all requests start again. Its tokens will be " in (
-        " ".join(texts)
+    assert (
+        "Request a is preempted: an exception has ended a step, and all requests start again. Its tokens will be "
+        in (" ".join(texts))
     )
     engine.step()
     assert "Request b waits: a step has failed, and request a runs alone." in engine.explain()
