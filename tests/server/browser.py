@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-KEYS = {"Enter": (13, "\r"), "Escape": (27, "")}
+KEYS = {"Enter": (13, "\r"), "Escape": (27, ""), " ": (32, " "), "p": (80, "p"), "ArrowRight": (39, "")}
 
 
 class Browser:
