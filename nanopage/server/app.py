@@ -97,7 +97,7 @@ class ServerState:
     tool_options: ToolOptions = field(default_factory=ToolOptions)
     tracer: "Tracer | None" = None
     view: LiveView | None = None
-    no_view: str = ""
+    no_view: str = "it is off"
     llm: AsyncLLM | None = None
     adapters: ServedAdapters = field(default_factory=ServedAdapters)
     error: str | None = None
