@@ -181,8 +181,8 @@ def _evicted(scheduler: Scheduler, schedule: Schedule, name: Callable[[str], str
         owners = dict.fromkeys(scheduler.block_manager.blocks_of([seq.seq_id for seq in group.live]), group) | owners
     by_owner: dict[str | None, list[int]] = {}
     for block in schedule.evicted:
-        group = owners.get(block)
-        by_owner.setdefault(None if group is None else group.request_id, []).append(block)
+        owner = owners.get(block)
+        by_owner.setdefault(None if owner is None else owner.request_id, []).append(block)
     for request_id, blocks in by_owner.items():
         whose = "" if request_id is None else f" for request {name(request_id)}"
         text = f"{_blocks(blocks)} {_be(len(blocks))} evicted from the prefix cache{whose}: no other block is free"
