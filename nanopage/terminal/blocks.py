@@ -95,8 +95,11 @@ def _bar(request: Request, longest: int, width: int = 24) -> Text:
 
 
 def _blocks(count: int, owners: dict[int, list[int]], cached: set[int], width: int, height: int) -> Text:
-    """The block map: a block is three columns wide if there is room, else one; or a column stands for several."""
-    text = Text()
+    """The block map: a block is three columns wide if there is room, else one; or a column stands for several. If there
+    is no room for all, free blocks at the end are left out."""
+    text, num_all = Text(), count
+    if -(-count // max(1, width // WIDE)) > height:
+        count = min(count, max([*owners, *cached, width]) + 1)
     wide = WIDE if -(-count // max(1, width // WIDE)) <= height else 1
     columns = max(1, width // wide)
     each = max(1, -(-count // (columns * height)))
@@ -110,8 +113,11 @@ def _blocks(count: int, owners: dict[int, list[int]], cached: set[int], width: i
             used = sum(block in owners for block in blocks)
             kept = any(block in cached for block in blocks)
             text.append(BARS[(used * len(BARS) - 1) // len(blocks)] if used else CACHED if kept else FREE)
-    if each > 1:
-        text.append(f"\n(a column is {each} blocks)", style="dim")
+    notes = [f"a column is {each} blocks"] if each > 1 else []
+    if count < num_all:
+        notes.append(f"{num_all - count} more are free")
+    if notes:
+        text.append(f"\n({'; '.join(notes)})", style="dim")
     return text
 
 
