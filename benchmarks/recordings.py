@@ -82,7 +82,7 @@ def beams() -> list[Arrival]:
 
 SCENARIOS = {
     "continuous-batching": Scenario(
-        [{"num_gpu_blocks_override": 96, "max_num_seqs": 8, "max_num_batched_tokens": 64}], batching
+        [{"num_gpu_blocks_override": 96, "max_num_seqs": 5, "max_num_batched_tokens": 64}], batching
     ),
     "prefix-sharing": Scenario([{"num_gpu_blocks_override": 64, "max_num_batched_tokens": 128}], sharing),
     "preemption": Scenario(

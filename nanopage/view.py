@@ -31,7 +31,8 @@ Of a step frame also:
     tokens      of TOKENS
     batches     [number, submitted, arrived or null] of the batches that the step has submitted or taken the results of,
                 or that are in flight; times as in `time`
-    rows        [request, sequence, start, count] of what the submitted batch runs
+    size        sequences in the submitted batch
+    chunks      [request, sequence, start, count] of those that compute several tokens
     progress    [request, tokens, computed tokens, preemptions] of the requests that have changed
     tables      [sequence, request, first, blocks] of each table that has changed: its blocks from `first` on
     host        [sequence, request, blocks] of each table in host memory that is new
@@ -146,7 +147,8 @@ class Frames:
         }
         frame |= self._changes_of_requests(bool(stats.events), changed)
         if submitted is not None:
-            frame["rows"] = self._rows(submitted)
+            frame["size"] = len(submitted.sequences)
+            frame["chunks"] = self._chunks(submitted)
             frame["copies"] = submitted.batch.copies
         hits = {
             self._numbers[event.request_id]: event.cached_tokens // self.engine.scheduler.block_manager.block_size
@@ -224,9 +226,10 @@ class Frames:
         scheduler, shown, progress = self.engine.scheduler, self._shown, []
         stopped = [g for queue in (scheduler.waiting, scheduler.swapped) for g in queue] if changed else []
         for group in (*scheduler.running, *(group for group in stopped if group.request_id in changed)):
-            if shown[group.request_id] != (now := _progress(group)):
-                shown[group.request_id] = now
-                progress.append([self._numbers[group.request_id], *now])
+            request_id = group.request_id
+            if shown[request_id] != (now := _progress(group)):
+                shown[request_id] = now
+                progress.append((self._numbers[request_id], *now))
         return frame | {"progress": progress}
 
     # Blocks
@@ -242,12 +245,18 @@ class Frames:
         manager, sent = self.engine.scheduler.block_manager, self._tables
         touched: set[int] = set()  # blocks that may have become cached, or no longer are
         frame: Frame = {"tables": [], "hits": []}
+        tables = manager.block_tables
         if submitted is not None:
             frame["evicted"] = submitted.evicted
             touched.update(submitted.evicted)
             for update in submitted.batch.blocks:
                 touched.update(update.blocks)
-        for seq_id, table in manager.block_tables.items():
+        if not changed and submitted is not None and not submitted.drafted:
+            # Only tables that the batch extends, and those of requests with several sequences, can have changed.
+            extended = {update.row for update in submitted.batch.blocks}
+            seq_ids = [seq.seq_id for seq in submitted.sequences if seq.row in extended] if extended else []
+            tables = {seq_id: tables[seq_id] for seq_id in (*seq_ids, *self._forking) if seq_id in tables}
+        for seq_id, table in tables.items():
             owner, before = self._owners[seq_id], sent.get(seq_id, [])
             first = min(len(before), len(table))
             if owner in changed or seq_id in self._forking or (first and before[first - 1] != table[first - 1]):
@@ -275,12 +284,13 @@ class Frames:
             self._cached.update(cached)
         return frame
 
-    def _rows(self, schedule: Schedule) -> list[list[int]]:
-        batch, numbers = schedule.batch, self._numbers
-        return [
-            [numbers.get(seq.group.request_id, 0), seq.seq_id, start, count]
-            for seq, start, count in zip(schedule.sequences, batch.starts, batch.counts, strict=True)
-        ]
+    def _chunks(self, schedule: Schedule) -> list[list[int]]:
+        batch, chunks, index = schedule.batch, [], len(schedule.sequences) - 1
+        while index >= 0 and (count := batch.counts[index]) > 1:  # those with one token come first
+            seq = schedule.sequences[index]
+            chunks.append([self._numbers[seq.group.request_id], seq.seq_id, batch.starts[index], count])
+            index -= 1
+        return chunks[::-1]
 
     def _batch(self, schedule: Schedule) -> list:
         arrived = round(schedule.arrived - self.started, 6) if schedule.arrived else None

@@ -42,8 +42,8 @@ def test_a_request_in_frames():
     assert first["requests"] == [[1, 17, 20, 1, False, 0, 18, 17, 0]]
     assert first["queues"] == [[], [1], []] and "queues" not in second and last["queues"] == [[], [], []]
     assert first["events"] == [["added", 1], ["started", 1]] and last["events"] == [["finished", 1]]
-    assert [row[2:] for row in first["rows"] + second["rows"] + last["rows"]] == [[0, 17], [17, 1], [18, 1]]
-    assert second["progress"] == [[1, 19, 18, 0]]
+    assert [chunk[2:] for chunk in first["chunks"]] == [[0, 17]] and second["chunks"] == [] and second["size"] == 1
+    assert second["progress"] == [(1, 19, 18, 0)]
     assert len(first["tables"][0][3]) == 3 and last["gone"] == [first["tables"][0][0]]
     assert last["cached"] == [0, 1] and picture.cached == {0, 1}  # the full blocks, once they are in no table
     assert [number for number, _, _ in first["batches"]] == [1]

@@ -121,12 +121,13 @@ def _waiting(scheduler: Scheduler, schedule: Schedule, name: Callable[[str], str
     for group, reason in schedule.skipped:
         if group.status is Status.RUNNING:
             skipped.setdefault(SKIPPED[reason], []).append(group.request_id)
-    running = {id(seq.group) for seq in schedule.sequences} | {id(group) for group, _ in schedule.skipped}
     used_up = schedule.batch.num_tokens >= schedule.budget
-    why = f"the {schedule.budget} tokens of the step are used up" if used_up else "nothing of them is to be computed"
-    for group in scheduler.running:
-        if id(group) not in running:
-            skipped.setdefault(why, []).append(group.request_id)
+    if used_up or len(schedule.sequences) < len(scheduler.running):
+        running = {id(seq.group) for seq in schedule.sequences} | {id(group) for group, _ in schedule.skipped}
+        why = f"the {schedule.budget} tokens of the step are used up" if used_up else "there is nothing to compute yet"
+        for group in scheduler.running:
+            if id(group) not in running:
+                skipped.setdefault(why, []).append(group.request_id)
     for why, ids in skipped.items():
         verb = "waits" if len(ids) == 1 else "wait"
         yield Sentence("wait", ids[0] if len(ids) == 1 else None, f"{_requests(ids, name)} {verb} with blocks: {why}.")
@@ -190,7 +191,7 @@ def _evicted(scheduler: Scheduler, schedule: Schedule, name: Callable[[str], str
 
 
 def _copied(schedule: Schedule, name: Callable[[str], str]) -> Iterable[Sentence]:
-    owners = _owners(schedule)
+    owners = _owners(schedule) if schedule.batch.copies else {}
     for source, target in schedule.batch.copies:
         group = owners.get(target)
         request_id = None if group is None else group.request_id

@@ -1,7 +1,7 @@
 """GET /view: the live view. It shows an engine's requests, blocks and steps as they are, and can pause them.
 
     engine's thread: a listener makes a frame of each step (nanopage/view.py) ──▶ a queue for each watcher
-    event loop: /view/events sends what is in the queue as server-sent events, 25 times a second at most
+    event loop: /view/events sends what is in the queue as server-sent events, 16 times a second at most
 
 The listener is there only while somebody watches. A watcher that falls too far behind loses frames and gets the whole
 state again. `POST /view/control` pauses the engine, lets it make steps, and lets it go on; when the last watcher has
@@ -9,6 +9,7 @@ gone, the engine goes on by itself.
 """
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections import deque
@@ -38,7 +39,7 @@ VIEW_PATHS = ("/view", "/view/events", "/view/control", "/view/runs/{name}")
 RUNS = Path(__file__).with_name("runs")  # the recordings that come with nanopage
 MAX_WATCHERS = 8
 MAX_BEHIND = 2000  # frames that wait for a watcher
-PACE_SECONDS = 0.04  # between messages to a watcher
+PACE_SECONDS = 0.06  # between messages to a watcher
 MAX_STEPS = 1000  # of one click
 
 
@@ -59,7 +60,7 @@ class Watcher:
         self.events: deque[bytes] = deque()
         self.behind = False  # it has lost frames
         self.gone = False
-        self._is_told = False
+        self.asleep = False  # it waits for `news`
 
     def put(self, event: bytes) -> None:
         """For any thread."""
@@ -67,13 +68,19 @@ class Watcher:
             self.behind = True
             self.events.clear()
         self.events.append(event)
-        if not self._is_told:
-            self._is_told = True
+        if self.asleep:
+            self.asleep = False
             self.loop.call_soon_threadsafe(self.news.set)
 
-    def take(self) -> bytes:
+    async def wait(self, seconds: float) -> None:
+        """Wait until there is an event, at most so long."""
         self.news.clear()
-        self._is_told = False
+        self.asleep = True
+        if not self.events:  # none has come before `put` could see that this waits
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self.news.wait(), seconds)
+
+    def take(self) -> bytes:
         return b"".join(self.events.popleft() for _ in range(len(self.events)))
 
 
@@ -96,16 +103,15 @@ class LiveView:
             await llm.between_steps(partial(self._attach, llm, model, watcher))
             sent = time.monotonic()
             while llm.dead_error is None:
-                try:
-                    await asyncio.wait_for(watcher.news.wait(), 1)
-                except TimeoutError:
-                    if time.monotonic() - sent > KEEP_ALIVE_SECONDS:
-                        sent = time.monotonic()
-                        yield KEEP_ALIVE
+                if watcher.events:
+                    yield watcher.take()
+                    sent = time.monotonic()
+                    await asyncio.sleep(PACE_SECONDS)
                     continue
-                yield watcher.take()
-                sent = time.monotonic()
-                await asyncio.sleep(PACE_SECONDS)
+                await watcher.wait(1)
+                if not watcher.events and time.monotonic() - sent > KEEP_ALIVE_SECONDS:
+                    sent = time.monotonic()
+                    yield KEEP_ALIVE
             yield _encode({"frame": "end", "error": str(llm.dead_error)})
         finally:
             watcher.gone = True

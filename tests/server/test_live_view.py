@@ -43,22 +43,34 @@ async def until(condition):
             await asyncio.sleep(0.002)
 
 
+class Got(list):
+    """The frames that a watcher has got so far. `ended` is set when the server has ended the stream."""
+
+    def __init__(self):
+        super().__init__()
+        self.ended = asyncio.Event()
+
+
 @contextlib.asynccontextmanager
 async def watching(app):
-    """A client of /view/events: the frames that it has got so far."""
-    got, leave = [], asyncio.Event()
+    """A client of /view/events."""
+    got, leave = Got(), asyncio.Event()
 
     def leaves(reply) -> bool:
         got[:] = frames(reply)
         return leave.is_set()
 
-    task = asyncio.create_task(call(app, "GET", "/view/events", leave_when=leaves))
+    async def watch():
+        got[:] = frames(await call(app, "GET", "/view/events", leave_when=leaves))
+        got.ended.set()
+
+    task = asyncio.create_task(watch())
     try:
         await until(lambda: got)
         yield got
     finally:
         leave.set()
-        got[:] = frames(await task)
+        await task
 
 
 async def generate(llm, name, max_tokens=5):
@@ -269,6 +281,7 @@ def test_shutdown_works_in_a_pause():
                 assert await asyncio.to_thread(llm.shutdown, 10)
                 with pytest.raises(EngineDeadError):
                     await task
+                await asyncio.wait_for(got.ended.wait(), 20)
             assert got[-1]["frame"] == "end"
 
     asyncio.run(main())

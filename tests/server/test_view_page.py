@@ -56,7 +56,7 @@ def browser(tmp_path_factory):
 @pytest.fixture(scope="module")
 def server(model, tmp_path_factory):
     log = tmp_path_factory.mktemp("server") / "log"
-    options = ("--dtype", "float32", "--api-key", "secret", "--view", "--num-gpu-blocks-override", 12)
+    options = ("--dtype", "float32", "--api-key", "secret", "--view", "--num-gpu-blocks-override", 16)
     with serving(model, *options, "--block-size", 8, "--preemption-mode", "swap", log=log) as server:
         server.url = server.wait_until_ready().removesuffix("v1")
         yield server
