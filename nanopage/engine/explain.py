@@ -255,15 +255,20 @@ def _run(schedule: Schedule) -> Sentence:
     if schedule.is_empty:
         return Sentence("run", None, "Nothing runs: everything waits for tokens in flight.")
     batch = schedule.batch
-    decodes = chunks = prompt_tokens = 0
+    drafted = {id(seq) for seq, _ in schedule.drafted}
+    decodes, prompts, again = 0, [], []  # the others: numbers of tokens
     for seq, start, count in zip(schedule.sequences, batch.starts, batch.counts, strict=True):
-        if start >= seq.num_prompt_tokens:
+        if start < seq.num_prompt_tokens:
+            prompts.append(count)
+        elif count == 1 or id(seq) in drafted:
             decodes += 1
-        else:
-            chunks, prompt_tokens = chunks + 1, prompt_tokens + count
-    parts = [f"{_count(decodes, 'decode')}"] if decodes else []
-    if chunks:
-        parts.append(f"{_count(prompt_tokens, 'prompt token')} of {_count(chunks, 'sequence')}")
+        else:  # a preempted request computes its output again
+            again.append(count)
+    parts = [_count(decodes, "decode")] if decodes else []
+    if prompts:
+        parts.append(f"{_count(sum(prompts), 'prompt token')} of {_count(len(prompts), 'sequence')}")
+    if again:
+        parts.append(f"{_count(sum(again), 'token')} of {_count(len(again), 'sequence')} again")
     what = " and ".join(parts) or "no sequence, only copies of blocks"
     tokens = f"{batch.num_tokens} of at most {_count(schedule.budget, 'token')}"
     return Sentence("run", None, f"The step runs {what}: {tokens}.")
