@@ -106,10 +106,12 @@ def _why_preempted(event: RequestEvent, name: Callable[[str], str]) -> str:
     blocks = f"{_count(event.needed, 'block')} needed, {event.free} free"
     if event.reason == "blocks" and event.cause == event.request_id:
         return f"{blocks}; no other running request is behind it"
-    cause = name(event.cause or "")
+    cause, last = name(event.cause or ""), "it is the latest of the lowest priority"
     return {
-        "blocks": f"{blocks}, for request {cause}; it is the latest of the lowest priority",
-        "priority": f"request {cause} has a higher priority ({blocks}); it is the latest of the lowest priority",
+        "blocks": f"{blocks}, for request {cause}; {last}",
+        "priority, blocks": f"request {cause} has a higher priority ({blocks}); {last}",
+        "priority, sequences": f"request {cause} has a higher priority, and no more sequences may run at once; {last}",
+        "priority, adapter": f"request {cause} has a higher priority, and all slots for adapters are in use; {last}",
         "alone": f"a step has failed, and request {cause} runs alone",
         "restart": "an exception has ended a step, and all requests start again",
         "draft": "its logits behind a draft were not finite",

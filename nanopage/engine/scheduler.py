@@ -329,18 +329,29 @@ class Scheduler:
             return
         first = self.waiting[0]
         victims = self.admission.choose_victims(first, self.running, self.max_num_batched_tokens)
+        if not victims:
+            return
+        reserved = sum(map(self.admission.blocks_reserved, self.running))
+        lack = self.admission.find_lack(first, self.admission.find_prefix(first), self.running, reserved)
+        assert lack is not None
         for victim in victims:
             self.running.pop()
-            self._preempt(victim, schedule, "priority", first, self.admission.blocks_wanted(first))
+            self._preempt(victim, schedule, f"priority, {lack.reason}", first, lack.needed, lack.free)
 
     def _preempt(
-        self, group: SequenceGroup, schedule: Schedule, reason: str, cause: SequenceGroup, needed: int
+        self,
+        group: SequenceGroup,
+        schedule: Schedule,
+        reason: str,
+        cause: SequenceGroup,
+        needed: int,
+        free: int | None = None,
     ) -> None:
         """Take the blocks of a group that is no longer in `running`.
 
-        Args: reason, cause, needed: as in RequestEvent.
+        Args: reason, cause, needed, free: as in RequestEvent; `free` is the number of free blocks by default.
         """
-        free = self.block_manager.num_free_blocks
+        free = self.block_manager.num_free_blocks if free is None else free
         why = {"reason": reason, "cause": cause.request_id, "needed": needed, "free": free}
         live = group.live
         ids = [seq.seq_id for seq in live]

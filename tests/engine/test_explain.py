@@ -86,6 +86,16 @@ def test_a_higher_priority():
     assert text.startswith("Request low is preempted: request high has a higher priority (5 blocks needed, 4 free)")
 
 
+def test_a_higher_priority_where_no_more_sequences_may_run():
+    engine = fake_engine(40, scheduling_policy="priority", max_num_seqs=1)
+    add(engine, "low", [1] * 9, priority=1)
+    engine.step()
+    add(engine, "high", [2] * 9, priority=0)
+    engine.step()
+    (text,) = [text for text in engine.explain() if "preempted" in text]
+    assert "request high has a higher priority, and no more sequences may run at once" in text
+
+
 def waits(engine: LLMEngine) -> list[str]:
     engine.step()
     return [text for text in engine.explain() if "waits" in text or "wait " in text]
