@@ -156,7 +156,7 @@ def _why_waiting(scheduler: Scheduler, wait: Wait, name: Callable[[str], str]) -
     other = "" if wait.other is None else f"request {name(wait.other.request_id)}"
     if wait.reason == "blocks":
         text = f"{_count(wait.needed, 'block')} needed, {wait.free} free"
-        return text + (f" besides {wait.kept} that are kept for running requests to grow" if wait.kept else "")
+        return text + (f" besides {wait.kept} kept for running requests to grow" if wait.kept else "")
     if wait.reason == "sequences":
         most = scheduler.admission.max_num_seqs
         return f"{_count(wait.needed, 'sequence')} would run beside {most - wait.free}, and {most} may run at once"
