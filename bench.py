@@ -34,6 +34,7 @@ Exit codes: 0 measured, 1 something failed, 2 wrong usage, 130 stopped by SIGINT
 
 import math
 import random
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -309,6 +310,12 @@ def serve(
         ),
     ] = False,
     plot_file: PlotOption = None,
+    view: Annotated[
+        bool, typer.Option("--view", help="Show queues, requests and blocks while the engine runs.")
+    ] = False,
+    record_file: Annotated[
+        Path | None, typer.Option("--record", help="Write a recording for the live view of nanopage serve: run.jsonl.")
+    ] = None,
 ) -> None:
     """Serve requests that arrive over time: latency, goodput.
 
@@ -319,6 +326,7 @@ def serve(
     python bench.py serve --request-rate 1,2,4 --num-prompts 60 \\
         --goodput ttft:500 tpot:50 --plot serve.png
     python bench.py serve --base-url http://127.0.0.1:8000
+    python bench.py serve --view --record run.jsonl
     """
     from benchmarks import serve as serving
     from benchmarks.checks import check_server
@@ -333,7 +341,11 @@ def serve(
     rates = [] if trace is not None else serving.parse_rates("inf" if request_rate is None else request_rate)
     default = serving.result_name(hub.DEFAULT_MODEL if model is None else model, rates, max_concurrency)
     json_file = json_or_saved(json_file, save_result, result_dir, result_filename, default)
-    outputs = {"--save-result" if save_result else "--json": json_file, "--plot": plot_file}
+    for option in [name for name, given in (("--view", view), ("--record", record_file)) if given and base_url]:
+        refuse("shows an engine in this process: a server has /view", option)
+    if view and not sys.stderr.isatty():
+        refuse("needs a terminal on stderr", "--view")
+    outputs = {"--save-result" if save_result else "--json": json_file, "--plot": plot_file, "--record": record_file}
     check_outputs(outputs, {"--dataset-path": dataset_path, "--trace": trace})
     check_plot(plot_file)
     source: Dataset | Requests
@@ -378,6 +390,8 @@ def serve(
         json_file,
         save_detailed,
         plot_file,
+        view,
+        record_file,
     )
 
 

@@ -7,6 +7,7 @@ time, while the right side comes from the times of the requests. A server is dri
 """
 
 import bisect
+import contextlib
 import math
 import os
 import random
@@ -28,6 +29,7 @@ from benchmarks.progress import progress
 from benchmarks.report import console, describe, errors_by_name, show_header
 from benchmarks.server import Server
 from benchmarks.steps import listening
+from benchmarks.view import recording, viewed
 from nanopage.outputs import StepStats
 
 GOODPUT_METRICS = ("ttft", "tpot", "e2el")
@@ -52,6 +54,8 @@ def serve(
     json_file: Path | None,
     save_detailed: bool,
     plot_file: Path | None,
+    view: bool = False,
+    record_file: Path | None = None,
 ) -> None:
     """Serve the requests at one rate after another, and print a table when one is done.
 
@@ -63,6 +67,8 @@ def serve(
         goodput: metric -> milliseconds.
         shown: the metrics of the table; the JSON file has all.
         num_warmups: requests, all at once, before the first rate.
+        view: show the live view in the terminal while the engine runs.
+        record_file: gets a recording of all rates for the live view.
     """
     started = time.perf_counter()
     from nanopage import EngineConfig
@@ -110,7 +116,8 @@ def serve(
     }
     runs: list[Run] = []
     labels: list[float | str] = ["inf" if rate == math.inf else rate for rate in rates] or ["trace"]
-    with recorded(json_file, lambda: record) as saved:
+    model_name = path.name if model is None else Path(model).name
+    with recorded(json_file, lambda: record) as saved, recording(target, model_name, record_file):
         console.print("  ".join(f"{name} {value:.1f} s" for name, value in setup.items()), style="dim", highlight=False)
         for label in labels:
             arrivals = requests.arrivals or arrival_times(len(requests.lengths), float(label), burstiness, seed)
@@ -121,7 +128,11 @@ def serve(
             title = f"rate {label:g}" if isinstance(label, float) else "trace" if label == "trace" else "all at once"
             try:
                 # A server has no listeners that could report its steps.
-                shown_live = progress(target, title, len(work)) if base_url is None else console.status(title)
+                shown_live: contextlib.AbstractContextManager
+                if base_url is not None:
+                    shown_live = console.status(title)
+                else:
+                    shown_live = viewed(target, model_name) if view else progress(target, title, len(work))
                 with errors_by_name(), shown_live:
                     drive_target(run, work, max_concurrency)
             finally:

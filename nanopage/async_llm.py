@@ -22,7 +22,7 @@ import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from nanopage.engine.engine import LLMEngine
 from nanopage.engine.input_processor import Prompt
@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     from nanopage.text.tokenizer import Tokenizer
 
 logger = logging.getLogger("nanopage")
+
+T = TypeVar("T")
 
 CHECK_SECONDS = 1.0  # between checks of the workers while there is no request
 MAX_FAILURES = 3  # after so many calls of `LLMEngine.step` in a row that raise, the engine is dead
@@ -125,6 +127,10 @@ class AsyncLLM:
         self._tokenizing = ThreadPoolExecutor(2, "nanopage-tokenizer")
         self._changed = threading.Condition()  # guards the numbers of waiting requests, and what follows
         self._mail: list[Message] = []
+        self._announce: Callable[[], None] | None = None  # while the engine is paused (see `pause`)
+        self._steps = 0  # that may be made although it is paused
+        self._is_planned = False  # whether the next step has been decided, in a pause
+        self._has_changed = False  # whether requests have come or have been aborted since the last step
         self._streams: dict[str, RequestStream] = {}  # of all requests that have not ended
         self._error: EngineDeadError | None = None
         self._stopping = False
@@ -221,21 +227,61 @@ class AsyncLLM:
         else:
             self._post(stream)
 
-    async def reset_prefix_cache(self) -> bool:
-        """Forget all cached prefixes. Running requests go on. Returns True. Raises: EngineDeadError."""
-        done: concurrent.futures.Future[bool] = concurrent.futures.Future()
+    async def between_steps(self, function: Callable[[], T]) -> T:
+        """The result of a function that needs the engine as it is between two steps: its thread calls it, and no step
+        runs meanwhile. Raises: EngineDeadError, and what the function raises."""
+        done: concurrent.futures.Future[T] = concurrent.futures.Future()
 
-        def reset(error: EngineDeadError | None) -> None:
+        def call(error: EngineDeadError | None) -> None:
             if not done.set_running_or_notify_cancel():
                 return
-            if error is None:
-                self.engine.reset_prefix_cache()
-                done.set_result(True)
-            else:
-                done.set_exception(error)
+            try:
+                if error is not None:
+                    raise error
+                done.set_result(function())
+            except Exception as failure:
+                done.set_exception(failure)
 
-        self._post(reset)
+        self._post(call)
         return await asyncio.wrap_future(done)
+
+    async def reset_prefix_cache(self) -> bool:
+        """Forget all cached prefixes. Running requests go on. Returns True. Raises: EngineDeadError."""
+        await self.between_steps(self.engine.reset_prefix_cache)
+        return True
+
+    # Step by step
+
+    def pause(self, announce: Callable[[], None]) -> None:
+        """Make no more steps but those that `allow_steps` allows. The engine decides on its next step, and waits before
+        it runs it; `LLMEngine.explain` says what it is. New requests wait, aborted ones end at once, and it does not
+        count as a hang. `shutdown` works.
+
+        Args: announce: called by the engine's thread when a step has been decided, and when requests have come or gone
+            since. It must not block.
+        Raises: EngineDeadError.
+        """
+        with self._changed:
+            self._check_alive()
+            self._announce, self._steps = announce, 0
+            self._changed.notify()
+
+    def allow_steps(self, count: int = 1) -> None:
+        """Let a paused engine make `count` steps once there is something to do."""
+        with self._changed:
+            self._steps += count if self.paused else 0
+            self._changed.notify()
+
+    def resume(self) -> None:
+        """End a pause, if there is one."""
+        with self._changed:
+            self._announce, self._steps = None, 0
+            self._last_progress = time.monotonic()
+            self._changed.notify()
+
+    @property
+    def paused(self) -> bool:
+        return self._announce is not None
 
     # State
 
@@ -312,6 +358,9 @@ class AsyncLLM:
         try:
             while self._take_mail():
                 try:
+                    if not self._may_step():
+                        continue
+                    self._is_planned = self._has_changed = False
                     outputs = self.engine.step()
                 except Exception:
                     num_failures += 1
@@ -338,7 +387,7 @@ class AsyncLLM:
     def _take_mail(self) -> bool:
         """Wait for work, and do what has been posted. Returns False when it is time to end."""
         with self._changed:
-            while not (self._stopping or self._mail or self.engine.has_unfinished_requests()):
+            while not (self._stopping or self._mail or self._has_work()):
                 self._idle = True
                 self._changed.wait(CHECK_SECONDS)
                 self._idle, self._last_progress = False, time.monotonic()
@@ -347,6 +396,7 @@ class AsyncLLM:
                 return False
             mail, self._mail = self._mail, []
         for message in mail:
+            self._has_changed |= not callable(message)
             if isinstance(message, Request):
                 self.engine.submit(message)
                 self._metrics.add_params(message.params)
@@ -356,6 +406,27 @@ class AsyncLLM:
                 output = self.engine.abort(message.request_id)
                 self._deliver([] if output is None else [output])
         return True
+
+    def _has_work(self) -> bool:
+        """Whether there is a step to make, or to plan."""
+        waits = self._announce is not None and not self._steps and self._is_planned
+        return not waits and self.engine.has_unfinished_requests()
+
+    def _may_step(self) -> bool:
+        """Whether to make a step now. If the engine is paused, plan it and announce it instead."""
+        with self._changed:
+            announce = self._announce
+            if announce is None:  # a step tells the listeners of an abort, even if nothing is left to do
+                return self._has_changed or self.engine.has_unfinished_requests()
+            if self._steps and self.engine.has_unfinished_requests():
+                self._steps -= 1
+                return True
+        if self.engine.has_unfinished_requests():
+            self.engine.plan()
+            self._is_planned = True
+        self._idle = True
+        announce()
+        return False
 
     def _count_started(self, stream: RequestStream | None) -> None:
         """A request no longer waits, because it has begun or ended."""

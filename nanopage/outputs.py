@@ -192,10 +192,29 @@ class RequestEvent:
 
     kind: "added" to the queue; "started", with blocks of its own, for the first time or again; "preempted", without
         blocks again; "swapped out" to host memory, "swapped in" from there; "finished", whatever the reason.
+
+    The other fields say what decided it, where that applies; `LLMEngine.explain` makes sentences of them. They do not
+    count when events are compared.
+
+    reason: of a preemption, "blocks"; "priority, blocks", "priority, sequences" or "priority, adapter" for a request of
+        a higher priority and what it lacks; "alone" (requests run one at a time after a failed step), "restart" (after
+        an exception) or "draft" (logits behind a draft were not finite); of an end, the `finish_reason`.
+    cause: the id of the request that the blocks are taken for.
+    needed, free: blocks, or sequences, that were needed for that, and that could be given out.
+    tokens: of the prompt when a request is added; all that it has, when it starts.
+    cached_tokens: of these, found in the prefix cache.
+    host_full: it would have been swapped out, but host memory has too few blocks.
     """
 
     kind: str
     request_id: str
+    reason: str = field(default="", compare=False)
+    cause: str | None = field(default=None, compare=False)
+    needed: int = field(default=0, compare=False)
+    free: int = field(default=0, compare=False)
+    tokens: int = field(default=0, compare=False)
+    cached_tokens: int = field(default=0, compare=False)
+    host_full: bool = field(default=False, compare=False)
 
 
 @dataclass(slots=True)

@@ -166,6 +166,11 @@ def test_the_tour_prints_what_it_shows():
     assert run_code("".join(blocks)).splitlines() == "".join(outputs).splitlines()
 
 
+def test_the_session_of_view_is_what_the_engine_says():
+    (code,), text = code_blocks("docs/view.md", "python"), code_blocks("docs/view.md", "text")[-1]
+    assert run_code(code).splitlines() == text.splitlines()
+
+
 @pytest.mark.parametrize("fields", [{}, {"attention_bias": True, "num_key_value_heads": 4}], ids=str)
 def test_the_family_of_adding_a_model_equals_transformers(monkeypatch, tmp_path, fields):
     """As a family of a package that is installed, with the entry point that the page shows."""

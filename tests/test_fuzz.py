@@ -45,6 +45,7 @@ from nanopage.layer_kinds import BlockNeeds, divide_layers
 from nanopage.outputs import RequestEvent
 from nanopage.params import RequestOutputKind
 from nanopage.step import WorkerDiedError
+from nanopage.view import Frames, Picture
 from nanopage.weights import loader
 from nanopage.worker import jit
 from nanopage.worker.adapted import adapters_of
@@ -417,7 +418,13 @@ def run_world(engine: LLMEngine, plans: list[Planned]) -> None:
         watch(engine)
     states: dict[str, str] = {}  # of the requests, as the events tell
     step = 0
+    plans_ahead = random.Random(len(plans))
+    frames, picture = Frames(engine, "tiny"), Picture()
+    picture.apply(frames.key())
     while engine.has_unfinished_requests() or any(plan.arrival >= step for plan in plans):
+        if plans_ahead.random() < 0.3:  # requests arrive, and are aborted, between the decision and the step
+            engine.plan()
+            picture.apply(frames.plan())
         for plan in plans:
             if plan.arrival == step:
                 add(engine, plan)
@@ -432,6 +439,10 @@ def run_world(engine: LLMEngine, plans: list[Planned]) -> None:
         check_queues(scheduler)
         stats = engine.last_step
         follow(states, stats.events)
+        check_sentences(engine)
+        picture.apply(frame := frames.step(stats))
+        check_picture(picture, Frames(engine, "tiny"))
+        happened["key frames"] += frame["frame"] == "key"
         assert states == {
             group.request_id: group.status.value
             for queue in (scheduler.waiting, scheduler.running, scheduler.swapped)
@@ -465,6 +476,67 @@ def follow(states: dict[str, str], events: list[RequestEvent]) -> None:
         before, after = changes[event.kind]
         assert state == before or (event.kind == "preempted" and state == "swapped")  # by a failed step
         states[event.request_id] = after
+
+
+SENTENCES = {
+    "added": "add",
+    "started": "admit",
+    "preempted": "preempt",
+    "swapped out": "swap out",
+    "swapped in": "swap in",
+    "finished": "finish",
+}
+
+
+def check_sentences(engine: LLMEngine) -> None:
+    """Each decision of the last step has a sentence, and no other has."""
+    last, scheduler = engine.last_decided, engine.scheduler
+    sentences = engine.sentences()
+    expected = Counter((SENTENCES[event.kind], event.request_id) for event in last.events)
+    told = Counter((s.kind, s.request_id) for s in sentences if s.kind in SENTENCES.values())
+    assert told == expected
+    kinds = Counter(s.kind for s in sentences)
+    schedule = last.scheduled
+    if schedule is not None:
+        assert kinds["copy"] == len(schedule.batch.copies) and kinds["run"] == 1
+        told_blocks = [int(number) for s in sentences if s.kind == "evict" for number in re.findall(r"\d+", s.text)]
+        assert len(schedule.evicted) > 8 or set(schedule.evicted) <= set(told_blocks)
+        stopped = [group for group in (*scheduler.waiting, *scheduler.swapped) if group.status.value != "finished"]
+        waits = [s for s in sentences if s.kind == "wait"]
+        arrived = {event.request_id for event in last.events if event.kind == "added"}
+        assert waits or all(group.request_id in arrived or group.last_event == "preempted" for group in stopped)
+    beams = sum(len(batch.beam_forks) for batch in last.completed)
+    assert kinds["fork"] == beams + (0 if schedule is None else len(schedule.forked))
+    drops = sum(len(batch.dropped) + len(batch.beam_ends) for batch in last.completed)
+    refused = sum(
+        len(draft) > accepted
+        for batch in last.completed
+        for (_, draft), accepted in zip(batch.drafted, batch.num_accepted, strict=True)
+    )
+    assert kinds["drop"] == drops + refused
+    happened.update(f"sentences: {kind}" for kind in kinds)
+
+
+def check_picture(picture: Picture, frames: Frames) -> None:
+    """The picture that step frames have made is that of the whole state."""
+    whole = Picture()
+    whole.apply(frames.key())
+    assert {seq: blocks for seq, (_, blocks) in picture.tables.items()} == {
+        seq: blocks for seq, (_, blocks) in whole.tables.items()
+    }
+    assert {seq: blocks for seq, (_, blocks) in picture.host.items()} == {
+        seq: blocks for seq, (_, blocks) in whole.host.items()
+    }
+    assert picture.cached == whole.cached
+
+    def told(shown: Picture) -> list[list[tuple]]:
+        requests = [[shown.requests[number] for number in queue] for queue in shown.queues]
+        return [
+            [(r.prompt, r.completions, r.priority, r.tokens, r.computed, r.preemptions) for r in queue]
+            for queue in requests
+        ]
+
+    assert told(picture) == told(whole)
 
 
 def check_queues(scheduler) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 from nanopage.engine.adapter_slots import AdapterSlots
 from nanopage.engine.block_manager import BlockManager, Prefix
-from nanopage.engine.schedule import Work, missing_blocks, next_work
+from nanopage.engine.schedule import Wait, Work, missing_blocks, next_work
 from nanopage.engine.sequence import SequenceGroup, Status, common_length
 from nanopage.layer_kinds import BlockNeeds
 from nanopage.step import NO_BLOCK
@@ -45,23 +45,25 @@ class Admission:
         known = live[0].token_ids[: common_length(live)]
         return self.block_manager.lookup(known, live[0].cache_salt, live[0].block_hashes)
 
-    def is_being_computed(self, group: SequenceGroup, prefix: list[Prefix], chunks: Work) -> bool:
-        """Whether the chunks of this step compute the block after a waiting group's cached prefix. In the next step,
-        that block is in the prefix cache."""
+    def find_computing(self, group: SequenceGroup, prefix: list[Prefix], chunks: Work) -> SequenceGroup | None:
+        """The group whose chunk of this step computes the block after a waiting group's cached prefix, if there is
+        one. In the next step, that block is in the prefix cache."""
         leader, size = group.live[0], self.block_manager.block_size
         end = (len(prefix) + 1) * size
         if not self.block_manager.enable_prefix_caching or leader.settings.needs_all_positions:
-            return False
+            return None
         if end >= common_length(group.live):  # the last token has to be computed anyway
-            return False
-        return any(
-            seq.num_computed_tokens < end <= seq.num_computed_tokens + num_tokens
-            and seq.cache_salt == leader.cache_salt
-            and seq.token_ids[:end] == leader.token_ids[:end]
-            for seq, num_tokens in chunks
-        )
+            return None
+        for seq, num_tokens in chunks:
+            if (
+                seq.num_computed_tokens < end <= seq.num_computed_tokens + num_tokens
+                and seq.cache_salt == leader.cache_salt
+                and seq.token_ids[:end] == leader.token_ids[:end]
+            ):
+                return seq.group
+        return None
 
-    def fits(
+    def find_lack(
         self,
         group: SequenceGroup,
         prefix: list[Prefix],
@@ -69,8 +71,8 @@ class Admission:
         reserved: int,
         victims: Iterable[SequenceGroup] = (),
         growth: int = 0,
-    ) -> bool:
-        """Whether a group can be admitted beside those that run.
+    ) -> Wait | None:
+        """What a group lacks to be admitted beside those that run; None if it can be admitted.
 
         Args:
             prefix: its cached prefix, if it is waiting.
@@ -79,23 +81,24 @@ class Admission:
             growth: blocks that `running` would take first.
         """
         manager = self.block_manager
-        if sum(other.num_unfinished for other in running) + group.num_unfinished > self.max_num_seqs:
-            return False
+        num_running = sum(other.num_unfinished for other in running)
+        if num_running + group.num_unfinished > self.max_num_seqs:
+            return Wait(group, "sequences", group.num_unfinished, self.max_num_seqs - num_running)
         if group.adapter is not None and not self.adapter_slots.fits(group.adapter, running):
-            return False
+            return Wait(group, "adapter")
         given_up = manager.blocks_of([seq.seq_id for victim in victims for seq in victim.live])
         free = manager.num_free_blocks - growth
         free += sum(count == manager.ref_counts[block] for block, count in given_up.items())
-        if running:
-            free -= self.watermark + reserved
-        wanted = self._blocks_wanted(group)
+        kept = self.watermark + reserved if running else 0
+        wanted = self.blocks_wanted(group)
         if group.status is Status.SWAPPED:
             present = len(manager.host_blocks_of([seq.seq_id for seq in group.live]))
             # Beside others, it must have blocks to grow, or it would be swapped out again at once.
-            return (max(wanted, present + len(group.live) * manager.num_kinds) if running else present) <= free
-        cached = [block for block in manager.table_of(prefix) if block != NO_BLOCK]
-        in_use = sum(manager.ref_counts[block] > given_up[block] for block in cached)
-        return wanted - in_use <= free
+            needed = max(wanted, present + len(group.live) * manager.num_kinds) if running else present
+        else:
+            cached = [block for block in manager.table_of(prefix) if block != NO_BLOCK]
+            needed = wanted - sum(manager.ref_counts[block] > given_up[block] for block in cached)
+        return Wait(group, "blocks", needed, max(0, free - kept), kept) if needed > free - kept else None
 
     def blocks_reserved(self, group: SequenceGroup) -> int:
         """Blocks that a running group was admitted with and has not taken yet."""
@@ -104,7 +107,7 @@ class Admission:
         if group.forked and len(leader.token_ids) + leader.num_in_flight - leader.num_computed_tokens <= 1:
             return 0
         held = self.block_manager.blocks_of([seq.seq_id for seq in live])
-        return max(0, self._blocks_wanted(group) - len(held))
+        return max(0, self.blocks_wanted(group) - len(held))
 
     def choose_victims(self, first: SequenceGroup, running: list[SequenceGroup], budget: int) -> list[SequenceGroup]:
         """The fewest running groups of lower priority, latest first, whose preemption admits the first waiting group
@@ -116,7 +119,7 @@ class Admission:
             return []
         prefix = self.find_prefix(first)
         reserved = [self.blocks_reserved(group) for group in running]
-        if self.fits(first, prefix, running, sum(reserved)):
+        if self.find_lack(first, prefix, running, sum(reserved)) is None:
             return []
         num_lower = sum(group.priority > first.priority for group in running)
         for num_victims in range(1, num_lower + 1):
@@ -126,11 +129,12 @@ class Admission:
                 work = next_work(group, left)
                 growth += missing_blocks(self.block_manager, work)
                 left -= sum(num_tokens for _, num_tokens in work)
-            if left > 0 and self.fits(first, prefix, kept, sum(reserved[:-num_victims]), victims, growth):
+            lack = self.find_lack(first, prefix, kept, sum(reserved[:-num_victims]), victims, growth)
+            if left > 0 and lack is None:
                 return victims[::-1]
         return []
 
-    def _blocks_wanted(self, group: SequenceGroup) -> int:
+    def blocks_wanted(self, group: SequenceGroup) -> int:
         """Blocks for all present tokens of a group, with one of its own for each sequence of several."""
         live = group.live
         shared = common_length(live) if len(live) > 1 else 0

@@ -29,7 +29,7 @@ the tensors, copy them before the next forward pass.
 
 from array import array
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 
@@ -102,6 +102,7 @@ class BlockManager:
         self.host_tables: dict[int, list[int]] = {}  # of the swapped sequences
         self.host_ref_counts: list[int] = [0] * self.num_host_blocks
         self.copies: list[tuple[int, int]] = []  # since the last take_copies()
+        self.evicted: list[int] = []  # since the last take_evicted()
 
         # A stack: the block freed last is the most likely to be in the processor's cache.
         self._free: list[int] = list(range(self.num_blocks - 1, -1, -1))
@@ -124,6 +125,11 @@ class BlockManager:
     @property
     def num_free_host_blocks(self) -> int:
         return len(self._host_free)
+
+    @property
+    def cached_blocks(self) -> Collection[int]:
+        """The cached blocks, the next to be evicted first."""
+        return self._cached.keys()
 
     def blocks_for(self, num_tokens: int) -> int:
         """The length of a table for so many tokens."""
@@ -289,6 +295,11 @@ class BlockManager:
         copies, self.copies = self.copies, []
         return copies
 
+    def take_evicted(self) -> list[int]:
+        """The cached blocks that have been given out for other tokens, since the last call."""
+        evicted, self.evicted = self.evicted, []
+        return evicted
+
     def free(self, seq_id: int) -> None:
         """Drop the sequence's table, if it has one. Blocks in no other table become cached if registered, else free."""
         # Last block first, so that the end of a prefix is evicted before its start.
@@ -384,6 +395,7 @@ class BlockManager:
         if set(prefix.blocks) == {NO_BLOCK}:
             del self._by_hash[prefix.hash]
         self.num_evictions += 1
+        self.evicted.append(block)
         return block
 
     def _cut(self, chain: list[Prefix]) -> list[Prefix]:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from nanopage.config import EngineConfig, ModelConfig
 from nanopage.engine.block_manager import BlockManager
 from nanopage.engine.drafts import Drafter
+from nanopage.engine.explain import Explained, Sentence, explain
 from nanopage.engine.input_processor import InputProcessor, Prompt, default_sampling_params
 from nanopage.engine.output_processor import OutputProcessor, Request
 from nanopage.engine.schedule import Schedule
@@ -103,8 +104,10 @@ class LLMEngine:
             self.async_scheduling = capacity.device == "cuda" and config.num_ranks == 1 and drafter is None
         self.last_step = StepStats()
         self.listeners: list[Callable[[StepStats], None]] = []
-        self._scheduled: Schedule | None = None  # by this call of step, until `advance` is done
+        self._scheduled: Schedule | None = None  # by `plan` or this call of step, until `advance` is done
+        self.last_decided = Explained()  # what `last_step` has decided, for `explain`
         self._in_flight: deque[Schedule] = deque()  # submitted batches, oldest first, until `update` is done
+        self._num_batches = 0  # that have been submitted
         self._most_in_flight = 2 if self.async_scheduling else config.pipeline_parallel_size
         self.dead_error: WorkerDiedError | None = None  # why no step can run any more
         self._in_call = False  # still true between calls if an exception ended the last call
@@ -197,6 +200,9 @@ class LLMEngine:
                 raise ValueError(f"index={index}: completions that compete can only be aborted all together")
             if not 0 <= index < len(request.completions) or request.completions[index].seq.finished:
                 return None
+        if self._scheduled is not None and (index is not None or self.scheduler.suspects):
+            # A step is planned in which a sibling, or the blame for a failure, depends on what ends here: plan anew.
+            self._in_call = True
         with self._call():
             if request is not None:
                 seq = None if index is None else request.completions[index].seq
@@ -240,6 +246,33 @@ class LLMEngine:
 
     # Steps
 
+    def plan(self) -> bool:
+        """Decide what the next call of `step` does, without running it. `explain` says what that is. Until then,
+        requests can be added, and wait, or aborted: the tokens of those are dropped.
+
+        Returns: whether there is anything to do.
+        Raises: what the scheduler raises; the next call recovers, as after a failed `step`.
+        """
+        with self._call():
+            if self._scheduled is None and self.scheduler.has_unfinished():
+                self._scheduled = self.scheduler.schedule()
+        return self._scheduled is not None or bool(self._in_flight)
+
+    def explain(self, name: Callable[[str], str] = str) -> list[str]:
+        """What the last step did and why, or what the step of `plan` is about to do: a sentence for each decision.
+        They are made when asked for, from the step's Schedule, its events and the state of the engine now.
+
+        Args: name: what a sentence calls the request with this id.
+        """
+        return [sentence.text for sentence in self.sentences(name)]
+
+    def sentences(self, name: Callable[[str], str] = str) -> list[Sentence]:
+        """The sentences of `explain` with what they are about."""
+        planned = None
+        if self._scheduled is not None:
+            planned = Explained(self._scheduled, events=self.scheduler.events)
+        return explain(self.scheduler, planned or self.last_decided, name)
+
     def step(self) -> list[RequestOutput]:
         """Run one batch. Returns an output for each request that got a token. A beam search, a request with `best_of`
         larger than `n` and a FINAL_ONLY request have only one output, when they finish. `last_step` has the statistics.
@@ -260,12 +293,13 @@ class LLMEngine:
         next call of `step` or `abort` returns its outputs.
         """
         stats, started = StepStats(), time.perf_counter()
+        step = Explained()
         unfinished = len(self.output_processor.requests)
         with self._call():
             suspect = next(iter(self.scheduler.suspects), None)
             try:
-                if self.scheduler.has_unfinished() or self._in_flight:
-                    self._run_batch(stats)
+                if self.scheduler.has_unfinished() or self._in_flight or self._scheduled is not None:
+                    self._run_batch(stats, step)
                 self._report(stats)
             except WorkerDiedError as error:
                 self._die(error)
@@ -274,7 +308,9 @@ class LLMEngine:
             self._count_state(stats)
         stats.finished = unfinished - len(self.output_processor.requests)
         self._rest_if_idle()
-        stats.events = self.scheduler.take_events()
+        stats.events = step.events = self.scheduler.take_events()
+        step.in_flight = list(self._in_flight)
+        self.last_decided = step
         stats.seconds = time.perf_counter() - started
         if self.scheduler.drafter is not None:
             self.scheduler.drafter.observe(stats)
@@ -282,38 +318,44 @@ class LLMEngine:
             listener(stats)
         return self.output_processor.take()
 
-    def _run_batch(self, stats: StepStats) -> None:
+    def _run_batch(self, stats: StepStats, step: Explained) -> None:
         started = time.perf_counter()
-        schedule = self._scheduled = self.scheduler.schedule()
-        stats.schedule_seconds = time.perf_counter() - started
+        if self._scheduled is None:
+            self._scheduled = self.scheduler.schedule()
+        step.scheduled = schedule = self._scheduled
+        schedule.submitted = time.perf_counter()
+        stats.schedule_seconds = schedule.submitted - started
         if schedule.is_empty:
-            self._complete(stats)
+            self._complete(stats, step)
             self._scheduled = None
             return
+        self._num_batches += 1
+        schedule.number = self._num_batches
         self.executor.submit(schedule.batch)
         if schedule.masked:
             self.executor.add_masks(schedule.find_masks())
         if self.async_scheduling:
-            self._complete(stats)
+            self._complete(stats, step)
         self.scheduler.advance(schedule)
         self._in_flight.append(schedule)
         self._scheduled = None
         if schedule.must_be_awaited or self.scheduler.suspects:
             while self._in_flight:
-                self._complete(stats)
+                self._complete(stats, step)
         elif len(self._in_flight) == self._most_in_flight:
-            self._complete(stats)
+            self._complete(stats, step)
         self._count_batch(schedule, stats)
 
-    def _complete(self, stats: StepStats) -> None:
+    def _complete(self, stats: StepStats, step: Explained) -> None:
         """Wait for the oldest batch in flight, update the sequences with its tokens, and make text of them."""
         if not self._in_flight:
             return
         schedule = self._in_flight[0]
         result = self.executor.result()
-        arrived = time.perf_counter()
+        arrived = schedule.arrived = time.perf_counter()
         taken = self.scheduler.update(schedule, result)
         self._in_flight.popleft()
+        step.completed.append(schedule)
         updated = time.perf_counter()
         self.output_processor.read(schedule.groups)
         stats.prepare_seconds += result.prepare_seconds

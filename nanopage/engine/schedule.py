@@ -15,6 +15,26 @@ Work = list[tuple[Sequence, int]]
 
 
 @dataclass(slots=True)
+class Wait:
+    """Why a waiting or swapped group is not admitted in a step. Everything behind it waits, too.
+
+    reason: "blocks", "sequences" (max_num_seqs), "adapter" (all slots are in use), "budget" (of tokens), "prefix"
+        (`other` computes a block that it can share in the next step), "swap" (the step swaps another group out),
+        "tokens" (its tokens in flight have not arrived), "preemption" (blocks ran out in this step), "alone" (`other`
+        runs alone, after a failed step), "turn" (`other` has been swapped in and has taken the last blocks).
+    needed, free: blocks or sequences: how many it needs, and how many it may take.
+    kept: of the free blocks, those that it may not take: reserved for running groups, and the watermark.
+    """
+
+    group: SequenceGroup
+    reason: str
+    needed: int = 0
+    free: int = 0
+    kept: int = 0
+    other: SequenceGroup | None = None
+
+
+@dataclass(slots=True)
 class Schedule:
     """One step: the message to the workers, and the sequences it is about.
 
@@ -26,6 +46,20 @@ class Schedule:
     mask_errors   those of `masked` that have no mask, and why
     draft_masks   for those of `drafted` that have masks: the mask of each token that they sample (see `TokenMask`)
     num_accepted  for each of `drafted`, how many tokens of its draft were sampled; from `Scheduler.update` on
+
+    For `LLMEngine.explain`:
+
+    budget        tokens that the step may have
+    wait          why the first group that is not admitted waits
+    skipped       running groups that the step leaves out, and why: "mask" or "stage", their next step depends on tokens
+                  in flight; "share", the batch has its share of the groups, and other stages get the rest
+    evicted       blocks that the prefix cache has lost
+    forked        leaders whose siblings share their blocks from now on; from `Scheduler.advance` on
+    dropped       sequences that had ended when their tokens came; from `Scheduler.update` on, like the next two
+    beam_forks    (parent, beam) of beams that fork from others
+    beam_ends     beams that the search does not continue
+    number        of the batch, from 1
+    submitted, arrived  when the workers got it and when its results came, on `time.perf_counter`'s clock
     """
 
     batch: Batch = field(default_factory=Batch)
@@ -39,6 +73,17 @@ class Schedule:
     num_accepted: list[int] = field(default_factory=list)
     preempted: list[SequenceGroup] = field(default_factory=list)
     num_cached_tokens: int = 0  # that admitted sequences found in the prefix cache
+    budget: int = field(default=0, compare=False)
+    wait: Wait | None = None
+    skipped: list[tuple[SequenceGroup, str]] = field(default_factory=list)
+    evicted: list[int] = field(default_factory=list)
+    forked: list[Sequence] = field(default_factory=list)
+    dropped: list[Sequence] = field(default_factory=list)
+    beam_forks: list[tuple[Sequence, Sequence]] = field(default_factory=list)
+    beam_ends: list[Sequence] = field(default_factory=list)
+    number: int = 0
+    submitted: float = 0.0
+    arrived: float = 0.0
 
     @property
     def must_be_awaited(self) -> bool:

@@ -39,12 +39,13 @@ then `forked` is always true and the only sequence is the leader.
 
 import time
 from bisect import insort
+from typing import Any
 
 from nanopage.engine import drafts
 from nanopage.engine.adapter_slots import AdapterSlots
 from nanopage.engine.admission import Admission
 from nanopage.engine.block_manager import BlockManager, Prefix
-from nanopage.engine.schedule import BatchWriter, Schedule, Work, missing_blocks, next_work
+from nanopage.engine.schedule import BatchWriter, Schedule, Wait, Work, missing_blocks, next_work
 from nanopage.engine.sequence import Sequence, SequenceGroup, Status, common_length
 from nanopage.outputs import RequestEvent
 from nanopage.step import NO_TOKEN, BatchResult
@@ -99,7 +100,7 @@ class Scheduler:
     def add(self, group: SequenceGroup) -> None:
         self._number(group)
         insort(self.waiting, group, key=_order)
-        self._record("added", group)
+        self._record_added(group)
 
     def has_unfinished(self) -> bool:
         return bool(self.waiting or self.running or self.swapped)
@@ -111,7 +112,7 @@ class Scheduler:
 
     def schedule(self) -> Schedule:
         """Choose the next step's work and give it blocks. Computes nothing."""
-        schedule = Schedule()
+        schedule = Schedule(budget=self.max_num_batched_tokens)
         schedule.batch.idle = not self._has_begun()
         if self.suspects:
             self._schedule_alone(self.suspects[0], schedule)
@@ -125,6 +126,7 @@ class Scheduler:
         if drafted:
             drafts.add(self, schedule, drafted)
         schedule.batch.copies = self.block_manager.take_copies()
+        schedule.evicted = self.block_manager.take_evicted()
         schedule.batch.awaits_masks = bool(schedule.masked)
         return schedule
 
@@ -146,6 +148,7 @@ class Scheduler:
                 manager.slide(seq.seq_id, end)
             if not seq.group.forked and end == seq.group.shared_len:
                 self._fork_siblings(seq)
+                schedule.forked.append(seq)
         for seq in schedule.samplers:
             if seq.finish_reason is None and seq.group.beam_search is None:
                 seq.num_in_flight += 1
@@ -171,6 +174,7 @@ class Scheduler:
         token_ids = result.token_ids[:num_samplers] if schedule.drafted else result.token_ids
         for i, (seq, token_id) in enumerate(zip(schedule.samplers, token_ids, strict=True)):
             if seq.finish_reason is not None:
+                schedule.dropped.append(seq)
                 continue
             group = seq.group
             if token_id == NO_TOKEN or seq in schedule.mask_errors:
@@ -191,7 +195,7 @@ class Scheduler:
         if any(seq.candidates for seq in taken):
             for group in schedule.groups:
                 if group.beam_search is not None and not group.finished and all(seq.candidates for seq in group.live):
-                    self._advance_beams(group)
+                    self._advance_beams(group, schedule)
         for group in schedule.groups if self.suspects else ():
             if group in self.suspects:
                 self.suspects.remove(group)
@@ -207,7 +211,8 @@ class Scheduler:
         share = -(-len(self.running) // self.num_stages)
         while index < len(self.running) and budget > 0:
             group = self.running[index]
-            if (self.num_stages > 1 and share == 0) or self._waits_for_tokens(group):
+            if reason := "share" if self.num_stages > 1 and share == 0 else self._waits_for_tokens(group):
+                schedule.skipped.append((group, reason))
                 index += 1
                 continue
             share -= 1
@@ -217,9 +222,9 @@ class Scheduler:
                 continue
             work = next_work(group, budget)
             # The victims are at the end of the list, so none of them is in the batch yet.
-            while missing_blocks(self.block_manager, work) > self.block_manager.num_free_blocks:
+            while (needed := missing_blocks(self.block_manager, work)) > self.block_manager.num_free_blocks:
                 victim = self.running.pop()
-                self._preempt(victim, schedule)
+                self._preempt(victim, schedule, "blocks", group, needed)
                 if victim is group:
                     break
             else:
@@ -227,10 +232,15 @@ class Scheduler:
                 index += 1
         if len(schedule.preempted) == num_preempted:
             self._admit(schedule, budget)
+        else:
+            schedule.wait = Wait(self._first_queued(), "preemption")
 
-    def _waits_for_tokens(self, group: SequenceGroup) -> bool:
-        """Whether the next step of a running group depends on tokens that are in flight."""
-        return (self.num_stages > 1 or group.masked) and any(seq.num_in_flight for seq in group.live)
+    def _waits_for_tokens(self, group: SequenceGroup) -> str | None:
+        """Why the next step of a running group depends on tokens that are in flight, if it does (see
+        `Schedule.skipped`)."""
+        if not (self.num_stages > 1 or group.masked) or not any(seq.num_in_flight for seq in group.live):
+            return None
+        return "stage" if self.num_stages > 1 else "mask"
 
     def _add_work(self, schedule: Schedule, work: Work) -> int:
         """Schedule work whose blocks are known to be free. Returns the number of tokens."""
@@ -245,47 +255,65 @@ class Scheduler:
     # Admission
 
     def _admit(self, schedule: Schedule, budget: int) -> None:
-        if budget <= 0 or not (self.swapped or self.waiting):
+        if not (self.swapped or self.waiting):
             return
-        reserved = sum(map(self.admission.blocks_reserved, self.running))
-        while budget > 0 and (self.swapped or self.waiting):
-            group = min(self.swapped[:1] + self.waiting[:1], key=_order)
+        reserved = sum(map(self.admission.blocks_reserved, self.running)) if budget > 0 else 0
+        while self.swapped or self.waiting:
+            group = self._first_queued()
+            if budget <= 0:
+                schedule.wait = Wait(group, "budget")
+                return
             swapped = group.status is Status.SWAPPED
             prefix = [] if swapped else self.admission.find_prefix(group)
-            if not swapped and self.admission.is_being_computed(group, prefix, schedule.chunks):
-                return
-            # Blocks that this step swaps out cannot come back in the same step. A group that has just been preempted
-            # waits for its tokens in flight.
-            must_wait = bool(schedule.batch.swap_out) if swapped else any(seq.num_in_flight for seq in group.live)
-            if must_wait or not self.admission.fits(group, prefix, self.running, reserved):
+            schedule.wait = self._find_wait(group, prefix, schedule, reserved)
+            if schedule.wait is not None:
                 return
             self._queue(group).pop(0)
             self._take_slot(group, schedule)
             if swapped:
-                schedule.batch.swap_in += self.block_manager.swap_in([seq.seq_id for seq in group.live])
-                self._record("swapped in", group)
+                free = self.block_manager.num_free_blocks
+                moved = self.block_manager.swap_in([seq.seq_id for seq in group.live])
+                schedule.batch.swap_in += moved
+                self._record("swapped in", group, needed=len(moved), free=free)
             else:
                 self._start(group, prefix, schedule)
             insort(self.running, group, key=_order)
             group.status = Status.RUNNING
             work = next_work(group, budget)
             if missing_blocks(self.block_manager, work) > self.block_manager.num_free_blocks:
-                return  # a swapped group has taken the last blocks: it runs in the next step
+                # A swapped group has taken the last blocks: it runs in the next step.
+                if self.swapped or self.waiting:
+                    schedule.wait = Wait(self._first_queued(), "turn", other=group)
+                return
             budget -= self._add_work(schedule, work)
             reserved += self.admission.blocks_reserved(group)
+
+    def _find_wait(self, group: SequenceGroup, prefix: list[Prefix], schedule: Schedule, reserved: int) -> Wait | None:
+        """Why the first group of the queues cannot be admitted in this step, if it cannot."""
+        if group.status is Status.SWAPPED:
+            if schedule.batch.swap_out:  # blocks that this step swaps out cannot come back in the same step
+                return Wait(group, "swap")
+        elif computing := self.admission.find_computing(group, prefix, schedule.chunks):
+            return Wait(group, "prefix", other=computing)
+        elif any(seq.num_in_flight for seq in group.live):  # it has just been preempted
+            return Wait(group, "tokens")
+        return self.admission.find_lack(group, prefix, self.running, reserved)
 
     def _start(self, group: SequenceGroup, prefix: list[Prefix], schedule: Schedule) -> None:
         """Start a waiting group: give its leader a block table with the cached prefix."""
         live = group.live
         group.forked = len(live) == 1
         group.shared_len = common_length(live)
-        leader = live[0]
-        leader.num_computed_tokens = self.block_manager.allocate(leader.seq_id, prefix, group.shared_len)
+        leader, manager = live[0], self.block_manager
+        needed, free = self.admission.blocks_wanted(group), manager.num_free_blocks
+        leader.num_computed_tokens = cached = manager.allocate(leader.seq_id, prefix, group.shared_len)
         schedule.num_cached_tokens += leader.num_computed_tokens
         if group.metrics.first_scheduled_time is None:
             group.metrics.first_scheduled_time = time.perf_counter()
             group.num_cached_tokens = leader.num_computed_tokens
-        self._record("started", group)
+        self._record(
+            "started", group, needed=needed - len(prefix), free=free, tokens=group.shared_len, cached_tokens=cached
+        )
 
     def _take_slot(self, group: SequenceGroup, schedule: Schedule) -> None:
         """Give a group that is about to run a slot for its adapter, if it has one."""
@@ -300,13 +328,32 @@ class Scheduler:
         """Preempt groups of lower priority than the first waiting group, if that admits it now."""
         if not self.waiting or (self.swapped and _order(self.swapped[0]) < _order(self.waiting[0])):
             return
-        victims = self.admission.choose_victims(self.waiting[0], self.running, self.max_num_batched_tokens)
+        first = self.waiting[0]
+        victims = self.admission.choose_victims(first, self.running, self.max_num_batched_tokens)
+        if not victims:
+            return
+        reserved = sum(map(self.admission.blocks_reserved, self.running))
+        lack = self.admission.find_lack(first, self.admission.find_prefix(first), self.running, reserved)
+        assert lack is not None
         for victim in victims:
             self.running.pop()
-            self._preempt(victim, schedule)
+            self._preempt(victim, schedule, f"priority, {lack.reason}", first, lack.needed, lack.free)
 
-    def _preempt(self, group: SequenceGroup, schedule: Schedule) -> None:
-        """Take the blocks of a group that is no longer in `running`."""
+    def _preempt(
+        self,
+        group: SequenceGroup,
+        schedule: Schedule,
+        reason: str,
+        cause: SequenceGroup,
+        needed: int,
+        free: int | None = None,
+    ) -> None:
+        """Take the blocks of a group that is no longer in `running`.
+
+        Args: reason, cause, needed, free: as in RequestEvent; `free` is the number of free blocks by default.
+        """
+        free = self.block_manager.num_free_blocks if free is None else free
+        why = {"reason": reason, "cause": cause.request_id, "needed": needed, "free": free}
         live = group.live
         ids = [seq.seq_id for seq in live]
         mode = self.preemption_mode or ("recompute" if len(live) == 1 else "swap")
@@ -317,9 +364,9 @@ class Scheduler:
             for seq in live:
                 self.writer.leave(seq)
             insort(self.swapped, group, key=_order)
-            self._record("swapped out", group)
+            self._record("swapped out", group, **why)
         else:
-            self._give_up_blocks(group)
+            self._give_up_blocks(group, **why, host_full=mode == "swap")
             insort(self.waiting, group, key=_order)
         group.metrics.num_preemptions += 1
         self.num_preemptions += 1
@@ -329,17 +376,20 @@ class Scheduler:
         """Put a running group back into `waiting`, to compute its tokens again."""
         if group.status is Status.RUNNING:
             self.running.remove(group)
-            self._give_up_blocks(group)
+            self._give_up_blocks(group, reason="draft")
             insort(self.waiting, group, key=_order)
 
-    def _give_up_blocks(self, group: SequenceGroup) -> None:
-        """Free the group's blocks. Its tokens will be computed again."""
+    def _give_up_blocks(self, group: SequenceGroup, **why: Any) -> None:
+        """Free the group's blocks. Its tokens will be computed again.
+
+        Args: why: fields of the RequestEvent.
+        """
         for seq in group.live:
             self.block_manager.free(seq.seq_id)
             seq.num_computed_tokens = 0
             self.writer.leave(seq)
         group.status = Status.WAITING
-        self._record("preempted", group)
+        self._record("preempted", group, **why)
 
     # Endings
 
@@ -374,7 +424,7 @@ class Scheduler:
         group.status = Status.FINISHED
         if group.last_event != "finished":  # `restart` ends groups again
             group.metrics.finished_time = time.perf_counter()
-            self._record("finished", group)
+            self._record("finished", group, reason=group.seqs[0].finish_reason or "")
 
     # Groups of several sequences (skip at a first reading)
 
@@ -386,10 +436,12 @@ class Scheduler:
                 self.block_manager.fork(leader.seq_id, seq.seq_id)
                 seq.num_computed_tokens = leader.num_computed_tokens
 
-    def _advance_beams(self, group: SequenceGroup) -> None:
+    def _advance_beams(self, group: SequenceGroup, schedule: Schedule) -> None:
         """All beams have their candidates: fork those that continue more than once, free those that end."""
         assert group.beam_search is not None
         ending, forks = group.choose_beams()
+        schedule.beam_ends += ending
+        schedule.beam_forks += forks
         for seq in ending:
             self.block_manager.free(seq.seq_id)
             self.writer.leave(seq)
@@ -422,9 +474,9 @@ class Scheduler:
                 if not seq.finished and (ending := self._find_ending(group, seq)):
                     seq.finish_reason, seq.stop_reason = ending
             if group.last_event is None:
-                self._record("added", group)
+                self._record_added(group)
             elif group.last_event not in ("added", "preempted", "finished"):
-                self._record("preempted", group)
+                self._record("preempted", group, reason="restart")
             group.status = Status.WAITING
         self.waiting = sorted(groups, key=_order)
         for group in groups:
@@ -442,18 +494,24 @@ class Scheduler:
         """Run one group. The others give up their blocks."""
         if group.status is Status.WAITING:
             for other in self.running:
-                self._give_up_blocks(other)
+                self._give_up_blocks(other, reason="alone", cause=group.request_id)
             self.waiting = sorted([*self.waiting, *self.running], key=_order)
             self.waiting.remove(group)
             self.running, group.status = [group], Status.RUNNING
             self._take_slot(group, schedule)
             self._start(group, self.admission.find_prefix(group), schedule)
+        if self.swapped or self.waiting:
+            schedule.wait = Wait(self._first_queued(), "alone", other=group)
         self._add_work(schedule, next_work(group, self.max_num_batched_tokens))
 
     # Queues and events
 
     def _queue(self, group: SequenceGroup) -> list[SequenceGroup]:
         return {Status.WAITING: self.waiting, Status.RUNNING: self.running, Status.SWAPPED: self.swapped}[group.status]
+
+    def _first_queued(self) -> SequenceGroup:
+        """The swapped or waiting group that is admitted next."""
+        return min(self.swapped[:1] + self.waiting[:1], key=_order)
 
     def _has_begun(self) -> bool:
         """Whether any request has begun. Preempted requests are waiting again, with the tokens that they have."""
@@ -466,8 +524,11 @@ class Scheduler:
             group.order = self._num_added
             self._num_added += 1
 
-    def _record(self, kind: str, group: SequenceGroup) -> None:
-        event, end = RequestEvent(kind, group.request_id), len(self.events)
+    def _record_added(self, group: SequenceGroup) -> None:
+        self._record("added", group, tokens=group.seqs[0].num_prompt_tokens)
+
+    def _record(self, kind: str, group: SequenceGroup, **why: Any) -> None:
+        event, end = RequestEvent(kind, group.request_id, **why), len(self.events)
         # One statement of plain assignments: no signal handler can run in the middle.
         self.events[end:], group.last_event = (event,), kind
 

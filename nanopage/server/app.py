@@ -45,6 +45,7 @@ from nanopage.server.responses import Responses
 from nanopage.server.streaming import GONE, ClientGoneError, EventStream, unless_gone
 from nanopage.server.templates import chat_prompt
 from nanopage.server.tools import ToolOptions, read_tool_use
+from nanopage.server.view import VIEW_PATHS, LiveView, add_view
 
 if TYPE_CHECKING:
     from nanopage.server.tracing import Tracer
@@ -79,6 +80,8 @@ class ServerState:
         allow_runtime_lora_updating: clients may load adapters from any directory, and unload them.
         tool_options: how calls of tools are read.
         tracer: gets every request whose last output has been read.
+        view: the live view, if it is served.
+        no_view: why it is not.
         llm: None while the model loads.
         adapters: the LoRA adapters that clients may name as models.
         error: why it could not be loaded.
@@ -93,6 +96,8 @@ class ServerState:
     allow_runtime_lora_updating: bool = False
     tool_options: ToolOptions = field(default_factory=ToolOptions)
     tracer: "Tracer | None" = None
+    view: LiveView | None = None
+    no_view: str = "it is off"
     llm: AsyncLLM | None = None
     adapters: ServedAdapters = field(default_factory=ServedAdapters)
     error: str | None = None
@@ -191,7 +196,7 @@ def guard(
         api_keys, hosts, public_metrics: as in `create_app`.
     """
     paths = [route.path for route in routes.routes if hasattr(route, "path")]
-    open_paths = [*OPEN_PATHS, "/metrics"] if public_metrics else OPEN_PATHS
+    open_paths = [*OPEN_PATHS, *(["/metrics"] if public_metrics else []), *(["/view"] if state.view else [])]
     return Gate(app, api_keys or [], hosts or [], state.replies, paths, open_paths)
 
 
@@ -308,6 +313,10 @@ def create_routes(state: ServerState) -> FastAPI:
         return Response(html, headers=headers, media_type="text/html; charset=utf-8")
 
     not_served = dict(NOT_SERVED)
+    if state.view is not None:
+        add_view(app, state, state.view)
+    else:
+        not_served |= dict.fromkeys(VIEW_PATHS, state.no_view)
     if not state.allow_runtime_lora_updating:
         why = "the server was started without --allow-runtime-lora-updating"
         not_served |= {"/v1/load_lora_adapter": why, "/v1/unload_lora_adapter": why}

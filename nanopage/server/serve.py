@@ -24,6 +24,7 @@ from nanopage.server.app import ServerState, create_app, guard, load_engine
 from nanopage.server.connection import Connection
 from nanopage.server.middleware import LOCAL_HOSTS
 from nanopage.server.tools import FINISH_REASONS, ToolOptions
+from nanopage.server.view import LiveView
 from nanopage.tools.formats import FORMATS
 from nanopage.weights import hub
 from nanopage.worker.threads import default_threads
@@ -73,7 +74,8 @@ def main(arguments: list[str]) -> int:
     }
     check_adapters(args, modules, settings["model_names"])
     tracer = _tracer(args.otlp_traces_endpoint)
-    state = ServerState(**settings, tracer=tracer)
+    no_view = why_no_view(args, bool(keys))
+    state = ServerState(**settings, tracer=tracer, view=None if no_view else LiveView(), no_view=no_view)
     hosts = [] if args.uds or args.insecure else [*LOCAL_HOSTS, *map(str.lower, args.allowed_host)]
     engine: OneEngine | Front
     if args.replicas is None:
@@ -156,6 +158,11 @@ def parser() -> argparse.ArgumentParser:
     )
     group.add_argument("--timeout-keep-alive", type=int, default=5, help="seconds that an idle connection stays open")
     group.add_argument("--strict-fields", action="store_true", help="refuse fields that are not known")
+    group.add_argument(
+        "--view",
+        action="store_true",
+        help="serve the live view, /view, also where clients need a key (default: only without --api-key, --insecure)",
+    )
     group.add_argument("--public-metrics", action="store_true", help="/metrics needs no key")
     group.add_argument(
         "--salt-per-key", action="store_true", help="keep the cached prefixes of clients with different keys apart"
@@ -210,6 +217,23 @@ def check_replicas(args: argparse.Namespace) -> None:
         ray_cluster.check_address()
         if args.distributed_executor_backend == "ray":
             raise ValueError("--distributed-executor-backend ray does not work with --replicas: use mp")
+
+
+def why_no_view(args: argparse.Namespace, has_keys: bool) -> str:
+    """Why the live view is not served; empty if it is. Whoever may open it can pause the engine, so without --view it
+    is only served where nobody but this machine's users can reach the server, without a key.
+
+    Raises: ValueError for --view with --replicas.
+    """
+    if args.replicas is not None:
+        if args.view:
+            raise ValueError("--view does not work with --replicas: it shows one engine")
+        return "the live view shows one engine, and this server has several (--replicas)"
+    if args.view:
+        return ""
+    if has_keys:
+        return "the server has a key: start it with --view, and the live view needs the key, too"
+    return "the server was started with --insecure: start it with --view as well" if args.insecure else ""
 
 
 def check_adapters(args: argparse.Namespace, modules: dict[str, str], model_names: list[str]) -> None:
@@ -379,6 +403,8 @@ class Server(uvicorn.Server):
         self._loop.call_soon_threadsafe(self._begin_draining)
 
     def _begin_draining(self) -> None:
+        if self.state.view is not None and self.state.llm is not None:
+            self.state.llm.resume()  # so that paused requests can end
         self._draining = asyncio.ensure_future(self._drain())
 
     async def _drain(self) -> None:

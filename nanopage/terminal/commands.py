@@ -11,14 +11,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nanopage.params import SamplingParams
+from nanopage.terminal.blocks import CACHED, FREE, draw
 from nanopage.terminal.prompt import edit
 from nanopage.terminal.session import Session, check_setting
-from nanopage.terminal.text import say, say_table
+from nanopage.terminal.text import say, say_drawn, say_table
 from nanopage.text.detokenizer import REPLACEMENT
+from nanopage.view import Frames, Picture
 
 if TYPE_CHECKING:
     from nanopage.terminal.conversation import Conversation
 
+MAP_LINES = 20  # of /blocks
 RULE = (
     "when the context is full the oldest turns are left out, whole, until a quarter of it is free; "
     "the system message stays"
@@ -205,6 +208,13 @@ def stats(chat: Conversation, argument: str | None) -> None:
     )
 
 
+def blocks(chat: Conversation, argument: str | None) -> None:
+    engine, picture = chat.llm.engine, Picture()
+    picture.apply(Frames(engine, engine.model_path.name).key())
+    say_drawn(lambda width: draw(picture, width, MAP_LINES))
+    say(f"{FREE} free, {CACHED} only in the prefix cache, a number: of that request. The sentences: the last step.")
+
+
 def _average(form: str, values: list[float | None]) -> str:
     known = [value for value in values if value]
     return f"{form.format(sum(known) / len(known))} on average" if known else "-"
@@ -229,5 +239,6 @@ COMMANDS: dict[str, tuple[str, str, Callable[[Conversation, str | None], None]]]
     "/load": ("[FILE]", "go on with what was saved, or list what was kept", load),
     "/model": ("[PATH]", "show the model, or go on with another one; default: SmolLM2-135M-Instruct", model),
     "/stats": ("", "tokens, times and KV blocks", stats),
+    "/blocks": ("", "the KV blocks: free, cached, in use", blocks),
     "/exit": ("", "leave, as Ctrl-D does", leave),
 }

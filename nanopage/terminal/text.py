@@ -8,10 +8,10 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TextIO
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -91,6 +91,12 @@ def say_table(rows: Iterable[tuple[str, ...]]) -> None:
         table.add_row(*(Text(printable(cell)) for cell in row))
     with _unless_stderr_fails():
         stderr.print(table)
+
+
+def say_drawn(draw: Callable[[int], RenderableType]) -> None:
+    """Print what `draw` makes for the width of stderr."""
+    with _unless_stderr_fails():
+        stderr.print(draw(stderr.width - 1))
 
 
 def say_error(message: str) -> None:

@@ -23,6 +23,7 @@ from benchmarks.report import console
 from benchmarks.utilization import Step
 from nanopage import LLMEngine
 from nanopage.outputs import RequestMetrics, StepStats
+from nanopage.view import Picture, read_recording
 
 SCHEMA = json.loads((Path(serve.__file__).parent / "serve.schema.json").read_text())
 
@@ -447,12 +448,27 @@ def test_the_exit_code_says_that_a_request_failed(model, tmp_path, monkeypatch):
         (["--plot", "/no/such/folder/x.png"], "--plot.*/no/such/folder"),
         (["--plot", "x.docx"], "--plot.*x.docx.*[.]png"),
         (["--input-len", "9-3"], "--input-len"),
+        (["--record", "/no/such/folder/x.jsonl"], "--record.*/no/such/folder"),
+        (["--record", "x", "--json", "x"], "name the same file"),
+        (["--record", "x", "--base-url", "http://127.0.0.1:1"], "--record.*a server has /view"),
+        (["--view"], "--view.*needs a terminal"),
     ],
 )
 def test_a_bad_option_is_named_before_a_model_is_loaded(arguments, names):
     done = run_bench("serve", "--model", "/no/such/model", *arguments)
     assert done.exit_code == 2
     assert re.search(names, " ".join(done.output.split())), done.output
+
+
+def test_a_recording_has_the_steps_of_all_rates_without_the_warm_up(model, tmp_path):
+    file = tmp_path / "run.jsonl"
+    options = ["--num-prompts", 3, "--input-len", 7, "--output-len", 4, "--record", file]
+    code, output, _ = run_serve(model, tmp_path, *map(str, options), "--request-rate", "inf,inf")
+    assert code == 0, output
+    picture = Picture()
+    for frame in read_recording(file):
+        picture.apply(frame)
+    assert (picture.key["model"], picture.output_tokens, picture.queues) == (model.name, 2 * 3 * 4, [[], [], []])
 
 
 def test_the_spellings_of_vllm_are_understood(model, tmp_path, monkeypatch):

@@ -1302,7 +1302,7 @@ def test_siblings_with_tokens_in_flight_do_not_count_as_equal():
     schedule = ahead(world)
     assert [(seq.token_ids, seq.num_in_flight) for seq in seqs] == [([1, 2], 1)] * 2
     group = world.scheduler.running.pop()
-    world.scheduler._preempt(group, schedule)
+    world.scheduler._preempt(group, schedule, "blocks", group, 1)
     world.manager.check_invariants()
     world.scheduler.preemption_mode = "recompute"
     again = world.scheduler.schedule()

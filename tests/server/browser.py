@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-KEYS = {"Enter": (13, "\r"), "Escape": (27, "")}
+KEYS = {"Enter": (13, "\r"), "Escape": (27, ""), " ": (32, " "), "p": (80, "p"), "ArrowRight": (39, "")}
 
 
 class Browser:
@@ -26,6 +26,7 @@ class Browser:
 
     def __init__(self, profile: Path):
         options = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run")
+        options += ("--disable-quic", "--disable-background-networking", "--disable-component-update", "--disable-sync")
         command = [CHROMIUM, *options, f"--user-data-dir={profile}", "--remote-debugging-pipe", "about:blank"]
         # Chromium reads commands from file descriptor 3 and writes to 4.
         shell = 'exec "$0" "$@" 3<&0 4>&1 </dev/null >/dev/null 2>&1'

@@ -537,6 +537,17 @@ def test_save_and_load_go_on_where_it_was(chat, llm, tmp_path, capsys):
             chat.take(text)
 
 
+def test_blocks_draws_the_cache(chat, capsys):
+    chat.take("one")
+    capsys.readouterr()
+    chat.take("/blocks")
+    shown = capsys.readouterr().err
+    num_cached = chat.llm.engine.scheduler.block_manager.num_cached_blocks
+    assert f"64 blocks of 4 tokens: 0 used, {num_cached} cached, {64 - num_cached} free" in shown
+    assert shown.count("\u2592") == num_cached + 1  # and in the legend
+    assert "ends: it has as many tokens as it may have." in shown
+
+
 def test_stats_count_replies_and_blocks(chat, capsys):
     chat.take("/stats")
     assert "replies     0" in capsys.readouterr().err

@@ -1,0 +1,176 @@
+"""The page of the live view: what it is made of, and what it does in a browser."""
+
+import json
+import re
+import time
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from browser import CHROMIUM, Browser
+from server_process import serving
+
+import nanopage.server
+from nanopage.server.view import RUNS
+from nanopage.view import Picture, read_recording
+
+PAGE = Path(nanopage.server.__file__).with_name("view.html").read_text()
+
+
+def test_the_page_loads_nothing_and_makes_no_html_of_text():
+    for pattern in (
+        r"\bsrc\s*=",
+        r"href\s*=\s*[\"']?\s*(https?:|//)",
+        r"@import|\burl\(|\bimport\b",
+        r"<(link|iframe|object|embed|base)\b",
+        r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|DOMParser|setHTML|createContextualFragment",
+        r"\beval\b|\bFunction\(|setTimeout\(\s*[\"'`]|localStorage|document\.cookie",
+        r"\bon\w+\s*=\s*[\"']",  # handlers in HTML
+        r"(call|fetch)\([\"'`]/",  # URLs that a proxy's prefix would break
+    ):
+        assert not re.search(pattern, PAGE), pattern
+    (policy,) = re.findall(r'<meta http-equiv="Content-Security-Policy" content="([^"]*)">', PAGE)
+    rules = dict(rule.split(maxsplit=1) for rule in policy.split(";"))
+    assert rules["default-src"] == rules["img-src"] == rules["base-uri"] == rules["form-action"] == "'none'"
+    assert rules["connect-src"] == "'self'"
+
+
+def test_the_page_offers_the_recordings_that_there_are():
+    offered = set(re.findall(r'<option value="([\w-]+)">replay', PAGE)) - {"file"}
+    assert offered == {file.name.removesuffix(".jsonl.gz") for file in RUNS.glob("*.jsonl.gz")}
+
+
+# In a browser
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    if CHROMIUM is None:
+        pytest.skip("Chromium is not installed")
+    browser = Browser(tmp_path_factory.mktemp("browser"))
+    yield browser
+    browser.close()
+
+
+@pytest.fixture(scope="module")
+def server(model, tmp_path_factory):
+    log = tmp_path_factory.mktemp("server") / "log"
+    options = ("--dtype", "float32", "--api-key", "secret", "--view", "--num-gpu-blocks-override", 16)
+    with serving(model, *options, "--block-size", 8, "--preemption-mode", "swap", log=log) as server:
+        server.url = server.wait_until_ready().removesuffix("v1")
+        yield server
+
+
+def complete(server, name, max_tokens=30):
+    body = {"prompt": [10, 11, 12], "max_tokens": max_tokens, "ignore_eos": True, "temperature": 0, "cache_salt": name}
+    headers = {"content-type": "application/json", "authorization": "Bearer secret"}
+    request = urllib.request.Request(f"{server.url}v1/completions", json.dumps(body).encode(), headers)
+    with urllib.request.urlopen(request, timeout=60) as reply:
+        return json.load(reply)
+
+
+@pytest.fixture
+def page(browser, server):
+    """The browser with the page, connected with the key."""
+    browser.open(f"{server.url}view")
+    browser.wait_for("$('settings').open && document.activeElement === $('key')")
+    browser.type("secret")
+    browser.press("Enter")
+    browser.wait_for("!$('settings').open && picture.key && $('mode').textContent === 'live'")
+    browser.problems[:] = [problem for problem in browser.problems if "401" not in problem]
+    yield browser
+    assert browser.problems == []
+
+
+def test_it_follows_the_engine_and_replays_what_it_has_seen(page, server):
+    with ThreadPoolExecutor(6) as pool:
+        list(pool.map(lambda name: complete(server, str(name)), range(6)))
+    page.wait_for("picture.frame.frame === 'step' && picture.queues.flat().length === 0 && picture.outputs === 180")
+    assert page.evaluate("[picture.missed, picture.preempted > 0, picture.tables.size, picture.requests.size]") == [
+        0,
+        True,
+        0,
+        0,
+    ]
+    page.evaluate("window.before = [picture.step, picture.outputs, [...picture.cached].sort()]")
+    page.evaluate("window.saved = kept.map((frame) => JSON.stringify(frame)).join('\\n')")
+    page.evaluate("open(new File([saved], 'run.jsonl'))")
+    page.wait_for("source === 'replay' && frames.length > 30")
+    page.evaluate("setPlaying(false); seek(frames.length - 1)")
+    assert page.evaluate("[picture.step, picture.outputs, [...picture.cached].sort()]") == page.evaluate("before")
+    page.evaluate("choose('')")
+    page.wait_for("$('mode').textContent === 'live'")
+
+
+def test_steps_by_the_keyboard_are_told_before_they_run(page, server):
+    page.evaluate("document.activeElement.blur()")
+    page.press("p")
+    page.wait_for("$('mode').textContent === 'paused'")
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(complete, server, "steps", 3)
+        for _ in range(3):
+            page.wait_for("$('why-title').textContent === 'About to happen'")
+            before = page.evaluate("picture.step")
+            assert not answer.done()
+            assert "The step runs" in page.evaluate("$('sentences').innerText")
+            page.press(" ")
+            page.wait_for(f"picture.step === {before + 1}")
+        assert answer.result(timeout=30)["usage"]["completion_tokens"] == 3
+    page.press("p")
+    page.wait_for("$('mode').textContent === 'live'")
+
+
+@pytest.mark.parametrize("name", ["continuous-batching", "prefix-sharing", "preemption", "beams"])
+def test_the_replays_show_what_python_makes_of_them(page, server, name):
+    picture = Picture()
+    frames = list(read_recording(RUNS / f"{name}.jsonl.gz"))
+    page.evaluate(f"choose({json.dumps(name)})")
+    page.wait_for(f"source === 'replay' && frames.length === {len(frames)}")
+    page.evaluate("setPlaying(false)")
+    for index, frame in enumerate(frames):
+        picture.apply(frame)
+        if index % 9 == 0 or index == len(frames) - 1:
+            page.evaluate(f"seek({index})")
+            shown = page.evaluate(
+                "[[...picture.tables].map(([seq, { owner, blocks }]) => [seq, owner, blocks]), [...picture.cached], "
+                "picture.queues, picture.outputs, picture.hits, picture.preempted, picture.missed]"
+            )
+            tables = {seq: (owner, blocks) for seq, owner, blocks in shown[0]}
+            assert tables == picture.tables and set(shown[1]) == picture.cached
+            assert shown[2:6] == [picture.queues, picture.output_tokens, picture.hit_tokens, picture.preempted]
+            assert shown[6] == 0
+    page.evaluate(f"seek({len(frames) // 2}); seek(3)")  # back
+    assert page.evaluate("[index, picture.step]") == [3, frames[3]["step"]]
+    page.evaluate("choose('')")
+    page.wait_for("$('mode').textContent === 'live'")
+
+
+def test_a_file_that_is_no_recording_is_refused(page):
+    for text in ("hello", "{}", json.dumps({"frame": "key", "version": 9})):
+        page.evaluate(f"open(new File([{json.dumps(text)}], 'x'))")
+        page.wait_for("$('notice').textContent.startsWith('The recording could not be read')")
+    page.evaluate("choose('')")
+    page.wait_for("$('mode').textContent === 'live'")
+
+
+@pytest.mark.parametrize("width", [400, 800, 1600])
+def test_it_fits_the_screen(page, width):
+    page.evaluate("choose('preemption')")
+    page.call("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
+    page.wait_for("source === 'replay' && frames.length > 20")
+    page.evaluate("setPlaying(false); seek(frames.length >> 1)")
+    time.sleep(0.2)
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    nodes = "[...document.querySelectorAll('canvas, table, header > *')]"
+    assert page.evaluate(f"{nodes}.filter((node) => node.getBoundingClientRect().right > innerWidth).length") == 0
+    page.call("Emulation.clearDeviceMetricsOverride")
+    page.evaluate("choose('')")
+    page.wait_for("$('mode').textContent === 'live'")
+
+
+def test_the_block_map_can_be_read_with_the_keyboard(page):
+    page.evaluate("$('map').focus()")
+    page.press("ArrowRight")
+    page.press("ArrowRight")
+    assert re.match(r"Block 1: (cached|free)", page.evaluate("$('detail').textContent"))
