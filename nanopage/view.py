@@ -56,6 +56,7 @@ from nanopage.engine.engine import LLMEngine
 from nanopage.engine.schedule import Schedule
 from nanopage.engine.sequence import SequenceGroup
 from nanopage.outputs import StepStats
+from nanopage.step import NO_BLOCK
 
 VERSION = 1
 PHASES = ("schedule", "prepare", "model", "sample", "wait", "update", "output")
@@ -92,7 +93,7 @@ class Frames:
         self._shown: dict[str, tuple[int, int, int]] = {}  # request_id -> what `_progress` has told
         requests = self._add_new(sorted(self._groups(), key=lambda group: group.order))
         self._queues = self._read_queues()
-        self._tables = {seq_id: list(table) for seq_id, table in manager.block_tables.items()}
+        self._tables = {seq_id: _held(table) for seq_id, table in manager.block_tables.items()}
         self._host = dict(manager.host_tables)
         self._cached = set(manager.cached_blocks)
         return {
@@ -109,7 +110,7 @@ class Frames:
             "queues": self._queues,
             "requests": requests,
             "tables": [[seq_id, self._owners[seq_id], table] for seq_id, table in self._tables.items()],
-            "host": [[seq_id, self._owners[seq_id], table] for seq_id, table in self._host.items()],
+            "host": [[seq_id, self._owners[seq_id], _held(table)] for seq_id, table in self._host.items()],
             "cached": list(manager.cached_blocks),
         }
 
@@ -251,29 +252,34 @@ class Frames:
             touched.update(submitted.evicted)
             for update in submitted.batch.blocks:
                 touched.update(update.blocks)
-        if not changed and submitted is not None and not submitted.drafted:
+        slides = manager.windows != (None,)  # tables then change at their beginnings as well
+        if not changed and submitted is not None and not submitted.drafted and not slides:
             # Only tables that the batch extends, and those of requests with several sequences, can have changed.
             extended = {update.row for update in submitted.batch.blocks}
             seq_ids = [seq.seq_id for seq in submitted.sequences if seq.row in extended] if extended else []
             tables = {seq_id: tables[seq_id] for seq_id in (*seq_ids, *self._forking) if seq_id in tables}
         for seq_id, table in tables.items():
             owner, before = self._owners[seq_id], sent.get(seq_id, [])
+            found = hits.pop(owner, 0) * manager.num_kinds
+            frame["hits"] += _held(table[:found])
+            table = _held(table) if slides else table
             first = min(len(before), len(table))
-            if owner in changed or seq_id in self._forking or (first and before[first - 1] != table[first - 1]):
+            anywhere = slides or owner in changed or seq_id in self._forking
+            if anywhere or (first and before[first - 1] != table[first - 1]):
                 first = next((i for i, (a, b) in enumerate(zip(before, table, strict=False)) if a != b), first)
             if first == len(before) == len(table) and seq_id in sent:
                 continue
             touched.update(before[first:], table[first:])
             sent[seq_id] = list(table)
             frame["tables"].append([seq_id, owner, first, table[first:]])
-            frame["hits"] += table[: hits.pop(owner, 0)]
         if len(sent) > len(manager.block_tables):
             frame["gone"] = [seq_id for seq_id in sent if seq_id not in manager.block_tables]
             for seq_id in frame["gone"]:
                 touched.update(sent.pop(seq_id))
         host, shown = manager.host_tables, self._host
         if host or shown:
-            frame["host"] = [[i, self._owners[i], table] for i, table in host.items() if shown.get(i) is not table]
+            new = [seq_id for seq_id, table in host.items() if shown.get(seq_id) is not table]
+            frame["host"] = [[seq_id, self._owners[seq_id], _held(host[seq_id])] for seq_id in new]
             frame["host_gone"] = [seq_id for seq_id in shown if seq_id not in host]
             self._host = dict(host)
         if touched:
@@ -299,6 +305,11 @@ class Frames:
     def now(self) -> float:
         """The `time` of a frame that is made now."""
         return round(time.perf_counter() - self.started, 6)
+
+
+def _held(table: list[int]) -> list[int]:
+    """The blocks of a table, without those that were given back behind a window."""
+    return [block for block in table if block != NO_BLOCK]
 
 
 def _progress(group: SequenceGroup) -> tuple[int, int, int]:

@@ -13,6 +13,7 @@ from nanopage.engine.schedule import Schedule, Wait
 from nanopage.engine.scheduler import Scheduler
 from nanopage.engine.sequence import SequenceGroup, Status
 from nanopage.outputs import RequestEvent
+from nanopage.step import NO_BLOCK
 
 MAX_NAMES = 8  # of requests or blocks that one sentence lists
 
@@ -218,7 +219,9 @@ def _forked(scheduler: Scheduler, schedule: Schedule, name: Callable[[str], str]
     for leader in schedule.forked:
         group = leader.group
         others = len(group.seqs) - 1
-        shared = scheduler.block_manager.blocks_for(group.shared_len)
+        manager = scheduler.block_manager
+        table = manager.block_tables.get(leader.seq_id, [])[: manager.blocks_for(group.shared_len)]
+        shared = sum(block != NO_BLOCK for block in table)
         what = f"the {_count(shared, 'block')} of its {_count(group.shared_len, 'token')}"
         yield Sentence("fork", group.request_id, f"Request {name(group.request_id)} forks: {others} more share {what}.")
 

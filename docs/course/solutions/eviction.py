@@ -28,5 +28,6 @@ class FrequencyBlockManager(BlockManager):
     def _take_block(self) -> int:
         if not self._free:
             victim = choose(list(self._cached.values()), self.hits)
-            self._cached.move_to_end(victim.block, last=False)  # the next one that BlockManager evicts
+            (block,) = victim.blocks  # one for each kind of layers: here all are alike
+            self._cached.move_to_end(block, last=False)  # the next one that BlockManager evicts
         return super()._take_block()
