@@ -10,7 +10,7 @@ import statistics
 import tempfile
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -66,7 +66,8 @@ def measure(name: str, path: Path, dtype: str, eager: bool, chunk: int) -> list[
     longest = max(CONTEXTS) + NUM_STEPS + 1
     options = {"max_num_seqs": 1, "load_format": "dummy", "max_model_len": longest, "enforce_eager": eager}
     engine = build_engine(EngineConfig(model=str(path), dtype=dtype, **options))
-    executor, size, capacity = engine.executor, engine.config.block_size, engine.capacity
+    executor: Any = engine.executor  # a LocalExecutor
+    size, capacity = engine.config.block_size, engine.capacity
     if not eager:
         executor.compile()
     cache = executor.worker.kv_cache.tensor

@@ -144,7 +144,7 @@ class CUDAGraphs:
         input_ids, positions, pages = self.look_up(
             rows, seq_lens, table.tokens, table.blocks, table.block_size, table.windows
         )
-        made = [self._make_attention(*of_kind, num_splits, num_rows) for of_kind in pages]
+        made = [self._make_attention(slots, tables, lens, num_splits, num_rows) for slots, tables, lens in pages]
         attentions = [made[kind] for kind in self.kv_cache.kinds.of_layers]
         inputs: tuple = (input_ids, positions, self.kv_cache.layers, attentions)
         if self.adapters_of is not None:

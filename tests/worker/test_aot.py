@@ -42,7 +42,7 @@ from nanopage.step import NO_TOKEN, SamplingSettings
 from nanopage.weights import hub, loader
 from nanopage.worker import aot, aot_compile
 from nanopage.worker.aot_chain import Library
-from nanopage.worker.eager import prepare, reference_attention
+from nanopage.worker.eager import attention_of_layers, prepare, reference_attention
 from nanopage.worker.kv_cache import KVCache
 from nanopage.worker.model_runner import sampled_positions
 from nanopage.worker.sequence_table import SequenceTable
@@ -410,8 +410,10 @@ def test_the_last_layer_computes_only_the_rows_that_are_asked_for(model, directo
         made.cache.move(batch)
         made.table.update(batch)
         inputs = prepare(batch, made.table)
-        attentions = [reference_attention(pages) for pages in inputs.pages]
-        attentions *= 1 if compiled else len(made.model.layers)
+        if compiled:
+            attentions = [reference_attention(pages) for pages in inputs.pages]  # of each kind of layers
+        else:
+            attentions = attention_of_layers(inputs, made.cache, reference_attention)
         everything = inputs.input_ids, inputs.positions, made.cache.layers, attentions
         forward = made.way._forward if compiled else made.model
         for rows in ([sum(lengths) - 1, 0][: len(lengths)], [0]):
