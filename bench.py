@@ -1080,7 +1080,9 @@ def experts(
     ] = None,
     json_file: JsonOption = None,
 ) -> None:
-    """Compare a mixture of experts with a dense model of the same active size.
+    """Compare a mixture of experts with a dense model.
+
+    Both have about the same number of active weights.
 
     The mixture has random weights. It is made from the sizes of --model, a Llama, and kept in nanopage's cache.
 
@@ -1104,8 +1106,8 @@ def experts(
     if num_chosen > num_experts:
         refuse(f"{num_chosen} are more than the {num_experts} experts", "--num-chosen")
     folder = check_folder(environments, "--environments") if environments else hub.cache_directory() / "peers"
-    pythons = comparison.python_of_engines(names, folder, "cpu", quantization, False, False)
     path, config = find_model(model)
+    pythons = comparison.python_of_engines(names, folder, "cpu", quantization, False, False)
     check_lengths([(input_len, output_len)] * max(sizes), config, ["--input-len", "--output-len"])
     threads = threads or default_threads()
     setup = comparison.Setup(path, config, pythons, "cpu", quantization, eager, threads, num_iters_warmup, 0)

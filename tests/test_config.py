@@ -52,6 +52,7 @@ PUBLISHED_BILLIONS = {  # parameters; a matrix that is tied counts once
     "Llama-3.2-1B": 1.236,
     "Llama-3.1-8B": 8.030,
     "Qwen3-14B": 14.768,
+    "gemma-3-270m": 0.268,
 }
 NAN, INF, HUGE = math.nan, math.inf, 10**400  # HUGE has no float
 
@@ -1009,7 +1010,8 @@ def test_a_config_for_dummy_weights_has_the_published_size(name):
     parameters = sum(parameter.numel() for parameter in loader.meta_model(config).parameters())
     assert parameters / 1e9 == pytest.approx(PUBLISHED_BILLIONS[name], rel=1e-3)
     assert config.dtype == "bfloat16"
-    assert config.eos_token_ids == ({151645} if name.startswith("Qwen3") else {128001})
+    ends = {"Qwen3": 151645, "Llama": 128001, "gemma": 1}
+    assert config.eos_token_ids == {ends[name.split("-")[0]]}
     stretched = {"Llama-3.2-1B": 32, "Llama-3.1-8B": 8}
     assert config.rope.rope_type == ("llama3" if name in stretched else "default")
     assert config.rope.params.get("factor") == stretched.get(name)
