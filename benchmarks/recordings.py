@@ -75,7 +75,7 @@ def preemption() -> list[Arrival]:
 
 
 def beams() -> list[Arrival]:
-    search = BeamSearchParams(beam_width=4, max_tokens=24)
+    search = BeamSearchParams(width=4, max_tokens=24)
     several = SamplingParams(temperature=1.0, n=3, seed=1, max_tokens=20, ignore_eos=True)
     return [Arrival(0, QUESTIONS[3], search), Arrival(4, SYSTEM, several), Arrival(10, QUESTIONS[6], search)]
 

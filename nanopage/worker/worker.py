@@ -319,11 +319,13 @@ class Worker:
                 join_experts(self.model, self.dtype)
             if self.tiles is None and can_pack(self.dtype):
                 pack(self.model)
-        for module in self.model.modules() if self.product is not None else ():
+        if (product := self.product) is None:
+            return
+        for module in self.model.modules():
             if isinstance(module, TiledLinear):
-                module.product = self.product
+                module.product = product
             elif isinstance(module, TiledExperts):
-                module.product = self.product.experts
+                module.product = product.experts
 
     def _joins_experts(self) -> bool:
         """Whether one operator may compute all experts of a layer (layers/tiled_experts.py)."""
