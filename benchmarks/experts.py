@@ -133,10 +133,10 @@ def measure(
                 show_header({engine: results.header[engine]})
         for size, batches in work.items():
             runs = results.runs[size] = {name: [] for name in peers}
-            for i, batch in enumerate(batches):
+            for i, requests in enumerate(batches):
                 for name in list(peers):
                     try:
-                        run = run_one(peers, name, batch, 0)
+                        run = run_one(peers, name, requests, 0)
                     except PeerError as error:
                         drop(name, error, peers, results.failures)
                         del runs[name]
