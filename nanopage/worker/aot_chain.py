@@ -43,6 +43,7 @@ class _Part(ctypes.Structure):
         ("attended", c_void_p),
         ("cos", 2 * c_void_p),
         ("sin", 2 * c_void_p),
+        ("adapters", c_void_p),
         ("output", c_void_p),
     )
 
@@ -153,6 +154,7 @@ class Chain:
         attention: ReferenceAttention,
         attended: Tensor,
         num_parts: int,
+        adapters: Tensor | None = None,
     ) -> Tensor:
         """Run layers up to the attention of the last one.
 
@@ -165,6 +167,7 @@ class Chain:
                 that of the last one stays there.
             num_parts: the rows are divided into at most so many parts that are computed at the same time, each by a
                 single thread. 1: all threads compute all rows together.
+            adapters: a further input of both functions: the adapter slot of each token, int64 [T].
 
         Returns: the input of the last layer, [T, hidden_size].
         Raises: RuntimeError if a function fails; its error is on stderr.
@@ -178,6 +181,10 @@ class Chain:
         for part, of_part in zip(parts, zip(*inputs, strict=True), strict=True):
             part.x, part.slot_mapping, part.attended, *turns = of_part
             part.cos[: len(rotations)], part.sin[: len(rotations)] = turns[::2], turns[1::2]
+        if adapters is not None:
+            inputs.append(new_handles(adapters.split(part_rows)))
+            for part, handle in zip(parts, inputs[-1], strict=True):
+                part.adapters = handle
         code = self._run_layers(
             before.functions, after.functions, layers.structures, len(layers.structures), Step(attention),
             layers.kv_cache.shape[2], parts, len(parts), part_rows, attended.data_ptr(),

@@ -6,6 +6,7 @@
 // registers.h).
 
 #include "integer_products.h"
+#include "shim.h"
 
 namespace {
 
@@ -106,17 +107,6 @@ void multiply_integers(const Stored* x, int64_t rows, const uint8_t* tiles, int6
 }
 
 }  // namespace
-
-// torch/csrc/inductor/aoti_torch/c/shim.h
-extern "C" int aoti_torch_get_data_ptr(void* tensor, void** address);
-extern "C" int aoti_torch_get_sizes(void* tensor, int64_t** sizes);
-extern "C" int aoti_torch_empty_strided(int64_t num_dims, const int64_t* sizes, const int64_t* strides, int32_t dtype,
-                                        int32_t device_type, int32_t device_index, void** tensor);
-extern "C" int aoti_torch_get_dtype(void* tensor, int32_t* dtype);
-extern "C" int32_t aoti_torch_device_type_cpu();
-extern "C" int32_t aoti_torch_dtype_bfloat16();
-extern "C" int32_t aoti_torch_dtype_float16();
-extern "C" int32_t aoti_torch_dtype_float32();
 
 // The operator nanopage::tile_linear, as Inductor calls it: x [rows, in_features], tiles and scales -> y
 // [rows, num_tiles * TILE]. What the weights are follows from the types and sizes of tiles and scales. Returns 0, or
