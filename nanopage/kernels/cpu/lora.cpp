@@ -18,7 +18,7 @@ constexpr int RANKS = 4;        // of A or B that registers hold together
 constexpr int TASK_RANKS = 16;  // of A in a task
 constexpr int OUTPUTS = 1024;   // of B in a task
 
-struct Matrix {  // or a view of one
+struct Matrix {  // whose rows are contiguous
     Stored* numbers;
     int64_t stride;
     Stored* row(int64_t i) const { return numbers + i * stride; }
@@ -112,8 +112,7 @@ void multiply_by_b(const float* h, int64_t h_stride, const Stored* b, int64_t b_
 
 // h = x A^T of a block, for some rows of A.
 template <int N = TOKENS>
-void shrink(const Matrix& x, const Adapters& adapters, const Block& block, int64_t begin, int64_t end,
-            int first = 0) {
+void shrink(const Matrix& x, const Adapters& adapters, const Block& block, int64_t begin, int64_t end, int first = 0) {
     const int64_t ranks = adapters.num_parts * adapters.rank, length = adapters.in_features;
     const Stored* a = adapters.a + block.slot * ranks * length;
     for (; first + N <= block.count; first += N) {
@@ -130,8 +129,8 @@ void shrink(const Matrix& x, const Adapters& adapters, const Block& block, int64
 
 // out = y + h B of a block, for some columns.
 template <int N = TOKENS>
-void expand(const Adapters& adapters, const Block& block, const Columns& columns, const Matrix& y,
-            const Matrix& out, int first = 0) {
+void expand(const Adapters& adapters, const Block& block, const Columns& columns, const Matrix& y, const Matrix& out,
+            int first = 0) {
     alignas(64) float sums[N * OUTPUTS];
     const int64_t rank = adapters.rank, ranks = adapters.num_parts * rank, stride = adapters.out_features;
     const Stored* b = adapters.b + block.slot * rank * stride + columns.begin;
@@ -173,8 +172,10 @@ void add_adapters(const Matrix& y, const Matrix& x, const Adapters& adapters, co
     const auto h = std::make_unique<float[]>((num_tokens - num_plain) * ranks);
     std::vector<Block> blocks;
     for (int64_t slot = 0; slot < adapters.num_slots; slot++)
-        for (int64_t i = order.begins[slot], end = order.begins[slot + 1]; i < end; i += BLOCK)
-            blocks.push_back({slot, &order.tokens[i], (int)std::min<int64_t>(BLOCK, end - i), &h[(i - num_plain) * ranks]});
+        for (int64_t i = order.begins[slot], end = order.begins[slot + 1]; i < end; i += BLOCK) {
+            const int count = std::min<int64_t>(BLOCK, end - i);
+            blocks.push_back({slot, &order.tokens[i], count, &h[(i - num_plain) * ranks]});
+        }
     std::vector<Columns> columns;
     for (int64_t part = 0, begin = 0; part < adapters.num_parts; part++)
         for (const int64_t end = begin + adapters.sizes[part]; begin < end; begin = std::min(begin + OUTPUTS, end))
@@ -188,8 +189,7 @@ void add_adapters(const Matrix& y, const Matrix& x, const Adapters& adapters, co
                 shrink(x, adapters, blocks[i], rank, std::min(rank + TASK_RANKS, ranks));
 #pragma omp for collapse(2) schedule(static) nowait
         for (int64_t i = 0; i < num_blocks; i++)
-            for (int64_t j = 0; j < num_columns; j++)
-                expand(adapters, blocks[i], columns[j], y, out);
+            for (int64_t j = 0; j < num_columns; j++) expand(adapters, blocks[i], columns[j], y, out);
 #pragma omp for schedule(static)
         for (int64_t i = 0; i < num_plain; i++)
             std::memcpy(out.row(order.tokens[i]), y.row(order.tokens[i]), adapters.out_features * sizeof(Stored));
