@@ -169,8 +169,8 @@ class EngineConfig:
             {"method": "ngram", "num_speculative_tokens": 5}: see `SpeculativeConfig` and engine/speculation.py. The
             output is the same. Not with async_scheduling=True or pipeline_parallel_size above 1. None: one token at a
             time.
-        enable_lora: requests may have LoRA adapters (see docs/lora.md). With one worker for the whole model. Layers are
-            then not compiled; on a GPU, decode steps are still captured as CUDA graphs.
+        enable_lora: requests may have LoRA adapters (see docs/lora.md). With one worker for the whole model. On a GPU,
+            layers are then not compiled; decode steps are still captured as CUDA graphs.
         max_loras: adapters in memory, and so the most that running requests may have.
         max_lora_rank: the highest rank of an adapter, at most 512. All adapters take as much memory as that.
         load_format: "auto" reads the model's weights. "dummy" draws random ones, to measure speed: a directory with

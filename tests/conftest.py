@@ -26,7 +26,7 @@ if not torch.cuda.is_available():
 
 from nanopage.weights import hub
 
-COMPILES = {"test_aot", "test_aot_tiles", "test_default_model"}
+COMPILES = {"test_aot", "test_aot_products", "test_default_model"}
 
 
 @pytest.fixture(scope="session")

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from nanopage import LLM, BeamSearchParams, EngineConfig, LoRARequest, SamplingParams
 from nanopage.build import build_engine
+from nanopage.kernels.cpu.lora import GroupedAdapters
 from nanopage.models.adapted import AdaptedDecoder
 from nanopage.models.decoder import meta_model
 from nanopage.weights import loader
@@ -240,8 +241,6 @@ def test_beside_quantized_weights(model, adapters, quantization):
 
 
 def adapters_of_slot(llm, request, num_tokens):
-    from nanopage.layers.lora import GroupedAdapters
-
     slot = llm.engine.scheduler.adapter_slots.held[request.lora_int_id]
     return GroupedAdapters(torch.full((num_tokens,), slot).numpy())
 

@@ -57,7 +57,7 @@ def lora_shrink_kernel(
 @triton.jit(**VARYING)
 def lora_expand_kernel(
     h_ptr,  # [num_tokens, ranks]
-    b_ptr,  # [slots, out, rank]
+    b_ptr,  # [slots, rank, out]
     slots_ptr,
     y_ptr,
     num_tokens,
@@ -84,7 +84,7 @@ def lora_expand_kernel(
     output = first_output + index
     h_at = token.to(tl.int64)[:, None] * ranks + first_rank + rank[None, :]
     h = tl.load(h_ptr + h_at, mask=mine[:, None] & known[None, :], other=0.0)
-    b_at = (slot.to(tl.int64) * out_features + output)[None, :] * rank_size + rank[:, None]
+    b_at = (slot.to(tl.int64) * rank_size + rank)[:, None] * out_features + output[None, :]
     b = tl.load(b_ptr + b_at, mask=inside[None, :] & known[:, None], other=0.0)
     added = tl.dot(h.to(b.dtype), b, input_precision=PRECISION)
     stored = mine[:, None] & inside[None, :]
@@ -102,7 +102,7 @@ class TritonAdapters:
     def __init__(self, slots: Tensor):
         self.slots = slots
 
-    def add(self, y: Tensor, x: Tensor, a: Tensor, b: Tensor, sizes: list[int]) -> None:
+    def add(self, y: Tensor, x: Tensor, a: Tensor, b: Tensor, sizes: list[int]) -> Tensor:
         """As TokenAdapters.add, in float32, float16 or bfloat16. Rows of x and y are contiguous."""
         num_slots, num_parts, rank, in_features = a.shape
         num_tokens, ranks = len(x), num_parts * rank
@@ -117,10 +117,11 @@ class TritonAdapters:
         first = 0
         for part, size in enumerate(sizes):
             lora_expand_kernel[tiles, num_slots, triton.cdiv(size, OUTPUTS)](
-                h, b, self.slots, y, num_tokens, b.shape[1], first, size, ranks, part * rank, rank, y.stride(0),
+                h, b, self.slots, y, num_tokens, b.shape[2], first, size, ranks, part * rank, rank, y.stride(0),
                 TOKENS=TOKENS, RANK=max(16, triton.next_power_of_2(rank)), OUTPUTS=OUTPUTS, PRECISION=precision,
             )  # fmt: skip
             first += size
+        return y
 
     def select(self, rows: Tensor) -> "TritonAdapters":
         return TritonAdapters(self.slots[rows])

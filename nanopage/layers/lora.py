@@ -6,23 +6,21 @@ captured graph reads whatever the slots hold. Ranks are padded with zeros.
 
 from typing import Any, Protocol
 
-import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 
 class TokenAdapters(Protocol):
     """Knows the adapter slot of each token of a step. Made for each step, like Attention."""
 
-    def add(self, y: Tensor, x: Tensor, a: Tensor, b: Tensor, sizes: list[int]) -> None:
-        """Add the products of each token's adapter to y, in place.
+    def add(self, y: Tensor, x: Tensor, a: Tensor, b: Tensor, sizes: list[int]) -> Tensor:
+        """Return y plus the products of each token's adapter. May change y.
 
         Args:
             y: [T, out].
             x: [T, in].
             a: [slots, parts, rank, in].
-            b: [slots, out, rank]: its rows multiply the part of A to which their outputs belong.
+            b: [slots, rank, out]: its columns multiply the part of A to which their outputs belong.
             sizes: the outputs of each part.
         """
 
@@ -48,15 +46,13 @@ class LoRALinear(nn.Module):
         self.linear, self.parts = linear, linear.parts
         self.sizes = list(self.parts.values())
         a = torch.zeros(num_slots, len(self.sizes), rank, linear.in_features, dtype=dtype, device=device)
-        b = torch.zeros(num_slots, linear.out_features, rank, dtype=dtype, device=device)
+        b = torch.zeros(num_slots, rank, linear.out_features, dtype=dtype, device=device)
         self.register_buffer("a", a, persistent=False)
         self.register_buffer("b", b, persistent=False)
 
     def forward(self, x: Tensor, adapters: TokenAdapters | None = None) -> Tensor:
         y = self.linear(x)
-        if adapters is not None:
-            adapters.add(y, x, self.a, self.b, self.sizes)
-        return y
+        return y if adapters is None else adapters.add(y, x, self.a, self.b, self.sizes)
 
     @torch.no_grad()
     def fill(self, slot: int, part: str, a: Tensor, b: Tensor) -> None:
@@ -64,43 +60,13 @@ class LoRALinear(nn.Module):
         index = list(self.parts).index(part)
         begin = sum(self.sizes[:index])
         self.a[slot, index, : len(a)].copy_(a)
-        self.b[slot, begin : begin + len(b), : len(a)].copy_(b)
+        self.b[slot, : len(a), begin : begin + len(b)].copy_(b.T)
 
     @torch.no_grad()
     def clear(self, slot: int, value: float = 0.0) -> None:
         """Fill the weights of a slot with zeros, or with NaN."""
         self.a[slot].fill_(value)
         self.b[slot].fill_(value)
-
-
-class GroupedAdapters:
-    """TokenAdapters in plain torch: one product for all tokens of an adapter.
-
-    Args: slots: the slot of each token, -1 for none: int64 [T], on the host.
-    """
-
-    def __init__(self, slots: np.ndarray):
-        self.slots = slots
-        self.groups: list[tuple[int, Tensor | None]] = []  # (slot, its tokens); None: all tokens
-        for slot in np.unique(slots).tolist():
-            if slot >= 0:
-                (index,) = np.nonzero(slots == slot)
-                self.groups.append((slot, None if len(index) == len(slots) else torch.from_numpy(index)))
-
-    def add(self, y: Tensor, x: Tensor, a: Tensor, b: Tensor, sizes: list[int]) -> None:
-        rank = a.shape[2]
-        for slot, index in self.groups:
-            small = F.linear(x if index is None else x[index], a[slot].flatten(0, 1))
-            weights = b[slot].split(sizes)
-            added = [F.linear(h, part) for h, part in zip(small.split(rank, 1), weights, strict=True)]
-            product = added[0] if len(added) == 1 else torch.cat(added, 1)
-            if index is None:
-                y += product
-            else:
-                y.index_add_(0, index, product)
-
-    def select(self, rows: Tensor) -> "GroupedAdapters":
-        return GroupedAdapters(self.slots[rows.numpy()])
 
 
 def lora_buffers(module: nn.Module) -> list[Tensor]:

@@ -54,15 +54,27 @@ class AdaptedDecoder(Decoder):
         last = len(self.layers) - 1
         layers: Any = self.layers
         for index, (layer, cache, attention) in enumerate(zip(layers, kv_caches, attentions, strict=True)):
-            part = layer.self_attn
-            heads = part.qkv_proj(layer.input_layernorm(x), adapters).unflatten(-1, (-1, part.head_dim))
-            q, k, v = part.rotated(heads, *rotations[layer.rope])
+            q, k, v = before(layer, x, *rotations[layer.rope], adapters)
             attention.write(k, v, cache, layer.kv_scales)
             attended = layer.attend(attention, q, cache)
             if index == last and rows is not None:
                 x, attended = x[rows], attended[rows]
                 adapters = None if adapters is None else adapters.select(rows)
-            x = x + part.o_proj(attended.flatten(1), adapters)
-            gate, up = layer.mlp.gate_up_proj(layer.post_attention_layernorm(x), adapters).chunk(2, dim=-1)
-            x = x + layer.mlp.down_proj(layer.mlp.activation(gate) * up, adapters)
+            x = after(layer, x, attended, adapters)
         return x
+
+
+def before(
+    layer: Any, x: Tensor, cos: Tensor, sin: Tensor, adapters: TokenAdapters | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As `DecoderLayer.before`, with adapters."""
+    part = layer.self_attn
+    heads = part.qkv_proj(layer.input_layernorm(x), adapters).unflatten(-1, (-1, part.head_dim))
+    return part.rotated(heads, cos, sin)
+
+
+def after(layer: Any, x: Tensor, attended: Tensor, adapters: TokenAdapters | None) -> Tensor:
+    """As `DecoderLayer.after`, with adapters."""
+    x = x + layer.self_attn.o_proj(attended.flatten(1), adapters)
+    gate, up = layer.mlp.gate_up_proj(layer.post_attention_layernorm(x), adapters).chunk(2, dim=-1)
+    return x + layer.mlp.down_proj(layer.mlp.activation(gate) * up, adapters)

@@ -11,12 +11,14 @@ from torch import Tensor
 
 from nanopage.config import EngineConfig, ModelConfig
 from nanopage.device import GIB, to_device
+from nanopage.kernels.cpu.lora import GroupedAdapters, OperatorAdapters
 from nanopage.layers.attention import Attention
-from nanopage.layers.lora import GroupedAdapters, TokenAdapters, lora_buffers
+from nanopage.layers.lora import TokenAdapters, lora_buffers
 from nanopage.models.adapted import AdaptedDecoder
 from nanopage.models.decoder import Decoder
 from nanopage.step import Batch
 from nanopage.weights.adapters import AdapterLoader
+from nanopage.worker.aot_products import adapter_product
 from nanopage.worker.cuda_graphs import CUDAGraphs
 from nanopage.worker.eager import Output, Pages, attention_of_layers, head_of, prepare, reference_attention, run_model
 from nanopage.worker.jit import compile_afresh
@@ -32,7 +34,7 @@ class AdaptedEager:
 
     Args:
         make_attention: as in Eager.
-        uses_triton: whether Triton kernels compute the products of adapters.
+        uses_triton, product: as in `adapters_of`.
     """
 
     def __init__(
@@ -42,10 +44,11 @@ class AdaptedEager:
         table: SequenceTable,
         make_attention: Callable[[Pages], Attention] | None = None,
         uses_triton: bool = False,
+        product: Callable[..., Tensor] | None = None,
     ):
         self.model, self.kv_cache, self.table = model, kv_cache, table
         self.make_attention = make_attention or reference_attention
-        self.adapters_of = adapters_of(table, uses_triton)
+        self.adapters_of = adapters_of(table, uses_triton, product)
 
     def fits(self, batch: Batch) -> bool:
         return True
@@ -59,8 +62,15 @@ class AdaptedEager:
         return run_model(model, batch, inputs, attentions, self.kv_cache, self.table, head)
 
 
-def adapters_of(table: SequenceTable, uses_triton: bool) -> Callable[[Tensor], TokenAdapters | None]:
-    """A function from the row of each token in the sequence table, int64 [T], to the adapters of the tokens."""
+def adapters_of(
+    table: SequenceTable, uses_triton: bool, product: Callable[..., Tensor] | None = None
+) -> Callable[[Tensor], TokenAdapters | None]:
+    """A function from the row of each token in the sequence table, int64 [T], to the adapters of the tokens.
+
+    Args:
+        uses_triton: whether Triton kernels compute the products of adapters.
+        product: computes them on a CPU, as the operator nanopage::add_adapters. None: plain torch does.
+    """
     slots = table.adapter_slots
     assert slots is not None
     if uses_triton:
@@ -68,11 +78,13 @@ def adapters_of(table: SequenceTable, uses_triton: bool) -> Callable[[Tensor], T
 
         return lambda rows: TritonAdapters(slots[rows])
 
-    def grouped(rows: Tensor) -> GroupedAdapters | None:
+    def on_cpu(rows: Tensor) -> TokenAdapters | None:
         chosen = slots.numpy()[rows.numpy()]
-        return GroupedAdapters(chosen) if (chosen >= 0).any() else None
+        if not (chosen >= 0).any():
+            return None
+        return GroupedAdapters(chosen) if product is None else OperatorAdapters(torch.from_numpy(chosen), product)
 
-    return grouped
+    return on_cpu
 
 
 def make_slots(
@@ -90,26 +102,34 @@ def make_slots(
     return model, AdapterLoader(model, model_config, config.max_lora_rank)
 
 
+def eager_on_cpu(
+    model: Any, kv_cache: KVCache, table: SequenceTable, dtype: torch.dtype, enforce_eager: bool
+) -> AdaptedEager:
+    """The eager way on a CPU. Compiles the products of adapters on first use, except if enforce_eager forbids it or
+    for other dtypes than float32 and bfloat16."""
+    compiles = not enforce_eager and dtype in (torch.float32, torch.bfloat16)
+    return AdaptedEager(model, kv_cache, table, product=adapter_product(dtype) if compiles else None)
+
+
 def choose_ways(
     model: Any,
     kv_cache: KVCache,
     table: SequenceTable,
     config: EngineConfig,
     max_model_len: int,
-    make_attention: Callable[[Pages], Attention] | None,
+    make_attention: Callable[[Pages], Attention],
     sample_all: Callable[..., Tensor] | None,
 ) -> tuple[list[Way], str]:
-    """The ways to run a step, in the order in which they are tried, and words for them.
+    """The ways to run a step on a GPU, in the order in which they are tried, and words for them.
 
     Args:
-        make_attention: on a GPU, as in Eager.
-        sample_all: on a GPU, as in CUDAGraphs.
+        make_attention: as in Eager.
+        sample_all: as in CUDAGraphs.
     """
-    uses_triton = make_attention is not None
-    eager = AdaptedEager(model, kv_cache, table, make_attention, uses_triton)
+    eager = AdaptedEager(model, kv_cache, table, make_attention, uses_triton=True)
     if config.enforce_eager or sample_all is None:
-        return [eager], "eagerly: layers with adapters are not compiled"
-    made = model, kv_cache, table, max_model_len, uses_triton, sample_all, compile_afresh
-    graphs = CUDAGraphs(*made, adapters_of(table, uses_triton))
+        return [eager], "eagerly: layers with adapters are not compiled on a GPU"
+    made = model, kv_cache, table, max_model_len, True, sample_all, compile_afresh
+    graphs = CUDAGraphs(*made, adapters_of(table, True))
     graphs.capture(graphs.sizes)
-    return [graphs, eager], "decodes as CUDA graphs, others eagerly: layers with adapters are not compiled"
+    return [graphs, eager], "decodes as CUDA graphs, others eagerly: layers with adapters are not compiled on a GPU"

@@ -22,6 +22,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from torch import Tensor, nn
 import nanopage
 from nanopage.config import ModelConfig
 from nanopage.kernels.reference import ReferenceAttention
+from nanopage.layers.lora import lora_buffers
 from nanopage.models import find_family
 from nanopage.models.decoder import Decoder
 from nanopage.private_files import check_private, make_private
@@ -61,6 +63,8 @@ logger = logging.getLogger("nanopage")
 # The last three are compiled for two kinds of steps, by the number of rows that they compute:
 #   one     a single row
 #   many    any number; the norm and the head, except with weights in tiles, are then the model's own
+# Layers with slots for adapters are also compiled for two more kinds, steps of which a row has an adapter:
+#   adapted-one, adapted-many
 CHAIN = "chain.so"
 LOCK = "lock"  # name of the file that the process holds a lock of while it compiles
 # A step with at least so many rows for each thread is computed in parts, one by each thread. They read all weights, but
@@ -107,9 +111,10 @@ class Compiled:
             "kv_dtype": str(kv_cache.tensor.dtype).removeprefix("torch."),
             "block_size": kv_cache.block_size,
             "tiled": tiled,
+            "adapted": table.adapter_slots is not None,
             "threads": torch.get_num_threads(),  # the compiled loops are divided among them
         }
-        self.files = file_kinds(tiled)
+        self.files = file_kinds(tiled, self.spec["adapted"])
         self.directory = hub.cache_directory() / "compiled" / _key(config, self.spec)
         self.layers: CompiledLayers | None = None  # None until they are loaded
         self.head: CompiledHead | None = None
@@ -131,9 +136,11 @@ class Compiled:
         inputs = prepare(batch, self.table)
         attentions = [reference_attention(pages) for pages in inputs.pages]
         if self.head is not None and self._is_one_decode(batch):
-            return self._decode_one(batch.rows[0], batch.starts[0] + 1, inputs, attentions, self.head)
+            return self._decode_one(batch, inputs, attentions, self.head)
         head = self.head or head_of(self.model)
-        return run_model(self._forward, batch, inputs, attentions, self.kv_cache, self.table, head)
+        adapters = self._adapter_slots(batch)
+        forward = self._forward if adapters is None else partial(self._forward, adapters=adapters)
+        return run_model(forward, batch, inputs, attentions, self.kv_cache, self.table, head)
 
     def _forward(
         self,
@@ -142,12 +149,23 @@ class Compiled:
         kv_caches: Sequence[Tensor],
         attentions: list[ReferenceAttention],
         rows: Tensor | None = None,
+        adapters: Tensor | None = None,
     ) -> Tensor:
         """As `Decoder.forward`, with the attention of each kind of layers, and the KV cache that the layers were loaded
-        for."""
+        for.
+
+        Args: adapters: as in `_adapter_slots`.
+        """
         assert self.layers is not None
         x = self.model.embed(input_ids)
-        return self.layers(x, self.model.rotary(positions, x.dtype), attentions, rows)
+        return self.layers(x, self.model.rotary(positions, x.dtype), attentions, rows, adapters)
+
+    def _adapter_slots(self, batch: Batch) -> Tensor | None:
+        """The adapter slot of each token, -1 for none: int64 [T]. None if no token has an adapter."""
+        if self.table.adapter_slots is None:
+            return None
+        slots = self.table.adapter_slots.numpy()[batch.rows]
+        return torch.from_numpy(np.repeat(slots, batch.counts)) if (slots >= 0).any() else None
 
     def _is_one_decode(self, batch: Batch) -> bool:
         """Whether a batch has one token, which is not of a prompt whose log-probabilities are asked for, and samples
@@ -155,18 +173,16 @@ class Compiled:
         return batch.counts == [1] and batch.sampled_rows == batch.rows and not wants_prompt_logprobs(batch, self.table)
 
     def _decode_one(
-        self, row: int, position: int, inputs: Inputs, attentions: list[ReferenceAttention], head: "CompiledHead"
+        self, batch: Batch, inputs: Inputs, attentions: list[ReferenceAttention], head: "CompiledHead"
     ) -> Output:
         """Run a step of a single token. Unlike `run_model`, this does little in Python: for a small model that takes a
-        tenth of such a step.
-
-        Args: position: of the token to be sampled.
-        """
-        hidden = self._forward(inputs.input_ids, inputs.positions, self.kv_cache.layers, attentions)
+        tenth of such a step."""
+        (row,), adapters = batch.rows, self._adapter_slots(batch)
+        hidden = self._forward(inputs.input_ids, inputs.positions, self.kv_cache.layers, attentions, None, adapters)
         logits, tokens = head.of_one_row(hidden)
         if not self.table.sampling.greedy[row]:
             return Output(logits)
-        self.table.record(np.array([row]), np.array([position]), tokens)
+        self.table.record(np.array([row]), np.array([batch.starts[0] + 1]), tokens)
         return Output(logits, tokens=tokens)
 
     def compile(self, on_progress: Callable[[int, int], None] | None = None) -> None:
@@ -269,16 +285,19 @@ class Compiled:
 
     def _make_layers(self, chain: Chain, libraries: dict[tuple[str, str], Library]) -> "CompiledLayers":
         caches = self.kv_cache.layers
-        fixed = [
-            FixedInputs([cache, *tensors_of(layer).values()])
-            for cache, layer in zip(caches, self.model.layers, strict=True)
-        ]
         decoder_layers: Any = self.model.layers
         ropes = [layer.rope for layer in decoder_layers]
-        layers = Layers(fixed, caches, self.config.sliding_windows, ropes, self.kv_cache.kinds.of_layers)
-        return CompiledLayers(
-            chain, libraries, layers, self.config.num_heads, self.config.head_dim, self.spec["threads"]
-        )
+
+        def layers_with(tensors_of: Callable[[nn.Module], dict[str, Tensor]]) -> Layers:
+            fixed = [
+                FixedInputs([cache, *tensors_of(layer).values()])
+                for cache, layer in zip(caches, decoder_layers, strict=True)
+            ]
+            return Layers(fixed, caches, self.config.sliding_windows, ropes, self.kv_cache.kinds.of_layers)
+
+        adapted = layers_with(tensors_of) if self.spec["adapted"] else None
+        made = chain, libraries, layers_with(own_tensors_of), adapted
+        return CompiledLayers(*made, self.config.num_heads, self.config.head_dim, self.spec["threads"])
 
     def _make_head(self, chain: Chain, libraries: dict[tuple[str, str], Library]) -> "CompiledHead | None":
         """The compiled head; None if the head has no tiles, because oneDNN chose another layout for it, or if the model
@@ -347,6 +366,8 @@ class CompiledLayers:
 
     Args:
         libraries: the compiled functions, by part and kind.
+        layers: without the weights of adapters.
+        adapted: with them, or None if there are no slots for adapters.
         num_threads: the most that a step may have.
     """
 
@@ -355,11 +376,12 @@ class CompiledLayers:
         chain: Chain,
         libraries: dict[tuple[str, str], Library],
         layers: Layers,
+        adapted: Layers | None,
         num_heads: int,
         head_dim: int,
         num_threads: int,
     ):
-        self.chain, self.libraries, self.layers = chain, libraries, layers
+        self.chain, self.libraries, self.layers, self.adapted = chain, libraries, layers, adapted
         self.num_heads, self.head_dim, self.num_threads = num_heads, head_dim, num_threads
 
     def __call__(
@@ -368,26 +390,33 @@ class CompiledLayers:
         rotations: list[tuple[Tensor, Tensor]],
         attentions: list[ReferenceAttention],
         rows: Tensor | None,
+        adapters: Tensor | None,
     ) -> Tensor:
         """The output of the last layer, for x [T, hidden_size], the input of the first one.
 
         Args:
             rotations: as RotaryEmbedding computes them.
+            adapters: the adapter slot of each token, int64 [T]. None: no token has an adapter.
             attentions: of each kind of layers.
             rows: as in `Decoder.forward`.
         """
+        layers = self.layers if adapters is None else self.adapted
+        assert layers is not None
         attended = x.new_empty(len(x), self.num_heads, self.head_dim)
-        before, after = self._part("before", x), self._part("after", x)
+        before, after = self._part("before", x, adapters), self._part("after", x, adapters)
         num_threads = min(self.num_threads, torch.get_num_threads())
         num_parts = num_threads if len(x) >= num_threads * PART_ROWS else 1
-        x = self.chain.run_layers(before, after, self.layers, x, rotations, attentions, attended, num_parts)
+        x = self.chain.run_layers(before, after, layers, x, rotations, attentions, attended, num_parts, adapters)
         if rows is not None:
             x, attended = x[rows], attended[rows]
-        return self.chain.call(self._part("after", x), self.layers.fixed[-1], x, attended)[0]
+            adapters = None if adapters is None else adapters[rows]
+        inputs = (x, attended) if adapters is None else (x, attended, adapters)
+        return self.chain.call(self._part("after", x, adapters), layers.fixed[-1], *inputs)[0]
 
-    def _part(self, part: str, x: Tensor) -> Library:
+    def _part(self, part: str, x: Tensor, adapters: Tensor | None) -> Library:
         """The function for as many rows as x has."""
-        return self.libraries[part, "one" if len(x) == 1 else "many"]
+        kind = "one" if len(x) == 1 else "many"
+        return self.libraries[part, kind if adapters is None else f"adapted-{kind}"]
 
 
 class CompiledHead:
@@ -420,11 +449,22 @@ def tensors_of(layer: nn.Module) -> dict[str, Tensor]:
     return dict(layer.named_parameters()) | dict(layer.named_buffers())
 
 
-def file_kinds(tiled: bool) -> dict[str, tuple[str, str]]:
-    """The files to compile, in the order of their use: name -> (part, kind). tiled: whether weights are in tiles."""
+def own_tensors_of(layer: nn.Module) -> dict[str, Tensor]:
+    """The same without the weights of adapters. They are in the order of a layer that has no slots."""
+    adapters = set(map(id, lora_buffers(layer)))
+    return {name: tensor for name, tensor in tensors_of(layer).items() if id(tensor) not in adapters}
+
+
+def file_kinds(tiled: bool, adapted: bool) -> dict[str, tuple[str, str]]:
+    """The files to compile, in the order of their use: name -> (part, kind).
+
+    Args: tiled: whether weights are in tiles. adapted: whether layers have slots for adapters.
+    """
     kinds = [("before", "one"), ("after", "one"), ("head", "one"), ("before", "many"), ("after", "many")]
     if tiled:
         kinds += [("head", "many")]
+    if adapted:
+        kinds += [(part, f"adapted-{kind}") for kind in ("one", "many") for part in ("before", "after")]
     return {CHAIN: ("chain", "")} | {f"{part}-{kind}.so": (part, kind) for part, kind in kinds}
 
 

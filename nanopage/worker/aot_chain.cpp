@@ -49,6 +49,7 @@ struct Part {
     void* slot_mapping[MOST_KINDS];  // of each kind of layers
     void* attended;
     void *cos[2], *sin[2];  // of each rope of the model, which has one or two
+    void* adapters;         // the adapter slot of each row; null if no row of the step has an adapter
     void* output;
 };
 
@@ -66,11 +67,12 @@ extern "C" int call_function(const Function& function, void** inputs, size_t num
 
 namespace {
 
-// Call a function with copies of `inputs`.
+// Call a function with copies of `inputs`, except null.
 int call_with_copies(const Function& function, std::initializer_list<void*> inputs, const FixedInputs& fixed,
                      void** output) {
     std::vector<void*> copies;
     for (void* handle : inputs) {
+        if (!handle) continue;
         copies.push_back(nullptr);
         if (const int error = aoti_torch_new_tensor_handle(handle, &copies.back())) return error;
     }
@@ -79,7 +81,8 @@ int call_with_copies(const Function& function, std::initializer_list<void*> inpu
 
 // The part of a layer before attention. Its output is `q`, at `address`.
 int call_before(const Function& before, const Layer& layer, const Part& part, void** q, const void** address) {
-    const auto inputs = {part.output, part.cos[layer.rope], part.sin[layer.rope], part.slot_mapping[layer.kind]};
+    const auto inputs = {part.output, part.cos[layer.rope], part.sin[layer.rope], part.slot_mapping[layer.kind],
+                         part.adapters};
     if (const int error = call_with_copies(before, inputs, layer.fixed, q)) return error;
     return aoti_torch_get_data_ptr(*q, (void**)address);
 }
@@ -88,7 +91,8 @@ int call_before(const Function& before, const Layer& layer, const Part& part, vo
 int call_after(const Function& after, const Layer& layer, Part& part, void* q) {
     if (const int error = aoti_torch_delete_tensor_object(q)) return error;
     void* x = part.output;
-    if (const int error = call_with_copies(after, {x, part.attended}, layer.fixed, &part.output)) return error;
+    const auto inputs = {x, part.attended, part.adapters};
+    if (const int error = call_with_copies(after, inputs, layer.fixed, &part.output)) return error;
     return aoti_torch_delete_tensor_object(x);
 }
 

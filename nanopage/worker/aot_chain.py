@@ -50,6 +50,7 @@ class _Part(ctypes.Structure):
         ("attended", c_void_p),
         ("cos", 2 * c_void_p),
         ("sin", 2 * c_void_p),
+        ("adapters", c_void_p),
         ("output", c_void_p),
     )
 
@@ -167,6 +168,7 @@ class Chain:
         attentions: Sequence[ReferenceAttention],
         attended: Tensor,
         num_parts: int,
+        adapters: Tensor | None = None,
     ) -> Tensor:
         """Run layers up to the attention of the last one.
 
@@ -179,6 +181,7 @@ class Chain:
                 that of the last one stays there.
             num_parts: the rows are divided into at most so many parts that are computed at the same time, each by a
                 single thread. 1: all threads compute all rows together.
+            adapters: a further input of both functions: the adapter slot of each token, int64 [T].
 
         Returns: the input of the last layer, [T, hidden_size].
         Raises: RuntimeError if a function fails; its error is on stderr.
@@ -195,6 +198,10 @@ class Chain:
             part.slot_mapping[: len(slots)], turns = others[: len(slots)], others[len(slots) :]
             part.cos[: len(rotations)], part.sin[: len(rotations)] = turns[::2], turns[1::2]
         steps = list(map(Step, attentions))
+        if adapters is not None:
+            inputs.append(new_handles(adapters.split(part_rows)))
+            for part, handle in zip(parts, inputs[-1], strict=True):
+                part.adapters = handle
         code = self._run_layers(
             before.functions, after.functions, layers.structures, len(layers.structures),
             (POINTER(Step) * len(steps))(*map(pointer, steps)), layers.num_blocks, parts, len(parts), part_rows,

@@ -29,16 +29,18 @@ from torch import Tensor, nn
 from nanopage.config import ModelConfig
 from nanopage.kernels import pages
 from nanopage.kernels.cpu import packed_linear
+from nanopage.kernels.cpu.lora import OperatorAdapters
 from nanopage.kernels.cpu.packed_linear import TILE, matvec, tile_width
 from nanopage.layer_kinds import MOST_KINDS
 from nanopage.layers.packed import PackedLinear, PackedRowLinear, pack
 from nanopage.layers.tiled import tile
 from nanopage.layers.tiled_experts import join_experts
+from nanopage.models import adapted as adapted_layers
 from nanopage.models.decoder import scale_logits
 from nanopage.sampling.argmax import argmax
 from nanopage.weights import loader
 from nanopage.worker.aot import LOCK, TIME_LIMIT, digest, file_kinds, find_file, tensors_of
-from nanopage.worker.aot_tiles import SCRATCH, SOURCES, product_constants
+from nanopage.worker.aot_products import SCRATCH, TILE_SOURCES, product_constants
 
 OPTIONS: dict[str, Any] = {
     "size_asserts": False,  # packed weights have no strides to assert on
@@ -53,9 +55,13 @@ OPTIONS: dict[str, Any] = {
             "int aoti_torch_cpu_tile_experts(AtenTensorHandle, AtenTensorHandle, AtenTensorHandle, AtenTensorHandle, "
             "AtenTensorHandle, AtenTensorHandle, AtenTensorHandle, int64_t, int64_t, int32_t, AtenTensorHandle*)"
         ],
+        torch.ops.nanopage.add_adapters.default: [
+            "int aoti_torch_cpu_add_adapters(AtenTensorHandle, AtenTensorHandle, AtenTensorHandle, AtenTensorHandle, "
+            "AtenTensorHandle, const int64_t*, int64_t, AtenTensorHandle*)"
+        ],
     },
 }
-TILES = "nanopage_tiles"  # a static library of SOURCES
+OPERATORS = "nanopage_operators"  # a static library of the operators that compiled code calls
 MAX_PROCESSES = 4  # that compile at the same time
 PROCESS_BYTES = 2**30  # of memory for each: 700 MB were measured
 KERNELS = Path(packed_linear.__file__).parent
@@ -64,9 +70,9 @@ KERNELS = Path(packed_linear.__file__).parent
 class _Exported(nn.Module):
     """Computes a part of a layer as a function of its inputs, and of its KV cache and weights."""
 
-    def __init__(self, layer: nn.Module, part: str):
+    def __init__(self, layer: nn.Module, part: str, adapted: bool):
         super().__init__()
-        self.part = [_Part(layer, part)]  # in a list, so that its weights do not become constants
+        self.part = [_Part(layer, part, adapted)]  # in a list, so that its weights do not become constants
         self.names = [f"layer.{name}" for name in tensors_of(layer)]
 
     def forward(self, inputs: list[Tensor], kv_cache: Tensor, weights: list[Tensor]) -> Tensor:
@@ -75,17 +81,23 @@ class _Exported(nn.Module):
 
 
 class _Part(nn.Module):
-    def __init__(self, layer: nn.Module, part: str):
+    def __init__(self, layer: nn.Module, part: str, adapted: bool):
         super().__init__()
         self.layer: Any = layer
-        self.part = part
+        self.part, self.adapted = part, adapted
 
     def forward(self, *tensors: Tensor) -> Tensor:
         *inputs, kv_cache = tensors
+        before, after = self.layer.before, self.layer.after
+        if self.adapted:
+            *inputs, slots = inputs
+            adapters = OperatorAdapters(slots)
+            before = partial(adapted_layers.before, self.layer, adapters=adapters)
+            after = partial(adapted_layers.after, self.layer, adapters=adapters)
         if self.part == "after":
-            return self.layer.after(*inputs)
+            return after(*inputs)
         x, cos, sin, slot_mapping = inputs
-        q, k, v = self.layer.before(x, cos, sin)
+        q, k, v = before(x, cos, sin)
         pages.write(k, v, kv_cache, slot_mapping)
         return q.contiguous()  # flash_attention.cpp assumes this layout
 
@@ -98,15 +110,21 @@ def compile_layer(
     block_size: int,
     part: str,
     num_rows: int,
+    adapted: bool,
     file: Path,
 ) -> None:
-    """Compile one part of a decoder layer to `file`, for a single row or for several. Takes tens of seconds at most."""
+    """Compile one part of a decoder layer to `file`, for a single row or for several. Takes tens of seconds at most.
+
+    Args: adapted: whether the layer has slots for adapters, and rows have some.
+    """
     x = torch.zeros(num_rows, config.hidden_size, dtype=dtype)
     if part == "after":
         inputs = [x, torch.zeros(num_rows, config.num_heads, config.head_dim, dtype=dtype)]
     else:
         cos, sin = torch.zeros(2, num_rows, 1, config.rope.num_rotated(config.head_dim) // 2, dtype=dtype)
         inputs = [x, cos, sin, torch.zeros(num_rows, dtype=torch.int64)]
+    if adapted:
+        inputs.append(torch.zeros(num_rows, dtype=torch.int64))
     # oneDNN's tensors are opaque: tracing uses plain tensors of the same shape instead.
     stand_ins = [torch.empty(t.shape, dtype=t.dtype) if t.is_mkldnn else t for t in tensors_of(layer).values()]
     kv_cache = torch.zeros(2, 8, config.num_kv_heads, config.head_dim * block_size, dtype=kv_dtype)
@@ -114,7 +132,7 @@ def compile_layer(
     dims = [[{0: None if num_rows == 1 else any_size}] * len(inputs), {1: any_size}, [None] * len(stand_ins)]
     # Memory planning saves allocations, which take a twentieth of a step of a single token.
     options = {"memory_planning": num_rows == 1}
-    _export(_Exported(layer, part), [inputs, kv_cache, stand_ins], dims, file, options)
+    _export(_Exported(layer, part, adapted), [inputs, kv_cache, stand_ins], dims, file, options)
 
 
 class _ExportedHead(nn.Module):
@@ -201,12 +219,12 @@ def compile_chain(constants: dict[str, int | str], file: Path) -> None:
         move(made, file)
 
 
-def compile_tiles(constants: dict[str, int], directory: Path) -> None:
-    """Compile SOURCES to a static library in `directory`."""
-    objects = [directory / f"{name}.o" for name in SOURCES]
-    for name, made in zip(SOURCES, objects, strict=True):
-        run_compiler(constants, KERNELS / name, "-c", "-o", made)
-    subprocess.run(["ar", "rcs", directory / f"lib{TILES}.a", *objects], check=True)
+def compile_operators(constants: dict[str, int], sources: list[str], directory: Path) -> None:
+    """Compile sources of kernels/cpu to a static library in `directory`."""
+    objects = [directory / f"{source}.o" for source in sources]
+    for source, made in zip(sources, objects, strict=True):
+        run_compiler(constants, KERNELS / source, "-c", "-o", made)
+    subprocess.run(["ar", "rcs", directory / f"lib{OPERATORS}.a", *objects], check=True)
 
 
 def shared(file: Path) -> list[str]:
@@ -241,7 +259,7 @@ def main(spec: dict[str, Any], directory: Path) -> None:
     with FileLock(directory / LOCK):
         for stale in directory.glob(f"{SCRATCH}*"):  # left by a process that was killed
             shutil.rmtree(stale, ignore_errors=True)
-        missing = [name for name in file_kinds(spec["tiled"]) if find_file(directory, name) is None]
+        missing = [name for name in file_kinds(spec["tiled"], spec["adapted"]) if find_file(directory, name) is None]
         if not missing:
             return
         # Importing the compiler takes seconds.
@@ -255,10 +273,12 @@ def main(spec: dict[str, Any], directory: Path) -> None:
             tempfile.TemporaryDirectory(dir=directory, prefix=SCRATCH) as scratch,
             ProcessPoolExecutor(_num_processes(spec["threads"]), multiprocessing.get_context("fork")) as pool,
         ):
-            if spec["tiled"] or config.experts is not None:
-                compile_tiles(product_constants(getattr(torch, spec["dtype"])), Path(scratch))
+            sources = [*TILE_SOURCES] if spec["tiled"] or config.experts is not None else []
+            sources += ["lora.cpp"] if spec["adapted"] else []
+            if sources:
+                compile_operators(product_constants(getattr(torch, spec["dtype"])), sources, Path(scratch))
                 os.environ["LIBRARY_PATH"] = scratch  # where the linker looks for it
-                torch._inductor.config.aot_inductor.custom_op_libs = [TILES]
+                torch._inductor.config.aot_inductor.custom_op_libs = [OPERATORS]
             for _ in pool.map(partial(_make, spec, config, directory), missing):
                 pass  # raises the exceptions of the processes
 
@@ -283,7 +303,8 @@ def _make(spec: dict[str, Any], config: ModelConfig, directory: Path, name: str)
     """Compile one part. Runs in a forked process."""
     torch.set_num_threads(spec["threads"])
     dtype, kv_dtype, tiled = getattr(torch, spec["dtype"]), getattr(torch, spec["kv_dtype"]), spec["tiled"]
-    part, kind = file_kinds(tiled)[name]
+    part, kind = file_kinds(tiled, spec["adapted"])[name]
+    adapted, kind = kind.startswith("adapted-"), kind.removeprefix("adapted-")
     if part == "chain":
         compile_chain(attention_constants(config, dtype, kv_dtype, spec["block_size"]), directory / name)
         return
@@ -296,13 +317,15 @@ def _make(spec: dict[str, Any], config: ModelConfig, directory: Path, name: str)
     if part == "head":
         compile_head(model.norm, config, dtype, tiled, num_rows, directory / name)
         return
+    if adapted:  # the code reads the number of slots and their rank from the tensors
+        model = adapted_layers.AdaptedDecoder(model, 1, 1, dtype, torch.device("cpu"))
     layer = model.layers[0]
     join_experts(layer, torch.bfloat16)
     if tiled:
         tile(layer, "bfloat16")
     else:
         pack(layer, PackedRowLinear if kind == "one" else PackedLinear)
-    compile_layer(layer, config, dtype, kv_dtype, spec["block_size"], part, num_rows, directory / name)
+    compile_layer(layer, config, dtype, kv_dtype, spec["block_size"], part, num_rows, adapted, directory / name)
 
 
 def _probe_compiler() -> None:

@@ -14,7 +14,7 @@ from nanopage.kernels.cpu.packed_linear import can_pack
 from nanopage.layers.linear import Linear
 from nanopage.layers.packed import PackedLinear
 from nanopage.layers.tiled import TiledLinear
-from nanopage.worker.aot_tiles import CompiledProduct
+from nanopage.worker.aot_products import CompiledProduct
 
 logger = logging.getLogger("nanopage")
 

@@ -28,9 +28,9 @@ from nanopage.weights.gguf_checkpoint import GGUFCheckpoint
 from nanopage.weights.gguf_tiles import is_quantized
 from nanopage.weights.part import WHOLE
 from nanopage.weights.quantized_checkpoint import fits_tiles
-from nanopage.worker.adapted import choose_ways, make_slots
+from nanopage.worker.adapted import choose_ways, eager_on_cpu, make_slots
 from nanopage.worker.aot import Compiled
-from nanopage.worker.aot_tiles import CompiledProduct, tile_product
+from nanopage.worker.aot_products import CompiledProduct, tile_product
 from nanopage.worker.cuda_graphs import CUDAGraphs, make_sample_all, no_wrap
 from nanopage.worker.eager import Eager, Pages
 from nanopage.worker.experts import check_experts
@@ -198,12 +198,15 @@ class Worker:
     def _choose_ways(self, table: SequenceTable, max_model_len: int) -> list[Way]:
         """The ways to run a step, in the order in which they are tried. Sets `self.way`, which describes them, and
         `self.compiled`."""
-        if self.config.enable_lora:
-            attention = self._make_attention if self.uses_triton else None
-            made = self.model, self.kv_cache, table, self.config, max_model_len, attention, self.sample_all
+        eager: Way
+        if self.config.enable_lora and self.uses_triton:
+            made = self.model, self.kv_cache, table, self.config, max_model_len, self._make_attention, self.sample_all
             ways, self.way = choose_ways(*made)
             return ways
-        eager = Eager(self.model, self.kv_cache, table, self._make_attention if self.uses_triton else None)
+        if self.config.enable_lora:
+            eager = eager_on_cpu(self.model, self.kv_cache, table, self.dtype, self.config.enforce_eager)
+        else:
+            eager = Eager(self.model, self.kv_cache, table, self._make_attention if self.uses_triton else None)
         if self.config.enforce_eager:
             self.way = "eagerly"
             return [eager]

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from nanopage.kernels.cpu.lora import GroupedAdapters
 from nanopage.kernels.lora import TritonAdapters
 from nanopage.layers.linear import Linear
-from nanopage.layers.lora import GroupedAdapters, LoRALinear
+from nanopage.layers.lora import LoRALinear
 
 ROOT = Path(__file__).parents[2]
 ALL_KERNELS = os.environ.get("NANOPAGE_ALL_KERNELS", "0") != "0"

@@ -26,11 +26,12 @@ from helpers import (
 )
 from rich.progress import Progress
 from test_gguf import SMOLLM, model_for, write_gguf
+from test_lora import save_adapter
 from test_models import LENGTHS, PLANS, packed
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
-from nanopage import EngineConfig, LLMEngine, SamplingParams
+from nanopage import EngineConfig, LLMEngine, LoRARequest, SamplingParams
 from nanopage.__main__ import app
 from nanopage.build import build_engine
 from nanopage.engine.schedule import Schedule
@@ -38,6 +39,7 @@ from nanopage.kernels.cpu.packed_linear import can_pack
 from nanopage.layers.packed import pack
 from nanopage.layers.tiled import tile
 from nanopage.layers.tiled_experts import join_experts
+from nanopage.models.adapted import AdaptedDecoder
 from nanopage.step import NO_TOKEN, SamplingSettings
 from nanopage.weights import hub, loader
 from nanopage.worker import aot, aot_compile
@@ -915,3 +917,60 @@ def test_an_interrupted_command_leaves_nothing_running(model, tmp_path, monkeypa
     with pytest.raises(KeyboardInterrupt):
         compiled.compile(interrupt)
     assert compiled._process.poll() is not None
+
+
+@pytest.mark.parametrize("tiled", [False, True])
+def test_without_the_weights_of_adapters_a_layer_has_the_tensors_of_one_without_slots(tmp_path, tiled):
+    config = loader.read_config(tiny_model(tmp_path, "qwen3", attention_bias=True))
+
+    def layer_of(adapted):
+        model = loader.build_model(config, torch.float32, CPU)
+        model = AdaptedDecoder(model, 2, 4, torch.float32, CPU) if adapted else model
+        tile(model, "int8") if tiled else pack(model)
+        return model.layers[0]
+
+    names, adapted = list(aot.tensors_of(layer_of(False))), layer_of(True)
+    assert [name.replace(".linear.", ".") for name in aot.own_tensors_of(adapted)] == names
+    assert len(aot.tensors_of(adapted)) == len(names) + 8  # a and b of four products
+
+
+@pytest.mark.skipif(not LONG, reason="compiles for 40 s; runs with NANOPAGE_LONG_TESTS=1")
+@pytest.mark.parametrize("options", [{}, {"quantization": "int8"}], ids=str)
+def test_compiled_layers_with_adapters_equal_the_eager_ones(tmp_path, cache, monkeypatch, options):
+    monkeypatch.setattr(aot, "PART_ROWS", 2)  # the threads divide steps
+    model = tiny_model(tmp_path / "model", "qwen2", vocab_size=FILLING)
+    adapters = [
+        LoRARequest(str(i), i + 1, str(save_adapter(tmp_path / str(i), model, rank=rank, seed=i)))
+        for i, rank in enumerate((4, 8, 1))
+    ]
+    lora = {"enable_lora": True, "max_loras": 3, "max_lora_rank": 8, "enable_prefix_caching": False}
+    plain = engine_of(model, **options)
+    plain.executor.compile()
+    made = []
+    for eager in (True, False):
+        engine = engine_of(model, enforce_eager=eager, **lora, **options)
+        engine.executor.compile()
+        outputs = {}
+        for batch in ([0], [None], [0, 1, None, 2, 0, 0], [None, None]):  # adapters of requests at the same time
+            for i, adapter in enumerate(batch):
+                request = None if adapter is None else adapters[adapter]
+                name, (prompt,) = f"{batch} {i}", random_tokens([1 + 5 * i], seed=i)
+                params = SamplingParams(temperature=0, max_tokens=6, logprobs=1, ignore_eos=True)
+                engine.add_request(name, prompt, params, lora_request=request)
+            while engine.has_unfinished_requests():
+                outputs |= {output.request_id: output.outputs[0] for output in engine.step() if output.finished}
+        made.append(outputs)
+    compiled = compiled_in(engine)
+    assert compiled is not None and compiled.directory == plain.executor.worker.compiled.directory
+    assert {f"{part}-adapted-{kind}" for part in ("before", "after") for kind in ("one", "many")} < kinds_in(
+        compiled.directory
+    )
+    for name, theirs in made[0].items():
+        ours = made[1][name]
+        if options:  # activations that are rounded to int8
+            assert len(ours.token_ids) == len(theirs.token_ids)
+            continue
+        assert ours.token_ids == theirs.token_ids
+        for left, right in zip(ours.logprobs, theirs.logprobs, strict=True):
+            for token_id in left:
+                assert left[token_id].logprob == pytest.approx(right[token_id].logprob, abs=1e-3)

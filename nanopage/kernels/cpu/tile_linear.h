@@ -1,9 +1,11 @@
-// What tile_linear.cpp has for other files: products with weights in tiles; and the C interface of torch that they use.
+// What tile_linear.cpp has for other files: products with weights in tiles.
 
 #pragma once
 
 #include <cstdint>
 #include <vector>
+
+#include "shim.h"
 
 constexpr int TILE = 64;  // outputs
 
@@ -31,15 +33,3 @@ int multiply_tiles(const Layout& layout, const void* x, int64_t num_rows, const 
 
 // A new tensor [rows, columns] with the dtype of another one. Returns 0, or the code of an error.
 int new_matrix(int64_t rows, int64_t columns, void* like, void** matrix);
-
-// torch/csrc/inductor/aoti_torch/c/shim.h
-extern "C" int aoti_torch_get_data_ptr(void* tensor, void** address);
-extern "C" int aoti_torch_get_sizes(void* tensor, int64_t** sizes);
-extern "C" int aoti_torch_empty_strided(int64_t num_dims, const int64_t* sizes, const int64_t* strides, int32_t dtype,
-                                        int32_t device_type, int32_t device_index, void** tensor);
-extern "C" int aoti_torch_get_dtype(void* tensor, int32_t* dtype);
-extern "C" int32_t aoti_torch_device_type_cpu();
-extern "C" int32_t aoti_torch_dtype_bfloat16();
-extern "C" int32_t aoti_torch_dtype_float16();
-extern "C" int32_t aoti_torch_dtype_float32();
-extern "C" int32_t aoti_torch_dtype_uint8();

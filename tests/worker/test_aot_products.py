@@ -1,4 +1,4 @@
-"""aot_tiles.py: the compiled product of weights in tiles, and which engines use it."""
+"""aot_products.py: compiled products, and which engines use those of weights in tiles."""
 
 import os
 
@@ -11,8 +11,9 @@ from test_quantized_checkpoint import KINDS, write_quantized
 from nanopage import EngineConfig
 from nanopage.build import build_engine
 from nanopage.kernels.cpu import tile_linear
+from nanopage.kernels.cpu.lora import GroupedAdapters, OperatorAdapters
 from nanopage.layers.packed import PackedLinear
-from nanopage.worker import aot_tiles
+from nanopage.worker import aot_products
 from nanopage.worker.aot import find_file
 
 
@@ -42,14 +43,14 @@ def test_it_equals_the_operator(cache, weights, dtype):
     weight, x = (torch.randn(size, generator=generator) for size in ((100, 96), (5, 192)))
     x = x.to(dtype)[:, ::2]  # not contiguous
     tiles = tile_linear.tile(weight, weights)
-    made = aot_tiles.tile_product(dtype)(x, *tiles)
+    made = aot_products.tile_product(dtype)(x, *tiles)
     torch.testing.assert_close(made, torch.ops.nanopage.tile_linear(x, *tiles), rtol=2**-6, atol=0.1)
 
 
 def test_it_is_compiled_once(cache, monkeypatch):
-    aot_tiles.tile_product(torch.float32)
-    monkeypatch.setattr(aot_tiles, "_compile", None)
-    assert aot_tiles.tile_product(torch.float32) is not None
+    aot_products.tile_product(torch.float32)
+    monkeypatch.setattr(aot_products, "_compile", None)
+    assert aot_products.tile_product(torch.float32) is not None
 
 
 def test_a_quantized_file_keeps_its_integers(cache, file):
@@ -123,11 +124,51 @@ def test_compiling_can_be_refused(file, tmp_path, monkeypatch):
 
 def test_a_damaged_library_is_named_and_compiled_again(cache, tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert aot_tiles.tile_product(torch.float32) is not None
+    assert aot_products.tile_product(torch.float32) is not None
     (directory,) = (tmp_path / "nanopage" / "compiled").iterdir()
-    library = find_file(directory, aot_tiles.NAME)
+    library = find_file(directory, "tile_linear")
     content = library.read_bytes()
     library.unlink()  # the process has mapped it
     library.write_bytes(content + b"x")
-    assert aot_tiles.tile_product(torch.float32) is not None
+    assert aot_products.tile_product(torch.float32) is not None
     assert f"{library} is damaged" in caplog.text
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("num_tokens", "used", "parts", "rank", "in_features"),
+    [
+        (1, [2], [70], 8, 48),
+        (1, [-1], [64], 8, 48),
+        (7, [-1], [64], 8, 48),
+        (33, [-1, 0, 1, 2, 3], [64, 24, 24], 16, 130),  # sizes that do not fill registers
+        (50, [1], [1100, 1100], 3, 256),  # several blocks of one adapter, several tasks for a part
+        (90, [-1, 0, 3], [40, 40], 20, 31),
+    ],
+)
+def test_products_of_adapters_equal_those_in_plain_torch(cache, num_tokens, used, parts, rank, in_features, dtype):
+    generator = torch.Generator().manual_seed(num_tokens)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=generator).to(dtype)
+
+    x, y = normal(num_tokens, 2 * in_features)[:, ::2], normal(num_tokens, sum(parts) + 5)[:, :-5]  # not contiguous
+    a, b = normal(4, len(parts), rank, in_features), normal(4, rank, sum(parts))
+    slots = torch.tensor(used)[torch.randint(len(used), (num_tokens,), generator=generator)]
+    before = y.clone()
+    product = aot_products.adapter_product(dtype)
+    made = OperatorAdapters(slots, product).add(y, x, a, b, parts)
+    doubles = (tensor.double() for tensor in (y, x, a, b))
+    expected = GroupedAdapters(slots.numpy()).add(*doubles, parts)
+    error = (made.double() - expected).abs().max() / expected.abs().max()
+    assert made.dtype == dtype and error < {torch.float32: 1e-6, torch.bfloat16: 4e-3}[dtype]
+    assert torch.equal(y, before) and torch.equal(made[slots < 0], y[slots < 0])  # bit for bit
+    operator = torch.ops.nanopage.add_adapters(y, x, a, b, slots, parts)
+    assert (operator.double() - expected).abs().max() / expected.abs().max() < {4: 1e-6, 2: 2e-2}[dtype.itemsize]
+
+
+def test_an_adapter_of_nan_changes_only_its_tokens(cache):
+    x, y, a, b = torch.ones(3, 8), torch.ones(3, 16), torch.ones(2, 1, 4, 8), torch.ones(2, 4, 16)
+    a[1], b[1] = torch.nan, torch.nan
+    made = aot_products.adapter_product(torch.float32)(y, x, a, b, torch.tensor([1, 0, -1]), [16])
+    assert made[0].isnan().all() and (made[1] == 33).all() and (made[2] == 1).all()
