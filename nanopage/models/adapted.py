@@ -54,7 +54,8 @@ class AdaptedDecoder(Decoder):
         last = len(self.layers) - 1
         layers: Any = self.layers
         for index, (layer, cache, attention) in enumerate(zip(layers, kv_caches, attentions, strict=True)):
-            q, k, v = before(layer, x, *rotations[layer.rope], adapters)
+            cos, sin = rotations[layer.rope]
+            q, k, v = before(layer, x, cos, sin, adapters)
             attention.write(k, v, cache, layer.kv_scales)
             attended = layer.attend(attention, q, cache)
             if index == last and rows is not None:
