@@ -1042,6 +1042,6 @@ def test_the_worlds_were_not_easy():
     assert happened["adapters found in their slots"] > WORLDS / 10
     for what in ("preempted", "swapped"):  # there are few
         assert WORLDS < 1000 or happened[f"worlds with windows that {what}"] > WORLDS / 100
-    assert happened["worlds with windows and prefix-cache hits"] > WORLDS / 10
+    assert happened["worlds with windows and prefix-cache hits"] > WORLDS / 20
     for what in ("worlds that swapped", "requests with several completions", "beam searches", "forks", "copies"):
         assert happened[what] > WORLDS * 0.01, what
