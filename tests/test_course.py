@@ -3,18 +3,17 @@ and the tests of its exercises fail until they are solved."""
 
 import ast
 import functools
-import multiprocessing
+import os
 import re
 import runpy
+import subprocess
 import sys
-import warnings
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-import torch
 from helpers import LONG
 
 from nanopage.worker import aot
@@ -168,36 +167,19 @@ def test_the_figures_are_what_the_code_makes(course_path):
             assert "href" not in "".join(shape.attrib)
 
 
-class Results:
-    """A plugin of pytest that writes the outcome of each test to a file."""
-
-    def __init__(self, file: Path):
-        self.file = file.open("w")
-
-    def pytest_runtest_logreport(self, report) -> None:
-        if report.when == "call" or report.outcome != "passed":
-            self.file.write(f"{report.outcome} {report.nodeid}\n")
-
-    def pytest_sessionfinish(self) -> None:
-        self.file.close()
-
-
-def run_exercises(file: Path) -> None:
-    """Run the tests of exercises and solutions, in a fork of the test's process: it need not import torch again."""
-    torch.set_num_threads(1)  # a fork has none of the other threads, and OpenMP would wait for them
-    options = ["-o", "addopts=", "-p", "no:cacheprovider", "-p", "no:terminal", "--both"]
-    pytest.main([*options, str(COURSE / "exercises")], plugins=[Results(file)])
-
-
 @pytest.mark.interpreter
-def test_the_tests_of_the_exercises_fail_until_they_are_solved(tmp_path):
-    process = multiprocessing.get_context("fork").Process(target=run_exercises, args=(tmp_path / "output",))
-    with warnings.catch_warnings(action="ignore", category=DeprecationWarning):  # fork beside threads
-        process.start()
-    process.join()
-    output = (tmp_path / "output").read_text()
-    found = re.findall(r"^(\w+) .*/test_(\w+)\.py::\w+\[(exercises|solutions)", output, re.MULTILINE)
-    assert len(found) == len(output.splitlines()) and {name for _, name, _ in found} == set(EXERCISES), output
+def test_the_tests_of_the_exercises_fail_until_they_are_solved():
+    options = ["-q", "-rA", "--tb=no", "-o", "addopts=", "-p", "no:cacheprovider", "--both"]
+    command = [sys.executable, "-m", "pytest", *options, COURSE / "exercises"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    output = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment).stdout
+    lines = re.findall(r"^(?:PASSED|FAILED|ERROR|SKIPPED) .*$", output, re.MULTILINE)
+    found = [
+        (result[1].lower(), result[2], result[3])
+        for line in lines
+        if (result := re.match(r"(\w+) .*/test_(\w+)\.py::\w+\[(exercises|solutions)", line))
+    ]
+    assert len(found) == len(lines) and {name for _, name, _ in found} == set(EXERCISES), output
     results = Counter(found)
     for name in EXERCISES:
         passed, failed = (results[outcome, name, "exercises"] for outcome in ("passed", "failed"))

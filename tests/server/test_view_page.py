@@ -170,7 +170,8 @@ def test_it_fits_the_screen(page, width):
 
 
 def test_the_block_map_can_be_read_with_the_keyboard(page):
+    page.wait_for("$('numbers').children.length > 0")  # it has been drawn
     page.evaluate("$('map').focus()")
     page.press("ArrowRight")
     page.press("ArrowRight")
-    assert re.match(r"Block 1: (cached|free)", page.evaluate("$('detail').textContent"))
+    page.wait_for("/^Block 1: (cached|free)/.test($('detail').textContent)")
