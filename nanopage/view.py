@@ -32,7 +32,7 @@ Of a step frame also:
     batches     [number, submitted, arrived or null] of the batches that the step has submitted or taken the results of,
                 or that are in flight; times as in `time`
     size        sequences in the submitted batch
-    chunks      [request, sequence, start, count] of those that compute several tokens
+    chunks      [request, sequence, start, count] of each sequence that computes several tokens
     progress    [request, tokens, computed tokens, preemptions] of the requests that have changed
     tables      [sequence, request, first, blocks] of each table that has changed: its blocks from `first` on
     host        [sequence, request, blocks] of each table in host memory that is new

@@ -12,7 +12,7 @@ REQUESTS = {"A": (5, 16), "B": (5, 16), "C": (6, 16)}  # tokens of the prompt, a
 
 
 def run(requests: dict[str, tuple[int, int]] = REQUESTS, num_blocks: int = 12) -> list[tuple[str, list[str]]]:
-    """The pool during each step: a name for each block, "." if it is free; and the names of those that wait."""
+    """The pool at each step: the owner of each block, or "." if it is free; and the names of the waiting requests."""
     engine = DryEngine(num_blocks, block_size=4, max_num_batched_tokens=8)
     for name, (prompt, output) in requests.items():
         engine.add(name, [0] * prompt, output)

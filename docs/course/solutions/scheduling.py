@@ -17,7 +17,7 @@ def order(waiting: list[Sequence], passed_over: dict[Sequence, int]) -> list[Seq
             return 1, 0
         return 2, seq.num_prompt_tokens
 
-    return sorted(waiting, key=key)  # sorted keeps the order of those that are equal
+    return sorted(waiting, key=key)  # sorted is stable
 
 
 class ShortestFirst(Scheduler):
