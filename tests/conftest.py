@@ -4,6 +4,8 @@ import secrets
 import signal
 from functools import partial
 
+gc.disable()  # until all tests are collected: nothing that is imported becomes garbage
+
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported: no test asks the hub
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["NANOPAGE_COMPILE"] = "never"
@@ -72,8 +74,6 @@ def quick_collections():
     """Garbage collections look only at what the test makes."""
     gc.collect()
     gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture
@@ -87,6 +87,16 @@ def compiled_graphs(monkeypatch):
 
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counting))
     return graphs
+
+
+def pytest_collection_finish():
+    gc.collect()
+    gc.freeze()  # no collection during the tests, nor in a process that is forked, visits all that has been imported
+    gc.enable()
+
+
+def pytest_sessionfinish():
+    gc.unfreeze()  # extensions complain at exit about objects that are left
 
 
 def pytest_collection_modifyitems(items):
