@@ -20,7 +20,7 @@ from nanopage import LLM, AsyncLLM, EngineArgs, SamplingParams
 from nanopage.async_llm import RequestStream
 from nanopage.server.app import ServerState, create_app
 
-SECONDS = float(os.environ.get("NANOPAGE_SOAK", "5"))
+SECONDS = float(os.environ.get("NANOPAGE_SOAK", "3"))
 NUM_CLIENTS = int(os.environ.get("NANOPAGE_SOAK_CLIENTS", "60"))
 OPTIONS = {"dtype": "float64", "device": "cpu", "max_model_len": 128, "num_gpu_blocks_override": 1024, "block_size": 8}
 WORDS = ["the", "cat", "and", "dog", "in", "a", "house", "é", "…"]
