@@ -2,6 +2,7 @@
 and the logits of every position, by transformers and through nanopage's paged cache."""
 
 import contextlib
+import functools
 import json
 import os
 import random
@@ -10,10 +11,13 @@ import warnings
 from collections import defaultdict
 from multiprocessing import Pipe
 from pathlib import Path
+from unittest import mock
 
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from typer.main import get_command
+from typer.testing import CliRunner
 
 from benchmarks.host import ThroughBytes
 from nanopage.layer_kinds import divide_layers, first_block
@@ -142,13 +146,20 @@ def tiny_model(
     return directory
 
 
-def run_bench(*arguments):
-    """Run bench.py's command line in this process. Returns typer's Result; what bench.py does not catch comes out."""
-    from typer.testing import CliRunner
-
+@functools.cache
+def bench_command():
+    """bench.py's command line. To make it from the functions of its commands takes longer than most uses of it."""
     import bench
 
-    return CliRunner().invoke(bench.app, [*map(str, arguments)], catch_exceptions=False)
+    return get_command(bench.app)
+
+
+def run_bench(*arguments):
+    """Run bench.py's command line in this process. Returns typer's Result; what bench.py does not catch comes out."""
+    import bench
+
+    with mock.patch("typer.testing._get_command", lambda app: bench_command(), create=True):
+        return CliRunner().invoke(bench.app, [*map(str, arguments)], catch_exceptions=False)
 
 
 def gguf_tensors(file: Path) -> dict[str, torch.Tensor]:
