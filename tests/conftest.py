@@ -4,8 +4,6 @@ import secrets
 import signal
 from functools import partial
 
-gc.disable()  # until all tests are collected: nothing that is imported becomes garbage
-
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported: no test asks the hub
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["NANOPAGE_COMPILE"] = "never"
@@ -27,6 +25,8 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported: its kernels then run on the CPU, in numpy
 
 from nanopage.weights import hub
+
+gc.disable()  # until all tests are collected: nothing that is imported becomes garbage
 
 COMPILES = {"test_aot", "test_aot_products", "test_default_model"}
 

@@ -135,7 +135,7 @@ def small_splits(monkeypatch):
 )
 def test_splits_of_a_decode(num_splits, window):
     """More than there are tiles, fewer, and more than are merged at once."""
-    pool = Pool(2, 256, 16, torch.float32, num_blocks=150)  # tiles of 16 tokens
+    pool = Pool(2 if LONG else 1, 256, 16, torch.float32, num_blocks=150)  # tiles of 16 tokens
     longest = 700 if num_splits > 8 or LONG else 200
     check(pool, 3, {pool.add(length): 1 for length in (1, 15, 16, 17, 33, longest)}, window, num_splits=num_splits)
 
@@ -148,7 +148,7 @@ def test_splits_of_a_decode(num_splits, window):
 )
 def test_splits_of_prompts_and_of_decodes_beside_them(num_splits, window):
     """Short chunks of long contexts and whole prompts. Rows of a program may see nothing of a split."""
-    pool = Pool(2, 256, 16, torch.float32, num_blocks=150)
+    pool = Pool(2 if LONG else 1, 256, 16, torch.float32, num_blocks=150)
     queries = {pool.add(length): count for length, count in ((130, 9), (24, 24), (17, 2), (33, 1), (100, 1))}
     check(pool, 3, queries, window, num_splits=num_splits)
 

@@ -245,10 +245,8 @@ def test_an_idle_server_takes_no_cpu_time_and_listens_only_where_it_should(serve
 @pytest.mark.parametrize(
     ("options", "name"),
     [
-        (["--host", "0.0.0.0"], "--api-key"),
         (["--no-such-option"], "no-such"),
         (["/no/such/model"], "/no/such/model"),
-        (["--max-num-seqs", "0"], "max_num_seqs"),
     ],
 )
 def test_what_cannot_work_is_a_message_and_an_exit_code(tmp_path, options, name):
@@ -261,7 +259,9 @@ def test_what_cannot_work_is_a_message_and_an_exit_code(tmp_path, options, name)
 @pytest.mark.parametrize(
     ("options", "name"),
     [
+        (["--host", "0.0.0.0"], "--api-key"),
         (["--host", "0.0.0.0", "--api-key", ""], "--api-key is empty"),
+        (["--max-num-seqs", "0"], "max_num_seqs"),
         (["--port", "99999"], "99999"),
         (["--shutdown-timeout", "nan"], "nan"),
         (["--ssl-keyfile", "x"], "--ssl-certfile"),

@@ -1,6 +1,7 @@
 """aot_products.py: compiled products, and which engines use those of weights in tiles."""
 
 import os
+import shutil
 
 import pytest
 import torch
@@ -21,8 +22,9 @@ from nanopage.worker.aot import find_file
 def cache(tmp_path_factory):
     """A cache of this module's own."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        yield
+        directory = tmp_path_factory.mktemp("cache")
+        patch.setenv("XDG_CACHE_HOME", str(directory))
+        yield directory
 
 
 @pytest.fixture(scope="module")
@@ -123,13 +125,14 @@ def test_compiling_can_be_refused(file, tmp_path, monkeypatch):
 
 
 def test_a_damaged_library_is_named_and_compiled_again(cache, tmp_path, monkeypatch, caplog):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert aot_products.tile_product(torch.float32) is not None
-    (directory,) = (tmp_path / "nanopage" / "compiled").iterdir()
+    constants = aot_products.product_constants(torch.float32)
+    key = aot_products._key("tile_linear", aot_products.TILE_SOURCES, constants)
+    directory = tmp_path / "nanopage" / "compiled" / key
+    shutil.copytree(cache / "nanopage" / "compiled" / key, directory)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     library = find_file(directory, "tile_linear")
-    content = library.read_bytes()
-    library.unlink()  # the process has mapped it
-    library.write_bytes(content + b"x")
+    library.write_bytes(library.read_bytes() + b"x")
     assert aot_products.tile_product(torch.float32) is not None
     assert f"{library} is damaged" in caplog.text
 

@@ -91,9 +91,7 @@ def family(request, tmp_path_factory):
     return model, answers(model)
 
 
-@pytest.mark.parametrize(
-    ("tp_size", "pp_size"), [(2, 1), (3, 1), (1, 3), (2, 2), *([(6, 1), (1, 2)] if LONG else [])]
-)
+@pytest.mark.parametrize(("tp_size", "pp_size"), [(2, 1), (3, 1), (1, 3), (2, 2), *([(6, 1), (1, 2)] if LONG else [])])
 def test_a_divided_model_gives_the_same_answers(family, tp_size, pp_size):
     """With one KV head for each worker, several, or one for several workers; with stages of one layer and of two."""
     model, expected = family
@@ -119,7 +117,7 @@ def test_decodes_on_static_buffers_exchange_within_the_step(family, monkeypatch)
     model, expected = family
     with monkeypatch.context() as patched:
         patched.setattr(Worker, "_choose_ways", on_static_buffers)
-        tp_size = {1: 2, 2: 6}.get(loader.read_config(model).num_kv_heads, 3)  # several workers share a KV head, or none
+        tp_size = {1: 2, 2: 6}.get(loader.read_config(model).num_kv_heads, 3)  # with 1 and 2, workers share KV heads
         assert_same(answers(model, tensor_parallel_size=tp_size), expected)
 
 
