@@ -203,7 +203,8 @@ def test_any_shapes(data):
     draw = data.draw
     block_size = draw(st.sampled_from([1, 2, 8, 16, 64]))
     pool = Pool(draw(st.integers(1, 3)), draw(st.integers(1, 70)), block_size, torch.float32, num_blocks=300)
-    lengths = draw(st.lists(st.integers(1, 70), min_size=1, max_size=4 if LONG else 2))
+    sizes = {"min_size": 1, "max_size": 4 if LONG else 2}
+    lengths = draw(st.lists(st.integers(1, 70 if LONG else 40), **sizes))
     queries = {pool.add(length): draw(st.integers(1, length)) for length in lengths}
     window = draw(st.none() | st.integers(1, 80))
     check(pool, draw(st.integers(1, 9)), queries, window, num_splits=draw(st.integers(1, 9)))

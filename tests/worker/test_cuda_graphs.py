@@ -354,7 +354,8 @@ def test_nothing_is_compiled_while_serving(model, fake_cuda, monkeypatch, compil
     variants = set()
     record_launches(monkeypatch, variants)
     monkeypatch.setattr(paged_attention, "num_processors", lambda device: 132)
-    engine = make_engine(model, max_num_seqs=2, max_model_len=300)
+    monkeypatch.setattr(paged_attention, "SPLIT_TOKENS", 128)  # a short context is split, too
+    engine = make_engine(model, max_num_seqs=2, max_model_len=200)
     worker = engine.executor.worker
     compiled = jit.compile_model(worker.model, worker.model_config, worker.dtype, worker.device, uses_triton=True)
     made, table = (compiled, worker.kv_cache, worker.runner.table), worker.runner.table
@@ -364,9 +365,9 @@ def test_nothing_is_compiled_while_serving(model, fake_cuda, monkeypatch, compil
     jit.warm_up_sampling(sample_all, sampling, worker.dtype, worker.device)
     with torch.compiler.set_stance("fail_on_recompile"):
         made_of = worker.kv_dtype, worker.device, worker._make_attention, sample_all, 300, list
-        measure_step(worker.config, worker.model_config, worker.model, 300, *made_of)
+        measure_step(worker.config, worker.model_config, worker.model, 200, *made_of)
     variants.clear()
-    ways = [CUDAGraphs(*made, 300, True, sample_all, jit.compile_afresh), Eager(*made, worker._make_attention)]
+    ways = [CUDAGraphs(*made, 200, True, sample_all, jit.compile_afresh), Eager(*made, worker._make_attention)]
     worker.runner.ways, worker.runner.sampler.sample_all = ways, sample_all
     ways[0].capture(ways[0].sizes)
     for graph in ways[0].graphs.values():
@@ -382,7 +383,7 @@ def test_nothing_is_compiled_while_serving(model, fake_cuda, monkeypatch, compil
     with torch.compiler.set_stance("fail_on_recompile"):
         for name, prompt, params in (
             ("beside", [3, 4], {"max_tokens": 3}),
-            ("long", [1] * 280, {"max_tokens": 3}),
+            ("long", [1] * 180, {"max_tokens": 3}),
             ("twice", [5], {"n": 2, "temperature": 1.0, "max_tokens": 2}),
             ("truncated", [6, 7], {"temperature": 1.0, "top_k": 5, "top_p": 0.9, "max_tokens": 3}),
             ("penalized", [6, 7], {"temperature": 1.0, "top_p": 0.9, "presence_penalty": 0.5, "max_tokens": 3}),
