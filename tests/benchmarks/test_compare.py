@@ -79,7 +79,7 @@ from benchmarks.peers.protocol import Output, serve
 def load(options):
     def run(work):
         file = sys.argv[0].replace(".py", ".events")
-        later = subprocess.Popen(["sh", "-c", f"sleep 3; echo finished >> {file}"], start_new_session=True)
+        later = subprocess.Popen(["sh", "-c", f"sleep 2; echo finished >> {file}"], start_new_session=True)
         with open(file, "a") as events:
             print("asked", os.getpid(), later.pid, file=events)
         return [Output([7] * w.output_len, time.perf_counter() + 5) for w in work]

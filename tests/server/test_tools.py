@@ -82,7 +82,7 @@ def test_a_loop_of_three_streamed_calls(client):
         messages.append({"role": "assistant", "content": None, "tool_calls": calls})
         messages += [{"role": "tool", "tool_call_id": call["id"], "content": results[name]} for call in calls]
     assert json.loads(calls[0]["function"]["arguments"]) == {}  # no parameters
-    content, calls, reason = join(ask(client, messages=messages, tool_choice="none", stream=True, max_tokens=20))
+    content, calls, reason = join(ask(client, messages=messages, tool_choice="none", stream=True, max_tokens=8))
     assert content and not calls and reason in ("stop", "length")
 
 
@@ -135,7 +135,8 @@ def test_responses_call_functions(client):
         (streamed,) = stream.get_final_response().output
     assert "".join(event.delta for event in events[:-1]) == events[-1].arguments == streamed.arguments == call.arguments
     output = {"type": "function_call_output", "call_id": call.call_id, "output": "42"}
-    answer = client.responses.create(input=[question, call.model_dump(), output], tool_choice="none", **options)
+    options |= {"tool_choice": "none", "max_output_tokens": 8}
+    answer = client.responses.create(input=[question, call.model_dump(), output], **options)
     assert answer.output[0].type == "message" and answer.output_text
 
 
@@ -165,9 +166,9 @@ def test_a_wrong_field_is_named(client, options, param):
 
 def test_tools_offline_are_those_of_the_server(default_model, client):
     llm = LLM(str(default_model), dtype="float32", device="cpu", max_model_len=1024, enforce_eager=True)
-    params = dataclasses.replace(llm.get_default_sampling_params(), temperature=0, max_tokens=30)
+    params = dataclasses.replace(llm.get_default_sampling_params(), temperature=0, max_tokens=16)
     (output,) = llm.chat(QUESTION, params, tools=TOOLS[:2], use_tqdm=False)
-    reply = ask(client, tools=TOOLS[:2], max_tokens=30)
+    reply = ask(client, tools=TOOLS[:2], max_tokens=16)
     assert reply.usage.prompt_tokens == len(output.prompt_token_ids)
     (read,) = llm.read_replies(output, TOOLS[:2])
     assert read.content == (reply.choices[0].message.content or "")

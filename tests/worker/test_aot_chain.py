@@ -16,7 +16,8 @@ from nanopage.layer_kinds import MOST_KINDS
 from nanopage.worker import aot_compile
 from nanopage.worker.aot_chain import Chain, FixedInputs, Layers, Library
 
-# Stands in for a compiled function. It returns its first input once another thread has set `flag`, and fails without.
+# Stands in for a compiled function. It returns its first input once another thread has set `flag` to 1, fails at -1, and
+# waits for a second at 0.
 WAITING = """
 #include <unistd.h>
 #include <cstddef>
@@ -29,7 +30,7 @@ int AOTInductorModelContainerRunSingleThreaded(void*, void** in, size_t num, voi
     out[0] = in[0];
     for (size_t i = 1; i < num; i++) aoti_torch_delete_tensor_object(in[i]);
     for (int i = 0; i < 100 && !flag; i++) usleep(10000);
-    return !flag;
+    return flag != 1;
 }
 }
 """
@@ -83,7 +84,8 @@ def run_layers(chain, function, num_layers, x, num_parts=1):
 
 
 def test_a_function_that_fails_is_an_error(chain, waiting):
-    function, _ = waiting
+    function, flag = waiting
+    flag.value = -1
     x = torch.arange(32.0).view(4, NUM_KV_HEADS, HEAD_DIM)
     for fails in (
         lambda: chain.call(function, FixedInputs([]), x),

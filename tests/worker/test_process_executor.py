@@ -182,7 +182,7 @@ def test_an_exception_at_start_names_the_rank_and_leaves_nothing(model, forked, 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_worker_that_dies_or_hangs_at_start_is_noticed(model, forked, how, monkeypatch):
-    monkeypatch.setattr(process_executor, "START_LIMIT", 3.0)
+    monkeypatch.setattr(process_executor, "START_LIMIT", 2.0)
     init = Worker.__init__
 
     def dying(self, *arguments):
@@ -320,7 +320,7 @@ def test_pings_are_some_time_apart(model, forked, monkeypatch):
     launch = Worker.launch
 
     def slow(self, batch):
-        time.sleep(0.1)
+        time.sleep(0.05)
         return launch(self, batch)
 
     monkeypatch.setattr(Worker, "launch", slow)
@@ -392,7 +392,7 @@ def test_readers_of_an_async_engine_are_told(model, forked):
 def test_a_worker_that_dies_or_hangs_while_no_request_is_there_is_noticed(model, forked, monkeypatch, how):
     import asyncio
 
-    monkeypatch.setattr(process_executor, "STEP_LIMIT", 2.0)
+    monkeypatch.setattr(process_executor, "STEP_LIMIT", 1.0)
 
     async def main():
         options = {name: value for name, value in vars(config(model)).items() if value is not None}
