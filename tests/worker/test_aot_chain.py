@@ -16,8 +16,8 @@ from nanopage.layer_kinds import MOST_KINDS
 from nanopage.worker import aot_compile
 from nanopage.worker.aot_chain import Chain, FixedInputs, Layers, Library
 
-# Stands in for a compiled function. It returns its first input once another thread has set `flag` to 1, fails at -1, and
-# waits for a second at 0.
+# Stands in for a compiled function. It returns its first input once another thread has set `flag` to 1, and fails where
+# that is -1, or 0 for a second.
 WAITING = """
 #include <unistd.h>
 #include <cstddef>
