@@ -935,10 +935,19 @@ def test_without_the_weights_of_adapters_a_layer_has_the_tensors_of_one_without_
 
 
 @pytest.mark.skipif(not LONG, reason="compiles for 40 s; runs with NANOPAGE_LONG_TESTS=1")
-@pytest.mark.parametrize("options", [{}, {"quantization": "int8"}], ids=str)
-def test_compiled_layers_with_adapters_equal_the_eager_ones(tmp_path, cache, monkeypatch, options):
+@pytest.mark.parametrize(
+    ("windows", "options"),
+    [
+        ({}, {}),
+        # Two kinds of layers, with the same compiled code. Most contexts are longer than the window.
+        ({"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 2, "num_hidden_layers": 4}, {}),
+        ({}, {"quantization": "int8"}),
+    ],
+    ids=["plain", "windows", "int8"],
+)
+def test_compiled_layers_with_adapters_equal_the_eager_ones(tmp_path, cache, monkeypatch, windows, options):
     monkeypatch.setattr(aot, "PART_ROWS", 2)  # the threads divide steps
-    model = tiny_model(tmp_path / "model", "qwen2", vocab_size=FILLING)
+    model = tiny_model(tmp_path / "model", "qwen2", vocab_size=FILLING, **windows)
     adapters = [
         LoRARequest(str(i), i + 1, str(save_adapter(tmp_path / str(i), model, rank=rank, seed=i)))
         for i, rank in enumerate((4, 8, 1))
@@ -960,6 +969,7 @@ def test_compiled_layers_with_adapters_equal_the_eager_ones(tmp_path, cache, mon
             while engine.has_unfinished_requests():
                 outputs |= {output.request_id: output.outputs[0] for output in engine.step() if output.finished}
         made.append(outputs)
+    assert engine.scheduler.block_manager.windows == ((None, 7) if windows else (None,))
     compiled = compiled_in(engine)
     assert compiled is not None and compiled.directory == plain.executor.worker.compiled.directory
     assert {f"{part}-adapted-{kind}" for part in ("before", "after") for kind in ("one", "many")} < kinds_in(
