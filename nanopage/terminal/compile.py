@@ -17,10 +17,14 @@ def compile_layers(
     dtype: Annotated[str, typer.Option(help="auto, bfloat16 or float32.")] = "auto",
     quantization: Annotated[str | None, typer.Option(help="int8, int4, or nothing.")] = None,
     block_size: Annotated[int, typer.Option(help="Tokens per KV cache block.")] = 16,
+    enable_lora: Annotated[
+        bool, typer.Option("--enable-lora", help="Also layers with LoRA adapters, of any number and rank.")
+    ] = False,
     verbose: Annotated[bool, typer.Option("--verbose", help="Show the engine's log and tracebacks.")] = False,
 ) -> None:
     """Compile the layers of a model for this CPU now. Engines with the same dtype, quantization, block size and number
-    of threads (OMP_NUM_THREADS) then use them from their first token."""
+    of threads (OMP_NUM_THREADS) then use them from their first token, and engines that enable adapters if --enable-lora
+    was given."""
 
     def work() -> int:
         from rich.console import Console
@@ -31,8 +35,9 @@ def compile_layers(
         from nanopage.weights import hub
         from nanopage.worker.executor import LocalExecutor
 
-        # The code depends neither on the context nor on the size of the KV cache, so both are small.
-        options = {"dtype": dtype, "quantization": quantization, "block_size": block_size}
+        # The code depends neither on the context nor on the size of the KV cache, so both are small. Nor does it depend
+        # on the number and the rank of adapters.
+        options = {"dtype": dtype, "quantization": quantization, "block_size": block_size, "enable_lora": enable_lora}
         config = EngineConfig(
             model=str(hub.resolve(model)), device="cpu", max_model_len=block_size, num_gpu_blocks_override=4, **options
         )

@@ -613,10 +613,36 @@ def test_the_command_compiles_and_shows_the_progress(model, directory, tmp_path,
     assert counts == sorted(counts) and len(set(counts)) > 2 and max(counts) <= len(list(made.glob("*.so")))
 
 
+def test_an_engine_with_adapters_finds_what_the_command_has_compiled(directory, tmp_path, monkeypatch):
+    """Whatever number and rank of adapters it allows. An engine without adapters finds it, too."""
+    model = tiny_model(tmp_path / "model", "qwen2", vocab_size=FILLING)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+    def pretend(compiled):
+        """Other code of the same parts stands in for that with adapters. It is loaded, but never runs."""
+        for name in compiled.files:
+            if aot.find_file(compiled.directory, name) is None:
+                source = aot.find_file(directory, name.replace("-adapted", ""))
+                shutil.copy(source, compiled.directory / name.replace(".so", f".{aot.digest(source)}.so"))
+        return subprocess.Popen(["true"], start_new_session=True)
+
+    monkeypatch.setattr(aot.Compiled, "_spawn", pretend)
+    assert compile_by_command(model)[0] == 0
+    lora = {"enable_lora": True, "max_loras": 3, "max_lora_rank": 64}
+    assert not compiled_in(engine_of(model, **lora))
+    code, stderr = compile_by_command(model, "--enable-lora")
+    made = compiled_in(engine_of(model, **lora))
+    assert code == 0 and f"compiled: {made.directory}" in stderr
+    assert compile_by_command(model, "--enable-lora") == (0, f"already compiled: {made.directory}\n")
+    assert compiled_in(engine_of(model)).directory == made.directory
+
+
 def test_the_command_names_what_cannot_be_compiled(model, tmp_path):
     done = CliRunner().invoke(app, ["compile", str(model), "--dtype", "float16"])
     assert done.exit_code == 1 and "nothing to compile: steps run eagerly: float16" in done.stderr
     assert compile_by_command(tmp_path / "no-model")[0] == 1
+    code, stderr = compile_by_command(model, "--enable-lora")
+    assert code == 1 and "enable_lora does not work with this model" in stderr
 
 
 def test_compiling_can_be_refused(model, directory, monkeypatch, caplog, tmp_path):
@@ -922,10 +948,19 @@ def test_without_the_weights_of_adapters_a_layer_has_the_tensors_of_one_without_
 
 
 @pytest.mark.skipif(not LONG, reason="compiles for 40 s; runs with NANOPAGE_LONG_TESTS=1")
-@pytest.mark.parametrize("options", [{}, {"quantization": "int8"}], ids=str)
-def test_compiled_layers_with_adapters_equal_the_eager_ones(tmp_path, cache, monkeypatch, options):
+@pytest.mark.parametrize(
+    ("windows", "options"),
+    [
+        ({}, {}),
+        # Two kinds of layers, with the same compiled code. Most contexts are longer than the window.
+        ({"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 2, "num_hidden_layers": 4}, {}),
+        ({}, {"quantization": "int8"}),
+    ],
+    ids=["plain", "windows", "int8"],
+)
+def test_compiled_layers_with_adapters_equal_the_eager_ones(tmp_path, cache, monkeypatch, windows, options):
     monkeypatch.setattr(aot, "PART_ROWS", 2)  # the threads divide steps
-    model = tiny_model(tmp_path / "model", "qwen2", vocab_size=FILLING)
+    model = tiny_model(tmp_path / "model", "qwen2", vocab_size=FILLING, **windows)
     adapters = [
         LoRARequest(str(i), i + 1, str(save_adapter(tmp_path / str(i), model, rank=rank, seed=i)))
         for i, rank in enumerate((4, 8, 1))
@@ -933,10 +968,11 @@ def test_compiled_layers_with_adapters_equal_the_eager_ones(tmp_path, cache, mon
     lora = {"enable_lora": True, "max_loras": 3, "max_lora_rank": 8, "enable_prefix_caching": False}
     plain = engine_of(model, **options)
     plain.executor.compile()
+    quantization = ("--quantization", options["quantization"]) if options else ()
+    assert compile_by_command(model, "--enable-lora", *quantization)[0] == 0
     made = []
     for eager in (True, False):
         engine = engine_of(model, enforce_eager=eager, **lora, **options)
-        engine.executor.compile()
         outputs = {}
         for batch in ([0], [None], [0, 1, None, 2, 0, 0], [None, None]):  # adapters of requests at the same time
             for i, adapter in enumerate(batch):
@@ -947,6 +983,7 @@ def test_compiled_layers_with_adapters_equal_the_eager_ones(tmp_path, cache, mon
             while engine.has_unfinished_requests():
                 outputs |= {output.request_id: output.outputs[0] for output in engine.step() if output.finished}
         made.append(outputs)
+    assert engine.scheduler.block_manager.windows == ((None, 7) if windows else (None,))
     compiled = compiled_in(engine)
     assert compiled is not None and compiled.directory == plain.executor.worker.compiled.directory
     assert {f"{part}-adapted-{kind}" for part in ("before", "after") for kind in ("one", "many")} < kinds_in(
