@@ -40,6 +40,7 @@ from nanopage.build import build_engine
 from nanopage.engine.beam_search import Beam, BeamSearch
 from nanopage.engine.block_manager import BlockManager
 from nanopage.engine.input_processor import branch_seed
+from nanopage.engine.speculation import StepTimes
 from nanopage.kernels import paged_attention
 from nanopage.layer_kinds import BlockNeeds, divide_layers
 from nanopage.outputs import RequestEvent
@@ -1003,7 +1004,7 @@ def test_nor_does_a_draft_model(world, model, oracle, draft_models, monkeypatch)
             raise RuntimeError("a draft model fails")
         return launch(batch)
 
-    def choose(rooms, most, num_rows, seconds_to_make):
+    def choose(rooms, most, schedule, seconds_to_make):
         assert seconds_to_make(1) >= 0
         return {seq: rng.randint(1, room) for seq, room in rooms.items() if rng.random() < 0.8}
 
@@ -1015,7 +1016,7 @@ def test_nor_does_a_draft_model(world, model, oracle, draft_models, monkeypatch)
     drafter.executor.worker.launch = failing_launch
     monkeypatch.setattr(drafter.gains, "choose", choose)
     monkeypatch.setattr(drafter.gains, "learn", counted_learn)
-    monkeypatch.setattr(drafter.gains.costs, "estimate", lambda *numbers: 1.0)
+    monkeypatch.setattr(drafter.gains.costs, "of", lambda num_rows: StepTimes(1.0, 0, 0.0))
     run_world(engine, plans)
     happened["evictions of draft models"] += manager.num_evictions
     assert not drafter.rows and manager.num_free_blocks == manager.num_blocks and len(drafter.free_rows) == num_rows

@@ -88,8 +88,8 @@ class ModelDrafter:
 
     def propose(self, decodes: list[Sequence], most: int, schedule: Schedule) -> dict[Sequence, list[int]]:
         num_rows = len(schedule.sequences)
-        plain = self.gains.costs.estimate(num_rows, 0)
-        if not self.works or schedule.chunks or num_rows > MOST_ROWS or plain is None:
+        times = self.gains.costs.of(num_rows)
+        if not self.works or schedule.chunks or num_rows > MOST_ROWS or times is None:
             return {}
         started = time.perf_counter()
         self._forget([seq for seq in self.rows if seq.finished])
@@ -97,9 +97,10 @@ class ModelDrafter:
         rooms = {seq: min(longest, self.max_model_len - len(seq.token_ids)) for seq in decodes}
         rooms = {seq: room for seq, room in rooms.items() if room > 0}
         unread = sum(max(0, len(seq.token_ids) - self._num_valid(seq) - CATCH_UP) for seq in rooms)
-        step = self.step_costs.estimate(len(rooms), 0) or EXPECTED_STEP * plain
+        of_model = self.step_costs.of(len(rooms))
+        step = of_model.plain if of_model else EXPECTED_STEP * times.plain
         once = unread * self.token_seconds / STEPS_TO_REPAY
-        lengths = self.gains.choose(rooms, most, num_rows, lambda length: once + length * step)
+        lengths = self.gains.choose(rooms, most, schedule, lambda length: once + length * step)
         drafts = {}
         if lengths:
             try:
@@ -115,7 +116,7 @@ class ModelDrafter:
         self.gains.learn(seq, num_drafted, num_accepted)
 
     def observe(self, stats: StepStats) -> None:
-        self.gains.observe(stats, stats.seconds - self.seconds)
+        self.gains.observe(stats, stats.seconds - self.seconds, self.seconds)
         self.seconds = 0.0
 
     def rest(self) -> None:

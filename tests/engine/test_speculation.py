@@ -13,16 +13,21 @@ from helpers import VOCAB_SIZE, tiny_model
 from nanopage import EngineConfig, LLMEngine, SamplingParams, StructuredOutputsParams
 from nanopage.build import build_engine
 from nanopage.config import SpeculativeConfig
-from nanopage.engine.schedule import Schedule
+from nanopage.engine.schedule import Schedule, Wait
 from nanopage.engine.sequence import Sequence, SequenceGroup
 from nanopage.engine.speculation import (
     FORGET_AFTER,
+    LOSS_PER_STEP,
+    MOST_LOSS,
     MOST_ROWS,
     Acceptance,
+    DraftGains,
     NgramDrafter,
     NgramIndex,
     StepCosts,
     rounded,
+    state_of,
+    worths_of,
 )
 from nanopage.outputs import StepStats
 from nanopage.step import SamplingSettings
@@ -53,21 +58,22 @@ def test_a_draft_is_what_followed_the_longest_n_gram_when_it_last_occurred(seed)
     index, token_ids, found = NgramIndex(longest, shortest), [], 0
     for _ in range(120):
         token_ids += [rng.randrange(4) for _ in range(rng.randint(1, 3))]
-        draft = index.draft(token_ids, 6)
+        draft, n = index.draft(token_ids, 6)
         assert draft == found_slowly(token_ids, 6, longest, shortest)
+        assert draft == found_slowly(token_ids, 6, n, n) and (n > 0) == bool(draft)
         found += bool(draft)
     assert found > 20
 
 
 def test_a_draft_goes_on_in_circles_where_the_text_does():
-    assert NgramIndex(3, 2).draft([1, 2, 3, 1, 2, 3, 1, 2], 7) == [3, 1, 2, 3, 1, 2, 3]
-    assert NgramIndex(3, 2).draft([9, 9, 9], 4) == [9, 9, 9, 9]
+    assert NgramIndex(3, 2).draft([1, 2, 3, 1, 2, 3, 1, 2], 7) == ([3, 1, 2, 3, 1, 2, 3], 3)
+    assert NgramIndex(3, 2).draft([9, 9, 9], 4) == ([9, 9, 9, 9], 2)
 
 
 def test_tokens_that_have_not_occurred_before_have_no_draft():
-    assert NgramIndex(4, 2).draft([1, 2, 3, 4, 5, 2], 3) == []
-    assert NgramIndex(4, 1).draft([1, 2, 3, 4, 5, 2], 3) == [3, 4, 5]
-    assert NgramIndex(4, 2).draft([], 3) == NgramIndex(4, 2).draft([1], 3) == []
+    assert NgramIndex(4, 2).draft([1, 2, 3, 4, 5, 2], 3) == ([], 0)
+    assert NgramIndex(4, 1).draft([1, 2, 3, 4, 5, 2], 3) == ([3, 4, 5], 1)
+    assert NgramIndex(4, 2).draft([], 3) == NgramIndex(4, 2).draft([1], 3) == ([], 0)
 
 
 # When drafts pay
@@ -84,8 +90,8 @@ def drafter_with(costs: dict[int, float], num_rows: int = 1) -> NgramDrafter:
     """costs: the seconds of a step by the number of draft tokens."""
     drafter = NgramDrafter(CONFIG)
     for num_drafted, seconds in costs.items():
-        for _ in range(3):
-            drafter.observe(StepStats(decode_tokens=num_rows + num_drafted, draft_tokens=num_drafted, seconds=seconds))
+        for _ in range(10):
+            drafter.gains.costs.add(num_rows, num_drafted, seconds)
     return drafter
 
 
@@ -176,18 +182,34 @@ def test_steps_with_prompt_tokens_or_swaps_are_not_measured():
         stats.decode_tokens, stats.seconds = 1, 1.0
         drafter.observe(stats)
     drafter.observe(StepStats(seconds=1.0))  # nothing ran
-    assert drafter.gains.costs.measured == {}
+    assert drafter.gains.costs.times == {}
 
 
-def test_times_between_those_that_are_measured_are_interpolated():
+def test_the_time_of_a_step_is_on_a_line_through_those_that_are_measured():
+    costs, rng = StepCosts(), random.Random(1)
+    assert costs.of(1) is None
+    costs.add(1, 4, 1.0)
+    costs.add(1, 0, 1.0)
+    assert costs.of(1) is None, "one step without drafts"
+    costs.add(1, 0, 1.0)
+    assert costs.of(1).estimate(0) == 1.0 and costs.of(2) is None
+    assert 1.0 < costs.of(1).estimate(4) < 1.2, "a guess"
+    for _ in range(200):
+        n = rng.randint(1, 10)
+        costs.add(1, n, (1.2 + 0.1 * n) * rng.uniform(0.95, 1.05))
+    for n in (1, 5, 10):
+        assert costs.of(1).estimate(n) == pytest.approx(1.2 + 0.1 * n, rel=0.05)
+    for _ in range(50):
+        costs.add(1, 0, 2.0)
+    assert costs.of(1).estimate(5) == pytest.approx(3.4, rel=0.05), "the same multiple"
+
+
+def test_steps_with_more_drafts_never_take_less_time():
     costs = StepCosts()
-    assert costs.estimate(1, 0) is None
-    for _ in range(3):
-        costs.add(1, 0, 1.0)
-    assert costs.estimate(1, 0) == 1.0 and costs.estimate(2, 0) is None
-    assert 1.0 < costs.estimate(1, 6) < 1.5, "a guess"
-    costs.add(1, 4, 3.0)
-    assert [costs.estimate(1, n) for n in (1, 2, 4, 6)] == [1.5, 2.0, 3.0, 4.0]
+    for n, seconds in ((0, 1.0), (0, 1.0), *[(2, 1.5), (8, 0.7)] * 20):
+        costs.add(1, n, seconds)
+    times = [costs.of(1).estimate(n) for n in range(20)]
+    assert times == sorted(times) and times[0] == 1.0
 
 
 def test_times_follow_the_machine_and_are_forgotten():
@@ -195,15 +217,89 @@ def test_times_follow_the_machine_and_are_forgotten():
     for _ in range(20):
         costs.add(1, 0, 1.0)
     costs.add(1, 0, 100.0)
-    assert costs.estimate(1, 0) <= 1.2, "one interruption"
+    assert costs.of(1).plain <= 1.2, "one interruption"
     for _ in range(30):
         costs.add(1, 0, 1.5)
-    assert costs.estimate(1, 0) == pytest.approx(1.5, rel=0.01)
+    assert costs.of(1).plain == pytest.approx(1.5, rel=0.01)
     for _ in range(FORGET_AFTER):
         costs.add(2, 0, 1.0)
-    assert costs.estimate(1, 0) is not None
+    assert costs.of(1) is not None
     costs.add(2, 0, 1.0)
-    assert costs.estimate(1, 0) is None
+    assert costs.of(1) is None
+    for _ in range(2):
+        assert costs.of(1) is None
+        costs.add(1, 0, 0.5)
+    assert costs.of(1).plain == pytest.approx(0.5)
+
+
+def test_drafts_that_lose_time_are_given_up_until_the_account_is_balanced():
+    """Although they promise to save time, and are accepted."""
+    gains = DraftGains()
+    (seq,) = make_sequences(1, LOOP)
+
+    def lose(count: int) -> int:
+        """Returns the number of steps that had a draft, each of which takes twice the time and saves nothing."""
+        drafted = 0
+        for _ in range(count):
+            gains.costs.times.pop(1, None)  # they are believed to be quick
+            for _ in range(2):
+                gains.costs.add(1, 0, 1.0)
+            length = gains.choose({seq: 4}, 4, Schedule(sequences=[seq])).get(seq, 0)
+            gains.observe(StepStats(decode_tokens=1 + length, draft_tokens=length), 2.0 if length else 1.0)
+            drafted += length > 0
+        return drafted
+
+    assert lose(100) <= MOST_LOSS + 100 * LOSS_PER_STEP + 1
+    assert 8 <= lose(1000) <= 1000 * LOSS_PER_STEP + 1
+
+
+def test_what_drafts_save_may_be_lost_later_up_to_a_point():
+    gains = DraftGains()
+    (seq,) = make_sequences(1, LOOP)
+    for _ in range(3):
+        gains.observe(StepStats(decode_tokens=1), 1.0)
+    gains.may_lose = 0.5
+    assert gains.choose({seq: 4}, 4, Schedule(sequences=[seq])) == {seq: 4}
+    gains.learn(seq, 4, 1)
+    gains.observe(StepStats(decode_tokens=5, draft_tokens=4), 1.25, seconds_to_make=0.25)
+    assert gains.may_lose == pytest.approx(0.5 + LOSS_PER_STEP + 1 - 0.5)
+    gains.learn(seq, 4, 4)
+    gains.observe(StepStats(decode_tokens=5, draft_tokens=4), 1.25)
+    assert gains.may_lose == MOST_LOSS
+
+
+def test_a_token_is_worth_more_to_the_sequence_that_the_others_wait_for():
+    seqs = make_sequences(4, LOOP)
+    for seq, most in zip(seqs, (20, 20, 30, 100), strict=True):
+        seq.max_total_tokens = most
+    worths = worths_of(Schedule(sequences=seqs), row=0.05)
+    assert sum(worths.values()) == pytest.approx(1), "a token for all of them saves a step"
+    assert [worths[seq] for seq in seqs[:3]] == pytest.approx([0.05] * 3, abs=1e-3)
+    assert worths[seqs[3]] == pytest.approx(0.85, abs=1e-3)
+    for seq in seqs:
+        seq.max_total_tokens = 2**62
+    assert set(worths_of(Schedule(sequences=seqs), row=0.05).values()) == {0.25}
+
+
+def test_while_requests_wait_a_token_is_worth_the_same_to_all():
+    seqs = make_sequences(2, LOOP)
+    seqs[0].max_total_tokens, seqs[1].max_total_tokens = 20, 100
+    schedule = Schedule(sequences=seqs, wait=Wait(seqs[0].group, "budget"))
+    assert worths_of(schedule, row=0.05) == {seqs[0]: 0.5, seqs[1]: 0.5}
+
+
+def test_what_is_expected_of_a_draft_depends_on_the_length_of_its_n_gram():
+    short, long = make_sequences(2, LOOP)
+    gains = DraftGains()
+    for reason, accepted in ((2, 0), (4, 4)):
+        state_of(short).reason = reason
+        for _ in range(20):
+            gains.learn(short, 4, accepted)
+    for _ in range(3):
+        gains.costs.add(1, 0, 1.0)
+    for reason, length in ((2, 0), (4, 4), (3, 4)):
+        state_of(long).reason = reason
+        assert gains.choose({long: 4}, 4, Schedule(sequences=[long])).get(long, 0) == length, reason
 
 
 def test_numbers_of_tokens_are_rounded_to_three_digits():

@@ -38,7 +38,7 @@ def steps(prompt: list[int], answer: list[int], num_tokens: int) -> list[tuple[i
     """
     index, known, result = NgramIndex(longest=4, shortest=2), list(prompt), []
     while (done := len(known) - len(prompt)) < len(answer):
-        draft = index.draft(known, num_tokens) if num_tokens else []
+        draft = index.draft(known, num_tokens)[0] if num_tokens else []
         rest, accepted = answer[done:], 0
         while accepted < min(len(draft), len(rest) - 1) and draft[accepted] == rest[accepted]:
             accepted += 1
