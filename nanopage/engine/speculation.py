@@ -17,7 +17,7 @@ A draft costs time whether it is right or not. `DraftGains.choose` takes the dra
     worth      of such a token: a step for all sequences together, which share it (`worths_of`)
     seconds    those of a line that is fitted to the steps with as many rows, by their tokens of drafts (`StepTimes`)
 
-Estimates can be wrong, so it keeps an account: drafts that have lost the time of two steps, and one in a hundred since,
+Estimates can be wrong, so it keeps an account: drafts that have lost the time of three steps, and one in 200 since,
 are not made until the account is balanced again.
 """
 
@@ -30,11 +30,11 @@ from nanopage.engine.sequence import Sequence
 from nanopage.outputs import StepStats
 
 MOST_ROWS = 32  # With more sequences, a step computes so much that drafts do not pay: do not even look for them.
-LEAST_SPEEDUP = 1.05  # that drafts must promise: both the times and the shares are estimates
+LEAST_SPEEDUP = 1.08  # that drafts must promise: both the times and the shares are estimates
 EXPECTED_SHARE = 0.5  # of the tokens of drafts that is accepted, before anything is known
 OTHERS_COUNT = 2  # What was accepted of drafts of other sequences counts like so many tokens of a sequence's own.
-MOST_LOSS = 2.0  # steps that drafts may lose before they are given up for a while
-LOSS_PER_STEP = 0.01  # by which this grows with each step
+MOST_LOSS = 3.0  # steps that drafts may lose before they are given up for a while
+LOSS_PER_STEP = 0.005  # by which this grows with each step
 FIXED_COST = 32  # of a step, in rows, until steps with drafts are measured: a high guess, so that a draft is tried
 FORGET_AFTER = 256  # steps, after which a measured time is measured again
 
