@@ -50,8 +50,7 @@ def main(arguments: list[str]) -> int:
     if args.api_key and not all(keys):
         raise ValueError("--api-key is empty")
     keys = [key for key in keys if key]
-    if bool(args.ssl_keyfile) != bool(args.ssl_certfile):
-        raise ValueError("--ssl-keyfile and --ssl-certfile need each other")
+    check_tls(args)
     if args.salt_per_key and not keys:
         raise ValueError("--salt-per-key needs --api-key")
     if args.uds is None and args.host not in ("localhost", "127.0.0.1", "::1") and not keys and not args.insecure:
@@ -203,6 +202,30 @@ def parser() -> argparse.ArgumentParser:
     )
     EngineArgs.add_cli_args(parser.add_argument_group("engine (see EngineConfig)"))
     return parser
+
+
+def check_tls(args: argparse.Namespace) -> None:
+    """Raises: ValueError for options of TLS that need others, and for files that cannot be read."""
+    if bool(args.ssl_keyfile) != bool(args.ssl_certfile):
+        raise ValueError("--ssl-keyfile and --ssl-certfile need each other")
+    if not args.ssl_certfile and (args.ssl_ca_certs or args.ssl_cert_reqs):
+        name = "--ssl-ca-certs" if args.ssl_ca_certs else f"--ssl-cert-reqs {args.ssl_cert_reqs}"
+        raise ValueError(f"{name} needs --ssl-certfile and --ssl-keyfile: without them the server speaks plain HTTP")
+    if args.ssl_cert_reqs and not args.ssl_ca_certs:
+        raise ValueError(f"--ssl-cert-reqs {args.ssl_cert_reqs} needs --ssl-ca-certs")
+    if args.ssl_ca_certs and not args.ssl_cert_reqs:
+        raise ValueError("--ssl-ca-certs has no effect without --ssl-cert-reqs 1 or 2")
+    for name in ("ssl_keyfile", "ssl_certfile", "ssl_ca_certs"):
+        if file := getattr(args, name):
+            try:
+                Path(file).read_bytes()
+            except OSError as error:
+                raise ValueError(f"--{name.replace('_', '-')} {file}: {error.strerror}") from None
+    if args.ssl_ca_certs:
+        try:
+            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_verify_locations(args.ssl_ca_certs)
+        except ssl.SSLError as error:
+            raise ValueError(f"--ssl-ca-certs {args.ssl_ca_certs}: {error}") from None
 
 
 def check_replicas(args: argparse.Namespace) -> None:
