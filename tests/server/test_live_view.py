@@ -4,6 +4,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+from collections import deque
 
 import pytest
 from asgi import call
@@ -13,7 +14,7 @@ from nanopage import AsyncLLM
 from nanopage.async_llm import EngineDeadError
 from nanopage.server.app import ServerState, create_app
 from nanopage.server.serve import main, parser, why_no_view
-from nanopage.server.view import MAX_BEHIND, MAX_WATCHERS, LiveView, Watcher
+from nanopage.server.view import LEASE_SECONDS, MAX_BEHIND, MAX_WATCHERS, LiveView, Watcher
 
 PROMPT = {"prompt_token_ids": [10] * 9}
 
@@ -125,6 +126,25 @@ def test_another_site_cannot_pause_the_engine():
 
 
 @pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"sec-fetch-site": "cross-site"}, 403),
+        ({"sec-fetch-site": "same-site"}, 403),  # another port of this machine
+        ({"origin": "http://evil.example"}, 403),
+        ({"origin": "null"}, 403),
+        ({"sec-fetch-site": "same-origin", "origin": "https://name-of-a-proxy"}, 503),
+        ({"sec-fetch-site": "none"}, 503),
+        ({"origin": "http://localhost"}, 503),
+        ({}, 503),
+    ],
+)
+def test_another_site_cannot_watch(headers, status):
+    app = create_app(ServerState(["fake"], view=LiveView()))  # it would answer 503, because it has no engine
+    reply = asyncio.run(call(app, "GET", "/view/events", headers={"host": "localhost"} | headers))
+    assert reply.status == status
+
+
+@pytest.mark.parametrize(
     "body", [{}, {"action": "stop"}, {"action": "step", "steps": 0}, {"action": "step", "steps": 9999}]
 )
 def test_bad_controls_are_refused(body):
@@ -199,6 +219,30 @@ def test_a_slow_watcher_loses_frames_but_not_the_state():
     asyncio.run(main())
 
 
+def test_events_that_are_dropped_while_they_are_taken():
+    class Dropped(deque):
+        """Events that the engine's thread drops between the first and the second."""
+
+        def popleft(self):
+            first = super().popleft()
+            self.clear()
+            return first
+
+    async def main():
+        watcher = Watcher()
+        watcher.events = Dropped([b"1", b"2", b"3"])
+        assert watcher.take() == b"1" and watcher.take() == b""
+        watcher.events = deque([b"-"] * MAX_BEHIND)
+        watcher.put(b"lost")
+        watcher.put(b"too")  # after what was lost, it would mean nothing
+        assert watcher.behind and watcher.take() == b""
+        watcher.restart(b"whole")
+        watcher.put(b"next")
+        assert watcher.take() == b"wholenext"
+
+    asyncio.run(main())
+
+
 def test_an_error_of_the_view_is_none_of_the_engine(caplog):
     async def main():
         with served() as (app, llm, state):
@@ -267,6 +311,25 @@ def test_the_engine_goes_on_when_the_last_watcher_leaves():
                 await asyncio.sleep(0.02)
                 assert not task.done()
             assert (await asyncio.wait_for(task, 20)).finished
+
+    asyncio.run(main())
+
+
+def test_a_pause_that_no_page_renews_ends(monkeypatch):
+    async def main():
+        with served() as (app, llm, state):
+            async with watching(app) as got:  # a page that is frozen and closes nothing
+                await control(app, "pause")
+                lease = state.view._lease
+                await until(lambda: asyncio.get_running_loop().time() > lease.when() - LEASE_SECONDS + 0.01)
+                assert (await control(app, "renew")).json == {"paused": True}
+                assert lease.cancelled() and state.view._lease.when() > lease.when()
+                monkeypatch.setattr("nanopage.server.view.LEASE_SECONDS", 0.05)
+                await control(app, "step")
+                assert (await asyncio.wait_for(generate(llm, "a"), 20)).finished
+                await until(lambda: got[-1]["frame"] == "state" or any(f.get("paused") is False for f in got[1:]))
+                assert (await control(app, "renew")).json == {"paused": False}  # which begins no pause
+                assert state.view._lease is None
 
     asyncio.run(main())
 
