@@ -21,7 +21,7 @@ from nanopage.server import middleware, protocol, streaming
 from nanopage.server.app import NOT_SERVED, ServerState, create_app
 from nanopage.server.chat import LOOK, Thinking
 from nanopage.server.metrics import ServerMetrics
-from nanopage.server.protocol import REFUSED, ChatBody
+from nanopage.server.protocol import REFUSED, ChatBody, CompletionBody, ResponsesBody
 from nanopage.server.tools import ToolUse
 from nanopage.server.tracing import Tracer
 from nanopage.tools.definitions import ToolChoice
@@ -597,6 +597,48 @@ def test_reasoning_is_counted_as_it_comes_as_in_the_whole_reply(text, begun):
         place = tokens.index(end) + 1 if end in tokens else None
         expected = place or (len(tokens) if reader.whole.reasoning else 0)
         assert count == whole.count(part, end) == expected
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"stop": ["e"]},
+        {"logit_bias": {"10": 100}},
+        {"allowed_token_ids": [10, 11]},
+        {"min_tokens": 12, "stop_token_ids": [*range(5, 200)]},
+        {"presence_penalty": 2.0},
+        {"frequency_penalty": 2.0},
+        {"repetition_penalty": 2.0},
+        {"bad_words": ["e"]},
+        {"ignore_eos": True},
+        {"top_k": 1, "temperature": 1.0},
+        {"seed": 5, "temperature": 1.0},
+        {"seed": 5, "temperature": 1.0, "min_p": 0.9},
+    ],
+)
+def test_a_response_is_sampled_as_a_chat_is(app, field):
+    common = {"temperature": 0} | field
+    chat = post(app, CHAT, {"messages": HELLO, "max_tokens": 20} | common).json
+    response = post(app, "/v1/responses", {"input": "Hello there", "max_output_tokens": 20} | common)
+    assert "x-ignored-fields" not in response.headers
+    assert response.json["output"][0]["content"][0]["text"] == chat["choices"][0]["message"]["content"]
+    assert response.json["usage"]["output_tokens"] == chat["usage"]["completion_tokens"]
+
+
+@pytest.mark.parametrize("name", [*ResponsesBody.refused])
+def test_a_response_refuses_what_does_not_fit_it(app, name):
+    neutral, why = ResponsesBody.refused[name]
+    body = {"input": "Hello there", "max_output_tokens": 1}
+    reply = post(app, "/v1/responses", body | {name: 3})
+    assert (reply.status, reply.error["param"], reply.error["code"]) == (400, name, "unsupported")
+    assert why in reply.error["message"]
+    for value in neutral:
+        assert post(app, "/v1/responses", body | {name: value}).status == 200
+
+
+def test_no_field_of_a_chat_is_ignored_in_a_response():
+    known = ResponsesBody.model_fields.keys() | ResponsesBody.refused.keys() | {"stream_options"}  # not of the answer
+    assert ChatBody.model_fields.keys() | CompletionBody.model_fields.keys() <= known | {"prompt", "add_special_tokens"}
 
 
 def test_unknown_fields_are_listed_or_refused(state, app):
