@@ -275,6 +275,9 @@ def test_what_cannot_work_is_a_message_and_an_exit_code(tmp_path, options, name)
         (TLS, "--ssl-keyfile /no/key: No such file"),
         ([*READABLE, "--ssl-cert-reqs", "2", "--ssl-ca-certs", __file__], f"--ssl-ca-certs {__file__}: "),
         (["--salt-per-key"], "--api-key"),
+        (["--allowed-host", "a", "--api-key", "b"], "--allowed-host has no effect with --api-key"),
+        (["--allowed-host", "a", "--insecure"], "--allowed-host has no effect with --insecure"),
+        (["--allowed-host", "a", "--uds", "b"], "--allowed-host has no effect with --uds"),
         (["--otlp-traces-endpoint", "localhost:4318"], "--otlp-traces-endpoint"),
     ],
 )

@@ -8,12 +8,13 @@ from collections import deque
 
 import pytest
 from asgi import call
+from encoders import tiny_encoder, write_modules
 from fake_executor import FakeExecutor, fake_engine, tokens
 
-from nanopage import AsyncLLM
+from nanopage import AsyncLLM, EngineArgs
 from nanopage.async_llm import EngineDeadError
 from nanopage.server.app import ServerState, create_app
-from nanopage.server.serve import main, parser, why_no_view
+from nanopage.server.serve import OneEngine, main, parser, why_no_view
 from nanopage.server.view import LEASE_SECONDS, MAX_BEHIND, MAX_WATCHERS, LiveView, Watcher
 
 PROMPT = {"prompt_token_ids": [10] * 9}
@@ -166,6 +167,16 @@ def test_before_the_model_is_loaded_and_for_encoders_there_is_nothing_to_see():
         engine, llm.engine = llm.engine, object()
         assert asyncio.run(call(app, "GET", "/view/events")).error["code"] == "not_served"
         llm.engine = engine
+
+
+def test_an_encoder_is_refused_where_the_view_is_asked_for(tmp_path):
+    args = EngineArgs(model=str(write_modules(tiny_encoder(tmp_path / "bert"))), device="cpu")
+    state = ServerState(["bert"], view=LiveView())
+    with pytest.raises(ValueError, match="--view: bert is an encoder"):
+        OneEngine(state, args, {}, needs_view=True).load(None)
+    assert state.llm is None
+    OneEngine(state, args, {}).load(None)
+    assert state.llm.shutdown()
 
 
 # What is sent
