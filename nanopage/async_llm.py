@@ -417,16 +417,22 @@ class AsyncLLM:
         with self._changed:
             announce = self._announce
             if announce is None:  # a step tells the listeners of an abort, even if nothing is left to do
-                return self._has_changed or self.engine.has_unfinished_requests()
+                return self._begin_step(self._has_changed or self.engine.has_unfinished_requests())
             if self._steps and self.engine.has_unfinished_requests():
                 self._steps -= 1
-                return True
+                return self._begin_step(True)
         if self.engine.has_unfinished_requests():
             self.engine.plan()
             self._is_planned = True
         self._idle = True
         announce()
         return False
+
+    def _begin_step(self, begins: bool) -> bool:
+        """A step is work, also where the pause before it has ended before this thread could wait."""
+        if begins and self._idle:
+            self._idle, self._last_progress = False, time.monotonic()
+        return begins
 
     def _count_started(self, stream: RequestStream | None) -> None:
         """A request no longer waits, because it has begun or ended."""

@@ -10,8 +10,10 @@ from nanopage.models import find_encoder
 from nanopage.pooling import PoolingConfig, read_classifier, read_embedding
 
 ACTIVATIONS = ("gelu", "gelu_new", "gelu_pytorch_tanh", "relu")
-# Options that an encoder has no use for: anything but the default is refused.
+# Options that an encoder has no use for: anything but the default is refused. It heeds enforce_eager: it always is.
 NOT_FOR_ENCODERS = (
+    "block_size",
+    "enable_prefix_caching",
     "kv_cache_dtype",
     "kv_cache_gib",
     "gpu_memory_utilization",
@@ -27,6 +29,8 @@ NOT_FOR_ENCODERS = (
     "speculative_config",
     "enable_lora",
     "load_format",
+    "generation_config",
+    "seed",
     "hf_overrides",
 )
 

@@ -253,13 +253,15 @@ class Frames:
             for update in submitted.batch.blocks:
                 touched.update(update.blocks)
         slides = manager.windows != (None,)  # tables then change at their beginnings as well
-        if not changed and submitted is not None and not submitted.drafted and not slides:
-            # Only tables that the batch extends, and those of requests with several sequences, can have changed.
-            extended = {update.row for update in submitted.batch.blocks}
-            seq_ids = [seq.seq_id for seq in submitted.sequences if seq.row in extended] if extended else []
-            tables = {seq_id: tables[seq_id] for seq_id in (*seq_ids, *self._forking) if seq_id in tables}
+        moved: set[int] | None = None  # sequences whose tables the step may have changed, besides those of `changed`
+        if submitted is not None and not self.engine.scheduler.suspects:  # after a failure, any may have changed
+            moved = self._moved(submitted, slides)
+            if not changed:
+                tables = {seq_id: tables[seq_id] for seq_id in moved if seq_id in tables}
         for seq_id, table in tables.items():
             owner, before = self._owners[seq_id], sent.get(seq_id, [])
+            if moved is not None and seq_id in sent and owner not in changed and seq_id not in moved:
+                continue
             found = hits.pop(owner, 0) * manager.num_kinds
             frame["hits"] += _held(table[:found])
             table = _held(table) if slides else table
@@ -289,6 +291,22 @@ class Frames:
             self._cached.difference_update(frame["uncached"])
             self._cached.update(cached)
         return frame
+
+    def _moved(self, submitted: Schedule, slides: bool) -> set[int]:
+        """The sequences whose tables a batch has extended, or whose first blocks it may have given back, and those of
+        requests with several sequences."""
+        batch, block_size = submitted.batch, self.engine.scheduler.block_manager.block_size
+        extended = {update.row for update in batch.blocks}
+        moved = self._forking | {seq.seq_id for seq, _ in submitted.drafted}
+        if extended:
+            moved |= {seq.seq_id for seq in submitted.sequences if seq.row in extended}
+        if slides:
+            moved |= {
+                seq.seq_id
+                for seq, start, count in zip(submitted.sequences, batch.starts, batch.counts, strict=True)
+                if count > 1 or (start + count) % block_size == 0
+            }
+        return moved
 
     def _chunks(self, schedule: Schedule) -> list[list[int]]:
         batch, chunks, index = schedule.batch, [], len(schedule.sequences) - 1

@@ -1,5 +1,6 @@
 """An engine without a model: the tokens are made up. For tests of what the engine decides."""
 
+import dataclasses
 from collections import deque
 from pathlib import Path
 
@@ -63,12 +64,15 @@ class FakeExecutor:
     def shutdown(self) -> None: ...
 
 
-def fake_engine(num_blocks: int = 14, num_host_blocks: int = 0, **options) -> LLMEngine:
+def fake_engine(
+    num_blocks: int = 14, num_host_blocks: int = 0, windows: tuple[int | None, ...] = (None,), **options
+) -> LLMEngine:
     """An engine with blocks of 8 tokens."""
     if options.get("preemption_mode") == "recompute":
         options["swap_space"] = 0
     config = EngineConfig(model="fake", block_size=8, generation_config="vllm", **options)
     executor = FakeExecutor(num_blocks, num_host_blocks)
+    executor.capacity = dataclasses.replace(executor.capacity, windows=windows)
     return LLMEngine(config, ModelConfig.from_dict(MODEL), Path("fake"), None, executor)
 
 

@@ -414,6 +414,26 @@ def test_a_step_that_hangs_is_seen(llm):
     asyncio.run(hang())
 
 
+def test_a_step_that_hangs_is_seen_after_a_pause_that_ended_at_once(llm):
+    in_step, may_go_on = hold_steps(llm)
+
+    async def hang():
+        task = asyncio.create_task(final(llm, "the cat", GREEDY, "a"))
+        await asyncio.to_thread(in_step.wait, 20)
+        llm.pause(lambda: (in_step.clear(), may_go_on.clear(), llm.resume()))  # before the engine's thread can wait
+        may_go_on.set()
+        while may_go_on.is_set():
+            await asyncio.sleep(0.001)
+        assert await asyncio.to_thread(in_step.wait, 20)
+        try:
+            assert not llm._idle
+        finally:
+            may_go_on.set()
+        await task
+
+    asyncio.run(hang())
+
+
 def test_forgetting_the_prefixes_while_requests_run(llm):
     async def crowd():
         task = asyncio.create_task(final(llm, "the cat " * 5, GREEDY, "a"))

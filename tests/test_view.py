@@ -9,6 +9,7 @@ import pytest
 from fake_executor import add, fake_engine, tokens
 from rich.console import Console
 
+import nanopage.view
 from nanopage import BeamSearchParams
 from nanopage.server.view import RUNS
 from nanopage.terminal.blocks import draw
@@ -108,6 +109,26 @@ def test_a_request_that_is_aborted_and_added_anew_between_two_steps():
     add(engine, "a", [2] * 5, tokens(1))
     (frame,) = steps(engine, frames, picture)
     assert frame["events"] == [["finished", 1], ["added", 2], ["started", 2], ["finished", 2]]
+
+
+@pytest.mark.parametrize("windows", [(None, 20), (20,)])
+def test_with_windows_a_step_reads_only_tables_that_have_changed(monkeypatch, windows):
+    engine, read, held = fake_engine(400, windows=windows), [], nanopage.view._held
+    frames, picture = start(engine)
+    for i in range(8):
+        add(engine, str(i), [10 + i] * (33 + i), tokens(40))
+    for _ in range(4):
+        engine.step()
+        picture.apply(frames.step(engine.last_step))
+    monkeypatch.setattr(nanopage.view, "_held", lambda table: read.append(len(table)) or held(table))
+    for _ in range(16):
+        engine.step()
+        picture.apply(frames.step(engine.last_step))
+    assert len(engine.scheduler.running) == 8 and picture.last["frame"] == "step"
+    assert sum(map(bool, read)) == 8 * 16 / 8 * 2  # as they get a block, and as they give one back
+    whole = Picture()
+    whole.apply(Frames(engine, "fake").key())
+    assert [blocks for _, blocks in picture.tables.values()] == [blocks for _, blocks in whole.tables.values()]
 
 
 # Recordings

@@ -147,11 +147,14 @@ class BlockManager:
         if not self.enable_prefix_caching:
             return chain
         hashes = [] if hashes is None else hashes
-        parent = None
-        for i in range((len(token_ids) - 1) // self.block_size):
+        parent, num_blocks = None, (len(token_ids) - 1) // self.block_size
+        if None not in self.windows:  # no block that is missing ends the search, so it needs an end
+            self._add_hashes(hashes, token_ids, num_blocks, salt)
+            num_blocks = next((i + 1 for i in reversed(range(num_blocks)) if hashes[i] in self._by_hash), 0)
+        for i in range(num_blocks):
             tokens = self._tokens_of_block(token_ids, i)
             if i == len(hashes):
-                hashes.append(hash_block(hashes[-1] if hashes else _root_hash(salt), tokens))
+                self._add_hashes(hashes, token_ids, i + 1, salt)
             prefix = self._by_hash.get(hashes[i])
             if prefix is None or not prefix.same_as(parent, tokens, salt):
                 prefix = Prefix(hashes[i], parent, tokens, salt, [NO_BLOCK] * self.num_kinds)
@@ -408,6 +411,12 @@ class BlockManager:
             if all(last < first for last, first in zip(missing, firsts, strict=True)):
                 length = i + 1
         return chain[:length]
+
+    def _add_hashes(self, hashes: list[bytes], token_ids: list[int], num_blocks: int, salt: str) -> None:
+        """Add the hashes that are not there yet, up to those of `num_blocks` blocks."""
+        for i in range(len(hashes), num_blocks):
+            parent_hash = hashes[-1] if hashes else _root_hash(salt)
+            hashes.append(hash_block(parent_hash, self._tokens_of_block(token_ids, i)))
 
     def _tokens_of_block(self, token_ids: list[int], index: int) -> tuple[int, ...]:
         return tuple(token_ids[index * self.block_size : (index + 1) * self.block_size])

@@ -4,6 +4,7 @@ import time
 import uuid
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
 
 from nanopage.async_llm import AsyncLLM
 from nanopage.lora import LoRARequest
@@ -16,6 +17,49 @@ from nanopage.server.protocol import ChatBody
 from nanopage.server.templates import chat_prompt
 from nanopage.server.tools import ToolOptions, ToolUse, find_wrong_tool, is_special, read_tool_use
 from nanopage.tools.reply import END_THINK, THINK, Call, Content, Piece, Reasoning, Reply, ReplyReader
+
+LOOK = 256  # characters that are read at a time to see whether a reply begins with reasoning
+
+
+@dataclass(slots=True)
+class Thinking:
+    """How much of a completion is reasoning. Each call looks only at what is new: usage may go with every chunk.
+
+    reader: reads the text until it is certain whether there is reasoning; then None.
+    thinks: whether there is.
+    length: tokens up to `</think>`, once that is there.
+    """
+
+    reader: ReplyReader | None
+    thinks: bool = False
+    length: int | None = None
+    num_chars: int = 0  # that have been looked at
+    num_tokens: int = 0
+
+    def count(self, completion: CompletionOutput, end_id: int | None) -> int:
+        """The tokens of the reasoning so far.
+
+        Args:
+            completion: with at least the text and the tokens of the call before.
+            end_id: the token `</think>`; None if that is several tokens.
+        """
+        if self.length is None:
+            new = completion.token_ids[self.num_tokens :]
+            self.length = self.num_tokens + new.index(end_id) + 1 if end_id in new else None
+            self.num_tokens = len(completion.token_ids)
+        if self.length is not None:
+            return self.length
+        while self.reader is not None and self.num_chars < len(completion.text):
+            self._look(self.reader.feed(completion.text[self.num_chars : self.num_chars + LOOK]))
+            self.num_chars += LOOK
+        self.num_chars = min(self.num_chars, len(completion.text))
+        if self.reader is not None and completion.finish_reason is not None:
+            self._look(self.reader.end())
+        return self.num_tokens if self.thinks else 0
+
+    def _look(self, pieces: list[Piece]) -> None:
+        if pieces:  # the first tells: reasoning comes before everything else
+            self.thinks, self.reader = isinstance(pieces[0], Reasoning), None
 
 
 class Chat:
@@ -58,6 +102,7 @@ class Chat:
         self.outputs: list[RequestOutput] = []  # the latest of the request
         self.prompt = ""
         self.readers: dict[int, ReplyReader | None] = {}  # of each choice, while they stream
+        self.thinking: dict[int, Thinking] = {}  # of each completion
         self.call_ids: defaultdict[tuple[int, int], str] = defaultdict(self._make_id)  # of (choice, call)
 
     def _make_id(self) -> str:
@@ -196,13 +241,11 @@ class Chat:
         """The tokens of all completions up to `</think>`, if that is a token."""
         if not self.use.reasons or self.llm.engine.tokenizer is None:
             return 0
-        end = self.llm.engine.tokenizer.backend.token_to_id(END_THINK)
-        total = 0
+        end, total = self.llm.engine.tokenizer.backend.token_to_id(END_THINK), 0
         for completion in (c for output in self.outputs for c in output.outputs):
-            if end in completion.token_ids:
-                total += completion.token_ids.index(end) + 1
-            elif self.read(completion)[0].reasoning:
-                total += len(completion.token_ids)
+            if completion.index not in self.thinking:
+                self.thinking[completion.index] = Thinking(self.use.make_reader(self.prompt))
+            total += self.thinking[completion.index].count(completion, end)
         return total
 
     def _logprobs(self, completion: CompletionOutput, num_seen: int) -> dict | None:

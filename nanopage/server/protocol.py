@@ -8,7 +8,7 @@ x-ignored-fields, unless they ask for nothing (`WITHOUT_EFFECT`, and the neutral
 import dataclasses
 import re
 from collections.abc import Callable
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -81,6 +81,7 @@ class Body(BaseModel):
     """A JSON object without its nulls. Fields have exactly the types they are declared with."""
 
     model_config = ConfigDict(extra="allow", strict=True, hide_input_in_errors=True)
+    refused: ClassVar[dict[str, tuple[tuple, str]]] = {}  # besides REFUSED
 
     @model_validator(mode="before")
     @classmethod
@@ -100,12 +101,12 @@ class Body(BaseModel):
 
         Raises: ApiError for a field that is refused.
         """
-        ignored = []
+        ignored, refused = [], REFUSED | self.refused
         for name, value in (self.model_extra or {}).items():
             if name in WITHOUT_EFFECT:
                 continue
-            neutral, why = REFUSED.get(name, ((), NO_GRAMMAR))
-            if name not in REFUSED and not name.startswith("guided_"):
+            neutral, why = refused.get(name, ((), NO_GRAMMAR))
+            if name not in refused and not name.startswith("guided_"):
                 ignored.append(path + name[:100])
             elif not any(value == other and type(value) is type(other) for other in neutral):
                 raise unsupported(path + name, why)
@@ -126,12 +127,10 @@ class TextOptions(Body):
     format: dict[str, Any] = {"type": "text"}
 
 
-class SamplingBody(Body):
-    """What /v1/chat/completions and /v1/completions have in common. Names are OpenAI's, then vLLM's."""
+class CommonBody(Body):
+    """What all endpoints for text have in common. Names are OpenAI's, then vLLM's."""
 
     model: str | None = None
-    n: int = 1
-    best_of: int | None = None
     temperature: float | None = None
     top_p: float | None = None
     presence_penalty: float = 0.0
@@ -139,10 +138,7 @@ class SamplingBody(Body):
     logit_bias: dict[str, Any] | None = None
     stop: str | Texts | None = None
     seed: int | None = None
-    max_tokens: int | None = None
-    max_completion_tokens: int | None = None
     stream: bool = False
-    stream_options: StreamOptions | None = None
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
@@ -153,10 +149,20 @@ class SamplingBody(Body):
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
-    response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
     priority: int = 0
     cache_salt: str | None = None
+
+
+class SamplingBody(CommonBody):
+    """What /v1/chat/completions and /v1/completions have in common."""
+
+    n: int = 1
+    best_of: int | None = None
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    stream_options: StreamOptions | None = None
+    response_format: dict[str, Any] | None = None
 
     @property
     def prompt_field(self) -> str:
@@ -293,25 +299,33 @@ class CompletionBody(SamplingBody):
     add_special_tokens: bool = True
 
 
-class ResponsesBody(Body):
-    """POST /v1/responses."""
+class ResponsesBody(CommonBody):
+    """POST /v1/responses. The parameters of sampling that OpenAI's endpoint does not have are those of a chat."""
 
-    model: str | None = None
+    refused = {
+        "max_tokens": ((), "use max_output_tokens"),
+        "max_completion_tokens": ((), "use max_output_tokens"),
+        "n": ((1,), "a response is one: use /v1/chat/completions"),
+        "best_of": ((1,), "a response is one: use /v1/chat/completions"),
+        "logprobs": ((False,), "use /v1/chat/completions"),
+        "messages": ((), "use input"),
+        "echo": ((False,), "use /v1/completions"),
+        "suffix": ((), "use /v1/completions"),
+        "add_generation_prompt": ((True,), "use /v1/chat/completions"),
+        "continue_final_message": ((False,), "use /v1/chat/completions"),
+    }
+
     input: str | Objects
     instructions: str | None = None
     max_output_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    stream: bool = False
-    cache_salt: str | None = None
     metadata: dict[str, Any] = {}
     tools: list[Any] = []
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool = True
     top_logprobs: int = 0
     text: TextOptions = TextOptions()
+    chat_template_kwargs: dict[str, Any] | None = None
     response_format: dict[str, Any] | None = None  # refused: a client may expect that it is heeded
-    structured_outputs: dict[str, Any] | None = None
 
 
 class PoolingBody(Body):

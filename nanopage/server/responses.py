@@ -14,7 +14,7 @@ from nanopage.server.chat import Chat
 from nanopage.server.choices import changes
 from nanopage.server.errors import ApiError, unsupported
 from nanopage.server.generation import Generation
-from nanopage.server.protocol import ChatBody, ResponsesBody
+from nanopage.server.protocol import ChatBody, CommonBody, ResponsesBody
 from nanopage.server.tools import ToolOptions
 from nanopage.tools.reply import Arguments, Call, Content, Piece, Reasoning
 
@@ -39,7 +39,7 @@ class Responses:
         self.body, self.model = body, model
         self.messages, self.places = _messages(body)
         fields: dict[str, Any] = {"messages": self.messages, "max_tokens": body.max_output_tokens}
-        for name in ("temperature", "top_p", "stream", "cache_salt", "structured_outputs", "parallel_tool_calls"):
+        for name in (*CommonBody.model_fields, "parallel_tool_calls", "chat_template_kwargs"):
             fields[name] = getattr(body, name)
         fields |= {"tools": _tools(body.tools) or None, "tool_choice": _tool_choice(body.tool_choice)}
         fields["response_format"] = _response_format(body.text.format)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import uvicorn
 
 from nanopage import ray_cluster
+from nanopage.engine.engine import LLMEngine
 from nanopage.engine_args import EngineArgs, FlexibleArgumentParser
 from nanopage.server.adapters import parse_modules
 from nanopage.server.app import ServerState, create_app, guard, load_engine
@@ -50,10 +51,13 @@ def main(arguments: list[str]) -> int:
     if args.api_key and not all(keys):
         raise ValueError("--api-key is empty")
     keys = [key for key in keys if key]
-    if bool(args.ssl_keyfile) != bool(args.ssl_certfile):
-        raise ValueError("--ssl-keyfile and --ssl-certfile need each other")
+    check_tls(args)
     if args.salt_per_key and not keys:
         raise ValueError("--salt-per-key needs --api-key")
+    if args.allowed_host:
+        for name, given in (("--api-key", keys), ("--insecure", args.insecure), ("--uds", args.uds)):
+            if given:
+                raise ValueError(f"--allowed-host has no effect with {name}: the server then answers any Host header")
     if args.uds is None and args.host not in ("localhost", "127.0.0.1", "::1") and not keys and not args.insecure:
         raise ValueError(
             f"--host {args.host}: anyone who reaches this address could use the server. Give --api-key, or --insecure "
@@ -79,7 +83,10 @@ def main(arguments: list[str]) -> int:
     hosts = [] if args.uds or args.insecure else [*LOCAL_HOSTS, *map(str.lower, args.allowed_host)]
     engine: OneEngine | Front
     if args.replicas is None:
-        engine, app = OneEngine(state, engine_args, modules), create_app(state, keys, hosts, args.public_metrics)
+        engine, app = (
+            OneEngine(state, engine_args, modules, args.view),
+            create_app(state, keys, hosts, args.public_metrics),
+        )
     else:
         engine = _front(args, state, settings, engine_args)
         app = guard(engine.routes, state, keys, hosts, args.public_metrics, app=engine)
@@ -205,6 +212,30 @@ def parser() -> argparse.ArgumentParser:
     return parser
 
 
+def check_tls(args: argparse.Namespace) -> None:
+    """Raises: ValueError for options of TLS that need others, and for files that cannot be read."""
+    if bool(args.ssl_keyfile) != bool(args.ssl_certfile):
+        raise ValueError("--ssl-keyfile and --ssl-certfile need each other")
+    if not args.ssl_certfile and (args.ssl_ca_certs or args.ssl_cert_reqs):
+        name = "--ssl-ca-certs" if args.ssl_ca_certs else f"--ssl-cert-reqs {args.ssl_cert_reqs}"
+        raise ValueError(f"{name} needs --ssl-certfile and --ssl-keyfile: without them the server speaks plain HTTP")
+    if args.ssl_cert_reqs and not args.ssl_ca_certs:
+        raise ValueError(f"--ssl-cert-reqs {args.ssl_cert_reqs} needs --ssl-ca-certs")
+    if args.ssl_ca_certs and not args.ssl_cert_reqs:
+        raise ValueError("--ssl-ca-certs has no effect without --ssl-cert-reqs 1 or 2")
+    for name in ("ssl_keyfile", "ssl_certfile", "ssl_ca_certs"):
+        if file := getattr(args, name):
+            try:
+                Path(file).read_bytes()
+            except OSError as error:
+                raise ValueError(f"--{name.replace('_', '-')} {file}: {error.strerror}") from None
+    if args.ssl_ca_certs:
+        try:
+            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_verify_locations(args.ssl_ca_certs)
+        except ssl.SSLError as error:
+            raise ValueError(f"--ssl-ca-certs {args.ssl_ca_certs}: {error}") from None
+
+
 def check_replicas(args: argparse.Namespace) -> None:
     """Raises: ValueError for options of replicas that need others."""
     for name in ("max_replicas", "target_ongoing_requests"):
@@ -316,20 +347,25 @@ class OneEngine:
     Args:
         state: gets the engine.
         modules: name -> path of adapters.
+        needs_view: whether the model must be one that the live view can show.
     """
 
-    def __init__(self, state: ServerState, engine_args: EngineArgs, modules: dict[str, str]):
-        self.state, self.engine_args, self.modules = state, engine_args, modules
+    def __init__(self, state: ServerState, engine_args: EngineArgs, modules: dict[str, str], needs_view: bool = False):
+        self.state, self.engine_args, self.modules, self.needs_view = state, engine_args, modules, needs_view
 
     @property
     def loaded(self) -> bool:
         return self.state.llm is not None
 
     def load(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Load the model. For a thread. Raises: as `nanopage.build.build_engine`."""
+        """Load the model. For a thread. Raises: as `nanopage.build.build_engine`; ValueError for an encoder with
+        --view."""
         llm = load_engine(self.engine_args)
         adapters = self.state.adapters
         try:
+            if self.needs_view and not isinstance(llm.engine, LLMEngine):
+                name = llm.engine.model_path.name
+                raise ValueError(f"--view: {name} is an encoder, which has no queues and no blocks to show")
             adapters.requests |= {name: adapters.check(llm, name, path) for name, path in self.modules.items()}
         except BaseException:
             llm.shutdown(SECONDS_TO_CLOSE)

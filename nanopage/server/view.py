@@ -4,14 +4,16 @@
     event loop: /view/events sends what is in the queue as server-sent events, 16 times a second at most
 
 The listener is there only while somebody watches. A watcher that falls too far behind loses frames and gets the whole
-state again. `POST /view/control` pauses the engine, lets it make steps, and lets it go on; when the last watcher has
-gone, the engine goes on by itself.
+state again. `POST /view/control` pauses the engine, lets it make steps, and lets it go on. A pause is a lease, which
+the page renews: a page that is frozen closes nothing. When no page has renewed it for LEASE_SECONDS, or the last
+watcher has gone, the engine goes on by itself.
 """
 
 import asyncio
 import contextlib
 import logging
 import time
+import urllib.parse
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from functools import partial
@@ -41,6 +43,7 @@ MAX_WATCHERS = 8
 MAX_BEHIND = 2000  # frames that wait for a watcher
 PACE_SECONDS = 0.06  # between messages to a watcher
 MAX_STEPS = 1000  # of one click
+LEASE_SECONDS = 30.0  # that a pause lasts after the last word from a page; a page renews it every 10 s
 
 
 class Control(BaseModel):
@@ -48,7 +51,7 @@ class Control(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    action: Literal["pause", "resume", "step"]
+    action: Literal["pause", "renew", "resume", "step"]
     steps: int = Field(1, ge=1, le=MAX_STEPS)
 
 
@@ -58,7 +61,7 @@ class Watcher:
     def __init__(self) -> None:
         self.loop, self.news = asyncio.get_running_loop(), asyncio.Event()
         self.events: deque[bytes] = deque()
-        self.behind = False  # it has lost frames
+        self.behind = False  # it has lost frames, and gets no more before the whole state
         self.gone = False
         self.asleep = False  # it waits for `news`
 
@@ -67,10 +70,18 @@ class Watcher:
         if len(self.events) >= MAX_BEHIND:
             self.behind = True
             self.events.clear()
+        if self.behind:
+            return
         self.events.append(event)
         if self.asleep:
             self.asleep = False
             self.loop.call_soon_threadsafe(self.news.set)
+
+    def restart(self, event: bytes) -> None:
+        """Go on with the whole state."""
+        self.events.clear()
+        self.behind = False
+        self.put(event)
 
     async def wait(self, seconds: float) -> None:
         """Wait until there is an event, at most so long."""
@@ -81,7 +92,12 @@ class Watcher:
                 await asyncio.wait_for(self.news.wait(), seconds)
 
     def take(self) -> bytes:
-        return b"".join(self.events.popleft() for _ in range(len(self.events)))
+        """All events, joined. Empty if the engine's thread drops them meanwhile."""
+        events = []
+        with contextlib.suppress(IndexError):
+            for _ in range(len(self.events)):
+                events.append(self.events.popleft())
+        return b"".join(events)
 
 
 class LiveView:
@@ -91,6 +107,7 @@ class LiveView:
         self.num_watching = 0
         self._watchers: list[Watcher] = []  # changed, like _frames, only by the engine's thread
         self._frames: Frames | None = None
+        self._lease: asyncio.TimerHandle | None = None  # ends a pause
         self._tasks: set[asyncio.Task] = set()
 
     async def watch(self, llm: AsyncLLM, model: str) -> AsyncIterator[bytes]:
@@ -117,7 +134,7 @@ class LiveView:
             watcher.gone = True
             self.num_watching -= 1
             if not self.num_watching:
-                llm.resume()
+                self._resume(llm)
             task = asyncio.ensure_future(self._leave(llm))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
@@ -129,9 +146,33 @@ class LiveView:
         if action == "pause":
             llm.pause(partial(self._send, lambda frames: frames.plan()))
         elif action == "resume":
-            llm.resume()
-        else:
+            self._resume(llm)
+        elif action == "step":
             llm.allow_steps(steps)
+        if llm.paused:
+            self._renew(llm)
+        if action != "renew":
+            self._tell(llm)
+
+    def _renew(self, llm: AsyncLLM) -> None:
+        if self._lease is not None:
+            self._lease.cancel()
+        self._lease = asyncio.get_running_loop().call_later(LEASE_SECONDS, self._lapse, llm)
+
+    def _lapse(self, llm: AsyncLLM) -> None:
+        if llm.paused:
+            logger.info(f"no page has renewed the pause for {LEASE_SECONDS:g} s: the engine goes on")
+        self._resume(llm)
+        self._tell(llm)
+
+    def _resume(self, llm: AsyncLLM) -> None:
+        if self._lease is not None:
+            self._lease.cancel()
+            self._lease = None
+        llm.resume()
+
+    def _tell(self, llm: AsyncLLM) -> None:
+        """Tell all watchers whether the engine is paused."""
         for watcher in self._watchers:
             watcher.put(_encode({"frame": "state", "paused": llm.paused}))
 
@@ -173,14 +214,12 @@ class LiveView:
             for watcher in self._watchers:
                 watcher.put(event)
                 if watcher.behind:
-                    watcher.behind = False
-                    watcher.events.clear()
-                    watcher.put(_encode(frames.key() | {"behind": True}))
+                    watcher.restart(_encode(frames.key() | {"behind": True, "paused": self._lease is not None}))
         except Exception:
             logger.exception("the live view has failed, and shows the whole state again")
             key = _encode(frames.key())
             for watcher in self._watchers:
-                watcher.put(key)
+                watcher.restart(key)
 
 
 def add_view(app: FastAPI, state: "ServerState", view: LiveView) -> None:
@@ -193,7 +232,8 @@ def add_view(app: FastAPI, state: "ServerState", view: LiveView) -> None:
         return Response(html, headers=headers, media_type="text/html; charset=utf-8")
 
     @app.get("/view/events", include_in_schema=False)
-    async def events() -> Response:
+    async def events(request: Request) -> Response:
+        _check_site(request)
         stream = view.watch(_engine(state), state.model_names[0])
         first = await anext(stream)  # an error is a reply of its own
         return StreamingResponse(_after(first, stream), headers=HEADERS, media_type="text/event-stream")
@@ -214,6 +254,16 @@ def add_view(app: FastAPI, state: "ServerState", view: LiveView) -> None:
             raise ApiError(404, f"no recording has this name: there are {', '.join(names)}", code="not_found")
         data = (RUNS / f"{name}.jsonl.gz").read_bytes()
         return Response(data, headers={"content-encoding": "gzip"}, media_type="application/x-ndjson")
+
+
+def _check_site(request: Request) -> None:
+    """Raises: ApiError for a request that a browser sends for a page of another site. Such a page could not read the
+    reply, but it could take the places of the watchers."""
+    headers = request.headers
+    site, origin = headers.get("sec-fetch-site"), headers.get("origin")
+    is_own = origin is None or urllib.parse.urlsplit(origin).netloc == headers.get("host")
+    if site not in ("same-origin", "none") if site is not None else not is_own:
+        raise ApiError(403, "a page of another site may not watch", code="foreign_site")
 
 
 def _engine(state: "ServerState") -> AsyncLLM:

@@ -724,6 +724,20 @@ def test_the_longest_prefix_of_which_everything_is_left_that_is_seen(windows, ev
     assert manager.num_free_blocks == 12
 
 
+@pytest.mark.parametrize("windows", [(None,), (None, 3), (3,), (3, 5)])
+def test_a_lookup_that_finds_nothing_looks_at_no_tokens_again(monkeypatch, windows):
+    manager, hashes, looked = BlockManager(40, 2, windows=windows), [], []
+    tokens = list(range(20))
+    assert manager.lookup(tokens, "", hashes) == []
+    read = BlockManager._tokens_of_block
+    monkeypatch.setattr(BlockManager, "_tokens_of_block", lambda *args: looked.append(args[2]) or read(*args))
+    assert manager.lookup(tokens, "", hashes) == [] and looked in ([], [0])
+    slid(manager, 0, tokens[:8], 8)
+    looked.clear()
+    assert len(manager.lookup(tokens, "", hashes)) == 4, "it is found once it is there"
+    assert set(looked) <= {0, 1, 2, 3, 4}
+
+
 def test_a_prefix_behind_evicted_blocks_is_compared_token_by_token(monkeypatch):
     monkeypatch.setattr(block_manager, "hash_block", lambda parent_hash, tokens: bytes([tokens[-1]]))
     manager = BlockManager(12, 2, windows=(3,))

@@ -16,12 +16,16 @@ from server_process import OPTIONS
 
 from nanopage import AsyncLLM, EngineArgs, SamplingParams
 from nanopage.metrics import Metrics
-from nanopage.outputs import StepStats
+from nanopage.outputs import CompletionOutput, StepStats
 from nanopage.server import middleware, protocol, streaming
 from nanopage.server.app import NOT_SERVED, ServerState, create_app
+from nanopage.server.chat import LOOK, Thinking
 from nanopage.server.metrics import ServerMetrics
-from nanopage.server.protocol import REFUSED, ChatBody
+from nanopage.server.protocol import REFUSED, ChatBody, CompletionBody, ResponsesBody
+from nanopage.server.tools import ToolUse
 from nanopage.server.tracing import Tracer
+from nanopage.tools.definitions import ToolChoice
+from nanopage.tools.reply import ReplyReader
 
 HELLO = [{"role": "user", "content": "Hello there"}]
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -555,6 +559,86 @@ def test_what_a_model_thinks_is_not_content(llm, app, monkeypatch):
     assert "".join(delta.get("reasoning", "") for delta in deltas) == message["reasoning"]
     response = post(app, "/v1/responses", {"input": "Hello there", "temperature": 0, "max_output_tokens": 8}).json
     assert [item["type"] for item in response["output"]] == ["reasoning"]
+
+
+def test_usage_of_every_chunk_reads_a_reply_once(llm, app, monkeypatch):
+    tokenizer, read = llm.engine.tokenizer, []
+    template = tokenizer.chat_template.replace("assistant\n", "assistant\n<think>\n") + "{# </think> #}"
+    monkeypatch.setattr(tokenizer, "chat_template", template)
+    feed = ReplyReader.feed
+    monkeypatch.setattr(ReplyReader, "feed", lambda self, text: read.append(len(text)) or feed(self, text))
+    options = {"stream": True, "stream_options": {"continuous_usage_stats": True}} | GREEDY | {"max_tokens": 60}
+    events = post(app, CHAT, {"messages": HELLO, "n": 2, **options}).events
+    usages = [event["usage"] for event in events]
+    assert len(usages) > 50 and usages[-1]["completion_tokens"] == 120
+    for usage in usages:
+        assert usage["completion_tokens_details"]["reasoning_tokens"] == usage["completion_tokens"]
+    deltas = [event["choices"][0]["delta"] for event in events]
+    length = sum(len(delta.get("reasoning", "")) for delta in deltas)
+    assert length > 50 and sum(read) <= length + 2 * LOOK
+
+
+@pytest.mark.parametrize("begun", [False, True])
+@pytest.mark.parametrize(
+    "text", ["<think>a</think>b", " <think></think>b", "a<think>b</think>", " \n ", "<think></", "<thi"]
+)
+def test_reasoning_is_counted_as_it_comes_as_in_the_whole_reply(text, begun):
+    for end in (None, "</think>"):
+        tokens = ["</think>" if at == text.find("</think>") + 7 else char for at, char in enumerate(text)]
+        use = ToolUse([], ToolChoice("none"), None, True, True)
+        whole, growing = (Thinking(use.make_reader("<think>" if begun else "")) for _ in range(2))
+        for length in range(len(text) + 1):
+            ended = "stop" if length == len(text) else None
+            part = CompletionOutput(0, text[:length], tokens[:length], finish_reason=ended)
+            count = growing.count(part, end)
+        reader = use.make_reader("<think>" if begun else "")
+        reader.feed(text)
+        reader.end()
+        place = tokens.index(end) + 1 if end in tokens else None
+        expected = place or (len(tokens) if reader.whole.reasoning else 0)
+        assert count == whole.count(part, end) == expected
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"stop": ["e"]},
+        {"logit_bias": {"10": 100}},
+        {"allowed_token_ids": [10, 11]},
+        {"min_tokens": 12, "stop_token_ids": [*range(5, 200)]},
+        {"presence_penalty": 2.0},
+        {"frequency_penalty": 2.0},
+        {"repetition_penalty": 2.0},
+        {"bad_words": ["e"]},
+        {"ignore_eos": True},
+        {"top_k": 1, "temperature": 1.0},
+        {"seed": 5, "temperature": 1.0},
+        {"seed": 5, "temperature": 1.0, "min_p": 0.9},
+    ],
+)
+def test_a_response_is_sampled_as_a_chat_is(app, field):
+    common = {"temperature": 0} | field
+    chat = post(app, CHAT, {"messages": HELLO, "max_tokens": 20} | common).json
+    response = post(app, "/v1/responses", {"input": "Hello there", "max_output_tokens": 20} | common)
+    assert "x-ignored-fields" not in response.headers
+    assert response.json["output"][0]["content"][0]["text"] == chat["choices"][0]["message"]["content"]
+    assert response.json["usage"]["output_tokens"] == chat["usage"]["completion_tokens"]
+
+
+@pytest.mark.parametrize("name", [*ResponsesBody.refused])
+def test_a_response_refuses_what_does_not_fit_it(app, name):
+    neutral, why = ResponsesBody.refused[name]
+    body = {"input": "Hello there", "max_output_tokens": 1}
+    reply = post(app, "/v1/responses", body | {name: 3})
+    assert (reply.status, reply.error["param"], reply.error["code"]) == (400, name, "unsupported")
+    assert why in reply.error["message"]
+    for value in neutral:
+        assert post(app, "/v1/responses", body | {name: value}).status == 200
+
+
+def test_no_field_of_a_chat_is_ignored_in_a_response():
+    known = ResponsesBody.model_fields.keys() | ResponsesBody.refused.keys() | {"stream_options"}  # not of the answer
+    assert ChatBody.model_fields.keys() | CompletionBody.model_fields.keys() <= known | {"prompt", "add_special_tokens"}
 
 
 def test_unknown_fields_are_listed_or_refused(state, app):

@@ -22,6 +22,8 @@ from nanopage.server import serve
 
 BAD_FORMAT = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "strin"}}}
 HELLO = [{"role": "user", "content": "Hello there"}]
+TLS = ["--ssl-certfile", "/no/certificate", "--ssl-keyfile", "/no/key"]
+READABLE = ["--ssl-certfile", __file__, "--ssl-keyfile", __file__]
 GREEDY = {"temperature": 0, "max_tokens": 8, "extra_body": {"ignore_eos": True}}
 
 
@@ -265,7 +267,17 @@ def test_what_cannot_work_is_a_message_and_an_exit_code(tmp_path, options, name)
         (["--port", "99999"], "99999"),
         (["--shutdown-timeout", "nan"], "nan"),
         (["--ssl-keyfile", "x"], "--ssl-certfile"),
+        (["--ssl-ca-certs", "x"], "--ssl-ca-certs needs --ssl-certfile"),
+        (["--ssl-cert-reqs", "2", "--ssl-ca-certs", "x"], "--ssl-ca-certs needs --ssl-certfile"),
+        (["--ssl-cert-reqs", "1"], "--ssl-cert-reqs 1 needs --ssl-certfile"),
+        ([*TLS, "--ssl-cert-reqs", "2"], "--ssl-cert-reqs 2 needs --ssl-ca-certs"),
+        ([*TLS, "--ssl-ca-certs", "x"], "--ssl-ca-certs has no effect without --ssl-cert-reqs"),
+        (TLS, "--ssl-keyfile /no/key: No such file"),
+        ([*READABLE, "--ssl-cert-reqs", "2", "--ssl-ca-certs", __file__], f"--ssl-ca-certs {__file__}: "),
         (["--salt-per-key"], "--api-key"),
+        (["--allowed-host", "a", "--api-key", "b"], "--allowed-host has no effect with --api-key"),
+        (["--allowed-host", "a", "--insecure"], "--allowed-host has no effect with --insecure"),
+        (["--allowed-host", "a", "--uds", "b"], "--allowed-host has no effect with --uds"),
         (["--otlp-traces-endpoint", "localhost:4318"], "--otlp-traces-endpoint"),
     ],
 )

@@ -4,16 +4,18 @@ import argparse
 import asyncio
 import contextlib
 import json
+from collections import deque
 
 import pytest
 from asgi import call
+from encoders import tiny_encoder, write_modules
 from fake_executor import FakeExecutor, fake_engine, tokens
 
-from nanopage import AsyncLLM
+from nanopage import AsyncLLM, EngineArgs
 from nanopage.async_llm import EngineDeadError
 from nanopage.server.app import ServerState, create_app
-from nanopage.server.serve import main, parser, why_no_view
-from nanopage.server.view import MAX_BEHIND, MAX_WATCHERS, LiveView, Watcher
+from nanopage.server.serve import OneEngine, main, parser, why_no_view
+from nanopage.server.view import LEASE_SECONDS, MAX_BEHIND, MAX_WATCHERS, LiveView, Watcher
 
 PROMPT = {"prompt_token_ids": [10] * 9}
 
@@ -125,6 +127,25 @@ def test_another_site_cannot_pause_the_engine():
 
 
 @pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"sec-fetch-site": "cross-site"}, 403),
+        ({"sec-fetch-site": "same-site"}, 403),  # another port of this machine
+        ({"origin": "http://evil.example"}, 403),
+        ({"origin": "null"}, 403),
+        ({"sec-fetch-site": "same-origin", "origin": "https://name-of-a-proxy"}, 503),
+        ({"sec-fetch-site": "none"}, 503),
+        ({"origin": "http://localhost"}, 503),
+        ({}, 503),
+    ],
+)
+def test_another_site_cannot_watch(headers, status):
+    app = create_app(ServerState(["fake"], view=LiveView()))  # it would answer 503, because it has no engine
+    reply = asyncio.run(call(app, "GET", "/view/events", headers={"host": "localhost"} | headers))
+    assert reply.status == status
+
+
+@pytest.mark.parametrize(
     "body", [{}, {"action": "stop"}, {"action": "step", "steps": 0}, {"action": "step", "steps": 9999}]
 )
 def test_bad_controls_are_refused(body):
@@ -146,6 +167,16 @@ def test_before_the_model_is_loaded_and_for_encoders_there_is_nothing_to_see():
         engine, llm.engine = llm.engine, object()
         assert asyncio.run(call(app, "GET", "/view/events")).error["code"] == "not_served"
         llm.engine = engine
+
+
+def test_an_encoder_is_refused_where_the_view_is_asked_for(tmp_path):
+    args = EngineArgs(model=str(write_modules(tiny_encoder(tmp_path / "bert"))), device="cpu")
+    state = ServerState(["bert"], view=LiveView())
+    with pytest.raises(ValueError, match="--view: bert is an encoder"):
+        OneEngine(state, args, {}, needs_view=True).load(None)
+    assert state.llm is None
+    OneEngine(state, args, {}).load(None)
+    assert state.llm.shutdown()
 
 
 # What is sent
@@ -195,6 +226,30 @@ def test_a_slow_watcher_loses_frames_but_not_the_state():
             assert len(events) < MAX_BEHIND
             assert events[0]["frame"] == "key" and events[0]["behind"]
             assert [event["step"] for event in events] == [*range(events[0]["step"], events[-1]["step"] + 1)]
+
+    asyncio.run(main())
+
+
+def test_events_that_are_dropped_while_they_are_taken():
+    class Dropped(deque):
+        """Events that the engine's thread drops between the first and the second."""
+
+        def popleft(self):
+            first = super().popleft()
+            self.clear()
+            return first
+
+    async def main():
+        watcher = Watcher()
+        watcher.events = Dropped([b"1", b"2", b"3"])
+        assert watcher.take() == b"1" and watcher.take() == b""
+        watcher.events = deque([b"-"] * MAX_BEHIND)
+        watcher.put(b"lost")
+        watcher.put(b"too")  # after what was lost, it would mean nothing
+        assert watcher.behind and watcher.take() == b""
+        watcher.restart(b"whole")
+        watcher.put(b"next")
+        assert watcher.take() == b"wholenext"
 
     asyncio.run(main())
 
@@ -267,6 +322,25 @@ def test_the_engine_goes_on_when_the_last_watcher_leaves():
                 await asyncio.sleep(0.02)
                 assert not task.done()
             assert (await asyncio.wait_for(task, 20)).finished
+
+    asyncio.run(main())
+
+
+def test_a_pause_that_no_page_renews_ends(monkeypatch):
+    async def main():
+        with served() as (app, llm, state):
+            async with watching(app) as got:  # a page that is frozen and closes nothing
+                await control(app, "pause")
+                lease = state.view._lease
+                await until(lambda: asyncio.get_running_loop().time() > lease.when() - LEASE_SECONDS + 0.01)
+                assert (await control(app, "renew")).json == {"paused": True}
+                assert lease.cancelled() and state.view._lease.when() > lease.when()
+                monkeypatch.setattr("nanopage.server.view.LEASE_SECONDS", 0.05)
+                await control(app, "step")
+                assert (await asyncio.wait_for(generate(llm, "a"), 20)).finished
+                await until(lambda: any(frame.get("paused") is False for frame in got[1:]))
+                assert (await control(app, "renew")).json == {"paused": False}  # which begins no pause
+                assert state.view._lease is None
 
     asyncio.run(main())
 
