@@ -417,6 +417,31 @@ def test_files_that_vanish_after_the_check(llm, model, adapter, adapters):
     llm.engine.make_request("checked", "the", None, lora_request=gone)
     shutil.rmtree(adapter)
     outputs = llm.generate([[5, 6], [7, 8], [9]], GREEDY, lora_request=[gone, adapters[0], None], use_tqdm=False)
-    assert "not finite" in outputs[0].error
+    assert str(adapter) in outputs[0].error
+    assert "could not be loaded" in outputs[0].error
+    assert "no such directory" in outputs[0].error
     assert [output.error for output in outputs[1:]] == [None, None]
     check_against(with_peft(model, adapters[0]), outputs[1])
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_an_adapter_that_is_back_after_a_failed_load_is_loaded_again(model, adapter, adapters, async_scheduling):
+    """Nothing of the failure stays: not the slot, and no blocks in the prefix cache."""
+    options = {"max_loras": 1, "max_lora_rank": 8, "enable_lora": True, "async_scheduling": async_scheduling}
+    llm = LLM(str(model), **OPTIONS, **options)
+    request, prompt = LoRARequest("it", 70, str(adapter)), list(range(5, 45))
+
+    def run(lora_request):
+        return llm.generate([prompt], GREEDY, lora_request=lora_request, use_tqdm=False)[0]
+
+    expected = run(request)
+    run(adapters[0])  # takes the only slot
+    llm.reset_prefix_cache()
+    weights = adapter / "adapter_model.safetensors"
+    weights.rename(adapter / "away")
+    assert "has no adapter_model.safetensors" in run(request).error
+    (adapter / "away").rename(weights)
+    again = run(request)
+    assert again.error is None
+    assert answers([again]) == answers([expected])
+    assert again.num_cached_tokens == 0

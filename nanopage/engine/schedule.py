@@ -7,7 +7,7 @@ starts to run, takes the row back when the sequence leaves, and sends only what 
 from dataclasses import dataclass, field
 
 from nanopage.engine.block_manager import BlockManager
-from nanopage.engine.sequence import Sequence, SequenceGroup
+from nanopage.engine.sequence import Adapter, Sequence, SequenceGroup
 from nanopage.step import Batch, BlockUpdate, Fork, NewSequence
 
 Work = list[tuple[Sequence, int]]
@@ -54,6 +54,7 @@ class Schedule:
     skipped       running groups that the step leaves out, and why: "mask" or "stage", their next step depends on tokens
                   in flight; "share", the batch has its share of the groups, and other stages get the rest
     evicted       blocks that the prefix cache has lost
+    loading       the adapters of the batch's `loads`
     forked        leaders whose siblings share their blocks from now on; from `Scheduler.advance` on
     dropped       sequences that had ended when their tokens came; from `Scheduler.update` on, like the next two
     beam_forks    (parent, beam) of beams that fork from others
@@ -79,6 +80,7 @@ class Schedule:
     evicted: list[int] = field(default_factory=list)
     forked: list[Sequence] = field(default_factory=list)
     dropped: list[Sequence] = field(default_factory=list)
+    loading: list[Adapter] = field(default_factory=list)
     beam_forks: list[tuple[Sequence, Sequence]] = field(default_factory=list)
     beam_ends: list[Sequence] = field(default_factory=list)
     number: int = 0

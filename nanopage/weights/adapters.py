@@ -25,18 +25,23 @@ class AdapterLoader:
     def __init__(self, model: AdaptedDecoder, model_config: ModelConfig, max_rank: int):
         self.model, self.model_config, self.max_rank = model, model_config, max_rank
 
-    def load(self, loads: list[AdapterLoad]) -> None:
+    def load(self, loads: list[AdapterLoad]) -> dict[int, str]:
         """Load adapters.
 
-        The engine has checked their files. If one has changed since and cannot be loaded, its slot is filled with NaN,
-        which ends each of its requests with an error, and no other.
+        The engine has checked their files. If one has changed since and cannot be loaded, its slot is filled with NaN:
+        steps that have been submitted with it already yield no tokens.
+
+        Returns: why adapters could not be loaded, by their indexes in `loads`.
         """
-        for load in loads:
+        failed = {}
+        for index, load in enumerate(loads):
             try:
                 self._load(load.slot, Path(load.path))
             except (ValueError, OSError) as error:
                 logger.error(f"the adapter {load.path} could not be loaded, so its requests fail: {error}")
                 self._clear(load.slot, torch.nan)
+                failed[index] = str(error)
+        return failed
 
     def _load(self, slot: int, path: Path) -> None:
         adapter = read_adapter(path, self.model_config, self.max_rank)
