@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nanopage.config import ModelConfig
-from nanopage.model_files import exists, read_json, shown
-from nanopage.weights.safetensors_checkpoint import StoredTensor, stored_tensors
+from nanopage.model_files import check_file, exists, read_json, shown
+from nanopage.weights.safetensors_checkpoint import StoredTensor, stored_bytes
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 FLOATS = ("F64", "F32", "F16", "BF16")
@@ -187,7 +187,10 @@ def _read_tensors(
     file: Path, model: ModelConfig, rank: int, targets: set[tuple[int, str]] | None
 ) -> dict[tuple[int, str, str], StoredTensor]:
     shapes, found, problems = module_shapes(model), {}, []
-    for tensor in stored_tensors([file]):
+    check_file(file)
+    with open(file, "rb") as content:
+        stored = [entry.tensor for entry in stored_bytes(content, file)]
+    for tensor in stored:
         match = TENSOR.fullmatch(tensor.name)
         module = f"{match[2]}.{match[3]}" if match else ""
         place = (int(match[1]), module) if match else None

@@ -1,6 +1,7 @@
 """LoRA adapters: the same tokens and log-probabilities as PEFT's, whatever else is in the batch. What is refused."""
 
 import json
+import os
 import shutil
 
 import pytest
@@ -14,6 +15,8 @@ from nanopage.build import build_engine
 from nanopage.kernels.cpu.lora import GroupedAdapters
 from nanopage.models.adapted import AdaptedDecoder
 from nanopage.models.decoder import meta_model
+from nanopage.server.adapters import ServedAdapters
+from nanopage.weights import adapters as adapter_weights
 from nanopage.weights import loader
 from nanopage.worker.adapted import adapters_of
 from nanopage.worker.cuda_graphs import CUDAGraphs, make_sample_all
@@ -445,3 +448,29 @@ def test_an_adapter_that_is_back_after_a_failed_load_is_loaded_again(model, adap
     assert again.error is None
     assert answers([again]) == answers([expected])
     assert again.num_cached_tokens == 0
+
+
+def test_a_file_that_is_cut_while_it_is_read_is_an_error(llm, adapter, monkeypatch):
+    """With a file that is mapped into memory, it would be SIGBUS."""
+    weights, request = adapter / "adapter_model.safetensors", LoRARequest("cut", 71, str(adapter))
+    read, cuts = adapter_weights.stored_bytes, []
+
+    def cutting(content, file):
+        stored = read(content, file)
+        os.truncate(file, 4096)
+        cuts.append(file)
+        return stored
+
+    assert weights.stat().st_size > 2 * 4096
+    monkeypatch.setattr(adapter_weights, "stored_bytes", cutting)
+    output = llm.generate(["the"], GREEDY, lora_request=request, use_tqdm=False)[0]
+    assert cuts == [weights]
+    assert "has changed while it was read" in output.error
+
+
+def test_a_path_of_a_user_that_does_not_exist(llm):
+    with pytest.raises(ValueError, match="lora_path='~nosuchuser/x'"):
+        llm.generate(["the"], GREEDY, lora_request=LoRARequest("bad", 98, "~nosuchuser/x"), use_tqdm=False)
+    for path, message in (("~nosuchuser/x", "lora_path='~nosuchuser/x'"), ("", "lora_path is empty")):
+        with pytest.raises(ValueError, match=message):
+            ServedAdapters().check(llm, "bad", path)
