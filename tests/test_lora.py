@@ -296,6 +296,8 @@ FIRST = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
         ({"use_rslora": "no"}, "use_rslora must be true or false"),
         ({"peft_type": "IA3"}, "peft_type='IA3' is not supported"),
         ({"use_dora": True}, "use_dora=True is not supported"),
+        ({"new_kind_of_lora": 0.5}, "'new_kind_of_lora'=0.5 is not known"),
+        ({"kasa_config": {"beta": 1}}, "'kasa_config'=.* is not known"),
         ({"bias": "all"}, "bias='all' is not supported"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save=.*lm_head.* is not supported"),
         ({"rank_pattern": {"q_proj": 2}}, "rank_pattern=.*q_proj.* is not supported"),
@@ -474,3 +476,15 @@ def test_a_path_of_a_user_that_does_not_exist(llm):
     for path, message in (("~nosuchuser/x", "lora_path='~nosuchuser/x'"), ("", "lora_path is empty")):
         with pytest.raises(ValueError, match=message):
             ServedAdapters().check(llm, "bad", path)
+
+
+def test_a_configuration_with_all_defaults_of_peft(llm, adapter):
+    from peft import LoraConfig
+
+    weights = (adapter / "adapter_model.safetensors").read_bytes()
+    config = LoraConfig(r=4, lora_alpha=8, target_modules=list(MODULES), task_type="CAUSAL_LM")
+    config.save_pretrained(str(adapter))
+    change(adapter, field_of_a_later_version=None, another=False)
+    assert (adapter / "adapter_model.safetensors").read_bytes() == weights
+    request = LoRARequest("defaults", 72, str(adapter))
+    assert llm.generate(["the"], GREEDY, lora_request=request, use_tqdm=False)[0].error is None

@@ -45,7 +45,8 @@ class Schedule:
     masked        index in `batch.sampled_rows` -> a sequence whose next token depends on its mask (see `find_masks`)
     mask_errors   those of `masked` that have no mask, and why
     draft_masks   for those of `drafted` that have masks: the mask of each token that they sample (see `TokenMask`)
-    num_accepted  for each of `drafted`, how many tokens of its draft were sampled; from `Scheduler.update` on
+    num_accepted  for each of `drafted`, how many tokens of its draft were appended; from `Scheduler.update` on
+    cut           those of `drafted` that ended before the end of their drafts was looked at
 
     For `LLMEngine.explain`:
 
@@ -72,6 +73,7 @@ class Schedule:
     mask_errors: dict[Sequence, str] = field(default_factory=dict)
     draft_masks: dict[Sequence, list[bytes]] = field(default_factory=dict)
     num_accepted: list[int] = field(default_factory=list)
+    cut: list[Sequence] = field(default_factory=list)
     preempted: list[SequenceGroup] = field(default_factory=list)
     num_cached_tokens: int = 0  # that admitted sequences found in the prefix cache
     budget: int = field(default=0, compare=False)
