@@ -42,32 +42,30 @@ NEUTRAL: dict[str, tuple] = {
     "use_bdlora": (False, None),
 }
 # Fields that are read above all, that say how an adapter was trained or begun, or where it comes from.
-KNOWN = set(
-    [
-        "peft_type",
-        "r",
-        "lora_alpha",
-        "use_rslora",
-        "target_modules",
-        "layers_to_transform",
-        "layers_pattern",
-        "init_lora_weights",
-        "task_type",
-        "auto_mapping",
-        "peft_version",
-        "base_model_name_or_path",
-        "revision",
-        "inference_mode",
-        "lora_dropout",
-        "megatron_core",
-        "qalora_group_size",
-        "loftq_config",
-        "eva_config",
-        "corda_config",
-        "lora_ga_config",
-        "ensure_weight_tying",
-    ]
-)
+KNOWN = {
+    "peft_type",
+    "r",
+    "lora_alpha",
+    "use_rslora",
+    "target_modules",
+    "layers_to_transform",
+    "layers_pattern",
+    "init_lora_weights",
+    "task_type",
+    "auto_mapping",
+    "peft_version",
+    "base_model_name_or_path",
+    "revision",
+    "inference_mode",
+    "lora_dropout",
+    "megatron_core",
+    "qalora_group_size",
+    "loftq_config",
+    "eva_config",
+    "corda_config",
+    "lora_ga_config",
+    "ensure_weight_tying",
+}
 # The other values subtract something from the base model's weights, which PEFT does when it loads the adapter.
 INITS = (True, False, None, "gaussian", "orthogonal", "eva")
 
