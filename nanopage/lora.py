@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nanopage.config import ModelConfig
-from nanopage.model_files import exists, read_json, shown
-from nanopage.weights.safetensors_checkpoint import StoredTensor, stored_tensors
+from nanopage.model_files import check_file, exists, read_json, shown
+from nanopage.weights.safetensors_checkpoint import StoredTensor, stored_bytes
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 FLOATS = ("F64", "F32", "F16", "BF16")
@@ -40,6 +40,31 @@ NEUTRAL: dict[str, tuple] = {
     "arrow_config": (None,),
     "megatron_config": (None,),
     "use_bdlora": (False, None),
+}
+# Fields that are read above all, that say how an adapter was trained or begun, or where it comes from.
+KNOWN = {
+    "peft_type",
+    "r",
+    "lora_alpha",
+    "use_rslora",
+    "target_modules",
+    "layers_to_transform",
+    "layers_pattern",
+    "init_lora_weights",
+    "task_type",
+    "auto_mapping",
+    "peft_version",
+    "base_model_name_or_path",
+    "revision",
+    "inference_mode",
+    "lora_dropout",
+    "megatron_core",
+    "qalora_group_size",
+    "loftq_config",
+    "eva_config",
+    "corda_config",
+    "lora_ga_config",
+    "ensure_weight_tying",
 }
 # The other values subtract something from the base model's weights, which PEFT does when it loads the adapter.
 INITS = (True, False, None, "gaussian", "orthogonal", "eva")
@@ -146,6 +171,9 @@ def _check_neutral(fields: dict, config: Path) -> None:
         value = fields.get(name)
         if value is not None and not any(type(value) is type(neutral) and value == neutral for neutral in values):
             raise ValueError(f"{config}: {name}={shown(value)} is not supported")
+    for name, value in fields.items():
+        if name not in KNOWN and name not in NEUTRAL and value not in (None, False, [], {}, ""):
+            raise ValueError(f"{config}: {shown(name)}={shown(value)} is not known, and may change the result")
     init = fields.get("init_lora_weights", True)
     if not any(type(init) is type(known) and init == known for known in INITS):
         raise ValueError(
@@ -187,7 +215,10 @@ def _read_tensors(
     file: Path, model: ModelConfig, rank: int, targets: set[tuple[int, str]] | None
 ) -> dict[tuple[int, str, str], StoredTensor]:
     shapes, found, problems = module_shapes(model), {}, []
-    for tensor in stored_tensors([file]):
+    check_file(file)
+    with open(file, "rb") as content:
+        stored = [entry.tensor for entry in stored_bytes(content, file)]
+    for tensor in stored:
         match = TENSOR.fullmatch(tensor.name)
         module = f"{match[2]}.{match[3]}" if match else ""
         place = (int(match[1]), module) if match else None

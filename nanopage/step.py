@@ -174,12 +174,14 @@ class BatchResult:
     logprobs         index into token_ids -> its table, for the sequences that requested logprobs
     prompt_logprobs  of the prompts that requested them
     pooled           of the prompts that are pooled. Their `token_ids` are 0, or NO_TOKEN where a value is not finite
+    failed_loads     index in `loads` -> why the adapter could not be loaded
     """
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: dict[int, LogprobTable] = field(default_factory=dict)
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
     pooled: list[PooledStates] = field(default_factory=list)
+    failed_loads: dict[int, str] = field(default_factory=dict)
     prepare_seconds: float = 0.0  # moving blocks, the table
     model_seconds: float = 0.0  # inputs and forward pass; on a GPU, its launch
     sample_seconds: float = 0.0

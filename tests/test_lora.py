@@ -1,6 +1,7 @@
 """LoRA adapters: the same tokens and log-probabilities as PEFT's, whatever else is in the batch. What is refused."""
 
 import json
+import os
 import shutil
 
 import pytest
@@ -14,6 +15,8 @@ from nanopage.build import build_engine
 from nanopage.kernels.cpu.lora import GroupedAdapters
 from nanopage.models.adapted import AdaptedDecoder
 from nanopage.models.decoder import meta_model
+from nanopage.server.adapters import ServedAdapters
+from nanopage.weights import adapters as adapter_weights
 from nanopage.weights import loader
 from nanopage.worker.adapted import adapters_of
 from nanopage.worker.cuda_graphs import CUDAGraphs, make_sample_all
@@ -293,6 +296,8 @@ FIRST = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
         ({"use_rslora": "no"}, "use_rslora must be true or false"),
         ({"peft_type": "IA3"}, "peft_type='IA3' is not supported"),
         ({"use_dora": True}, "use_dora=True is not supported"),
+        ({"new_kind_of_lora": 0.5}, "'new_kind_of_lora'=0.5 is not known"),
+        ({"kasa_config": {"beta": 1}}, "'kasa_config'=.* is not known"),
         ({"bias": "all"}, "bias='all' is not supported"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save=.*lm_head.* is not supported"),
         ({"rank_pattern": {"q_proj": 2}}, "rank_pattern=.*q_proj.* is not supported"),
@@ -417,6 +422,69 @@ def test_files_that_vanish_after_the_check(llm, model, adapter, adapters):
     llm.engine.make_request("checked", "the", None, lora_request=gone)
     shutil.rmtree(adapter)
     outputs = llm.generate([[5, 6], [7, 8], [9]], GREEDY, lora_request=[gone, adapters[0], None], use_tqdm=False)
-    assert "not finite" in outputs[0].error
+    assert str(adapter) in outputs[0].error
+    assert "could not be loaded" in outputs[0].error
+    assert "no such directory" in outputs[0].error
     assert [output.error for output in outputs[1:]] == [None, None]
     check_against(with_peft(model, adapters[0]), outputs[1])
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_an_adapter_that_is_back_after_a_failed_load_is_loaded_again(model, adapter, adapters, async_scheduling):
+    """Nothing of the failure stays: not the slot, and no blocks in the prefix cache."""
+    options = {"max_loras": 1, "max_lora_rank": 8, "enable_lora": True, "async_scheduling": async_scheduling}
+    llm = LLM(str(model), **OPTIONS, **options)
+    request, prompt = LoRARequest("it", 70, str(adapter)), list(range(5, 45))
+
+    def run(lora_request):
+        return llm.generate([prompt], GREEDY, lora_request=lora_request, use_tqdm=False)[0]
+
+    expected = run(request)
+    run(adapters[0])  # takes the only slot
+    llm.reset_prefix_cache()
+    weights = adapter / "adapter_model.safetensors"
+    weights.rename(adapter / "away")
+    assert "has no adapter_model.safetensors" in run(request).error
+    (adapter / "away").rename(weights)
+    again = run(request)
+    assert again.error is None
+    assert answers([again]) == answers([expected])
+    assert again.num_cached_tokens == 0
+
+
+def test_a_file_that_is_cut_while_it_is_read_is_an_error(llm, adapter, monkeypatch):
+    """With a file that is mapped into memory, it would be SIGBUS."""
+    weights, request = adapter / "adapter_model.safetensors", LoRARequest("cut", 71, str(adapter))
+    read, cuts = adapter_weights.stored_bytes, []
+
+    def cutting(content, file):
+        stored = read(content, file)
+        os.truncate(file, 4096)
+        cuts.append(file)
+        return stored
+
+    assert weights.stat().st_size > 2 * 4096
+    monkeypatch.setattr(adapter_weights, "stored_bytes", cutting)
+    output = llm.generate(["the"], GREEDY, lora_request=request, use_tqdm=False)[0]
+    assert cuts == [weights]
+    assert "has changed while it was read" in output.error
+
+
+def test_a_path_of_a_user_that_does_not_exist(llm):
+    with pytest.raises(ValueError, match="lora_path='~nosuchuser/x'"):
+        llm.generate(["the"], GREEDY, lora_request=LoRARequest("bad", 98, "~nosuchuser/x"), use_tqdm=False)
+    for path, message in (("~nosuchuser/x", "lora_path='~nosuchuser/x'"), ("", "lora_path is empty")):
+        with pytest.raises(ValueError, match=message):
+            ServedAdapters().check(llm, "bad", path)
+
+
+def test_a_configuration_with_all_defaults_of_peft(llm, adapter):
+    from peft import LoraConfig
+
+    weights = (adapter / "adapter_model.safetensors").read_bytes()
+    config = LoraConfig(r=4, lora_alpha=8, target_modules=list(MODULES), task_type="CAUSAL_LM")
+    config.save_pretrained(str(adapter))
+    change(adapter, field_of_a_later_version=None, another=False)
+    assert (adapter / "adapter_model.safetensors").read_bytes() == weights
+    request = LoRARequest("defaults", 72, str(adapter))
+    assert llm.generate(["the"], GREEDY, lora_request=request, use_tqdm=False)[0].error is None

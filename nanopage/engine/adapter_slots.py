@@ -47,6 +47,12 @@ class AdapterSlots:
         self.held[adapter.adapter_id] = slot
         return slot, loads
 
+    def drop(self, adapter: Adapter, slot: int) -> None:
+        """Forget that a slot holds an adapter, which could not be loaded."""
+        if self.held.get(adapter.adapter_id) == slot:
+            del self.held[adapter.adapter_id]
+            self.free.append(slot)
+
 
 def in_use(running: Iterable[SequenceGroup]) -> set[int]:
     """The ids of the adapters of running groups."""

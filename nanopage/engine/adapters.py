@@ -26,7 +26,10 @@ class Adapters:
         if not self.config.enable_lora:
             raise ValueError("lora_request needs enable_lora=True")
         known = self._checked.get(request.lora_int_id)
-        path = Path(request.lora_path).expanduser().absolute()
+        try:
+            path = Path(request.lora_path).expanduser().absolute()
+        except RuntimeError as error:  # ~ of a user that does not exist
+            raise ValueError(f"adapter {request.lora_name!r}: lora_path={request.lora_path!r}: {error}") from None
         if known is None:
             try:
                 read_adapter(path, self.model_config, self.config.max_lora_rank)

@@ -188,6 +188,20 @@ class BlockManager:
                     prefix.blocks[kind] = block
                     self._by_hash[key] = self._by_block[block] = prefix
 
+    def forget(self, token_ids: list[int], salt: str = "") -> None:
+        """Forget all prefixes of these tokens: their K and V are wrong. Sequences keep their blocks."""
+        key = _root_hash(salt)
+        for i in range(len(token_ids) // self.block_size):
+            key = hash_block(key, self._tokens_of_block(token_ids, i))
+            prefix = self._by_hash.pop(key, None)
+            for kind, block in enumerate(prefix.blocks if prefix else ()):
+                if block == NO_BLOCK or prefix is None:
+                    continue
+                del self._by_block[block]
+                if self._cached.pop(block, None) is not None:
+                    self._free.append(block)
+                prefix.blocks[kind] = NO_BLOCK
+
     def reset_prefix_cache(self) -> None:
         """Forget all prefixes. Sequences keep their blocks, but register no more of them."""
         self._free += reversed(self._cached)

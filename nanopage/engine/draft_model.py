@@ -28,6 +28,7 @@ logger = logging.getLogger("nanopage")
 
 CATCH_UP = 16  # tokens of a sequence that the first step of a draft computes beside others; before it, longer chunks
 EXPECTED_STEP = 0.3  # of a step's time: that of a draft model's step, before one is measured
+FIRST_READ = 256  # tokens of prompts that are read in a step before it is known how long one takes
 STEPS_TO_REPAY = 64  # steps of a sequence that share the time in which the draft model reads its prompt
 
 
@@ -104,7 +105,7 @@ class ModelDrafter:
         drafts = {}
         if lengths:
             try:
-                drafts = self._draft(lengths)
+                drafts = self._draft(lengths, self._most_read(times.plain))
             except Exception as error:
                 logger.warning(f"the draft model failed, and makes no more drafts: {error}", exc_info=error)
                 self.works = False
@@ -125,20 +126,30 @@ class ModelDrafter:
 
     def restart(self) -> None:
         self.executor.discard()
+        self.seconds = 0.0
         self.free_rows += [row.row for row in self.rows.values()]
         self.rows.clear()
         self.manager.reset()
 
     # Drafts
 
-    def _draft(self, lengths: dict[Sequence, int]) -> dict[Sequence, list[int]]:
-        """Drafts of at most these lengths, for the sequences that the pool has blocks for."""
+    def _most_read(self, seconds: float) -> int:
+        """How many tokens of prompts one step of the engine may read: what takes about as long as a step of the
+        model, which takes so many seconds."""
+        if not self.token_seconds:
+            return min(FIRST_READ, self.max_num_tokens)
+        return max(CATCH_UP, min(self.max_num_tokens, int(seconds / self.token_seconds)))
+
+    def _draft(self, lengths: dict[Sequence, int], most_read: int) -> dict[Sequence, list[int]]:
+        """Drafts of at most these lengths, for the sequences that the pool has blocks for. Prompts are read first, up
+        to `most_read` tokens of all together. A sequence of which more is left gets no draft yet.
+        """
         drafts: dict[Sequence, list[int]] = {}
         batch = Batch(idle=True)
         for seq, length in lengths.items():
             if self._enter(seq, length, batch, lengths):
                 drafts[seq] = []
-        batch = self._read_ahead(drafts, batch)
+        batch = self._read_ahead(drafts, batch, most_read)
         while running := [seq for seq, draft in drafts.items() if len(draft) < lengths[seq]]:
             self._step(running, batch)
             for seq in running:
@@ -197,7 +208,7 @@ class ModelDrafter:
             new.token_ids = list(seq.token_ids)
             batch.new.append(new)
         else:
-            first = row.num_computed
+            first = max(row.num_computed, row.num_known)  # the table has those before it
             batch.tokens += [(row.row, first + i, token_id) for i, token_id in enumerate(seq.token_ids[first:])]
         if len(table) > num_sent:
             batch.blocks.append(BlockUpdate(row.row, num_sent, table[num_sent:]))
@@ -205,19 +216,24 @@ class ModelDrafter:
         row.tokens, row.num_known = list(seq.token_ids), len(seq.token_ids)
         return True
 
-    def _read_ahead(self, drafts: dict[Sequence, list[int]], batch: Batch) -> Batch:
-        """Compute long chunks of known tokens, so that few are left for the first step of the drafts.
+    def _read_ahead(self, drafts: dict[Sequence, list[int]], batch: Batch, most: int) -> Batch:
+        """Compute long chunks of known tokens, so that few are left for the first step of the drafts. Takes the
+        sequences of which more is left out of `drafts`.
 
-        Args: batch: changes of the table, for the first step that runs.
+        Args: batch: changes of the table, for the first step that runs. most: tokens to compute, at least 1.
         Returns: the batch for the next step.
         """
-        for seq in drafts:
+        for seq in list(drafts):
             row = self.rows[seq]
             while (missing := row.num_known - row.num_computed) > CATCH_UP:
-                count, started = min(missing - 1, self.max_num_tokens), time.perf_counter()
+                if most == 0:
+                    del drafts[seq]
+                    break
+                count, started = min(missing - 1, self.max_num_tokens, most), time.perf_counter()
                 batch.rows, batch.starts, batch.counts = [row.row], [row.num_computed], [count]
                 self._run(batch)
                 row.num_computed += count
+                most -= count
                 seconds = (time.perf_counter() - started) / count
                 self.token_seconds = seconds if not self.token_seconds else 0.8 * self.token_seconds + 0.2 * seconds
                 batch = Batch(idle=True)

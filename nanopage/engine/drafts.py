@@ -146,9 +146,16 @@ def accept(scheduler: "Scheduler", schedule: Schedule, result: BatchResult, now:
             while accepted < len(draft) and draft[accepted] == sampled[accepted]:
                 accepted += 1
             tables = [result.logprobs.get(index) for index in range(first, end)]
-            taken += [seq] * _append(scheduler, seq, sampled[: accepted + 1], tables, now)
+            appended = _append(scheduler, seq, sampled[: accepted + 1], tables, now)
+            taken += [seq] * appended
+            ends_early = appended <= accepted and appended < len(draft)  # nothing is known of the rest of the draft
+            accepted = min(accepted, appended)
+            if ends_early:
+                schedule.cut.append(seq)
             assert scheduler.drafter is not None
-            scheduler.drafter.learn(seq, len(draft), accepted)
+            scheduler.drafter.learn(seq, accepted if ends_early else len(draft), accepted)
+        else:
+            schedule.cut.append(seq)
         schedule.num_accepted.append(accepted)
     return taken
 

@@ -107,6 +107,7 @@ class LLMEngine:
         self._scheduled: Schedule | None = None  # by `plan` or this call of step, until `advance` is done
         self.last_decided = Explained()  # what `last_step` has decided, for `explain`
         self._in_flight: deque[Schedule] = deque()  # submitted batches, oldest first, until `update` is done
+        self._plan_seconds = 0.0  # that `plan` has taken for `_scheduled`; they count as the step's
         self._num_batches = 0  # that have been submitted
         self._most_in_flight = 2 if self.async_scheduling else config.pipeline_parallel_size
         self.dead_error: WorkerDiedError | None = None  # why no step can run any more
@@ -255,7 +256,9 @@ class LLMEngine:
         """
         with self._call():
             if self._scheduled is None and self.scheduler.has_unfinished():
+                started = time.perf_counter()
                 self._scheduled = self.scheduler.schedule()
+                self._plan_seconds = time.perf_counter() - started
         return self._scheduled is not None or bool(self._in_flight)
 
     def explain(self, name: Callable[[str], str] = str) -> list[str]:
@@ -293,6 +296,7 @@ class LLMEngine:
         next call of `step` or `abort` returns its outputs.
         """
         stats, started = StepStats(), time.perf_counter()
+        planned, self._plan_seconds = self._plan_seconds, 0.0
         step = Explained()
         unfinished = len(self.output_processor.requests)
         with self._call():
@@ -311,7 +315,7 @@ class LLMEngine:
         stats.events = step.events = self.scheduler.take_events()
         step.in_flight = list(self._in_flight)
         self.last_decided = step
-        stats.seconds = time.perf_counter() - started
+        stats.seconds = time.perf_counter() - started + planned
         if self.scheduler.drafter is not None:
             self.scheduler.drafter.observe(stats)
         for listener in self.listeners:
@@ -420,7 +424,7 @@ class LLMEngine:
         if not self._in_call:
             return
         self._in_flight.clear()
-        self._scheduled = None
+        self._scheduled, self._plan_seconds = None, 0.0
         self.executor.discard()
         if self.scheduler.drafter is not None:
             self.scheduler.drafter.restart()

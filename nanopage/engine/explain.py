@@ -248,9 +248,10 @@ def _dropped(schedule: Schedule, name: Callable[[str], str]) -> Iterable[Sentenc
     for (seq, draft), accepted in zip(schedule.drafted, schedule.num_accepted, strict=True):
         if refused := len(draft) - accepted:
             request_id = seq.group.request_id
+            why = "it has ended" if seq in schedule.cut else "the model has chosen otherwise"
             text = (
                 f"{refused} of the {_count(len(draft), 'drafted token')} of request {name(request_id)} "
-                f"{_be(refused)} dropped: the model has chosen otherwise."
+                f"{_be(refused)} dropped: {why}."
             )
             yield Sentence("drop", request_id, text)
 

@@ -7,7 +7,7 @@ starts to run, takes the row back when the sequence leaves, and sends only what 
 from dataclasses import dataclass, field
 
 from nanopage.engine.block_manager import BlockManager
-from nanopage.engine.sequence import Sequence, SequenceGroup
+from nanopage.engine.sequence import Adapter, Sequence, SequenceGroup
 from nanopage.step import Batch, BlockUpdate, Fork, NewSequence
 
 Work = list[tuple[Sequence, int]]
@@ -45,7 +45,8 @@ class Schedule:
     masked        index in `batch.sampled_rows` -> a sequence whose next token depends on its mask (see `find_masks`)
     mask_errors   those of `masked` that have no mask, and why
     draft_masks   for those of `drafted` that have masks: the mask of each token that they sample (see `TokenMask`)
-    num_accepted  for each of `drafted`, how many tokens of its draft were sampled; from `Scheduler.update` on
+    num_accepted  for each of `drafted`, how many tokens of its draft were appended; from `Scheduler.update` on
+    cut           those of `drafted` that ended before the end of their drafts was looked at
 
     For `LLMEngine.explain`:
 
@@ -54,6 +55,7 @@ class Schedule:
     skipped       running groups that the step leaves out, and why: "mask" or "stage", their next step depends on tokens
                   in flight; "share", the batch has its share of the groups, and other stages get the rest
     evicted       blocks that the prefix cache has lost
+    loading       the adapters of the batch's `loads`
     forked        leaders whose siblings share their blocks from now on; from `Scheduler.advance` on
     dropped       sequences that had ended when their tokens came; from `Scheduler.update` on, like the next two
     beam_forks    (parent, beam) of beams that fork from others
@@ -71,6 +73,7 @@ class Schedule:
     mask_errors: dict[Sequence, str] = field(default_factory=dict)
     draft_masks: dict[Sequence, list[bytes]] = field(default_factory=dict)
     num_accepted: list[int] = field(default_factory=list)
+    cut: list[Sequence] = field(default_factory=list)
     preempted: list[SequenceGroup] = field(default_factory=list)
     num_cached_tokens: int = 0  # that admitted sequences found in the prefix cache
     budget: int = field(default=0, compare=False)
@@ -79,6 +82,7 @@ class Schedule:
     evicted: list[int] = field(default_factory=list)
     forked: list[Sequence] = field(default_factory=list)
     dropped: list[Sequence] = field(default_factory=list)
+    loading: list[Adapter] = field(default_factory=list)
     beam_forks: list[tuple[Sequence, Sequence]] = field(default_factory=list)
     beam_ends: list[Sequence] = field(default_factory=list)
     number: int = 0

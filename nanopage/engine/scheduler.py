@@ -46,7 +46,7 @@ from nanopage.engine.adapter_slots import AdapterSlots
 from nanopage.engine.admission import Admission
 from nanopage.engine.block_manager import BlockManager, Prefix
 from nanopage.engine.schedule import BatchWriter, Schedule, Wait, Work, missing_blocks, next_work
-from nanopage.engine.sequence import Sequence, SequenceGroup, Status, common_length
+from nanopage.engine.sequence import Adapter, Sequence, SequenceGroup, Status, common_length
 from nanopage.outputs import RequestEvent
 from nanopage.step import NO_TOKEN, BatchResult
 
@@ -170,6 +170,8 @@ class Scheduler:
                 group.prompt_logprobs += prompt.tables[known:]
         for pooled in result.pooled:
             schedule.sequences[schedule.batch.rows.index(pooled.row)].group.add_pooled(pooled.start, pooled.values)
+        for index, cause in result.failed_loads.items():
+            self._fail_adapter(schedule.loading[index], schedule.batch.loads[index].slot, cause)
         logprobs, num_samplers = result.logprobs, len(schedule.samplers)
         token_ids = result.token_ids[:num_samplers] if schedule.drafted else result.token_ids
         for i, (seq, token_id) in enumerate(zip(schedule.samplers, token_ids, strict=True)):
@@ -178,6 +180,8 @@ class Scheduler:
                 continue
             group = seq.group
             if token_id == NO_TOKEN or seq in schedule.mask_errors:
+                if seq not in schedule.mask_errors:
+                    self._forget_prefixes(group)
                 self.fail(group, schedule.mask_errors.get(seq, NOT_FINITE))
                 continue
             taken.append(seq)
@@ -321,6 +325,7 @@ class Scheduler:
             others = [other for other in self.running if other is not group]
             group.adapter_slot, loads = self.adapter_slots.take(group.adapter, others)
             schedule.batch.loads += loads
+            schedule.loading += [group.adapter] * len(loads)
 
     # Preemption
 
@@ -414,6 +419,19 @@ class Scheduler:
         """End a group because of an error."""
         group.error = error
         self.finish(group, None, "error")
+
+    def _fail_adapter(self, adapter: Adapter, slot: int, cause: str) -> None:
+        """End the groups that run with an adapter that could not be loaded. A later request loads it again."""
+        self.adapter_slots.drop(adapter, slot)
+        for group in list(self.running):
+            if group.adapter == adapter:
+                self._forget_prefixes(group)
+                self.fail(group, f"the adapter {adapter.path} could not be loaded: {cause}")
+
+    def _forget_prefixes(self, group: SequenceGroup) -> None:
+        """K and V of a group are not finite, or perhaps not: nothing may find them in the prefix cache."""
+        for seq in group.seqs:
+            self.block_manager.forget(seq.token_ids, seq.cache_salt)
 
     def _end_if_finished(self, group: SequenceGroup) -> None:
         if group.finished or group.num_unfinished:

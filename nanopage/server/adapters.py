@@ -44,7 +44,13 @@ class ServedAdapters:
     def check(self, llm: AsyncLLM, name: str, path: str) -> LoRARequest:
         """An adapter whose files fit the model. Reads their headers. Raises: ValueError."""
         self._next_id, number = self._next_id + 1, self._next_id
-        request = LoRARequest(name, number, str(Path(path).expanduser().absolute()))
+        if not path:
+            raise ValueError("lora_path is empty")
+        try:
+            directory = Path(path).expanduser().absolute()
+        except RuntimeError as error:  # ~ of a user that does not exist
+            raise ValueError(f"lora_path={path[:MAX_NAME]!r}: {error}") from None
+        request = LoRARequest(name, number, str(directory))
         llm.engine.input_processor.adapters.check(request)
         return request
 

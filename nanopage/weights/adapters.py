@@ -1,6 +1,7 @@
 """The weights of LoRA adapters, from PEFT's safetensors into the slots of a model."""
 
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,23 @@ from nanopage.config import ModelConfig
 from nanopage.lora import read_adapter
 from nanopage.models.adapted import PLACES, AdaptedDecoder
 from nanopage.step import AdapterLoad
-from nanopage.weights.safetensors_checkpoint import read_tensors
+from nanopage.weights.safetensors_checkpoint import StoredTensor, stored_bytes
 
 logger = logging.getLogger("nanopage")
+
+
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+def _read(file: Path) -> Iterator[tuple[StoredTensor, Tensor]]:
+    """The tensors of an adapter's file, read into memory one at a time. Raises: ValueError, OSError."""
+    with open(file, "rb") as content:
+        for stored in stored_bytes(content, file):
+            content.seek(stored.begin)
+            data = bytearray(content.read(stored.end - stored.begin))
+            if len(data) != stored.end - stored.begin or stored.tensor.dtype not in DTYPES:
+                raise ValueError(f"{file} has changed while it was read")
+            yield stored.tensor, torch.frombuffer(data, dtype=DTYPES[stored.tensor.dtype]).view(stored.tensor.shape)
 
 
 class AdapterLoader:
@@ -25,26 +40,33 @@ class AdapterLoader:
     def __init__(self, model: AdaptedDecoder, model_config: ModelConfig, max_rank: int):
         self.model, self.model_config, self.max_rank = model, model_config, max_rank
 
-    def load(self, loads: list[AdapterLoad]) -> None:
+    def load(self, loads: list[AdapterLoad]) -> dict[int, str]:
         """Load adapters.
 
-        The engine has checked their files. If one has changed since and cannot be loaded, its slot is filled with NaN,
-        which ends each of its requests with an error, and no other.
+        The engine has checked their files. If one has changed since and cannot be loaded, its slot is filled with NaN:
+        steps that have been submitted with it already yield no tokens.
+
+        Returns: why adapters could not be loaded, by their indexes in `loads`.
         """
-        for load in loads:
+        failed = {}
+        for index, load in enumerate(loads):
             try:
                 self._load(load.slot, Path(load.path))
             except (ValueError, OSError) as error:
                 logger.error(f"the adapter {load.path} could not be loaded, so its requests fail: {error}")
                 self._clear(load.slot, torch.nan)
+                failed[index] = str(error)
+        return failed
 
     def _load(self, slot: int, path: Path) -> None:
         adapter = read_adapter(path, self.model_config, self.max_rank)
         self._clear(slot)
         names = {tensor.name: place for place, tensor in adapter.tensors.items()}
         halves: dict[tuple[int, str], Tensor] = {}  # A or B, until the other one has been read
-        for name, _, tensor in read_tensors([adapter.file], names):
-            layer, module, kind = names[name]
+        for stored, tensor in _read(adapter.file):
+            if names.get(stored.name) is None or stored != adapter.tensors[names[stored.name]]:
+                raise ValueError(f"{adapter.file} has changed while it was read")
+            layer, module, kind = names[stored.name]
             if (layer, module) not in halves:
                 halves[layer, module] = tensor
                 continue

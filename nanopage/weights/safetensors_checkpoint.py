@@ -3,13 +3,16 @@
 The safetensors library checks that a header fits its file: sizes and offsets, no overlap, no gap.
 """
 
+import json
+import math
+import os
 import re
 from collections.abc import Container, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO
 
 from safetensors import safe_open
 
@@ -20,6 +23,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 MAX_HEADER = 2**25  # bytes; 150 for each tensor is usual, and parsing takes several times as much memory
+
+DTYPE_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I8": 1, "U8": 1}  # others are not checked
 
 FUSED_EXPERTS = re.compile(r"(.+\.experts)\.(gate_up_proj|down_proj)")
 
@@ -93,6 +98,44 @@ def parts_of(name: str, shape: tuple[int, ...]) -> list[tuple[str, tuple[int, in
         for expert in range(shape[0])
         for index, kind in enumerate(kinds)
     ]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredBytes:
+    """A tensor of a file, and where its bytes are: from `begin` to `end`."""
+
+    tensor: StoredTensor
+    begin: int
+    end: int
+
+
+def stored_bytes(content: BinaryIO, file: Path) -> list[StoredBytes]:
+    """The tensors of an open file, by its header. Unlike `stored_tensors`, this maps nothing into memory: where another
+    process shortens a mapped file, reading it kills this process.
+
+    Raises: ValueError naming the file.
+    """
+    size, count = os.fstat(content.fileno()).st_size, int.from_bytes(content.read(8), "little")
+    if count > MAX_HEADER:
+        raise ValueError(f"{file} is not a readable safetensors file (truncated?): its header has {count:,} bytes")
+    tensors, position = [], 0
+    try:
+        fields = json.loads(content.read(count))
+        fields.pop("__metadata__", None)
+        for name, entry in sorted(fields.items(), key=lambda item: item[1]["data_offsets"]):
+            begin, end = entry["data_offsets"]
+            dtype, shape = entry["dtype"], tuple(entry["shape"])
+            if not all(type(number) is int and number >= 0 for number in (begin, end, *shape)) or end < begin:
+                raise ValueError(f"{name[:200]}: its sizes are not valid")
+            if begin != position or (dtype in DTYPE_BYTES and end - begin != math.prod(shape) * DTYPE_BYTES[dtype]):
+                raise ValueError(f"{name[:200]}: its place does not fit")
+            tensors.append(StoredBytes(StoredTensor(name, shape, str(dtype), file), 8 + count + begin, 8 + count + end))
+            position = end
+        if 8 + count + position != size:
+            raise ValueError(f"it has {size:,} bytes, and its header says {8 + count + position:,}")
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{file} is not a readable safetensors file (truncated?): {str(error)[:300]}") from None
+    return tensors
 
 
 @contextmanager

@@ -177,9 +177,12 @@ class Worker:
         """Start a step. Does not wait for its result."""
         if self.threads is not None:
             self.threads.set()
+        failed: dict[int, str] = {}
         if batch.loads and self.adapters is not None:
-            self.adapters.load(batch.loads)
-        return self.runner.launch(batch)
+            failed = self.adapters.load(batch.loads)
+        launched = self.runner.launch(batch)
+        launched.partial.failed_loads = failed
+        return launched
 
     def rest(self) -> None:
         """No request is left."""

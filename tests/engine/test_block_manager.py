@@ -841,3 +841,22 @@ def test_check_invariants_sees_damage(damage):
     damage(manager)
     with pytest.raises((AssertionError, KeyError)):
         manager.check_invariants()
+
+
+def test_forgotten_prefixes_are_not_found_and_their_blocks_are_free():
+    manager = BlockManager(8, 4)
+    tokens = list(range(12))
+    for seq_id in (0, 1):
+        manager.allocate(seq_id)
+        manager.grow(seq_id, 0, 12)
+    manager.register(0, tokens, 12, "a")
+    manager.register(1, tokens, 12, "b")
+    manager.free(1)
+    for salt in ("a", "b"):
+        manager.forget(tokens, salt)
+        assert manager.lookup([*tokens, 99], salt) == []
+    assert manager.num_cached_blocks == 0
+    manager.check_invariants()
+    manager.free(0)
+    assert (manager.num_cached_blocks, manager.num_free_blocks) == (0, 8)
+    manager.check_invariants()

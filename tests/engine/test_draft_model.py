@@ -8,7 +8,7 @@ from helpers import tiny_model
 from nanopage import LLM, EngineConfig, SamplingParams
 from nanopage.build import build_engine
 from nanopage.config import SpeculativeConfig
-from nanopage.engine.draft_model import CATCH_UP, ModelDrafter
+from nanopage.engine.draft_model import CATCH_UP, FIRST_READ, ModelDrafter
 from nanopage.engine.speculation import StepTimes
 
 OPTIONS = {"dtype": "float64", "device": "cpu", "enforce_eager": True, "max_model_len": 200, "block_size": 8}
@@ -166,3 +166,51 @@ def test_options_that_do_not_fit_are_named(values, message):
 def test_one_worker_only():
     with pytest.raises(ValueError, match="tensor_parallel_size=2"):
         EngineConfig(tensor_parallel_size=2, speculative_config=CONFIG | {"model": "x"})
+
+
+@pytest.mark.usefixtures("always")
+def test_a_step_reads_a_bounded_part_of_prompts(model, monkeypatch):
+    """Also of several prompts together. Sequences that are not read yet have no drafts."""
+    monkeypatch.setattr(ModelDrafter, "_most_read", lambda drafter, seconds: 20)
+    llm = load(model, model)
+    engine, drafter = llm.engine, drafter_of(llm)
+    prompts = [[7 + (i * (number + 3)) % 40 for i in range(90)] for number in range(2)]
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    expected = tokens(load(model), params, prompts)
+    counts, launch = [], drafter.executor.worker.launch
+    drafter.executor.worker.launch = lambda batch: (counts.append(sum(batch.counts)), launch(batch))[1]
+    for number, prompt in enumerate(prompts):
+        engine.add_request(str(number), {"prompt_token_ids": prompt}, params)
+    found, read, drafted = {}, [], 0
+    while engine.has_unfinished_requests():
+        counts.clear()
+        found |= {output.request_id: output.outputs[0].token_ids for output in engine.step()}
+        read.append(sum(counts[:1]))
+        drafted += engine.last_step.draft_tokens
+    assert max(read) <= 20 + 2 * CATCH_UP
+    assert sum(count == 20 for count in read) >= 4
+    assert drafted > 0
+    assert [[found["0"]], [found["1"]]] == expected
+
+
+def test_how_much_of_prompts_a_step_reads(model):
+    drafter = drafter_of(load(model, model, max_num_batched_tokens=512))
+    assert drafter._most_read(1.0) == FIRST_READ
+    drafter.token_seconds = 0.01
+    assert drafter._most_read(1.0) == 100
+    assert drafter._most_read(1e-6) == CATCH_UP
+    assert drafter._most_read(1e6) == 512
+
+
+@pytest.mark.usefixtures("always")
+def test_the_time_of_drafts_counts_in_the_step_that_plan_has_decided(model):
+    engine = load(model, model).engine
+    drafter, seconds = engine.scheduler.drafter, []
+    observe = drafter.observe
+    drafter.observe = lambda stats: (seconds.append((stats.seconds, drafter.seconds)), observe(stats))[1]
+    engine.add_request("0", {"prompt_token_ids": PROMPTS[1]}, GREEDY)
+    while engine.has_unfinished_requests():
+        engine.plan()
+        engine.step()
+    assert any(made > 0 for _, made in seconds)
+    assert all(whole > made for whole, made in seconds)

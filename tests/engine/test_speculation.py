@@ -477,7 +477,11 @@ def test_a_stop_token_within_a_draft_ends_the_sequence_there(model):
     stop = answer[7]
     assert stop not in answer[:7]
     params = params_of(temperature=1.0, seed=1, stop_token_ids=[stop])
-    output, _ = run(engine, params, told=Told(PROMPT + answer, 9))
+    told = Told(PROMPT + answer, 9)
+    output, steps = run(engine, params, told=told)
+    assert sum(sum(step.accepted_tokens) for step in steps) == 7  # all but the first, which the prompt's step sampled
+    assert told.learned == [(7, 7)]
+    assert any("2 of the 9 drafted tokens of request 0 are dropped: it has ended." in text for text in engine.explain())
     (completion,) = output.outputs
     assert (completion.token_ids, completion.finish_reason, completion.stop_reason) == (answer[:8], "stop", stop)
     assert engine.scheduler.block_manager.num_free_blocks == 32
