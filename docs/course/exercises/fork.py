@@ -25,13 +25,13 @@ class ForkingBlockManager(BlockManager):
         self.copies: list[tuple[int, int]] = []  # (from, to) of blocks to copy, appended by `grow`
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
-        """Start the child's table, which is empty, as a copy of the parent's."""
+        """Start the child's table, which is empty, as a copy of the parent's. The caller copies the tokens."""
         raise NotImplementedError("exercise 2")
 
     def grow(self, seq: Sequence, num_tokens: int) -> bool:
         """Make the table of a sequence ready for writing its tokens from `seq.num_computed` up to `num_tokens`.
 
-        Only the block of the token `seq.num_computed` can be shared; the blocks after it, if any, are new.
+        Of the blocks that it will write to, only the first can be shared, that of the token `seq.num_computed`.
 
         Returns: False, changing nothing, if there are too few free blocks, the block of a copy included.
         """

@@ -5,6 +5,12 @@ from nanopage import EngineConfig, SamplingParams
 from nanopage.build import build_engine
 
 
+def test_a_draft_has_at_most_so_many_tokens(exercise):
+    followers = exercise.Followers()
+    followers.add([1, 2, 3, 4, 5, 6, 7, 8])
+    assert [len(followers.draft([1, 2], most)) for most in (1, 3, 9)] == [1, 3, 6]
+
+
 def counted(exercise):
     followers = exercise.Followers()
     followers.add([1, 2, 3, 4, 1, 2, 5, 1, 2, 5])

@@ -6,21 +6,26 @@ def waiting(*prompts):
     return [Sequence(f"{index}: {length}", [0] * length, 4) for index, length in enumerate(prompts)]
 
 
+def ordered(exercise, waiting, passed_over):
+    """The names, which have the place in the queue and the length of the prompt."""
+    return [seq.name for seq in exercise.order(waiting, passed_over)]
+
+
 def test_short_prompts_come_first_and_equal_ones_in_turn(exercise):
-    a, b, c, d = seqs = waiting(30, 5, 9, 5)
-    assert exercise.order(seqs, {}) == [b, d, c, a]
+    assert ordered(exercise, waiting(30, 5, 9, 5), {}) == ["1: 5", "3: 5", "2: 9", "0: 30"]
 
 
 def test_who_was_passed_over_too_often_comes_first(exercise):
-    a, b, c, d = seqs = waiting(30, 5, 90, 3)
-    assert exercise.order(seqs, {a: exercise.MOST_PASSED, c: exercise.MOST_PASSED + 2}) == [a, c, d, b]
-    assert exercise.order(seqs, {a: exercise.MOST_PASSED - 1}) == [d, b, a, c]
+    a, _, c, _ = seqs = waiting(90, 5, 30, 3)
+    passed_over = {a: exercise.MOST_PASSED, c: exercise.MOST_PASSED + 2}
+    assert ordered(exercise, seqs, passed_over) == ["0: 90", "2: 30", "3: 3", "1: 5"]
+    assert ordered(exercise, seqs, {a: exercise.MOST_PASSED - 1}) == ["3: 3", "1: 5", "2: 30", "0: 90"]
 
 
 def test_who_has_begun_to_answer_comes_before_all_others(exercise):
-    a, b, c = seqs = waiting(30, 5, 90)
+    a, _, c = seqs = waiting(30, 5, 90)
     c.token_ids.append(0)
-    assert exercise.order(seqs, {a: exercise.MOST_PASSED}) == [c, a, b]
+    assert ordered(exercise, seqs, {a: exercise.MOST_PASSED}) == ["2: 90", "0: 30", "1: 5"]
 
 
 def first_tokens(make_scheduler, arrivals, num_blocks=64):

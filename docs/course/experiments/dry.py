@@ -51,12 +51,17 @@ class DryEngine(minimal_engine.Engine):
 
 
 class StaticScheduler(Scheduler):
-    """Static batching: starts requests only when all that ran before have ended. Its pool must hold all of them."""
+    """Static batching: fills a batch, over several steps if the token budget makes it, and starts no other request
+    before all of the batch have ended. Its pool must hold all of them."""
 
     def schedule(self) -> list[tuple[Sequence, int]]:
         if not self.running:
-            return super().schedule()
-        waiting, self.waiting = self.waiting, deque()
+            self.may_start = self.max_num_seqs
+        others, self.waiting = self.waiting, deque()
+        while others and len(self.waiting) < self.may_start:
+            self.waiting.append(others.popleft())
+        count = len(self.waiting)
         batch = super().schedule()
-        self.waiting = waiting
+        self.may_start -= count - len(self.waiting)
+        self.waiting += others
         return batch
