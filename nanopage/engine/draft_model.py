@@ -80,7 +80,8 @@ class ModelDrafter:
         self.gains = DraftGains()
         self.step_costs = StepCosts()  # of the draft model
         self.token_seconds = 0.0  # of a token of a prompt
-        self.seconds = 0.0  # that drafts have taken in this step
+        self.seconds = 0.0  # that drafts have taken in this step, with reading prompts
+        self.reading = 0.0  # that reading prompts has taken in this step
         self.rows: dict[Sequence, Row] = {}  # the one that has waited longest for a draft first
         self.free_rows = list(range(max_num_seqs))
         self.works = True
@@ -117,8 +118,9 @@ class ModelDrafter:
         self.gains.learn(seq, num_drafted, num_accepted)
 
     def observe(self, stats: StepStats) -> None:
-        self.gains.observe(stats, stats.seconds - self.seconds, self.seconds)
-        self.seconds = 0.0
+        # A prompt is read once, and the time is spent: that is no reason to make no drafts from now on.
+        self.gains.observe(stats, stats.seconds - self.seconds, self.seconds - self.reading)
+        self.seconds = self.reading = 0.0
 
     def rest(self) -> None:
         self._forget(list(self.rows))
@@ -126,7 +128,7 @@ class ModelDrafter:
 
     def restart(self) -> None:
         self.executor.discard()
-        self.seconds = 0.0
+        self.seconds = self.reading = 0.0
         self.free_rows += [row.row for row in self.rows.values()]
         self.rows.clear()
         self.manager.reset()
@@ -234,8 +236,10 @@ class ModelDrafter:
                 self._run(batch)
                 row.num_computed += count
                 most -= count
-                seconds = (time.perf_counter() - started) / count
-                self.token_seconds = seconds if not self.token_seconds else 0.8 * self.token_seconds + 0.2 * seconds
+                seconds = time.perf_counter() - started
+                self.reading += seconds
+                each = seconds / count
+                self.token_seconds = each if not self.token_seconds else 0.8 * self.token_seconds + 0.2 * each
                 batch = Batch(idle=True)
         return batch
 

@@ -107,8 +107,7 @@ class DraftGains:
             return
         times = self.costs.of(num_rows)
         if times is not None:
-            made = seconds_to_make / times.plain  # a draft model may read a prompt in steps that have no drafts
-            lost = (seconds + seconds_to_make) / times.plain - 1 - saved if stats.draft_tokens else made
+            lost = (seconds + seconds_to_make) / times.plain - 1 - saved if stats.draft_tokens else 0.0
             self.may_lose = min(MOST_LOSS, self.may_lose + LOSS_PER_STEP - lost)
         self.costs.add(num_rows, stats.draft_tokens, seconds)
 

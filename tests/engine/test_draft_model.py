@@ -1,6 +1,7 @@
 """nanopage/engine/draft_model.py: a small model drafts, and no output changes."""
 
 import logging
+import time
 
 import pytest
 from helpers import tiny_model
@@ -214,3 +215,23 @@ def test_the_time_of_drafts_counts_in_the_step_that_plan_has_decided(model):
         engine.step()
     assert any(made > 0 for _, made in seconds)
     assert all(whole > made for whole, made in seconds)
+
+
+def test_the_time_of_reading_a_prompt_is_no_reason_to_make_no_drafts(model, monkeypatch):
+    monkeypatch.setattr("nanopage.engine.draft_model.EXPECTED_STEP", 0.0)
+    engine = load(model, model).engine
+    drafter, lost = engine.scheduler.drafter, []
+    run = drafter._run
+
+    def slow(batch):
+        if batch.counts[0] > CATCH_UP:
+            monkeypatch.setattr(time, "perf_counter", lambda now=time.perf_counter: now() + 1000)
+        return run(batch)
+
+    drafter._run = slow
+    prompt = [7 + (i * 3) % 40 for i in range(60)]
+    engine.add_request("0", {"prompt_token_ids": prompt}, SamplingParams(temperature=0, max_tokens=12, ignore_eos=True))
+    while engine.has_unfinished_requests():
+        engine.step()
+        lost.append(drafter.gains.may_lose)
+    assert drafter.token_seconds > 10 and min(lost) > -20
