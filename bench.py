@@ -759,7 +759,7 @@ def embed(
         int | None, typer.Option(min=1, max=MAX_TOKENS, help="Most tokens of a batch [default: the engine's].")
     ] = None,
     compare: Annotated[
-        str | None, typer.Option(help="sentence-transformers or transformers: run it on the same texts, in turn.")
+        str | None, typer.Option(help="sentence-transformers, transformers or llamacpp, on the same texts in turn.")
     ] = None,
     iters: ItersOption = 3,
     warmup: WarmupOption = 1,
@@ -774,7 +774,7 @@ def embed(
     from benchmarks import embeddings as benchmark
 
     check_outputs({"--json": json_file})
-    check_choice(compare, benchmark.PEERS, "--compare")
+    check_choice(compare, list(benchmark.PEERS), "--compare")
     if model is None:
         raise typer.BadParameter("give a model that makes embeddings", param_hint="--model")
     lengths = parse_range("--words", words)
@@ -788,13 +788,12 @@ def embed(
         pooling = engine.model_config.pooling
         if pooling is None or pooling.task != "embed":
             raise ValueError(f"{engine.model_path.name} makes no embeddings")
-        if compare == "transformers" and not (pooling.pooling_type == "MEAN" and pooling.normalize):
-            raise ValueError("--compare transformers averages and normalizes, and this model does not")
+        if compare in ("transformers", "llamacpp") and not (pooling.pooling_type == "MEAN" and pooling.normalize):
+            raise ValueError(f"--compare {compare} averages and normalizes, and this model does not")
         texts = benchmark.make_texts(llm.get_tokenizer(), num_prompts, lengths, seed)
         engines = {"nanopage": lambda texts: benchmark.embed_all(llm, texts)}
         if compare is not None:
-            arguments = engine.model_path, engine.capacity.dtype, engine.capacity.device, engine.max_model_len
-            engines[compare] = benchmark.make_peer(compare, *arguments)
+            engines[compare] = benchmark.make_peer(compare, llm)
     num_tokens = benchmark.count_tokens(llm, texts)
     header = benchmark.describe_run(engine, compare, num_prompts, num_tokens)
     show_header(header)

@@ -1,10 +1,10 @@
-"""Embeddings: texts of mixed lengths through nanopage and, in turn, through sentence-transformers or transformers."""
+"""Embeddings: texts of mixed lengths through nanopage and, in turn, through sentence-transformers, transformers or
+llama.cpp."""
 
 import random
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ import numpy as np
 from benchmarks.machine import machine_state, versions
 from nanopage import LLM
 
-PEERS = ("sentence-transformers", "transformers")
+PEERS = {"sentence-transformers": "sentence_transformers", "transformers": "transformers", "llamacpp": "llama_cpp"}
 BATCH_SIZE = 32  # sentence-transformers' default
 
 
@@ -48,19 +48,30 @@ def describe_run(engine: Any, compare: str | None, num_texts: int, num_tokens: i
         "model": f"{engine.model_path.name}, {engine.capacity.dtype}",
         "device": f"{engine.capacity.device}: {hardware}, {torch.get_num_threads()} threads",
         **gpu,
-        "versions": versions(
-            *([compare.replace("-", "_")] if compare else []), *(["transformers"] if compare != "transformers" else [])
-        ),
+        "versions": versions(*dict.fromkeys([*([PEERS[compare]] if compare else []), "transformers"])),
     }
 
 
-def make_peer(name: str, path: Path, dtype: str, device: str, max_tokens: int) -> Callable[[list[str]], np.ndarray]:
-    """A function that embeds texts with a peer, which sorts them by length and pads the batches.
+def make_peer(name: str, llm: LLM) -> Callable[[list[str]], np.ndarray]:
+    """A function that embeds texts with a peer, on the engine's model, dtype and device.
 
-    Raises: ImportError, ValueError if the peer is not installed or cannot run the model.
+    Raises: ImportError, RuntimeError or ValueError if the peer is not installed or cannot run the model.
     """
     import torch
 
+    engine = llm.engine
+    path, dtype, device = engine.model_path, engine.capacity.dtype, engine.capacity.device
+    max_tokens = engine.max_model_len
+    if name == "llamacpp":
+        if device != "cpu":
+            raise ValueError(f"--compare llamacpp runs on a CPU, not on {device}")
+        from benchmarks.llamacpp_embeddings import make_embedder
+
+        ours = llm.get_tokenizer()
+        size = engine.model_config.hidden_size
+        return make_embedder(
+            path, dtype, torch.get_num_threads(), lambda text: ours.encode_truncated(text, None, max_tokens)[0], size
+        )
     kind = getattr(torch, dtype)
     if name == "sentence-transformers":
         from sentence_transformers import SentenceTransformer

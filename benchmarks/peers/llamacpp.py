@@ -212,13 +212,14 @@ def quantize(source: Path, target: Path, quantization: str) -> None:
 
 
 def float32_tensors(path: Path):
-    """(name, float32 array) of a .safetensors file; without torch, which this environment does not have."""
+    """(name, float32 array) of each tensor of 16 or 32 bits in a .safetensors file, without torch, which this
+    environment does not have. Integers are left out."""
     import numpy as np
 
     data = np.memmap(path, dtype=np.uint8, mode="r")
     start = 8 + int(data[:8].view(np.uint64)[0])
     for name, entry in json.loads(data[8:start].tobytes()).items():
-        if name == "__metadata__":
+        if name == "__metadata__" or entry["dtype"] not in ("F32", "F16", "BF16"):
             continue
         begin, end = (start + offset for offset in entry["data_offsets"])
         raw = np.array(data[begin:end])

@@ -15,15 +15,27 @@ import threading
 from pathlib import Path
 from types import SimpleNamespace
 
+import gguf
 import pytest
 import torch
 import typer
 from encoders import tiny_encoder, write_modules
 from helpers import ForkedLink, random_tokens, run_bench, tiny_model
+from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 import bench as program
-from benchmarks import kernel_resources, kernels, machine, memory, offline, parallel, progress, utilization
+from benchmarks import (
+    kernel_resources,
+    kernels,
+    llamacpp_embeddings,
+    machine,
+    memory,
+    offline,
+    parallel,
+    progress,
+    utilization,
+)
 from benchmarks.outputs import Stopped
 from benchmarks.peers import nanopage as nanopage_peer
 from benchmarks.peers import transformers as transformers_peer
@@ -883,3 +895,28 @@ def test_embed_measures_a_peer_on_the_same_texts(tmp_path, model):
         assert len(row["seconds"]) == 2 and row["texts_per_second"] > 0 and row["largest_difference"] < 1e-5
     assert run_bench("embed", "--model", model, "--num-prompts", 1).exit_code == 1  # it makes text
     assert run_bench("embed", "--model", directory, "--compare", "vllm").exit_code == 2
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_weights_of_an_encoder_are_written_for_llamacpp(tmp_path, dtype):
+    directory = tiny_encoder(tmp_path / "model")
+    llamacpp_embeddings.write_gguf(directory, tmp_path / "model.gguf", dtype)
+    reader = gguf.GGUFReader(tmp_path / "model.gguf")
+    written = {tensor.name: tensor for tensor in reader.tensors}
+    weights = {name.removeprefix("bert."): w for name, w in load_file(directory / "model.safetensors").items()}
+    assert len(written) == sum(w.is_floating_point() and not name.startswith("pooler.") for name, w in weights.items())
+    for name, ours in {
+        "blk.1.attn_q": "encoder.layer.1.attention.self.query",
+        "blk.0.ffn_down": "encoder.layer.0.output.dense",
+        "blk.0.layer_output_norm": "encoder.layer.0.output.LayerNorm",
+    }.items():
+        for part in ("weight", "bias"):
+            tensor, expected = written[f"{name}.{part}"], weights[f"{ours}.{part}"]
+            matrix = dtype == "bfloat16" and expected.ndim > 1
+            assert tensor.tensor_type.name == ("BF16" if matrix else "F32")
+            values = torch.tensor(gguf.dequantize(tensor.data, tensor.tensor_type).reshape(expected.shape))
+            assert torch.equal(values, expected.bfloat16().float() if matrix else expected)
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**config, "architectures": ["RobertaModel"]}))
+    with pytest.raises(ValueError, match="RobertaModel"):
+        llamacpp_embeddings.write_gguf(directory, tmp_path / "other.gguf", dtype)
