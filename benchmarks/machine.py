@@ -7,6 +7,7 @@ import mmap
 import platform
 import subprocess
 import time
+from functools import partial
 from pathlib import Path
 
 from benchmarks.peers import nanopage as nanopage_peer
@@ -80,15 +81,17 @@ def read_bandwidth(threads: int) -> float:
 
 
 def product_speed(threads: int, dtype: str, quantization: str | None) -> float:
-    """GFLOP/s of the fastest matrix products that an engine could use, 512 x 1024 by 1024 x 1024, by torch: the best
-    of 30 of each kind.
+    """GFLOP/s of the fastest matrix products that an engine could use, 512 x 1024 by 1024 x 1024, by torch's libraries:
+    the best of 30 of each kind.
 
     The kinds are float32; with the dtype bfloat16, also bfloat16, if the processor has instructions for it; with int8
-    or int4 weights, also int8 by int8. A multiplication and an addition count as two operations in each.
+    or int4 weights, also int8 by int8. torch multiplies float32 by MKL, which does not use all of some processors, so
+    oneDNN multiplies it as well. A multiplication and an addition count as two operations in each.
     """
     import torch
 
     from nanopage.device import computes_natively
+    from nanopage.kernels.cpu.packed_linear import can_pack, pack, packed_linear
 
     torch.set_num_threads(threads)
     kinds = [torch.float32]
@@ -97,11 +100,14 @@ def product_speed(threads: int, dtype: str, quantization: str | None) -> float:
     best = math.inf
     for kind in kinds:
         x, weights = torch.ones(512, 1024, dtype=kind), torch.ones(1024, 1024, dtype=kind)
-        product = torch._int_mm if kind == torch.int8 else torch.mm
-        for _ in range(30):
-            started = time.perf_counter()
-            product(x, weights)
-            best = min(best, time.perf_counter() - started)
+        products = [partial(torch._int_mm if kind == torch.int8 else torch.mm, x, weights)]
+        if can_pack(kind):
+            products.append(partial(packed_linear, x, pack(weights), None))
+        for product in products:
+            for _ in range(30):
+                started = time.perf_counter()
+                product()
+                best = min(best, time.perf_counter() - started)
     return 2 * 512 * 1024 * 1024 / best / 1e9
 
 

@@ -367,11 +367,11 @@ def test_engines_are_told_to_use_avx2_alone(model, tmp_path, monkeypatch, has_av
 
 def test_an_engine_that_cannot_be_told_to_use_avx2_alone_is_refused(model, tmp_path, monkeypatch):
     monkeypatch.setattr(compare, "cpu_has", lambda feature: True)
-    options = ["--workloads", "W1", "--environments", tmp_path, "--isa", "avx2", "--engines", "onnxruntime"]
+    options = ["--workloads", "W1", "--environments", tmp_path, "--isa", "avx2", "--engines", "openvino"]
     done = run_bench("compare", "--model", model, *options)
     assert done.exit_code == 2
     words = " ".join(done.output.replace("│", " ").split())
-    assert "'onnxruntime' is not one of the engines that can be told to use AVX2 alone" in words
+    assert "'openvino' is not one of the engines that can be told to use AVX2 alone" in words
 
 
 def test_a_processor_without_avx2_cannot_act_as_one(model, monkeypatch):
