@@ -50,8 +50,8 @@ from benchmarks.checks import (
     MAX_VALIDATED,
     check_choice,
     check_engine,
-    check_folder,
     check_lengths,
+    find_environments,
     find_model,
     find_path,
     refuse,
@@ -89,6 +89,9 @@ AsyncSchedulingOption = Annotated[
 ]
 ItersOption = Annotated[int, typer.Option(min=1, max=MAX_ITERATIONS, help="Measured iterations; medians are reported.")]
 WarmupOption = Annotated[int, typer.Option(min=0, max=MAX_ITERATIONS, help="Iterations before them that do not count.")]
+EnvironmentsOption = Annotated[
+    Path | None, typer.Option(help="A virtual environment for each peer [default: ~/.cache/nanopage/peers].")
+]
 SeedOption = Annotated[int, typer.Option(min=0, max=MAX_SEED, help="Seed of the lengths and the prompts.")]
 JsonOption = Annotated[Path | None, typer.Option("--json", help="Write the results to this file as JSON.")]
 CompareOption = Annotated[str | None, typer.Option(help="'transformers': run it on the same work, in turn.")]
@@ -603,9 +606,7 @@ def speculate(
         str | None,
         typer.Option(metavar="PEERS", help="Measure the greedy tasks on vllm, llamacpp, too."),
     ] = None,
-    environments: Annotated[
-        Path | None, typer.Option(help="A virtual environment for each peer [default: ~/.cache/nanopage/peers].")
-    ] = None,
+    environments: EnvironmentsOption = None,
     dtype: DtypeOption = "auto",
     device: DeviceOption = "auto",
     eager: EagerOption = False,
@@ -623,7 +624,6 @@ def speculate(
     """
     from benchmarks import speculation as benchmark
     from benchmarks.compare import Setup, python_of_engines
-    from nanopage.weights import hub
     from nanopage.worker.threads import default_threads
 
     check_outputs({"--json": json_file})
@@ -632,7 +632,7 @@ def speculate(
         check_choice(name, list(benchmark.PEERS), "--compare")
     if environments is not None and compare is None:
         refuse("is for --compare", "--environments")
-    home = check_folder(environments, "--environments") if environments else hub.cache_directory() / "peers"
+    home = find_environments(environments)
     pythons = python_of_engines(names, home, "cpu", None, False, False, "--compare")
     switches = engine_options(dtype, device, eager, None, "auto", None)
     check_engine(switches)
@@ -968,9 +968,7 @@ def compare(
     engines: Annotated[
         str | None, typer.Option(help="Which, as in nanopage,vllm [default: all that are installed].")
     ] = None,
-    environments: Annotated[
-        Path | None, typer.Option(help="A virtual environment for each peer [default: ~/.cache/nanopage/peers].")
-    ] = None,
+    environments: EnvironmentsOption = None,
     mt_bench: Annotated[Path | None, typer.Option(help="mt_bench's question file (JSON lines), for W6.")] = None,
     device: DeviceOption = "auto",
     dtype: Annotated[str, typer.Option(help="bfloat16 or float32; W5 is always float32.")] = "bfloat16",
@@ -1002,7 +1000,6 @@ def compare(
     """
     from benchmarks import compare as comparison
     from nanopage.device import resolve_device
-    from nanopage.weights import hub
     from nanopage.worker.threads import default_threads
 
     check_outputs({"--json": json_file}, {"--mt-bench": mt_bench})
@@ -1040,7 +1037,7 @@ def compare(
         model,
         names,
         None if engines is None else list(dict.fromkeys(engines.split(","))),
-        check_folder(environments, "--environments") if environments else hub.cache_directory() / "peers",
+        find_environments(environments),
         mt_bench,
         device,
         dtype,
@@ -1065,9 +1062,7 @@ def experts(
     input_len: Annotated[int, typer.Option(min=1, max=MAX_TOKENS, help="Tokens of each prompt.")] = 32,
     output_len: Annotated[int, typer.Option(min=2, max=MAX_TOKENS, help="Tokens of each output.")] = 64,
     engines: Annotated[str, typer.Option(help="nanopage, or with llama.cpp.")] = "nanopage,llamacpp",
-    environments: Annotated[
-        Path | None, typer.Option(help="A virtual environment for each peer [default: ~/.cache/nanopage/peers].")
-    ] = None,
+    environments: EnvironmentsOption = None,
     dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
     eager: EagerOption = False,
     quantization: QuantizationOption = None,
@@ -1092,7 +1087,6 @@ def experts(
 
     from benchmarks import compare as comparison
     from benchmarks import experts as benchmark
-    from nanopage.weights import hub
     from nanopage.worker.threads import default_threads
 
     check_outputs({"--json": json_file})
@@ -1104,7 +1098,7 @@ def experts(
         check_choice(name, ["nanopage", "llamacpp"], "--engines")
     if num_chosen > num_experts:
         refuse(f"{num_chosen} are more than the {num_experts} experts", "--num-chosen")
-    folder = check_folder(environments, "--environments") if environments else hub.cache_directory() / "peers"
+    folder = find_environments(environments)
     path, config = find_model(model)
     pythons = comparison.python_of_engines(names, folder, "cpu", quantization, False, False)
     check_lengths([(input_len, output_len)] * max(sizes), config, ["--input-len", "--output-len"])

@@ -88,6 +88,13 @@ def check_folder(folder: Path, option: str) -> Path:
     return folder
 
 
+def find_environments(folder: Path | None) -> Path:
+    """The folder that --environments names, or the one where peers are by default."""
+    from nanopage.weights import hub
+
+    return hub.cache_directory() / "peers" if folder is None else check_folder(folder, "--environments")
+
+
 def find_path(model: str | None) -> Path:
     """The model's path. Exit code 2 for a --model that is not there."""
     from nanopage.weights import hub

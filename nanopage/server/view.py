@@ -240,7 +240,8 @@ def add_view(app: FastAPI, state: "ServerState", view: LiveView) -> None:
 
     @app.post("/view/control", include_in_schema=False)
     async def control(body: Control, request: Request) -> Response:
-        # A page of another site cannot send this type without asking, and it is never allowed to.
+        _check_site(request)
+        # Nor can a page of another site send this type without asking, in a browser that says nothing of sites.
         if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
             raise ApiError(415, "the content type must be application/json", code="unsupported_media_type")
         llm = _engine(state)
@@ -258,12 +259,12 @@ def add_view(app: FastAPI, state: "ServerState", view: LiveView) -> None:
 
 def _check_site(request: Request) -> None:
     """Raises: ApiError for a request that a browser sends for a page of another site. Such a page could not read the
-    reply, but it could take the places of the watchers."""
+    reply, but it could take the places of the watchers, or pause the engine."""
     headers = request.headers
     site, origin = headers.get("sec-fetch-site"), headers.get("origin")
     is_own = origin is None or urllib.parse.urlsplit(origin).netloc == headers.get("host")
     if site not in ("same-origin", "none") if site is not None else not is_own:
-        raise ApiError(403, "a page of another site may not watch", code="foreign_site")
+        raise ApiError(403, "a page of another site may neither watch nor pause the engine", code="foreign_site")
 
 
 def _engine(state: "ServerState") -> AsyncLLM:

@@ -139,10 +139,12 @@ def test_another_site_cannot_pause_the_engine():
         ({}, 503),
     ],
 )
-def test_another_site_cannot_watch(headers, status):
+def test_another_site_can_neither_watch_nor_pause(headers, status):
     app = create_app(ServerState(["fake"], view=LiveView()))  # it would answer 503, because it has no engine
-    reply = asyncio.run(call(app, "GET", "/view/events", headers={"host": "localhost"} | headers))
-    assert reply.status == status
+    headers = {"host": "localhost"} | headers
+    assert asyncio.run(call(app, "GET", "/view/events", headers=headers)).status == status
+    as_json = headers | {"content-type": "application/json"}
+    assert asyncio.run(call(app, "POST", "/view/control", b'{"action": "pause"}', as_json)).status == status
 
 
 @pytest.mark.parametrize(
