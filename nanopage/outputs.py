@@ -257,7 +257,8 @@ class StepStats:
     events: list[RequestEvent] = field(default_factory=list)  # since the previous step, in order
 
     def count_draft(self, num_tokens: int, num_accepted: int) -> None:
-        """Count a draft, of which the first `num_accepted` tokens were sampled."""
+        """Count a draft, of which the first `num_accepted` tokens were sampled. Tokens behind a stop token do not
+        count; those behind a stop string do, because the engine finds it later, in the text."""
         self.num_drafts += 1
         self.draft_tokens += num_tokens
         self.accepted_tokens += [0] * (num_accepted - len(self.accepted_tokens))
