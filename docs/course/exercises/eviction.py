@@ -9,6 +9,9 @@ found in the cache.
 But whatever the policy, a block must not go before the blocks that continue it: a lookup walks a prefix from its
 beginning and stops at the first block that is missing, so those after it could not be found any more.
 
+A `Prefix` is what the cache knows of a block: `hash` is computed from its tokens and all before them, and `parent` is
+the `Prefix` of the block before it, or None for the first block of a prompt.
+
 Compare `Prefix.hash`, not objects: a block that was evicted and computed again has another `Prefix` with the same hash,
 and those that continue it may still have the old one as their `parent`.
 

@@ -28,6 +28,7 @@ def sample_top_n_sigma(logits: Tensor, n: float, temperatures: Tensor, seeds: Te
         temperatures: float64 [B], greater than 0.
         seeds, positions: int64 [B].
 
-    Returns: int64 [B].
+    Returns: int64 [B], the id of a token for each row. Each row has its own largest logit and deviation: `keepdim=True`
+        keeps them in the shape [B, 1], so that they can be compared with the logits of their row.
     """
     raise NotImplementedError("exercise 1")

@@ -6,10 +6,11 @@ If a long prompt and ten short ones wait, the average request has its first toke
 But if short ones keep coming, the long one never starts. So a request may be passed over only so often. And a request
 that was preempted has begun to answer somebody: it comes before all that have not.
 
-Fill in `order`. The Scheduler below asks it before each step.
+Fill in `order` and `count_passed`. The Scheduler below asks the first before each step, and calls the second after it.
 """
 
 from collections import deque
+from collections.abc import Iterable
 
 from dry import Scheduler, Sequence  # docs/course/experiments/dry.py has them from examples/minimal_engine.py
 
@@ -31,6 +32,26 @@ def order(waiting: list[Sequence], passed_over: dict[Sequence, int]) -> list[Seq
     raise NotImplementedError("exercise 3")
 
 
+def count_passed(
+    batch: Iterable[Sequence],
+    waiting: Iterable[Sequence],
+    arrivals: dict[Sequence, int],
+    passed_over: dict[Sequence, int],
+) -> None:
+    """Count the requests of a step that start: each passes over those that wait and came earlier.
+
+    A request starts with the first chunk of its prompt (`seq.num_computed` is 0), but only once. One that has begun to
+    answer and was preempted computes its tokens anew, and passes over nobody.
+
+    Args:
+        batch: the requests of the step, before it is computed.
+        waiting: those that are left.
+        arrivals: when each request came: a smaller number is earlier.
+        passed_over: as in `order`; to be changed.
+    """
+    raise NotImplementedError("exercise 3")
+
+
 class ShortestFirst(Scheduler):
     """The Scheduler of examples/minimal_engine.py with `waiting` in the order of `order`."""
 
@@ -45,9 +66,5 @@ class ShortestFirst(Scheduler):
         by_arrival = sorted(self.waiting, key=self.arrivals.__getitem__)
         self.waiting = deque(order(by_arrival, self.passed_over))
         batch = super().schedule()
-        for started, _ in batch:
-            if started.num_computed == 0 and not started.output:
-                for seq in self.waiting:
-                    if self.arrivals[seq] < self.arrivals[started]:
-                        self.passed_over[seq] = self.passed_over.get(seq, 0) + 1
+        count_passed([seq for seq, _ in batch], self.waiting, self.arrivals, self.passed_over)
         return batch

@@ -28,6 +28,20 @@ def test_who_has_begun_to_answer_comes_before_all_others(exercise):
     assert ordered(exercise, seqs, {a: exercise.MOST_PASSED}) == ["2: 90", "0: 30", "1: 5"]
 
 
+def test_who_starts_passes_over_those_that_came_earlier(exercise):
+    a, b, c, d = waiting(30, 5, 90, 2)
+    arrivals, passed_over = {a: 0, b: 1, c: 2, d: 3}, {a: 1}
+    exercise.count_passed([c], [a, b, d], arrivals, passed_over)
+    assert passed_over == {a: 2, b: 1}
+    exercise.count_passed([b, d], [a], arrivals, passed_over)
+    assert passed_over == {a: 4, b: 1}
+    c.num_computed = 8  # the second chunk of its prompt
+    exercise.count_passed([c], [a], arrivals, passed_over)
+    d.token_ids.append(0)  # it has answered, was preempted, and begins anew
+    exercise.count_passed([d], [a], arrivals, passed_over)
+    assert passed_over == {a: 4, b: 1}
+
+
 def first_tokens(make_scheduler, arrivals, num_blocks=64):
     """Run a dry engine with one place. Returns the step of each request's first token, and the order of the starts.
 

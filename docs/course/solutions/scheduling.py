@@ -1,6 +1,7 @@
 """Exercise of chapter 3, solved."""
 
 from collections import deque
+from collections.abc import Iterable
 
 from dry import Scheduler, Sequence
 
@@ -20,6 +21,20 @@ def order(waiting: list[Sequence], passed_over: dict[Sequence, int]) -> list[Seq
     return sorted(waiting, key=key)  # sorted is stable
 
 
+def count_passed(
+    batch: Iterable[Sequence],
+    waiting: Iterable[Sequence],
+    arrivals: dict[Sequence, int],
+    passed_over: dict[Sequence, int],
+) -> None:
+    """Count the requests of a step that start: each passes over those that wait and came earlier."""
+    for started in batch:
+        if started.num_computed == 0 and not started.output:
+            for seq in waiting:
+                if arrivals[seq] < arrivals[started]:
+                    passed_over[seq] = passed_over.get(seq, 0) + 1
+
+
 class ShortestFirst(Scheduler):
     """The Scheduler of examples/minimal_engine.py with `waiting` in the order of `order`."""
 
@@ -34,9 +49,5 @@ class ShortestFirst(Scheduler):
         by_arrival = sorted(self.waiting, key=self.arrivals.__getitem__)
         self.waiting = deque(order(by_arrival, self.passed_over))
         batch = super().schedule()
-        for started, _ in batch:
-            if started.num_computed == 0 and not started.output:
-                for seq in self.waiting:
-                    if self.arrivals[seq] < self.arrivals[started]:
-                        self.passed_over[seq] = self.passed_over.get(seq, 0) + 1
+        count_passed([seq for seq, _ in batch], self.waiting, self.arrivals, self.passed_over)
         return batch
