@@ -7,9 +7,16 @@ Names are imported on first use, so that `import nanopage.engine.scheduler` does
 
 import importlib
 import logging
+import os
 import sys
 
 __version__ = "0.2.0"
+
+# How long a thread of OpenMP spins at a barrier before it sleeps: on a Zen 5, 0.7 ms instead of 7. Where another
+# process keeps a core busy, the system may put two threads on one core: each then spins while the other, which it waits
+# for, cannot run. libgomp reads this once, when torch is imported.
+if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys():
+    os.environ["GOMP_SPINCOUNT"] = "30000"
 
 _HOME = {
     "LLM": "llm",

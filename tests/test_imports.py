@@ -2,6 +2,7 @@
 
 import ast
 import importlib.util
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -145,3 +146,18 @@ sys.modules["torch"] = None  # an import of it raises ImportError
 import nanopage.engine.engine, nanopage.step, nanopage.params, nanopage.outputs, nanopage.text.chat_template
 """
     subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True)
+
+
+@pytest.mark.parametrize(
+    ("given", "then"),
+    [({}, "30000"), ({"GOMP_SPINCOUNT": "5"}, "5"), ({"OMP_WAIT_POLICY": "active"}, "None")],
+    ids=["neither", "GOMP_SPINCOUNT", "OMP_WAIT_POLICY"],
+)
+def test_how_long_threads_spin_is_set_unless_the_user_does(given, then):
+    environment = {
+        name: value for name, value in os.environ.items() if name not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
+    }
+    code = "import nanopage, os; print(os.environ.get('GOMP_SPINCOUNT'))"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env=environment | given, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == then
