@@ -99,8 +99,9 @@ class SamplingParams:
         logit_bias: token id -> number in [-100, 100] added to its logit.
         allowed_token_ids: only these ids can be sampled.
         bad_words: strings whose token sequences cannot be completed.
-        seed: makes the request's noise independent of what runs beside it. In 16-bit types the logits still round
-            differently in batches of other sizes, so near-ties can fall either way. None draws from the engine's seed.
+        seed: makes the request's noise independent of what runs beside it. In dtypes smaller than
+            float64, logits round differently in batches of other sizes, and near-ties can fall either way. None draws
+            from the engine's seed.
         max_tokens: most output tokens; None means up to the model's length.
         min_tokens: no end-of-sequence, stop token or stop string before this many output tokens.
         stop: strings that end the output; not part of it unless `include_stop_str_in_output`. The string that ends

@@ -1,6 +1,7 @@
-"""The messages between the engine and its workers: one Batch and one BatchResult a step.
+"""The messages between the engine and its workers. In each step, the engine sends a Batch, and the masks that it has
+not found by then (`Executor.add_masks`), and gets a BatchResult back.
 
-Both are plain data. LocalExecutor passes them as objects. ProcessExecutor sends them to other processes as MessagePack
+All are plain data. LocalExecutor passes them as objects. ProcessExecutor sends them to other processes as MessagePack
 (worker/messages.py).
 
 A worker keeps a table with a row for each running sequence (worker/sequence_table.py). The engine assigns the rows: a

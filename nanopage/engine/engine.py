@@ -190,6 +190,10 @@ class LLMEngine:
     def abort(self, request_id: str, index: int | None = None) -> RequestOutput | None:
         """End a request now, or only its completion `index`, and free the blocks.
 
+        The other requests go on, with one exception. If a step is planned (see `plan`), and either `index` is given or
+        the requests of a failed step run one at a time, the plan is given up: every request starts again from the
+        tokens that it has, and the prefix cache is empty. No token is lost or changes.
+
         Returns: its output so far; None if there is no such request or completion (it may just have finished).
         Raises: ValueError for an `index` with beam search or with `best_of` larger than `n`: these completions compete,
             and have no index before all have ended.
@@ -286,8 +290,8 @@ class LLMEngine:
         sequences, and the outputs are those of the oldest.
 
         If the batch fails, its requests run again, one at a time. A request that fails alone ends with
-        `RequestOutput.error`. The others get the same tokens as without the failure (in 16-bit types, near-ties
-        aside). If a worker has died, every request ends with an error, and `dead_error` says why. After a
+        `RequestOutput.error`. The others get the same tokens as without the failure, but for near-ties in dtypes
+        smaller than float64. If a worker has died, every request ends with an error, and `dead_error` says why. After a
         KeyboardInterrupt, at whatever point, the next call continues with every request; if it comes in the middle of a
         message to a worker process, that counts as the worker's death.
 

@@ -47,15 +47,16 @@ class Schedule:
     draft_masks   for those of `drafted` that have masks: the mask of each token that they sample (see `TokenMask`)
     num_accepted  for each of `drafted`, how many tokens of its draft were appended; from `Scheduler.update` on
     cut           those of `drafted` that ended before the end of their drafts was looked at
+    loading       the adapters of the batch's `loads`
+    wait          why the first group that is not admitted waits
+    preempted     groups that have given up their blocks
 
-    For `LLMEngine.explain`:
+    Only for `LLMEngine.explain`, `StepStats` and the live view:
 
     budget        tokens that the step may have
-    wait          why the first group that is not admitted waits
     skipped       running groups that the step leaves out, and why: "mask" or "stage", their next step depends on tokens
                   in flight; "share", the batch has its share of the groups, and other stages get the rest
     evicted       blocks that the prefix cache has lost
-    loading       the adapters of the batch's `loads`
     forked        leaders whose siblings share their blocks from now on; from `Scheduler.advance` on
     dropped       sequences that had ended when their tokens came; from `Scheduler.update` on, like the next two
     beam_forks    (parent, beam) of beams that fork from others

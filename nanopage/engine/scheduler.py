@@ -27,8 +27,8 @@ memory is full, any group is recomputed.
 
 Progress is certain. No group can outgrow the pool (the engine refuses such requests), so the first in order can always
 run by preempting the others. Within one priority, no group is admitted before an older one. A group of a lower priority
-waits for as long as groups of a higher priority keep coming. The output does not depend on any of this (in 16-bit
-types, near-ties aside); the fuzz suite tests that.
+waits for as long as groups of a higher priority keep coming. The output does not depend on any of this, but for
+near-ties in dtypes smaller than float64; the fuzz suite tests that.
 
 After an exception, `restart` puts every request back into `waiting`. Groups that may have caused it become `suspects`,
 which run one at a time, so that the next failure has one group to blame.

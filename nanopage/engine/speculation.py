@@ -8,7 +8,8 @@ samples equal the draft, they are what one step after the other would have sampl
 The first sample that differs is still right, because it depends only on the tokens before it. What follows is dropped.
 
 So the output is exactly that without drafts, with seeds as well, because the noise of a token depends only on the seed,
-the position and the token id. (In 16-bit types, rounding depends on the number of rows of a step, as without drafts.)
+the position and the token id. (In dtypes smaller than float64, rounding depends on the number of rows of a step,
+as it does without drafts, and near-ties can fall either way.)
 
 A draft costs time whether it is right or not. `DraftGains.choose` takes the drafts that promise to save the most time:
 

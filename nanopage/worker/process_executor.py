@@ -235,9 +235,13 @@ class ProcessExecutor:
         """Wait for an answer of one kind from every worker. Returns them by rank."""
         while len(self._answers) < len(self.links):
             self._receive()
-        answers = [self._answers.pop(rank) for rank in range(len(self.links))]
-        assert all(isinstance(answer, kind) for answer in answers)
-        return answers  # type: ignore[return-value]
+        answers: list[M] = []
+        for rank in range(len(self.links)):
+            answer = self._answers.pop(rank)
+            if not isinstance(answer, kind):
+                raise self._end(rank, f"it has answered {type(answer).__name__} instead of {kind.__name__}")
+            answers.append(answer)
+        return answers
 
     def _receive(self) -> None:
         """Wait for messages and take them. Ping the workers meanwhile.
