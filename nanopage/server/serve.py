@@ -67,7 +67,7 @@ def main(arguments: list[str]) -> int:
     modules = parse_modules(args.lora_modules)
     engine_args = EngineArgs.from_cli_args(args)
     settings = {
-        "model_names": args.served_model_name or [default_name(args.model)],
+        "model_names": args.served_model_name or [hub.name_of(args.model)],
         "max_queue": args.max_queue,
         "max_queue_tokens": args.max_queue_tokens,
         "stall_seconds": args.stall_timeout,
@@ -281,8 +281,8 @@ def check_adapters(args: argparse.Namespace, modules: dict[str, str], model_name
 def _front(args: argparse.Namespace, state: ServerState, settings: dict, engine_args: EngineArgs) -> "Front":
     """Front for these options, connected to a Ray cluster. Raises: ValueError, ConnectionError."""
     engine = dataclasses.asdict(engine_args)
-    if args.model is not None and Path(args.model).expanduser().exists():
-        engine["model"] = str(Path(args.model).expanduser().resolve())  # replicas have other working directories
+    if args.model is not None and os.path.exists(path := os.path.expanduser(args.model)):
+        engine["model"] = os.path.realpath(path)  # replicas have other working directories
     most = args.max_replicas or args.replicas
     num_workers = engine_args.tensor_parallel_size * engine_args.pipeline_parallel_size
     if ray_cluster.is_local():
@@ -332,13 +332,6 @@ def _seconds(text: str) -> float:
     if not 0 <= float(text) < math.inf:
         raise argparse.ArgumentTypeError(f"{text} is not a number of seconds")
     return float(text)
-
-
-def default_name(model: str | None) -> str:
-    """What clients call the model: what `--model` says, without directories."""
-    if model is None:
-        return "SmolLM2-135M-Instruct"
-    return Path(model).resolve().name if Path(model).exists() else model
 
 
 class OneEngine:

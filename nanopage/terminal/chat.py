@@ -112,7 +112,7 @@ def loader(options: dict, asked: dict, raw: bool) -> Callable:
 
     def load(model: str | None):
         path = hub.resolve(model)
-        name = path.name if model is None or Path(model).expanduser().exists() else model
+        name = hub.name_of(model)
         loading = f"Loading {name}: {weights_gb(path):.1f} GB of weights"
         with spinner(loading) as update:
             from nanopage import LLM

@@ -56,6 +56,7 @@ class Conversation:
         self.toolbox = toolbox
         self.session, self.raw, self.plain, self.verbose, self.kept = session, raw, plain, verbose, kept
         self._model, self._load = model, load
+        self._loaded: dict[str | None, str | None] = {session.model: model}  # shown name -> argument of `load`
         self.defaults = session.params
         self.replies: list[Reply] = []
         self.known: list[int] = []  # tokens with which the next prompt should begin
@@ -309,12 +310,13 @@ class Conversation:
         say(f"{len(self.session.messages) // 2} turn(s) from {name}.{other}")
 
     def switch_model(self, model: str | None) -> None:
-        """Go on with another model; None is the default one.
+        """Go on with another model: an argument of `load`, or the name that a model was shown by before.
 
         Raises: ValueError, OSError, MemoryError; the present model then stays, or is loaded again.
         """
         if self._load is None:
             raise ValueError("the model cannot be changed here")
+        model = self._loaded.get(model, model)
         self._check_model(model)
         settings = self.session.settings()
         changed = {name: value for name, value in settings.items() if value != getattr(self.defaults, name)}
@@ -323,7 +325,7 @@ class Conversation:
         except BaseException:
             self._load_model(self._model, changed)
             raise
-        self._model = model
+        self._model = self._loaded[self.session.model] = model
 
     def _check_model(self, model: str | None) -> None:
         """Raises ValueError, OSError if its files show that it cannot be loaded."""

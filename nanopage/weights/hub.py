@@ -54,7 +54,8 @@ def resolve(model: str | None) -> Path:
     """The local path of `model`: a directory or a .gguf file.
 
     Args:
-        model: a directory in Hugging Face layout, a .gguf file, a hub id "owner/name", or None for the default model.
+        model: a directory in Hugging Face layout, a .gguf file, a hub id "owner/name", or the default model: its name,
+            in any case, or None.
 
     Raises:
         FileNotFoundError: nothing has that name here, and the hub does not have it or cannot be reached.
@@ -74,9 +75,20 @@ def resolve(model: str | None) -> Path:
         return path
     if path.exists():
         raise FileNotFoundError(f"{path} is neither a model directory nor a .gguf file")
+    if name_of(model) == DEFAULT_MODEL:
+        return default_model()
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", str(model)) or path.suffix == ".gguf" or str(model).startswith("."):
-        raise FileNotFoundError(f"no model at {model!r}: give a directory, a .gguf file or a hub id 'owner/name'")
+        raise FileNotFoundError(
+            f"no model at {model!r}: give a directory, a .gguf file, a hub id 'owner/name' or {DEFAULT_MODEL}"
+        )
     return _from_hub(str(model))
+
+
+def name_of(model: str | None) -> str:
+    """What users see of `model`: a hub id as it is, or the name of a directory or file without its parents."""
+    if model is None or not (path := Path(os.path.expanduser(model))).exists():
+        return DEFAULT_MODEL if model is None or model.lower() == DEFAULT_MODEL.lower() else model
+    return path.resolve().name
 
 
 def cache_directory() -> Path:

@@ -329,7 +329,8 @@ def test_model_changes_the_model_and_keeps_the_conversation(chat, llm, tmp_path,
 
     with pytest.raises(ValueError, match="cannot be changed"):
         chat.take("/model x")
-    chat._load, chat._model = load, "first"
+    shutil.copytree(llm.engine.model_path, tmp_path / "tiny")
+    chat._load, chat._model, chat._loaded = load, str(tmp_path / "tiny"), {"tiny": str(tmp_path / "tiny")}
     chat.take("one")
     chat.take("/set top_p 0.5")
     (tmp_path / "base").mkdir()
@@ -350,6 +351,10 @@ def test_model_changes_the_model_and_keeps_the_conversation(chat, llm, tmp_path,
     assert chat.llm is other
     chat.take("/model")
     assert "other, float32 on cpu" in capsys.readouterr().err
+    del loaded[:]
+    for shown in ("tiny", "other"):  # a name that was shown is as good as the argument
+        chat.take(f"/model {shown}")
+    assert loaded == [str(tmp_path / "tiny"), str(tmp_path / "other")]
 
 
 class Panic(BaseException):

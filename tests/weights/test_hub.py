@@ -81,8 +81,16 @@ class TestResolve:
             hub.resolve(model)
         assert model in str(caught.value)
 
-    def test_nothing_is_the_default_model(self, default_model):
-        assert hub.resolve(None) == default_model == hub.cache_directory() / "models" / hub.DEFAULT_MODEL
+    @pytest.mark.parametrize("model", [None, "SmolLM2-135M-Instruct", "smollm2-135m-instruct"])
+    def test_the_default_model_is_found_by_the_name_that_is_shown(self, default_model, model):
+        assert hub.resolve(model) == default_model == hub.cache_directory() / "models" / hub.DEFAULT_MODEL
+        assert hub.name_of(model) == hub.DEFAULT_MODEL == hub.name_of(str(default_model))
+
+    def test_the_name_of_a_path_is_its_last_part(self, tmp_path, monkeypatch):
+        tiny_model(tmp_path / "m")
+        monkeypatch.setenv("HOME", str(tmp_path))
+        monkeypatch.chdir(tmp_path / "m")
+        assert [hub.name_of(model) for model in ("~/m", ".", "./", "../m/", "owner/m")] == ["m"] * 4 + ["owner/m"]
 
 
 class TestHubIds:
