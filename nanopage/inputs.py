@@ -62,7 +62,7 @@ def prompts_of_token_ids(
 def match_parameters(
     prompts: list[Prompt],
     params: AnyParams | Sequence[AnyParams],
-    priority: list[int] | None = None,
+    priority: int | Sequence[int] | None = None,
     kind: type[AnyParams] = SamplingParams,
     lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
 ) -> list[tuple[Prompt, AnyParams, int, LoRARequest | None]]:
@@ -70,7 +70,7 @@ def match_parameters(
 
     Args:
         params: of type `kind`: one object for all prompts, or one for each.
-        priority: one integer for each prompt; None: 0 for all.
+        priority: one integer for all prompts, or one for each; None: 0 for all.
         lora_request: one adapter for all prompts, or one or None for each.
 
     Raises: TypeError, ValueError: arguments of another type, or lists of another length than `prompts`.
@@ -82,9 +82,10 @@ def match_parameters(
     for each in params:
         if not isinstance(each, kind):
             raise TypeError(f"sampling_params must be {kind.__name__}, not {each!r}")
-    priority = [0] * len(prompts) if priority is None else priority
+    if priority is None or isinstance(priority, int):
+        priority = [priority or 0] * len(prompts)
     if not isinstance(priority, list | tuple):
-        raise TypeError(f"priority must be a list, one integer for each prompt, not {priority!r}")
+        raise TypeError(f"priority must be an integer, or a list with one for each prompt, not {priority!r}")
     if len(priority) != len(prompts):
         raise ValueError(f"{len(priority)} values of priority for {len(prompts)} prompts")
     if not isinstance(lora_request, list | tuple):

@@ -142,7 +142,7 @@ class LLM:
         prompt_token_ids: list[int] | list[list[int]] | None = None,
         use_tqdm: bool = True,
         lora_request: AnyAdapter = None,
-        priority: list[int] | None = None,
+        priority: int | Sequence[int] | None = None,
         tokenization_kwargs: dict | None = None,
     ) -> list[RequestOutput]:
         """Complete prompts, all of them batched together.
@@ -154,7 +154,7 @@ class LLM:
             use_tqdm: show a progress bar on stderr.
             lora_request: an adapter for all prompts, or one or None for each; needs enable_lora.
             tokenization_kwargs: accepted for vLLM's scripts; must be None or {}.
-            priority: an integer for each prompt, with scheduling_policy="priority"; lower goes first.
+            priority: an integer for all prompts, or one for each, with scheduling_policy="priority"; lower goes first.
 
         Returns: one finished RequestOutput for each prompt, in order. If a request could not be completed, its `error`
             says why.
@@ -216,6 +216,7 @@ class LLM:
         sampling_params: SamplingParams | list[SamplingParams] | None = None,
         use_tqdm: bool = True,
         lora_request: AnyAdapter = None,
+        priority: int | Sequence[int] | None = None,
         chat_template: str | None = None,
         chat_template_content_format: str = "auto",
         add_generation_prompt: bool = True,
@@ -229,7 +230,7 @@ class LLM:
 
         Args:
             messages: {"role": ..., "content": ...} in order (see `normalize_messages` in chat_template.py).
-            sampling_params, use_tqdm, lora_request: as `generate`.
+            sampling_params, use_tqdm, lora_request, priority: as `generate`.
             chat_template: Jinja source to use instead of the model's.
             chat_template_content_format: "auto" or "string".
             add_generation_prompt: end the prompt with the opening of the assistant's reply.
@@ -257,7 +258,7 @@ class LLM:
             "chat_template_kwargs": chat_template_kwargs,
         }
         prompts: list[Prompt] = [self._chat_prompt(conversation, **template) for conversation in conversations]
-        return self._run(self._requests(prompts, sampling_params, lora_request=lora_request), use_tqdm)
+        return self._run(self._requests(prompts, sampling_params, priority, lora_request=lora_request), use_tqdm)
 
     def read_replies(self, output: RequestOutput, tools: list[dict] | None = None) -> list[Reply]:
         """The reasoning, the content and the calls of each completion of a conversation.
@@ -455,7 +456,7 @@ class LLM:
         self,
         prompts: list[Prompt],
         sampling_params: AnyParams | Sequence[AnyParams] | None,
-        priority: list[int] | None = None,
+        priority: int | Sequence[int] | None = None,
         kind: type[AnyParams] = SamplingParams,
         lora_request: AnyAdapter = None,
     ) -> list[Request]:

@@ -149,7 +149,7 @@ class Metrics:
         self.drafts["num_accepted_tokens"] += sum(stats.accepted_tokens)
         for position, count in enumerate(stats.accepted_tokens):
             self.accepted_per_position[position] += count
-        if num_tokens := stats.prefill_tokens + stats.decode_tokens:
+        if num_tokens := stats.prefill_tokens + stats.output_tokens:
             self.histograms["iteration_tokens_total"].add(num_tokens)
         self.busy_seconds += stats.seconds
         self.last_step = stats

@@ -8,7 +8,10 @@ import numpy as np
 
 @dataclass(slots=True)
 class Logprob:
-    """One token's log-probability (natural log), its rank in the vocabulary (1 = most likely) and its text."""
+    """One token's log-probability (natural log), its rank in the vocabulary (1 = most likely) and its text.
+
+    The sampled token is first among tokens that are equally likely. There is no text with detokenize=False.
+    """
 
     logprob: float
     rank: int | None = None

@@ -274,6 +274,19 @@ def test_token_ids_can_be_an_argument_of_their_own(llm):
             llm.generate(sampling_params=GREEDY, **wrong)
 
 
+def test_one_priority_is_that_of_every_prompt(path):
+    llm, seen = LLM(str(path), scheduling_policy="priority", **OPTIONS), []
+    submit = llm.engine.submit
+    llm.engine.submit = lambda request: (seen.append(request.group.priority), submit(request))
+    for priority in (3, [3, 3]):
+        llm.generate(["a", "b"], GREEDY, priority=priority)
+        llm.chat([[USER], [USER]], GREEDY, priority=priority)
+    assert seen == [3] * 8
+    for wrong in (True, "3", 1.0):
+        with pytest.raises(TypeError, match=r"^(prompts.0.: )?priority must be an integer"):
+            llm.chat([[USER], [USER]], GREEDY, priority=wrong)
+
+
 @pytest.mark.parametrize(
     ("method", "names"),
     [
@@ -330,7 +343,7 @@ def test_chat_has_vllms_arguments_in_vllms_order(llm):
     messages = [{"role": "user", "content": [{"type": "text", "text": "the"}, {"type": "text", "text": "cat"}]}]
     messages.append({"role": "assistant", "content": "The c"})
     options = ("auto", False, True, tools, {"enable_thinking": False})
-    (output,) = llm.chat(messages, GREEDY, False, None, template, *options)
+    (output,) = llm.chat(messages, GREEDY, False, None, None, template, *options)
     start = json.dumps(tools) + "quick"
     assert output.prompt == start + "<|im_start|>user\nthe\ncat<|im_end|>\n<|im_start|>assistant\nThe c"
     by_name = llm.chat(
@@ -411,6 +424,8 @@ def test_metrics_count_what_happened(path):
     assert by_name["vllm:time_to_first_token_seconds"].count == 4
     assert by_name["vllm:e2e_request_latency_seconds"].count == 4
     assert by_name["vllm:inter_token_latency_seconds"].count == 5 + 2
+    computed, sampled = 33 + 1 + 2 + 1, 6 + 3 + 2 + 1
+    assert by_name["vllm:iteration_tokens_total"].sum == computed + sampled
 
 
 def test_metrics_count_drafts_if_there_are_any(path):

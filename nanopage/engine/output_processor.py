@@ -162,7 +162,7 @@ class OutputProcessor:
         number = completion.num_read + 1
         if seq.logprobs:
             del completion.logprobs[number - 1 :]
-            completion.logprobs.append(self._decoded(seq.logprobs[number - 1]))
+            completion.logprobs.append(self._decoded(seq.logprobs[number - 1], params))
         last = number == seq.num_output_tokens
         if detokenizer is None or (last and self._is_hidden(seq, params)):
             return
@@ -185,7 +185,7 @@ class OutputProcessor:
         """Read all tokens at once, for a completion that has ended and has no stop strings."""
         seq, detokenizer = completion.seq, completion.detokenizer
         assert isinstance(request.params, SamplingParams)
-        completion.logprobs = [self._decoded(table) for table in seq.logprobs]
+        completion.logprobs = [self._decoded(table, request.params) for table in seq.logprobs]
         if detokenizer is not None:
             token_ids = seq.output_token_ids
             detokenizer.add_all(token_ids[:-1] if self._is_hidden(seq, request.params) else token_ids)
@@ -195,9 +195,9 @@ class OutputProcessor:
         """Whether the last token has ended the sequence and is not part of the text."""
         return _ended_by_token(seq) and not params.include_stop_str_in_output
 
-    def _decoded(self, table: LogprobTable) -> dict[int, Logprob]:
+    def _decoded(self, table: LogprobTable, params: SamplingParams) -> dict[int, Logprob]:
         return {
-            token_id: Logprob(logprob, rank, self._decode([token_id], skip_special_tokens=False))
+            token_id: Logprob(logprob, rank, self._decode([token_id], False) if params.detokenize else None)
             for token_id, (logprob, rank) in table.items()
         }
 
@@ -233,7 +233,9 @@ class OutputProcessor:
             outputs = [self._completion(index, completion) for index, completion in enumerate(completions)]
         wanted = group.seqs[0].settings.prompt_logprobs is not None
         if wanted and request.prompt_logprobs is None and group.metrics.token_times:
-            request.prompt_logprobs = [None, *map(self._decoded, group.prompt_logprobs)]
+            assert isinstance(request.params, SamplingParams)
+            tables = group.prompt_logprobs
+            request.prompt_logprobs = [None, *(self._decoded(table, request.params) for table in tables)]
         return self._request_output(request, outputs)
 
     def _request_output(self, request: Request, outputs: list[CompletionOutput]) -> RequestOutput:

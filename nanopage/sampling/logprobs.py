@@ -1,5 +1,7 @@
 """Log-probabilities of tokens, and of the most likely tokens at the same positions."""
 
+import itertools
+
 import torch
 from torch import Tensor
 
@@ -23,7 +25,8 @@ def top_logprobs(logits: Tensor, tokens: Tensor, num: int) -> list[Tensor]:
 
 
 def make_tables(tokens: list[int], top: list[Tensor], counts: list[int]) -> list[LogprobTable]:
-    """A table for each token: its own log-probability, and the highest ones of its row.
+    """A table for each token: its own log-probability, and the highest ones of its row, each with its rank. Of equally
+    likely tokens, the given one is first, so that the ranks of a table differ and have no gaps among the highest.
 
     Args:
         top: what `top_logprobs` returns for these tokens, on the CPU.
@@ -34,7 +37,9 @@ def make_tables(tokens: list[int], top: list[Tensor], counts: list[int]) -> list
         tokens, *(tensor.tolist() for tensor in top), counts, strict=True
     ):
         table = {token: (chosen, rank)}
-        for place, (token_id, value) in enumerate(zip(ids[:count], values[:count], strict=True), start=1):
-            table.setdefault(token_id, (value, place))
+        places = itertools.filterfalse(rank.__eq__, itertools.count(1))
+        for token_id, value in zip(ids[:count], values[:count], strict=True):
+            if token_id != token:
+                table[token_id] = (value, next(places))
         tables.append(table)
     return tables

@@ -64,8 +64,13 @@ def completion_logprobs(
             for token_id, table in zip(token_ids, tables, strict=True)
         ],
         "top_logprobs": [
-            None if table is None else {_text(tokenizer, top): _value(table[top]) for top in _likeliest(table, num_top)}
-            for table in tables
+            None
+            if table is None
+            else {
+                _text(tokenizer, top): _value(table[top])
+                for top in dict.fromkeys([*_likeliest(table, num_top), token_id])  # the token itself is always there
+            }
+            for token_id, table in zip(token_ids, tables, strict=True)
         ],
     }
 

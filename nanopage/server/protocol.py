@@ -75,6 +75,7 @@ WITHOUT_EFFECT = ("user", "metadata", "safety_identifier", "prompt_cache_key", "
 Ids = Annotated[list[int], Field(fail_fast=True)]
 Texts = Annotated[list[str], Field(fail_fast=True)]
 Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
+Salt = Annotated[str, Field(min_length=1)]  # as in vLLM: an empty one would keep nothing apart
 
 
 class Body(BaseModel):
@@ -151,7 +152,7 @@ class CommonBody(Body):
     include_stop_str_in_output: bool = False
     structured_outputs: dict[str, Any] | None = None
     priority: int = 0
-    cache_salt: str | None = None
+    cache_salt: Salt | None = None
 
 
 class SamplingBody(CommonBody):
@@ -334,7 +335,7 @@ class PoolingBody(Body):
     model: str | None = None
     truncate_prompt_tokens: int | None = None
     priority: int = 0
-    cache_salt: str | None = None
+    cache_salt: Salt | None = None
     stream: bool = False  # refused if true
 
     @property

@@ -74,6 +74,14 @@ def test_final_only_gives_one_output_the_last_of_the_cumulative_ones(engine, nam
     assert output.prompt_logprobs == expected.prompt_logprobs
 
 
+def test_logprobs_have_no_text_if_nothing_is_detokenized(engine):
+    params = dataclasses.replace(GREEDY, logprobs=2, prompt_logprobs=1)
+    for detokenize in (True, False):
+        output = outputs_of(engine, "the cat", dataclasses.replace(params, detokenize=detokenize))[-1]
+        tables = output.outputs[0].logprobs + output.prompt_logprobs[1:]
+        assert {entry.decoded_token is None for table in tables for entry in table.values()} == {not detokenize}
+
+
 def test_final_only_ends_at_a_stop_string_in_time(engine):
     free = outputs_of(engine, "the cat", GREEDY)[-1].outputs[0]
     stop = free.text[1:3]

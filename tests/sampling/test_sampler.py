@@ -827,6 +827,21 @@ def test_the_rank_of_a_tied_token_counts_only_the_likelier():
         assert table_of(logits, token, 0)[token][1] == 2
 
 
+@pytest.mark.parametrize("values", [[3, 1, 1, 1, 0], [1, 1, 0, 0, 0], [0, 0, 0, 0, 0], [2, 2, 1, 1, 1]])
+@pytest.mark.parametrize("token", range(5))
+@pytest.mark.parametrize("wanted", [1, 2, 3, 5])
+def test_ranks_have_no_gaps_at_ties(values, token, wanted):
+    table = table_of(torch.tensor([values], dtype=torch.float32), token, wanted)
+    likelier = sum(value > values[token] for value in values)
+    assert table[token][1] == likelier + 1
+    ranks = sorted(rank for _, rank in table.values())
+    others = [rank for rank in ranks if rank != likelier + 1]
+    assert len(others) == len(table) - 1
+    assert ranks == [*range(1, len(table) + 1)] or (others == [*range(1, wanted + 1)] and likelier >= wanted)
+    by_rank = sorted(table, key=lambda each: table[each][1])
+    assert [values[each] for each in by_rank] == sorted((values[each] for each in table), reverse=True)
+
+
 def test_logprobs_of_impossible_tokens_are_minus_infinity():
     table = table_of(torch.tensor([[0.0, -INF, 0.0]]), 1, 3)
     assert table[1] == (-INF, 3)

@@ -178,6 +178,22 @@ def test_echo_with_logprobs_scores_the_prompt(app, offline, stream, as_ids):
             assert reply.json["choices"][0]["text"] == text and reply.json["usage"]["completion_tokens"] == 0
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_top_logprobs_of_a_completion_have_the_sampled_token(app, stream):
+    body = {"prompt": "the cat", "temperature": 3, "seed": 1, "max_tokens": 12, "ignore_eos": True, "stream": stream}
+    for num_top in (0, 1, 3):
+        reply = post(app, TEXT, body | {"logprobs": num_top})
+        parts = [chunk["choices"][0]["logprobs"] for chunk in (reply.events if stream else [reply.json])]
+        entries = [
+            entry
+            for part in parts
+            for entry in zip(part["tokens"], part["token_logprobs"], part["top_logprobs"], strict=True)
+        ]
+        assert len(entries) == 12 and all(top[token] == value for token, value, top in entries)
+        sizes = {len(top) for *_, top in entries}
+        assert num_top + 1 in sizes and sizes <= {num_top, num_top + 1}
+
+
 def test_chat_logprobs_have_the_bytes_of_every_token(app, offline):
     body = {"messages": HELLO, "seed": 2, "max_tokens": 12, "ignore_eos": True, "logprobs": True}
     plain = post(app, CHAT, body).json["choices"][0]
@@ -439,6 +455,7 @@ BAD_CHATS = [
     ({"priority": 1}, "priority"),
     ({"priority": "a"}, "priority"),
     ({"cache_salt": 5}, "cache_salt"),
+    ({"cache_salt": ""}, "cache_salt"),
     ({"ignore_eos": 1}, "ignore_eos"),
     ({"model": 5}, "model"),
     ({"messages": []}, "messages"),
