@@ -476,7 +476,8 @@ def _key(config: ModelConfig, spec: dict[str, Any]) -> str:
     assert family is not None and family.__file__ is not None
     sources = [*sorted(here.glob("kernels/cpu/*.*")), here / "kernels" / "pages.py", Path(family.__file__)]
     sources += [*sorted(here.glob("layers/*.py")), *sorted(here.glob("models/*.py"))]  # families import each other
-    sources += [*sorted(here.glob("worker/aot*")), here / "sampling" / "argmax.py", here / "layer_kinds.py"]
+    sources += [*sorted(here.glob("worker/aot*")), here / "worker" / "toolchain.py"]
+    sources += [here / "sampling" / "argmax.py", here / "layer_kinds.py"]
     sizes = asdict(config) | {"num_layers": None, "max_position_embeddings": None}
     sizes["sliding_windows"] = None  # an argument of attention
     if config.experts is not None:

@@ -9,12 +9,10 @@ import multiprocessing
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import threading
 import zipfile
-from collections.abc import Mapping
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -28,7 +26,6 @@ from torch import Tensor, nn
 
 from nanopage.config import ModelConfig
 from nanopage.kernels import pages
-from nanopage.kernels.cpu import packed_linear
 from nanopage.kernels.cpu.lora import OperatorAdapters
 from nanopage.kernels.cpu.packed_linear import TILE, matvec, tile_width
 from nanopage.layer_kinds import MOST_KINDS
@@ -39,8 +36,18 @@ from nanopage.models import adapted as adapted_layers
 from nanopage.models.decoder import scale_logits
 from nanopage.sampling.argmax import argmax
 from nanopage.weights import loader
-from nanopage.worker.aot import LOCK, TIME_LIMIT, digest, file_kinds, find_file, tensors_of
-from nanopage.worker.aot_products import SCRATCH, TILE_SOURCES, product_constants
+from nanopage.worker.aot import LOCK, TIME_LIMIT, file_kinds, find_file, tensors_of
+from nanopage.worker.toolchain import (
+    KERNELS,
+    OPERATORS,
+    SCRATCH,
+    TILE_SOURCES,
+    compile_library,
+    compile_operators,
+    move,
+    only_avx2,
+    product_constants,
+)
 
 OPTIONS: dict[str, Any] = {
     "size_asserts": False,  # packed weights have no strides to assert on
@@ -61,10 +68,8 @@ OPTIONS: dict[str, Any] = {
         ],
     },
 }
-OPERATORS = "nanopage_operators"  # a static library of the operators that compiled code calls
 MAX_PROCESSES = 4  # that compile at the same time
 PROCESS_BYTES = 2**30  # of memory for each: 700 MB were measured
-KERNELS = Path(packed_linear.__file__).parent
 
 
 class _Exported(nn.Module):
@@ -187,11 +192,6 @@ def _export(module: nn.Module, inputs: list[Any], dims: list[Any], file: Path, o
         move(made, file)
 
 
-def move(made: Path, file: Path) -> None:
-    """Move what was made to `file`, with a digest in its name."""
-    os.replace(made, file.with_name(f"{file.stem}.{digest(made)}.so"))  # atomic: never a partial file
-
-
 def attention_constants(
     config: ModelConfig, dtype: torch.dtype, kv_dtype: torch.dtype, block_size: int
 ) -> dict[str, int | str]:
@@ -212,40 +212,7 @@ def attention_constants(
 
 def compile_chain(constants: dict[str, int | str], file: Path) -> None:
     """Compile aot_chain.cpp with flash_attention.cpp."""
-    sources = [Path(__file__).with_name("aot_chain.cpp"), KERNELS / "flash_attention.cpp"]
-    with tempfile.TemporaryDirectory(dir=file.parent, prefix=SCRATCH) as scratch:
-        made = Path(scratch, file.name)
-        run_compiler(constants, *sources, *shared(made))
-        move(made, file)
-
-
-def compile_operators(constants: dict[str, int], sources: list[str], directory: Path) -> None:
-    """Compile sources of kernels/cpu to a static library in `directory`."""
-    objects = [directory / f"{source}.o" for source in sources]
-    for source, made in zip(sources, objects, strict=True):
-        run_compiler(constants, KERNELS / source, "-c", "-o", made)
-    subprocess.run(["ar", "rcs", directory / f"lib{OPERATORS}.a", *objects], check=True)
-
-
-def shared(file: Path) -> list[str]:
-    """Arguments of the compiler for a shared library that uses torch."""
-    return ["-shared", f"-L{Path(torch.__file__).parent / 'lib'}", "-ltorch_cpu", "-o", str(file)]
-
-
-def run_compiler(constants: Mapping[str, int | str], *arguments: str | Path) -> None:
-    """Run the C++ compiler, for this processor."""
-    from torch._inductor.cpp_builder import get_cpp_compiler
-
-    command = [get_cpp_compiler(), "-std=c++17", "-O3", "-march=native", "-ffp-contract=fast", "-fopenmp", "-fPIC"]
-    if _only_avx2() and torch.cpu.get_capabilities().get("avx512_f"):  # act as a processor with AVX2 and nothing newer
-        command += ["-march=x86-64-v3", "-mtune=native"]
-    command += [f"-D{name}={value}" for name, value in constants.items()]
-    subprocess.run([*command, *map(str, arguments)], check=True)
-
-
-def _only_avx2() -> bool:
-    """Whether torch uses AVX2: because the processor has no AVX-512, or because of ATEN_CPU_CAPABILITY."""
-    return torch.backends.cpu.get_cpu_capability() == "AVX2"
+    compile_library(constants, [Path(__file__).with_name("aot_chain.cpp"), KERNELS / "flash_attention.cpp"], file)
 
 
 def main(spec: dict[str, Any], directory: Path) -> None:
@@ -264,7 +231,7 @@ def main(spec: dict[str, Any], directory: Path) -> None:
             return
         # Importing the compiler takes seconds.
         torch._inductor.config.force_disable_caches = True  # `directory` is the cache
-        if _only_avx2():
+        if only_avx2():
             torch._inductor.config.cpp.simdlen = 256
         _register_lowering()
         _probe_compiler()

@@ -9,7 +9,6 @@ import hashlib
 import logging
 import shutil
 import subprocess
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,17 +17,14 @@ import torch
 from filelock import FileLock
 from torch import Tensor
 
-from nanopage.kernels.cpu import tile_linear
 from nanopage.private_files import check_private, make_private
 from nanopage.weights import hub
+from nanopage.worker import toolchain
 from nanopage.worker.aot import LOCK, DamagedFile, find_file, find_whole, may_compile, processor
 from nanopage.worker.aot_chain import new_handles, take_tensors
+from nanopage.worker.toolchain import KERNELS, SCRATCH, TILE_SOURCES, compile_library, product_constants
 
 logger = logging.getLogger("nanopage")
-
-KERNELS = Path(tile_linear.__file__).parent
-TILE_SOURCES = ("tile_linear.cpp", "tile_experts.cpp")
-SCRATCH = "scratch-"  # prefix of the names of temporary directories
 
 
 class CompiledProduct:
@@ -94,17 +90,12 @@ def _product(name: str, sources: Sequence[str], dtype: torch.dtype, what: str) -
                 if not may_compile():
                     logger.info(f"NANOPAGE_COMPILE=never: {what} are not compiled")
                     return None
-                _compile(sources, constants, directory, name)
+                compile_library(constants, [KERNELS / source for source in sources], directory / name)
             check_private(directory)
             return CompiledProduct(find_whole(directory, name), name)
     except (OSError, AttributeError, RuntimeError, DamagedFile, subprocess.CalledProcessError) as error:
         logger.warning(f"compiled {what} cannot be used: {error}")
         return None
-
-
-def product_constants(dtype: torch.dtype) -> dict[str, int]:
-    """What the sources are compiled for."""
-    return {"BFLOAT16": int(dtype == torch.bfloat16)}
 
 
 def _remove_damaged(directory: Path, name: str) -> None:
@@ -119,22 +110,11 @@ def _remove_damaged(directory: Path, name: str) -> None:
         damaged.file.unlink()
 
 
-def _compile(sources: Sequence[str], constants: dict[str, int], directory: Path, name: str) -> None:
-    from nanopage.worker import aot_compile  # imports what the compiler needs
-
-    with tempfile.TemporaryDirectory(dir=directory, prefix=SCRATCH) as scratch:
-        made = Path(scratch, name)
-        files = [aot_compile.KERNELS / source for source in sources]
-        aot_compile.run_compiler(constants, *files, *aot_compile.shared(made))
-        made.chmod(0o600)
-        aot_compile.move(made, directory / f"{name}.so")
-
-
 def _key(name: str, sources: Sequence[str], constants: dict[str, int]) -> str:
     """A digest of what the compiled code depends on: the sources, torch, the CPU and the constants."""
     parts = torch.__version__, *processor(), sorted(constants.items())
     key = hashlib.sha256(repr(parts).encode())
     files = [*sorted(KERNELS.glob("*.h")), *(KERNELS / source for source in sources)]
-    for file in [*files, Path(__file__).with_name("aot_compile.py")]:
+    for file in [*files, Path(toolchain.__file__)]:
         key.update(file.read_bytes())
     return f"{name}-{key.hexdigest()[:24]}"

@@ -6,8 +6,8 @@ import torch.nn.functional as F
 
 from nanopage.kernels.cpu import tile_experts, tile_linear
 from nanopage.kernels.routing import route
-from nanopage.worker import aot_compile
-from nanopage.worker.aot_products import TILE_SOURCES, CompiledProduct
+from nanopage.worker.aot_products import CompiledProduct
+from nanopage.worker.toolchain import KERNELS, TILE_SOURCES, run_compiler, shared
 
 AVX512, AVX2 = "AVX512", "AVX2"
 
@@ -24,8 +24,8 @@ def made(request, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         if instructions == AVX2:
             patch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: AVX2)
-        sources = [aot_compile.KERNELS / name for name in TILE_SOURCES]
-        aot_compile.run_compiler({"BFLOAT16": int(dtype == torch.bfloat16)}, *sources, *aot_compile.shared(file))
+        sources = [KERNELS / name for name in TILE_SOURCES]
+        run_compiler({"BFLOAT16": int(dtype == torch.bfloat16)}, *sources, *shared(file))
     return dtype, CompiledProduct(file, "tile_linear")
 
 

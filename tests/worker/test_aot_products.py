@@ -14,7 +14,7 @@ from nanopage.build import build_engine
 from nanopage.kernels.cpu import tile_linear
 from nanopage.kernels.cpu.lora import GroupedAdapters, OperatorAdapters
 from nanopage.layers.packed import PackedLinear
-from nanopage.worker import aot_products
+from nanopage.worker import aot_products, toolchain
 from nanopage.worker.aot import find_file
 
 
@@ -51,7 +51,7 @@ def test_it_equals_the_operator(cache, weights, dtype):
 
 def test_it_is_compiled_once(cache, monkeypatch):
     aot_products.tile_product(torch.float32)
-    monkeypatch.setattr(aot_products, "_compile", None)
+    monkeypatch.setattr(aot_products, "compile_library", None)
     assert aot_products.tile_product(torch.float32) is not None
 
 
@@ -126,8 +126,8 @@ def test_compiling_can_be_refused(file, tmp_path, monkeypatch):
 
 def test_a_damaged_library_is_named_and_compiled_again(cache, tmp_path, monkeypatch, caplog):
     assert aot_products.tile_product(torch.float32) is not None
-    constants = aot_products.product_constants(torch.float32)
-    key = aot_products._key("tile_linear", aot_products.TILE_SOURCES, constants)
+    constants = toolchain.product_constants(torch.float32)
+    key = aot_products._key("tile_linear", toolchain.TILE_SOURCES, constants)
     directory = tmp_path / "nanopage" / "compiled" / key
     shutil.copytree(cache / "nanopage" / "compiled" / key, directory)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
