@@ -370,7 +370,7 @@ class AsyncLLM:
                     continue
                 num_failures = 0
                 self._last_progress = time.monotonic()
-                self._metrics.add_step(self.engine.last_step)
+                self._count(self._metrics.add_step, self.engine.last_step)
                 for event in self.engine.last_step.events:
                     if event.kind == "started":
                         self._count_started(self._streams.get(event.request_id))
@@ -398,14 +398,49 @@ class AsyncLLM:
         for message in mail:
             self._has_changed |= not callable(message)
             if isinstance(message, Request):
-                self.engine.submit(message)
-                self._metrics.add_params(message.params)
+                self._submit(message)
             elif not isinstance(message, RequestStream):
                 message(None)
             elif self._streams.get(message.request_id) is message:  # or another request has its id by now
-                output = self.engine.abort(message.request_id)
-                self._deliver([] if output is None else [output])
+                self._abort(message.request_id)
         return True
+
+    def _submit(self, request: Request) -> None:
+        """Queue a request. If that fails, the request ends with an error, and the engine goes on."""
+        try:
+            self.engine.submit(request)
+        except Exception as error:
+            if self.engine.dead_error is not None:
+                raise
+            group = request.group
+            logger.exception(f"request {group.request_id} could not be queued")
+            self._abort(group.request_id, f"it could not be queued: {type(error).__name__}: {error}")
+            return
+        self._count(self._metrics.add_params, request.params)
+
+    def _abort(self, request_id: str, error: str | None = None) -> None:
+        """End a request, because of an error or because nobody reads it."""
+        output = None
+        try:
+            output = self.engine.abort(request_id)
+        except Exception:
+            if self.engine.dead_error is not None:
+                raise
+            # The next step recovers: it goes on with the request, or ends it with an error.
+            logger.exception(f"request {request_id} could not be aborted")
+        if error is not None:
+            request = self._streams[request_id].request
+            assert request is not None
+            ids, times = request.prompt_token_ids, request.group.metrics
+            output = RequestOutput(request_id, request.prompt, ids, [], True, times, error=error)
+        self._deliver([] if output is None else [output])
+
+    def _count(self, add: Callable[[T], None], what: T) -> None:
+        """Count something for the metrics. A failure there is not one of the engine."""
+        try:
+            add(what)
+        except Exception:
+            logger.exception("the metrics have failed")
 
     def _has_work(self) -> bool:
         """Whether there is a step to make, or to plan."""
@@ -446,10 +481,11 @@ class AsyncLLM:
         """Hand outputs to their readers, with one message to each event loop."""
         ready: dict[asyncio.AbstractEventLoop, list[tuple[RequestStream, RequestOutput]]] = defaultdict(list)
         for output in outputs:
-            stream = self._streams[output.request_id]
+            if (stream := self._streams.get(output.request_id)) is None:
+                continue  # it could not be queued or aborted as it should
             ready[stream.loop].append((stream, output))
             if output.finished:
-                self._metrics.add_finished(output)
+                self._count(self._metrics.add_finished, output)
                 self._count_started(stream)
                 with self._changed:
                     del self._streams[output.request_id]

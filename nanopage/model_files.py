@@ -90,10 +90,13 @@ def rust_errors(place: str) -> Iterator[None]:
 
 
 def shown(value: object) -> str:
-    """A value from a file for an error message: its repr, shortened."""
+    """A value for an error message: its repr, shortened."""
     short = reprlib.Repr()
     short.maxstring = short.maxother = short.maxlong = 100
-    return short.repr(value)
+    try:
+        return short.repr(value)
+    except ValueError:  # an integer of more digits than Python prints
+        return type(value).__name__
 
 
 def _refuse_constant(name: str) -> None:

@@ -5,9 +5,11 @@ import copy
 from dataclasses import KW_ONLY, dataclass
 from enum import Enum
 
+from nanopage.model_files import shown
 from nanopage.vllm_options import BEAM_SEARCH, POOLING, SAMPLING, STRUCTURED_OUTPUTS, accepts_options
 
 MAX_STOP_CHARS = 16_384  # of all stop strings of a request: their trie takes some 250 bytes a character
+MAX_INTEGER = 2**63 - 1  # of parameters without a smaller limit
 MAX_LOGPROBS = 20  # vLLM's default `max_logprobs`: bounds the top-k that SamplingParams can ask for
 
 
@@ -174,15 +176,15 @@ class SamplingParams:
             )
         if self.logit_bias is not None:
             if not isinstance(self.logit_bias, dict):
-                raise TypeError(f"logit_bias must be a dict of token id -> bias, not {self.logit_bias!r}")
+                raise TypeError(f"logit_bias must be a dict of token id -> bias, not {shown(self.logit_bias)}")
             _list_of("logit_bias ids", list(self.logit_bias), int)
             for token_id, bias in self.logit_bias.items():
-                _number(f"logit_bias[{token_id}]", bias, -100, 100)
+                _number(f"logit_bias[{shown(token_id)}]", bias, -100, 100)
             self.logit_bias = dict(self.logit_bias)
 
-        _integer("n", self.n, 1)
+        check_integer("n", self.n, 1)
         if self.best_of is not None:
-            _integer("best_of", self.best_of, 1)
+            check_integer("best_of", self.best_of, 1)
             if self.best_of < self.n:
                 raise ValueError(f"best_of={self.best_of} is less than n={self.n}")
         _number("temperature", self.temperature, 0, 100)
@@ -192,24 +194,24 @@ class SamplingParams:
         _number("top_p", self.top_p, 0, 1)
         if self.top_p == 0:
             raise ValueError("top_p must be in (0, 1], got 0")
-        _integer("top_k", self.top_k, -1)
+        check_integer("top_k", self.top_k, -1)
         _number("min_p", self.min_p, 0, 1)
         _number("repetition_penalty", self.repetition_penalty, 0.01, 100)
         _number("presence_penalty", self.presence_penalty, -2, 2)
         _number("frequency_penalty", self.frequency_penalty, -2, 2)
         if self.seed is not None:
-            _integer("seed", self.seed, -(2**63), 2**63 - 1)
-        _integer("min_tokens", self.min_tokens, 0)
+            check_integer("seed", self.seed, -MAX_INTEGER - 1)
+        check_integer("min_tokens", self.min_tokens, 0)
         if self.max_tokens is not None:
-            _integer("max_tokens", self.max_tokens, 1)
+            check_integer("max_tokens", self.max_tokens, 1)
             if self.min_tokens > self.max_tokens:
                 raise ValueError(f"min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}")
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
-                _integer(name, getattr(self, name), 0, MAX_LOGPROBS)
+                check_integer(name, getattr(self, name), 0, MAX_LOGPROBS)
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "detokenize"):
             if not isinstance(getattr(self, name), bool):
-                raise TypeError(f"{name} must be True or False, not {getattr(self, name)!r}")
+                raise TypeError(f"{name} must be True or False, not {shown(getattr(self, name))}")
         if self.stop and not self.detokenize:
             raise ValueError("stop strings need detokenize=True")
         if self.structured_outputs is not None:
@@ -220,7 +222,7 @@ class SamplingParams:
             if self.ignore_eos:
                 raise ValueError("ignore_eos=True and structured_outputs exclude each other: a complete text must end")
         if not isinstance(self.output_kind, RequestOutputKind):
-            raise TypeError(f"output_kind must be a RequestOutputKind, not {self.output_kind!r}")
+            raise TypeError(f"output_kind must be a RequestOutputKind, not {shown(self.output_kind)}")
 
     def clone(self) -> "SamplingParams":
         """A copy that shares nothing with this one."""
@@ -266,13 +268,13 @@ class BeamSearchParams:
     skip_special_tokens: bool = True
 
     def __post_init__(self):
-        _integer("width", self.width, 1)
-        _integer("max_tokens", self.max_tokens, 1)
+        check_integer("width", self.width, 1)
+        check_integer("max_tokens", self.max_tokens, 1)
         _number("length_penalty", self.length_penalty, -10, 10)
         if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
-            raise ValueError(f'early_stopping must be True, False or "never", got {self.early_stopping!r}')
+            raise ValueError(f'early_stopping must be True, False or "never", got {shown(self.early_stopping)}')
         if not isinstance(self.skip_special_tokens, bool):
-            raise TypeError(f"skip_special_tokens must be True or False, not {self.skip_special_tokens!r}")
+            raise TypeError(f"skip_special_tokens must be True or False, not {shown(self.skip_special_tokens)}")
 
     @property
     def beam_width(self) -> int:
@@ -305,37 +307,39 @@ class PoolingParams:
 
     def __post_init__(self):
         if self.truncate_prompt_tokens is not None:
-            _integer("truncate_prompt_tokens", self.truncate_prompt_tokens, -1)
+            check_integer("truncate_prompt_tokens", self.truncate_prompt_tokens, -1)
             if self.truncate_prompt_tokens == 0:
                 raise ValueError("truncate_prompt_tokens must be at least 1, or -1, got 0")
         if self.dimensions is not None:
-            _integer("dimensions", self.dimensions, 1)
+            check_integer("dimensions", self.dimensions, 1)
         for name in ("normalize", "use_activation"):
             if getattr(self, name) is not None and not isinstance(getattr(self, name), bool):
-                raise TypeError(f"{name} must be True, False or None, not {getattr(self, name)!r}")
+                raise TypeError(f"{name} must be True, False or None, not {shown(getattr(self, name))}")
         if self.prompt_name is not None and not isinstance(self.prompt_name, str):
-            raise TypeError(f"prompt_name must be a string or None, not {self.prompt_name!r}")
+            raise TypeError(f"prompt_name must be a string or None, not {shown(self.prompt_name)}")
 
 
-def _integer(name: str, value, low: int, high: int | None = None) -> None:
+def check_integer(name: str, value, low: int, high: int = MAX_INTEGER) -> None:
+    """Raises: TypeError, ValueError, naming the parameter."""
     if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"{name} must be an integer, not {value!r}")
-    if value < low or (high is not None and value > high):
-        raise ValueError(f"{name} must be {f'at least {low}' if high is None else f'in [{low}, {high}]'}, got {value}")
+        raise TypeError(f"{name} must be an integer, not {shown(value)}")
+    if not low <= value <= high:
+        bounds = f"at least {low}" if high == MAX_INTEGER and value < low else f"in [{low}, {high}]"
+        raise ValueError(f"{name} must be {bounds}, got {shown(value)}")
 
 
 def _number(name: str, value, low: float, high: float) -> None:
     if not isinstance(value, int | float) or isinstance(value, bool):
-        raise TypeError(f"{name} must be a number, not {value!r}")
+        raise TypeError(f"{name} must be a number, not {shown(value)}")
     # Not math.isfinite, which raises for an integer too large for a float.
     if not low <= value <= high:
-        raise ValueError(f"{name} must be in [{low}, {high}], got {value}")
+        raise ValueError(f"{name} must be in [{low}, {high}], got {shown(value)}")
 
 
 def _list_of(name: str, values, kind: type) -> list:
     if not isinstance(values, list | tuple | set | frozenset):
-        raise TypeError(f"{name} must be a list of {kind.__name__}, not {values!r}")
+        raise TypeError(f"{name} must be a list of {kind.__name__}, not {shown(values)}")
     for value in values:
         if not isinstance(value, kind) or isinstance(value, bool):
-            raise TypeError(f"{name} must contain only {kind.__name__}, not {value!r}")
+            raise TypeError(f"{name} must contain only {kind.__name__}, not {shown(value)}")
     return list(values)

@@ -15,6 +15,7 @@ from nanopage.async_llm import EngineDeadError, RequestStream
 OPTIONS = {"dtype": "float64", "device": "cpu", "max_model_len": 128, "num_gpu_blocks_override": 64, "block_size": 8}
 GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
 LONG = dataclasses.replace(GREEDY, max_tokens=100)
+BAD = dataclasses.replace(GREEDY, max_tokens=11)
 
 
 @contextlib.contextmanager
@@ -329,6 +330,47 @@ def test_a_request_that_makes_every_step_fail_ends_with_an_error_and_the_others_
     good, bad_output = asyncio.run(crowd())
     assert good.outputs[0].text == expected and good.error is None
     assert bad_output.outputs[0].finish_reason == "error" and "a bad row" in bad_output.error
+
+
+@pytest.mark.parametrize("place", ["submit", "half a submit", "count", "count its end", "count its step", "abort"])
+def test_what_fails_for_a_request_outside_a_step_fails_that_request_alone(llm, monkeypatch, place):
+    """The engine's thread queues, counts and aborts requests between steps."""
+    expected = asyncio.run(final(llm, "the cat", GREEDY, "a")).outputs[0].text
+
+    def fail_for_bad(owner, name):
+        plain = getattr(owner, name)
+
+        def failing(what, *args):
+            if place.endswith("step") or getattr(getattr(what, "group", what), "request_id", what) in ("bad", BAD):
+                raise OverflowError("int too large to convert to float")
+            return plain(what, *args)
+
+        monkeypatch.setattr(owner, name, failing)
+
+    engine, metrics = llm.engine, llm._metrics
+    owner, name = {
+        "submit": (engine, "submit"),
+        "half a submit": (engine.scheduler, "add"),
+        "count": (metrics, "add_params"),
+        "count its end": (metrics, "add_finished"),
+        "count its step": (metrics, "add_step"),
+        "abort": (engine.scheduler, "finish"),
+    }[place]
+    fail_for_bad(owner, name)
+
+    async def crowd():
+        if place == "abort":
+            stream = await llm.add_request("bad", "bad", LONG)
+            await anext(stream)
+            await stream.aclose()
+            return await final(llm, "the cat", GREEDY, "good"), None
+        return await asyncio.gather(final(llm, "the cat", GREEDY, "good"), final(llm, "bad", BAD, "bad"))
+
+    good, bad = asyncio.run(crowd())
+    assert good.outputs[0].text == expected and good.error is None
+    if "submit" in place:
+        assert "could not be queued: OverflowError" in bad.error
+    assert asyncio.run(final(llm, "the cat", GREEDY, "next")).outputs[0].text == expected
 
 
 def test_when_the_engine_dies_every_reader_is_told_and_new_requests_are_refused(model):

@@ -7,24 +7,26 @@ import pytest
 import torch
 
 from nanopage import BeamSearchParams, SamplingParams, StructuredOutputsParams
+from nanopage.model_files import shown
 from nanopage.params import RequestOutputKind
 from nanopage.sampling.table import SamplingTable
 from nanopage.step import NewSequence, SamplingSettings
 
 NAN, INF, HUGE = math.nan, math.inf, 10**400  # HUGE has no float
+TOO_LARGE = [2**63, HUGE, -HUGE, 10**5000]  # Python does not print the last
 
 INTEGERS = {  # field -> (the lowest and highest that pass, those that do not)
-    "n": ([1, 2, 100], [0, -1]),
-    "best_of": ([None, 1, 3], [0, -1]),
-    "top_k": ([-1, 0, 1, 10**6], [-2]),
-    "seed": ([None, -(2**63), 0, 2**63 - 1], [-(2**63) - 1, 2**63]),
-    "max_tokens": ([None, 1, 10**6], [0, -1]),
-    "min_tokens": ([0, 16], [-1, 17]),
-    "logprobs": ([None, 0, 20], [-1, 21]),
-    "prompt_logprobs": ([None, 0, 20], [-1, 21]),
+    "n": ([1, 2, 100], [0, -1, *TOO_LARGE]),
+    "best_of": ([None, 1, 3], [0, -1, *TOO_LARGE]),
+    "top_k": ([-1, 0, 1, 10**6], [-2, *TOO_LARGE]),
+    "seed": ([None, -(2**63), 0, 2**63 - 1], [-(2**63) - 1, *TOO_LARGE]),
+    "max_tokens": ([None, 1, 10**6], [0, -1, *TOO_LARGE]),
+    "min_tokens": ([0, 16], [-1, 17, *TOO_LARGE]),
+    "logprobs": ([None, 0, 20], [-1, 21, *TOO_LARGE]),
+    "prompt_logprobs": ([None, 0, 20], [-1, 21, *TOO_LARGE]),
 }
 NUMBERS = {
-    "temperature": ([0, 0.0, 1e-9, 1, 100.0], [-0.1, -1, 100.1]),
+    "temperature": ([0, 0.0, 1e-9, 1, 100.0], [-0.1, -1, 100.1, *TOO_LARGE]),
     "top_p": ([1e-9, 0.5, 1, 1.0], [0, 0.0, -0.1, 1.0001]),
     "min_p": ([0, 0.5, 1, 1.0], [-0.1, 1.0001]),
     "repetition_penalty": ([0.01, 1, 2.5, 100], [0, 0.0, -1.0, 0.009, 101]),
@@ -40,14 +42,14 @@ LISTS = {  # field -> (those that pass, those of a wrong type)
 }
 LOGIT_BIAS = (
     [None, {}, {0: -100, 1: 100.0, 2: 0}],
-    [{1: 100.1}, {1: -101}, {1: NAN}, {1: INF}, {1: -INF}, {1: HUGE}],
+    [{1: 100.1}, {1: -101}, {1: NAN}, {1: INF}, {1: -INF}, {1: HUGE}, {10**5000: 101}],
     [0, [], [(1, 2.0)], "1", {"1": 1.0}, {1.0: 1.0}, {True: 1.0}, {None: 1.0}, {1: "1"}, {1: None}, {1: True}],
 )
 
 
 def cases(tables):
     return [
-        pytest.param(field, value, id=f"{field}={value!r}".replace(str(HUGE), "huge"))
+        pytest.param(field, value, id=f"{field}={shown(value)}")
         for fields, values in tables
         for field in fields
         for value in values

@@ -16,8 +16,15 @@ from nanopage.engine.output_processor import Completion, Request
 from nanopage.engine.sequence import Adapter, Sequence, SequenceGroup
 from nanopage.layer_kinds import BlockNeeds
 from nanopage.lora import LoRARequest
-from nanopage.model_files import exists, read_json
-from nanopage.params import BeamSearchParams, PoolingParams, SamplingParams, StructuredOutputsParams
+from nanopage.model_files import exists, read_json, shown
+from nanopage.params import (
+    MAX_INTEGER,
+    BeamSearchParams,
+    PoolingParams,
+    SamplingParams,
+    StructuredOutputsParams,
+    check_integer,
+)
 from nanopage.step import SamplingSettings
 from nanopage.structured import CompiledGrammar, Grammars
 from nanopage.text.detokenizer import IncrementalDetokenizer
@@ -77,9 +84,8 @@ class InputProcessor:
     ) -> Request:
         """The request, not queued yet. Raises as LLMEngine.add_request."""
         if not isinstance(request_id, str) or not request_id:
-            raise TypeError(f"request_id must be a non-empty string, not {request_id!r}")
-        if not isinstance(priority, int) or isinstance(priority, bool):
-            raise TypeError(f"priority must be an integer, not {priority!r}")
+            raise TypeError(f"request_id must be a non-empty string, not {shown(request_id)}")
+        check_integer("priority", priority, -MAX_INTEGER - 1)
         if priority and self.config.scheduling_policy != "priority":
             raise ValueError(f"priority={priority} needs scheduling_policy='priority'")
         params = SamplingParams() if params is None else params
@@ -89,7 +95,7 @@ class InputProcessor:
             makes = "embeddings" if pooling.task == "embed" else "scores of classes"
             raise ValueError(f"the model {self.path.name} runs with runner='pooling': it makes {makes}, not text")
         if not isinstance(params, SamplingParams | BeamSearchParams):
-            raise TypeError(f"sampling_params must be SamplingParams or BeamSearchParams, not {params!r}")
+            raise TypeError(f"sampling_params must be SamplingParams or BeamSearchParams, not {shown(params)}")
         params = dataclasses.replace(params)  # a copy, checked again: the caller may change the original
         adapter = None if lora_request is None else self.adapters.check(lora_request)
         text, token_ids, cache_salt = self._read_prompt(prompt)
@@ -184,7 +190,7 @@ class InputProcessor:
                 raise ValueError(f"the model {self.path.name} does not score pairs of texts")
             for each in (text, pair):
                 if not isinstance(each, str):
-                    raise TypeError(f"each text of a pair must be a string, not {each!r}")
+                    raise TypeError(f"each text of a pair must be a string, not {shown(each)}")
             fields["prompt_token_ids"], types = self._encode_pair(cast(str, text), cast(str, pair), params)
         elif isinstance(text, str) and fields.get("prompt_token_ids") is None:
             fields["prompt"] = text = pooling.prompt_for(params.prompt_name) + text
@@ -324,7 +330,7 @@ class InputProcessor:
             if text is None and token_ids is None:
                 raise ValueError("a prompt dict has 'prompt' or 'prompt_token_ids'")
             if not isinstance(salt, str):
-                raise TypeError(f"cache_salt must be a string, not {salt!r}")
+                raise TypeError(f"cache_salt must be a string, not {shown(salt)}")
             if len(salt) > MAX_SALT or not is_unicode(salt):
                 raise ValueError(f"cache_salt must be valid Unicode of at most {MAX_SALT:,} characters")
         elif isinstance(prompt, str):
@@ -333,10 +339,10 @@ class InputProcessor:
             token_ids = prompt
         if token_ids is None or text is not None:
             if not isinstance(text, str):
-                raise TypeError(f"a prompt must be a string, token ids or a dict, not {text!r}")
+                raise TypeError(f"a prompt must be a string, token ids or a dict, not {shown(text)}")
             token_ids = self.encode(text) if token_ids is None else token_ids
         if not isinstance(token_ids, list):
-            raise TypeError(f"a prompt must be a string, token ids or a dict, not {token_ids!r}")
+            raise TypeError(f"a prompt must be a string, token ids or a dict, not {shown(token_ids)}")
         if not token_ids:
             raise ValueError("the prompt is empty")
         self._check_ids("prompt_token_ids", token_ids)
@@ -375,9 +381,9 @@ class InputProcessor:
         vocab_size = self.model_config.vocab_size
         for token_id in token_ids:
             if not isinstance(token_id, int) or isinstance(token_id, bool):
-                raise TypeError(f"{name} must be integers, not {token_id!r}")
+                raise TypeError(f"{name} must be integers, not {shown(token_id)}")
             if not 0 <= token_id < vocab_size:
-                raise ValueError(f"{name}: {token_id} is not in the vocabulary of {vocab_size} tokens")
+                raise ValueError(f"{name}: {shown(token_id)} is not in the vocabulary of {vocab_size} tokens")
 
     def _bad_words(self, words: list[str]) -> list[list[int]]:
         """Each word's token ids at the beginning of a text and after a space, as in vLLM."""

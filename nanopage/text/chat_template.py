@@ -6,7 +6,6 @@ memory, time and output. `template_process.py` is that process, and says what te
 
 import importlib.util
 import json
-import reprlib
 import signal
 import subprocess
 import sys
@@ -16,6 +15,8 @@ import weakref
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, cast
+
+from nanopage.model_files import shown
 
 # Limits of one rendering
 MAX_MEMORY = 256 << 20  # bytes beyond those of the idle process; enforced only on Linux
@@ -72,13 +73,13 @@ class TemplateRenderer:
             RuntimeError: the process cannot be started.
         """
         if not isinstance(source, str):
-            raise TypeError(f"chat_template must be a string of Jinja source, not {_shorten(source)}")
+            raise TypeError(f"chat_template must be a string of Jinja source, not {shown(source)}")
         for name, value in (
             ("add_generation_prompt", add_generation_prompt),
             ("continue_final_message", continue_final_message),
         ):
             if not isinstance(value, bool):
-                raise TypeError(f"{name} must be True or False, not {_shorten(value)}")
+                raise TypeError(f"{name} must be True or False, not {shown(value)}")
         if continue_final_message and add_generation_prompt:
             raise ValueError(
                 "continue_final_message=True needs add_generation_prompt=False: the model goes on with a message or "
@@ -172,10 +173,10 @@ def normalize_messages(messages: list[dict]) -> list[dict]:
 
 def _normalize_message(message: dict, name: str) -> dict:
     if not isinstance(message, dict):
-        raise TypeError(f"{name} must be a dict, not {_shorten(message)}")
+        raise TypeError(f"{name} must be a dict, not {shown(message)}")
     _check_text(message.get("role"), f"{name}['role']")
     if unknown := message.keys() - set(MESSAGE_FIELDS):
-        names = ", ".join(sorted(map(_shorten, unknown)))
+        names = ", ".join(sorted(map(shown, unknown)))
         raise ValueError(f"{name} has fields that are not supported: {names:.200}")
     normal = {"role": message["role"], "content": message.get("content")}
     for field in ("name", "tool_call_id", "reasoning_content"):
@@ -184,7 +185,7 @@ def _normalize_message(message: dict, name: str) -> dict:
             normal[field] = message[field]
     if message.get("tool_calls"):
         if message["role"] != "assistant":
-            raise ValueError(f"{name}['tool_calls'] needs the role 'assistant', not {_shorten(message['role'])}")
+            raise ValueError(f"{name}['tool_calls'] needs the role 'assistant', not {shown(message['role'])}")
         normal["tool_calls"] = _normalize_tool_calls(message["tool_calls"], f"{name}['tool_calls']")
     content = normal["content"]
     if isinstance(content, list):
@@ -199,7 +200,7 @@ def _normalize_message(message: dict, name: str) -> dict:
 
 def _part_text(part: dict | str, name: str) -> str:
     if isinstance(part, dict) and part.get("type") != "text":
-        raise ValueError(f"{name} is of type {_shorten(part.get('type'))}, which is not supported; supported: 'text'")
+        raise ValueError(f"{name} is of type {shown(part.get('type'))}, which is not supported; supported: 'text'")
     text = part.get("text") if isinstance(part, dict) else part
     _check_text(text, f"{name}['text']" if isinstance(part, dict) else name)
     return cast(str, text)
@@ -207,7 +208,7 @@ def _part_text(part: dict | str, name: str) -> str:
 
 def _normalize_tool_calls(calls: list[dict], name: str) -> list[dict]:
     if not isinstance(calls, list):
-        raise TypeError(f"{name} must be a list, not {_shorten(calls)}")
+        raise TypeError(f"{name} must be a list, not {shown(calls)}")
     normal = []
     for i, call in enumerate(calls):
         call = _check_json(call, f"{name}[{i}]")
@@ -221,7 +222,7 @@ def _normalize_tool_calls(calls: list[dict], name: str) -> list[dict]:
             except (ValueError, RecursionError) as error:
                 raise ValueError(f"{name}[{i}]['function']['arguments'] is not JSON: {error}") from None
         if not isinstance(arguments, dict):
-            raise TypeError(f"{name}[{i}]['function']['arguments'] must be an object, not {_shorten(arguments)}")
+            raise TypeError(f"{name}[{i}]['function']['arguments'] must be an object, not {shown(arguments)}")
         normal.append(call | {"function": function | {"arguments": arguments}})
     return normal
 
@@ -230,10 +231,10 @@ def _check_tools(tools: list[dict] | None) -> list[dict] | None:
     if tools is None:
         return None
     if not isinstance(tools, list):
-        raise TypeError(f"tools must be a list of JSON schemas, not {_shorten(tools)}")
+        raise TypeError(f"tools must be a list of JSON schemas, not {shown(tools)}")
     for i, tool in enumerate(tools):
         if not isinstance(tool, dict):
-            raise TypeError(f"tools[{i}] must be a dict, not {_shorten(tool)}")
+            raise TypeError(f"tools[{i}] must be a dict, not {shown(tool)}")
         _check_json(tool, f"tools[{i}]")
     return tools
 
@@ -242,7 +243,7 @@ def _check_variables(variables: dict | None) -> dict:
     if variables is None:
         return {}
     if not isinstance(variables, dict) or not all(isinstance(name, str) for name in variables):
-        raise TypeError(f"chat_template_kwargs must be a dict with names as keys, not {_shorten(variables)}")
+        raise TypeError(f"chat_template_kwargs must be a dict with names as keys, not {shown(variables)}")
     if reserved := sorted(variables.keys() & set(RESERVED)):
         raise ValueError(f"chat_template_kwargs has {', '.join(reserved)}: that is an argument of its own")
     return _check_json(variables, "chat_template_kwargs")
@@ -270,18 +271,11 @@ def _before_end_mark(text: str) -> str:
 
 def _check_text(text, name: str) -> None:
     if not isinstance(text, str):
-        raise TypeError(f"{name} must be a string, not {_shorten(text)}")
+        raise TypeError(f"{name} must be a string, not {shown(text)}")
     try:
         text.encode()
     except UnicodeEncodeError as error:
         raise ValueError(f"{name} has a lone surrogate at character {error.start}, which cannot be encoded") from None
-
-
-def _shorten(value) -> str:
-    try:
-        return reprlib.repr(value)
-    except ValueError:  # an integer of more digits than Python prints
-        return type(value).__name__
 
 
 def _exchange(process: subprocess.Popen[bytes], request: bytes) -> bytes:

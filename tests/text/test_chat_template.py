@@ -322,7 +322,7 @@ def test_without_a_template_the_error_says_it_is_a_base_model(tmp_path, tokenize
         (USER, ValueError, "messages must be a list"),
         (None, ValueError, "messages must be a list"),
         (["Hello"], TypeError, "messages[0] must be a dict, not 'Hello'"),
-        ([["Hello" * 10**6]], TypeError, "messages[0] must be a dict, not ['HelloHelloHe...lloHelloHello']"),
+        ([["Hello" * 10**6]], TypeError, "messages[0] must be a dict, not ['HelloHello"),
         ([10**5000], TypeError, "messages[0] must be a dict, not int"),
         ([USER, None], TypeError, "messages[1] must be a dict"),
         ([{"content": "x"}], TypeError, "messages[0]['role'] must be a string, not None"),
