@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
+from nanopage import ray_cluster
 from nanopage.config import EngineConfig, ModelConfig, SpeculativeConfig
 from nanopage.encoder_config import EncoderConfig, read_encoder
 from nanopage.engine.draft_model import ModelDrafter
@@ -20,7 +21,8 @@ from nanopage.text.tokenizer import Tokenizer
 from nanopage.weights import hub, loader
 from nanopage.worker.encoder_worker import EncoderWorker
 from nanopage.worker.executor import LocalExecutor
-from nanopage.worker.process_executor import ProcessExecutor
+from nanopage.worker.process_executor import Link, ProcessExecutor, start_processes
+from nanopage.worker.threads import default_threads
 
 
 def build_engine(config: EngineConfig, on_progress: Callable[[int, int], None] | None = None) -> LLMEngine:
@@ -52,7 +54,8 @@ def build_engine(config: EngineConfig, on_progress: Callable[[int, int], None] |
     model_config = replace(model_config, pooling=pooling)
     executor: Executor
     if config.is_distributed:
-        executor = ProcessExecutor(config, model_config, path, on_progress)
+        start_links = _start_actors if config.distributed_executor_backend == "ray" else start_processes
+        executor = ProcessExecutor(config, model_config, path, on_progress, start_links)
     else:
         executor = LocalExecutor(config, model_config, checkpoint, on_progress)
     del checkpoint
@@ -60,6 +63,13 @@ def build_engine(config: EngineConfig, on_progress: Callable[[int, int], None] |
     if config.speculation is not None:
         make_drafter = _choose_drafter(config, config.speculation, model_config, tokenizer, on_progress)
     return LLMEngine(config, model_config, path, tokenizer, executor, make_drafter)
+
+
+def _start_actors(config: EngineConfig, scratch: str) -> tuple[list[Link], str]:
+    ray_cluster.connect(max(default_threads(), config.num_ranks))
+    from nanopage.worker.ray_link import start_actors  # imports Ray, which reads its settings when it is imported
+
+    return start_actors(config, scratch)
 
 
 def _check_pooling(config: EngineConfig, model_config: ModelConfig, pooling: PoolingConfig) -> EngineConfig:

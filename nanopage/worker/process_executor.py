@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 import nanopage
-from nanopage import ray_cluster
 from nanopage.config import EngineConfig, ModelConfig
 from nanopage.step import Batch, BatchResult, Capacity, WorkerDiedError
 from nanopage.worker import messages
@@ -90,12 +89,30 @@ class ProcessLink:
         self.process.wait()
 
 
+def start_processes(config: EngineConfig, scratch: str) -> tuple[list[Link], str]:
+    """Start the workers of an engine on this machine.
+
+    Args: scratch: a directory that lasts until all workers have met.
+    Returns: links to the workers by rank, and the address at which they meet.
+    """
+    links: list[Link] = []
+    try:
+        for rank in range(config.num_ranks):
+            links.append(ProcessLink(rank, config.num_ranks))
+    except BaseException:
+        for link in links:
+            link.kill()
+        raise
+    return links, f"file://{scratch}/meeting"
+
+
 class ProcessExecutor:
     """Runs `config.num_ranks` workers in processes of their own.
 
     Args:
         path: of the model.
         model_config: its shape.
+        start_links: starts the workers: `start_processes`, or `start_actors` of ray_link.py.
         on_progress: called while the first worker loads its weights, with the numbers of weights read and of all.
     """
 
@@ -105,12 +122,13 @@ class ProcessExecutor:
         model_config: ModelConfig,
         path: Path,
         on_progress: Callable[[int, int], None] | None = None,
+        start_links: Callable[[EngineConfig, str], tuple[list[Link], str]] = start_processes,
     ):
         model_config.divided(
             config.tensor_parallel_size, config.enable_expert_parallel
         )  # raises where the model cannot be divided
         model_config.stage(0, config.pipeline_parallel_size)
-        self.config, self.path, self.on_progress = config, path, on_progress
+        self.config, self.path, self.on_progress, self.start_links = config, path, on_progress, start_links
         self.links: list[Link] = []
         self.error: WorkerDiedError | None = None  # why no step can run any more
         self._pinged: dict[int, float] = {}  # rank -> when it was sent a ping that it has not answered
@@ -125,15 +143,7 @@ class ProcessExecutor:
     def start(self) -> Capacity:
         with tempfile.TemporaryDirectory(prefix="nanopage-", ignore_cleanup_errors=True) as scratch:
             try:
-                if self.config.distributed_executor_backend == "ray":
-                    ray_cluster.connect(max(default_threads(), self.config.num_ranks))
-                    from nanopage.worker.ray_link import make_links  # imports Ray
-
-                    self.links, address = make_links(self.config)
-                else:
-                    address = f"file://{scratch}/meeting"
-                    for rank in range(self.config.num_ranks):
-                        self.links.append(ProcessLink(rank, self.config.num_ranks))
+                self.links, address = self.start_links(self.config, scratch)
                 for rank, link in enumerate(self.links):
                     self._send(rank, messages.Start(self.config, str(self.path), rank, link.local_rank, address))
                 measured = self._collect(messages.Measured)

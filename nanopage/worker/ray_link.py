@@ -81,8 +81,8 @@ class RayLink:
         remove_placement_group(self.group)  # once for all workers; again, it does nothing
 
 
-def make_links(config: EngineConfig) -> tuple[list[Link], str]:
-    """Start the workers of an engine as actors. Returns links to them by rank, and the address at which they meet.
+def start_actors(config: EngineConfig, scratch: str) -> tuple[list[Link], str]:
+    """Start the workers of an engine as actors. Arguments and results are those of `process_executor.start_processes`.
 
     Raises: ValueError if the cluster has too few CPUs or GPUs, or a node has another version of nanopage;
         WorkerDiedError if an actor does not start.
