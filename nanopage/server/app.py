@@ -26,6 +26,7 @@ from nanopage.server.chat import Chat
 from nanopage.server.completions import Completions
 from nanopage.server.errors import ApiError, from_http, from_validation, invalid, json_response
 from nanopage.server.generation import too_long
+from nanopage.server.json_body import JsonRoute
 from nanopage.server.metrics import CONTENT_TYPE, ServerMetrics
 from nanopage.server.middleware import OPEN_PATHS, Gate
 from nanopage.server.pooling import PoolingCall, check_task, embeddings, rerank, score
@@ -208,6 +209,7 @@ def create_routes(state: ServerState) -> FastAPI:
         docs_url=None,  # these pages load scripts from elsewhere
         redoc_url=None,
     )
+    app.router.route_class = JsonRoute
 
     @app.post("/v1/chat/completions")
     async def chat_completions(body: ChatBody, request: Request) -> Response:
@@ -389,7 +391,8 @@ async def _generate(
     if state.tracer is not None:
         generation.on_finish = partial(state.tracer.record, params=call.params, headers=request.headers)
     if body.stream and not isinstance(call, PoolingCall):
-        return EventStream(call.chunks(generation), headers, end)
+        failed = call.failed if isinstance(call, Responses) else ApiError.body
+        return EventStream(call.chunks(generation), failed, headers, end)
     how = "complete"
     try:
         outputs = await unless_gone(request, generation.final())

@@ -72,8 +72,6 @@ def from_validation(error: RequestValidationError) -> ApiError:
     """What pydantic says of a body, with the path of the first field that is wrong."""
     first = error.errors()[0]
     path = list(itertools.takewhile(lambda part: part not in UNION_MEMBERS, first["loc"][1:]))
-    if first["type"] == "json_invalid":
-        return ApiError(400, f"the body is not valid JSON: {first.get('ctx', {}).get('error', first['msg'])}")
     message = first["msg"].removeprefix("Value error, ")
     if not path and first["type"] == "value_error":
         return ApiError(400, message)

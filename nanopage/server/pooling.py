@@ -82,6 +82,8 @@ def embeddings(llm: AsyncLLM, body: EmbeddingBody, model: str, adapter: LoRARequ
 
 def score(llm: AsyncLLM, body: ScoreBody, model: str, adapter: LoRARequest | None = None) -> PoolingCall:
     """A call of /v1/score. Raises: as `embeddings`."""
+    for name in ("text_1", "text_2"):
+        _check_count(name, getattr(body, name))
     try:
         pairs = pair_texts(body.text_1, body.text_2)
     except ValueError as error:
@@ -100,6 +102,7 @@ def rerank(llm: AsyncLLM, body: RerankBody, model: str, adapter: LoRARequest | N
     """A call of /v1/rerank. Raises: as `embeddings`."""
     if body.top_n is not None and body.top_n < 1:
         raise ApiError(400, f"top_n={body.top_n} is less than 1", param="top_n")
+    _check_count("documents", body.documents)
     documents = []
     for index, document in enumerate(body.documents):
         text = document.get("text") if isinstance(document, dict) else document
@@ -146,11 +149,15 @@ def _scoring_call(
     reply: Callable[[list[RequestOutput]], dict],
 ) -> PoolingCall:
     prompts = scoring_prompts(_pooling(llm), pairs)
-    if len(prompts) > MAX_PROMPTS:
-        field = body.prompt_field
-        raise ApiError(400, f"{field} has {len(prompts):,} texts: at most {MAX_PROMPTS:,}", param=field)
+    _check_count(body.prompt_field, prompts)
     listed = [{"prompt": prompt} if isinstance(prompt, str) else prompt for prompt in prompts]
     return PoolingCall(llm, body, model, kind, listed, _params(body, use_activation=body.use_activation), reply)
+
+
+def _check_count(field: str, texts: str | list) -> None:
+    """Raises: ApiError for too many texts, equal ones included: each makes a result."""
+    if isinstance(texts, list) and len(texts) > MAX_PROMPTS:
+        raise ApiError(400, f"{field} has {len(texts):,} texts: at most {MAX_PROMPTS:,}", param=field)
 
 
 def _pooling(llm: AsyncLLM) -> PoolingConfig:

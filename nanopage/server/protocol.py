@@ -12,7 +12,6 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from nanopage.engine.input_processor import is_unicode
 from nanopage.params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 from nanopage.server.errors import ApiError, invalid, unsupported
 from nanopage.server.formats import FIELD, read_response_format, read_structured_outputs
@@ -195,10 +194,6 @@ class SamplingBody(CommonBody):
             raise ApiError(400, f"allowed_token_ids has more than {MAX_ALLOWED:,} entries", param="allowed_token_ids")
         if sum(map(len, self.bad_words or ())) > MAX_CHARACTERS:
             raise ApiError(400, f"bad_words has more than {MAX_CHARACTERS:,} characters", param="bad_words")
-        for name in ("stop", "bad_words"):
-            texts = getattr(self, name) or ()
-            if not all(map(is_unicode, [texts] if isinstance(texts, str) else texts)):
-                raise ApiError(400, f"{name} has a lone surrogate, which is not valid Unicode", param=name)
 
     def sampling_params(
         self,

@@ -6,7 +6,7 @@ import uuid
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
-from nanopage.async_llm import AsyncLLM, EngineDeadError
+from nanopage.async_llm import AsyncLLM
 from nanopage.lora import LoRARequest
 from nanopage.outputs import CompletionOutput, RequestOutput
 from nanopage.params import SamplingParams
@@ -49,6 +49,7 @@ class Responses:
             raise self._renamed(error) from None
         self.id, self.created = f"resp_{uuid.uuid4().hex}", int(time.time())
         self.items = _Items(self.chat)
+        self.num_events = 0  # of the stream
 
     @property
     def prompts(self) -> list[str]:
@@ -75,30 +76,28 @@ class Responses:
         return self._response(output, completion, self.items.done)
 
     async def chunks(self, generation: Generation) -> AsyncIterator[dict]:
-        """The response as it grows. If it fails, the last event says so."""
-        number = -1
-
-        def numbered(event: dict) -> dict:
-            nonlocal number
-            number += 1
-            return event | {"sequence_number": number}
-
+        """The response as it grows."""
         for kind in ("created", "in_progress"):
-            yield numbered({"type": f"response.{kind}", "response": self._envelope("in_progress")})
-        try:
-            async for change in changes(generation, 1, 1):
-                for piece in self.chat.pieces(change):
-                    for event in self.items.add(piece):
-                        yield numbered(event)
-                if change.completion.finish_reason is not None:
-                    status = _status(change.completion)
-                    for event in self.items.close(status):
-                        yield numbered(event)
-                    response = self._response(change.output, change.completion, self.items.done)
-                    yield numbered({"type": f"response.{status}", "response": response})
-        except (ApiError, EngineDeadError) as error:
-            failure = {"code": "server_error", "message": str(error)}
-            yield numbered({"type": "response.failed", "response": self._envelope("failed") | {"error": failure}})
+            yield self._numbered({"type": f"response.{kind}", "response": self._envelope("in_progress")})
+        async for change in changes(generation, 1, 1):
+            for piece in self.chat.pieces(change):
+                for event in self.items.add(piece):
+                    yield self._numbered(event)
+            if change.completion.finish_reason is not None:
+                status = _status(change.completion)
+                for event in self.items.close(status):
+                    yield self._numbered(event)
+                response = self._response(change.output, change.completion, self.items.done)
+                yield self._numbered({"type": f"response.{status}", "response": response})
+
+    def failed(self, error: ApiError) -> dict:
+        """The last event of a stream that fails."""
+        failure = {"code": "server_error", "message": str(error)}
+        return self._numbered({"type": "response.failed", "response": self._envelope("failed") | {"error": failure}})
+
+    def _numbered(self, event: dict) -> dict:
+        self.num_events += 1
+        return event | {"sequence_number": self.num_events - 1}
 
     def _renamed(self, error: ApiError) -> ApiError:
         """An error whose `param` is this endpoint's name of the field."""

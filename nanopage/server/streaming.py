@@ -50,19 +50,27 @@ async def unless_gone(request: Request, work: Awaitable[T]) -> T:
 
 
 class EventStream(Response):
-    """Sends each object of an iterator as an event, and then `[DONE]`. An ApiError or EngineDeadError of the iterator
-    is sent as the last event before that.
+    """Sends each object of an iterator as an event, and then `[DONE]`. If the iterator fails, the last event before
+    that says so.
 
     Args:
+        failed: makes that event of the error.
         end: awaited exactly once, with how the stream has ended, even if the client has gone before it began.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncIterator[dict], headers: dict[str, str], end: Callable[[str], Awaitable[None]]):
+    def __init__(
+        self,
+        events: AsyncIterator[dict],
+        failed: Callable[[ApiError], dict],
+        headers: dict[str, str],
+        end: Callable[[str], Awaitable[None]],
+    ):
         super().__init__(headers=HEADERS | headers)
         del self.headers["content-length"]
-        self.events, self.end = events, end
+        self.events, self.failed, self.end = events, failed, end
+        self._how = "complete"
         self._last_sent = math.inf  # no comments before the head has been sent
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -87,24 +95,28 @@ class EventStream(Response):
 
     async def _send_all(self, start: Send, send: Send) -> str:
         """Returns how the stream has ended."""
-        how = "complete"
         await start({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         self._last_sent = time.monotonic()
-        try:
-            async for event in self.events:
-                await self._send(send, event)
-        except (ApiError, EngineDeadError) as error:
-            how = f"ended by {type(error).__name__}"
-            if isinstance(error, EngineDeadError):
-                error = ApiError(503, str(error), code="engine_dead")
-            await self._send(send, error.body())
+        async for event in self._encoded():
+            await send({"type": "http.response.body", "body": event, "more_body": True})
+            self._last_sent = time.monotonic()
         self._last_sent = math.inf  # no comments from here on
         await send({"type": "http.response.body", "body": DONE, "more_body": False})
-        return how
+        return self._how
 
-    async def _send(self, send: Send, event: dict) -> None:
-        await send({"type": "http.response.body", "body": encode_event(event), "more_body": True})
-        self._last_sent = time.monotonic()
+    async def _encoded(self) -> AsyncIterator[bytes]:
+        """The events as bytes."""
+        try:
+            async for event in self.events:
+                yield encode_event(event)
+        except Exception as error:  # of the call, not of the connection
+            self._how = f"ended by {type(error).__name__}"
+            if isinstance(error, EngineDeadError):
+                error = ApiError(503, str(error), code="engine_dead")
+            elif not isinstance(error, ApiError):
+                logger.exception("a stream failed")
+                error = ApiError(500, "an error of the server: its log says more", code="internal_error")
+            yield encode_event(self.failed(error))
 
     async def _keep_alive(self, send: Send) -> None:
         """Send a comment whenever nothing has been sent for a while."""

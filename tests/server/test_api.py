@@ -17,7 +17,7 @@ from server_process import OPTIONS
 from nanopage import AsyncLLM, EngineArgs, SamplingParams
 from nanopage.metrics import Metrics
 from nanopage.outputs import CompletionOutput, StepStats
-from nanopage.server import middleware, protocol, streaming
+from nanopage.server import chat, completions, middleware, protocol, responses, streaming
 from nanopage.server.app import NOT_SERVED, ServerState, create_app
 from nanopage.server.chat import LOOK, Thinking
 from nanopage.server.metrics import ServerMetrics
@@ -380,7 +380,7 @@ def test_tokens_go_both_ways(app, offline):
     info = get(app, "/tokenizer_info").json
     assert info["eos_token"] == "<|im_end|>" and "im_start" in info["chat_template"]
     assert post(app, "/tokenize", {"prompt": "a", "messages": HELLO}).error["param"] == "prompt"
-    assert post(app, "/detokenize", {"tokens": [10**30]}).error["param"] == "tokens"
+    assert post(app, "/detokenize", {"tokens": [10**30]}).error["param"] == "tokens[0]"
 
 
 def test_messages_as_clients_send_them(app):
@@ -477,7 +477,7 @@ BAD_CHATS = [
     ({"json_schema": {}}, "json_schema"),
     ({"cache_salt": "\ud800"}, "cache_salt"),
     ({"cache_salt": "a" * 2000}, "cache_salt"),
-    ({"bad_words": ["\ud800"]}, "bad_words"),
+    ({"bad_words": ["\ud800"]}, "bad_words[0]"),
     ({"bad_words": ["a" * 20_000]}, "bad_words"),
     ({"stop": "\udc00"}, "stop"),
     ({"allowed_token_ids": [1] * 300_000}, "allowed_token_ids"),
@@ -510,7 +510,7 @@ def test_a_bad_field_of_a_chat_is_named(app, fields, param):
         ({"prompt": [[]]}, "prompt"),
         ({"prompt": [10**6]}, "prompt"),
         ({"prompt": [-1]}, "prompt"),
-        ({"prompt": [10**40]}, "prompt"),
+        ({"prompt": [10**40]}, "prompt[0]"),
         ({"prompt": ["a"] * 2000}, "prompt"),
         ({"prompt": ["a"] * 1000, "n": 100}, "n"),
         ({"prompt": "\udfff"}, "prompt"),
@@ -921,6 +921,34 @@ def test_a_request_whose_step_fails_is_500_and_no_other(llm, app, monkeypatch, c
     assert "a bad row" not in whole.error["message"] and "a bad row" in caplog.text
     assert whole.headers["x-should-retry"] == "false"
     assert stream.status == 200 and stream.events[-1]["error"]["code"] == "request_failed"
+
+
+@pytest.mark.parametrize("path", [CHAT, TEXT, "/v1/responses"])
+def test_a_stream_that_fails_says_so_and_ends(app, monkeypatch, caplog, path):
+    """Whatever fails: here, what reads the outputs."""
+    module = {CHAT: chat, TEXT: completions, "/v1/responses": responses}[path]
+    plain = module.changes
+
+    async def failing(*args):
+        count = 0
+        async for change in plain(*args):
+            if (count := count + 1) == 3:
+                raise RuntimeError("no such thing")
+            yield change
+
+    prompt = {CHAT: {"messages": HELLO}, TEXT: {"prompt": "a"}, "/v1/responses": {"input": "a"}}[path]
+    body = prompt | {"stream": True, "ignore_eos": True, "temperature": 0}
+    monkeypatch.setattr(module, "changes", failing)
+    reply = post(app, path, body)
+    *events, last = (event.partition("data: ")[2] for event in reply.body.decode().split("\n\n")[:-2])
+    assert reply.status == 200 and reply.body.endswith(b"data: [DONE]\n\n") and len(events) > 1
+    error = json.loads(last)
+    if path == "/v1/responses":
+        assert (error["type"], error["response"]["status"]) == ("response.failed", "failed")
+        assert error["sequence_number"] == len(events)
+        error = error["response"]
+    assert "log says more" in error["error"]["message"]
+    assert "no such thing" in caplog.text
 
 
 def test_an_engine_that_dies_ends_every_request_with_an_error(model):
