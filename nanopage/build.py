@@ -1,5 +1,6 @@
 """Builds an engine and the executor behind it from one set of options."""
 
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +24,8 @@ from nanopage.worker.encoder_worker import EncoderWorker
 from nanopage.worker.executor import LocalExecutor
 from nanopage.worker.process_executor import Link, ProcessExecutor, start_processes
 from nanopage.worker.threads import default_threads
+
+logger = logging.getLogger("nanopage")
 
 
 def build_engine(config: EngineConfig, on_progress: Callable[[int, int], None] | None = None) -> LLMEngine:
@@ -52,6 +55,11 @@ def build_engine(config: EngineConfig, on_progress: Callable[[int, int], None] |
     if pooling is not None:
         config = _check_pooling(config, model_config, pooling)
     model_config = replace(model_config, pooling=pooling)
+    if tokenizer is not None:
+        model_config = replace(model_config, eos_token_ids=model_config.eos_token_ids | tokenizer.end_ids())
+    if tokenizer is not None and pooling is None:
+        ends = ", ".join(f"{tokenizer.backend.id_to_token(i)!r} ({i})" for i in sorted(model_config.eos_token_ids))
+        logger.info(f"a reply ends with one of these tokens: {ends:.500}" if ends else "no token ends a reply")
     executor: Executor
     if config.is_distributed:
         start_links = _start_actors if config.distributed_executor_backend == "ray" else start_processes

@@ -177,7 +177,7 @@ class EngineConfig:
             config.json is enough then (see benchmarks/configs), and without tokenizer.json prompts are token ids.
         generation_config: where `LLM` and `AsyncLLM` get the parameters of requests that have none: "auto" is
             generation_config.json of the model, "vllm" is SamplingParams(). LLMEngine.add_request always takes
-            SamplingParams(). The end-of-sequence ids are read from generation_config.json with both.
+            SamplingParams(). The end-of-sequence ids in generation_config.json count with both.
         seed: for requests without a seed of their own.
         runner: "generate" makes text, "pooling" embeddings, classes and scores (see docs/embeddings.md). "auto" is what
             the model is for: pooling for an encoder, and where config.json names a model without a language-model head
@@ -670,7 +670,7 @@ class ModelConfig:
 
     @classmethod
     def from_directory(cls, path: Path) -> "ModelConfig":
-        """Read config.json, and the end-of-sequence ids of generation_config.json if there is one.
+        """Read config.json. The end-of-sequence ids are those of config.json and of generation_config.json.
 
         Raises: FileNotFoundError; ValueError as in `from_dict`, naming the file.
         """
@@ -678,9 +678,8 @@ class ModelConfig:
         file = path / "generation_config.json"
         if not exists(file):
             return config
-        fields = Fields(read_json(file), str(file))
-        eos_token_ids = fields.special_ids(config.vocab_size)
-        return config if fields.values.get("eos_token_id") is None else replace(config, eos_token_ids=eos_token_ids)
+        more = Fields(read_json(file), str(file)).special_ids(config.vocab_size)
+        return replace(config, eos_token_ids=config.eos_token_ids | more)
 
     @classmethod
     def from_dict(cls, config: dict, source: str = "config.json") -> "ModelConfig":

@@ -930,9 +930,9 @@ def write(directory: Path, **files: dict) -> Path:
 
 @pytest.mark.parametrize(
     ("generation_config", "ids"),
-    [({"eos_token_id": [5, 6]}, {5, 6}), ({"eos_token_id": 6}, {6}), ({"eos_token_id": None}, {1}), ({}, {1})],
+    [({"eos_token_id": [5, 6]}, {1, 5, 6}), ({"eos_token_id": 6}, {1, 6}), ({"eos_token_id": None}, {1}), ({}, {1})],
 )
-def test_generation_config_has_the_last_word_on_end_of_sequence(tmp_path, generation_config, ids):
+def test_generation_config_adds_to_the_ends_of_config(tmp_path, generation_config, ids):
     write(tmp_path, config=LLAMA | {"eos_token_id": 1})
     assert ModelConfig.from_directory(tmp_path).eos_token_ids == {1}
     write(tmp_path, generation_config=generation_config)

@@ -261,9 +261,30 @@ def test_the_models_own_parameters_are_the_default(tmp_path):
     (path / "generation_config.json").write_text(json.dumps({"temperature": 0.3, "top_k": 7, "eos_token_id": [2, 5]}))
     llm = LLM(str(path), device="cpu", max_model_len=64, num_gpu_blocks_override=8, enforce_eager=True)
     assert llm.get_default_sampling_params() == SamplingParams(temperature=0.3, top_k=7)
-    assert llm.engine.model_config.eos_token_ids == {2, 5}
     (given,) = llm.generate("the cat", SamplingParams(temperature=0, logit_bias={5: 100.0}))
     assert (given.outputs[0].token_ids, given.outputs[0].finish_reason) == ([5], "stop")
+
+
+def test_what_ends_a_reply_is_the_union_of_all_that_the_files_say(tmp_path, caplog):
+    path = tiny_model(tmp_path, eos_token_id=[3, 4])  # config.json; <|endoftext|>, token 0, is an end by its name
+    (path / "generation_config.json").write_text('{"eos_token_id": 5}')
+    file = path / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"eos_token": "<|im_start|>"}))  # token 1
+    with caplog.at_level("INFO", "nanopage"):
+        llm = LLM(str(path), device="cpu", max_model_len=64, num_gpu_blocks_override=8, enforce_eager=True)
+    (shown,) = (message for message in caplog.messages if "a reply ends" in message)
+    ends = {0, 1, 2, 3, 4, 5}  # 2 is <|im_end|>
+    assert llm.engine.model_config.eos_token_ids == ends and all(f" ({end})" in shown for end in ends)
+    favored = SamplingParams(temperature=0, max_tokens=4, logit_bias=dict.fromkeys(ends, 100.0))
+    for end in ends:
+        for options in ({}, {"skip_special_tokens": False}):
+            params = dataclasses.replace(favored, logit_bias={end: 100.0}, **options)
+            (completion,) = llm.generate("the cat", params)[0].outputs
+            assert (completion.token_ids, completion.finish_reason, completion.text) == ([end], "stop", "")
+    (later,) = llm.generate("the cat", dataclasses.replace(favored, min_tokens=3))[0].outputs
+    assert len(later.token_ids) == 4 and not ends & {*later.token_ids[:3]} and later.token_ids[3] in ends
+    (on,) = llm.generate("the cat", dataclasses.replace(favored, ignore_eos=True))[0].outputs
+    assert len(on.token_ids) == 4 and ends.issuperset(on.token_ids)
 
 
 @pytest.mark.parametrize(

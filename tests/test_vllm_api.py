@@ -156,7 +156,7 @@ def test_generation_config_chooses_the_default_parameters(llm, path):
     assert llm.get_default_sampling_params() == SamplingParams(temperature=0.3)
     plain = LLM(str(path), generation_config="vllm", **OPTIONS)
     assert plain.get_default_sampling_params() == SamplingParams()
-    assert plain.engine.model_config.eos_token_ids == {2, 5}  # as EngineConfig says
+    assert plain.engine.model_config.eos_token_ids == {0, 2, 5}  # as EngineConfig says
 
 
 # Parameters

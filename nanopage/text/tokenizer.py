@@ -35,6 +35,13 @@ class Encoding(dict):
 
 
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
+# Special tokens that end a turn, a message, a text or a file, whatever else the model's files say of them: those of
+# llama.cpp (llama-vocab.cpp).
+ENDS = (
+    "<|im_end|> <|end|> <|eot_id|> <|eom_id|> <end_of_turn> <turn|> <|return|> <|call|> <|calls|> <|flush|> "
+    "<|tool_response> <|endoftext|> <|end_of_text|> </s> <eos> [EOS] <EOT> _<EOT> [EOT] [e~[ <end_of_utterance> "
+    "<｜end▁of▁sentence｜> <|fim_pad|> <|fim_repo|> <|repo_name|> <|file_sep|>"
+)
 MAX_TOKENIZER = 2**27  # bytes of tokenizer.json; those of 260,000 tokens have about 2**25
 
 
@@ -105,6 +112,15 @@ class Tokenizer:
     @property
     def pad_token_id(self) -> int | None:
         return self._special_id("pad_token")
+
+    def end_ids(self) -> frozenset[int]:
+        """The tokens that end a reply: that of end-of-sequence, and special tokens that are ends by their names."""
+        special = {self.backend.id_to_token(token_id) for token_id in self.special_ids}
+        names = special & {*ENDS.split()}
+        if {"<|return|>", "<|call|>"} <= special or {"<|calls|>", "<|flush|>"} <= special:
+            names -= {"<|end|>"}  # it ends only a part of a reply
+        ids = {self.eos_token_id, *map(self.backend.token_to_id, names)} - {None}
+        return frozenset(i for i in ids if self.num_embeddings is None or i < self.num_embeddings)
 
     def _special_id(self, name: str) -> int | None:
         token = self.special_tokens.get(name)

@@ -339,11 +339,10 @@ class GGUFCheckpoint:
         return values.tolist()
 
     def _token_id(self, name: str) -> int | None:
-        key = f"tokenizer.ggml.{name}_token_id"
-        token_id = self._field(key, int, "a token id", None)
-        if token_id is not None and not 0 <= token_id < len(self.tokens):
-            raise self._error(key, f"{token_id} is not in the vocabulary of {len(self.tokens):,} tokens")
-        return token_id
+        """A special token; None if there is none. Files say that by leaving it out, or with an id of -1, 2^32 - 1 or
+        anything else that is not in the vocabulary."""
+        token_id = self._field(f"tokenizer.ggml.{name}_token_id", int, "a token id", None)
+        return token_id if token_id is not None and 0 <= token_id < len(self.tokens) else None
 
     def _token_types(self) -> list[int]:
         key = "tokenizer.ggml.token_type"

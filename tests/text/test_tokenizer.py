@@ -205,6 +205,30 @@ def test_special_tokens_are_read_in_both_notations(sentence_piece, tmp_path):
     assert Tokenizer(tmp_path).special_tokens == {"bos_token": "<s>", "eos_token": "</s>"}
 
 
+@pytest.mark.parametrize(
+    ("special", "plain", "eos", "ends"),
+    [
+        (["<|endoftext|>", "<|end|>", "<|user|>"], [], "<|endoftext|>", ["<|endoftext|>", "<|end|>"]),
+        (["<s>", "</s>", "<|im_start|>", "<|im_end|>"], [], "</s>", ["</s>", "<|im_end|>"]),
+        (["<|end_of_text|>", "<|eot_id|>", "<|eom_id|>"], [], None, ["<|end_of_text|>", "<|eot_id|>", "<|eom_id|>"]),
+        (["<eos>", "<end_of_turn>"], ["</s>", "<|im_end|>"], "<eos>", ["<eos>", "<end_of_turn>"]),  # text, in Gemma's
+        (["<eos>", "<turn|>", "<|tool_response>"], [], "<eos>", ["<eos>", "<turn|>", "<|tool_response>"]),
+        (["<|return|>", "<|call|>", "<|end|>"], [], "<|return|>", ["<|return|>", "<|call|>"]),  # parts end with <|end|>
+        (["<|calls|>", "<|flush|>", "<|end|>"], [], "<|end|>", ["<|calls|>", "<|flush|>", "<|end|>"]),
+        (["[EOS]", "<stop>"], ["end"], "<stop>", ["[EOS]", "<stop>"]),
+        (["<stop>"], [], "missing", []),
+    ],
+)
+def test_replies_end_with_end_of_sequence_and_with_what_is_an_end_by_name(tmp_path, special, plain, eos, ends):
+    backend = tokenizers.Tokenizer(models.BPE({"a": 0}, []))
+    backend.add_special_tokens(special)
+    backend.add_tokens(plain)
+    backend.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": eos}))
+    assert Tokenizer(tmp_path).end_ids() == {backend.token_to_id(token) for token in ends}
+    assert Tokenizer(tmp_path, num_embeddings=1).end_ids() == frozenset()  # the model has no embedding for them
+
+
 @pytest.mark.parametrize("name", ["bos_token", "eos_token", "unk_token", "pad_token"])
 @pytest.mark.parametrize(
     "value", [{}, {"content": None}, {"content": ["x"]}, 5, ["<s>"], True, {"token": "<s>"}], ids=str
