@@ -270,7 +270,8 @@ class LLM:
 
         Raises: ValueError, TypeError for tools that are not valid, or calls in an unknown form.
         """
-        template = getattr(self.engine.tokenizer, "chat_template", None) or ""
+        tokenizer = self.engine.tokenizer
+        template = "" if tokenizer is None else tokenizer.template_for(bool(tools)) or ""
         tool_format = find_format(template) if tools else None
         names = [tool.name for tool in read_tools(tools)] if tools else []
         begun = (output.prompt or "").rstrip().endswith(THINK)

@@ -35,7 +35,7 @@ def chat_prompt(llm: AsyncLLM, body: ChatBody | TokenizeBody, tools: list[Tool])
     processor = llm.engine.input_processor
     try:
         tokenizer = processor.require_tokenizer("a conversation", "prompt_token_ids to /v1/completions")
-        has_developer = "developer" in (tokenizer.chat_template or "")
+        has_developer = "developer" in (tokenizer.template_for(bool(tools)) or "")
         messages = [
             _without_what_is_empty(message, f"messages[{i}]", has_developer)
             for i, message in enumerate(body.messages or [])

@@ -83,14 +83,14 @@ class ToolUse:
 
 def read_tool_use(llm: AsyncLLM, body: ChatBody | TokenizeBody, options: ToolOptions) -> ToolUse:
     """Raises: ApiError naming the field."""
-    template = "" if (tokenizer := llm.engine.tokenizer) is None else tokenizer.chat_template or ""
-    reasons = END_THINK in template
     parallel = body.parallel_tool_calls is not False if isinstance(body, ChatBody) else True
     try:
         tools = [] if body.tools is None else read_tools(body.tools)
         choice = read_tool_choice(body.tool_choice if isinstance(body, ChatBody) else None, tools)
-        use = ToolUse(tools, choice, None, parallel, reasons)
-        return ToolUse(tools, choice, find_format(template, options.parser), parallel, reasons) if use.offered else use
+        offers = bool(tools) and choice.kind != "none"
+        template = "" if (tokenizer := llm.engine.tokenizer) is None else tokenizer.template_for(offers) or ""
+        tool_format = find_format(template, options.parser) if offers else None
+        return ToolUse(tools, choice, tool_format, parallel, END_THINK in template)
     except (ValueError, TypeError) as error:
         raise invalid_tools(error) from None
 

@@ -172,7 +172,7 @@ def converse(
     with unechoed():
         llm, name, params = load(model)
         if toolbox is not None:
-            toolbox.format_of(llm.get_tokenizer().chat_template)
+            toolbox.format_of(llm.get_tokenizer().template_for(True))
 
         from nanopage.terminal.conversation import Conversation
         from nanopage.terminal.session import Session

@@ -204,7 +204,7 @@ class Conversation:
 
     def _tool_format(self) -> ToolFormat | None:
         """How the model writes calls; None without a chat template."""
-        template = self.llm.get_tokenizer().chat_template
+        template = self.llm.get_tokenizer().template_for(True)
         return None if self.toolbox is None or self.raw else self.toolbox.format_of(template)
 
     def _say_figures(self, reply: Reply) -> None:

@@ -54,6 +54,9 @@ class Tokenizer:
         num_embeddings: the size of the model's vocabulary, if it is known. It may be larger than the tokenizer's.
             Tokens that were added to the tokenizer may lie beyond it: a text with one of them cannot be encoded.
 
+    chat_template: None if there is none.
+    tool_template: used instead for conversations with tools, if the model has one.
+
     Raises:
         FileNotFoundError: no tokenizer.json.
         ValueError: a file that cannot be read, by name; a tokenizer that is too large for the model.
@@ -64,6 +67,7 @@ class Tokenizer:
         if isinstance(checkpoint, GGUFCheckpoint):
             self.path = checkpoint.path
             self.backend, config = checkpoint.tokenizer(), checkpoint.tokenizer_config()
+            config["chat_templates"] = _named_templates(self.path, config.get("chat_template"))
         else:
             self.path = checkpoint / "tokenizer.json"
             self.backend, config = _read_tokenizer(self.path), _read_tokenizer_config(checkpoint)
@@ -77,7 +81,8 @@ class Tokenizer:
         self.backend.no_truncation()
         self.backend.no_padding()
         self.special_tokens = {name: config[name] for name in SPECIAL_TOKENS if config.get(name) is not None}
-        self.chat_template: str | None = config.get("chat_template")
+        templates: dict[str, str] = config["chat_templates"]
+        self.chat_template, self.tool_template = templates.get("default"), templates.get("tool_use")
         added = self.backend.get_added_tokens_decoder()
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self._added_ids = frozenset(added)
@@ -204,6 +209,10 @@ class Tokenizer:
             return bytes([int(token[3:5], 16)])
         return token.replace("\u2581", " ").encode()  # SentencePiece's mark for a space
 
+    def template_for(self, tools: bool) -> str | None:
+        """The model's template for a conversation with or without tools, as transformers chooses it."""
+        return self.tool_template if tools and self.tool_template is not None else self.chat_template
+
     def apply_chat_template(
         self,
         messages: list[dict],
@@ -249,7 +258,7 @@ class Tokenizer:
                 or exceeds a limit (see chat_template.py).
             RuntimeError: the process that renders templates cannot be started.
         """
-        source = chat_template if chat_template is not None else self.chat_template
+        source = chat_template if chat_template is not None else self.template_for(bool(tools))
         if source is None:
             raise ValueError(
                 "the model has no chat template, so it is probably a base model: use generate(), or give a template"
@@ -286,7 +295,8 @@ def _read_tokenizer(file: Path) -> BackendTokenizer:
 
 
 def _read_tokenizer_config(directory: Path) -> dict[str, Any]:
-    """tokenizer_config.json, with special tokens and the chat template as strings; chat_template.jinja goes first."""
+    """tokenizer_config.json, with special tokens as strings. Its `chat_templates` are by name; those that are files go
+    first."""
     file, template = directory / "tokenizer_config.json", directory / "chat_template.jinja"
     config = read_json(file) if exists(file) else {}
     for name in SPECIAL_TOKENS:
@@ -296,21 +306,22 @@ def _read_tokenizer_config(directory: Path) -> dict[str, Any]:
             raise ValueError(
                 f"{file}: {name} must be a string or an object with a string 'content', got {shown(value)}"
             )
+    files = {path.stem: path for path in sorted((directory / "additional_chat_templates").glob("*.jinja"))}
     if exists(template):
-        config["chat_template"] = read_text(template)
-    elif "chat_template" in config:
-        config["chat_template"] = _chat_template(file, config["chat_template"])
+        files["default"] = template
+    written = None if "default" in files else config.get("chat_template")
+    config["chat_templates"] = _named_templates(file, written) | {name: read_text(files[name]) for name in files}
     return config
 
 
-def _chat_template(file: Path, template: Any) -> str | None:
-    """The chat template in tokenizer_config.json: a string, or one of several that have names."""
-    if template is None or isinstance(template, str):
-        return template
-    if isinstance(template, list) and all(_is_named_template(entry) for entry in template):
-        return {entry["name"]: entry["template"] for entry in template}.get("default")
+def _named_templates(file: Path, written: Any) -> dict[str, str]:
+    """The chat templates in tokenizer_config.json, by name: a string, or a list of several."""
+    if written is None or isinstance(written, str):
+        return {} if written is None else {"default": written}
+    if isinstance(written, list) and all(_is_named_template(entry) for entry in written):
+        return {entry["name"]: entry["template"] for entry in written}
     expected = 'a string or a list of {"name": ..., "template": ...}'
-    raise ValueError(f"the chat_template in {file} must be {expected}, got {shown(template)}")
+    raise ValueError(f"the chat_template in {file} must be {expected}, got {shown(written)}")
 
 
 def _is_named_template(entry: Any) -> bool:

@@ -32,7 +32,7 @@ def render_chat(tokenizer: Tokenizer, messages: list[dict], tools: list[dict] | 
 
     Raises: as `Tokenizer.render_chat`.
     """
-    template = options.get("chat_template") or tokenizer.chat_template
+    template = options.get("chat_template") or tokenizer.template_for(bool(tools))
     if isinstance(template, str) and not reads_tools(template):
         messages, tools = with_tools_as_text(normalize_messages(messages), tools or []), None
     return tokenizer.render_chat(messages, tools=tools, **options)

@@ -254,13 +254,19 @@ class GGUFCheckpoint:
         return tokenizer
 
     def tokenizer_config(self) -> dict[str, Any]:
-        """The special tokens and the chat template as the contents of a tokenizer_config.json."""
+        """The special tokens and the chat templates as the contents of a tokenizer_config.json."""
         config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
         for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
             if (token_id := self._token_id(key)) is not None:
                 config[f"{name}_token"] = self.tokens[token_id]
+        # llama.cpp's converter writes templates with other names, such as tool_use, as fields of their own.
+        keys = [key for key in self.fields if key.startswith("tokenizer.chat_template.")]
+        named = {key.removeprefix("tokenizer.chat_template."): self._string(key) for key in keys}
         if template := self._string("tokenizer.chat_template", ""):
-            config["chat_template"] = template
+            named = {"default": template} | named
+        if named:
+            listed = [{"name": name, "template": text} for name, text in named.items()]
+            config["chat_template"] = template if [*named] == ["default"] else listed
         config["model_max_length"] = self._size("{arch}.context_length", "max_position_embeddings")
         return config
 

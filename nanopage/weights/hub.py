@@ -47,7 +47,7 @@ CONVERSION = 2  # version of the default model's conversion; files of an older v
 
 # From the hub, only data: no file that could carry code is downloaded.
 HUB_PATTERNS = ["*.safetensors", "*.json", "*.jinja"]
-HUB_IGNORED = ["*/*", "consolidated*.safetensors"]  # other formats of the same weights
+HUB_IGNORED = ["*/*.safetensors", "*/*.json", "consolidated*.safetensors"]  # other formats of the same weights
 
 
 def resolve(model: str | None) -> Path:

@@ -22,9 +22,10 @@ from nanopage.server.app import NOT_SERVED, ServerState, create_app
 from nanopage.server.chat import LOOK, Thinking
 from nanopage.server.metrics import ServerMetrics
 from nanopage.server.protocol import REFUSED, ChatBody, CompletionBody, ResponsesBody
-from nanopage.server.tools import ToolUse
+from nanopage.server.tools import ToolOptions, ToolUse, read_tool_use
 from nanopage.server.tracing import Tracer
 from nanopage.tools.definitions import ToolChoice
+from nanopage.tools.formats import MISTRAL
 from nanopage.tools.reply import ReplyReader
 
 HELLO = [{"role": "user", "content": "Hello there"}]
@@ -560,6 +561,19 @@ def test_a_field_that_is_refused_is_named_and_its_neutral_values_pass(app, name)
     assert why in reply.error["message"]
     for value in neutral:
         assert post(app, path, body | {"max_tokens": 1, name: value}).status == 200
+
+
+def test_tools_have_the_template_that_is_made_for_them(llm, app, monkeypatch):
+    tokenizer = llm.engine.tokenizer
+    monkeypatch.setattr(tokenizer, "tool_template", "[TOOL_CALLS]{{ tools[0].function.name }}")
+    body = {"messages": HELLO, "tools": [{"type": "function", "function": {"name": "now"}}]}
+    none = {"tool_choice": "none"}
+    assert tokenizer.decode(post(app, "/tokenize", body).json["tokens"]) == "[TOOL_CALLS]now"
+    assert read_tool_use(llm, ChatBody(**body), ToolOptions()).format is MISTRAL
+    assert read_tool_use(llm, ChatBody(**body, **none), ToolOptions()).format is None
+    chats = [post(app, CHAT, more | {"messages": HELLO, **GREEDY}).json for more in ({}, body, none | body)]
+    lengths = [chat["usage"]["prompt_tokens"] for chat in chats]
+    assert lengths[0] == lengths[2] != lengths[1]
 
 
 def test_what_a_model_thinks_is_not_content(llm, app, monkeypatch):

@@ -11,6 +11,7 @@ from transformers import AutoTokenizer
 
 from nanopage.text.template_process import create_environment
 from nanopage.text.tokenizer import Tokenizer
+from nanopage.tools.prompt import render_chat
 from nanopage.weights.hub import default_model
 
 USER = {"role": "user", "content": "Hello"}
@@ -283,6 +284,28 @@ def model_directory(tmp_path, tokenizer, jinja=None, **config):
 )
 def test_the_template_is_the_models_own(tmp_path, tokenizer, jinja, config, text):
     assert model_directory(tmp_path, tokenizer, jinja, **config).apply_chat_template([USER]) == text
+
+
+@pytest.mark.parametrize("where", ["a list", "files"])
+def test_conversations_with_tools_have_the_template_named_tool_use(tmp_path, tokenizer, where):
+    source = "{{ tools|length }} tools"
+    listed = [{"name": "default", "template": "none"}, {"name": "tool_use", "template": source}]
+    if where == "files":
+        (tmp_path / "additional_chat_templates").mkdir()
+        (tmp_path / "additional_chat_templates/tool_use.jinja").write_text(source)
+    more = {"chat_template": listed} if where == "a list" else {"jinja": "none"}
+    ours = model_directory(tmp_path, tokenizer, tokenizer_class="PreTrainedTokenizerFast", **more)
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    for tools in (None, TOOLS):
+        expected = theirs.apply_chat_template([USER], tokenize=False, tools=tools)
+        assert ours.apply_chat_template([USER], tools=tools) == render_chat(ours, [USER], tools) == expected
+    assert render_chat(ours, [USER], []) == "none" and render_chat(ours, [USER], TOOLS, chat_template="x") == "x"
+
+
+def test_a_template_in_a_file_goes_before_the_list(tmp_path, tokenizer):
+    listed = [{"name": "default", "template": "none"}, {"name": "tool_use", "template": "old"}]
+    ours = model_directory(tmp_path, tokenizer, "file", chat_template=listed)
+    assert (ours.chat_template, ours.tool_template) == ("file", None)  # as in transformers
 
 
 @pytest.mark.parametrize(

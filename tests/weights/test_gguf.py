@@ -847,6 +847,15 @@ def test_a_token_id_outside_the_vocabulary_means_none(file, kind, value):
     assert loader.read_config(file).eos_token_ids == frozenset()
 
 
+def test_the_template_for_tools_is_read_and_saved(file, tmp_path):
+    named = {"tokenizer.chat_templates": ["tool_use"], "tokenizer.chat_template.tool_use": "{{ tools }}"}
+    ours = tokenizer_of(file, SMOLLM, **named)
+    GGUFCheckpoint(file).save_tokenizer(tmp_path)
+    for each in (ours, NanopageTokenizer(tmp_path)):
+        assert (each.chat_template, each.tool_template) == (CHAT_TEMPLATE, "{{ tools }}")
+        assert each.render_chat([{"role": "user", "content": "a"}], tools=[{}]) == "[{}]"
+
+
 def test_empty_tokens_get_names_that_differ(file):
     vocabulary = replace(SMOLLM, tokens=list(SMOLLM.tokens))
     vocabulary.tokens[400] = vocabulary.tokens[401] = ""
@@ -1001,6 +1010,7 @@ class TestFilesThatDoNotFit:
             ("tokenizer.ggml.eos_token_id", [1]),
             ("tokenizer.chat_template", ["{{ messages }}"]),
             ("tokenizer.chat_template", 5),
+            ("tokenizer.chat_template.tool_use", 5),
             ("split.count", [1, 1]),
             ("split.count", "1"),
         ],
