@@ -48,8 +48,9 @@ from nanopage.progress import progress_bar
 from nanopage.scoring import pair_texts, read_scores, scoring_prompts
 from nanopage.tools.definitions import read_tools
 from nanopage.tools.formats import find_format
+from nanopage.tools.pieces import Reply
 from nanopage.tools.prompt import render_chat
-from nanopage.tools.reply import END_THINK, THINK, Reply, ReplyReader
+from nanopage.tools.reply import END_THINK, THINK, ReplyReader
 from nanopage.vllm_options import CALL, POOLING_CALL, accept, accept_engine
 
 # The default of max_num_batched_tokens on a CPU. Steps of 512 tokens instead of 2,048 give 32 prompts at once their

@@ -16,7 +16,8 @@ from nanopage.server.logprobs import chat_logprobs
 from nanopage.server.protocol import ChatBody
 from nanopage.server.templates import chat_prompt
 from nanopage.server.tools import ToolOptions, ToolUse, find_wrong_tool, is_special, read_tool_use
-from nanopage.tools.reply import END_THINK, THINK, Call, Content, Piece, Reasoning, Reply, ReplyReader
+from nanopage.tools.pieces import Call, Content, Piece, Reasoning, Reply
+from nanopage.tools.reply import END_THINK, THINK, ReplyReader
 
 LOOK = 256  # characters that are read at a time to see whether a reply begins with reasoning
 

@@ -16,7 +16,7 @@ from nanopage.server.errors import ApiError, unsupported
 from nanopage.server.generation import Generation
 from nanopage.server.protocol import ChatBody, CommonBody, ResponsesBody
 from nanopage.server.tools import ToolOptions
-from nanopage.tools.reply import Arguments, Call, Content, Piece, Reasoning
+from nanopage.tools.pieces import Arguments, Call, Content, Piece, Reasoning
 
 TEXT_PARTS = ("input_text", "output_text", "text")
 

@@ -15,8 +15,9 @@ from nanopage.terminal.log import held_log
 from nanopage.terminal.signals import Interrupt
 from nanopage.terminal.spinner import spinner
 from nanopage.terminal.text import printable
+from nanopage.tools.pieces import Content
 from nanopage.tools.prompt import render_chat
-from nanopage.tools.reply import Content, ReplyReader
+from nanopage.tools.reply import ReplyReader
 
 COLUMNS = 80  # the footer's greatest width
 SPINNER_DELAY = 0.2  # seconds

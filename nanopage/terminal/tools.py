@@ -8,7 +8,8 @@ from nanopage.terminal.text import printable, say
 from nanopage.tools.definitions import Tool
 from nanopage.tools.formats import ToolFormat, find_format
 from nanopage.tools.functions import describe_function, load_functions, read_arguments, run_function
-from nanopage.tools.reply import ReplyReader, ToolCall
+from nanopage.tools.pieces import ToolCall
+from nanopage.tools.reply import ReplyReader
 
 MAX_SHOWN = 500  # characters of a result on the screen. The model gets all of it
 Ask = Callable[[str], str]

@@ -40,15 +40,21 @@ def make_grammar(
     else:
         rest = f"{newline} call {newline} {_quoted(tool_format.end)}"
         calls = f"{begin} rest{_repeated(parallel, f'{newline} {begin} rest')}"
-    rules = [_call(f"call_{i}", tool, tool_format.key) for i, tool in enumerate(tools)]
-    rules += [f"call: {' | '.join(f'call_{i}' for i in range(len(tools)))}", f"rest: {rest}"]
+    rules = [_inside(f"inside_{i}", tool, tool_format.key) for i, tool in enumerate(tools)]
+    rules += [f"inside: {' | '.join(f'inside_{i}' for i in range(len(tools)))}", 'call: "{" inside', f"rest: {rest}"]
     if choice.kind != "auto":
         rules.append(f"start: {calls}")
     elif body is not None:
         rules += ["start: calls | body", f"calls: {calls}", f"body: {body}"]
     elif tool_format.bare:
-        # A reply is either calls, or a text that begins like none.
-        rules += ["start: calls | TEXT?", f"calls: {calls}", r"TEXT: /\s*[^{\s<](.|\n)*/"]
+        # A call may be anywhere in the text. So a brace with a quote behind it is always that of a call.
+        rules += [
+            'start: (TEXT | "{" brace)* ("{" SPACE?)?',
+            'brace: inside | OTHER | SPACE? "{" brace',
+            r"TEXT: /[^{]+/",
+            r"SPACE: /\s+/",
+            r'OTHER: /\s*[^\s"{]/',
+        ]
     elif mark_id is None:
         # The text before a call ends with the first mark, so that a call follows every mark.
         rules += ["start: (before rest)* TEXT?", f"before[suffix={begin}]: /(.|\\n)*/", r"TEXT: /(.|\n)+/"]
@@ -57,8 +63,9 @@ def make_grammar(
     return "%llguidance {}\n" + "\n".join(rules) + "\n"
 
 
-def _call(rule: str, tool: Tool, key: str) -> str:
-    begin = f'{{"name": {json.dumps(tool.name)}, "{key}": '
+def _inside(rule: str, tool: Tool, key: str) -> str:
+    """A call, without its first brace."""
+    begin = f'"name": {json.dumps(tool.name)}, "{key}": '
     schema = dict(tool.schema())
     if tool.parameters is None:
         schema["additionalProperties"] = False

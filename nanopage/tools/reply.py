@@ -6,74 +6,23 @@
 A state machine reads one character after the other. It is written as a generator: where it waits for a character, it
 yields. Characters that may become part of a call are held back until that is certain. If no call comes of them, they
 are content. A call is certain with its name, which must be that of a tool, and from then on its arguments stream as
-the model writes them. So the pieces of a stream add up to what the whole text gives at once.
+the model writes them. Arguments before the name, or JSON within a string, are held back until they are whole. So the
+pieces of a stream add up to what the whole text gives at once.
 """
 
+import json
 from collections import deque
 from collections.abc import Collection, Generator, Iterable
-from dataclasses import dataclass, field
 
 from nanopage.tools.formats import ToolFormat
+from nanopage.tools.pieces import Arguments, Call, Content, Piece, Reasoning, Reply
 
 THINK, END_THINK = "<think>", "</think>"
-MAX_HELD = 1024  # characters that are held back: bounds the work of reading them again if they become content
+MAX_HELD = 1024  # characters that are held back, except for arguments
+MAX_ARGUMENTS = 2**18  # characters of arguments that are held back
+MAX_READ_AGAIN = 2**18  # characters of a reply that are read again because no call came of them: bounds the work
+FENCE = "```"
 KEYS = ("arguments", "parameters")  # models of all formats sometimes write the other one
-
-
-@dataclass(frozen=True, slots=True)
-class Reasoning:
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class Content:
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """A call begins."""
-
-    index: int
-    name: str
-
-
-@dataclass(frozen=True, slots=True)
-class Arguments:
-    """A piece of the arguments of a call."""
-
-    index: int
-    text: str
-
-
-Piece = Reasoning | Content | Call | Arguments
-
-
-@dataclass
-class ToolCall:
-    """A call as the model has written it. `arguments` is JSON, unless the reply was cut or the model made a mistake."""
-
-    name: str
-    arguments: str
-
-
-@dataclass
-class Reply:
-    """A reply as a whole. What it does not have is empty."""
-
-    reasoning: str = ""
-    content: str = ""
-    calls: list[ToolCall] = field(default_factory=list)
-
-    def add(self, piece: Piece) -> None:
-        if isinstance(piece, Reasoning):
-            self.reasoning += piece.text
-        elif isinstance(piece, Content):
-            self.content += piece.text
-        elif isinstance(piece, Call):
-            self.calls.append(ToolCall(piece.name, ""))
-        else:
-            self.calls[piece.index].arguments += piece.text
 
 
 class _ReadAgainError(Exception):
@@ -113,10 +62,13 @@ class ReplyReader:
         self.format, self.names, self.parallel = tool_format, names, parallel
         self.whole = Reply()  # all that has been read
         self._pieces: list[Piece] = []  # that nobody has taken
-        self._held = ""  # characters that have been read, and are part of no piece yet
+        self._held: list[str] = []  # characters that have been read, and are part of no piece yet
+        self._num_read_again = 0
         self._num_calls = 0
         self._at_start = True  # nothing but white space and reasoning has been read
         self._closing = False  # what is held back comes after a call
+        # What calls may begin with.
+        self._openers = "" if tool_format is None else tool_format.begin[0] + FENCE[0] + "{[" * tool_format.bare
         first = self._reasoning() if reasoning else self._thinking_or_text() if reasons else self._text()
         self._state: State = self._begin(first)
 
@@ -151,16 +103,19 @@ class ReplyReader:
         todo = deque(characters)
         while todo:
             character = todo.popleft()
-            self._held += character
+            self._held.append(character)
             try:
                 self._state.send(character)
             except StopIteration:
                 return  # the reply has ended
             except _ReadAgainError as error:
-                held, self._held = self._held, ""
+                held, self._held = "".join(self._held), []
                 if not character and self._closing:
                     return  # the model has not closed its last call
                 first = len(held) - len(held.lstrip()) + 1 if error.is_content else 0
+                self._num_read_again += len(held)
+                if self._num_read_again > MAX_READ_AGAIN:
+                    first = len(held)
                 self._content(held[:first])
                 todo.extendleft(reversed([*held[first:], *([] if character else [""])]))
                 self._state = self._begin(self._text())
@@ -174,88 +129,102 @@ class ReplyReader:
             self._pieces.append(Content(text))
         self._at_start = self._at_start and not text.strip()
         self._closing = self._closing and not text
-        self._held = ""
+        self._held = []
 
     def _reason(self, text: str) -> None:
         if text:
             self._pieces.append(Reasoning(text))
+        self._held = []
 
     # The states. Each begins when the character before it has been read.
 
     def _thinking_or_text(self) -> State:
         """The beginning of a reply that may think first."""
-        character = yield from self._after_spaces()
+        character = yield from self._spaces((yield))
         for expected in THINK:
             if character != expected:
                 raise _ReadAgainError(is_content=False)
             character = yield
-        self._held = character
+        self._held = [character]
         yield from self._reasoning(character)
 
     def _reasoning(self, character: str | None = None) -> State:
         """Up to `</think>`. `character` is the first one, if it has been read."""
-        if character is None:
-            character = yield
-        while character and not self._held.endswith(END_THINK):
-            # All but what may be the beginning of `</think>` is certain.
-            keep = next(n for n in range(len(END_THINK), -1, -1) if self._held.endswith(END_THINK[:n]))
-            self._reason(self._held[: len(self._held) - keep])
-            self._held = self._held[len(self._held) - keep :]
-            character = yield
-        self._reason(self._held.removesuffix(END_THINK))
-        self._held = ""
-        if character:
-            character = yield from self._after_spaces()  # which belong to nothing
-            self._held = character
-            yield from self._text(character)
+        matched = 0  # characters of `</think>`
+        while matched < len(END_THINK):
+            character = (yield) if character is None else character
+            if not character:
+                self._reason(END_THINK[:matched])
+                return
+            if character == END_THINK[matched]:
+                matched += 1
+            else:
+                before, matched = END_THINK[:matched], int(character == END_THINK[0])
+                self._reason(before if matched else before + character)
+            character = None
+        character = yield from self._spaces((yield))  # which belong to nothing
+        self._held = [character]
+        yield from self._text(character)
 
     def _text(self, character: str | None = None) -> State:
         """Content, until a call begins. `character` is the first one, if it has been read."""
         while True:
-            if character is None:
-                character = yield
+            character = (yield) if character is None else character
             if not character:
-                self._content("" if self._closing else self._held)
+                self._content("" if self._closing else "".join(self._held))
                 return
-            begins = ""
-            if self.format is not None and character == self.format.begin[0]:
-                begins = yield from self._after_mark(self.format.begin, character)
-                begins = begins if not begins.isspace() else (yield from self._after_spaces())
-            elif self.format is not None and self.format.bare and self._at_start and character == "{":
-                begins = character
-            if begins:
-                character = yield from self._calls(begins)
+            if character in self._openers:
+                character = yield from self._calls(character)
                 continue
             if self.format is None or not character.isspace():  # white space may be before a call
-                self._content(self._held)
+                self._content("".join(self._held))
             character = None
 
     def _calls(self, character: str) -> Reading:
-        """One or more calls, up to the mark that ends them."""
+        """Calls, with the mark and the code fence that may be around them."""
         assert self.format is not None
+        fenced = character == FENCE[0]
+        character = yield from self._fence(character)
+        marked = not self.format.bare or character == self.format.begin[0]
+        if marked:
+            character = yield from self._mark(self.format.begin, character)
+            character = yield from self._spaces(character)
+            fenced = fenced or character == FENCE[0]
+            character = yield from self._fence(character)
         if self.format.named and character not in "[{":
             return (yield from self._named_call(character))
-        in_list = self.format.named and character == "["
-        separator, end = (",", "]") if in_list else (self.format.separator, self.format.end)
+        in_list = character == "["
         if in_list:
-            character = yield from self._after_spaces()
+            character = yield from self._spaces((yield))
         while True:
-            yield from self._object(character)
-            self._closing, self._held = True, ""
-            character = yield from self._after_spaces()
-            if not separator or character != separator:
+            yield from self._object(character, marked)
+            self._closing, self._held = True, []
+            character = yield from self._spaces((yield))
+            if character in (",", ";"):
+                character = yield from self._spaces((yield))
+            elif character != "{":
                 break
-            character = yield from self._after_spaces()
-        if end:
-            character = yield from self._after_mark(end, character)
-            self._held = character
+        for mark in ("]" if in_list else "", FENCE if fenced else "", self.format.end, FENCE if fenced else ""):
+            if mark and (mark != FENCE or character == FENCE[0]):
+                character = yield from self._mark(mark, character, is_content=False)
+                self._held = [character]
+                character = yield from self._spaces(character)
         return character
 
-    def _after_mark(self, mark: str, character: str) -> Reading:
+    def _fence(self, character: str) -> Reading:
+        """The beginning of fenced code, if this character is one: ```json. Returns the first character within."""
+        if character == FENCE[0]:
+            character = yield from self._mark(FENCE, character)
+            while character.isalpha():
+                character = self._checked((yield))
+            character = yield from self._spaces(character)
+        return character
+
+    def _mark(self, mark: str, character: str, is_content: bool = True) -> Reading:
         """A mark that may begin with this character. Raises: _ReadAgainError if it is not that."""
         for expected in mark:
             if character != expected:
-                raise _ReadAgainError
+                raise _ReadAgainError(is_content)
             character = yield
         return character
 
@@ -272,42 +241,50 @@ class ReplyReader:
         yield from self._arguments()
         return (yield)
 
-    def _object(self, character: str) -> State:
-        """{"name": ..., "arguments": {...}}. Other keys are left out."""
+    def _object(self, character: str, marked: bool) -> State:
+        """{"name": ..., "arguments": {...}}, in any order. Other keys are left out.
+
+        Args: marked: whether it follows a mark. Otherwise it may well be something else.
+        """
         if character != "{":
             raise _ReadAgainError
-        name, is_call = "", False
-        character = yield from self._after_spaces()
+        name, arguments, at_start, most = "", None, self._at_start, MAX_HELD
+        character = yield from self._spaces((yield))
         while character != "}":
-            key = yield from self._string(character)
-            if (yield from self._after_spaces()) != ":":
+            key = yield from self._string(character, most)
+            if (yield from self._spaces((yield))) != ":":
                 raise _ReadAgainError
-            character = yield from self._after_spaces()
+            character = yield from self._spaces((yield))
             if key == "name" and not name:
-                name = yield from self._string(character)
+                name = yield from self._string(character, most)
                 if name not in self.names:
                     raise _ReadAgainError
-                character = yield from self._after_spaces()
-            elif key in KEYS and character == "n":
-                character = yield from self._after_mark("null", character)
-            elif key in KEYS and not is_call:
-                if not name or character != "{":
-                    raise _ReadAgainError
+                character = yield
+                if arguments is not None:
+                    self._call(name, arguments)
+            elif key in KEYS and arguments is None and name and character == "{":
                 self._call(name)
-                is_call = True
                 yield from self._arguments()
-                character = yield from self._after_spaces()
+                character, arguments = (yield), ""
+            elif key in KEYS and arguments is None:
+                begin = len(self._held) - 1
+                character = yield from self._value(character, MAX_ARGUMENTS)
+                arguments, most = _read_arguments("".join(self._held[begin:-1])), len(self._held) + MAX_HELD
+                if name:
+                    self._call(name, arguments)
+            elif marked or name or key in ("type", "id"):
+                character = yield from self._value(character, most)
             else:
-                character = yield from self._value(character)
-            if character.isspace():
-                character = yield from self._after_spaces()
+                raise _ReadAgainError
+            character = yield from self._spaces(character)
             if character == ",":
-                character = yield from self._after_spaces()
+                character = yield from self._spaces((yield))
             elif character != "}":
                 raise _ReadAgainError
-        if not is_call:
-            self._call(name)
-            self._add_arguments("{}")
+        if arguments is None:
+            if not (marked or at_start):
+                raise _ReadAgainError
+            self._call(name, "{}")
 
     def _arguments(self) -> State:
         """An object of which `{` has been read."""
@@ -328,55 +305,73 @@ class ReplyReader:
                 depth += 1
             elif character in "}]":
                 depth -= 1
-        self._held = ""
+        self._held = []
 
-    def _string(self, character: str) -> Reading:
+    def _string(self, character: str, most: int) -> Reading:
         """A string of JSON whose first character has been read. Returns what is between the quotes, without escapes:
         names of tools and keys have none."""
         if character != '"':
             raise _ReadAgainError
         text = ""
-        while (character := self._checked((yield))) != '"':
+        while (character := self._checked((yield), most)) != '"':
             text += character
             if character == "\\":
-                text += self._checked((yield))
+                text += self._checked((yield), most)
         return text
 
-    def _value(self, character: str) -> Reading:
-        """A value that is left out. Returns the first character after it that is not white space."""
+    def _value(self, character: str, most: int) -> Reading:
+        """A value of JSON. Returns the first character after it and white space."""
         depth = 0
         while depth or character not in ",}]":
-            self._checked(character)
+            self._checked(character, most)
             if character == '"':
-                yield from self._string(character)
+                yield from self._string(character, most)
             depth += (character in "{[") - (character in "}]")
             character = yield
         return character
 
-    def _after_spaces(self) -> Reading:
-        while (character := (yield)).isspace():
-            pass
+    def _spaces(self, character: str) -> Reading:
+        """Returns the first character that is no white space, from this one on."""
+        while character.isspace():
+            character = yield
         return character
 
-    def _checked(self, character: str) -> str:
+    def _checked(self, character: str, most: int = MAX_HELD) -> str:
         """The character, if there is one and not too many are held back. Raises: _ReadAgainError."""
-        if not character or len(self._held) > MAX_HELD:
+        if not character or len(self._held) > most:
             raise _ReadAgainError
         return character
 
-    def _call(self, name: str) -> None:
+    def _call(self, name: str, arguments: str = "") -> None:
         """A call is certain. Raises: _ReadAgainError if it is not."""
         if name not in self.names:
             raise _ReadAgainError
         self._num_calls += 1
-        self._held, self._at_start, self._closing = "", False, True
+        self._held, self._at_start, self._closing = [], False, True
         if self._counts():
             self._pieces.append(Call(self._num_calls - 1, name))
+        self._add_arguments(arguments)
 
     def _add_arguments(self, text: str) -> None:
-        self._held = ""
+        self._held = []
         if text and self._counts():
             self._pieces.append(Arguments(self._num_calls - 1, text))
 
     def _counts(self) -> bool:
         return self.parallel or self._num_calls == 1
+
+
+def _read_arguments(text: str) -> str:
+    """The arguments of a call: an object, also within a string. Null and an empty string are no arguments.
+
+    Raises: _ReadAgainError for anything else.
+    """
+    try:
+        value = json.loads(text, strict=False)
+        if isinstance(value, str):
+            text, value = value, json.loads(value, strict=False) if value.strip() else None
+    except (ValueError, RecursionError):
+        raise _ReadAgainError from None
+    if not isinstance(value, dict | None):
+        raise _ReadAgainError
+    return "{}" if value is None else text.strip()

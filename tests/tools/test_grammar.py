@@ -78,12 +78,28 @@ def test_a_grammar_allows_what_the_reader_finds(grammars, tokenizer, tool_format
     assert [call.name for call in reader.whole.calls] == ["find", "now"] and not reader.whole.content
 
 
-@pytest.mark.parametrize("tool_format", [HERMES, MISTRAL], ids=["hermes", "mistral"])
+@pytest.mark.parametrize("tool_format", FORMATS.values(), ids=list(FORMATS))
 def test_a_call_behind_text_follows_its_schema(grammars, tokenizer, tool_format):
     grammar = make_grammar(tool_format, TOOLS, ToolChoice("auto"), True)
     for arguments, expected in (('{"city": "Oslo"}', True), ('{"town": "Oslo"}', False)):
         text = "I look it up.\n" + written(tool_format, ("find", arguments))
         assert is_allowed(grammars, tokenizer, grammar, text) == expected
+
+
+def test_with_a_strict_tool_no_call_behind_text_escapes_its_schema(grammars, tokenizer):
+    grammar = make_grammar(LLAMA3_JSON, TOOLS, ToolChoice("auto"), True)
+    wrong = '"parameters": {"town": 1}'
+    for text, expected in (
+        ("Braces: {a} { b } {{c}} {} {1: 2} {", True),
+        ('So:\n{"name": "now", "parameters": {}}\n\n{"name": "find", "parameters": {"city": "Oslo"}} {x', True),
+        (f'So: {{"name": "find", {wrong}}}', False),
+        (f'So: {{ "name": "find", {wrong}}}', False),
+        (f'So: {{{{"name": "find", {wrong}}}', False),
+        (f'So: {{ {{\n"name": "find", {wrong}}}', False),
+        (f'So: {{{wrong}, "name": "find"}}', False),
+        (f'[{{"name": "find", {wrong}}}]', False),
+    ):
+        assert is_allowed(grammars, tokenizer, grammar, text) == expected, text
 
 
 @pytest.mark.parametrize("tool_format", FORMATS.values(), ids=list(FORMATS))

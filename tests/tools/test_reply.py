@@ -5,8 +5,10 @@ import random
 
 import pytest
 
+from nanopage.tools import reply
 from nanopage.tools.formats import FORMATS, HERMES, LLAMA3_JSON, MISTRAL
-from nanopage.tools.reply import Arguments, Call, Content, Reasoning, Reply, ReplyReader, ToolCall
+from nanopage.tools.pieces import Arguments, Call, Content, Reasoning, Reply, ToolCall
+from nanopage.tools.reply import ReplyReader
 
 NAMES = ["find", "now", "a.b-c"]
 ARGUMENTS = '{"city": "Os\\"}lo", "n": [1, {"x": "]"}], "é": "☃"}'
@@ -42,7 +44,6 @@ CASES = [
     (LLAMA3_JSON, f"<|python_tag|>{BARE}", Reply("", "", [FIND])),
     (LLAMA3_JSON, f'{{"type": "function", {BARE[1:]}', Reply("", "", [FIND])),
     (LLAMA3_JSON, f"{BARE} Done.", Reply("", " Done.", [FIND])),
-    (LLAMA3_JSON, f"Here: {BARE}", Reply("", f"Here: {BARE}")),
     (LLAMA3_JSON, '{"name": "Ada", "born": 1815}', Reply("", '{"name": "Ada", "born": 1815}')),
     (LLAMA3_JSON, "<|python_tag|>print(1)", Reply("", "<|python_tag|>print(1)")),
     (MISTRAL, f'[TOOL_CALLS][{OBJECT}, {{"name": "now", "arguments": {{}}}}]', Reply("", "", [FIND, NOW])),
@@ -52,6 +53,45 @@ CASES = [
     (MISTRAL, "[TOOL_CALLS]find[x]{}", Reply("", "[TOOL_CALLS]find[x]{}")),
     (MISTRAL, "[TOOL_CALLS][]", Reply("", "[TOOL_CALLS][]")),
 ]
+REVERSED = f'{{"arguments": {ARGUMENTS}, "name": "find"}}'
+IN_STRING = f'{{"name": "find", "arguments": {json.dumps(ARGUMENTS)}}}'
+NOW_BARE = '{"name": "now", "parameters": {}}'
+CODE = '```py\nx = {"a": [1]}\n``` or `{}`, [x](y) {'
+LONG = ToolCall("find", json.dumps({"text": "x" * 3000}))
+CASES += [
+    (HERMES, f"<tool_call>\n{REVERSED}\n</tool_call>", Reply("", "", [FIND])),
+    (HERMES, f"<tool_call>{IN_STRING}</tool_call>", Reply("", "", [FIND])),
+    (HERMES, f'<tool_call>{{"arguments": {json.dumps(ARGUMENTS)}, "name": "find"}}', Reply("", "", [FIND])),
+    (HERMES, '<tool_call>{"name": "now", "arguments": " "}</tool_call>', Reply("", "", [NOW])),
+    (HERMES, f'<tool_call>{{"parameters": {LONG.arguments}, "name": "find"}}</tool_call>', Reply("", "", [LONG])),
+    (HERMES, f"<tool_call>{OBJECT}\n<tool_call>{REVERSED}</tool_call>", Reply("", "", [FIND, FIND])),  # one not closed
+    (HERMES, f"<tool_call>{OBJECT}\n{OBJECT}\n</tool_call>", Reply("", "", [FIND, FIND])),
+    (HERMES, f"<tool_call>[{OBJECT}, {REVERSED}]</tool_call>", Reply("", "", [FIND, FIND])),
+    (HERMES, f"Yes:\n```xml\n<tool_call>{OBJECT}</tool_call>\n```\nOk", Reply("", "Yes:\nOk", [FIND])),
+    (HERMES, f"<tool_call>\n```json\n{OBJECT}\n```\n</tool_call>\n", Reply("", "", [FIND])),
+    (HERMES, f"```json\n{OBJECT}\n```", Reply("", f"```json\n{OBJECT}\n```")),  # without the mark
+    (LLAMA3_JSON, f"{BARE}\n{NOW_BARE}", Reply("", "", [FIND, NOW])),
+    (LLAMA3_JSON, f"{BARE} ;\n\n{NOW_BARE};", Reply("", "", [FIND, NOW])),
+    (LLAMA3_JSON, f"{BARE}{NOW_BARE}\nSo; ", Reply("", "\nSo; ", [FIND, NOW])),
+    (LLAMA3_JSON, f"<|python_tag|>{BARE}\n<|python_tag|>{NOW_BARE}", Reply("", "", [FIND, NOW])),
+    (LLAMA3_JSON, f"[{BARE}, {NOW_BARE}]", Reply("", "", [FIND, NOW])),
+    (LLAMA3_JSON, f"Here: {BARE}", Reply("", "Here:", [FIND])),
+    (LLAMA3_JSON, f"I look.\n\n{BARE}\n{NOW_BARE} Done.", Reply("", "I look. Done.", [FIND, NOW])),
+    (LLAMA3_JSON, f"I look. ```json\n{BARE}\n```", Reply("", "I look.", [FIND])),
+    (LLAMA3_JSON, OBJECT, Reply("", "", [FIND])),
+    (LLAMA3_JSON, REVERSED, Reply("", "", [FIND])),
+    (LLAMA3_JSON, f'{{"type": "function", {REVERSED[1:]}', Reply("", "", [FIND])),
+    (LLAMA3_JSON, IN_STRING, Reply("", "", [FIND])),
+    (LLAMA3_JSON, f'{{"a": [{{"b": 1}}]}} and {BARE}', Reply("", '{"a": [{"b": 1}]} and', [FIND])),
+    (LLAMA3_JSON, 'The call {"name": "now"} is one', Reply("", 'The call {"name": "now"} is one')),
+    (
+        LLAMA3_JSON,
+        '```py\nx = {"a": [1]}\n``` or `{}`, [x](y) {',
+        Reply("", '```py\nx = {"a": [1]}\n``` or `{}`, [x](y) {'),
+    ),
+    (MISTRAL, f"[TOOL_CALLS][{REVERSED}, {IN_STRING}]", Reply("", "", [FIND, FIND])),
+    (MISTRAL, f"[TOOL_CALLS]{OBJECT}", Reply("", "", [FIND])),
+]
 NOT_CALLS = [  # in hermes' form
     "<tool_call></tool_call>",
     "<tool_call>find</tool_call>",
@@ -60,9 +100,13 @@ NOT_CALLS = [  # in hermes' form
     '<tool_call>{"name": "other", "arguments": {}}</tool_call>',
     '<tool_call>{"name": 5, "arguments": {}}</tool_call>',
     '<tool_call>{"name": "find", "arguments": [1]}</tool_call>',
-    '<tool_call>{"name": "find", "arguments": "{}"}</tool_call>',
+    '<tool_call>{"name": "find", "arguments": "city"}</tool_call>',
+    '<tool_call>{"name": "find", "arguments": "[1]"}</tool_call>',
+    '<tool_call>{"arguments": {"a": }, "name": "find"}</tool_call>',
+    '<tool_call>{"arguments": {"a": "<tool_call>"}, "name": "other"}</tool_call>',
+    '<tool_call>{"arguments": {}, "name": "fi',
+    '<tool_call>{"name": "find", "arguments": "{',
     '<tool_call>{"name": "find" "arguments": {}}</tool_call>',
-    '<tool_call>{"arguments": {}, "name": "find"}</tool_call>',  # it would have to be held back as a whole
     '<tool_call>{"name": "find',
     '<tool_call>{"name": "fi\\u006ed"}',
     "<tool_call" + " " * 2000 + ">",
@@ -102,6 +146,18 @@ def test_pieces_add_up_to_the_whole(tool_format, text, expected):
 def test_what_is_no_call_is_content(text):
     check_in_pieces(Reply("", text), HERMES, text)
     check_in_pieces(Reply("", text, [NOW]), HERMES, f'{text} <tool_call>{{"name": "now"}}')
+
+
+def test_the_work_for_what_is_no_call_is_bounded(monkeypatch):
+    read = []
+    checked = ReplyReader._checked
+    monkeypatch.setattr(ReplyReader, "_checked", lambda self, *args: read.append(1) or checked(self, *args))
+    monkeypatch.setattr(reply, "MAX_ARGUMENTS", 4000)
+    monkeypatch.setattr(reply, "MAX_READ_AGAIN", 20_000)
+    text = '<tool_call>{"arguments": {"a": "' * 300
+    reader = ReplyReader(HERMES, NAMES)
+    pieces = reader.feed(text) + reader.end()
+    assert "".join(piece.text for piece in pieces) == text and len(read) < len(text) + 24_000
 
 
 def test_arguments_come_as_they_are_written():
