@@ -265,6 +265,16 @@ def test_contributing_lists_every_variable_of_the_tests():
     assert used - named == set() and "NANOPAGE_FUZZ_WORLDS" in used
 
 
+def test_environment_md_lists_every_variable_that_is_read():
+    text = (ROOT / "docs" / "environment.md").read_text()
+    read = {
+        name
+        for file in ROOT.glob("nanopage/**/*.py")
+        for name in re.findall(r'environ\.get\("(\w+)"', file.read_text())
+    } - {"PYTHONPATH"}  # which the compiling process inherits, with more
+    assert "NANOPAGE_COMPILE" in read and not {name for name in read if f"`{name}`" not in text}
+
+
 def test_vllm_md_lists_every_metric():
     text = (ROOT / "docs" / "vllm.md").read_text()
     table = text[text.index("| `vllm:` | |") :].split("\n\n")[0]

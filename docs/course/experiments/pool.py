@@ -37,8 +37,12 @@ def run(requests: dict[str, tuple[int, int]] = REQUESTS, num_blocks: int = 12) -
 
 def main(num_blocks: int) -> None:
     title = f"blocks 0 to {num_blocks - 1}"
+    try:
+        steps = run(num_blocks=num_blocks)
+    except ValueError as error:  # a request that would not fit even alone
+        sys.exit(f"error: {error}")
     print(f"step   {title}   waits")
-    for number, (pool, waiting) in enumerate(run(num_blocks=num_blocks), 1):
+    for number, (pool, waiting) in enumerate(steps, 1):
         print(f"{number:4}   {pool:{len(title)}}   {' '.join(waiting)}".rstrip())
 
 
