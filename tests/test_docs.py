@@ -37,7 +37,7 @@ NAMES_OF_OTHERS = {
     "DeepseekV2ForCausalLM", "MistralModel", "CUDA_LAUNCH_BLOCKING", "docker", "oneOf", "cl", "mat",
 }  # fmt: skip
 OPTIONS_OF_OTHERS = {  # pip, pytest, Ray, Docker
-    "--index-url", "--dist", "--solutions", "--address", "--disable-usage-stats", "--generate", "--head",
+    "--index-url", "--no-deps", "--dist", "--solutions", "--address", "--disable-usage-stats", "--generate", "--head",
     "--include-dashboard", "--max-worker-port", "--min-worker-port", "--node-ip-address", "--node-manager-port",
     "--num-cpus", "--object-manager-port", "--network",
 }  # fmt: skip
