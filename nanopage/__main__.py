@@ -1,5 +1,7 @@
 """The command `nanopage`, which is also `python -m nanopage`."""
 
+import sys
+
 import typer
 
 from nanopage.terminal.chat import chat
@@ -29,7 +31,7 @@ def nanopage() -> None:
 
 
 def main() -> int:
-    return run(app)
+    return run(app, answers=sys.argv[1:2] != ["serve"])
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ import uvicorn
 from nanopage import ray_cluster
 from nanopage.engine.engine import LLMEngine
 from nanopage.engine_args import EngineArgs, FlexibleArgumentParser
+from nanopage.lossy_output import lose_output
 from nanopage.server.adapters import parse_modules
 from nanopage.server.app import ServerState, create_app, guard, load_engine
 from nanopage.server.connection import Connection
@@ -81,6 +82,7 @@ def main(arguments: list[str]) -> int:
     no_view = why_no_view(args, bool(keys))
     state = ServerState(**settings, tracer=tracer, view=None if no_view else LiveView(), no_view=no_view)
     hosts = [] if args.uds or args.insecure else [*LOCAL_HOSTS, *map(str.lower, args.allowed_host)]
+    lose_output()
     engine: OneEngine | Front
     if args.replicas is None:
         engine, app = (
@@ -110,6 +112,7 @@ def main(arguments: list[str]) -> int:
     )
     server = Server(config, state, engine, args.shutdown_timeout)
     server.run()
+    gc.unfreeze()  # frozen garbage is never collected, and nanobind, which Triton uses, says so when Python ends
     if tracer is not None:
         tracer.shutdown()
     engine.close()
@@ -438,7 +441,10 @@ class Server(uvicorn.Server):
 
     async def _drain(self) -> None:
         """Wait for the running requests, then stop. `shutdown` ends those that are left with an error."""
-        logger.info(f"shutting down: {self.state.num_active} requests have {self.shutdown_timeout:g} s to end")
+        waits = (
+            f": {count} request(s) have {self.shutdown_timeout:g} s to end" if (count := self.state.num_active) else ""
+        )
+        logger.info(f"shutting down{waits}")
         deadline = time.monotonic() + self.shutdown_timeout
         while self.state.num_active and not self.should_exit and time.monotonic() < deadline:
             await asyncio.sleep(0.05)

@@ -6,11 +6,15 @@ from collections.abc import Callable
 from nanopage.terminal.text import describe_error, discard, open_missing_streams, say_error
 
 
-def run(app: Callable[[], int]) -> int:
-    """Run a command line, which raises SystemExit where it has an exit code. Returns the exit code otherwise."""
+def run(app: Callable[[], int], answers: bool = True) -> int:
+    """Run a command line, which raises SystemExit where it has an exit code. Returns the exit code otherwise.
+
+    Args: answers: whether the program is useless without a stdout.
+    """
 
     def program() -> int:
-        open_missing_streams()
+        if not open_missing_streams() and answers:
+            raise ValueError("stdout is closed: there is nowhere to write an answer")
         return app()
 
     return exit_code(program, verbose=False)

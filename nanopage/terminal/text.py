@@ -43,22 +43,23 @@ def discard(stream: TextIO) -> None:
         os.close(devnull)
 
 
-def open_missing_streams() -> None:
+def open_missing_streams() -> bool:
     """Open closed standard streams on /dev/null, before another file gets their number.
 
-    Raises: ValueError if stdout is closed.
+    Returns: whether stdout was open.
     """
     for descriptor in range(3):
         try:
             os.fstat(descriptor)
-        except OSError:
-            os.open(os.devnull, os.O_RDWR)  # gets the lowest number that is free
+        except OSError:  # the new descriptor gets the lowest number that is free
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
     if sys.stderr is None:
         sys.stderr = open(2, "w")  # noqa: SIM115
     if sys.stdout is None:
         sys.stdout = open(1, "w")  # noqa: SIM115
-        raise ValueError("stdout is closed: there is nowhere to write an answer")
+        return False
     sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]  # a terminal may not support all characters
+    return True
 
 
 class _Stderr(Console):

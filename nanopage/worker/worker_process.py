@@ -14,6 +14,7 @@ import traceback
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+from nanopage.lossy_output import lose_output
 from nanopage.worker import messages
 
 # Words in the error of an exchange that another worker has broken.
@@ -148,6 +149,7 @@ def _serve(mailbox: Mailbox) -> None:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the engine decides
+    lose_output()
     serve(Connection(int(sys.argv[1])))
     sys.stderr.flush()
     os._exit(0)  # nothing is left to do, and threads of torch.distributed may still run
