@@ -64,13 +64,19 @@ def chat(
     """
 
     def work() -> int:
-        question = read_prompt(prompt, words)
-        if as_json and question is None:
+        talks = prompt is None and not words and sys.stdin is not None and sys.stdin.isatty()
+        why_not = "there is a prompt to answer" if prompt is not None or words else "stdin is not a terminal"
+        if as_json and talks:
             refuse("--json is for one answer: give -p, arguments or a pipe")
-        if go_on and question is not None:
-            refuse("--continue is for a conversation, and there is a prompt to answer")
-        if tools is not None and (question is not None or raw):
-            refuse("--tools is for a conversation with a chat template: each call is confirmed at the terminal")
+        if go_on and not talks:
+            refuse(f"--continue is for a conversation, and {why_not}")
+        if tools is not None and not tools.is_file():
+            refuse(f"--tools: no file {tools}")
+        if tools is not None and not talks:
+            refuse(f"--tools is for a conversation, where you confirm each call, and {why_not}")
+        if tools is not None and raw:
+            refuse("--tools needs a chat template, and --raw goes without")
+        question = None if talks else read_prompt(prompt, words)
         instructions = decoded(system or "", "--system") or None
         if raw and instructions:
             refuse("--system needs a chat template, and --raw goes without")
@@ -189,18 +195,15 @@ def converse(
     return code
 
 
-def read_prompt(prompt: str | None, words: list[str] | None) -> str | None:
-    """What to answer once: -p or the arguments, and what is piped in; None for a conversation."""
+def read_prompt(prompt: str | None, words: list[str] | None) -> str:
+    """What to answer once: -p or the arguments, and what is piped in."""
     if prompt is not None and words:
         refuse(f"a prompt with -p and another one: {' '.join(words)}")
-    given = prompt if prompt is not None else " ".join(words) if words else None
-    if sys.stdin is not None and sys.stdin.isatty() and given is None:
-        return None
-    piped = ""
+    given, piped = prompt if prompt is not None else " ".join(words or []), ""
     if sys.stdin is not None and not sys.stdin.isatty():
         sys.stdin.reconfigure(errors="surrogateescape")  # type: ignore[union-attr]
         piped = decoded(sys.stdin.read(), "stdin").strip()
-    question = "\n\n".join(part for part in (decoded(given or "", "the prompt"), piped) if part)
+    question = "\n\n".join(part for part in (decoded(given, "the prompt"), piped) if part)
     if not question.strip():
         refuse("nothing to answer: the prompt is empty")
     return question

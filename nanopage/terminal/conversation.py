@@ -64,6 +64,7 @@ class Conversation:
         self.last_ids: list[int] = []  # all tokens of that reply
         self.earlier: list[tuple[list[dict], int, str]] = []  # messages and `first` for /undo, and what it then says
         self.done = False
+        self._typed = bytearray()  # during replies, for the next prompt
         if shows_markdown(plain):
             import nanopage.terminal.markdown  # noqa: F401 (now: the first token should not wait for it)
 
@@ -97,6 +98,9 @@ class Conversation:
         """What is typed; None on Ctrl-D. Raises KeyboardInterrupt on Ctrl-C in an empty line, twice in a row."""
         interrupted = False
         while True:
+            if self._typed:
+                prompt.type_ahead(bytes(self._typed))
+                self._typed.clear()
             try:
                 return prompt.read()
             except EOFError:
@@ -184,7 +188,7 @@ class Conversation:
             if self.toolbox is not None and tool_format is not None:
                 reader = self.toolbox.make_reader(tool_format)
                 params = dataclasses.replace(params, skip_special_tokens=False)  # they may be marks of calls
-            with interruptible() as interrupt:
+            with interruptible(self._typed) as interrupt:
                 options: dict = {"begun": begun, "begun_ids": begun_ids, "reader": reader}
                 reply = generate(self.llm, prompt, params, interrupt, self.plain, **options)
                 if reply is None:

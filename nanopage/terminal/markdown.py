@@ -136,7 +136,8 @@ class ReplyPrinter:
         self._head = ""  # text that may still turn out to be thought, or an unfinished line of thought
         self._finished: list[RenderableType | _Code] = []  # for the next frame to print
         self._code_printed = 0  # lines of the fenced code that is not finished
-        self._drawn: list[int] = []  # columns of each drawn row of the unfinished block
+        self._drawn: list[str] = []  # each drawn row of the unfinished block, without styles
+        self._above = ""  # what was drawn of it before other programs wrote on the terminal
         self._printed = False
         self._next_frame = 0.0
 
@@ -144,8 +145,9 @@ class ReplyPrinter:
         """Take in text that was shown before. Only the block that it leaves unfinished is drawn again."""
         self._take(text)
 
-    def draw_anew(self) -> None:
-        """Draw the next frame below the cursor, because other programs have written on the terminal."""
+    def go_on_below(self) -> None:
+        """Show what is to come below the cursor, because other programs have written on the terminal."""
+        self._above += "".join(self._drawn)
         self._drawn = []
 
     def feed(self, delta: str) -> None:
@@ -211,17 +213,15 @@ class ReplyPrinter:
         above = self._rows_above(columns)
         out = [BEGIN_FRAME, UP.format(above) if above else "", ERASE_BELOW]
         for piece in _joined(self._finished):
-            if isinstance(piece, _Code):
-                lines = self._render_code(piece)
-                out += lines if piece.start else self._spaced(lines)
-            else:
-                out += self._spaced(self._render(piece, columns))
-            self._printed = True
+            begun = isinstance(piece, _Code) and piece.start > 0
+            lines = self._render_code(piece) if isinstance(piece, _Code) else self._render(piece, columns)
+            out += self._rest(lines) if begun or self._above else self._spaced(lines)
+            self._above, self._printed = "", True
         self._finished, self._drawn = [], []
         if live:
             # Only its last rows, with a row for the cursor below them: rows above the window cannot be redrawn.
             lines = self._unfinished(columns - 1, rows)[-max(1, rows - 2) :]
-            self._drawn = [cell_len(STYLE.sub("", line).rstrip("\n")) for line in lines]
+            self._drawn = [STYLE.sub("", line).rstrip("\n") for line in lines]
             out += [WRAP_OFF, *lines, WRAP_ON] if lines else []
         self.file.write("".join([*out, END_FRAME]))
         self.file.flush()
@@ -230,7 +230,7 @@ class ReplyPrinter:
         """Rows that the unfinished block takes on the screen now."""
         if not self.reflows:
             return len(self._drawn)
-        return sum(max(1, -(-width // columns)) for width in self._drawn)
+        return sum(max(1, -(-cell_len(row) // columns)) for row in self._drawn)
 
     def _unfinished(self, columns: int, rows: int) -> list[str]:
         """The rows of the unfinished block."""
@@ -241,9 +241,8 @@ class ReplyPrinter:
             return []
         # Only as much source as the window can show, so the work of a frame does not grow with the block.
         tail = "".join(text[-2 * columns * rows :].splitlines(keepends=True)[-rows:])
-        return self._spaced(
-            self._render(Text(tail.rstrip("\n"), style="dim") if self.thinking else _markdown(tail), columns)
-        )
+        lines = self._render(Text(tail.rstrip("\n"), style="dim") if self.thinking else _markdown(tail), columns)
+        return self._rest(lines) if self._above else self._spaced(lines)
 
     def _unfinished_line(self, fence: Token, columns: int) -> list[str]:
         """The rows of the last line of code, which is not whole yet."""
@@ -257,7 +256,21 @@ class ReplyPrinter:
         rows = [
             self._ansi(list(row.render(self.console))) + "\n" for row in line.wrap(self.console, columns, tab_size=8)
         ]
-        return rows if self._code_printed else self._spaced(rows)
+        return self._rest(rows) if self._code_printed or self._above else self._spaced(rows)
+
+    def _rest(self, lines: list[str]) -> list[str]:
+        """The rows of a block that are left after what is shown above: whole rows from where that has changed."""
+        if not self._above:
+            return lines
+        above = "".join(self._above.split())
+        for number, line in enumerate(lines):
+            text = "".join(STYLE.sub("", line).split())
+            if text.startswith(above) and text != above:
+                return [_cut(line, len(above)), *lines[number + 1 :]]
+            if not above.startswith(text):
+                return lines[number:]
+            above = above.removeprefix(text)
+        return []
 
     def _spaced(self, lines: list[str]) -> list[str]:
         """Blocks are a blank line apart."""
@@ -289,6 +302,18 @@ class ReplyPrinter:
         except (OSError, ValueError):
             return self.console.size
         return size.columns or 80, size.lines or 24
+
+
+def _cut(line: str, count: int) -> str:
+    """A row without its first `count` characters that are not blank, and the blanks after them. Styles stay."""
+    kept, begun = [], count == 0
+    for piece in re.split(f"({STYLE.pattern})", line):
+        while not begun and piece and not STYLE.fullmatch(piece) and (count or piece[0] == " "):
+            count -= not piece[0].isspace()
+            piece = piece[1:]
+        begun = begun or bool(piece and not STYLE.fullmatch(piece))
+        kept.append(piece)
+    return "".join(kept)
 
 
 def _joined(pieces: list[RenderableType | _Code]) -> list[RenderableType | _Code]:

@@ -17,7 +17,10 @@ from prompt_toolkit.document import Document
 from prompt_toolkit.enums import DEFAULT_BUFFER
 from prompt_toolkit.filters import Condition, has_focus
 from prompt_toolkit.history import FileHistory, History, InMemoryHistory
+from prompt_toolkit.input.typeahead import store_typeahead
+from prompt_toolkit.input.vt100_parser import Vt100Parser
 from prompt_toolkit.key_binding import KeyBindings
+from prompt_toolkit.key_binding.key_processor import KeyPress
 from prompt_toolkit.output import create_output
 from prompt_toolkit.renderer import Renderer
 from prompt_toolkit.utils import is_dumb_terminal
@@ -40,6 +43,7 @@ class Prompt:
 
     def __init__(self, history: Path | None, commands: Mapping[str, Iterable[str] | None]):
         self.why_no_history = ""
+        self._ahead = ""  # what was typed ahead of a dumb terminal's prompt
         self.dumb = self.typed = is_dumb_terminal()
         self._session: PromptSession[str] | None = None
         if self.dumb:
@@ -67,6 +71,18 @@ class Prompt:
                 app.renderer.style, app.output, cpr_not_supported_callback=app.cpr_not_supported_callback
             )
 
+    def type_ahead(self, typed: bytes) -> None:
+        """Begin the next line, or lines, with what was typed before the prompt could appear."""
+        text = typed.decode("utf-8", "surrogateescape")
+        if self._session is None:
+            self._ahead += text
+            return
+        keys: list[KeyPress] = []
+        parser = Vt100Parser(keys.append)
+        parser.feed(text)
+        parser.flush()
+        store_typeahead(self._session.app.input, keys)
+
     def read(self) -> str:
         """The next message, or command, as it was typed.
 
@@ -74,14 +90,23 @@ class Prompt:
             but on a dumb terminal it raises in any line.
         """
         if self._session is None:
-            text = input("> ")
+            text = self._line("> ")
             while is_open(text):
-                text += "\n" + input("  ")
+                text += "\n" + self._line("  ")
         else:
             self.typed = False
             text = self._session.prompt()
         # A terminal can send bytes that are no UTF-8; a model cannot read them.
         return text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+
+    def _line(self, prompt: str) -> str:
+        """A line on a dumb terminal."""
+        line, ended, rest = self._ahead.partition("\n")
+        self._ahead = rest
+        if ended:
+            print(f"{prompt}{line}")
+            return line
+        return line + input(f"{prompt}{line}")
 
     def _notice(self, buffer) -> None:
         self.typed = True

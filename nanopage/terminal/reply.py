@@ -143,10 +143,9 @@ def generate(
                 delta = _shown(completion, reader)
                 delta = printable(delta) if on_terminal else delta
                 if show and markdown:
-                    printer = printer or _printer(llm, token_ids, begun)
-                    if interrupt.resumed:
-                        interrupt.resumed = False
-                        printer.draw_anew()
+                    if printer is None:
+                        printer = _printer(llm, token_ids, begun)
+                        interrupt.resumed = printer.go_on_below
                     printer.feed(delta)
                 elif show:
                     print(delta, end="", flush=True)

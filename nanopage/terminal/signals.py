@@ -40,22 +40,24 @@ class Interrupt:
 
     `signum` is the signal that asked, or None. `notice` is called at once when it arrives, by another thread: Python
     runs signal handlers only between two operations of torch, which can take seconds. `over` says that the work has
-    ended, so that a second signal has nothing to stop. `resumed` says that the program was suspended and goes on.
+    ended, so that a second signal has nothing to stop. `resumed` is called when the program goes on after Ctrl-Z.
     """
 
     def __init__(self):
         self.signum: int | None = None
         self.notice: Callable[[], None] = lambda: None
         self.over = False
-        self.resumed = False
+        self.resumed: Callable[[], None] = lambda: None
 
 
 @contextlib.contextmanager
-def interruptible() -> Iterator[Interrupt]:
+def interruptible(typed: bytearray | None = None) -> Iterator[Interrupt]:
     """SIGINT, SIGTERM and SIGHUP only set a flag. The second one raises KeyboardInterrupt.
 
     After SIGTERM or SIGHUP the block is left by SystemExit, with code 128 + signal. Typed keys are not shown during
-    the block; the next prompt reads them.
+    the block.
+
+    Args: typed: as in `unechoed`.
     """
     interrupt = Interrupt()
 
@@ -66,12 +68,9 @@ def interruptible() -> Iterator[Interrupt]:
         if not first and not interrupt.over:
             raise KeyboardInterrupt
 
-    def resumed():
-        interrupt.resumed = True
-
     previous = _handle([signal.SIGINT, *TERMINATING], handler)
     try:
-        with _noticed_at_once(list(previous), interrupt), unechoed(resumed):
+        with _noticed_at_once(list(previous), interrupt), unechoed(lambda: interrupt.resumed(), typed):
             yield interrupt
     finally:
         _restore(previous)
@@ -102,11 +101,13 @@ def _noticed_at_once(signums: list[signal.Signals], interrupt: Interrupt) -> Ite
 
 
 @contextlib.contextmanager
-def unechoed(resumed: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """Do not show typed keys; the next prompt reads them. Ctrl-Z gives the shell its echo back.
+def unechoed(resumed: Callable[[], None] = lambda: None, typed: bytearray | None = None) -> Iterator[None]:
+    """Do not show typed keys. Ctrl-Z gives the shell its echo back.
 
     Args:
         resumed: called when the program goes on after Ctrl-Z.
+        typed: gets what is typed during the block, which neither Ctrl-C nor Ctrl-Z then discards. Without it, what
+            reads from the terminal next gets that.
     """
     with _modes_restored() as before:
         if before is None:
@@ -116,8 +117,12 @@ def unechoed(resumed: Callable[[], None] = lambda: None) -> Iterator[None]:
 
         silent = [*before]
         silent[3] &= ~termios.ECHO
+        if typed is not None:
+            silent[3] |= termios.NOFLSH
 
         def suspend(signum, frame):
+            if typed is not None:
+                typed.extend(_read_typed(before))
             termios.tcsetattr(sys.stdin, termios.TCSANOW, before)
             signal.signal(signal.SIGTSTP, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGTSTP)  # returns when the shell resumes the program
@@ -132,6 +137,19 @@ def unechoed(resumed: Callable[[], None] = lambda: None) -> Iterator[None]:
             yield
         finally:
             _restore(previous)
+            if typed is not None and _in_foreground():
+                typed.extend(_read_typed(before))
+
+
+def _read_typed(modes: list) -> bytes:
+    """What has been typed and not been read, without waiting for a line to end. The caller sets the modes anew."""
+    import termios
+
+    raw = [*modes[:6], [*modes[6]]]
+    raw[3] &= ~(termios.ECHO | termios.ICANON)
+    raw[6][termios.VMIN] = raw[6][termios.VTIME] = 0
+    termios.tcsetattr(sys.stdin, termios.TCSANOW, raw)
+    return b"".join(iter(lambda: os.read(sys.stdin.fileno(), 4096), b""))
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ MAX_RESULT = 100_000  # characters of what a function returns
 def load_functions(file: Path) -> dict[str, Callable]:
     """The functions that a Python file defines, by name, except those that begin with an underscore. Runs the file.
 
-    Raises: ValueError, FileNotFoundError naming the file; what the file raises.
+    Raises: ValueError, FileNotFoundError naming the file.
     """
     if not file.is_file():
         raise FileNotFoundError(f"no file {file}")
@@ -25,7 +25,10 @@ def load_functions(file: Path) -> dict[str, Callable]:
         raise ValueError(f"{file} is not a Python file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses and type hints look their module up
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        raise ValueError(f"{file} cannot be run: {type(error).__name__}: {error}") from error
     functions: dict[str, Callable] = {
         name: value
         for name, value in vars(module).items()

@@ -91,7 +91,12 @@ def test_a_pipe_is_answered_on_stdout_and_everything_else_goes_to_stderr(model):
         (["-p", "word " * 20000], 1, "max_model_len"),
         (["-p", "hi", "you"], 2, "-p and another one: you"),
         (["-p", "hi", "--raw", "--system", "Be brief."], 2, "--system"),
-        (["-p", "hi", "--continue"], 2, "--continue is for a conversation"),
+        (["-p", "hi", "--continue"], 2, "--continue is for a conversation, and there is a prompt to answer"),
+        (["--continue"], 2, "--continue is for a conversation, and stdin is not a terminal"),
+        (["hi", "--tools", __file__], 2, "where you confirm each call, and there is a prompt"),
+        (["--tools", __file__], 2, "where you confirm each call, and stdin is not a terminal"),
+        (["--tools", "/no/file.py"], 2, "--tools: no file /no/file.py"),
+        (["hi", "--tools", "/no/file.py"], 2, "--tools: no file /no/file.py"),
     ],
 )
 def test_what_cannot_work_is_named_on_stderr_with_an_exit_code(model, arguments, code, names):
@@ -392,7 +397,8 @@ def test_nothing_from_a_model_or_a_file_commands_the_terminal(model, tmp_path):
 
 
 def test_keys_ctrl_c_and_ctrl_z_in_a_shell(model, tmp_path):
-    """What is typed while the model loads; Ctrl-C in lines that are not empty; Ctrl-Z, in a reply, too, and fg."""
+    """What is typed while the model loads or answers; Ctrl-C in lines that are not empty; Ctrl-Z, in a reply, too, and
+    fg."""
     env = ENV | {
         "TERM": "xterm-256color",
         "NO_COLOR": "",
@@ -421,17 +427,18 @@ def test_keys_ctrl_c_and_ctrl_z_in_a_shell(model, tmp_path):
     child.send("talk\r")
     child.expect(re.escape(FRAME))
     child.expect(re.escape(FRAME))
-    child.send("\x1a")
+    child.send("to\x1a")
     child.expect("Stopped")
     child.expect("shell ")
     child.sendline("stty -a | grep -c ' echo '; fg")
     child.expect("\r\n1\r\n")
     child.expect(r"chat\.py.*\n")
     child.expect(re.escape(FRAME))
-    child.send("\x03")
+    child.send("morrow\x03")
     child.expect("stopped by Ctrl-C")
     child.expect(READY)
-    child.send("\x04")
+    child.expect("tomorrow")
+    child.send("\x03\x04")
     child.expect("shell ")
     child.sendline("exit")
     child.expect(pexpect.EOF)

@@ -120,6 +120,24 @@ def test_what_is_left_on_the_screen_does_not_depend_on_how_the_text_came(monkeyp
     assert "```" not in text
 
 
+@pytest.mark.parametrize("at", [3, 17, 29, 50, 63, 75, 96, 103, 105])
+def test_what_other_programs_write_in_the_middle_does_not_repeat_the_block(monkeypatch, at):
+    text = "One *two three* four five\nsix seven eight nine ten.\n\n"
+    text += "1. eleven\n2. twelve thirteen\n\n```\nfour = teen\n```\nend"
+    screen = Screen(columns=16, rows=60)
+    made = printer(screen, monkeypatch)
+    for character in text[:at]:
+        made.feed(character)
+    made.go_on_below()
+    screen.write("^Z\n[1]+ Stopped\n$ fg\n")
+    for character in text[at:]:
+        made.feed(character)
+    made.finish()
+    shown = "\n".join(screen.lines()).replace("^Z\n[1]+ Stopped\n$ fg\n", "")
+    whole = "\n".join(show(Screen(columns=16, rows=60), [text], monkeypatch))
+    assert "".join(shown.split()) == "".join(whole.split())
+
+
 def test_a_finished_block_is_written_once(monkeypatch):
     screen = Screen()
     made = printer(screen, monkeypatch)
