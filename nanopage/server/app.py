@@ -312,6 +312,8 @@ def create_routes(state: ServerState) -> FastAPI:
     async def page() -> Response:
         headers = {"cache-control": "no-cache", "content-security-policy": "frame-ancestors 'none'"}
         html = Path(__file__).with_name("page.html").read_bytes()
+        if state.view is not None:
+            html = html.replace(b" hidden>Live view", b">Live view")
         return Response(html, headers=headers, media_type="text/html; charset=utf-8")
 
     not_served = dict(NOT_SERVED)

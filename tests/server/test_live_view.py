@@ -106,6 +106,14 @@ def test_where_it_is_off_every_path_says_why():
         assert reply.error["message"].endswith("is not served: start the server with --view")
 
 
+def test_the_pages_link_to_each_other_where_both_are_served():
+    with served() as (app, _, _):
+        page, view = (asyncio.run(call(app, "GET", path)).body for path in ("/", "/view"))
+        assert b'<a href="view" target="_blank" rel="opener">' in page and b'<a href="./" ' in view
+    alone = asyncio.run(call(create_app(ServerState(["fake"])), "GET", "/")).body
+    assert b'<a href="view" target="_blank" rel="opener" hidden>' in alone
+
+
 def test_with_a_key_only_the_empty_page_is_open():
     with served(["secret"]) as (app, _, _):
         for path, method in (("/view/events", "GET"), ("/view/control", "POST"), ("/view/runs/beams", "GET")):
