@@ -1,7 +1,7 @@
-"""Connection: uvicorn's HTTP protocol with limits on the head of a request and on slow readers, without pipelining.
+"""Connection: uvicorn's HTTP protocol with limits on what a client sends and on slow readers, without pipelining.
 
-uvicorn does not limit headers when httptools parses them. Of pipelined requests, it would not notice that the client
-of the first has gone.
+httptools keeps headers and trailers, and uvicorn does not limit them. Of pipelined requests, it would not notice that
+the client of the first has gone. The size of bodies is limited by Gate, which reads them.
 """
 
 import asyncio
@@ -11,17 +11,22 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 MAX_HEAD = 64 << 10  # bytes of the request line and the headers
 HEAD_SECONDS = 30.0  # for a head to arrive, once a connection is open or a request has begun
+MAX_FRAMING = 2 * MAX_HEAD  # bytes of a request that are not body, besides an eighth of the body: chunks and trailers
+LINGER_SECONDS = 5.0  # for the rest of a request that has been answered already
 READ_SECONDS = 120.0  # for the buffer of what is sent to drain, once it is full
 
 
 class Connection(HttpToolsProtocol):
-    """Closes the connection of a client whose request has a head that is too large or too slow, or is pipelined, and of
-    a client that does not read its reply."""
+    """Closes the connection of a client whose request has a head that is too large or too slow, has too much around its
+    body, does not end once it has been answered, or is pipelined, and of a client that does not read its reply."""
 
     _parsed = 0  # bytes of the URL and of the headers that are complete
     _received = 0  # bytes of reads that ended within the head
     _in_head = True
-    _timer: asyncio.TimerHandle | None = None
+    _is_whole = False  # the request has arrived
+    _num_body = 0  # bytes of its body so far
+    _num_other = 0  # bytes of the reads that had something else, without the body in them
+    _timer: asyncio.TimerHandle | None = None  # for the head, or for the rest of a request that has been answered
     _stalled: asyncio.TimerHandle | None = None  # runs while the client does not read
 
     def connection_made(self, transport: Any) -> None:
@@ -42,10 +47,15 @@ class Connection(HttpToolsProtocol):
         super().resume_writing()
 
     def data_received(self, data: bytes) -> None:
+        num_body = self._num_body
         super().data_received(data)
         if self._in_head:
             self._received += len(data)
             if self._received > MAX_HEAD:
+                self.transport.close()
+        elif not self._is_whole:
+            self._num_other += len(data) - max(0, self._num_body - num_body)
+            if self._num_other > MAX_FRAMING + self._num_body // 8:
                 self.transport.close()
 
     def on_message_begin(self) -> None:
@@ -59,6 +69,8 @@ class Connection(HttpToolsProtocol):
         self._parsed += len(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
+        if not self._in_head:
+            return  # a trailer
         super().on_header(name, value)
         self._parsed += len(name) + len(value)
 
@@ -70,20 +82,36 @@ class Connection(HttpToolsProtocol):
             super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
+        self._num_body += len(body)
         if not self.transport.is_closing():
             super().on_body(body)
 
     def on_message_complete(self) -> None:
+        self._is_whole = True
+        self._end_timer()
         if not self.transport.is_closing():
             super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self._is_whole or self.transport.is_closing():
+            return
+        if self.expect_100_continue and not self._num_body:  # the client may not send the body any more
+            self.transport.close()
+        elif self._timer is None:  # closing at once could lose the reply on its way to a client that still sends
+            self._timer = self.loop.call_later(LINGER_SECONDS, self.transport.close)
 
     def _begin_head(self) -> None:
         self._end_head()
         self._parsed, self._received, self._in_head = 0, 0, True
+        self._is_whole, self._num_body, self._num_other = False, 0, 0
         self._timer = self.loop.call_later(HEAD_SECONDS, self.transport.close)
 
     def _end_head(self) -> None:
         self._in_head = False
+        self._end_timer()
+
+    def _end_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

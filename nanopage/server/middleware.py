@@ -1,7 +1,7 @@
 """Gate: what every HTTP call passes through before FastAPI sees it.
 
 It checks the key (if the server has one, all but a few paths need it), the Host header and the size of the body, which
-it reads whole and within a time limit. It echoes X-Request-Id and counts replies.
+it reads whole and within a time limit, and bounds the sum of all bodies. It echoes X-Request-Id and counts replies.
 """
 
 import asyncio
@@ -16,6 +16,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from nanopage.server.errors import ApiError
 
 MAX_BODY = 4 << 20  # bytes: FastAPI parses them on the event loop
+MAX_ARRIVING = 64 << 20  # bytes of all bodies that have not arrived whole
+MAX_BODIES = 256 << 20  # bytes of all bodies whose calls have not ended
+SMALL_BODY = 64 << 10  # bytes that a body may have whatever these sums are, so that large ones do not keep others out
 BODY_SECONDS = 60.0  # for the whole body to arrive
 OPEN_PATHS = ("/", "/health", "/ping")  # without a key: the chat page has no data of its own
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "[::1]")
@@ -43,6 +46,8 @@ class Gate:
         open_paths: Sequence[str] = OPEN_PATHS,
     ):
         self.app, self.hosts, self.replies, self.paths, self.open_paths = app, hosts, replies, paths, open_paths
+        self.num_arriving = 0  # bytes
+        self.num_held = 0
         self.digests = [_digest(key.encode()) for key in api_keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -68,10 +73,18 @@ class Gate:
         try:
             self._check_host(headers)
             scope["nanopage.key"] = self._check_key(path, headers)
-            body = await _read_body(headers, receive)
+            # What everybody may ask for has no body: one that is sent nevertheless is not read.
+            body = b"" if path in self.open_paths else await self._read_body(headers, receive)
             if body is not None:
-                scope["nanopage.send"] = send
-                await self.app(scope, _replay(body, receive), reply)
+                num_bytes = len(body)
+                _check_room(num_bytes, self.num_held + num_bytes, MAX_BODIES)
+                self.num_held += num_bytes
+                try:
+                    scope["nanopage.send"] = send
+                    receive, body = _replay(body, receive), None
+                    await self.app(scope, receive, reply)
+                finally:
+                    self.num_held -= num_bytes
         except ApiError as error:
             await error.response()(scope, receive, reply)
         finally:
@@ -97,31 +110,43 @@ class Gate:
             raise ApiError(401, "the API key is missing or wrong (Authorization: Bearer KEY)", code="invalid_api_key")
         return digest.hex()[:16]
 
+    async def _read_body(self, headers: dict[bytes, bytes], receive: Receive) -> bytes | None:
+        """The whole body; None if the client has gone. Raises: ApiError if it is too large or too slow, or if too much
+        is arriving."""
+        length = headers.get(b"content-length", b"0")
+        if not length.isdigit() or len(length) > 20 or int(length) > MAX_BODY:
+            raise _too_large()
+        _check_room(int(length), self.num_arriving + int(length), MAX_ARRIVING)
+        body = bytearray()
+        try:
+            async with asyncio.timeout(BODY_SECONDS):
+                while True:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        return None
+                    part = message.get("body", b"")
+                    body += part
+                    self.num_arriving += len(part)
+                    if len(body) > MAX_BODY:
+                        raise _too_large()
+                    if not message.get("more_body", False):
+                        return bytes(body)
+                    _check_room(len(body), self.num_arriving, MAX_ARRIVING)
+        except TimeoutError:
+            raise ApiError(408, f"the body did not arrive within {BODY_SECONDS:g} s", code="timeout") from None
+        finally:
+            self.num_arriving -= len(body)
+
 
 def _digest(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()
 
 
-async def _read_body(headers: dict[bytes, bytes], receive: Receive) -> bytes | None:
-    """The whole body; None if the client has gone. Raises: ApiError if it is too large or too slow."""
-    length = headers.get(b"content-length", b"0")
-    if not length.isdigit() or int(length[:20]) > MAX_BODY:
-        raise _too_large()
-    parts, size = [], 0
-    try:
-        async with asyncio.timeout(BODY_SECONDS):
-            while True:
-                message = await receive()
-                if message["type"] == "http.disconnect":
-                    return None
-                parts.append(message.get("body", b""))
-                size += len(parts[-1])
-                if size > MAX_BODY:
-                    raise _too_large()
-                if not message.get("more_body", False):
-                    return b"".join(parts)
-    except TimeoutError:
-        raise ApiError(408, f"the body did not arrive within {BODY_SECONDS:g} s", code="timeout") from None
+def _check_room(size: int, total: int, most: int) -> None:
+    """Raises: ApiError for a body for which there is no room beside the others."""
+    if size > SMALL_BODY and total > most:
+        message = f"the bodies of other calls take {most >> 20} MiB: try again, or send at most {SMALL_BODY >> 10} KiB"
+        raise ApiError(503, message, code="too_many_bodies", retry_after=1)
 
 
 def _too_large() -> ApiError:
