@@ -6,7 +6,7 @@
 
 One thread steps the engine. It sleeps while there is nothing to do. Coroutines post requests and aborts; the thread
 takes them before every step, and wakes the coroutines whose requests have new output. Prompts become token ids in two
-other threads, so the event loop never waits for a tokenizer.
+other threads, so the event loop never waits for a tokenizer; a third compiles grammars, so no prompt waits for them.
 
 Every output has all that its request has produced so far. So for a reader that falls behind, only the latest output is
 kept, and the reader loses nothing.
@@ -125,6 +125,7 @@ class AsyncLLM:
         if engine.config.max_num_batched_tokens is None and isinstance(engine, LLMEngine):
             engine.listeners.append(TokenBudget(engine.scheduler, SECONDS[engine.capacity.device]))
         self._tokenizing = ThreadPoolExecutor(2, "nanopage-tokenizer")
+        self._compiling = ThreadPoolExecutor(1, "nanopage-grammars")
         self._changed = threading.Condition()  # guards the numbers of waiting requests, and what follows
         self._mail: list[Message] = []
         self._announce: Callable[[], None] | None = None  # while the engine is paused (see `pause`)
@@ -197,8 +198,12 @@ class AsyncLLM:
             self._streams[request_id] = stream
         try:
             params = self.engine.default_sampling_params if params is None else params
-            make_request = self.engine.input_processor.make_request
-            stream.request = await self.in_thread(make_request, request_id, prompt, params, priority, lora_request)
+            processor = self.engine.input_processor
+            structured, in_thread = getattr(params, "structured_outputs", None), self.in_thread
+            if structured is not None and await self.in_thread(processor.has_to_compile, structured):
+                in_thread = self.in_compiler
+            arguments = request_id, prompt, params, priority, lora_request
+            stream.request = await in_thread(processor.make_request, *arguments)
         except BaseException:
             with self._changed:
                 self._streams.pop(request_id, None)
@@ -210,9 +215,16 @@ class AsyncLLM:
 
     async def in_thread(self, function: Callable, *args: Any) -> Any:
         """The result of a function that would take too long for the event loop, such as encoding a text."""
+        return await self._in_pool(self._tokenizing, function, *args)
+
+    async def in_compiler(self, function: Callable, *args: Any) -> Any:
+        """The result of a function that compiles grammars."""
+        return await self._in_pool(self._compiling, function, *args)
+
+    async def _in_pool(self, pool: ThreadPoolExecutor, function: Callable, *args: Any) -> Any:
         self._check_alive()
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._tokenizing, function, *args)
+            return await asyncio.get_running_loop().run_in_executor(pool, function, *args)
         except asyncio.CancelledError:
             if self._stopping:  # the thread pool has dropped it
                 raise EngineDeadError("the engine has been shut down") from None
@@ -332,7 +344,8 @@ class AsyncLLM:
             self._changed.notify()
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout)
-        self._tokenizing.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._tokenizing, self._compiling):
+            pool.shutdown(wait=False, cancel_futures=True)
         atexit.unregister(self.shutdown)
         return not self._thread.is_alive()
 

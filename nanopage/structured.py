@@ -4,45 +4,44 @@
 
 llguidance (the extra "structured") compiles a grammar, and finds after each token which tokens may come next. The rest
 of nanopage knows only masks, and finds them while the workers run the model (`Schedule.find_masks`). Grammars come from
-clients, so everything about them is limited: the length of their text, the work and memory of llguidance (its own
-limits), the time to compile, and the time for the masks of a completion. A compiled grammar is kept for later requests
-with the same text.
+clients, so everything about them is limited: the length of their text, the memory and time to compile, which a process
+of its own tries out (`grammar/matcher.py`), the work of llguidance, the time for masks, and the memory of all grammars
+in use. A compiled grammar is kept for later requests with the same text.
 
 An output never leaves its grammar: wherever llguidance fails, the request ends with an error.
 """
 
+import dataclasses
 import json
-import math
-import re
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
-from functools import lru_cache
-from typing import Any, TypeVar
+import weakref
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 from tokenizers import Tokenizer as BackendTokenizer
 
+from nanopage.grammar.matcher import PROGRAM, STACK_BYTES, make_matcher, make_tokenizer, run_with_large_stack, shorten
+from nanopage.limited_process import LimitedProcess, Limits
 from nanopage.model_files import rust_errors
 from nanopage.params import StructuredOutputsParams
 from nanopage.text.tokenizer import Tokenizer
 
 MAX_CHARACTERS = 131_072  # of a schema, an expression, all choices or a grammar
-WHITESPACE = r"[ \n\r\t]{1,40}"  # between tokens of JSON; without a limit, small models go on with it for ever
-MAX_RULES = 256  # of a grammar in GBNF, whose conversion takes time in proportion to their square
-COMPILE_SECONDS = 10.0
-MASK_SECONDS = 10.0  # of computing, for all masks of a completion. One takes some 0.00005 s
-# llguidance compiles recursively, and a chain of references as long as MAX_CHARACTERS allows would overflow the 8 MiB
-# that a thread usually has. That would end the process.
-STACK_BYTES = 512 << 20
-MAX_LEXER_STATES = 50_000  # of llguidance, for each completion; a state takes 1 to 2 kB
+# To try out a grammar. Of 600 schemas of JSONSchemaBench, none takes more than 0.05 s of CPU time, or 10 MiB.
+COMPILE_LIMITS = Limits(memory=STACK_BYTES + (128 << 20), cpu_seconds=2.0, seconds=30.0, answer=10_000)
+# For the masks of all completions with one grammar: this, and so much more for each mask. One takes some 0.00005 s.
+MASK_SECONDS, SECONDS_PER_MASK = 1.0, 0.002
+FORCED_CHARACTERS = 512  # of a text that a grammar leaves no choice about, to find its next token
 NUM_TAIL = 5  # tokens at the end of a prompt among which <think> is looked for
-CACHED = 16  # compiled grammars that are kept
-
-T = TypeVar("T")
+MIN_BYTES = 4 << 20  # that any compiled grammar counts
+CACHED_BYTES = 128 << 20  # of compiled grammars that are kept
+MAX_BYTES = 1 << 30  # of these and of those in use
 
 
 class Grammars:
-    """Compiles the grammars of an engine's requests. Safe for threads.
+    """Compiles the grammars of an engine's requests. Safe for threads, which compile one grammar at a time.
 
     Args:
         vocab_size: of the model. It may be larger or smaller than the tokenizer's.
@@ -51,9 +50,11 @@ class Grammars:
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Iterable[int]):
         self.tokenizer, self.vocab_size, self.eos_token_ids = tokenizer, vocab_size, sorted(eos_token_ids)
-        self._lock = threading.Lock()
+        self.process = LimitedProcess(PROGRAM, ["llguidance"], dataclasses.replace(COMPILE_LIMITS))
         self._vocabulary: Vocabulary | None = None  # made for the first request
-        self._compile_text = lru_cache(CACHED)(self._compile_afresh)
+        self._compiling, self._lock = threading.Lock(), threading.Lock()  # the second guards what follows
+        self._kept: OrderedDict[tuple[str, str, bool], CompiledGrammar] = OrderedDict()  # the latest used last
+        self._alive: weakref.WeakSet[CompiledGrammar] = weakref.WeakSet()
 
     def compile(self, params: StructuredOutputsParams) -> "CompiledGrammar":
         """Raises: ValueError if the grammar is not valid, is too large or takes too long to compile, if the model has
@@ -62,22 +63,48 @@ class Grammars:
             raise ValueError("structured_outputs needs a model with an end-of-sequence token, and this model has none")
         kind, text = grammar_text(params)
         check_length(kind, text)
-        name = f"structured_outputs.{kind}"
-        with rust_errors(name):  # those of llguidance, and the panics of its Rust code
-            vocabulary = self._read_vocabulary()
-            matcher = self._compile_text(kind, text, not params.disable_any_whitespace)
-        return CompiledGrammar(name, matcher, vocabulary)
+        key, name = (kind, text, not params.disable_any_whitespace), f"structured_outputs.{kind}"
+        if (kept := self._find(key)) is not None:
+            return kept
+        with self._compiling, rust_errors(name):  # those of llguidance, and the panics of its Rust code
+            if (kept := self._find(key)) is None:
+                if self._vocabulary is None:
+                    self._vocabulary = Vocabulary(self.tokenizer, self.vocab_size, self.eos_token_ids)
+                kept = self._compile_afresh(name, key, self._vocabulary)
+            return kept
 
-    def _compile_afresh(self, kind: str, text: str, whitespace: bool) -> Any:
-        """llguidance's matcher of a grammar, in its first state. Only copies of it are used."""
-        tokenizer = self._read_vocabulary().tokenizer
-        return run_with_large_stack(lambda: make_matcher(tokenizer, kind, text, whitespace))
+    def has_compiled(self, params: StructuredOutputsParams) -> bool:
+        """Whether `compile` takes no time, because the grammar is kept or the parameters are refused at once."""
+        try:
+            kind, text = grammar_text(params)
+        except ValueError:
+            return True
+        return len(text) > MAX_CHARACTERS or self._find((kind, text, not params.disable_any_whitespace)) is not None
 
-    def _read_vocabulary(self) -> "Vocabulary":
+    def _find(self, key: tuple[str, str, bool]) -> "CompiledGrammar | None":
         with self._lock:
-            if self._vocabulary is None:
-                self._vocabulary = Vocabulary(self.tokenizer, self.vocab_size, self.eos_token_ids)
-            return self._vocabulary
+            if (kept := self._kept.get(key)) is None or kept.has_failed:
+                return None
+            self._kept.move_to_end(key)
+            return kept
+
+    def _compile_afresh(self, name: str, key: tuple[str, str, bool], vocabulary: "Vocabulary") -> "CompiledGrammar":
+        request = dict(zip(("kind", "text", "whitespace"), key, strict=True))
+        answer = self.process.ask(request, vocabulary.plain())
+        if "num_bytes" not in answer:
+            raise ValueError(answer.get("invalid") or f"too complex to compile: {answer['error']}")
+        num_bytes = max(MIN_BYTES, answer["num_bytes"])
+        with self._lock:
+            while self._kept and sum(kept.num_bytes for kept in self._kept.values()) > CACHED_BYTES - num_bytes:
+                self._kept.popitem(last=False)
+            if sum(grammar.num_bytes for grammar in self._alive) > MAX_BYTES - num_bytes:
+                raise ValueError(f"the grammars of unfinished requests take {MAX_BYTES >> 20:,} MiB: try again later")
+        matcher = run_with_large_stack(lambda: make_matcher(vocabulary.tokenizer, *key))
+        grammar = CompiledGrammar(name, matcher, vocabulary, num_bytes)
+        with self._lock:
+            self._kept[key] = grammar
+            self._alive.add(grammar)
+        return grammar
 
 
 class Vocabulary:
@@ -93,7 +120,6 @@ class Vocabulary:
     """
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: list[int]):
-        llguidance = import_llguidance()
         ids = tokenizer.backend.get_vocab(with_added_tokens=True).values()
         size = max(vocab_size, 1 + max(ids))
         self.backend = BackendTokenizer.from_str(tokenizer.backend.to_str())
@@ -101,7 +127,7 @@ class Vocabulary:
         self.backend.encode_special_tokens = True
         self.tokens = [tokenizer.token_bytes(token_id) for token_id in range(size)]
         self.special_token_ids = sorted(tokenizer.special_ids)
-        self.eos_token_id, self.bos_token_id = eos_token_ids[0], None
+        self.eos_token_ids, self.eos_token_id, self.bos_token_id = eos_token_ids, eos_token_ids[0], None
         self.num_bytes = -(-vocab_size // 32) * 4
         self.text = token_set(token_id for token_id in range(vocab_size) if self.tokens[token_id])
         self.endings = token_set(eos_token_ids)
@@ -109,10 +135,19 @@ class Vocabulary:
         self.think: tuple[int, int] | None = None
         if "</think>" in (tokenizer.chat_template or "") and begin is not None and end is not None:
             self.think = begin, end
-        self.tokenizer = llguidance.LLTokenizer(llguidance.TokenizerWrapper(self), size, eos_token_ids)
+        self.tokenizer = make_tokenizer(self, size, eos_token_ids)
 
     def __call__(self, text: str) -> list[int]:
-        return self.backend.encode(text, add_special_tokens=False).ids
+        # llguidance asks for each mask anew, and uses the first token.
+        return self.backend.encode(text[:FORCED_CHARACTERS], add_special_tokens=False).ids
+
+    def plain(self) -> dict:
+        """The tokens as plain JSON (see `Tokens` in grammar/matcher.py)."""
+        return {
+            "tokens": [token.decode("latin-1") for token in self.tokens],
+            "special_token_ids": self.special_token_ids,
+            "eos_token_ids": self.eos_token_ids,
+        }
 
 
 class CompiledGrammar:
@@ -120,11 +155,26 @@ class CompiledGrammar:
 
     Args:
         name: of the parameter that it comes from, for messages.
-        matcher: llguidance's, in its first state.
+        matcher: llguidance's, in its first state. Its copies share what it finds out about texts.
+        num_bytes: that it may take.
     """
 
-    def __init__(self, name: str, matcher: Any, vocabulary: Vocabulary):
-        self.name, self.matcher, self.vocabulary = name, matcher, vocabulary
+    def __init__(self, name: str, matcher: Any, vocabulary: Vocabulary, num_bytes: int):
+        self.name, self.matcher, self.vocabulary, self.num_bytes = name, matcher, vocabulary, num_bytes
+        self.has_failed = False  # then later requests get a new one: what copies share may be at its limit
+        self.num_masks, self.seconds = 0, 0.0  # of all completions
+        self.draft_seconds = 0.0  # for the masks of drafts, so that they cannot use up the time of the others
+
+    @property
+    def max_seconds(self) -> float:
+        """For the masks so far."""
+        return MASK_SECONDS + self.num_masks * SECONDS_PER_MASK
+
+    def count(self, seconds: float) -> None:
+        """Count the time of a mask. Raises: ValueError if masks take too long."""
+        self.num_masks, self.seconds = self.num_masks + 1, self.seconds + seconds
+        if self.seconds > self.max_seconds:
+            raise ValueError(f"too complex: finding the tokens that may come next has taken {self.seconds:.1f} s")
 
     def make_mask(
         self, stop_token_ids: Iterable[int], prompt_token_ids: Sequence[int] = ()
@@ -157,8 +207,7 @@ class GrammarMask:
         self._matcher = grammar.matcher.deep_copy()
         self._num_read = -1  # tokens of the output that the mask follows; -1: there is no mask yet
         self._mask = b""
-        self._seconds = 0.0
-        self._draft_seconds = 0.0  # for the masks of drafts, so that they cannot use up the time of the others
+        self._follows = True  # drafts
         self._in_call = False  # still true between calls if an exception ended the last call
 
     def allowed(self, output_token_ids: list[int]) -> bytes:
@@ -170,11 +219,13 @@ class GrammarMask:
             self._matcher.reset()
             self._num_read = -1
         self._in_call = True
-        with rust_errors(self.grammar.name):
-            self._mask = self._find(output_token_ids[max(0, self._num_read) :])
-            self._seconds += time.thread_time() - started
-            if self._seconds > MASK_SECONDS:
-                raise ValueError(f"finding the tokens that may come next has taken more than {MASK_SECONDS:g} s")
+        try:
+            with rust_errors(self.grammar.name):
+                self._mask = self._find(output_token_ids[max(0, self._num_read) :])
+                self.grammar.count(time.thread_time() - started)
+        except BaseException:
+            self.grammar.has_failed = True
+            raise
         self._num_read, self._in_call = len(output_token_ids), False
         return self._mask
 
@@ -182,7 +233,7 @@ class GrammarMask:
         """See `TokenMask`."""
         masks = [self.allowed(output_token_ids)]
         endings, started = self.grammar.vocabulary.endings | self.stop_tokens, time.thread_time()
-        if self._draft_seconds > MASK_SECONDS:
+        if not self._follows or self.grammar.draft_seconds > self.grammar.max_seconds:
             return masks
         self._in_call = True
         try:
@@ -195,9 +246,9 @@ class GrammarMask:
                     raise ValueError(shorten(self._matcher.get_error()))
         except ValueError:
             # Perhaps only because of the draft: go on with a fresh matcher, and without drafts.
-            self._matcher, self._draft_seconds = self.grammar.matcher.deep_copy(), math.inf
+            self._matcher, self._follows = self.grammar.matcher.deep_copy(), False
             return masks
-        self._draft_seconds += time.thread_time() - started
+        self.grammar.draft_seconds += time.thread_time() - started
         self._in_call = False
         return masks
 
@@ -289,94 +340,9 @@ def check_length(kind: str, text: str) -> None:
         raise ValueError(message)
 
 
-def make_matcher(tokenizer: Any, kind: str, text: str, whitespace: bool) -> Any:
-    """llguidance's matcher of a grammar. Raises: ValueError if it is not valid or too large.
-
-    Args:
-        tokenizer: llguidance's.
-        kind, text: what the text is, as `grammar_text` returns it.
-        whitespace: whether JSON may have white space.
-    """
-    llguidance = import_llguidance()
-    make = llguidance.LLMatcher
-    if kind in ("regex", "choice"):
-        grammar = make.grammar_from_regex(text)
-    elif kind in ("json", "json_object"):
-        options = {"whitespace_pattern": WHITESPACE} if whitespace else {"whitespace_flexible": False}
-        grammar = make.grammar_from_json_schema(text, options)
-    else:
-        grammar = make.grammar_from_lark(to_lark(text))
-    limits = llguidance.LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
-    matcher = make(tokenizer, grammar, log_level=0, limits=limits)
-    matcher.compute_bitmask()  # the first mask takes longer than others
-    if matcher.is_error():
-        raise ValueError(shorten(matcher.get_error()))
-    return matcher
-
-
 def escape(text: str) -> str:
     """A regular expression that matches only this text."""
     return "".join(c if c.isascii() and c.isalnum() else f"\\x{{{ord(c):x}}}" for c in text)
-
-
-def to_lark(grammar: str) -> str:
-    """A grammar in Lark's syntax, of one in Lark's or in llama.cpp's syntax, GBNF.
-
-    Raises: ValueError if GBNF cannot be read, or has too many rules.
-    """
-    num_rules = sum(re.match(r"[\w-]+[ \t]*::=", line.lstrip()) is not None for line in grammar.splitlines())
-    if not num_rules:
-        return grammar
-    if num_rules > MAX_RULES:
-        raise ValueError(f"{num_rules} rules in GBNF: at most {MAX_RULES} are allowed, or any number in Lark's syntax")
-    from llguidance.gbnf_to_lark import gbnf_to_lark
-
-    try:
-        return gbnf_to_lark(grammar)
-    except Exception as error:  # its parser raises Exception, IndexError, RecursionError and others
-        raise ValueError(f"not a grammar in GBNF: {type(error).__name__}: {str(error)[:200]}") from None
-
-
-def run_with_large_stack(function: Callable[[], T]) -> T:
-    """The result of a function that runs in a thread with a stack of STACK_BYTES.
-
-    Raises: what the function raises; ValueError after COMPILE_SECONDS. llguidance cannot be interrupted, but its limits
-        end it.
-    """
-    results: list[T] = []
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            results.append(function())
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=run, name="nanopage-grammar", daemon=True)
-    with _stack_size_lock:  # the size is that of every thread that starts now
-        before = threading.stack_size(STACK_BYTES)
-        try:
-            thread.start()
-        finally:
-            threading.stack_size(before)
-    thread.join(COMPILE_SECONDS)
-    if errors:
-        raise errors[0]
-    if not results:
-        raise ValueError(f"compiling takes more than {COMPILE_SECONDS:g} s")
-    return results[0]
-
-
-_stack_size_lock = threading.Lock()
-
-
-def import_llguidance() -> Any:
-    """Raises: ValueError naming the extra, if llguidance is not installed."""
-    try:
-        import llguidance
-    except ImportError:
-        raise ValueError("llguidance is not installed: pip install 'nanopage[structured]'") from None
-    return llguidance
 
 
 def token_set(token_ids: Iterable[int]) -> int:
@@ -386,10 +352,3 @@ def token_set(token_ids: Iterable[int]) -> int:
     for token_id in numbers:
         bits[token_id // 8] |= 1 << token_id % 8
     return int.from_bytes(bits, "little")
-
-
-def shorten(error: str) -> str:
-    """What an error of llguidance says, in one line."""
-    if error.startswith("NoExtension"):
-        return "no text satisfies it"
-    return " ".join(error.replace("<non-verbose/>", "").split())[:300]

@@ -31,6 +31,8 @@ RULES = {
     "nanopage/text": ("torch", "nanopage.engine", "nanopage.worker"),
     "nanopage/tools": ("torch", "nanopage.engine", "nanopage.worker"),
     "nanopage/structured.py": ("torch", "nanopage.engine", "nanopage.worker"),
+    "nanopage/grammar": ("torch", "nanopage"),
+    "nanopage/limited_process.py": ("torch", "nanopage"),
     "nanopage/sampling": ("nanopage.engine", "nanopage.models", "nanopage.layers", "nanopage.kernels"),
     "nanopage/models": ("nanopage.engine", "nanopage.worker", "nanopage.weights"),
     "nanopage/layers": ("nanopage.engine", "nanopage.worker", "nanopage.weights", "nanopage.models"),

@@ -5,7 +5,9 @@ import itertools
 import json
 import random
 import re
+import resource
 import sys
+import threading
 import time
 
 import jsonschema
@@ -15,7 +17,7 @@ from helpers import EOS, SPECIAL_TOKENS, BytesExecutor, ForkedLink, examples, ti
 from nanopage import BeamSearchParams, EngineConfig, SamplingParams, StructuredOutputsParams
 from nanopage import structured as structured_module
 from nanopage.build import build_engine
-from nanopage.structured import Grammars
+from nanopage.structured import FORCED_CHARACTERS, Grammars, Vocabulary
 from nanopage.text.tokenizer import Tokenizer
 
 PERSON = {
@@ -496,14 +498,95 @@ def test_a_grammar_that_becomes_too_complex_ends_its_request_with_an_error(engin
 def test_masks_that_take_too_long_end_the_request_with_an_error(engine, monkeypatch):
     engine.add_request("slow", "a", ask({"regex": "[a-z]+"}))
     monkeypatch.setattr(structured_module, "MASK_SECONDS", 0.0)
+    monkeypatch.setattr(structured_module, "SECONDS_PER_MASK", 0.0)
     output = run(engine, {})["slow"]
-    assert output.error.startswith("structured_outputs.regex: finding the tokens") and "0 s" in output.error
+    assert output.error.startswith("structured_outputs.regex: too complex: finding the tokens that may come next has")
 
 
-def test_compiling_has_a_limit_of_time(engine, monkeypatch):
-    monkeypatch.setattr(structured_module, "COMPILE_SECONDS", 0.0)
-    with pytest.raises(ValueError, match=r"structured_outputs.json: compiling takes more than 0 s"):
-        engine.add_request("slow", "a", ask({"json": chain(1500, '{"items": NEXT}')}))
+# Grammars whose work llguidance does not count, on each path into it.
+OPTIONAL = "a?" * 40_000
+ENDLESS = {
+    "regex": ({"regex": OPTIONAL}, "regex"),
+    "choices of parts": ({"regex": "(" + "a?" * 30_000 + "|b)" + "c?" * 15_000}, "regex"),
+    "pattern": ({"json": {"type": "string", "pattern": f"^{OPTIONAL}$"}}, "json"),
+    "pattern of properties": ({"json": {"patternProperties": {f"^{OPTIONAL}$": {"type": "null"}}}}, "json"),
+    "terminal": ({"grammar": f"start: T\nT: /{OPTIONAL}/"}, "grammar"),
+    "wide object": ({"json": {"properties": {f"{i}": {} for i in range(9000)}}}, "json"),
+}
+
+
+@pytest.mark.parametrize("name", ENDLESS)
+def test_a_grammar_that_would_compile_for_minutes_is_ended_with_its_process(engine, monkeypatch, name):
+    constraint, kind = ENDLESS[name]
+    process, before = engine.input_processor._grammars.process, peak_memory()
+    process.stop()
+    monkeypatch.setattr(process.limits, "cpu_seconds", 0.5)
+    with pytest.raises(ValueError, match=rf"^structured_outputs.{kind}: too complex to compile: it (took|needs) more"):
+        engine.add_request("endless", "a", ask(constraint))
+    assert peak_memory() - before < 100 << 20
+    # Its process is gone, and this one has no thread that goes on.
+    assert process._process is None
+    assert not [thread for thread in threading.enumerate() if thread.name == "nanopage-grammar"]
+    assert complete(engine, ask({"regex": "ab"})).outputs[0].text == "ab"
+
+
+def peak_memory() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+
+
+def test_masks_of_a_hostile_grammar_are_bounded_together(engine):
+    """However many completions a grammar has, the engine spends the same time on it."""
+    ambiguous = {"grammar": 'start: s\ns: s s | s s s | "a" | "b" | '}
+    params = ask(ambiguous, n=8, max_tokens=200, logit_bias={EOS: -100})
+    started = time.thread_time()
+    output = complete(engine, params)
+    assert output.error.startswith("structured_outputs.grammar: ") and "oo " in output.error
+    (grammar,) = (
+        kept for key, kept in engine.input_processor._grammars._kept.items() if key[1] == ambiguous["grammar"]
+    )
+    assert grammar.seconds < structured_module.MASK_SECONDS + 2
+    assert time.thread_time() - started < 60
+
+
+def test_the_next_token_of_a_long_forced_text_takes_little_work(engine, monkeypatch):
+    """llguidance encodes all the text that is left, for each token anew."""
+    text, encoded = "the cat and " * 2000, []
+    encode = Vocabulary.__call__
+    monkeypatch.setattr(Vocabulary, "__call__", lambda self, text: encoded.append(encode(self, text)) or encoded[-1])
+    output = complete(engine, ask({"choice": [text]}, max_tokens=50)).outputs[0]
+    assert len(output.text) > 50 and text.startswith(output.text)
+    assert output.token_ids == engine.tokenizer.encode(text, add_special_tokens=False)[:50]
+    assert len(encoded) >= 50 and max(map(len, encoded)) <= FORCED_CHARACTERS
+
+
+def test_kept_grammars_are_bounded_by_bytes_and_those_in_use_refused_beyond(model, monkeypatch):
+    grammars = Grammars(Tokenizer(model), 300, [EOS])
+    monkeypatch.setattr(structured_module, "CACHED_BYTES", 3 * structured_module.MIN_BYTES)
+    monkeypatch.setattr(structured_module, "MAX_BYTES", 5 * structured_module.MIN_BYTES)
+    for i in range(9):
+        grammars.compile(StructuredOutputsParams(regex=f"a{{{i + 1}}}"))
+        assert len(grammars._kept) == min(3, i + 1)
+    assert grammars.has_compiled(StructuredOutputsParams(regex="a{9}"))
+    assert not grammars.has_compiled(StructuredOutputsParams(regex="a{1}"))
+    masks = []
+    with pytest.raises(ValueError, match=r"structured_outputs.regex: the grammars of unfinished requests take 20 MiB"):
+        for i in range(9):
+            masks.append(grammars.compile(StructuredOutputsParams(regex=f"b{{{i + 1}}}")).make_mask([]))
+    assert len(masks) == 5
+    masks.clear()
+    assert grammars.compile(StructuredOutputsParams(regex="c")).make_mask([])
+
+
+def test_a_grammar_that_failed_is_compiled_anew(engine):
+    """Completions of a grammar share llguidance's states of its texts, which have a limit."""
+    params = StructuredOutputsParams(regex="x[a-z]+")
+    compile_grammar = engine.input_processor.compile_grammar
+    first = compile_grammar(params)
+    assert compile_grammar(params) is first
+    with pytest.raises(ValueError, match="the output has left the grammar"):
+        first.make_mask([]).allowed(engine.tokenizer.encode("zz"))
+    again = compile_grammar(params)
+    assert again is not first and compile_grammar(params) is again
 
 
 def test_an_end_that_the_grammar_names_does_not_end_an_incomplete_text(engine):

@@ -285,6 +285,12 @@ class InputProcessor:
         assert self._grammars is not None
         return self._grammars.compile(structured_outputs)
 
+    def has_to_compile(self, structured_outputs: StructuredOutputsParams) -> bool:
+        """Whether `compile_grammar` may take seconds."""
+        if self._grammars is None or not isinstance(structured_outputs, StructuredOutputsParams):
+            return False
+        return not self._grammars.has_compiled(structured_outputs)
+
     def require_tokenizer(self, what: str, instead: str) -> Tokenizer:
         """The tokenizer. Raises ValueError, saying `what` needs it and what to give `instead`, if there is none."""
         if self.tokenizer is None:

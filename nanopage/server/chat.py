@@ -123,8 +123,8 @@ class Chat:
         try:
             return await start(self.llm, [prompt], self.params, self.body, entered, self.adapter)
         except ApiError as error:
-            if self.reads_calls and (error.param or "").startswith(("structured_outputs", "response_format")):
-                raise await self.llm.in_thread(find_wrong_tool, self.llm, self.use.tools, error) from None
+            if self.reads_calls and (error.param or "").startswith(("structured_outputs", "response_format", "tools")):
+                raise await self.llm.in_compiler(find_wrong_tool, self.llm, self.use.tools, error) from None
             raise
 
     def reply(self, outputs: list[RequestOutput]) -> dict:

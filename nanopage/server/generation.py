@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+import re
 import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
@@ -13,6 +14,7 @@ from nanopage.lora import LoRARequest
 from nanopage.outputs import RequestOutput
 from nanopage.params import PoolingParams, SamplingParams
 from nanopage.server.errors import ApiError
+from nanopage.server.formats import FIELD
 from nanopage.server.protocol import PoolingBody, SamplingBody
 
 logger = logging.getLogger("nanopage")
@@ -21,12 +23,13 @@ logger = logging.getLogger("nanopage")
 class Generation:
     """Requests that are in the engine. `aclose` aborts those that have not finished.
 
+    body: what the client has asked for.
     streams: one for each prompt.
     on_finish: called with the last output of each request that has ended, before it is read.
     """
 
-    def __init__(self, llm: AsyncLLM):
-        self.llm = llm
+    def __init__(self, llm: AsyncLLM, body: SamplingBody | PoolingBody):
+        self.llm, self.body = llm, body
         self.streams: list[RequestStream] = []
         self.on_finish: Callable[[RequestOutput], None] | None = None
 
@@ -66,6 +69,8 @@ class Generation:
         if output.error is not None:
             if self.llm.engine.dead_error is not None:
                 raise EngineDeadError(output.error)
+            if re.match(FIELD, output.error):  # the client's grammar, not the engine
+                raise self.body.invalid(ValueError(output.error))
             logger.error(f"request {output.request_id} failed: {output.error}")
             message = f"the request could not be completed: the server's log has the reason, for {output.request_id}"
             raise ApiError(500, message, code="request_failed")
@@ -97,7 +102,7 @@ async def start(
     Raises: ApiError, EngineDeadError.
     """
     name = uuid.uuid4().hex
-    generation = Generation(llm)
+    generation = Generation(llm, body)
     try:
         for index, prompt in enumerate(prompts):
             if body.cache_salt is not None:

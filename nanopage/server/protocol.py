@@ -267,6 +267,8 @@ class SamplingBody(CommonBody):
         """A 400 for an error of the engine, with the field's name if the message begins with one of this body's."""
         if match := re.match(FIELD, str(error)):
             param = match[0] if self._format() is None else "response_format"
+            if self.structured_outputs is None and getattr(self, "tools", None) and param != "response_format":
+                param = "tools"  # whose grammar it is
             return ApiError(400, param + str(error)[match.end() :], param=param)
         return invalid(error, (*type(self).model_fields, self.prompt_field))
 

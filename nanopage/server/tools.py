@@ -2,6 +2,7 @@
 
 import json
 import re
+import time
 from dataclasses import dataclass
 
 from nanopage.async_llm import AsyncLLM
@@ -15,6 +16,7 @@ from nanopage.tools.formats import ToolFormat, find_format
 from nanopage.tools.grammar import json_value, make_grammar
 from nanopage.tools.reply import END_THINK, THINK, ReplyReader
 
+MAX_SECONDS = 5.0  # of looking for what is wrong
 FINISH_REASONS = ("stop", "tool_calls")
 
 
@@ -109,7 +111,10 @@ def is_special(tokenizer: Tokenizer | None, mark: str) -> bool:
 
 def find_wrong_tool(llm: AsyncLLM, tools: list[Tool], error: ApiError) -> ApiError:
     """The error of a grammar of calls, with the name of the schema that it comes from. May take seconds."""
+    end = time.monotonic() + MAX_SECONDS
     for i, tool in enumerate(tools):
+        if time.monotonic() > end:
+            break
         try:
             llm.engine.input_processor.compile_grammar(StructuredOutputsParams(json=tool.schema()))
         except ValueError as why:

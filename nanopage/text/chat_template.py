@@ -1,28 +1,17 @@
 """Chat templates: Jinja from a model's directory, which is not trusted.
 
 Many of Jinja's filters can fill the memory or run for hours, so a separate process renders templates, with limits on
-memory, time and output. `template_process.py` is that process, and says what templates see.
+memory, time and output. `template_process.py` runs there, and says what templates see.
 """
 
-import importlib.util
 import json
-import signal
-import subprocess
-import sys
-import threading
-import time
-import weakref
-from contextlib import suppress
 from pathlib import Path
-from typing import IO, cast
+from typing import cast
 
+from nanopage.limited_process import LimitedProcess, Limits
 from nanopage.model_files import shown
 
-# Limits of one rendering
-MAX_MEMORY = 256 << 20  # bytes beyond those of the idle process; enforced only on Linux
-MAX_CPU_SECONDS = 2.0  # not enforced on Windows
-MAX_SECONDS = 30.0  # until the answer comes; enforced everywhere
-MAX_CHARACTERS = 8_000_000  # of output
+MAX_CHARACTERS = 8_000_000  # of a template's output. JSON writes a character as at most six bytes
 
 RESERVED = ("messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize")
 MESSAGE_FIELDS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content")
@@ -32,17 +21,11 @@ PROGRAM = Path(__file__).with_name("template_process.py").absolute()
 
 
 class TemplateRenderer:
-    """Renders chat templates in a separate process.
-
-    The first rendering starts the process, and the next ones reuse it. A template that exceeds a limit of memory or
-    time ends it, and the next rendering starts another. The process ends with this object, and with the program, even
-    if that is killed. Threads may share a renderer, which renders one conversation at a time.
-    """
+    """Renders chat templates in a separate process, one at a time. Threads may share it."""
 
     def __init__(self):
-        self._lock = threading.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
-        self._end_process: weakref.finalize | None = None
+        limits = Limits(memory=256 << 20, cpu_seconds=2.0, seconds=30.0, answer=6 * MAX_CHARACTERS + 10_000)
+        self.process = LimitedProcess(PROGRAM, ["jinja2", "markupsafe"], limits)
 
     def render(
         self,
@@ -101,55 +84,12 @@ class TemplateRenderer:
             **more,
         }
         request = {"source": source, "variables": variables, "required": [*(["tools"] if tools else []), *more]}
-        with self._lock:
-            answer = self._ask(json.dumps(request, ensure_ascii=False).encode(errors="surrogatepass") + b"\n")
+        answer = self.process.ask(request, {"characters": MAX_CHARACTERS})
         if "unread" in answer:
             raise ValueError(f"the chat template does not read {answer['unread']}: it would be ignored")
         if "error" in answer:
             raise ValueError(f"the chat template failed: {answer['error']}")
         return _before_end_mark(answer["text"]) if continue_final_message else answer["text"]
-
-    def _ask(self, request: bytes) -> dict:
-        process = self._process
-        # After os.fork(), the child starts a process of its own, because poll() reports there that this one has ended.
-        if process is None or process.poll() is not None:
-            process = self._start()
-        start = time.monotonic()
-        timer = threading.Timer(MAX_SECONDS, process.kill)
-        timer.start()
-        try:
-            line = _exchange(process, request)
-        except BaseException:  # such as Ctrl-C: the next rendering must not read this one's answer
-            self._stop()
-            raise
-        finally:
-            timer.cancel()
-        if not line.endswith(b"\n"):
-            self._stop()
-            return {"error": _why_it_ended(process.returncode, time.monotonic() - start)}
-        answer = json.loads(line)
-        if answer["grown"]:
-            self._stop()
-        return answer
-
-    def _start(self) -> subprocess.Popen[bytes]:
-        self._stop()
-        limits = {"memory": MAX_MEMORY, "seconds": MAX_CPU_SECONDS, "characters": MAX_CHARACTERS}
-        # -I and -S: no code from the current directory, PYTHONPATH or site-packages runs at the start.
-        # A new session: Ctrl-C in a terminal must not end the process.
-        command = [sys.executable, "-I", "-S", str(PROGRAM), json.dumps(limits)]
-        command += [_location("jinja2"), _location("markupsafe")]
-        try:
-            process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
-        except OSError as error:
-            raise RuntimeError(f"cannot start the process that renders chat templates: {error}") from error
-        self._process, self._end_process = process, weakref.finalize(self, _end, process)
-        return process
-
-    def _stop(self) -> None:
-        if self._end_process is not None:
-            self._end_process()
-        self._process = self._end_process = None
 
 
 def normalize_messages(messages: list[dict]) -> list[dict]:
@@ -276,33 +216,3 @@ def _check_text(text, name: str) -> None:
         text.encode()
     except UnicodeEncodeError as error:
         raise ValueError(f"{name} has a lone surrogate at character {error.start}, which cannot be encoded") from None
-
-
-def _exchange(process: subprocess.Popen[bytes], request: bytes) -> bytes:
-    """The answer to a request: one line, incomplete if the process ends."""
-    stdin, stdout = cast(IO[bytes], process.stdin), cast(IO[bytes], process.stdout)
-    with suppress(BrokenPipeError):
-        stdin.write(request)
-        stdin.flush()
-    return stdout.readline(6 * MAX_CHARACTERS + 10_000)  # JSON writes a character as at most six bytes
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    with suppress(BrokenPipeError), process:  # closes the pipes and waits
-        process.kill()
-
-
-def _why_it_ended(status: int, seconds: float) -> str:
-    if -status == getattr(signal, "SIGPROF", None):
-        return f"it took more than {MAX_CPU_SECONDS:g} s of CPU time"
-    if seconds >= MAX_SECONDS:
-        return f"it took more than {MAX_SECONDS:g} s"
-    return f"its process ended with status {status}"  # a negative status is that of a signal
-
-
-def _location(package: str) -> str:
-    """The directory that contains a package."""
-    spec = importlib.util.find_spec(package)
-    if spec is None or spec.origin is None:
-        raise RuntimeError(f"chat templates need {package}, which is not installed")
-    return str(Path(spec.origin).absolute().parents[1])

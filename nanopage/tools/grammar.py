@@ -3,7 +3,7 @@
 import json
 from collections.abc import Sequence
 
-from nanopage.structured import WHITESPACE
+from nanopage.grammar.matcher import WHITESPACE
 from nanopage.tools.definitions import Tool, ToolChoice
 from nanopage.tools.formats import ToolFormat
 

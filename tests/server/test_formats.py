@@ -3,7 +3,7 @@
 import asyncio
 import json
 import re
-import time
+import threading
 
 import jsonschema
 import pytest
@@ -166,27 +166,44 @@ def test_a_request_that_leaves_no_token_fails_alone(app):
     assert choice(good)["message"]["content"] == "ab"
 
 
-def test_a_grammar_that_compiles_for_long_holds_nobody_up(app, monkeypatch):
-    make = structured_module.make_matcher
+def test_grammars_that_compile_for_long_hold_nobody_up(app, monkeypatch):
+    make, answered = structured_module.make_matcher, threading.Event()
 
     def slow(tokenizer, kind, text, whitespace):
-        if "slow" in text:
-            time.sleep(1)
+        assert "slow" not in text or answered.wait(60)
         return make(tokenizer, kind, text, whitespace)
 
     monkeypatch.setattr(structured_module, "make_matcher", slow)
+    ask = {"messages": HELLO, **ASK, "structured_outputs": {"choice": ["quick"]}}
+    assert choice(post(app, CHAT, ask))["message"]["content"] == "quick"
 
-    async def both():
-        async def timed(body):
-            started = time.perf_counter()
-            reply = await asyncio.get_running_loop().run_in_executor(None, post, app, CHAT, body)
-            return reply, time.perf_counter() - started
+    async def all_of_them():
+        def start(body):
+            return asyncio.get_running_loop().run_in_executor(None, post, app, CHAT, body)
 
-        body = {"messages": HELLO, **ASK}
-        return await asyncio.gather(
-            timed(body | {"structured_outputs": {"choice": ["slow"]}}), timed(body | {"max_tokens": 3})
-        )
+        slow = [start(ask | {"structured_outputs": {"choice": [f"slow {i}"]}}) for i in range(4)]
+        await asyncio.sleep(0.1)
+        for body in ({"messages": HELLO, "max_tokens": 3}, ask):  # the second has a grammar that is kept
+            assert (await start(body)).status == 200
+        assert not any(each.done() for each in slow)
+        answered.set()
+        return await asyncio.gather(*slow)
 
-    (slow_reply, slow_seconds), (_, seconds) = asyncio.run(both())
-    assert choice(slow_reply)["message"]["content"] == "slow"
-    assert seconds < 0.9 < slow_seconds
+    for i, reply in enumerate(asyncio.run(all_of_them())):
+        assert choice(reply)["message"]["content"] == f"slow {i}"
+
+
+COMPLEX = 'start: "x" | "y" ("a" "b"){100000}'
+
+
+def test_a_grammar_that_becomes_too_complex_is_the_clients_fault(app):
+    body = {"messages": HELLO, **ASK, "logit_bias": {"91": 90}, "structured_outputs": {"grammar": COMPLEX}}
+    reply = post(app, CHAT, body)
+    assert (reply.status, reply.error["param"]) == (400, "structured_outputs.grammar"), reply.body
+    assert "Too many items" in reply.error["message"] and reply.headers["x-should-retry"] == "false"
+    *_, event = post(app, CHAT, body | {"stream": True}).events
+    assert (event["error"]["param"], event["error"]["message"]) == (reply.error["param"], reply.error["message"])
+    reply = post(
+        app, RESPONSES, {"input": "Hello", "structured_outputs": {"grammar": COMPLEX}, "logit_bias": {"91": 90}}
+    )
+    assert (reply.status, reply.error["param"]) == (400, "structured_outputs.grammar"), reply.body

@@ -22,6 +22,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from nanopage.limited_process import PROGRAM
 from nanopage.text import chat_template
 from nanopage.text.chat_template import TemplateRenderer
 from nanopage.text.template_process import create_environment
@@ -38,7 +39,7 @@ ATTACK_COUNT = int(os.environ.get("NANOPAGE_ATTACKS", "0"))
 def renderer():
     renderer = TemplateRenderer()
     yield renderer
-    renderer._stop()
+    renderer.process.stop()
 
 
 def render(renderer: TemplateRenderer, source: str, content: str = "Hello") -> str:
@@ -50,14 +51,14 @@ def children() -> set[int]:
     pids = set()
     for process in psutil.Process().children():
         with contextlib.suppress(psutil.NoSuchProcess):
-            if process.status() != psutil.STATUS_ZOMBIE and str(chat_template.PROGRAM) in process.cmdline():
+            if process.status() != psutil.STATUS_ZOMBIE and str(PROGRAM) in process.cmdline():
                 pids.add(process.pid)
     return pids
 
 
 def process_of(renderer: TemplateRenderer) -> int:
     render(renderer, GREETING)
-    return renderer._process.pid
+    return renderer.process._process.pid
 
 
 def wait_until_gone(pid: int) -> None:
@@ -94,12 +95,12 @@ def start_program(code: str, **options) -> subprocess.Popen:
     start = """
         import os, signal, sys, threading, time
         from nanopage.text import chat_template
-        chat_template.MAX_CPU_SECONDS = 0.5
         renderer = chat_template.TemplateRenderer()
+        renderer.process.limits.cpu_seconds = 0.5
         def render(source):
             return renderer.render(source, [{"role": "user", "content": "Hello"}], True, {})
         render("")
-        print(renderer._process.pid, flush=True)
+        print(renderer.process._process.pid, flush=True)
     """
     code = textwrap.dedent(start) + textwrap.dedent(code)
     env = os.environ | {"PYTHONPATH": str(ROOT)}
@@ -124,15 +125,15 @@ def test_the_process_ends_with_the_program(code):
 
 def test_a_fork_renders_in_a_process_of_its_own():
     code = """
-        first, source = renderer._process.pid, "{{ messages[0].content }}"
+        first, source = renderer.process._process.pid, "{{ messages[0].content }}"
         if os.fork() == 0:
             del renderer
             os._exit(0)
         if os.fork() == 0:
-            assert render(source) == "Hello" and renderer._process.pid != first
+            assert render(source) == "Hello" and renderer.process._process.pid != first
             del renderer
             os._exit(0)
-        print(*(os.wait()[1] for _ in range(2)), render(source), renderer._process.pid == first)
+        print(*(os.wait()[1] for _ in range(2)), render(source), renderer.process._process.pid == first)
     """
     with start_program(code) as program:
         assert program.stdout.read().split()[1:] == ["0", "0", "Hello", "True"]
@@ -157,7 +158,7 @@ def test_ctrl_c_stops_a_rendering_and_the_next_one_works(renderer):
 
 def test_a_process_that_somebody_killed_is_replaced(renderer):
     os.kill(process_of(renderer), signal.SIGKILL)
-    renderer._process.wait()
+    renderer.process._process.wait()
     assert render(renderer, GREETING) == "Hello <s>"
 
 
@@ -171,7 +172,7 @@ def test_a_process_that_is_killed_while_rendering_is_an_error(renderer):
 
 def test_a_process_that_cannot_be_started_is_an_error(renderer, monkeypatch):
     monkeypatch.setattr(sys, "executable", "/no/such/python")
-    with pytest.raises(RuntimeError, match=r"cannot start the process that renders .*/no/such/python"):
+    with pytest.raises(RuntimeError, match=r"cannot start the process that runs template_process.*/no/such/python"):
         render(renderer, GREETING)
 
 
@@ -222,23 +223,21 @@ LIMITS = {
 def test_a_template_that_exceeds_a_limit_is_an_error_and_the_next_one_works(renderer, monkeypatch, name):
     source, reason = LIMITS[name]
     # A slow machine takes seconds to fill the memory.
-    monkeypatch.setattr(chat_template, "MAX_CPU_SECONDS", 0.5 if reason == TIME else 60)
-    monkeypatch.setattr(chat_template, "MAX_SECONDS", 120)
+    renderer.process.limits.cpu_seconds, renderer.process.limits.seconds = 0.5 if reason == TIME else 60, 120
     with pytest.raises(ValueError, match=f"^the chat template failed: {reason}$"):
         render(renderer, source)
     assert render(renderer, GREETING) == "Hello <s>"
 
 
 def test_without_a_limit_on_cpu_time_there_is_one_on_waiting(renderer, monkeypatch):
-    monkeypatch.setattr(chat_template, "MAX_CPU_SECONDS", 1000)
-    monkeypatch.setattr(chat_template, "MAX_SECONDS", 0.5)
+    renderer.process.limits.cpu_seconds, renderer.process.limits.seconds = 1000, 0.5
     with pytest.raises(ValueError, match=r"^the chat template failed: it took more than 0.5 s$"):
         render(renderer, ENDLESS)
 
 
 @LINUX
 def test_a_process_that_keeps_memory_is_replaced(renderer, monkeypatch):
-    monkeypatch.setattr(chat_template, "MAX_MEMORY", 64 << 20)
+    renderer.process.limits.memory = 64 << 20
     pid = process_of(renderer)
     assert process_of(renderer) == pid
     large = "{% if messages | length > 1 %}" + "x" * 5_000_000 + "{% endif %}"  # the process keeps the last template
@@ -247,8 +246,8 @@ def test_a_process_that_keeps_memory_is_replaced(renderer, monkeypatch):
 
 
 def test_a_prompt_of_a_megabyte_is_far_from_the_limits(renderer, monkeypatch):
-    monkeypatch.setattr(chat_template, "MAX_CPU_SECONDS", chat_template.MAX_CPU_SECONDS / 5)
-    monkeypatch.setattr(chat_template, "MAX_MEMORY", chat_template.MAX_MEMORY // 5)
+    renderer.process.limits.cpu_seconds /= 5
+    renderer.process.limits.memory //= 5
     monkeypatch.setattr(chat_template, "MAX_CHARACTERS", chat_template.MAX_CHARACTERS // 5)
     for letter in ("a", "語", "🙂"):
         contents = [letter * (1_000_000 // 500 // len(letter.encode())) for _ in range(500)]
@@ -640,7 +639,7 @@ def forget_peak_memory() -> None:
 @LINUX
 @pytest.mark.skipif(not ATTACK_COUNT, reason="takes minutes: set NANOPAGE_ATTACKS")
 def test_attacks_render_or_fail_cleanly_and_take_little_of_this_process(renderer, monkeypatch):
-    monkeypatch.setattr(chat_template, "MAX_CPU_SECONDS", 0.5)  # for speed
+    renderer.process.limits.cpu_seconds = 0.5  # for speed
     forget_peak_memory()
     before = peak_memory()
     sources = ATTACKS | {f"random {seed}": random_attack(renderer, seed) for seed in range(ATTACK_COUNT)}
