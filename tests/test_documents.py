@@ -2,8 +2,8 @@
 
 Python runs, in one namespace for each document. A `text` block right behind it is what it prints. Of commands, curl
 runs and `nanopage serve` starts, in this process; the options of nanopage's other programs and of Ray's are checked by
-their own parsers. Configuration files are parsed. Hub ids are tiny models. Without NANOPAGE_LONG_TESTS=1, so is the
-default model in the documents of TINY, and their outputs are not compared. Comments before a block, which do not show:
+their own parsers. Hub ids are tiny models. Without NANOPAGE_LONG_TESTS=1, so is the default model in the documents of
+TINY, and their outputs are not compared. Comments before a block, which do not show:
 
     <!-- not run: WHY -->         Python is only parsed; unknown commands are left out, and curl does not run
     <!-- not compared: WHY -->    the output is an example
@@ -11,8 +11,8 @@ default model in the documents of TINY, and their outputs are not compared. Comm
 """
 
 import ast
-import configparser
 import contextlib
+import functools
 import importlib
 import io
 import re
@@ -21,9 +21,7 @@ import threading
 import time
 import tomllib
 import urllib.request
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -45,37 +43,15 @@ DOCUMENTS = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("do
 TINY = set() if LONG else {"README.md", "lora.md", "server.md", "speculation.md", "tools.md"}
 URL = "http://127.0.0.1:8000"
 BLOCK = re.compile(r"(?:^<!-- ([\w ]+): (.*) -->\n)?^```(.*)\n((?:.*\n)*?)^```$", re.MULTILINE)
-ELSEWHERE = ("git", "source", "ruff", "mypy", "pytest", "export")  # programs of others, and tests of the course
-
-
-@dataclass
-class Block:
-    """marker: of the comment before it; behind: the language of the block right before it."""
-
-    language: str
-    text: str
-    marker: str
-    reason: str
-    behind: str
-
-
-def blocks(document: Path) -> list[Block]:
-    text, found, end, last = document.read_text(), [], 0, ""
-    for match in BLOCK.finditer(text):
-        marker, reason, language, code = match.groups()
-        behind = last if not text[end : match.start()].strip() else ""
-        found.append(Block(language, code, marker or "", reason or "", behind))
-        end, last = match.end(), language
-    assert len(found) * 2 == len(re.findall(r"^ *```", text, re.MULTILINE)), "a block that this test does not see"
-    return found
+ELSEWHERE = ("git", "source", "ruff", "mypy", "pytest")  # programs of others; test_course.py runs the exercises
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
     """A function from a hub id to a tiny model in its place."""
-    made: dict[str, Path] = {}
 
-    def make(name: str) -> Path:
+    @functools.cache
+    def find(name: str) -> Path:
         directory = tmp_path_factory.mktemp("models") / name.rpartition("/")[2]
         directory.mkdir()
         if "MiniLM" in name:
@@ -89,64 +65,48 @@ def models(tmp_path_factory):
         tokenizer.save(str(directory / "tokenizer.json"))
         return directory
 
-    def find(name: str) -> Path:
-        if name not in made:
-            made[name] = make(name)
-        return made[name]
-
     return find
 
 
 class Shell:
-    """Runs the blocks of one document, in a directory of its own. `nanopage serve` sets the server, and the first call
-    to it starts it."""
+    """Runs the blocks of one document. `nanopage serve` sets the server, and the first call starts it."""
 
     def __init__(self, compares: bool):
-        self.compares = compares
-        self.names: dict[str, Any] = {}
-        self.printed: list[str] = []
+        self.compares, self.names, self.printed = compares, {}, ""
         self.server: serve.Server | None = None
         self.url = ""
 
-    def run(self, block: Block) -> None:
-        runs = block.marker != "not run"
-        assert block.marker in ("", "not run", "not compared", "file") and bool(block.marker) == bool(block.reason)
-        if block.marker == "file":
-            Path(block.reason).write_text(block.text)
-        elif block.language == "python" and runs:
-            printed, code = io.StringIO(), block.text.replace(URL, self.call_url() if URL in block.text else "")
+    def run(self, marker: str, reason: str, language: str, text: str, is_output: bool) -> None:
+        assert marker in ("", "not run", "not compared", "file") and bool(marker) == bool(reason)
+        runs = marker != "not run"
+        if marker == "file":
+            Path(reason).write_text(text)
+        elif language == "python" and runs:
+            code, printed = text.replace(URL, self.start() if URL in text else ""), io.StringIO()
             with contextlib.redirect_stdout(printed):
                 exec(compile(code, "a document", "exec"), self.names)
-            self.printed = printed.getvalue().splitlines()
-        elif block.language == "python":
-            ast.parse(block.text)
-        elif block.language == "text":
-            if self.compares and block.behind == "python" and not block.marker:
-                assert self.printed == block.text.splitlines()
-        elif block.language == "sh":
-            for command in commands(block.text):
+            self.printed = printed.getvalue()
+        elif language == "python":
+            ast.parse(text)
+        elif language == "text":
+            assert marker or not (is_output and self.compares) or self.printed == text
+        elif language == "sh":
+            for command in commands(text):
                 self.check(command, runs)
-        elif block.language == "toml":
-            tomllib.loads(block.text)
-        elif block.language == "yaml":
-            entrypoint = yaml.safe_load(block.text)
-            if isinstance(entrypoint, dict):
-                self.check(shlex.split(entrypoint["spec"]["entrypoint"]), runs)
-        elif block.language == "ini":
-            (config := configparser.ConfigParser(strict=False)).read_string(block.text)
-            self.check(shlex.split(config["Service"]["ExecStart"]), runs)
+        elif language in ("toml", "yaml", "ini"):
+            assert {"toml": tomllib.loads, "yaml": yaml.safe_load}.get(language, str)(text)
+            for command in re.findall(r"nanopage serve .*", text):
+                self.check(shlex.split(command), runs)
         else:
-            assert not runs, f"```{block.language}: give a language, `text` for what is no code, or a comment"
+            assert not runs, f"```{language}: give a language, `text` for what is no code, or a comment"
 
     def check(self, words: list[str], runs: bool) -> None:
-        """Check a command, and run it if it is curl."""
-        if words[0] == "export" or re.match(r"[A-Z_]+=", words[0]):
+        """Check a command. Run it if it is curl."""
+        while words and (words[0] == "export" or re.match(r"[A-Z_]+=", words[0])):
             words = words[1:]
-            while words and re.match(r"[A-Z_]+=", words[0]):
-                words = words[1:]
-        if not words:
-            return
-        match [Path(words[0]).name, *words[1:]]:
+        match words:
+            case []:
+                pass
             case ["nanopage", "serve", *options]:
                 self.serve(options)
             case ["nanopage", *options]:
@@ -158,24 +118,28 @@ class Shell:
             case ["python", "bench.py", *options]:
                 parse(bench_command(), options)
             case ["python", "-m", module, *_]:
-                importlib.util.find_spec(module)
+                assert importlib.util.find_spec(module)
             case ["python" | "pytest", *rest]:
-                files = [word for word in rest if word.endswith(".py")]
-                assert all((ROOT / file).is_file() for file in files), files
+                assert all((ROOT / word).is_file() for word in rest if word.endswith(".py")), rest
             case ["pip", "install", *rest]:
                 extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-                named = re.findall(r"(?:nanopage|\.)\[([\w,]+)\]", " ".join(rest))
-                assert {extra for names in named for extra in names.split(",")} <= extras.keys(), rest
+                named = ",".join(re.findall(r"(?:nanopage|\.)\[([\w,]+)\]", " ".join(rest)))
+                assert set(filter(None, named.split(","))) <= extras.keys(), rest
             case ["ray", *options]:
                 parse(importlib.import_module("ray.scripts.scripts").cli, options)
-            case ["curl", url, *options] if runs:
-                self.post(url, options[options.index("-d") + 1] if "-d" in options else None)
-            case _:
-                assert not runs or words[0] in ELSEWHERE, f"{words[0]}: a comment must say why it does not run"
+            case ["curl", url, *options] if runs and url.startswith(URL):
+                body = options[options.index("-d") + 1].encode() if "-d" in options else None
+                call = urllib.request.Request(
+                    url.replace(URL, self.start()), body, {"Content-Type": "application/json"}
+                )
+                with urllib.request.urlopen(call) as reply:  # raises for a status that is not 200
+                    assert reply.read()
+            case [name, *_]:
+                assert not runs or name in ELSEWHERE, f"{name}: a comment must say why it does not run"
 
     def serve(self, options: list[str]) -> None:
         args = serve.parser().parse_args(options)
-        if args.replicas is not None:
+        if args.replicas is not None:  # the rest would start Ray
             serve.check_replicas(args)
             EngineArgs.from_cli_args(args)
             return
@@ -184,11 +148,11 @@ class Shell:
             patch.setattr(serve.Server, "run", lambda server: servers.append(server))
             assert serve.main(options) == 0
         if not (args.model_tag or "").startswith(("~", "/")):  # a model that is not here
-            self.stop()
+            self.close()
             (self.server,) = servers
 
-    def call_url(self) -> str:
-        """The URL of the server, which runs from now on."""
+    def start(self) -> str:
+        """Start the server, if it does not run. Returns its URL."""
         if self.server is None:
             self.serve([])
         if not self.url:
@@ -201,14 +165,7 @@ class Shell:
             self.url = "http://{}:{}".format(*self.server.servers[0].sockets[0].getsockname())
         return self.url
 
-    def post(self, url: str, body: str | None) -> None:
-        assert url.startswith(URL)
-        headers = {"Content-Type": "application/json"}
-        call = urllib.request.Request(self.call_url() + url.removeprefix(URL), body and body.encode(), headers)
-        with urllib.request.urlopen(call) as reply:  # raises for a status that is not 200
-            assert reply.read()
-
-    def stop(self) -> None:
+    def close(self) -> None:
         if self.url:
             self.server.should_exit = True
             self.thread.join()
@@ -216,26 +173,17 @@ class Shell:
 
 
 def commands(text: str) -> list[list[str]]:
-    """The words of each command of a script."""
-    found, line = [], ""
-    for piece in text.splitlines(keepends=True):
-        line += piece
-        lexer = shlex.shlex(line.replace("\\\n", " "), posix=True, punctuation_chars=True)
-        lexer.whitespace_split = True
-        if piece.endswith("\\\n"):
-            continue
-        try:
-            words = list(lexer)
-        except ValueError:  # a quotation goes on in the next line
-            continue
-        line = ""
-        while words:
-            end = next((i for i, word in enumerate(words) if word in ("|", "&&", ";", "<")), len(words))
-            if words[:end]:
-                found.append(words[:end])
-            words = words[end + 1 :]
-    assert not line, f"not complete: {line}"
-    return found
+    """The words of each command of a script. A quotation may go on over several lines."""
+    text = re.sub(r"(^|[ \t])#.*", "", text.replace("\\\n", " "), flags=re.MULTILINE)
+    lexer = shlex.shlex(text, posix=True, punctuation_chars="|&;<>\n")
+    lexer.commenters, lexer.whitespace, lexer.whitespace_split = "", " \t", True
+    found: list[list[str]] = [[]]
+    for word in lexer:
+        if word.strip("|&;<>\n"):
+            found[-1].append(word)
+        else:
+            found.append([])
+    return [words for words in found if words]
 
 
 def parse(command, arguments: list[str]) -> None:
@@ -249,16 +197,18 @@ def parse(command, arguments: list[str]) -> None:
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_the_blocks_of_a_document_run(document, models, tmp_path, monkeypatch):
     monkeypatch.setattr(hub, "_from_hub", models)
-    monkeypatch.chdir(tmp_path)
     if document.name in TINY:
         monkeypatch.setattr(hub, "default_model", lambda: models(hub.DEFAULT_MODEL))
-    shell = Shell(compares=document.name not in TINY)
-    try:
-        for block in blocks(document):
+    monkeypatch.chdir(tmp_path)
+    text, end, last, count = document.read_text(), 0, "", 0
+    with contextlib.closing(Shell(document.name not in TINY)) as shell:
+        for match in BLOCK.finditer(text):
+            marker, reason, language, code = match.groups("")
+            is_output = last == "python" and not text[end : match.start()].strip()
             try:
-                shell.run(block)
+                shell.run(marker, reason, language, code, is_output)
             except BaseException as error:
-                error.add_note(f"in this block of {document.name}:\n{block.text}")
+                error.add_note(f"in this block of {document.name}:\n{code}")
                 raise
-    finally:
-        shell.stop()
+            end, last, count = match.end(), language, count + 1
+    assert count * 2 == len(re.findall(r"^ *```", text, re.MULTILINE)), "a block that this test does not see"

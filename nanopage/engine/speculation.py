@@ -18,8 +18,8 @@ A draft costs time whether it is right or not. `DraftGains.choose` takes the dra
     worth      of such a token: a step for all sequences together, which share it (`worths_of`)
     seconds    those of a line that is fitted to the steps with as many rows, by their tokens of drafts (`StepTimes`)
 
-Estimates can be wrong, so it keeps an account: drafts that have lost the time of three steps, and one in 200 since,
-are not made until the account is balanced again.
+Estimates can be wrong, so it keeps an account, which begins with the time of three steps. Drafts pay what they lose,
+and each step adds a 200th of a step. When the account is empty, there are no drafts until it has something again.
 """
 
 from collections.abc import Callable

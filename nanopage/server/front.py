@@ -95,7 +95,7 @@ class Front:
         state: what Front knows of the server. It has no engine.
         settings: for each replica.
         num_replicas: the number of replicas, or the least with `max_replicas`.
-        max_replicas: Ray Serve starts up to so many, and stops them again, so that each has about
+        max_replicas: start at most this many replicas, and stop idle ones, so that each has about
             `target_ongoing_requests`.
         actor_options: CPUs and GPUs of a replica.
         seconds_to_stop: for the running calls of a replica that is no longer needed.
