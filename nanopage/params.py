@@ -10,7 +10,14 @@ from nanopage.vllm_options import BEAM_SEARCH, POOLING, SAMPLING, STRUCTURED_OUT
 
 MAX_STOP_CHARS = 16_384  # of all stop strings of a request: their trie takes some 250 bytes a character
 MAX_INTEGER = 2**63 - 1  # of parameters without a smaller limit
+MAX_BREAKERS, MAX_BREAKER_CHARS = 16, 64  # of DRY: each is searched in all tokens
+LONGEST_MATCH = 32  # tokens, which DRY compares with earlier ones
 MAX_LOGPROBS = 20  # vLLM's default `max_logprobs`: bounds the top-k that SamplingParams can ask for
+
+
+# What a model's generation_config.json may recommend. The names that begin with dry are nanopage's own.
+RECOMMENDED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "dry_multiplier", "dry_base")
+RECOMMENDED += ("dry_allowed_length", "dry_sequence_breakers")
 
 
 class RequestOutputKind(Enum):
@@ -98,6 +105,14 @@ class SamplingParams:
             output (Keskar et al. 2019), in [0.01, 100]; 1 is off.
         presence_penalty: subtracted from the logits of tokens already in the output, in [-2, 2].
         frequency_penalty: subtracted once per occurrence in the output, in [-2, 2].
+        dry_multiplier: of the DRY penalty on tokens that would lengthen a repetition in the output, in [0, 100]; 0 is
+            off. If the last L tokens have occurred in the output before, the logit of the token that followed them
+            there is reduced by dry_multiplier * dry_base ** (L - dry_allowed_length). The last 2,048 tokens of the
+            output are searched, not the prompt. A match counts at most 32 tokens. The other names are llama.cpp's, too.
+        dry_base: in [1, 10].
+        dry_allowed_length: shorter repetitions are not penalized, in [1, 32].
+        dry_sequence_breakers: texts that no repetition reaches across, at most 16. Each token that contains one of them
+            is a breaker; if no token does, the last one of the text. None: line break, colon, double quote, asterisk.
         logit_bias: token id -> number in [-100, 100] added to its logit.
         allowed_token_ids: only these ids can be sampled.
         bad_words: strings whose token sequences cannot be completed.
@@ -143,6 +158,10 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     _: KW_ONLY  # from here on, vLLM's versions differ in their order
     best_of: int | None = None
+    dry_multiplier: float = 0.0
+    dry_base: float = 1.75
+    dry_allowed_length: int = 2
+    dry_sequence_breakers: list[str] | None = None
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
@@ -162,11 +181,18 @@ class SamplingParams:
             "stop_token_ids", [] if self.stop_token_ids is None else self.stop_token_ids, int
         )
         self.bad_words = _list_of("bad_words", [] if self.bad_words is None else self.bad_words, str)
+        if self.dry_sequence_breakers is None:
+            self.dry_sequence_breakers = ["\n", ":", '"', "*"]
+        self.dry_sequence_breakers = _list_of("dry_sequence_breakers", self.dry_sequence_breakers, str)
+        if len(self.dry_sequence_breakers) > MAX_BREAKERS:
+            raise ValueError(f"dry_sequence_breakers must have at most {MAX_BREAKERS} strings")
+        if max(map(len, self.dry_sequence_breakers), default=0) > MAX_BREAKER_CHARS:
+            raise ValueError(f"dry_sequence_breakers must have at most {MAX_BREAKER_CHARS} characters each")
         if self.allowed_token_ids is not None:
             self.allowed_token_ids = _list_of("allowed_token_ids", self.allowed_token_ids, int)
             if not self.allowed_token_ids:
                 raise ValueError("allowed_token_ids must not be empty")
-        for name in ("stop", "bad_words"):
+        for name in ("stop", "bad_words", "dry_sequence_breakers"):
             if any(not text for text in getattr(self, name)):
                 raise ValueError(f"{name} must not contain an empty string")
         if (num_chars := sum(map(len, self.stop))) > MAX_STOP_CHARS:
@@ -199,6 +225,9 @@ class SamplingParams:
         _number("repetition_penalty", self.repetition_penalty, 0.01, 100)
         _number("presence_penalty", self.presence_penalty, -2, 2)
         _number("frequency_penalty", self.frequency_penalty, -2, 2)
+        _number("dry_multiplier", self.dry_multiplier, 0, 100)
+        _number("dry_base", self.dry_base, 1, 10)
+        check_integer("dry_allowed_length", self.dry_allowed_length, 1, LONGEST_MATCH)
         if self.seed is not None:
             check_integer("seed", self.seed, -MAX_INTEGER - 1)
         check_integer("min_tokens", self.min_tokens, 0)

@@ -22,6 +22,7 @@ class SamplingSettings:
     """What the sampler needs to know about a sequence. Fields mean the same as in `SamplingParams`.
 
     bad_words_token_ids  token ids of each word
+    dry_breaker_ids      the tokens with a text of `dry_sequence_breakers`
     ending_token_ids     not sampled before `min_tokens`
     logprobs             how many top log-probabilities to return besides the sampled token's; None returns none
     prompt_logprobs      the same for each token of the prompt but the first
@@ -35,6 +36,10 @@ class SamplingSettings:
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
+    dry_multiplier: float = 0.0
+    dry_base: float = 1.75
+    dry_allowed_length: int = 2
+    dry_breaker_ids: list[int] = field(default_factory=list)
     logit_bias: dict[int, float] = field(default_factory=dict)
     allowed_token_ids: list[int] | None = None
     bad_words_token_ids: list[list[int]] = field(default_factory=list)

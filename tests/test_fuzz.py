@@ -169,6 +169,8 @@ def draw_params(rng: random.Random, vocab_size: int) -> SamplingParams:
     for chance, extra in (
         (0.2, {"repetition_penalty": rng.choice([0.8, 1.3])}),
         (0.2, {"presence_penalty": rng.uniform(-2, 2), "frequency_penalty": rng.uniform(-2, 2)}),
+        (0.2, {"dry_multiplier": rng.choice([0.8, 5.0]), "dry_allowed_length": rng.choice([1, 1, 2, 4])}),
+        (0.05, {"dry_sequence_breakers": rng.sample(["a", "e", "th", " ", "xyzzy"], rng.randrange(3))}),
         (0.15, {"logit_bias": {rng.choice(ids): rng.uniform(-20, 20) for _ in range(4)}}),
         (0.1, {"allowed_token_ids": rng.sample(ids, 40)}),
         (0.1, {"bad_words": rng.sample(["a", "the", "b c", "\n"], 2)}),

@@ -22,6 +22,7 @@ INTEGERS = {  # field -> (the lowest and highest that pass, those that do not)
     "seed": ([None, -(2**63), 0, 2**63 - 1], [-(2**63) - 1, *TOO_LARGE]),
     "max_tokens": ([None, 1, 10**6], [0, -1, *TOO_LARGE]),
     "min_tokens": ([0, 16], [-1, 17, *TOO_LARGE]),
+    "dry_allowed_length": ([1, 2, 32], [0, -1, 33, *TOO_LARGE]),
     "logprobs": ([None, 0, 20], [-1, 21, *TOO_LARGE]),
     "prompt_logprobs": ([None, 0, 20], [-1, 21, *TOO_LARGE]),
 }
@@ -32,11 +33,14 @@ NUMBERS = {
     "repetition_penalty": ([0.01, 1, 2.5, 100], [0, 0.0, -1.0, 0.009, 101]),
     "presence_penalty": ([-2, -2.0, 0, 2], [-2.001, 2.001]),
     "frequency_penalty": ([-2, -2.0, 0, 2], [-2.001, 2.001]),
+    "dry_multiplier": ([0, 0.8, 100], [-0.1, 100.1]),
+    "dry_base": ([1, 1.75, 10], [0, 0.99, 10.1]),
 }
 FLAGS = ["ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "detokenize"]
 LISTS = {  # field -> (those that pass, those of a wrong type)
     "stop": ([None, [], "a", ["a", "bc"], ("a",)], [0, False, 1.5, b"a", {"a": 1}, [1], [b"a"], ["a", None], [True]]),
     "bad_words": ([None, [], ["a", "bc"], ("a",)], [0, False, "a", "", {"a": 1}, {}, [1], ["a", None], [["a"]]]),
+    "dry_sequence_breakers": ([[], ["a", "bc"], ("a",)], [0, "a", "", {}, [1], ["a", None]]),
     "stop_token_ids": ([None, [], [0], (1, 2), {3}], [0, 7, False, "", "7", {}, ["7"], [1.0], [True], [None]]),
     "allowed_token_ids": ([None, [0], (1, 2), {3}], [0, 7, "", "7", {}, {7: 1}, ["7"], [1.0], [True], [NAN], [None]]),
 }
@@ -69,7 +73,8 @@ OUT_OF_RANGE = cases(
     [
         *(([field], bad) for field, (_, bad) in (INTEGERS | NUMBERS).items()),
         (NUMBERS, [NAN, INF, -INF, HUGE]),
-        (["stop", "bad_words"], [[""], ["a", ""]]),
+        (["stop", "bad_words", "dry_sequence_breakers"], [[""], ["a", ""]]),
+        (["dry_sequence_breakers"], [["a"] * 17, ["a" * 65]]),
         (["stop"], [""]),
         (["allowed_token_ids"], [[]]),
         (["logit_bias"], LOGIT_BIAS[1]),
@@ -205,6 +210,7 @@ def test_a_temperature_near_zero_is_greedy(temperature, greedy):
         ({"repetition_penalty": 0.9}, False, True),
         ({"presence_penalty": -0.1}, False, True),
         ({"frequency_penalty": 0.1}, False, True),
+        ({"dry_multiplier": 0.1}, False, False),  # a stage of its own
     ],
 )
 def test_the_sampler_knows_who_is_truncated_and_who_is_penalized(fields, truncates, penalizes):

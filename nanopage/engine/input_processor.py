@@ -19,6 +19,7 @@ from nanopage.lora import LoRARequest
 from nanopage.model_files import exists, read_json, shown
 from nanopage.params import (
     MAX_INTEGER,
+    RECOMMENDED,
     BeamSearchParams,
     PoolingParams,
     SamplingParams,
@@ -270,6 +271,10 @@ class InputProcessor:
             repetition_penalty=float(params.repetition_penalty),
             presence_penalty=float(params.presence_penalty),
             frequency_penalty=float(params.frequency_penalty),
+            dry_multiplier=float(params.dry_multiplier),
+            dry_base=float(params.dry_base),
+            dry_allowed_length=params.dry_allowed_length,
+            dry_breaker_ids=self._breakers(params.dry_sequence_breakers or []) if params.dry_multiplier else [],
             logit_bias={token_id: float(bias) for token_id, bias in (params.logit_bias or {}).items()},
             allowed_token_ids=params.allowed_token_ids,
             bad_words_token_ids=bad_words,
@@ -407,6 +412,15 @@ class InputProcessor:
                 sequences.append(spaced)
         return sequences
 
+    def _breakers(self, texts: list[str]) -> list[int]:
+        """The tokens that contain one of these texts, and the last token of each text that no token contains."""
+        if not texts:
+            return []
+        tokenizer = self.require_tokenizer("dry_multiplier", "dry_sequence_breakers=[]")
+        for text in texts:
+            self._check_text(text, tokenizer)
+        return [token_id for token_id in tokenizer.containing(tuple(texts)) if token_id < self.model_config.vocab_size]
+
 
 def default_sampling_params(path: Path) -> SamplingParams:
     """The parameters that generation_config.json of a model's directory recommends; without one, SamplingParams().
@@ -417,7 +431,7 @@ def default_sampling_params(path: Path) -> SamplingParams:
     if not path.is_dir() or not exists(file):
         return SamplingParams()
     config, params = read_json(file), SamplingParams()
-    for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty"):
+    for name in RECOMMENDED:
         if config.get(name) is not None:
             try:
                 params = dataclasses.replace(params, **{name: config[name]})

@@ -23,6 +23,7 @@ from torch import Tensor
 from nanopage.device import to_device
 from nanopage.sampling.argmax import argmax
 from nanopage.sampling.constraints import Constraints
+from nanopage.sampling.dry import apply_dry
 from nanopage.sampling.masks import apply_masks
 from nanopage.sampling.noise import gumbel_noise
 from nanopage.sampling.penalties import Penalties
@@ -62,7 +63,8 @@ class Sampler:
 
     def changes_logits(self, rows: np.ndarray, positions: np.ndarray) -> bool:
         """Whether any of these rows has constraints or penalties at these positions."""
-        return bool((self.table.sampling.penalized[rows] | self.constraints.find(rows, positions)).any())
+        sampling = self.table.sampling
+        return bool((sampling.penalized[rows] | sampling.dry[rows] | self.constraints.find(rows, positions)).any())
 
     def change(
         self, logits: Tensor, rows: np.ndarray, positions: np.ndarray, masks: dict[int, bytes] | None = None
@@ -77,6 +79,7 @@ class Sampler:
             apply_masks(changed, masks)
         self.constraints.apply(changed, rows, positions)
         self.penalties.apply(changed, rows, positions)
+        apply_dry(self.table, changed, rows, positions)
         return changed
 
     def sample(self, logits: Tensor, rows: np.ndarray, positions: np.ndarray) -> Tensor:

@@ -7,6 +7,7 @@ a stage without waiting for the device. The constraints of a row are lists on th
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from nanopage.device import to_device
 from nanopage.sampling.constraints import Rules
@@ -14,6 +15,7 @@ from nanopage.step import Fork, NewSequence, SamplingSettings
 
 GREEDY_BELOW = 1e-5  # vLLM's threshold
 NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+NUMBERS += ("dry_multiplier", "dry_base", "dry_allowed_length")
 
 
 class SamplingTable:
@@ -27,7 +29,8 @@ class SamplingTable:
         self.settings = [SamplingSettings()] * num_rows
         self.numbers = torch.ones(len(NUMBERS), num_rows, dtype=torch.float64, device=device)
         self.temperature, self.top_p, self.min_p = self.numbers[:3]  # float64 [rows] each
-        self.penalties = self.numbers[3:]  # float64 [3, rows]: repetition, presence and frequency
+        self.penalties, self.dry_numbers = self.numbers[3:6], self.numbers[6:]  # float64 [3, rows] each
+        self.breakers: Tensor | None = None  # bool [rows, vocab_size], of DRY: from the first row that has it on
         self.integers = torch.zeros(2, num_rows, dtype=torch.int64, device=device)
         self.seed, self.top_k = self.integers  # int64 [rows] each; top_k is the size of the vocabulary if it is off
         self.limits = [self.top_k, self.top_p, self.min_p]
@@ -36,7 +39,7 @@ class SamplingTable:
         self.vocab_size = vocab_size
         self.rules: list[Rules | None] = [None] * num_rows  # of the rows that have constraints
         # bool [rows], on the host. Of `penalized`, `counted` are those whose penalties depend on the output.
-        self.greedy, self.truncated, self.penalized, self.counted = np.zeros((4, num_rows), dtype=bool)
+        self.greedy, self.truncated, self.penalized, self.counted, self.dry = np.zeros((5, num_rows), dtype=bool)
         self.constrained = np.zeros(num_rows, dtype=bool)  # by more than `min_tokens`
         self.min_tokens = np.zeros(num_rows, dtype=np.int64)  # 0 also if no token could end the sequence
         self.num_logprobs = np.full(num_rows, -1)  # -1: none, not even the sampled token's
@@ -58,6 +61,8 @@ class SamplingTable:
             self._set(new.row, new.sampling)
             constrained = self.constrained[new.row] or self.min_tokens[new.row]
             self.rules[new.row] = Rules(new.sampling, self.device) if constrained else None
+            if self.dry[new.row]:
+                self._break_at(new.row, new.sampling.dry_breaker_ids)
 
     def fork(self, forks: list[Fork]) -> None:
         """Copy the settings of parents to the rows of their forks. Each fork has its own seed."""
@@ -69,6 +74,13 @@ class SamplingTable:
         for fork in forks:
             self._set(fork.row, self.settings[fork.parent])
             self.rules[fork.row] = self.rules[fork.parent]
+        if self.breakers is not None and self.dry[rows].any():
+            self.breakers.index_copy_(0, target, self.breakers.index_select(0, source))
+
+    def _break_at(self, row: int, token_ids: list[int]) -> None:
+        if self.breakers is None:
+            self.breakers = torch.zeros(len(self.settings), self.vocab_size, dtype=torch.bool, device=self.device)
+        self.breakers[row].fill_(False).index_fill_(0, to_device(token_ids, self.device, torch.int64), True)
 
     def _set(self, row: int, settings: SamplingSettings) -> None:
         self.settings[row] = settings
@@ -76,6 +88,7 @@ class SamplingTable:
         self.truncated[row] = 0 < settings.top_k < self.vocab_size or settings.top_p < 1 or settings.min_p > 0
         self.counted[row] = settings.presence_penalty != 0 or settings.frequency_penalty != 0
         self.penalized[row] = settings.repetition_penalty != 1 or self.counted[row]
+        self.dry[row] = settings.dry_multiplier > 0
         self.constrained[row] = bool(
             settings.allowed_token_ids is not None or settings.bad_words_token_ids or settings.logit_bias
         )

@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from nanopage.params import RequestOutputKind, SamplingParams, StructuredOutputsParams
+from nanopage.params import RECOMMENDED, RequestOutputKind, SamplingParams, StructuredOutputsParams
 from nanopage.server.errors import ApiError, invalid, unsupported
 from nanopage.server.formats import FIELD, read_response_format, read_structured_outputs
 
@@ -49,6 +49,7 @@ REFUSED: dict[str, tuple[tuple, str]] = {
     "prompt_embeds": ((), "prompts are text or token ids"),
     "prompt_logprobs": ((), "use /v1/completions with echo and logprobs"),
     "use_beam_search": ((False,), "beam search is not served"),
+    "dry_penalty_last_n": ((-1,), "DRY looks at the last 2,048 tokens of the output"),
     "length_penalty": ((1, 1.0), "beam search is not served"),
     "truncate_prompt_tokens": ((), "a prompt is never cut"),
     "logits_processors": (([],), "no code of a client is run"),
@@ -142,6 +143,10 @@ class CommonBody(Body):
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
+    dry_multiplier: float | None = None
+    dry_base: float | None = None
+    dry_allowed_length: int | None = None
+    dry_sequence_breakers: Texts | None = None
     min_tokens: int = 0
     stop_token_ids: Ids | None = None
     bad_words: Texts | None = None
@@ -213,11 +218,7 @@ class SamplingBody(CommonBody):
         """
         limit = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
         structured = constrain(self._structured_outputs())
-        given = {
-            name: getattr(self, name)
-            for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-            if getattr(self, name) is not None
-        }
+        given = {name: getattr(self, name) for name in RECOMMENDED if getattr(self, name) is not None}
         try:
             params = dataclasses.replace(
                 default,

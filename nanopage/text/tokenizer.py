@@ -20,6 +20,7 @@ def _byte_of_character() -> dict[str, int]:
 
 
 BYTE_OF_CHARACTER = _byte_of_character()
+CHARACTER_OF_BYTE = {byte: character for character, byte in BYTE_OF_CHARACTER.items()}
 
 
 class Encoding(dict):
@@ -88,6 +89,7 @@ class Tokenizer:
         self._added_ids = frozenset(added)
         decoder = self.backend.decoder
         self._is_byte_level = decoder is not None and b'"ByteLevel"' in decoder.__getstate__()
+        self._contained: tuple[tuple[str, ...], list[int]] = (), []  # of the last call of `containing`
         self._renderer = TemplateRenderer()
 
     @property
@@ -212,6 +214,25 @@ class Tokenizer:
     def template_for(self, tools: bool) -> str | None:
         """The model's template for a conversation with or without tools, as transformers chooses it."""
         return self.tool_template if tools and self.tool_template is not None else self.chat_template
+
+    def containing(self, texts: tuple[str, ...]) -> list[int]:
+        """The tokens that contain one of these texts, and the last token of each text that no token contains."""
+        if texts != self._contained[0]:
+            found: set[int] = set()
+            for text in texts:
+                form, raw = text.replace(" ", "\u2581"), text.encode()  # as they stand in SentencePiece's tokens
+                if self._is_byte_level:
+                    form = "".join(CHARACTER_OF_BYTE[byte] for byte in raw)
+                ids = {i for token, i in self._vocabulary if form in token}
+                if len(raw) == 1 and (byte := self.backend.token_to_id(f"<0x{raw[0]:02X}>")) is not None:
+                    ids.add(byte)
+                found |= ids or {*self.encode(text, add_special_tokens=False)[-1:]}
+            self._contained = texts, sorted(found)
+        return self._contained[1]
+
+    @cached_property
+    def _vocabulary(self) -> list[tuple[str, int]]:
+        return [*self.backend.get_vocab(with_added_tokens=True).items()]
 
     def apply_chat_template(
         self,

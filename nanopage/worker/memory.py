@@ -125,7 +125,12 @@ def largest_batch(
     tokens, up to PROMPT_LOGPROB_ROWS. All sequences but one have masks, because masks of all take less.
     """
     settings = SamplingSettings(
-        temperature=1.0, top_p=0.9, frequency_penalty=0.1, logprobs=MAX_LOGPROBS, prompt_logprobs=MAX_LOGPROBS
+        temperature=1.0,
+        top_p=0.9,
+        frequency_penalty=0.1,
+        dry_multiplier=0.1,
+        logprobs=MAX_LOGPROBS,
+        prompt_logprobs=MAX_LOGPROBS,
     )
     num_seqs = min(num_seqs, num_tokens)
     left = num_tokens - num_seqs  # every sequence has one token; the last ones get the others

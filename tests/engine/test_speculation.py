@@ -384,6 +384,7 @@ OPTIONS = [
     {"presence_penalty": 0.5},
     {"frequency_penalty": -0.7, "temperature": 1.0, "seed": 8},
     {"repetition_penalty": 1.2, "presence_penalty": -0.4, "frequency_penalty": 0.6, "logprobs": 0},
+    {"dry_multiplier": 3.0, "dry_allowed_length": 1, "dry_sequence_breakers": ["a"]},
     {"structured_outputs": StructuredOutputsParams(regex="[a-m]{30}"), "ignore_eos": False, "logprobs": 1},
 ]
 

@@ -15,8 +15,10 @@ from scipy import stats
 from transformers import RepetitionPenaltyLogitsProcessor
 
 from nanopage.kernels import floors
+from nanopage.sampling import dry as dry_stage
 from nanopage.sampling import sampler, samples, truncation
 from nanopage.sampling.argmax import argmax
+from nanopage.sampling.dry import count_first
 from nanopage.sampling.logprobs import make_tables, top_logprobs
 from nanopage.sampling.noise import gumbel_noise
 from nanopage.sampling.sampler import Sampler, sample_rows
@@ -567,7 +569,22 @@ def naive_constraints(row: np.ndarray, seq: Sequence) -> np.ndarray:
             row[token] *= 1 / params.repetition_penalty if row[token] > 0 else params.repetition_penalty
         row[token] -= params.frequency_penalty * output.count(token)
         row[token] -= params.presence_penalty * (token in output)
+    for token, length in continued(output, params.dry_breaker_ids).items():
+        if params.dry_multiplier and length >= params.dry_allowed_length:
+            row[token] -= params.dry_multiplier * params.dry_base ** (length - params.dry_allowed_length)
     return row
+
+
+def continued(output, breakers) -> dict[int, int]:
+    """The tokens that followed earlier occurrences of the last tokens, and the length of the longest, at most 32."""
+    output, lengths = output[-2048:], {}
+    for end in range(1, len(output)):  # an occurrence is output[end - length : end]
+        length = 0
+        while length < min(end, 32) and output[end - 1 - length] == output[-1 - length] not in breakers:
+            length += 1
+        if output[end] not in breakers:
+            lengths[output[end]] = max(length, lengths.get(output[end], 0))
+    return lengths
 
 
 TOKEN = st.integers(0, 29)
@@ -579,6 +596,10 @@ def constrained_sequences(draw):
         "repetition_penalty": draw(st.sampled_from([1.0, 0.5, 1.1, 2.0])),
         "presence_penalty": draw(st.sampled_from([0.0, -2.0, 0.7])),
         "frequency_penalty": draw(st.sampled_from([0.0, -0.3, 2.0])),
+        "dry_multiplier": draw(st.sampled_from([0.0, 0.8])),
+        "dry_base": draw(st.sampled_from([1.0, 1.75])),
+        "dry_allowed_length": draw(st.integers(1, 4)),
+        "dry_breaker_ids": draw(st.lists(TOKEN, max_size=2)),
         "logit_bias": draw(st.none() | st.dictionaries(TOKEN, st.floats(-100, 100), min_size=1)),
         "allowed_token_ids": draw(st.none() | st.lists(TOKEN, min_size=1)),
         "min_tokens": draw(st.integers(0, 8)),
@@ -586,7 +607,7 @@ def constrained_sequences(draw):
     }
     return sequence(
         prompt=draw(st.lists(TOKEN, min_size=1, max_size=8)),
-        output=draw(st.lists(TOKEN, max_size=8)),
+        output=draw(st.lists(TOKEN, max_size=8)) * draw(st.integers(1, 6)),
         eos=draw(st.sets(TOKEN, max_size=2)),
         bad_words=draw(st.lists(st.lists(TOKEN, min_size=1, max_size=3), max_size=3)),
         **{name: value for name, value in params.items() if draw(st.booleans())},
@@ -641,6 +662,40 @@ def test_repetition_penalty_covers_the_prompt_and_the_others_only_the_output():
         ],
     )
     assert (got != 1).nonzero().tolist() == [[0, 4], [0, 6], [1, 6], [2, 6]]
+
+
+def test_dry_gives_what_llamacpp_gives():
+    """The cases of llama.cpp's tests/test-sampling.cpp: output, breakers, multiplier, allowed length, probabilities."""
+    cases = [
+        ([0, 1], [], 1, 2, [0.2] * 5),
+        ([0, 1, 2, 0, 1], [], 1, 2, [0.228945, 0.228945, 0.084224, 0.228945, 0.228945]),  # its own has four tokens
+        ([0, 1, 3, 4, 0, 1], [3], 1, 2, [0.2] * 5),
+        ([0, 1, 2, 0, 1], [], 2, 2, [0.241818, 0.241818, 0.032727, 0.241818, 0.241818]),
+        ([0, 1, 2, 3, 4, 0, 1], [], 1, 4, [0.2] * 5),
+    ]
+    batch = [
+        sequence(output, dry_multiplier=scale, dry_base=1.1, dry_allowed_length=allowed, dry_breaker_ids=breakers)
+        for output, breakers, scale, allowed, _ in cases
+    ]
+    probabilities = constrain(torch.zeros(len(cases), 5), batch).softmax(-1)
+    torch.testing.assert_close(probabilities, torch.tensor([case[-1] for case in cases]), atol=1e-6, rtol=0)
+
+
+def test_dry_looks_at_the_output_alone_and_its_work_is_bounded(monkeypatch):
+    dry = {"dry_multiplier": 1.0, "dry_base": 2.0, "dry_allowed_length": 1}
+    batch = [
+        sequence(prompt=[5, 6, 7, 5, 6], output=[5, 6], **dry),  # an answer may repeat the question
+        sequence(output=[8, 9, *range(10, 20)] * 400, **dry),
+        sequence(output=[9] * 4000, **dry),
+        sequence(output=[1, 2] + [3] * 2047 + [1], **dry),  # too far away
+    ]
+    compared = []
+    monkeypatch.setattr(dry_stage, "count_first", lambda flags: (compared.append(flags.numel()), count_first(flags))[1])
+    change = constrain(torch.zeros(len(batch), 20), batch)
+    expected = torch.zeros(len(batch), 20)
+    expected[1, 8] = expected[2, 9] = -(2.0**31)
+    assert torch.equal(change, expected)
+    assert max(compared) <= len(batch) * 2048 * 32
 
 
 @pytest.mark.parametrize("temperature", [0, 1.0])
@@ -888,7 +943,7 @@ class Table:
         return tokens
 
 
-PENALTIES = {"repetition_penalty": 1.7, "presence_penalty": 0.6, "frequency_penalty": 0.5}
+PENALTIES = {"repetition_penalty": 1.7, "presence_penalty": 0.6, "frequency_penalty": 0.5, "dry_multiplier": 0.8}
 
 
 @pytest.mark.parametrize("sample_all", [None, BY_SORTING])

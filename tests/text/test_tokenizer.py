@@ -143,6 +143,18 @@ def test_encoding_round_trips(byte_level):
     check()
 
 
+def test_the_tokens_that_contain_a_text(byte_level, sentence_piece):
+    for tokenizer in (byte_level, sentence_piece):
+        ids = range(tokenizer.vocab_size)
+        for text in ("\n", " ", "e", "th", "é"):
+            expected = [i for i in ids if text.encode() in tokenizer.token_bytes(i)]
+            assert tokenizer.containing((text,)) == (expected or tokenizer.encode(text, add_special_tokens=False)[-1:])
+        both = {*tokenizer.containing(("e",)), *tokenizer.containing(("th",))}
+        assert tokenizer.containing(("e", "th")) == sorted(both)
+        spread = "xyzzy" * 9  # in no token: its last token stands for it
+        assert tokenizer.containing((spread,)) == tokenizer.encode(spread, add_special_tokens=False)[-1:]
+
+
 def test_tokens_are_those_of_transformers(byte_level):
     reference = AutoTokenizer.from_pretrained(default_model())
 
