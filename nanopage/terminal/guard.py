@@ -1,19 +1,72 @@
 """Finds a reply that repeats itself without end, as small models do.
 
-The bounds are wide, because a table of zeros or a refrain repeats itself, too. SmolLM2-135M-Instruct ended 717 of 880
-replies to the questions of MT-Bench by itself. The longest repetition in them has 168 tokens: none would have been cut.
+A reply is read as words, numbers and signs. A word is expected if it followed here before, after the same two words,
+after the last one, or two places behind the same word. A number is expected if it goes on as it counted there before. A
+sentence or line in which only one place was not expected counts as expected, unless that is a large part of it. So a
+numbered line, a line with one changing word, a list of "X: same sentence" and a long paragraph are found as well as an
+exact loop. A reply is a loop if nearly all of its last WINDOW words were expected.
+
+In 2,300 pieces of documents and of Python code, the largest share was 0.89.
 """
 
-MAX_PERIOD = 64  # tokens; longer loops are not looked for
-MIN_PERIODS = 10
-MIN_TOKENS = 400
+import re
+from collections import deque
+
+WINDOW = 240  # words
+SHARE = 0.95  # of these that are expected in a loop
+LONGEST_UNIT = 40  # words of a sentence or line
+LONGEST_WORD = 12  # characters; a longer one is several
+WORD = re.compile(rf"(\S)\1{{3}}|\d{{1,9}}|[^\W\d_]{{1,{LONGEST_WORD}}}|[^\w\s]|_|\n")
 
 
-def is_loop(token_ids: list[int]) -> bool:
-    """Whether the last MIN_TOKENS or more repeat a sequence of at most MAX_PERIOD tokens, MIN_PERIODS or more times."""
-    for period in range(1, MAX_PERIOD + 1):
-        covered = max(MIN_TOKENS, MIN_PERIODS * period)
-        tail = token_ids[-covered:]
-        if len(tail) == covered and tail[period:] == tail[:-period]:
-            return True
-    return False
+class LoopGuard:
+    """Reads a reply as it comes. The work for a word does not depend on the length of the reply."""
+
+    def __init__(self) -> None:
+        self._rest = ""  # the end of the text: what comes may belong to its words
+        self._next: dict[tuple, str] = {}  # place -> what stood there last
+        self._counts: dict[tuple, tuple[int, int | None]] = {}  # place -> its last number, and the step to that
+        self._last = ("", "")
+        self._unit: list[bool] = []  # whether each word of the present sentence or line was expected
+        self._window: deque[bool] = deque(maxlen=WINDOW)
+        self._expected = 0  # in the window
+
+    def feed(self, text: str) -> bool:
+        """Read on. Returns whether the reply has become a loop."""
+        text = self._rest + text
+        words = [word for word in WORD.finditer(text) if word.end() <= len(text) - LONGEST_WORD]
+        self._rest = text[words[-1].end() if words else 0 :]
+        found = [self._read(word[0]) for word in words]
+        return any(found)
+
+    def _read(self, word: str) -> bool:
+        self._unit.append(self._is_expected(word))
+        if word not in (".", "!", "?", "\n") and len(self._unit) < LONGEST_UNIT:
+            return False
+        unit, self._unit = self._unit, []
+        surprises = [i for i, expected in enumerate(unit) if not expected]
+        in_one_place = not surprises or surprises[-1] - surprises[0] < len(surprises)
+        if in_one_place and 3 * len(surprises) <= len(unit):
+            unit = [True] * len(unit)
+        for expected in unit:
+            if len(self._window) == WINDOW:
+                self._expected -= self._window[0]
+            self._window.append(expected)
+            self._expected += expected
+        return len(self._window) == WINDOW and self._expected >= SHARE * WINDOW
+
+    def _is_expected(self, word: str) -> bool:
+        """Whether a word could be foreseen. Remembers it."""
+        number = int(word) if word.isdecimal() else None
+        word = "0" if number is not None else word
+        first, second = self._last
+        places = ((first, second), (second,), (first, None))
+        expected = any(self._next.get(place) == word for place in places)
+        if number is not None:
+            before = [self._counts.get(place) for place in places]
+            expected = expected and any(count is not None and number - count[0] == count[1] for count in before)
+            for place, count in zip(places, before, strict=True):
+                self._counts[place] = number, None if count is None else number - count[0]
+        self._next |= dict.fromkeys(places, word)
+        self._last = second, word
+        return expected

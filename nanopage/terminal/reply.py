@@ -10,7 +10,7 @@ from typing import cast
 from nanopage.llm import LLM
 from nanopage.outputs import CompletionOutput, RequestOutput, StepStats
 from nanopage.params import SamplingParams
-from nanopage.terminal.guard import is_loop
+from nanopage.terminal.guard import LoopGuard
 from nanopage.terminal.log import held_log
 from nanopage.terminal.signals import Interrupt
 from nanopage.terminal.spinner import spinner
@@ -21,7 +21,6 @@ from nanopage.tools.reply import ReplyReader
 
 COLUMNS = 80  # the footer's greatest width
 SPINNER_DELAY = 0.2  # seconds
-CHECK_EVERY = 16  # tokens between two checks for a loop
 
 
 @dataclasses.dataclass
@@ -134,7 +133,7 @@ def generate(
     """
     prompt = [*token_ids, *begun_ids]
     stream = cast(Generator[RequestOutput], llm.stream(prompt, params))
-    printer, output, loops, checked = None, None, False, 0
+    printer, output, loops, guard = None, None, False, LoopGuard()
     markdown, on_terminal = shows_markdown(plain), sys.stdout.isatty()
     with held_log(), contextlib.closing(stream):
         try:
@@ -151,10 +150,8 @@ def generate(
                     print(delta, end="", flush=True)
                 if interrupt.signum is not None:
                     break
-                if len(completion.token_ids) - checked >= CHECK_EVERY:
-                    checked = len(completion.token_ids)
-                    if loops := is_loop(completion.token_ids):
-                        break
+                if loops := guard.feed(completion.delta) and completion.finish_reason is None:
+                    break
         except (KeyboardInterrupt, _StoppedWhileReading):  # the second Ctrl-C does not wait for the step to end
             pass
         interrupt.over = True

@@ -207,13 +207,13 @@ def test_a_reply_cut_within_a_character_goes_on_with_the_whole_character(chat):
 
 
 def test_a_reply_that_repeats_itself_is_ended(chat, capsys, monkeypatch):
-    monkeypatch.setattr("nanopage.terminal.guard.MIN_TOKENS", 40)
+    monkeypatch.setattr("nanopage.terminal.guard.WINDOW", 10)
     chat.take("/set allowed_token_ids [65, 66]")
     chat.take("/set logit_bias {65: 100}")
     chat.take("/set max_tokens 200")
     chat.take("sing")
     assert chat.last.finish_reason == "repetition"
-    assert 40 <= chat.last.num_output_tokens < 60
+    assert 40 <= chat.last.num_output_tokens < 190
     assert "stopped: repeating itself (/continue goes on)" in capsys.readouterr().err
     chat.take("/continue")  # and is ended again, no sooner
     assert chat.last.num_output_tokens >= 40

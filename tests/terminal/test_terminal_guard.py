@@ -1,54 +1,102 @@
 """nanopage/terminal/guard.py: loops are found, and what people write on purpose is not taken for one."""
 
+import random
+from pathlib import Path
+
 import pytest
 
-from nanopage.terminal.guard import MAX_PERIOD, MIN_PERIODS, MIN_TOKENS, is_loop
+from nanopage.terminal.guard import LoopGuard
+
+FIRST = ("ba", "ce", "di", "fo", "gu", "ha")
+SECOND = ("lan", "mer", "nis", "por", "qui", "rat", "sed", "tol", "vum", "wax")
+WORDS = [first + second for first in FIRST for second in SECOND]  # 60
+PARAGRAPH = (
+    "In the heart of the old town there is a small market where people come to buy fresh bread, cheese and flowers. "
+    "The streets around it are narrow and paved with stones, and in the evening the lamps make the houses look as if "
+    "they were made of gold. Many visitors say that they will never forget the smell of coffee and the sound of the "
+    "bells, which ring every hour until midnight.\n\n"
+)
 
 
-@pytest.mark.parametrize("period", [1, 2, 7, 40, 41, MAX_PERIOD])
-def test_a_loop_is_found_when_it_is_long_enough_and_not_before(period):
-    intro = list(range(1000, 1100))
-    loop = list(range(period)) * 1000
-    needed = max(MIN_TOKENS, MIN_PERIODS * period)
-    assert not is_loop(intro + loop[: needed - 1])
-    assert is_loop(intro + loop[:needed])
-    assert not is_loop([*loop[:needed], 2000])  # it has found its way out
+def loops(text: str, seed: int = 0) -> bool:
+    """Whether a reply that comes in pieces of any size is taken for a loop."""
+    rng, guard, at = random.Random(seed), LoopGuard(), 0
+    while at < len(text):
+        size = rng.randint(1, 7)
+        if guard.feed(text[at : at + size]):
+            return True
+        at += size
+    return False
 
 
-def test_longer_periods_and_near_repetitions_are_no_loops():
-    assert not is_loop(list(range(MAX_PERIOD + 1)) * 100)
-    assert not is_loop([token for i in range(300) for token in (1, 2, 3, 100 + i)])  # a numbered list
-
-
-def test_short_replies_are_no_loops():
-    assert not is_loop([])
-    assert not is_loop([5])
-    assert not is_loop([5] * (MIN_TOKENS - 1))
-
-
-ZEROS = "| 0 | 0 | 0 | 0 | 0 | 0 | 0 | 0 |\n"
+def lines(form: str, count: int = 60) -> str:
+    return "".join(form.format(i=i + 1, word=WORDS[i % 60], other=WORDS[i * 7 % 60]) for i in range(count))
 
 
 @pytest.mark.parametrize(
     "text",
     [
-        ZEROS * 12,
+        lines("{i}. The City of the Leopard welcomes you.\n"),
+        lines("{i}. Buy some milk.\n"),
+        lines("Step {i}: Go on with the next step\n"),
+        lines("I went to the market to buy a {word} for my mother.\n"),
+        lines("She said that the {word} was the most beautiful thing. "),
+        lines("I like the {word}.\n"),
+        lines("- The {word} is good.\n"),
+        lines("{word}: This is a great way to learn about the world.\n"),
+        lines("* **{word} {other}**: This is a great way to learn about the world.\n"),
+        PARAGRAPH * 12,
+        (PARAGRAPH + "But nobody knew why the bells were so loud, and nobody asked for the reason.\n") * 12,
+        lines("print({i})\n"),
+        lines("print({i}) ", 80),
+        lines("x{i} = {i} + 1\n"),
+        "Welcome to the City of the Leopard! " * 60,
+        "ha " * 400,
+        "0, " * 400,
+        "a" * 1200,
+        "=" * 1200,
+        "日本語の文章です。" * 130,
+    ],
+    ids=lambda text: text[:24],
+)
+def test_loops_are_found(text):
+    intro = "Of course! Here is what you asked for, as well as I can tell:\n\n"
+    assert all(loops(intro + text, seed) for seed in range(3))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "| 0 | 0 | 0 | 0 | 0 | 0 | 0 | 0 |\n" * 12,
         "ha " * 150,
         "Row, row, row your boat,\nGently down the stream.\nMerrily, merrily, merrily, merrily,\n"
         "Life is but a dream.\n\n" * 6,
         "    values.append(0)\n" * 30,
         "<td></td>\n" * 40,
         "=" * 300,
+        " ".join(f"{i}," for i in range(1, 101)),
+        "".join(f"{a} x {b} = {a * b}\n" for a in range(1, 6) for b in range(1, 11)),
+        "".join(f"| {word} | {i * 37 % 97} | {i * i % 89} |\n" for i, word in enumerate(WORDS)),
+        "".join(f"{i} bottles of beer on the wall, {i} bottles of beer.\nTake one down and pass it around, {i - 1} "
+                "bottles of beer on the wall.\n\n" for i in range(99, 92, -1)),
+        "".join(f"- {word}: {other}\n" for word, other in zip(WORDS, WORDS[::-1], strict=True)),
     ],
-    ids=["zeros", "laughter", "refrain", "code", "html", "rule"],
-)
-def test_repetition_that_is_meant_is_not_cut(text, default_tokenizer):
-    ids = default_tokenizer.encode(text, add_special_tokens=False)
-    assert not any(is_loop(ids[:end]) for end in range(len(ids) + 1))
+    ids=lambda text: text[:24] or "nothing",
+)  # fmt: skip
+def test_repetition_that_is_meant_is_not_cut(text):
+    assert not any(loops(text, seed) for seed in range(3))
 
 
-@pytest.fixture(scope="module")
-def default_tokenizer(default_model):
-    from nanopage.text.tokenizer import Tokenizer
+def test_no_code_and_no_document_of_this_repository_is_a_loop():
+    root = Path(__file__).parents[2]
+    files = [*root.glob("nanopage/*.py"), *root.glob("nanopage/engine/*.py"), *root.glob("docs/*.md")]
+    cut = [file.name for file in files if LoopGuard().feed(file.read_text())]
+    assert len(files) > 30 and cut == []
 
-    return Tokenizer(default_model)
+
+def test_a_reply_that_has_found_its_way_out_is_no_loop():
+    guard = LoopGuard()
+    assert guard.feed(lines("{i}. Buy some milk.\n"))
+    guard.feed("Then he went home, where dinner was ready, and told everybody what had happened on the way.\n")
+    assert not guard.feed("Nobody had ever heard of such a thing, and nobody believed it.\n")
