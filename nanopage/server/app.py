@@ -32,6 +32,7 @@ from nanopage.server.middleware import OPEN_PATHS, Gate
 from nanopage.server.pooling import PoolingCall, check_task, embeddings, rerank, score
 from nanopage.server.protocol import (
     ChatBody,
+    CommonBody,
     CompletionBody,
     DetokenizeBody,
     EmbeddingBody,
@@ -77,6 +78,7 @@ class ServerState:
         max_queue_tokens: most prompt tokens of requests that wait, unless there is only one call.
         stall_seconds: after how long a step counts as hung.
         strict_fields: refuse fields that are not known.
+        default_max_tokens: most tokens of a reply whose request has no limit. None: as many as the context holds.
         salt_per_key: keep the cached prefixes of clients with different API keys apart.
         allow_runtime_lora_updating: clients may load adapters from any directory, and unload them.
         tool_options: how calls of tools are read.
@@ -93,6 +95,7 @@ class ServerState:
     max_queue_tokens: int = 1_000_000
     stall_seconds: float = 120.0
     strict_fields: bool = False
+    default_max_tokens: int | None = None
     salt_per_key: bool = False
     allow_runtime_lora_updating: bool = False
     tool_options: ToolOptions = field(default_factory=ToolOptions)
@@ -367,6 +370,8 @@ async def _generate(
     name = state.model_name(body.model)
     check_task(llm, name, request.url.path, body)
     headers = _ignored_header(body.check_unknown(state.strict_fields))
+    if state.default_max_tokens is not None and isinstance(body, CommonBody):
+        body.bound(state.default_max_tokens)
     if state.salt_per_key:
         body.cache_salt = f"{request.scope['nanopage.key']} {body.cache_salt or ''}"
     call = kind(llm, body, name, state.adapters.requests.get(name))

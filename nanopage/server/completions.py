@@ -14,11 +14,10 @@ from nanopage.server.choices import changes, usage
 from nanopage.server.errors import ApiError
 from nanopage.server.generation import Generation, start, too_long
 from nanopage.server.logprobs import TextOffsets, completion_logprobs
-from nanopage.server.protocol import CompletionBody
+from nanopage.server.protocol import DEFAULT_MAX_TOKENS, CompletionBody
 
 MAX_PROMPTS = 1024  # of one call
 MAX_CHOICES = 4096  # prompts * n
-DEFAULT_MAX_TOKENS = 16  # OpenAI's
 # Special tokens around the text before and after a gap: of Qwen's and of StarCoder's tokenizers.
 FILL_IN_THE_MIDDLE = (
     ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),

@@ -16,6 +16,7 @@ from nanopage.params import RECOMMENDED, RequestOutputKind, SamplingParams, Stru
 from nanopage.server.errors import ApiError, invalid, unsupported
 from nanopage.server.formats import FIELD, read_response_format, read_structured_outputs
 
+DEFAULT_MAX_TOKENS = 16  # of /v1/completions: OpenAI's
 MAX_CHOICES = 128  # n and best_of
 MAX_ENTRIES = 4096  # of stop, logit_bias, stop_token_ids and bad_words
 MAX_ALLOWED = 262_144  # entries of allowed_token_ids
@@ -158,6 +159,13 @@ class CommonBody(Body):
     priority: int = 0
     cache_salt: Salt | None = None
 
+    limits: ClassVar[tuple[str, ...]] = ("max_tokens", "max_completion_tokens")
+
+    def bound(self, max_tokens: int) -> None:
+        """Set a limit for the tokens of the reply if the body has none."""
+        if all(getattr(self, name) is None for name in self.limits):
+            setattr(self, self.limits[0], max_tokens)
+
 
 class SamplingBody(CommonBody):
     """What /v1/chat/completions and /v1/completions have in common."""
@@ -291,6 +299,9 @@ class ChatBody(SamplingBody):
 class CompletionBody(SamplingBody):
     """POST /v1/completions."""
 
+    def bound(self, max_tokens: int) -> None:
+        super().bound(min(max_tokens, DEFAULT_MAX_TOKENS))
+
     prompt: str | Texts | Ids | Annotated[list[Ids], Field(fail_fast=True)]
     suffix: str | None = None
     echo: bool = False
@@ -313,6 +324,8 @@ class ResponsesBody(CommonBody):
         "add_generation_prompt": ((True,), "use /v1/chat/completions"),
         "continue_final_message": ((False,), "use /v1/chat/completions"),
     }
+
+    limits = ("max_output_tokens",)
 
     input: str | Objects
     instructions: str | None = None

@@ -73,6 +73,7 @@ def main(arguments: list[str]) -> int:
         "max_queue_tokens": args.max_queue_tokens,
         "stall_seconds": args.stall_timeout,
         "strict_fields": args.strict_fields,
+        "default_max_tokens": args.default_max_tokens,
         "salt_per_key": args.salt_per_key,
         "allow_runtime_lora_updating": args.allow_runtime_lora_updating,
         "tool_options": ToolOptions(args.tool_call_parser, args.named_tool_finish_reason),
@@ -167,6 +168,13 @@ def parser() -> argparse.ArgumentParser:
         help="/health is 503 when no step has ended for so many seconds (default: %(default)s)",
     )
     group.add_argument("--timeout-keep-alive", type=int, default=5, help="seconds that an idle connection stays open")
+    group.add_argument(
+        "--default-max-tokens",
+        type=_positive,
+        metavar="N",
+        help="most tokens of a reply whose request has no limit (default: as many as the context holds, in "
+        "/v1/completions 16)",
+    )
     group.add_argument("--strict-fields", action="store_true", help="refuse fields that are not known")
     group.add_argument(
         "--view",

@@ -220,6 +220,23 @@ def test_a_limit_beyond_the_context_is_clamped_and_the_newer_name_wins(app):
     assert post(app, TEXT, body | {"max_completion_tokens": 2}).json["usage"]["completion_tokens"] == 2
 
 
+@pytest.mark.parametrize("most", [5, 40])
+def test_default_max_tokens_bounds_replies_whose_requests_have_no_limit(state, most):
+    bounded = create_app(dataclasses.replace(state, default_max_tokens=most))
+    free, given = {"temperature": 0, "ignore_eos": True}, most + 3
+    chat = {"messages": HELLO, **free}
+    assert post(bounded, CHAT, chat).json["usage"]["completion_tokens"] == most
+    assert post(bounded, CHAT, chat | {"max_completion_tokens": given}).json["usage"]["completion_tokens"] == given
+    text = {"prompt": "the cat", **free}
+    assert post(bounded, TEXT, text).json["usage"]["completion_tokens"] == min(most, 16)
+    assert post(bounded, TEXT, text | {"max_tokens": given}).json["usage"]["completion_tokens"] == given
+    response = {"input": "the cat", **free}
+    assert post(bounded, "/v1/responses", response).json["usage"]["output_tokens"] == most
+    assert (
+        post(bounded, "/v1/responses", response | {"max_output_tokens": given}).json["usage"]["output_tokens"] == given
+    )
+
+
 def test_every_field_may_be_null(app):
     fields = ("n", "best_of", "temperature", "top_p", "stop", "seed", "logit_bias", "logprobs", "stream_options")
     fields += ("max_tokens", "stop_token_ids", "bad_words", "tools", "response_format", "user", "suffix", "echo")
