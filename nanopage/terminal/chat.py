@@ -90,6 +90,7 @@ def chat(
             "kv_cache_dtype": kv_cache_dtype,
             "enforce_eager": eager,
             "async_scheduling": async_scheduling,
+            "max_num_seqs": 4,  # a conversation has one request at a time: this bounds the KV cache
             "quantization": quantization,
             "seed": random.getrandbits(32) if seed is None else seed,
         }

@@ -1,4 +1,5 @@
-"""The engine's messages, as `nanopage chat` shows them: warnings, and with --verbose the rest, never within a reply."""
+"""The engine's messages, as `nanopage chat` shows them: warnings, what is marked `for_user`, and with --verbose the
+rest, never within a reply."""
 
 import contextlib
 import logging
@@ -24,8 +25,9 @@ class _Held(logging.Handler):
 
 
 def say_log(verbose: bool) -> None:
-    """Print the engine's warnings, or all of its messages if `verbose`, instead of what its own handler prints."""
-    handler = _Said(logging.INFO if verbose else logging.WARNING)
+    """Print these messages, or all of them if `verbose`, instead of what the engine's own handler prints."""
+    handler = _Said()
+    handler.addFilter(lambda record: verbose or record.levelno >= logging.WARNING or hasattr(record, "for_user"))
     LOGGER.handlers = [handler]
 
 
