@@ -127,7 +127,9 @@ class EngineConfig:
         kv_cache_gib: most GiB for the KV cache. None: see `gpu_memory_utilization`.
         gpu_memory_utilization: the share of the device's memory (on a CPU: of the RAM) that weights and KV cache may
             take together; on a GPU the memory of a step counts, too. None: 0.9 on a GPU; on a CPU the KV cache gets a
-            quarter of the available RAM, at most 4 GiB.
+            quarter of the available RAM, at most 4 GiB. That is a limit for large batches and long contexts: the system
+            gives memory to a part of the cache when it is first written. The cache is never larger than `max_num_seqs`
+            sequences of `max_model_len` tokens, so `nanopage chat`, which has one at a time, has a small one.
         num_gpu_blocks_override: size of the KV cache in blocks, on any device; for tests. If a model's layers differ in
             their windows, a block belongs to those of one kind (layer_kinds.py).
         enable_prefix_caching: share the KV of equal prefixes between requests.

