@@ -179,7 +179,9 @@ def commands(text: str) -> list[list[str]]:
     lexer.commenters, lexer.whitespace, lexer.whitespace_split = "", " \t", True
     found: list[list[str]] = [[]]
     for word in lexer:
-        if word.strip("|&;<>\n"):
+        if word in ("<", ">"):  # a file
+            next(lexer)
+        elif word.strip("|&;\n"):
             found[-1].append(word)
         else:
             found.append([])
