@@ -8,7 +8,7 @@ from enum import Enum
 from nanopage.model_files import shown
 from nanopage.vllm_options import BEAM_SEARCH, POOLING, SAMPLING, STRUCTURED_OUTPUTS, accepts_options
 
-MAX_STOP_CHARS = 16_384  # of all stop strings of a request: their trie takes some 250 bytes a character
+MAX_STOP_CHARS = 16_384  # of all stop strings of a request: their automaton takes some 250 bytes a character
 MAX_INTEGER = 2**63 - 1  # of parameters without a smaller limit
 MAX_BREAKERS, MAX_BREAKER_CHARS = 16, 64  # of DRY: each is searched in all tokens
 LONGEST_MATCH = 32  # tokens, which DRY compares with earlier ones
@@ -115,7 +115,9 @@ class SamplingParams:
             is a breaker; if no token does, the last one of the text. None: line break, colon, double quote, asterisk.
         logit_bias: token id -> number in [-100, 100] added to its logit.
         allowed_token_ids: only these ids can be sampled.
-        bad_words: strings whose token sequences cannot be completed.
+        bad_words: strings whose token sequences cannot be completed: those at the beginning of a text, after a space
+            and after a line break. A string that begins with white space means only itself. In another place, a model
+            may spell a word with other tokens. At most 64 tokens each.
         seed: makes the request's noise independent of what runs beside it. In dtypes smaller than
             float64, logits round differently in batches of other sizes, and near-ties can fall either way. None draws
             from the engine's seed.

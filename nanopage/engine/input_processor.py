@@ -28,8 +28,9 @@ from nanopage.params import (
 )
 from nanopage.step import SamplingSettings
 from nanopage.structured import CompiledGrammar, Grammars
+from nanopage.text.bad_words import bad_word_ids
 from nanopage.text.detokenizer import IncrementalDetokenizer
-from nanopage.text.stop_strings import build_trie
+from nanopage.text.stop_strings import StopStrings
 from nanopage.text.tokenizer import Tokenizer
 
 Prompt = str | list[int] | dict
@@ -134,7 +135,7 @@ class InputProcessor:
         group = SequenceGroup(request_id, seqs, priority, ranks=params.ranks, adapter=adapter)
         detokenizers: list[IncrementalDetokenizer | None] = [None] * count
         if params.detokenize and self.tokenizer is not None:
-            stop_strings = build_trie(list(params.stop)) if params.stop else None
+            stop_strings = StopStrings(list(params.stop)) if params.stop else None
             options = stop_strings, params.skip_special_tokens, params.include_stop_str_in_output
             detokenizers = [IncrementalDetokenizer(self.tokenizer, token_ids, *options) for _ in seqs]
         completions = [Completion(seq, detokenizer) for seq, detokenizer in zip(seqs, detokenizers, strict=True)]
@@ -276,7 +277,7 @@ class InputProcessor:
             dry_allowed_length=params.dry_allowed_length,
             dry_breaker_ids=self._breakers(params.dry_sequence_breakers or []) if params.dry_multiplier else [],
             logit_bias={token_id: float(bias) for token_id, bias in (params.logit_bias or {}).items()},
-            allowed_token_ids=params.allowed_token_ids,
+            allowed_token_ids=list(dict.fromkeys(params.allowed_token_ids)) if params.allowed_token_ids else None,
             bad_words_token_ids=bad_words,
             min_tokens=min(params.min_tokens, self.max_model_len),
             ending_token_ids=sorted(ends),
@@ -379,7 +380,10 @@ class InputProcessor:
         self._check_ids("allowed_token_ids", params.allowed_token_ids or ())
         if params.stop:
             self.require_tokenizer("stop", "stop_token_ids")
-        bad_words = self._bad_words(params.bad_words or [])
+        bad_words = []
+        if params.bad_words:
+            tokenizer = self.require_tokenizer("bad_words", "allowed_token_ids or logit_bias")
+            bad_words = bad_word_ids(tokenizer, params.bad_words, params.num_sequences)
         if params.allowed_token_ids is not None:
             never = {ids[0] for ids in bad_words if len(ids) == 1}
             ends = self.model_config.eos_token_ids | set(params.stop_token_ids or ())
@@ -395,22 +399,6 @@ class InputProcessor:
                 raise TypeError(f"{name} must be integers, not {shown(token_id)}")
             if not 0 <= token_id < vocab_size:
                 raise ValueError(f"{name}: {shown(token_id)} is not in the vocabulary of {vocab_size} tokens")
-
-    def _bad_words(self, words: list[str]) -> list[list[int]]:
-        """Each word's token ids at the beginning of a text and after a space, as in vLLM."""
-        sequences = []
-        for word in words:
-            tokenizer = self.require_tokenizer("bad_words", "allowed_token_ids or logit_bias")
-            word = word.lstrip() or word  # white space alone is a word, too
-            plain = tokenizer.encode(word, add_special_tokens=False)
-            spaced = tokenizer.encode(" " + word, add_special_tokens=False)
-            if not plain:
-                raise ValueError(f"bad_words: {word!r} has no tokens")
-            sequences.append(plain)
-            # "▁word" is its own token; where the space is a token apart, banning the plain form is enough.
-            if spaced[0] != plain[0] and len(spaced) == len(plain):
-                sequences.append(spaced)
-        return sequences
 
     def _breakers(self, texts: list[str]) -> list[int]:
         """The tokens that contain one of these texts, and the last token of each text that no token contains."""

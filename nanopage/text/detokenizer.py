@@ -1,6 +1,6 @@
 """Tokens to text as they come."""
 
-from nanopage.text.stop_strings import Node, StopStringSearch
+from nanopage.text.stop_strings import StopStrings, StopStringSearch
 from nanopage.text.tokenizer import Tokenizer
 
 REPLACEMENT = "\ufffd"  # what invalid UTF-8 decodes to
@@ -15,17 +15,18 @@ class IncrementalDetokenizer:
     Args:
         tokenizer: the model's.
         prompt_token_ids: gives the first tokens their context (a leading space, for SentencePiece).
-        stop_strings: the strings that end the sequence, from `build_trie`; None if there are none.
+        stop_strings: the strings that end the sequence, None if there are none.
         skip_special_tokens, include_stop_str: as in SamplingParams.
     """
 
+    MAX_UNFINISHED = 32  # tokens of the window: more are no character, and would cost work for each further token
     CONTEXT = 5  # prompt tokens that are enough context for any tokenizer (vLLM uses the same number)
 
     def __init__(
         self,
         tokenizer: Tokenizer,
         prompt_token_ids: list[int],
-        stop_strings: Node | None = None,
+        stop_strings: StopStrings | None = None,
         skip_special_tokens: bool = True,
         include_stop_str: bool = False,
     ):
@@ -63,10 +64,13 @@ class IncrementalDetokenizer:
         new = whole[self._done :]
         self.text += new
         self._done += len(new)
-        if new and not self._unfinished:  # tokens without text are no context for the next one
+        if len(self._window) - self._next > self.MAX_UNFINISHED:
+            new += self._slide_over(text)
+        elif new and not self._unfinished:  # tokens without text are no context for the next one
             rest = self._window[self._next :]
             # Tokens that begin within a character do not decode on their own: the window keeps its earlier tokens.
-            if not self.tokenizer.decode(rest, self.skip_special_tokens).startswith(REPLACEMENT):
+            begins_within = self.tokenizer.decode(rest, self.skip_special_tokens).startswith(REPLACEMENT)
+            if not begins_within or len(self._window) > self.MAX_UNFINISHED:
                 self._window = rest
             self._next, self._prompt_text = len(self._window), ""
             self._done = len(self._decode())
@@ -105,6 +109,19 @@ class IncrementalDetokenizer:
                 if REPLACEMENT not in text:
                     return prompt_token_ids[start:]
         return prompt_token_ids[-self.CONTEXT :]
+
+    def _slide_over(self, text: str) -> str:
+        """Make the window of many tokens small although they do not end with a whole character: all but the last of
+        them never will. Returns the text that is now certain."""
+        tail = self._window[-self.CONTEXT :]
+        tail_text = self.tokenizer.decode(tail, self.skip_special_tokens)
+        if is_unfinished := text.endswith(tail_text) and not tail_text.strip(REPLACEMENT):
+            text = text[: len(text) - len(tail_text)]
+        new = text[self._done :]
+        self.text += new
+        self._window, self._prompt_text = tail, ""
+        self._next, self._done = (0, 0) if is_unfinished else (len(tail), len(tail_text))
+        return new
 
     def _pass_prompt(self, text: str) -> None:
         """Leave the prompt's own text out of the output, even a replacement character at its end."""

@@ -167,7 +167,7 @@ def test_every_sampling_parameter_of_a_request_reaches_the_worker(engine):
     (seq,) = request.group.seqs
     settings = dataclasses.asdict(seq.settings)
     assert {name: settings.pop(name) for name in asked} == asked
-    assert settings.pop("bad_words_token_ids")[0] == engine.tokenizer.encode("zz")
+    assert engine.tokenizer.encode("zz") in settings.pop("bad_words_token_ids")
     assert settings.pop("ending_token_ids") == [EOS, 9]
     assert settings == {"pooling_type": None}
     assert seq.seed == 11

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanopage import SamplingParams
-from nanopage.text.stop_strings import StopStringSearch, build_trie
+from nanopage.text.stop_strings import StopStrings, StopStringSearch
 
 LETTERS = st.text("ab", min_size=1, max_size=6)
 
@@ -24,7 +24,7 @@ def by_hand(text: str, strings: list[str], search_from: int) -> tuple[int, str] 
 def test_the_string_that_ends_first_is_found_however_the_text_is_cut(strings, pieces, search_from):
     text = "".join(pieces)
     search_from = len("".join(pieces[:search_from]))
-    search, found, fed = StopStringSearch(build_trie(strings)), None, ""
+    search, found, fed = StopStringSearch(StopStrings(strings)), None, ""
     for piece in pieces:
         found = search.feed(piece, len(fed) >= search_from)
         fed += piece
@@ -37,24 +37,30 @@ def test_the_string_that_ends_first_is_found_however_the_text_is_cut(strings, pi
     assert found == by_hand(text, strings, search_from)
 
 
-def test_a_search_costs_what_has_begun_not_how_many_strings_there_are():
+@pytest.mark.parametrize(
+    ("strings", "text"),
+    [
+        ([f"{i:03} is not in it" for i in range(800)], "where is the cat? " * 50),
+        (["=" * 16_383 + "x"], "=" * 17_000),
+        (["=" * 8000 + "x", "=" * 8000 + "y"], ("=" * 8100 + "-") * 2),
+        (["a" * n + "b" for n in range(150)], "a" * 1000),
+        (["ab" * 4000 + "c", "ba" * 4000 + "d"], "ab" * 6000),
+        ([f"{'xy' * n}z" for n in range(1, 120)], "xyxy" * 500),
+    ],
+)
+def test_a_search_takes_two_lookups_for_each_character_whatever_the_strings(strings, text):
     class Counted(dict):
         lookups = 0
 
-        def __contains__(self, key):
-            Counted.lookups += 1
-            return super().__contains__(key)
+        def get(self, key):
+            self.lookups += 1
+            return super().get(key)
 
-    def counted(node):
-        return Counted({key: counted(child) if isinstance(child, dict) else child for key, child in node.items()})
-
-    counts = []
-    for number in (1, 800):
-        Counted.lookups = 0
-        strings = [f"{i:03} is not in it" for i in range(number)]
-        assert StopStringSearch(counted(build_trie(strings))).feed("where is the cat? " * 50) is None
-        counts.append(Counted.lookups)
-    assert counts[1] < 3 * counts[0]
+    stops = StopStrings(strings)
+    counted = stops.edges = Counted(stops.edges)
+    search = StopStringSearch(stops)
+    assert search.feed(text) is None
+    assert counted.lookups <= 2 * len(text)
 
 
 def test_strings_that_are_too_long_in_all_are_refused_with_the_numbers():

@@ -13,7 +13,7 @@ from tokenizers import AddedToken, decoders, models, normalizers, processors
 from transformers import AutoTokenizer
 
 from nanopage.text.detokenizer import IncrementalDetokenizer
-from nanopage.text.stop_strings import build_trie
+from nanopage.text.stop_strings import StopStrings
 from nanopage.text.tokenizer import Tokenizer
 from nanopage.weights.hub import default_model
 
@@ -78,7 +78,7 @@ class Stream:
     """A detokenizer driven as the engine drives it, one token at a time."""
 
     def __init__(self, tokenizer, prompt=(), stop=(), **options):
-        trie = build_trie(list(stop)) if stop else None
+        trie = StopStrings(list(stop)) if stop else None
         self.detokenizer = IncrementalDetokenizer(tokenizer, list(prompt), trie, **options)
         self.shown = []  # all that has been shown, after each token
 
@@ -428,6 +428,30 @@ def test_random_texts_stream_to_themselves(byte_level, skip):
         assert not any(REPLACEMENT in shown for shown in stream.unfinished)
 
     check()
+
+
+@pytest.mark.parametrize(
+    "pattern", [b"\x80", b"\xe2", b"\xf0\x9f", b"\x80a", b"\x80\x80a", b"\xe2\x80a\xa6", b"\xf0\xc3\xa9"]
+)
+@pytest.mark.parametrize("name", ["byte_level", "sentence_piece"])
+def test_bytes_that_are_no_characters_cost_no_more_at_the_end_of_a_text(request, byte_ids, monkeypatch, name, pattern):
+    tokenizer = request.getfixturevalue(name)
+    one = {tokenizer.token_bytes(token_id): token_id for token_id in range(300)}
+    token_ids = [one[bytes([byte])] for byte in pattern] * (1500 // len(pattern))
+    expected, decoded = tokenizer.decode(token_ids), 0
+    decode = tokenizer.decode
+
+    def counted(ids, *args):
+        nonlocal decoded
+        decoded += len(ids)
+        return decode(ids, *args)
+
+    monkeypatch.setattr(tokenizer, "decode", counted)
+    stream = Stream(tokenizer)
+    stream.run(token_ids)
+    assert decoded < 120 * len(token_ids)
+    if name == "byte_level":
+        assert stream.text == expected
 
 
 @pytest.mark.parametrize("text", ["👩‍👩‍👧‍👦 and 🇸🇪", "你好，世界", "e\u0301a\u0300", "👍🏽👍🏿", "x\ufffdy"])
