@@ -2,9 +2,9 @@
 
     python -m benchmarks.answers --mt-bench FILE --json benchmarks/results/answers.json
 
-Simple questions are right if the reply matches a pattern (simple_questions.jsonl): 50 of them, each with eight seeds,
-or once at temperature 0. The first turns of mt_bench's questions show how many replies are degenerate: they repeat
-themselves until the guard of chat.py ends them. The guard is nanopage/terminal/guard.py.
+Simple questions are right if the reply matches a pattern (simple_questions.jsonl), and right at once if its first
+sentence does: 50 of them, each with eight seeds, or once at temperature 0. The first turns of mt_bench's questions show
+how many replies are degenerate: they repeat themselves until the guard of chat.py ends them (terminal/guard.py).
 """
 
 import json
@@ -66,9 +66,14 @@ def measure(
     replies = [output.outputs[0] for output in ask(llm, asked)]
     patterns = [q["pattern"] for q in simple for _ in range(tries)]
     right = [bool(re.search(p, reply.text, re.IGNORECASE)) for p, reply in zip(patterns, replies, strict=False)]
+    at_once = [
+        bool(re.search(p, re.split(r"(?<=[.!?])\s|\n", reply.text.strip())[0], re.IGNORECASE))
+        for p, reply in zip(patterns, replies, strict=False)
+    ]
     endings = Counter(reply.finish_reason for reply in replies[num_simple:])
     return {
         "right": sum(right),
+        "right_at_once": sum(at_once),
         "of": num_simple,
         "mt_bench": {"degenerate": endings["abort"], "ended": endings["stop"], "cut": endings["length"]},
         "replies": [[question, reply.text] for (question, _), reply in zip(asked, replies, strict=True)],

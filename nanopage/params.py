@@ -16,8 +16,10 @@ MAX_LOGPROBS = 20  # vLLM's default `max_logprobs`: bounds the top-k that Sampli
 
 
 # What a model's generation_config.json may recommend. The names that begin with dry are nanopage's own.
-RECOMMENDED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "dry_multiplier", "dry_base")
-RECOMMENDED += ("dry_allowed_length", "dry_sequence_breakers")
+RECOMMENDED = (
+    *("temperature", "top_p", "top_k", "min_p", "repetition_penalty"),
+    *("dry_multiplier", "dry_base", "dry_allowed_length", "dry_sequence_breakers"),
+)
 
 
 class RequestOutputKind(Enum):

@@ -47,6 +47,7 @@ def apply_dry(table: "SequenceTable", logits: Tensor, rows: np.ndarray, position
     tokens = table.tokens[row[:, None], (position[:, None] - 1 - back).clamp(min=0)]
     tokens.masked_fill_(back >= length[:, None], -1)
     padded = pad(tokens, (0, LONGEST_MATCH), value=-1)
+    assert sampling.breakers is not None
     breaks = sampling.breakers[row[:, None], padded[:, :LONGEST_MATCH].clamp(min=0)]
     unbroken = count_first(~breaks)
     # Earlier places of the last token: C of them. A GPU takes all places, because it would have to be waited for.

@@ -14,8 +14,10 @@ from nanopage.sampling.constraints import Rules
 from nanopage.step import Fork, NewSequence, SamplingSettings
 
 GREEDY_BELOW = 1e-5  # vLLM's threshold
-NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
-NUMBERS += ("dry_multiplier", "dry_base", "dry_allowed_length")
+NUMBERS = (
+    *("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
+    *("dry_multiplier", "dry_base", "dry_allowed_length"),
+)
 
 
 class SamplingTable:

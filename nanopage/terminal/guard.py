@@ -6,7 +6,8 @@ sentence or line in which only one place was not expected counts as expected, un
 numbered line, a line with one changing word, a list of "X: same sentence" and a long paragraph are found as well as an
 exact loop. A reply is a loop if nearly all of its last WINDOW words were expected.
 
-In 2,300 pieces of documents and of Python code, the largest share was 0.89.
+None of 2,370 pieces of documents and Python code, of 4,000 characters each, is taken for a loop. Of 660 replies of
+SmolLM2-135M-Instruct that ended by themselves, one is, which repeats a line of JSON before it ends.
 """
 
 import re

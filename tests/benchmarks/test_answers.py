@@ -27,6 +27,7 @@ def test_right_and_degenerate_replies_are_counted(tmp_path, monkeypatch):
     assert done.exit_code == 0, done.output
     found = json.loads(results.read_text())["settings"]
     assert [(found[name]["right"], found[name]["of"]) for name in ("loop", "hot")] == [(1, 2), (2, 4)]
+    assert found["loop"]["right_at_once"] == 1
     assert found["loop"]["mt_bench"] == {"degenerate": 2, "ended": 0, "cut": 0}
     assert found["hot"]["mt_bench"] == {"degenerate": 0, "ended": 0, "cut": 2}
     assert len(found["hot"]["replies"]) == 6

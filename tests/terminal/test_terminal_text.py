@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from nanopage.terminal import text
+from nanopage.terminal.log import LOGGER, say_log
 from nanopage.terminal.text import describe_error, printable, say, say_error, say_table, terminal_reflows
 
 ROOT = Path(__file__).parents[2]
@@ -34,6 +35,16 @@ def test_whatever_is_said_is_printable(capsys):
     assert shown.count("owned") == 3
     for markup in ("[bold] \\", "error: ", "[red]", "[b]cell[/b] \\"):
         assert markup in shown
+
+
+@pytest.mark.parametrize(("verbose", "shown"), [(False, ["told", "warned"]), (True, ["quiet", "told", "warned"])])
+def test_what_is_marked_for_the_user_is_shown_without_verbose(verbose, shown, monkeypatch, capsys):
+    monkeypatch.setattr(LOGGER, "handlers", [])
+    say_log(verbose)
+    LOGGER.info("quiet")
+    LOGGER.info("told", extra={"for_user": True})
+    LOGGER.warning("warned")
+    assert capsys.readouterr().err.split() == shown
 
 
 @pytest.mark.parametrize("file", sorted(ROOT.glob("nanopage/terminal/*.py")), ids=lambda file: file.name)

@@ -571,7 +571,7 @@ def test_a_request_that_is_interrupted_goes_on_as_it_began(model, not_ready, mon
 
 
 @pytest.mark.parametrize("end", ["the last token", "an abort"])
-def test_compiling_begins_when_no_request_is_left(model, monkeypatch, tmp_path, end):
+def test_compiling_begins_when_no_request_is_left_and_says_so(model, monkeypatch, tmp_path, end, caplog):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     started = []
     monkeypatch.setattr(aot.Compiled, "_spawn", lambda self: started.append(self) or subprocess.Popen(["true"]))
@@ -585,6 +585,8 @@ def test_compiling_begins_when_no_request_is_left(model, monkeypatch, tmp_path, 
     assert len(started) == 1
     run(engine)
     assert len(started) == 1
+    (told,) = [record.getMessage() for record in caplog.records if hasattr(record, "for_user")]
+    assert "are being compiled" in told and "three times as fast" in told
 
 
 def compile_by_command(*arguments):
