@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nanopage.config import ModelConfig
-from nanopage.model_files import check_file, exists, read_json, shown
-from nanopage.weights.safetensors_checkpoint import StoredTensor, stored_bytes
+from nanopage.model_files import exists, read_json, shown
+from nanopage.weights.safetensors_checkpoint import StoredTensor, opened, stored_bytes
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 FLOATS = ("F64", "F32", "F16", "BF16")
@@ -196,18 +196,18 @@ def _read_targets(fields: dict, config: Path, model: ModelConfig) -> set[tuple[i
         return None
     if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
         raise ValueError(f"{config}: target_modules must be a list of names, not {shown(names)}")
-    known = [(layer, name) for layer in range(model.num_layers) for name in module_shapes(model)]
-    targets = set()
-    for name in names:
-        matched = {
-            (layer, module)
-            for layer, module in known
-            if f".model.layers.{layer}.{module}".endswith(f".{name}") and (layers is None or layer in layers)
-        }
-        if not matched:
+    ends: dict[str, set[tuple[int, str]]] = {}  # what a module's place ends with -> the modules
+    for layer in range(model.num_layers) if layers is None else set(layers) & set(range(model.num_layers)):
+        for module in module_shapes(model):
+            words = f"model.layers.{layer}.{module}".split(".")
+            for start in range(len(words)):
+                ends.setdefault(".".join(words[start:]), set()).add((layer, module))
+    targets: set[tuple[int, str]] = set()
+    for name in set(names):
+        if name not in ends:
             supported = ", ".join(module.partition(".")[2] for module in module_shapes(model))
             raise ValueError(f"{config}: target_modules: {shown(name)} is not supported; supported: {supported}")
-        targets |= matched
+        targets |= ends[name]
     return targets
 
 
@@ -215,8 +215,7 @@ def _read_tensors(
     file: Path, model: ModelConfig, rank: int, targets: set[tuple[int, str]] | None
 ) -> dict[tuple[int, str, str], StoredTensor]:
     shapes, found, problems = module_shapes(model), {}, []
-    check_file(file)
-    with open(file, "rb") as content:
+    with opened(file) as content:
         stored = [entry.tensor for entry in stored_bytes(content, file)]
     for tensor in stored:
         match = TENSOR.fullmatch(tensor.name)

@@ -70,9 +70,14 @@ def read_json_list(path: Path) -> list:
 def _read_value(path: Path) -> Any:
     text = read_text(path)
     try:
-        return json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_unique)
+        return parse_json(text)
     except (ValueError, RecursionError) as error:  # not JSON, or beyond Python's limits
         raise ValueError(f"{path} is not valid JSON: {error}") from None
+
+
+def parse_json(text: str) -> Any:
+    """The value of a JSON text, with the errors of `read_json`. Raises: ValueError, RecursionError."""
+    return json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_unique)
 
 
 @contextmanager

@@ -361,6 +361,9 @@ def test_files_that_are_not_an_adapter(llm, adapter, tmp_path):
     refused(adapter, "its header has 1,099,511,627,776 bytes")
     weights.write_bytes(data[: len(data) // 2])
     refused(adapter, "not a readable safetensors file")
+    header = json.dumps({FIRST: {"dtype": "F32", "shape": [2**62] * 400_000, "data_offsets": [0, 4]}}).encode()
+    weights.write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
+    refused(adapter, "400,000 dimensions")  # the product takes seconds
     weights.unlink()
     weights.symlink_to("/dev/zero")
     refused(adapter, "is not a regular file")

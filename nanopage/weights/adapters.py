@@ -1,7 +1,6 @@
 """The weights of LoRA adapters, from PEFT's safetensors into the slots of a model."""
 
 import logging
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,23 +11,9 @@ from nanopage.config import ModelConfig
 from nanopage.lora import read_adapter
 from nanopage.models.adapted import PLACES, AdaptedDecoder
 from nanopage.step import AdapterLoad
-from nanopage.weights.safetensors_checkpoint import StoredTensor, stored_bytes
+from nanopage.weights.safetensors_checkpoint import opened, read_whole, stored_bytes
 
 logger = logging.getLogger("nanopage")
-
-
-DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-
-
-def _read(file: Path) -> Iterator[tuple[StoredTensor, Tensor]]:
-    """The tensors of an adapter's file, read into memory one at a time. Raises: ValueError, OSError."""
-    with open(file, "rb") as content:
-        for stored in stored_bytes(content, file):
-            content.seek(stored.begin)
-            data = bytearray(content.read(stored.end - stored.begin))
-            if len(data) != stored.end - stored.begin or stored.tensor.dtype not in DTYPES:
-                raise ValueError(f"{file} has changed while it was read")
-            yield stored.tensor, torch.frombuffer(data, dtype=DTYPES[stored.tensor.dtype]).view(stored.tensor.shape)
 
 
 class AdapterLoader:
@@ -63,18 +48,21 @@ class AdapterLoader:
         self._clear(slot)
         names = {tensor.name: place for place, tensor in adapter.tensors.items()}
         halves: dict[tuple[int, str], Tensor] = {}  # A or B, until the other one has been read
-        for stored, tensor in _read(adapter.file):
-            if names.get(stored.name) is None or stored != adapter.tensors[names[stored.name]]:
-                raise ValueError(f"{adapter.file} has changed while it was read")
-            layer, module, kind = names[stored.name]
-            if (layer, module) not in halves:
-                halves[layer, module] = tensor
-                continue
-            other = halves.pop((layer, module))
-            a, b = (tensor, other) if kind == "A" else (other, tensor)
-            # Scaled in at least float32, before it is rounded to the dtype of the slots.
-            scaled = b.to(torch.promote_types(b.dtype, torch.float32)) * adapter.scale
-            self._fill(slot, layer, module, a, scaled)
+        with opened(adapter.file) as content:
+            for entry in stored_bytes(content, adapter.file):
+                place = names.get(entry.tensor.name)
+                if place is None or entry.tensor != adapter.tensors[place]:
+                    raise ValueError(f"{adapter.file} has changed while it was read")
+                layer, module, kind = place
+                tensor = read_whole(content, entry)
+                if (layer, module) not in halves:
+                    halves[layer, module] = tensor
+                    continue
+                other = halves.pop((layer, module))
+                a, b = (tensor, other) if kind == "A" else (other, tensor)
+                # Scaled in at least float32, before it is rounded to the dtype of the slots.
+                scaled = b.to(torch.promote_types(b.dtype, torch.float32)) * adapter.scale
+                self._fill(slot, layer, module, a, scaled)
 
     def _fill(self, slot: int, layer: int, module: str, a: Tensor, b: Tensor) -> None:
         parent, _, part = module.partition(".")

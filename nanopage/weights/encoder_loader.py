@@ -37,14 +37,13 @@ def load_encoder(
     wanted = slots(model, family.HEAD_PLACES)
     names = {tensor.name: name for tensor, name in used.items()}
     total, done = sum(parameter.numel() for parameter in model.parameters()), 0
-    files = {tensor.file: None for tensor in used}
-    for name, _, tensor in read_tensors(list(files), names):
-        slot = wanted[names[name]].copy_(tensor)
-        if not all_finite(slot):
+    for name, start, piece in read_tensors(used):
+        rows = wanted[names[name]][start : start + len(piece)].copy_(piece)
+        if not all_finite(rows):
             raise ValueError(
                 f"{path}: {name} has values that are NaN or infinite in {str(dtype).removeprefix('torch.')}"
             )
-        done += slot.numel()
+        done += rows.numel()
         if on_progress is not None:
             on_progress(done, total)
     return model.eval().requires_grad_(False)

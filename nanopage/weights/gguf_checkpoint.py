@@ -74,7 +74,7 @@ class GGUFCheckpoint:
     def __init__(self, path: Path):
         self.path = path
         header = read_header(path)
-        self.fields = header.fields
+        self.fields, self._state = header.fields, header.state
         self.architecture = self._string("general.architecture")
         from nanopage.models import load_families  # they import torch, which reading the tokenizer does not need
 
@@ -199,7 +199,7 @@ class GGUFCheckpoint:
         Raises: ValueError as `pieces`.
         """
         tensor = self.weights[name]
-        data = read_rows(self.path, tensor, 0, tensor.shape[0])
+        data = read_rows(self.path, tensor, 0, tensor.shape[0], self._state)
         num_heads = self._num_reordered_heads(name)
         return np.ascontiguousarray(_unpermute(data, num_heads)) if num_heads else data
 
@@ -399,7 +399,7 @@ class GGUFCheckpoint:
     def _dequantize(self, tensor: TensorInfo, start: int, stop: int) -> np.ndarray:
         """Rows `start` to `stop` of a tensor, or all of a vector, in float32."""
         vector = len(tensor.shape) == 1
-        data = read_rows(self.path, tensor, *((0, 1) if vector else (start, stop)))
+        data = read_rows(self.path, tensor, *((0, 1) if vector else (start, stop)), self._state)
         with np.errstate(all="ignore"):  # the loader reports values that are not finite
             # As one row: the package splits many rows into groups, which is slower.
             values = gguf.dequantize(data.reshape(1, -1), tensor.kind)

@@ -54,10 +54,12 @@ class Header:
 
     fields: a number, a bool, a string, a list of strings, or a numpy array of numbers or bools; by key.
     tensors: by name, in the file's order. Their data is within the file and does not overlap.
+    state: of the file, before it was read.
     """
 
     fields: dict[str, Any]
     tensors: dict[str, TensorInfo]
+    state: tuple[int, ...]
 
 
 def read_header(path: Path) -> Header:
@@ -68,26 +70,34 @@ def read_header(path: Path) -> Header:
     check_file(path)
     try:
         with open(path, "rb") as file:
-            return _Reader(file, path.stat().st_size).header()
+            return _Reader(file, state_of(path)).header()
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from None
     except _Malformed as error:
         raise ValueError(f"{path} is not a readable GGUF file: {error}") from None
 
 
-def read_rows(path: Path, tensor: TensorInfo, start: int, stop: int) -> np.ndarray:
-    """The stored bytes of rows `start` to `stop` of a tensor's last dimension: uint8 [stop - start, bytes of a row].
+def state_of(path: Path) -> tuple[int, ...]:
+    """What changes when a file is written or replaced: size, time of the last change, inode."""
+    status = path.stat()
+    return status.st_size, status.st_mtime_ns, status.st_ino
 
-    Raises: ValueError if the file has changed.
+
+def read_rows(path: Path, tensor: TensorInfo, start: int, stop: int, state: tuple[int, ...]) -> np.ndarray:
+    """The stored bytes of rows `start` to `stop` of a tensor's last dimension: uint8 [stop - start, bytes of a row].
+    They are read, not mapped: where another process shortens a mapped file, reading it kills this process.
+
+    Args: state: the header's. Raises: ValueError if the file has changed since.
     """
     row_bytes = tensor.num_bytes // prod(tensor.shape[:-1])
     count = (stop - start) * row_bytes
     try:
         data = np.fromfile(path, np.uint8, count, offset=tensor.offset + start * row_bytes)
+        changed = state_of(path) != state
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from None
-    if len(data) < count:
-        raise ValueError(f"{path} ends within tensor {shown(tensor.name)}: it was changed while it was read")
+    if changed or len(data) < count:
+        raise ValueError(f"{path} has changed while it was read, at tensor {shown(tensor.name)}")
     return data.reshape(stop - start, row_bytes)
 
 
@@ -98,8 +108,9 @@ class _Malformed(Exception):
 class _Reader:
     """Reads the header from its beginning to its end. `place` says what is being read, for error messages."""
 
-    def __init__(self, file: BinaryIO, size: int):
-        self.file, self.size = file, size
+    def __init__(self, file: BinaryIO, state: tuple[int, ...]):
+        self.file, self.state = file, state
+        self.size = state[0]
         self.position = 0
         self.place = "the header"
 
@@ -117,7 +128,7 @@ class _Reader:
         self.check_count(num_tensors, 33, MAX_TENSORS, "tensors")
         fields = self.fields(num_fields)
         table = [self.tensor() for _ in range(num_tensors)]
-        return Header(fields, self.placed(table, fields.get("general.alignment", 32)))
+        return Header(fields, self.placed(table, fields.get("general.alignment", 32)), self.state)
 
     def fields(self, count: int) -> dict[str, Any]:
         fields: dict[str, Any] = {}

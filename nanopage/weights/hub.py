@@ -280,7 +280,7 @@ def convert_gguf(gguf: Path, directory: Path, progress: Progress) -> None:
     from safetensors.torch import save_file
 
     from nanopage.weights.gguf_checkpoint import GGUFCheckpoint
-    from nanopage.weights.safetensors_checkpoint import read_tensors
+    from nanopage.weights.safetensors_checkpoint import read_tensors, stored_tensors
 
     directory.mkdir(mode=0o700, parents=True)
     checkpoint = GGUFCheckpoint(gguf)
@@ -291,8 +291,8 @@ def convert_gguf(gguf: Path, directory: Path, progress: Progress) -> None:
         rows = weights[name][start : start + len(piece)].copy_(torch.from_numpy(piece))
         progress.advance(task, rows.nbytes)
     save_file(weights, directory / WEIGHTS, metadata={"format": "pt"})
-    for name, _, tensor in read_tensors([directory / WEIGHTS]):
-        if not torch.equal(tensor, weights[name]):
+    for name, start, written in read_tensors(stored_tensors([directory / WEIGHTS])):
+        if not torch.equal(written, weights[name][start : start + len(written)]):
             raise OSError(f"{name} was not written to {WEIGHTS} as it should be: the disk is at fault")
     checkpoint.save_tokenizer(directory)
     # transformers 4 reads torch_dtype and rope_theta, transformers 5 accepts both.

@@ -13,7 +13,7 @@ import hashlib
 import math
 import re
 import sys
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -111,11 +111,12 @@ def load_model(
             whole = meta_model(config)
         group_experts(model)
     slices = _slices(model, whole, part)
-    stored: list[StoredTensor] = []
+    stored: list[StoredTensor] = []  # by the names of a model with a head
+    found: list[StoredTensor] = []  # by their own names
     scales: set[str] = set()
     pieces: Pieces
     if load_format != "dummy":
-        stored = stored_tensors_of(checkpoint)
+        found = stored = stored_tensors_of(checkpoint)
         wanted = slots(whole)
         if config.pooling is not None:
             names = _names_without_head(stored, config.pooling)
@@ -138,9 +139,11 @@ def load_model(
         if load_format == "dummy":
             pieces = _sliced(((name, 0, tensor) for name, tensor in dummy_tensors(config, dtype, device)), slices)
         elif config.pooling is not None:
-            pieces = ((names[name], start, rows) for name, start, rows in pieces_of(checkpoint, names))
+            used = [tensor for tensor in found if tensor.name in names]
+            pieces = ((names[name], start, rows) for name, start, rows in pieces_of(checkpoint, used))
         else:
-            pieces = pieces_of(checkpoint, _wanted(model).keys() | scales, slices)
+            read = _wanted(model).keys() | scales
+            pieces = pieces_of(checkpoint, [tensor for tensor in stored if tensor.name in read], slices)
         if keep_integers is None and config.quantization is not None and stored:
             pieces = chain(pieces, quantized_checkpoint.dequantized(model, stored, config.quantization))
         materialize(model, dtype, torch.device("cpu") if on_host else device, for_use=not on_host)
@@ -285,14 +288,13 @@ def stored_tensors_of(checkpoint: Checkpoint) -> list[StoredTensor]:
 
 
 def pieces_of(
-    checkpoint: Checkpoint, names: Container[str] | None = None, slices: Mapping[str, Slice] = MappingProxyType({})
+    checkpoint: Checkpoint, stored: list[StoredTensor], slices: Mapping[str, Slice] = MappingProxyType({})
 ) -> Pieces:
-    """The tensors of these names that the checkpoint has, or all; of those in `slices`, only these."""
+    """These tensors of the checkpoint; of those in `slices`, only these."""
     if not isinstance(checkpoint, GGUFCheckpoint):
-        return read_tensors(safetensors_files(checkpoint), names, slices)
-    known = [name for name in checkpoint.weights if names is None or name in names]
-    pieces = ((name, start, torch.from_numpy(piece)) for name, start, piece in checkpoint.pieces(known))
-    return _sliced(pieces, slices)
+        return read_tensors(stored, slices)
+    pieces = checkpoint.pieces(tensor.name for tensor in stored)
+    return _sliced(((name, start, torch.from_numpy(piece)) for name, start, piece in pieces), slices)
 
 
 def _slices(model: Decoder, whole: Decoder, part: Part) -> dict[str, Slice]:
@@ -337,7 +339,7 @@ def check_fit(wanted: dict[str, Tensor], stored: list[StoredTensor], source: Pat
     known = _with_other_names(wanted)
     for tensor in stored:
         slot = known.get(tensor.name)
-        if slot is None and KV_SCALE.fullmatch(tensor.name) and math.prod(tensor.shape) == 1:
+        if KV_SCALE.fullmatch(tensor.name) and math.prod(tensor.shape) == 1 and tensor.dtype in FLOATS:
             continue
         if slot is None:
             problems.append(f"unexpected: {tensor.name[:200]} {list(tensor.shape)}")

@@ -17,7 +17,7 @@ Sources: AutoAWQ's WQLinear_GEMM, AutoGPTQ's QuantLinear and GPTQModel's convers
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
+from io import FileIO
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ from nanopage.kernels.cpu.tile_linear import Blocks
 from nanopage.kernels.quantized_weights import QuantizedWeight
 from nanopage.layers.linear import Linear
 from nanopage.models.decoder import Decoder
-from nanopage.weights.safetensors_checkpoint import StoredTensor, opened
+from nanopage.weights.safetensors_checkpoint import StoredBytes, StoredTensor, opened, read_whole, stored_bytes
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 WORD = 32  # bits
@@ -141,11 +141,16 @@ class Reader:
         self.files = {tensor.name: tensor.file for tensor in stored}
         self.stored_as = stored_as
         self._stack = ExitStack()
-        self._contents: dict[Path, Any] = {}
+        self._stored = {tensor.name: tensor for tensor in stored}
+        self._entries: dict[str, tuple[FileIO, StoredBytes]] = {}
 
     def __enter__(self) -> "Reader":
         for file in set(self.files.values()):
-            self._contents[file] = self._stack.enter_context(opened(file))
+            content = self._stack.enter_context(opened(file))
+            for entry in stored_bytes(content, file):
+                if entry.tensor != self._stored.get(entry.tensor.name, entry.tensor):
+                    raise ValueError(f"{file} has changed while it was read")
+                self._entries[entry.tensor.name] = content, entry
         return self
 
     def __exit__(self, *error: Any) -> None:
@@ -205,7 +210,9 @@ class Reader:
         return order
 
     def _tensor(self, name: str) -> Tensor:
-        return self._contents[self.files[name]].get_tensor(name)
+        if name not in self._entries:
+            raise ValueError(f"{self.files[name]} has changed while it was read")
+        return read_whole(*self._entries[name])
 
     def _optional(self, name: str) -> Tensor | None:
         return self._tensor(name) if name in self.files else None

@@ -1,30 +1,39 @@
 """The safetensors files of a Hugging Face directory: which they are, what their headers say, and their tensors.
 
-The safetensors library checks that a header fits its file: sizes and offsets, no overlap, no gap.
+Files are read, not mapped: where another process shortens a mapped file, reading it kills this process. Tensors come in
+pieces of some megabytes in one buffer, which costs less than the page faults of a mapping. The headers are parsed here
+and trusted in nothing: tensors follow each other without gap or overlap, and end where the file ends.
 """
 
-import json
 import math
 import os
 import re
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, BinaryIO
-
-from safetensors import safe_open
+from typing import TYPE_CHECKING
 
 from nanopage.config import MAX_MATRICES, MAX_SIZES
-from nanopage.model_files import check_file, exists, read_json, rust_errors, shown
+from nanopage.model_files import check_file, exists, parse_json, read_json, shown
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 MAX_HEADER = 2**25  # bytes; 150 for each tensor is usual, and parsing takes several times as much memory
-
-DTYPE_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I8": 1, "U8": 1}  # others are not checked
+MAX_DIMENSIONS = 8  # of a tensor; multiplying 400,000 sizes takes seconds
+MAX_SIZE = 2**63 - 1  # of a dimension, and of an offset
+PIECE_BYTES = 2**22  # read at once: few enough for a core's cache
+# Their names in torch, and bytes of a number. Tensors of other types are never read.
+DTYPES = {
+    "F64": ("float64", 8),
+    "F32": ("float32", 4),
+    "F16": ("float16", 2),
+    "BF16": ("bfloat16", 2),
+    "I32": ("int32", 4),
+}
 
 FUSED_EXPERTS = re.compile(r"(.+\.experts)\.(gate_up_proj|down_proj)")
 
@@ -41,60 +50,90 @@ class StoredTensor:
 
 def stored_tensors(files: list[Path]) -> list[StoredTensor]:
     """The tensors of all files, by their headers. Raises: ValueError naming the file."""
-    tensors = []
+    tensors: list[StoredTensor] = []
     for file in files:
-        with opened(file, "numpy") as content:
-            for name in content.keys():  # noqa: SIM118 (not a dict)
-                view = content.get_slice(name)
-                for part, _, shape in parts_of(name, tuple(view.get_shape())):
-                    tensors.append(StoredTensor(part, shape, view.get_dtype(), file))
+        with opened(file) as content:
+            for entry in stored_bytes(content, file):
+                for name, _, shape in parts_of(entry.tensor):
+                    tensors.append(StoredTensor(name, shape, entry.tensor.dtype, file))
                 if len(tensors) > MAX_MATRICES:
-                    break
-        if len(tensors) > MAX_MATRICES:
-            raise ValueError(f"{file} has more than {MAX_MATRICES:,} tensors, each expert's counted")
+                    raise ValueError(f"{file} has more than {MAX_MATRICES:,} tensors, each expert's counted")
     return tensors
 
 
 def read_tensors(
-    files: list[Path],
-    names: Container[str] | None = None,
-    slices: Mapping[str, tuple[slice, ...]] = MappingProxyType({}),
+    stored: Iterable[StoredTensor], slices: Mapping[str, tuple[slice, ...]] = MappingProxyType({})
 ) -> Iterator[tuple[str, int, "Tensor"]]:
-    """(name, 0, tensor) of the tensors of these names, or of all, one at a time, in the form of GGUFCheckpoint.pieces.
-    Of tensors in `slices`, only these are read.
+    """(name, first row, rows) of tensors that `stored_tensors` has found, in pieces of at most 4 MiB, or of one row
+    where that is more. The next piece overwrites the one before. Of tensors in `slices`, only these are yielded, and
+    rows count from the beginning of the slice.
 
-    Raises: ValueError naming the file.
+    Raises: ValueError naming the file, also if it has changed since.
     """
-    for file in files:
+    by_file: dict[Path, dict[str, StoredTensor]] = {}
+    for tensor in stored:
+        by_file.setdefault(tensor.file, {})[tensor.name] = tensor
+    buffer = memoryview(bytearray(PIECE_BYTES))
+    for file, wanted in by_file.items():
         with opened(file) as content:
-            for stored in content.keys():  # noqa: SIM118 (not a dict)
-                view = content.get_slice(stored)
-                for name, place, shape in parts_of(stored, tuple(view.get_shape())):
-                    if names is not None and name not in names:
+            for entry in stored_bytes(content, file):
+                for name, first, shape in parts_of(entry.tensor):
+                    if name not in wanted:
                         continue
-                    if stored == name:
-                        yield name, 0, view[slices[name]] if name in slices else content.get_tensor(name)
-                        continue
-                    expert, first = place
-                    rows, columns = slices.get(name, (slice(0, shape[0]), slice(0, shape[1])))
-                    yield name, 0, view[expert, first + rows.start : first + rows.stop, columns]
+                    if wanted.pop(name) != StoredTensor(name, shape, entry.tensor.dtype, file):
+                        raise _changed(file)
+                    row_bytes = math.prod(shape[1:]) * DTYPES[entry.tensor.dtype][1]
+                    if row_bytes > len(buffer):
+                        buffer = memoryview(bytearray(row_bytes))
+                    rows, *others = slices.get(name, (slice(0, shape[0] if shape else 1),))
+                    step = len(buffer) // row_bytes if row_bytes else rows.stop
+                    for start in range(rows.start, rows.stop, step):
+                        count = min(step, rows.stop - start)
+                        piece = buffer[: count * row_bytes]
+                        read_into(piece, content, entry.begin + (first + start) * row_bytes, file)
+                        values = as_tensor(piece, entry.tensor.dtype, (count, *shape[1:]) if shape else ())
+                        yield name, start - rows.start, values[:, *others] if others else values
+        if wanted:
+            raise _changed(file)
 
 
-def parts_of(name: str, shape: tuple[int, ...]) -> list[tuple[str, tuple[int, int], tuple[int, ...]]]:
+def read_into(buffer: memoryview | bytearray, content: FileIO, begin: int, file: Path) -> None:
+    """Fill `buffer` with the bytes of an open file from `begin` on. Raises: ValueError naming the file."""
+    content.seek(begin)
+    if content.readinto(buffer) != len(buffer):
+        raise _changed(file)
+
+
+def read_whole(content: FileIO, entry: "StoredBytes") -> "Tensor":
+    """A tensor of an open file. Raises: ValueError naming the file."""
+    buffer = bytearray(entry.end - entry.begin)
+    read_into(buffer, content, entry.begin, entry.tensor.file)
+    return as_tensor(buffer, entry.tensor.dtype, entry.tensor.shape)
+
+
+def as_tensor(data: memoryview | bytearray, dtype: str, shape: tuple[int, ...]) -> "Tensor":
+    """Stored bytes as a tensor that shares their memory. Args: dtype: a key of DTYPES."""
+    import torch  # reading headers does not need it
+
+    of_type = getattr(torch, DTYPES[dtype][0])
+    return torch.frombuffer(data, dtype=of_type).view(shape) if len(data) else torch.empty(shape, dtype=of_type)
+
+
+def parts_of(stored: StoredTensor) -> list[tuple[str, int, tuple[int, ...]]]:
     """What a stored tensor consists of: itself, or the matrices of each expert, which transformers 5 may have fused:
     gate_up_proj [experts, 2 * intermediate_size, hidden_size] and down_proj [experts, hidden_size, intermediate_size].
 
-    Returns: for each part its name, its place, that is, the expert and the first row, and its shape.
+    Returns: for each part its name, how many rows of all experts are before it, and its shape.
     """
-    match = FUSED_EXPERTS.fullmatch(name)
+    shape, match = stored.shape, FUSED_EXPERTS.fullmatch(stored.name)
     if match is None or len(shape) != 3 or shape[0] > MAX_SIZES["num_experts"]:
-        return [(name, (0, 0), shape)]
+        return [(stored.name, 0, shape)]
     kinds = ("gate_proj", "up_proj") if match[2] == "gate_up_proj" else ("down_proj",)
     num_rows = shape[1] // len(kinds)
     if num_rows * len(kinds) != shape[1]:
-        return [(name, (0, 0), shape)]
+        return [(stored.name, 0, shape)]
     return [
-        (f"{match[1]}.{expert}.{kind}.weight", (expert, index * num_rows), (num_rows, shape[2]))
+        (f"{match[1]}.{expert}.{kind}.weight", expert * shape[1] + index * num_rows, (num_rows, shape[2]))
         for expert in range(shape[0])
         for index, kind in enumerate(kinds)
     ]
@@ -109,27 +148,27 @@ class StoredBytes:
     end: int
 
 
-def stored_bytes(content: BinaryIO, file: Path) -> list[StoredBytes]:
-    """The tensors of an open file, by its header. Unlike `stored_tensors`, this maps nothing into memory: where another
-    process shortens a mapped file, reading it kills this process.
-
-    Raises: ValueError naming the file.
-    """
+def stored_bytes(content: FileIO, file: Path) -> list[StoredBytes]:
+    """The tensors of an open file in the order of their bytes, by its header. Raises: ValueError naming the file."""
     size, count = os.fstat(content.fileno()).st_size, int.from_bytes(content.read(8), "little")
-    if count > MAX_HEADER:
-        raise ValueError(f"{file} is not a readable safetensors file (truncated?): its header has {count:,} bytes")
     tensors, position = [], 0
     try:
-        fields = json.loads(content.read(count))
+        if count > MAX_HEADER:
+            raise ValueError(f"its header has {count:,} bytes")
+        fields = parse_json(content.read(count).decode("utf-8"))
         fields.pop("__metadata__", None)
         for name, entry in sorted(fields.items(), key=lambda item: item[1]["data_offsets"]):
             begin, end = entry["data_offsets"]
             dtype, shape = entry["dtype"], tuple(entry["shape"])
-            if not all(type(number) is int and number >= 0 for number in (begin, end, *shape)) or end < begin:
-                raise ValueError(f"{name[:200]}: its sizes are not valid")
-            if begin != position or (dtype in DTYPE_BYTES and end - begin != math.prod(shape) * DTYPE_BYTES[dtype]):
-                raise ValueError(f"{name[:200]}: its place does not fit")
-            tensors.append(StoredBytes(StoredTensor(name, shape, str(dtype), file), 8 + count + begin, 8 + count + end))
+            if len(shape) > MAX_DIMENSIONS:
+                raise ValueError(f"{shown(name)} has {len(shape):,} dimensions; supported: at most {MAX_DIMENSIONS}")
+            if not all(type(number) is int and 0 <= number <= MAX_SIZE for number in (begin, end, *shape)):
+                raise ValueError(f"the sizes of {shown(name)} are not valid")
+            if not isinstance(dtype, str) or begin != position or end < begin:
+                raise ValueError(f"the place of {shown(name)} is not valid")
+            if dtype in DTYPES and end - begin != math.prod(shape) * DTYPES[dtype][1]:
+                raise ValueError(f"the bytes of {shown(name)} are not those of its shape")
+            tensors.append(StoredBytes(StoredTensor(name, shape, dtype, file), 8 + count + begin, 8 + count + end))
             position = end
         if 8 + count + position != size:
             raise ValueError(f"it has {size:,} bytes, and its header says {8 + count + position:,}")
@@ -139,19 +178,22 @@ def stored_bytes(content: BinaryIO, file: Path) -> list[StoredBytes]:
 
 
 @contextmanager
-def opened(file: Path, framework: str = "pt"):
-    """An open file, as the safetensors library reads it. Raises: ValueError naming the file.
-
-    Args: framework: of the tensors. With "numpy", headers are read without torch.
-    """
+def opened(file: Path) -> Iterator[FileIO]:
+    """A file that stays as it is while it is open. Raises: ValueError naming the file."""
     check_file(file)
-    with rust_errors(f"{file} is not a readable safetensors file (truncated?)"):
-        with open(file, "rb") as head:
-            header_bytes = int.from_bytes(head.read(8), "little")
-        if header_bytes > MAX_HEADER:
-            raise ValueError(f"its header has {header_bytes:,} bytes")
-        with safe_open(file, framework=framework, device="cpu") as content:
+    try:
+        with open(file, "rb", buffering=0) as content:
+            before = os.fstat(content.fileno())
             yield content
+            after = os.fstat(content.fileno())
+    except OSError as error:
+        raise ValueError(f"{file} is not a readable safetensors file: {error.strerror}") from None
+    if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
+        raise _changed(file)
+
+
+def _changed(file: Path) -> ValueError:
+    return ValueError(f"{file} has changed while it was read")
 
 
 def safetensors_files(directory: Path) -> list[Path]:

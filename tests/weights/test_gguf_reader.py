@@ -128,9 +128,9 @@ def test_a_file_is_read_as_by_the_gguf_package(path, alignment, monkeypatch):
         assert ours.shape == tuple(int(size) for size in entry.shape)[::-1]
         data = entry.data.view(np.uint8).reshape(-1)
         num_rows = int(np.prod(ours.shape[:-1]))
-        assert (read_rows(path, ours, 0, num_rows).reshape(-1) == data).all()
+        assert (read_rows(path, ours, 0, num_rows, header.state).reshape(-1) == data).all()
         if num_rows > 1:
-            assert (read_rows(path, ours, 1, num_rows).reshape(-1) == data[len(data) // num_rows :]).all()
+            assert (read_rows(path, ours, 1, num_rows, header.state).reshape(-1) == data[len(data) // num_rows :]).all()
 
 
 @pytest.mark.parametrize("version", [2, 3])
@@ -360,9 +360,19 @@ def test_a_missing_file_is_named(path):
         read_header(path)
 
 
-def test_a_file_that_shrinks_while_it_is_read_is_an_error(path):
+@pytest.mark.parametrize("change", ["cut", "written", "replaced", "removed"])
+def test_a_file_that_changes_while_it_is_read_is_an_error(path, change):
     header = read(path, contents([], [tensor()], bytes(256)))
-    os.truncate(path, path.stat().st_size - 1)
-    assert read_rows(path, header.tensors["t"], 0, 1).nbytes == 128
-    with pytest.raises(ValueError, match="ends within tensor 't'"):
-        read_rows(path, header.tensors["t"], 1, 2)
+    assert read_rows(path, header.tensors["t"], 0, 1, header.state).nbytes == 128
+    data = path.read_bytes()
+    if change in ("cut", "removed"):
+        os.truncate(path, path.stat().st_size - 1)
+    elif change == "written":
+        path.write_bytes(data)
+        os.utime(path, (1, 1))
+    if change in ("replaced", "removed"):
+        path.rename(path.with_suffix(".old"))
+    if change == "replaced":
+        path.write_bytes(data)
+    with pytest.raises(ValueError, match="cannot be read" if change == "removed" else "has changed.* at tensor 't'"):
+        read_rows(path, header.tensors["t"], 1, 2, header.state)

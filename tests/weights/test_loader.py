@@ -10,7 +10,7 @@ from helpers import tiny_hf_model, tiny_model
 from safetensors.torch import load_file, save_file
 
 from nanopage.config import MAX_SIZES
-from nanopage.weights import loader
+from nanopage.weights import loader, safetensors_checkpoint
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -45,6 +45,16 @@ def change(directory, **tensors):
         else:
             weights[name.replace("__", ".")] = tensor
     write_weights(directory, weights)
+
+
+def rewrite_header(file, change=dict, change_text=str):
+    """Write a safetensors file again with another header."""
+    data = file.read_bytes()
+    size = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + size])
+    change(header)
+    text = change_text(json.dumps(header)).encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + size :])
 
 
 def set_config(directory, **fields):
@@ -419,6 +429,71 @@ class TestFiles:
         with pytest.raises(ValueError, match="truncated") as caught:
             load(model_dir)
         assert str(file) in str(caught.value)
+
+    @pytest.mark.parametrize(
+        ("shape", "problem"),
+        [
+            ([1] * 400_000, "400,000 dimensions"),
+            ([2**62] * 400_000, "400,000 dimensions"),  # the product takes seconds
+            ([2**62] * 8, "bytes of"),
+            ([10**4000, 1], "sizes of"),
+            ([-1, -1], "sizes of"),
+            ([True, 1], "sizes of"),
+            ([1.0, 1], "sizes of"),
+            ([[1], 1], "sizes of"),
+            ("11", "sizes of"),
+            (7, "not iterable"),
+        ],
+        ids=lambda value: str(value)[:20],
+    )
+    def test_a_shape_that_means_nothing_is_named(self, model_dir, shape, problem):
+        file = model_dir / "model.safetensors"
+        rewrite_header(file, lambda header: header[Q].update(shape=shape))
+        with pytest.raises(ValueError, match=problem) as caught:
+            load(model_dir)
+        assert str(file) in str(caught.value)
+        assert len(str(caught.value)) < 1000
+
+    def test_a_tensor_that_occurs_twice_is_named(self, model_dir):
+        file = model_dir / "model.safetensors"
+        rewrite_header(file, change_text=lambda text: text.replace("input_layernorm", "post_attention_layernorm"))
+        with pytest.raises(ValueError, match=r"post_attention_layernorm\.weight' occurs twice"):
+            load(model_dir)
+
+    @pytest.mark.parametrize(
+        ("when", "how"),
+        [("before its tensors", how) for how in ("cut", "emptied", "longer", "other names", "other sizes", "removed")]
+        + [("among its tensors", how) for how in ("cut", "emptied", "longer", "written")],
+    )
+    def test_a_file_that_changes_while_it_is_read_is_an_error(self, model_dir, monkeypatch, when, how):
+        """With a file that is mapped into memory, one that is cut would be SIGBUS."""
+        file, changes = model_dir / "model.safetensors", []
+
+        def change(*args):
+            if not changes:
+                changes.append(how)
+                data = file.read_bytes()
+                if how in ("cut", "emptied"):
+                    os.truncate(file, 4096 if how == "cut" else 0)
+                elif how == "longer":
+                    file.write_bytes(data + b"x")
+                elif how == "written":
+                    file.write_bytes(data[:-1] + b"\0")
+                    os.utime(file, (1, 1))
+                elif how == "other names":
+                    rewrite_header(file, change_text=lambda text: text.replace("norm", "mron"))
+                elif how == "other sizes":
+                    rewrite_header(file, lambda header: header[Q].update(shape=[1, *header[Q]["shape"]]))
+                else:
+                    file.unlink()
+            return original(*args)
+
+        module, name = (loader, "fill") if when == "before its tensors" else (safetensors_checkpoint, "read_into")
+        original = getattr(module, name)
+        monkeypatch.setattr(module, name, change)
+        with pytest.raises((ValueError, FileNotFoundError)) as caught:
+            load(model_dir)
+        assert changes == [how] and str(file) in str(caught.value)
 
     def test_a_file_that_is_something_else_is_named(self, model_dir):
         file = model_dir / "model.safetensors"

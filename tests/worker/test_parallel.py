@@ -16,7 +16,7 @@ from test_quantized_checkpoint import KINDS, write_quantized
 from nanopage import EngineConfig, SamplingParams
 from nanopage.build import build_engine
 from nanopage.layers.packed import PackedEmbedding, pack
-from nanopage.weights import loader, safetensors_checkpoint
+from nanopage.weights import loader
 from nanopage.weights.part import WHOLE, Part, keep_layers, sums
 from nanopage.worker.cuda_graphs import CUDAGraphs, make_sample_all
 from nanopage.worker.eager import Eager
@@ -298,39 +298,15 @@ def test_a_stage_has_only_what_it_computes(tmp_path, tied):
 
 def test_a_worker_reads_only_its_slices(tmp_path, monkeypatch):
     model = tiny_model(tmp_path, **SIZES, num_attention_heads=6, num_key_value_heads=3)
-    read = 0
+    read, read_tensors = 0, loader.read_tensors
 
-    class Counting:
-        def __init__(self, content):
-            self.content = content
+    def counting(*args):
+        nonlocal read
+        for name, start, rows in read_tensors(*args):
+            read += rows.numel()
+            yield name, start, rows
 
-        def keys(self):
-            return self.content.keys()
-
-        def get_tensor(self, name):
-            return self.count(self.content.get_tensor(name))
-
-        def get_slice(self, name):
-            view = self.content.get_slice(name)
-            counting = type("View", (), {"__getitem__": lambda _, index: self.count(view[index])})()
-            counting.get_shape, counting.get_dtype = view.get_shape, view.get_dtype
-            return counting
-
-        def count(self, tensor):
-            nonlocal read
-            read += tensor.numel()
-            return tensor
-
-        def __enter__(self):
-            self.content = self.content.__enter__()
-            return self
-
-        def __exit__(self, *details):
-            return self.content.__exit__(*details)
-
-    monkeypatch.setattr(
-        safetensors_checkpoint, "safe_open", lambda *args, **options: Counting(safe_open(*args, **options))
-    )
+    monkeypatch.setattr(loader, "read_tensors", counting)
     for part in (WHOLE, Part(1, 3), Part(0, 1, 1, 3), Part(2, 3, 2, 3)):
         read = 0
         built = load(model, part)
