@@ -32,16 +32,20 @@ def exists(path: Path) -> bool:
     return os.path.lexists(path)
 
 
-def read_text(path: Path) -> str:
-    """The contents of a UTF-8 file. Raises: FileNotFoundError, ValueError; both name the file."""
+def read_text(path: Path, most: int | None = None) -> str:
+    """The contents of a UTF-8 file.
+
+    Args: most: bytes of the file; None: MAX_TEXT. Raises: FileNotFoundError, ValueError; both name the file.
+    """
+    most = MAX_TEXT if most is None else most
     check_file(path)
     try:
         with open(path, "rb") as file:
-            data = file.read(MAX_TEXT + 1)
+            data = file.read(most + 1)
     except OSError as error:
         raise _cannot_read(path, error) from None
-    if len(data) > MAX_TEXT:
-        raise ValueError(f"{path} is larger than {MAX_TEXT >> 20} MiB, too large for a file of its kind")
+    if len(data) > most:
+        raise ValueError(f"{path} is larger than {most >> 20} MiB, too large for a file of its kind")
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:

@@ -1,13 +1,13 @@
 """Text to token ids and back: a thin layer over `tokenizers`, and the chat template."""
 
 import re
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer as BackendTokenizer
 
-from nanopage.model_files import check_file, exists, read_json, read_text, rust_errors, shown
+from nanopage.model_files import exists, read_json, read_text, rust_errors, shown
+from nanopage.text import tokenizer_bounds
 from nanopage.text.chat_template import TemplateRenderer
 from nanopage.weights.gguf_checkpoint import GGUFCheckpoint
 
@@ -43,6 +43,8 @@ ENDS = (
     "<|tool_response> <|endoftext|> <|end_of_text|> </s> <eos> [EOS] <EOT> _<EOT> [EOT] [e~[ <end_of_utterance> "
     "<｜end▁of▁sentence｜> <|fim_pad|> <|fim_repo|> <|repo_name|> <|file_sep|>"
 )
+# An added token that is normalized, or an escape that could hide one.
+NORMALIZED = re.compile(r'"normalized"\s*:\s*true|\\u00[67]')
 MAX_TOKENIZER = 2**27  # bytes of tokenizer.json; those of 260,000 tokens have about 2**25
 
 
@@ -58,9 +60,12 @@ class Tokenizer:
     chat_template: None if there is none.
     tool_template: used instead for conversations with tools, if the model has one.
 
+    Attributes: max_chars_per_token: characters of the longest token.
+
     Raises:
         FileNotFoundError: no tokenizer.json.
-        ValueError: a file that cannot be read, by name; a tokenizer that is too large for the model.
+        ValueError: a file that cannot be read, by name; a tokenizer that is too large for the model, or that could make
+            very much of a short text.
     """
 
     def __init__(self, source: Path | GGUFCheckpoint, num_embeddings: int | None = None):
@@ -72,6 +77,8 @@ class Tokenizer:
         else:
             self.path = checkpoint / "tokenizer.json"
             self.backend, config = _read_tokenizer(self.path), _read_tokenizer_config(checkpoint)
+        self._growth = tokenizer_bounds.growth(self.backend, str(self.path))
+        self.max_chars_per_token = tokenizer_bounds.check(self.backend, str(self.path))
         self.num_embeddings = num_embeddings
         num_tokens = self.backend.get_vocab_size(with_added_tokens=False)
         if num_embeddings is not None and num_tokens > num_embeddings:
@@ -133,13 +140,10 @@ class Tokenizer:
         token = self.special_tokens.get(name)
         return None if token is None else self.backend.token_to_id(token)
 
-    @cached_property
-    def max_chars_per_token(self) -> int:
-        """Characters of the longest token."""
-        return max(map(len, self.backend.get_vocab(with_added_tokens=True)))
-
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Raises: ValueError if the tokenizer fails on the text or the model has no embedding for one of its tokens."""
+        """Raises: ValueError if the tokenizer fails on the text or could make too much of it, or if the model has no
+        embedding for one of its tokens."""
+        tokenizer_bounds.check_text(text, self._growth, str(self.path))
         with rust_errors(f"{self.path} failed on a text of {len(text):,} characters"):
             ids = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
         return self._checked(ids)
@@ -166,6 +170,8 @@ class Tokenizer:
         Raises: as `encode`; ValueError if the special tokens alone are more than `max_tokens`.
         """
         texts = [text] if pair is None else [text, pair]
+        for each in texts:
+            tokenizer_bounds.check_text(each, self._growth, str(self.path))
         with rust_errors(f"{self.path} failed on texts of {sum(map(len, texts)):,} characters"):
             parts = [self.backend.encode(each, add_special_tokens=False) for each in texts]
             if max_tokens is not None:
@@ -308,11 +314,11 @@ def _read_tokenizer(file: Path) -> BackendTokenizer:
             f"{file.parent} has no tokenizer.json. If it has another kind of tokenizer, convert it with transformers: "
             "AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)"
         )
-    check_file(file)
-    if file.stat().st_size > MAX_TOKENIZER:
-        raise ValueError(f"{file} is larger than {MAX_TOKENIZER >> 20} MiB, too large for a tokenizer")
+    text = read_text(file, MAX_TOKENIZER)
+    if NORMALIZED.search(text):  # then loading the file runs the normalizer
+        tokenizer_bounds.check_added(text, file)
     with rust_errors(f"{file} is not a readable tokenizer"):
-        return BackendTokenizer.from_file(str(file))
+        return BackendTokenizer.from_str(text)
 
 
 def _read_tokenizer_config(directory: Path) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Text to ids and back, and the incremental detokenizer against an oracle that decodes everything after every token."""
 
+import base64
 import itertools
 import json
 import os
@@ -391,6 +392,72 @@ def test_a_tokenizer_json_that_is_too_large_is_not_read(tmp_path):
     os.truncate(tmp_path / "tokenizer.json", 2**27 + 1)  # a hole: takes no room on the disk
     with pytest.raises(ValueError, match=r"tokenizer\.json is larger than 128 MiB"):
         Tokenizer(tmp_path)
+
+
+def replace(pattern, content, times=1):
+    step = {"type": "Replace", "pattern": pattern, "content": content}
+    return {"type": "Sequence", "normalizers": [step] * times, "decoders": [step] * times}
+
+
+def template(ids, tokens, *texts):
+    special = {"id": "X", "ids": ids, "tokens": tokens}
+    pieces = [
+        {"SpecialToken": {"id": "X", "type_id": 0}},
+        *({"Sequence": {"id": text, "type_id": 0}} for text in texts),
+    ]
+    return {"type": "TemplateProcessing", "single": pieces, "pair": pieces, "special_tokens": {"X": special}}
+
+
+A, NORMALIZES = {"String": "a"}, ADDED | {"id": 2, "content": "aa", "normalized": True}
+CHARSMAP = base64.b64encode((4).to_bytes(4, "little") + bytes(4) + b"x" * 10**5 + b"\0").decode()
+BOMBS = {
+    "twelve replacements": ({"normalizer": replace(A, "a" * 10, 12)}, "normalizer can make a text more than"),
+    "a long replacement": ({"normalizer": replace(A, "b" * 10**6)}, "normalizer can make"),
+    "an expression": ({"normalizer": replace({"Regex": "(?=a)"}, "b" * 10**6)}, "normalizer can make"),
+    "nothing replaced": ({"normalizer": replace({"String": ""}, "bb", 12)}, "normalizer can make"),
+    "a ligature": ({"normalizer": replace(A, "\ufdfa" * 100)}, "normalizer can make"),
+    "Prepend": ({"normalizer": {"type": "Prepend", "prepend": "b" * 10**8}}, "normalizer can make"),
+    "Precompiled": ({"normalizer": {"type": "Precompiled", "precompiled_charsmap": CHARSMAP}}, "normalizer can make"),
+    "bytes of bytes": ({"normalizer": {"type": "Sequence", "normalizers": [{"type": "ByteLevel"}] * 30}}, "can make"),
+    "a thousand steps": ({"normalizer": {"type": "Sequence", "normalizers": [{"type": "NFC"}] * 1000}}, "1,000 steps"),
+    "added tokens": ({"normalizer": replace(A, "a" * 10, 12), "added_tokens": [NORMALIZES]}, "normalizer can make"),
+    "long added tokens": (
+        {"normalizer": replace(A, "a" * 1000), "added_tokens": [NORMALIZES | {"content": "a" * 10**5}]},
+        "added_tokens can become",
+    ),
+    "pre-tokenizers": (
+        {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [
+            {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}] * 20}},
+        "pre_tokenizer can make",
+    ),
+    "a decoder": ({"decoder": replace(A, "a" * 10, 12)}, "decoder can make"),
+    "a decoder's expression": ({"decoder": replace({"Regex": ""}, "bb", 30)}, "decoder can make"),
+    "ids of a template": ({"post_processor": template([0] * 10**5, ["a"] * 10**5, "A")}, "single adds 200,000"),
+    "texts of a template": ({"post_processor": template([0], ["a"], *["A"] * 1000)}, "the same text twice"),
+    "tokens of a template": ({"post_processor": template([0], ["a" * 10**6], "A")}, "single adds 1,000,001"),
+    "a long token": ({"model": {"type": "BPE", "vocab": {"a" * 5000: 0}, "merges": []}}, "has 5,000 characters"),
+    "a long added token": ({"added_tokens": [ADDED | {"id": 2, "content": "c" * 5000}]}, "has 5,000 characters"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_what_a_tokenizer_can_make_of_a_text_is_bounded(tmp_path, name):
+    """The tokenizers library ends the process when memory is refused."""
+    parts, problem = BOMBS[name]
+    with_parts(tmp_path, **parts)
+    with pytest.raises(ValueError, match=problem) as caught:
+        Tokenizer(tmp_path)
+    assert str(tmp_path / "tokenizer.json") in str(caught.value)
+    assert len(str(caught.value)) < 500
+
+
+def test_a_tokenizer_that_lengthens_texts_takes_short_ones(tmp_path):
+    with_parts(tmp_path, normalizer=replace(A, "a" * 10, 3))
+    tokenizer = Tokenizer(tmp_path)
+    assert tokenizer.encode("a") == [0] * 1000
+    for encode in (tokenizer.encode, tokenizer.encode_truncated):
+        with pytest.raises(ValueError, match=r"tokenizer\.json can make 20,000,000 characters of a text of 20,000"):
+            encode("a" * 20_000)
 
 
 # The incremental detokenizer, byte-level
