@@ -10,6 +10,8 @@ import logging
 import os
 import sys
 
+from nanopage.model_files import escaped
+
 __version__ = "0.2.0"
 
 # How long a thread of OpenMP spins at a barrier before it sleeps: on a Zen 5, 0.7 ms instead of 7. Where another
@@ -66,6 +68,11 @@ def __getattr__(name: str):
     raise AttributeError(f"module 'nanopage' has no attribute {name!r}")
 
 
+class _Formatter(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        return escaped(super().format(record))
+
+
 class _Stderr(logging.StreamHandler):
     """What the engine says goes to whatever sys.stderr is at that time; silence it by the logger "nanopage"."""
 
@@ -76,5 +83,5 @@ class _Stderr(logging.StreamHandler):
 
 logging.getLogger("nanopage").setLevel(logging.INFO)
 _handler = _Stderr()
-_handler.setFormatter(logging.Formatter("nanopage: %(message)s"))
+_handler.setFormatter(_Formatter("nanopage: %(message)s"))
 logging.getLogger("nanopage").addHandler(_handler)

@@ -222,7 +222,7 @@ def _read_tensors(
         module = f"{match[2]}.{match[3]}" if match else ""
         place = (int(match[1]), module) if match else None
         if match is None or place is None or module not in shapes or place[0] >= model.num_layers:
-            problems.append(f"unexpected: {tensor.name[:200]} {list(tensor.shape)}")
+            problems.append(f"unexpected: {shown(tensor.name)[1:-1]} {list(tensor.shape)}")
             continue
         if targets is not None and place not in targets:
             problems.append(f"not one of target_modules: {tensor.name}")

@@ -1,13 +1,14 @@
 """A model's files: what is not a file, not text or not JSON is an error that names it, and nothing blocks."""
 
 import json
+import logging
 import os
 import signal
 
 import pytest
 
 from nanopage import model_files
-from nanopage.model_files import check_file, read_json, read_text, shown
+from nanopage.model_files import check_file, escaped, read_json, read_text, shown
 
 
 @pytest.fixture(autouse=True)
@@ -117,3 +118,9 @@ def test_values_are_shown_shortened():
     assert shown([1, 2.5, None]) == "[1, 2.5, None]"
     assert len(shown("x" * 10**6)) <= 100
     assert len(shown([["x" * 1000] * 1000] * 1000)) < 5000
+
+
+def test_what_a_terminal_would_obey_is_escaped_in_the_log(capsys):
+    assert escaped("a\tb\n\x1b[2J\x9b\u202e\udc80é你") == "a\tb\n\\x1b[2J\\x9b\\u202e\\udc80é你"
+    logging.getLogger("nanopage").error("a file says \x1b]0;title\x07")
+    assert capsys.readouterr().err == "nanopage: a file says \\x1b]0;title\\x07\n"

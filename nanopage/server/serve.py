@@ -21,6 +21,7 @@ from nanopage import ray_cluster
 from nanopage.engine.engine import LLMEngine
 from nanopage.engine_args import EngineArgs, FlexibleArgumentParser
 from nanopage.lossy_output import lose_output
+from nanopage.model_files import escaped
 from nanopage.server.adapters import parse_modules
 from nanopage.server.app import ServerState, create_app, guard, load_engine
 from nanopage.server.connection import Connection
@@ -431,7 +432,7 @@ class Server(uvicorn.Server):
             print(self._ready_line(), flush=True)
         except BaseException as error:  # what tokenizers raises when Rust panics is not an Exception
             self.state.error = str(error) or type(error).__name__
-            print(f"nanopage: {self.state.error}", file=sys.stderr)
+            print(f"nanopage: {escaped(str(self.state.error))}", file=sys.stderr)
             self.should_exit = True
 
     def handle_exit(self, sig: int, frame: object) -> None:

@@ -214,7 +214,7 @@ class GGUFCheckpoint:
         tensor = self.weights[name]
         if tensor.shape[0] % (2 * num_heads):
             raise ValueError(
-                f"{self.path}: {tensor.name} has {tensor.shape[0]} rows, which {num_heads} heads cannot share"
+                f"{self.path}: {shown(tensor.name)} has {tensor.shape[0]} rows, which {num_heads} heads cannot share"
             )
         return num_heads
 
@@ -370,7 +370,7 @@ class GGUFCheckpoint:
             yield name, tensor
             return
         if len(tensor.shape) != 3 or tensor.shape[0] > MAX_SIZES["num_experts"]:
-            raise ValueError(f"{self.path}: {tensor.name} is {list(tensor.shape)}, not the matrices of experts")
+            raise ValueError(f"{self.path}: {shown(tensor.name)} is {list(tensor.shape)}, not the matrices of experts")
         num_experts, *shape = tensor.shape
         size = tensor.num_bytes // num_experts
         for expert in range(num_experts):

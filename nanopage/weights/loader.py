@@ -342,7 +342,7 @@ def check_fit(wanted: dict[str, Tensor], stored: list[StoredTensor], source: Pat
         if KV_SCALE.fullmatch(tensor.name) and math.prod(tensor.shape) == 1 and tensor.dtype in FLOATS:
             continue
         if slot is None:
-            problems.append(f"unexpected: {tensor.name[:200]} {list(tensor.shape)}")
+            problems.append(f"unexpected: {shown(tensor.name)[1:-1]} {list(tensor.shape)}")
             continue
         found.add(id(slot))
         if tensor.shape != slot.shape:

@@ -164,7 +164,9 @@ def stored_bytes(content: FileIO, file: Path) -> list[StoredBytes]:
                 raise ValueError(f"{shown(name)} has {len(shape):,} dimensions; supported: at most {MAX_DIMENSIONS}")
             if not all(type(number) is int and 0 <= number <= MAX_SIZE for number in (begin, end, *shape)):
                 raise ValueError(f"the sizes of {shown(name)} are not valid")
-            if not isinstance(dtype, str) or begin != position or end < begin:
+            if not isinstance(dtype, str) or not re.fullmatch(r"\w{1,16}", dtype, re.ASCII):
+                raise ValueError(f"{shown(name)} is of the unknown type {shown(dtype)}")
+            if begin != position or end < begin:
                 raise ValueError(f"the place of {shown(name)} is not valid")
             if dtype in DTYPES and end - begin != math.prod(shape) * DTYPES[dtype][1]:
                 raise ValueError(f"the bytes of {shown(name)} are not those of its shape")

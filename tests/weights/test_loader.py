@@ -495,6 +495,22 @@ class TestFiles:
             load(model_dir)
         assert changes == [how] and str(file) in str(caught.value)
 
+    @pytest.mark.parametrize("text", ["\x1b]0;title\x07", "\x9b2J", "\n\r", "\u202e", "\x00"], ids=ascii)
+    @pytest.mark.parametrize("field", ["name", "dtype", "shape"])
+    def test_what_a_header_says_does_not_reach_a_terminal_as_it_is(self, model_dir, text, field):
+        values = {"dtype": text, "shape": {text: 1}}
+
+        def change(header):
+            if field == "name":
+                header[text] = header.pop(Q)
+            else:
+                header[Q][field] = values[field]
+
+        rewrite_header(model_dir / "model.safetensors", change)
+        with pytest.raises(ValueError) as caught:
+            load(model_dir)
+        assert text not in str(caught.value)
+
     def test_a_file_that_is_something_else_is_named(self, model_dir):
         file = model_dir / "model.safetensors"
         file.write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:0123\nsize 123456\n" * 5)
