@@ -1,6 +1,7 @@
 """Text to token ids and back: a thin layer over `tokenizers`, and the chat template."""
 
 import re
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
