@@ -16,6 +16,7 @@ import asyncio
 import atexit
 import concurrent.futures
 import contextlib
+import hashlib
 import logging
 import threading
 import time
@@ -24,6 +25,7 @@ from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from nanopage import __version__
 from nanopage.engine.engine import LLMEngine
 from nanopage.engine.input_processor import Prompt
 from nanopage.engine.output_processor import Request
@@ -117,6 +119,9 @@ class AsyncLLM:
 
     def __init__(self, engine: LLMEngine):
         self.engine = engine
+        # For clients that compare seeded answers: another version, or other options, may give others.
+        options = hashlib.sha256(repr(engine.config).encode()).hexdigest()
+        self.system_fingerprint = f"nanopage-{__version__}-{options[:8]}"
         self._idle = True
         self._last_progress = time.monotonic()  # when a step ended, or work arrived at an idle engine
         self.num_waiting = 0  # requests that have not begun to run

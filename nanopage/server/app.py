@@ -7,12 +7,12 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp
 
 import nanopage
@@ -44,6 +44,20 @@ from nanopage.server.protocol import (
     TokenizeBody,
 )
 from nanopage.server.responses import Responses
+from nanopage.server.shapes import (
+    ChatChunk,
+    ChatReply,
+    CompletionReply,
+    ErrorReply,
+    ListReply,
+    ModelCard,
+    ModelList,
+    RerankReply,
+    ResponsesEvent,
+    ResponsesReply,
+    TokenizeReply,
+    replies,
+)
 from nanopage.server.streaming import GONE, ClientGoneError, EventStream, unless_gone
 from nanopage.server.templates import chat_prompt
 from nanopage.server.tools import ToolOptions, read_tool_use
@@ -174,15 +188,15 @@ def create_app(
     api_keys: list[str] | None = None,
     hosts: list[str] | None = None,
     public_metrics: bool = False,
+    root_path: str = "",
 ) -> Gate:
     """The server as an ASGI application.
 
     Args:
-        api_keys, hosts: as in Gate.
+        api_keys, hosts, root_path: as in Gate.
         public_metrics: /metrics needs no key.
     """
-    routes = create_routes(state)
-    return guard(routes, state, api_keys, hosts, public_metrics, app=routes)
+    return guard(create_routes(state), state, api_keys, hosts, public_metrics, root_path)
 
 
 def guard(
@@ -191,17 +205,19 @@ def guard(
     api_keys: list[str] | None,
     hosts: list[str] | None,
     public_metrics: bool,
-    app: ASGIApp,
+    root_path: str,
+    app: ASGIApp | None = None,
 ) -> Gate:
     """An application behind keys and limits.
 
     Args:
         routes: its paths are those that the metrics tell apart.
-        api_keys, hosts, public_metrics: as in `create_app`.
+        api_keys, hosts, public_metrics, root_path: as in `create_app`.
+        app: what answers; None: the routes.
     """
     paths = [route.path for route in routes.routes if hasattr(route, "path")]
     open_paths = [*OPEN_PATHS, *(["/metrics"] if public_metrics else []), *(["/view"] if state.view else [])]
-    return Gate(app, api_keys or [], hosts or [], state.replies, paths, open_paths)
+    return Gate(app or routes, api_keys or [], hosts or [], state.replies, paths, open_paths, root_path)
 
 
 def create_routes(state: ServerState) -> FastAPI:
@@ -211,56 +227,58 @@ def create_routes(state: ServerState) -> FastAPI:
         version=nanopage.__version__,
         docs_url=None,  # these pages load scripts from elsewhere
         redoc_url=None,
+        responses={"default": {"model": ErrorReply, "description": "An error"}},
     )
     app.router.route_class = JsonRoute
 
-    @app.post("/v1/chat/completions")
+    @app.post("/v1/chat/completions", responses=replies(ChatReply, ChatChunk))
     async def chat_completions(body: ChatBody, request: Request) -> Response:
         return await _generate(state, request, body, partial(Chat, options=state.tool_options))
 
-    @app.post("/v1/completions")
+    @app.post("/v1/completions", responses=replies(CompletionReply, CompletionReply))
     async def completions(body: CompletionBody, request: Request) -> Response:
         return await _generate(state, request, body, Completions)
 
-    @app.post("/v1/responses")
+    @app.post("/v1/responses", responses=replies(ResponsesReply, ResponsesEvent))
     async def responses(body: ResponsesBody, request: Request) -> Response:
         return await _generate(state, request, body, partial(Responses, options=state.tool_options))
 
-    @app.post("/v1/embeddings")
+    @app.post("/v1/embeddings", responses=replies(ListReply))
     async def create_embeddings(body: EmbeddingBody, request: Request) -> Response:
         return await _generate(state, request, body, embeddings)
 
-    @app.post("/v1/score")
-    @app.post("/score")
+    @app.post("/v1/score", responses=replies(ListReply))
+    @app.post("/score", responses=replies(ListReply))
     async def create_scores(body: ScoreBody, request: Request) -> Response:
         return await _generate(state, request, body, score)
 
-    @app.post("/v1/rerank")
-    @app.post("/v2/rerank")
-    @app.post("/rerank")
+    @app.post("/v1/rerank", responses=replies(RerankReply))
+    @app.post("/v2/rerank", responses=replies(RerankReply))
+    @app.post("/rerank", responses=replies(RerankReply))
     async def create_ranks(body: RerankBody, request: Request) -> Response:
         return await _generate(state, request, body, rerank)
 
-    @app.get("/v1/models")
+    @app.get("/v1/models", responses=replies(ModelList))
+    @app.get("/v1/models/", include_in_schema=False)
     async def models() -> Response:
         names = [*state.model_names, *state.adapters.requests]
         return json_response({"object": "list", "data": [_model(state, name) for name in names]})
 
-    @app.get("/v1/models/{name:path}")
+    @app.get("/v1/models/{name:path}", responses=replies(ModelCard))
     async def model(name: str) -> Response:
         return json_response(_model(state, state.model_name(name)))
 
     if state.allow_runtime_lora_updating:
 
-        @app.post("/v1/load_lora_adapter")
+        @app.post("/v1/load_lora_adapter", response_class=PlainTextResponse)
         async def load_lora_adapter(body: LoadBody) -> Response:
             return Response(await state.adapters.load(state, body), media_type="text/plain")
 
-        @app.post("/v1/unload_lora_adapter")
+        @app.post("/v1/unload_lora_adapter", response_class=PlainTextResponse)
         async def unload_lora_adapter(body: UnloadBody) -> Response:
             return Response(state.adapters.unload(state, body), media_type="text/plain")
 
-    @app.post("/tokenize")
+    @app.post("/tokenize", responses=replies(TokenizeReply))
     async def tokenize(body: TokenizeBody) -> Response:
         llm, ignored = state.require(), body.check_unknown(state.strict_fields)
         state.model_name(body.model)
@@ -271,7 +289,7 @@ def create_routes(state: ServerState) -> FastAPI:
             reply["token_strs"] = [tokenizer.backend.id_to_token(token_id) for token_id in ids]
         return json_response(reply, headers=_ignored_header(ignored))
 
-    @app.post("/detokenize")
+    @app.post("/detokenize", responses=replies(dict[Literal["prompt"], str]))
     async def detokenize(body: DetokenizeBody) -> Response:
         llm, ignored = state.require(), body.check_unknown(state.strict_fields)
         state.model_name(body.model)
@@ -284,7 +302,7 @@ def create_routes(state: ServerState) -> FastAPI:
         text = await llm.in_thread(tokenizer.decode, body.tokens, False)
         return json_response({"prompt": text}, headers=_ignored_header(ignored))
 
-    @app.get("/tokenizer_info")
+    @app.get("/tokenizer_info", responses=replies(dict[str, str | None]))
     async def tokenizer_info() -> Response:
         tokenizer = state.require().engine.tokenizer
         if tokenizer is None:
@@ -292,22 +310,22 @@ def create_routes(state: ServerState) -> FastAPI:
         names = ("bos_token", "eos_token", "pad_token", "chat_template")
         return json_response({"tokenizer_class": "Tokenizer"} | {name: getattr(tokenizer, name) for name in names})
 
-    @app.get("/health")
-    @app.get("/ping")
-    @app.post("/ping")
+    @app.get("/health", response_class=Response)
+    @app.get("/ping", response_class=Response)
+    @app.post("/ping", response_class=Response)
     async def health() -> Response:
         state.check_health()
         return Response()
 
-    @app.get("/version")
+    @app.get("/version", responses=replies(dict[Literal["version"], str]))
     async def version() -> Response:
         return json_response({"version": nanopage.__version__})
 
-    @app.get("/load")
+    @app.get("/load", responses=replies(dict[Literal["server_load"], int]))
     async def load() -> Response:
         return json_response({"server_load": state.num_active})
 
-    @app.get("/metrics")
+    @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
         return Response(server_metrics.text(), media_type=CONTENT_TYPE)
 

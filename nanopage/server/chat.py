@@ -4,7 +4,7 @@ import time
 import uuid
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from nanopage.async_llm import AsyncLLM
 from nanopage.lora import LoRARequest
@@ -151,11 +151,11 @@ class Chat:
         begun = False
         num_shown: dict[int, int] = {}  # tokens of each choice whose log-probabilities have been sent
         async for change in changes(generation, self.params.n, self.copies):
-            self.outputs = [change.output]
             if not begun:
-                begun = True
+                begun, self.outputs = True, [replace(change.output, outputs=[])]  # these chunks have no tokens
                 for index in range(self.body.n):
-                    yield self._chunk(index, {"role": "assistant", "content": ""})
+                    yield self._chunk(index, {"role": "assistant", "content": "", "refusal": None})
+            self.outputs = [change.output]
             logprobs = self._logprobs(change.completion, num_shown.get(change.index, 0))
             for piece in self.pieces(change):
                 yield self._chunk(change.index, self._delta(change.index, piece), logprobs)
@@ -184,7 +184,8 @@ class Chat:
         return pieces if change.completion.finish_reason is None else pieces + reader.end()
 
     def _message(self, index: int, whole: Reply) -> dict:
-        message: dict = {"role": "assistant", "content": whole.content or (None if whole.calls else "")}
+        content = whole.content or (None if whole.calls else "")
+        message: dict = {"role": "assistant", "content": content, "refusal": None}
         if whole.reasoning:
             message |= {"reasoning": whole.reasoning, "reasoning_content": whole.reasoning}
         if whole.calls:
@@ -225,12 +226,13 @@ class Chat:
             reason = self._finish_reason(ended, reader is not None and bool(reader.whole.calls))
             choice |= {"finish_reason": reason, "stop_reason": ended.stop_reason}
         chunk = self._envelope("chat.completion.chunk", [choice])
-        if self.body.wants_usage_always:
-            chunk["usage"] = self.usage()
+        if self.body.wants_usage:
+            chunk["usage"] = self.usage() if self.body.wants_usage_always else None
         return chunk
 
     def _envelope(self, kind: str, choices: list[dict]) -> dict:
-        return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices}
+        names = {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+        return names | {"system_fingerprint": self.llm.system_fingerprint, "choices": choices}
 
     def usage(self) -> dict:
         """The tokens of the call so far."""

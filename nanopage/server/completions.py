@@ -93,8 +93,8 @@ class Completions:
                 choice |= self._ending(change.completion)
             if text or choice["finish_reason"]:
                 chunk = self._envelope([choice])
-                if self.body.wants_usage_always:
-                    chunk["usage"] = self._usage()
+                if self.body.wants_usage:
+                    chunk["usage"] = self._usage() if self.body.wants_usage_always else None
                 yield chunk
         if self.body.wants_usage:
             yield self._envelope([]) | {"usage": self._usage()}
@@ -148,8 +148,8 @@ class Completions:
         return usage(self.outputs.values(), self.copies, num_dropped=int(self.only_scores))
 
     def _envelope(self, choices: list[dict]) -> dict:
-        kind = "text_completion"
-        return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices}
+        names = {"id": self.id, "object": "text_completion", "created": self.created, "model": self.model}
+        return names | {"system_fingerprint": self.llm.system_fingerprint, "choices": choices}
 
 
 def read_prompts(prompt: str | list, field: str = "prompt") -> list[str | list[int]]:

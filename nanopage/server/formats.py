@@ -1,6 +1,7 @@
 """What a body says about the form of its text: OpenAI's `response_format`, and vLLM's `structured_outputs`."""
 
 import re
+from collections.abc import Collection
 from typing import Any
 
 from nanopage.params import StructuredOutputsParams
@@ -8,7 +9,12 @@ from nanopage.server.errors import ApiError, unsupported
 
 FIELDS = {"text": ("type",), "json_object": ("type",), "json_schema": ("type", "json_schema")}
 FIELD = r"structured_outputs(\.\w+)?"  # what messages of the engine begin with
-SCHEMA_FIELDS = ("name", "description", "schema", "strict")
+SCHEMA_FIELDS = {
+    "name": (str, "a string"),
+    "description": (str, "a string"),
+    "schema": (dict, "a JSON schema"),
+    "strict": (bool, "true or false"),
+}
 
 
 def read_response_format(value: dict[str, Any]) -> StructuredOutputsParams | None:
@@ -29,8 +35,9 @@ def read_response_format(value: dict[str, Any]) -> StructuredOutputsParams | Non
     if not isinstance(inner, dict):
         raise ApiError(400, f"{place} must be an object with a schema", param=place)
     _refuse_others(place, inner, SCHEMA_FIELDS)
-    if not isinstance(inner.get("schema"), dict):
-        raise ApiError(400, f"{place}.schema must be a JSON schema", param=f"{place}.schema")
+    for name, (kind, what) in SCHEMA_FIELDS.items():
+        if not isinstance(inner.get(name), kind) and (name == "schema" or inner.get(name) is not None):
+            raise ApiError(400, f"{place}.{name} must be {what}", param=f"{place}.{name}")
     return StructuredOutputsParams(json=inner["schema"])
 
 
@@ -47,7 +54,7 @@ def read_structured_outputs(value: dict[str, Any]) -> StructuredOutputsParams | 
         raise ApiError(400, message, param=match[0]) from None
 
 
-def _refuse_others(place: str, value: dict[str, Any], known: tuple[str, ...]) -> None:
+def _refuse_others(place: str, value: dict[str, Any], known: Collection[str]) -> None:
     for name in value:
         if name not in known and value[name] is not None:
             raise unsupported(f"{place}.{name[:100]}", f"{place} may have {', '.join(known)}")

@@ -22,7 +22,8 @@ def chat_logprobs(tokenizer: Tokenizer, token_ids: Sequence[int], tables: Sequen
         "content": [
             entry(token_id, table) | {"top_logprobs": [entry(top, table) for top in _likeliest(table, num_top)]}
             for token_id, table in zip(token_ids, tables, strict=True)
-        ]
+        ],
+        "refusal": None,
     }
 
 

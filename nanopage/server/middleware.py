@@ -34,6 +34,7 @@ class Gate:
         replies: counts (method, path, status) of replies.
         paths: those that `replies` tells apart; all others are counted as "other".
         open_paths: those that need no key.
+        root_path: a prefix, such as /llm, that paths may have. A reverse proxy may take it off, or leave it.
     """
 
     def __init__(
@@ -44,10 +45,12 @@ class Gate:
         replies: Counter[tuple[str, str, str]],
         paths: Sequence[str],
         open_paths: Sequence[str] = OPEN_PATHS,
+        root_path: str = "",
     ):
         self.app, self.hosts, self.replies, self.paths, self.open_paths = app, hosts, replies, paths, open_paths
         self.num_arriving = 0  # bytes
         self.num_held = 0
+        self.root_path = root_path
         self.digests = [_digest(key.encode()) for key in api_keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -57,7 +60,10 @@ class Gate:
         if scope["type"] != "http":  # a WebSocket
             await send({"type": "websocket.close", "code": 1008})
             return
-        path = scope["path"].removeprefix(scope.get("root_path", "")) or "/"
+        root = self.root_path
+        path = scope["path"][len(root) :] if f"{scope['path']}/".startswith(f"{root}/") else scope["path"]
+        path = path or "/"
+        scope["root_path"], scope["path"] = root, root + path
         headers = dict(scope["headers"])
         request_id = headers.get(b"x-request-id", b"")
         status = "none"

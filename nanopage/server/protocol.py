@@ -188,7 +188,7 @@ class SamplingBody(CommonBody):
 
     @property
     def wants_usage_always(self) -> bool:
-        return self.stream_options is not None and self.stream_options.continuous_usage_stats
+        return self.wants_usage and self.stream_options is not None and self.stream_options.continuous_usage_stats
 
     def check(self) -> None:
         """Raises: ApiError for fields that are out of bounds or contradict each other."""
@@ -330,7 +330,10 @@ class ResponsesBody(CommonBody):
     input: str | Objects
     instructions: str | None = None
     max_output_tokens: int | None = None
-    metadata: dict[str, Any] = {}
+    metadata: dict[str, str] = {}
+    user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
     tools: list[Any] = []
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool = True

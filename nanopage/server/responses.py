@@ -100,17 +100,21 @@ class Responses:
         return event | {"sequence_number": self.num_events - 1}
 
     def _renamed(self, error: ApiError) -> ApiError:
-        """An error whose `param` is this endpoint's name of the field."""
-        if match := re.match(r"messages(\[(\d+)\])?", error.param or ""):
-            place = "input" if match[2] is None else self.places[int(match[2])]
-            error.param = f"{place}{(error.param or '')[match.end() :]}"
-        elif match := re.match(r"(tools\[\d+\]|tool_choice)\.function", error.param or ""):
-            error.args = (str(error).replace(match[0], match[1]),)  # tools are described without this level here
-            error.param = f"{match[1]}{(error.param or '')[match.end() :]}"
-        elif error.param == "max_tokens":
-            error.param = "max_output_tokens"
-        elif match := re.match(r"response_format(\.json_schema(?=\.))?", error.param or ""):
-            error.param = f"text.format{(error.param or '')[match.end() :]}"
+        """An error whose message and `param` have this endpoint's names of the fields."""
+
+        def renamed(text: str) -> str:
+            if match := re.match(r"messages[\w.\[\]']*", text):
+                path = re.sub(r"\['(\w+)'\]", r".\1", match[0])
+                known = max((name for name in self.places if re.match(re.escape(name) + r"(?!\w)", path)), key=len)
+                text = self.places[known] + path[len(known) :] + text[match.end() :]
+            text = re.sub(r"\bmax_tokens\b", "max_output_tokens", text)
+            text = re.sub(
+                r"\b(tools\[\d+\]|tool_choice)\.function\b", r"\1", text
+            )  # tools are described without this level
+            return re.sub(r"\bresponse_format\b(\.json_schema(?=\.))?", "text.format", text)
+
+        message, error.param = renamed(str(error)), error.param and renamed(error.param)
+        error.args = (message,)
         return error
 
     def _response(self, output: RequestOutput, completion: CompletionOutput, items: list[dict]) -> dict:
@@ -121,7 +125,8 @@ class Responses:
             "output": items,
             "usage": {
                 "input_tokens": counts["prompt_tokens"],
-                "input_tokens_details": counts["prompt_tokens_details"],
+                # Nothing is charged for what the prefix cache keeps.
+                "input_tokens_details": counts["prompt_tokens_details"] | {"cache_write_tokens": 0},
                 "output_tokens": counts["completion_tokens"],
                 "output_tokens_details": counts["completion_tokens_details"],
                 "total_tokens": counts["total_tokens"],
@@ -132,29 +137,49 @@ class Responses:
         return response
 
     def _envelope(self, status: str) -> dict:
-        params, body = self.chat.params, self.body
+        params, body, choice = self.chat.params, self.body, self.chat.use.choice
         return {
             "id": self.id,
             "object": "response",
             "created_at": self.created,
+            "completed_at": int(time.time()) if status == "completed" else None,
             "status": status,
             "error": None,
             "incomplete_details": None,
+            "background": False,
+            "frequency_penalty": params.frequency_penalty,
             "instructions": body.instructions,
             "max_output_tokens": body.max_output_tokens,
+            "max_tool_calls": None,
             "metadata": body.metadata,
             "model": self.model,
             "output": [],
             "parallel_tool_calls": body.parallel_tool_calls,
+            "presence_penalty": params.presence_penalty,
             "previous_response_id": None,
+            "prompt_cache_key": body.prompt_cache_key,
+            "reasoning": {"effort": None, "summary": None},
+            "safety_identifier": body.safety_identifier,
+            "service_tier": "default",
             "store": False,
             "temperature": params.temperature,
-            "text": {"format": body.text.format},
-            "tool_choice": body.tool_choice or "auto",
-            "tools": body.tools,
+            "text": {"format": _returned_format(body.text.format)},
+            "tool_choice": {"type": "function", "name": choice.name} if choice.kind == "named" else choice.kind,
+            "tools": [
+                {
+                    "type": "function",
+                    "name": tool.name,
+                    "description": tool.description or None,
+                    "parameters": tool.parameters,
+                    "strict": tool.strict,
+                }
+                for tool in self.chat.use.tools
+            ],
+            "top_logprobs": 0,
             "top_p": params.top_p,
             "truncation": "disabled",
             "usage": None,
+            "user": body.user,
         }
 
 
@@ -198,18 +223,16 @@ class _Items:
             assert self._item is not None
         item, text = self._item, self._text
         item["status"] = status
-        if item["type"] == "message":
-            item["content"] = [_part(text)]
-            done = {"type": "response.output_text.done", "text": text, "logprobs": []}
-            yield done | self._where("content_index")
-            yield {"type": "response.content_part.done", "part": _part(text)} | self._where("content_index")
-        elif item["type"] == "function_call":
+        if item["type"] == "function_call":
             item["arguments"] = text
             done = {"type": "response.function_call_arguments.done", "name": item["name"], "arguments": text}
             yield done | self._where()
         else:
-            item["content"] = [{"type": "reasoning_text", "text": text}]
-            yield {"type": "response.reasoning_text.done", "text": text} | self._where("content_index")
+            part = _part(item["type"], text)
+            item["content"] = [part]
+            done = {"type": f"response.{part['type']}.done", "text": text} | self._where("content_index")
+            yield done | ({"logprobs": []} if item["type"] == "message" else {})
+            yield {"type": "response.content_part.done", "part": part} | self._where("content_index")
         yield {"type": "response.output_item.done", "output_index": len(self.done), "item": item}
         self.done.append(item)
         self._item, self._text = None, ""
@@ -217,8 +240,8 @@ class _Items:
     def _open(self, kind: str, name: str) -> Iterator[dict]:
         self._item = self._make(kind, name)
         yield {"type": "response.output_item.added", "output_index": len(self.done), "item": self._item}
-        if kind == "message":
-            yield {"type": "response.content_part.added", "part": _part("")} | self._where("content_index")
+        if kind != "function_call":
+            yield {"type": "response.content_part.added", "part": _part(kind, "")} | self._where("content_index")
 
     def _where(self, *zeros: str) -> dict:
         assert self._item is not None
@@ -239,7 +262,9 @@ def _status(completion: CompletionOutput) -> str:
     return "incomplete" if completion.finish_reason == "length" else "completed"
 
 
-def _part(text: str) -> dict:
+def _part(kind: str, text: str) -> dict:
+    if kind == "reasoning":
+        return {"type": "reasoning_text", "text": text}
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
 
@@ -270,34 +295,51 @@ def _response_format(text_format: dict[str, Any]) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": inner}
 
 
-def _messages(body: ResponsesBody) -> tuple[list[dict], list[str]]:
-    """The input as the messages of a chat, and the place of each in the body. Raises: ApiError naming the item."""
-    messages: list[dict] = [] if body.instructions is None else [{"role": "system", "content": body.instructions}]
-    places = ["instructions"] * len(messages)
+def _returned_format(text_format: dict[str, Any]) -> dict[str, Any]:
+    """A `text.format` with all fields that its type has."""
+    missing = {"name": "", "description": None, "strict": False} if text_format["type"] == "json_schema" else {}
+    return missing | {name: value for name, value in text_format.items() if value is not None}
+
+
+def _messages(body: ResponsesBody) -> tuple[list[dict], dict[str, str]]:
+    """The input as the messages of a chat, and where each and its parts are in the body, by their paths in the chat.
+
+    Raises: ApiError naming the item.
+    """
+    messages: list[dict] = []
+    places = {"messages": "input"}
+
+    def add(message: dict, place: str, content: str) -> None:
+        path = f"messages[{len(messages)}]"
+        places[path], places[f"{path}.content"] = place, content
+        messages.append(message)
+
+    if body.instructions is not None:
+        add({"role": "system", "content": body.instructions}, "instructions", "instructions")
     if isinstance(body.input, str):
-        return [*messages, {"role": "user", "content": body.input}], [*places, "input"]
+        add({"role": "user", "content": body.input}, "input", "input")
+        return messages, places
     for i, item in enumerate(body.input):
-        kind = item.get("type", "message")
+        kind, place = item.get("type", "message"), f"input[{i}]"
         if kind == "message":
-            message = {"role": item.get("role"), "content": _content(item.get("content"))}
+            add({"role": item.get("role"), "content": _content(item.get("content"))}, place, f"{place}.content")
         elif kind == "function_call":
             function = {name: _text(item, name, i) for name in ("name", "arguments")}
             call = {"id": _text(item, "call_id", i), "type": "function", "function": function}
-            if messages and messages[-1].get("tool_calls"):  # calls of one turn are one message
-                messages[-1]["tool_calls"].append(call)
-                continue
-            message = {"role": "assistant", "content": "", "tool_calls": [call]}
+            if not (messages and messages[-1].get("tool_calls")):  # calls of one turn are one message
+                add({"role": "assistant", "content": "", "tool_calls": []}, place, f"{place}.content")
+            calls = messages[-1]["tool_calls"]
+            places[f"messages[{len(messages) - 1}].tool_calls[{len(calls)}].function"] = place
+            calls.append(call)
         elif kind == "function_call_output":
             output = _content(item.get("output"))
-            message = {"role": "tool", "tool_call_id": _text(item, "call_id", i), "content": output}
-        elif kind == "reasoning":
-            continue  # templates leave out what the model thought in earlier turns
-        else:
+            add(
+                {"role": "tool", "tool_call_id": _text(item, "call_id", i), "content": output}, place, f"{place}.output"
+            )
+        elif kind != "reasoning":  # templates leave out what the model thought in earlier turns
             known = "'message', 'function_call', 'function_call_output', 'reasoning'"
-            text = f"input[{i}] is of type {str(kind)[:50]!r}, which is not supported; supported: {known}"
-            raise ApiError(400, text, param=f"input[{i}].type")
-        messages.append(message)
-        places.append(f"input[{i}]")
+            text = f"{place} is of type {str(kind)[:50]!r}, which is not supported; supported: {known}"
+            raise ApiError(400, text, param=f"{place}.type")
     return messages, places
 
 

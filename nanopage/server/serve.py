@@ -89,17 +89,16 @@ def main(arguments: list[str]) -> int:
     if args.replicas is None:
         engine, app = (
             OneEngine(state, engine_args, modules, args.view),
-            create_app(state, keys, hosts, args.public_metrics),
+            create_app(state, keys, hosts, args.public_metrics, args.root_path),
         )
     else:
         engine = _front(args, state, settings, engine_args)
-        app = guard(engine.routes, state, keys, hosts, args.public_metrics, app=engine)
+        app = guard(engine.routes, state, keys, hosts, args.public_metrics, args.root_path, app=engine)
     config = uvicorn.Config(
         app,
         host=args.host,
         port=args.port,
         uds=args.uds,
-        root_path=args.root_path,
         ssl_keyfile=args.ssl_keyfile,
         ssl_certfile=args.ssl_certfile,
         ssl_ca_certs=args.ssl_ca_certs,
@@ -140,7 +139,9 @@ def parser() -> argparse.ArgumentParser:
         "--api-key", action="append", help="key that clients must send; can be repeated (or NANOPAGE_API_KEY)"
     )
     group.add_argument("--served-model-name", nargs="+", help="names of the model for clients")
-    group.add_argument("--root-path", default="", help="prefix that a reverse proxy takes off all paths")
+    group.add_argument(
+        "--root-path", type=_prefix, default="", help="prefix that paths may have, for a reverse proxy that adds one"
+    )
     group.add_argument("--allowed-host", action="append", default=[], help="Host header to answer besides localhost")
     group.add_argument("--insecure", action="store_true", help="listen on any address without a key, under any name")
     group.add_argument("--ssl-keyfile")
@@ -332,6 +333,12 @@ def _port(text: str) -> int:
     if not 0 <= int(text) < 65536:
         raise argparse.ArgumentTypeError(f"{text} is not from 0 to 65535")
     return int(text)
+
+
+def _prefix(text: str) -> str:
+    if text and not text.startswith("/"):
+        raise argparse.ArgumentTypeError(f"{text!r} does not begin with /")
+    return text.rstrip("/")
 
 
 def _positive(text: str) -> int:

@@ -89,6 +89,10 @@ def read_tool_use(llm: AsyncLLM, body: ChatBody | TokenizeBody, options: ToolOpt
     try:
         tools = [] if body.tools is None else read_tools(body.tools)
         choice = read_tool_choice(body.tool_choice if isinstance(body, ChatBody) else None, tools)
+        form = (body.structured_outputs if isinstance(body, ChatBody) else None) or {}
+        if choice.kind in ("required", "named") and any(value is not None for value in form.values()):
+            message = "structured_outputs and a tool_choice that forces calls exclude each other"
+            raise ApiError(400, message, param="structured_outputs")
         offers = bool(tools) and choice.kind != "none"
         template = "" if (tokenizer := llm.engine.tokenizer) is None else tokenizer.template_for(offers) or ""
         tool_format = find_format(template, options.parser) if offers else None

@@ -34,7 +34,6 @@ async def call(
     path: str,
     body: Any = None,
     headers: dict[str, str] | None = None,
-    root_path: str = "",
     leave_when=None,
     chunks: list[bytes] | None = None,
 ) -> Reply:
@@ -56,7 +55,7 @@ async def call(
         "path": path,
         "raw_path": path.encode(),
         "query_string": b"",
-        "root_path": root_path,
+        "root_path": "",
         "headers": [(name.lower().encode(), value.encode()) for name, value in sent.items()],
         "client": ("127.0.0.1", 5000),
         "server": ("127.0.0.1", 8000),

@@ -69,7 +69,7 @@ def test_a_chat_gets_the_answer_of_the_offline_engine(app, offline):
     expected = offline.chat(HELLO, SamplingParams(**GREEDY), use_tqdm=False)[0]
     assert reply.status == 200
     (choice,) = reply.json["choices"]
-    assert choice["message"] == {"role": "assistant", "content": expected.outputs[0].text}
+    assert choice["message"] == {"role": "assistant", "content": expected.outputs[0].text, "refusal": None}
     assert choice["finish_reason"] == "length" and choice["index"] == 0
     num_prompt = len(expected.prompt_token_ids)
     usage = reply.json["usage"]
@@ -95,8 +95,13 @@ def test_chunks_of_a_chat_add_up_to_its_reply(app, n):
     assert all(chunk["object"] == "chat.completion.chunk" and chunk["usage"] for chunk in chunks)
     choices = [chunk["choices"][0] for chunk in chunks]
     assert [(c["index"], c["delta"]) for c in choices[:n]] == [
-        (i, {"role": "assistant", "content": ""}) for i in range(n)
+        (i, {"role": "assistant", "content": "", "refusal": None}) for i in range(n)
     ]
+    assert [chunk["usage"]["completion_tokens"] for chunk in chunks[:n]] == [0] * n
+    for options, usages in (({"include_usage": True}, {None}), ({"continuous_usage_stats": True}, set())):
+        chunks = post(app, CHAT, body | {"stream": True, "stream_options": options}).events
+        assert {chunk["usage"] for chunk in chunks if chunk["choices"] and "usage" in chunk} == usages
+        assert (chunks[-1]["choices"] == []) == bool(usages)
     texts, reasons = [""] * n, [None] * n
     for choice in choices[n:]:
         assert reasons[choice["index"]] is None  # nothing follows the end
@@ -349,6 +354,15 @@ def test_the_events_of_a_response_add_up_to_it(app):
         ({"input": [{"type": "function_call"}]}, "input[0].name"),
         ({"input": [{"type": "function_call_output", "output": "5"}]}, "input[0].call_id"),
         ({"input": [{"role": "user", "content": 5}], "instructions": "a"}, "input[0].content"),
+        ({"input": "\ud800"}, "input"),
+        ({"input": "a", "instructions": "\ud800"}, "instructions"),
+        ({"input": [{"type": "function_call_output", "call_id": "1", "output": 5}]}, "input[0].output"),
+        ({"input": [{"type": "reasoning"}, {"role": "user"}], "instructions": "a"}, "input[1].content"),
+        ({"max_output_tokens": 2, "min_tokens": 3}, "min_tokens"),
+        ({"text": {"format": {"type": "json_schema", "name": 5, "schema": {}}}}, "text.format.name"),
+        ({"text": {"format": {"type": "json_schema", "name": "a", "schema": {"type": "strin"}}}}, "text.format"),
+        ({"metadata": {"a": 1}}, "metadata.a"),
+        ({"safety_identifier": 5}, "safety_identifier"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]"),
         ({"store": True}, "store"),
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
@@ -366,6 +380,8 @@ def test_the_events_of_a_response_add_up_to_it(app):
 def test_a_bad_field_of_a_response_is_named(app, fields, param):
     reply = post(app, "/v1/responses", {"input": "Hello"} | fields)
     assert (reply.status, reply.error["param"]) == (400, param), reply.body
+    for name in ("messages", ".function", " max_tokens", "response_format"):  # a chat's
+        assert name not in f" {reply.error['message']}"
 
 
 # Models, tokens, templates
@@ -376,6 +392,7 @@ def test_models_and_aliases(app):
     assert [model["id"] for model in data] == ["tiny", "alias"]
     assert data[1]["root"] == "tiny" and data[0]["max_model_len"] == 128 and data[0]["object"] == "model"
     assert get(app, "/v1/models/alias").json["id"] == "alias"
+    assert get(app, "/v1/models/").json["data"] == data
     assert post(app, TEXT, {"model": "alias", "prompt": "a"}).json["model"] == "alias"
     for reply in (get(app, "/v1/models/gpt-4"), post(app, TEXT, {"model": "gpt-4", "prompt": "a"})):
         assert (reply.status, reply.error["code"], reply.error["param"]) == (404, "model_not_found", "model")
@@ -625,8 +642,8 @@ def test_usage_of_every_chunk_reads_a_reply_once(llm, app, monkeypatch):
     monkeypatch.setattr(tokenizer, "chat_template", template)
     feed = ReplyReader.feed
     monkeypatch.setattr(ReplyReader, "feed", lambda self, text: read.append(len(text)) or feed(self, text))
-    options = {"stream": True, "stream_options": {"continuous_usage_stats": True}} | GREEDY | {"max_tokens": 60}
-    events = post(app, CHAT, {"messages": HELLO, "n": 2, **options}).events
+    options = {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}} | GREEDY
+    *events, _ = post(app, CHAT, {"messages": HELLO, "n": 2, **options, "max_tokens": 60}).events
     usages = [event["usage"] for event in events]
     assert len(usages) > 50 and usages[-1]["completion_tokens"] == 120
     for usage in usages:
@@ -776,8 +793,14 @@ def test_everything_but_health_and_the_page_needs_the_key(state):
         assert post(app, CHAT, body, headers={"authorization": f"Bearer {key}"}).status == 200
     # A proxy may add a prefix; the host of a URL does not count.
     assert get(app, "/v1/models", headers={"host": "x/health?"}).status == 401
-    assert get(app, "/api/v1/models", root_path="/api").status == 401
-    assert get(app, "/api/health", root_path="/api").status == 200
+    app = create_app(state, api_keys=["secret"], hosts=["localhost"], root_path="/api")
+    key = {"authorization": "Bearer secret"}
+    for path in ("/v1/models", "/api/v1/models", "/api/v1/models/", "/api/v1/models/tiny", "/api/metrics"):
+        assert get(app, path).status == 401 and get(app, path, headers=key).status == 200, path
+    for path in ("/health", "/api/health", "/api", "/api/"):
+        assert get(app, path).status == 200, path
+    for path in ("/api/api/health", "/apihealth", "/api/healthy", "/other/health", "/api//health"):
+        assert (get(app, path).status, get(app, path, headers=key).status) == (401, 404), path
 
 
 def test_metrics_need_no_key_if_they_are_public(state):

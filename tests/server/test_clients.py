@@ -265,6 +265,7 @@ def test_what_cannot_work_is_a_message_and_an_exit_code(tmp_path, options, name)
         (["--host", "0.0.0.0", "--api-key", ""], "--api-key is empty"),
         (["--max-num-seqs", "0"], "max_num_seqs"),
         (["--port", "99999"], "99999"),
+        (["--root-path", "llm"], "--root-path"),
         (["--shutdown-timeout", "nan"], "nan"),
         (["--ssl-keyfile", "x"], "--ssl-certfile"),
         (["--ssl-ca-certs", "x"], "--ssl-ca-certs needs --ssl-certfile"),

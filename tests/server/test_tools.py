@@ -153,6 +153,11 @@ def test_responses_call_functions(client):
         ),
         ({"tools": [BAD_REF], "tool_choice": "required"}, "tools[0].function.parameters"),
         ({"extra_body": {"structured_outputs": {"regex": "a"}}}, "structured_outputs"),
+        ({"tool_choice": NAMED, "extra_body": {"structured_outputs": {"json": {}}}}, "structured_outputs"),
+        (
+            {"tool_choice": "required", "extra_body": {"structured_outputs": {"json_object": True}}},
+            "structured_outputs",
+        ),
         ({"messages": [{"role": "assistant", "tool_calls": [{"id": "1"}]}]}, "messages[0].tool_calls[0]"),
         ({"extra_body": {"functions": [{"name": "f"}]}}, "functions"),
     ],
