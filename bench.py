@@ -32,6 +32,13 @@ Options and files are checked before a model is loaded. Ctrl-C ends a run early:
 Exit codes: 0 measured, 1 something failed, 2 wrong usage, 130 stopped by SIGINT, 143 by SIGTERM, 129 by SIGHUP.
 """
 
+if __name__ == "__main__":
+    import os
+    import signal
+
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # during the imports, leave without a traceback
+        signal.signal(signal.SIGINT, lambda signum, frame: os._exit(130))
+
 import math
 import random
 import sys

@@ -5,6 +5,13 @@ python chat.py What is a KV cache?            one answer on stdout, everything e
 git diff | python chat.py -p "Explain this"   the pipe is added to the prompt
 """
 
+if __name__ == "__main__":
+    import os
+    import signal
+
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # during the imports, leave without a traceback
+        signal.signal(signal.SIGINT, lambda signum, frame: os._exit(130))
+
 import typer
 
 from nanopage.terminal.chat import chat

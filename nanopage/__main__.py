@@ -1,6 +1,12 @@
 """The command `nanopage`, which is also `python -m nanopage`."""
 
+import os
 import sys
+
+from nanopage.terminal.signals import leave_on_interrupt, raise_on_interrupt
+
+if __name__ == "__main__" or os.path.basename(sys.argv[0]) == "nanopage":  # and not a test
+    leave_on_interrupt()
 
 import typer
 
@@ -18,10 +24,12 @@ app.command("compile")(compile_layers)
 )
 def serve(context: typer.Context) -> None:
     """Serve a model to clients of OpenAI's API (nanopage serve --help)."""
+    leave_on_interrupt()  # imports take seconds
     try:
         from nanopage.server.serve import main as serve_main
     except ImportError as error:
         raise ImportError(f"{error}: pip install 'nanopage[serve]'") from error
+    raise_on_interrupt()
     raise SystemExit(serve_main(context.args))
 
 

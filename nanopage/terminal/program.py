@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Callable
 
+from nanopage.terminal.signals import leave_on_interrupt, raise_on_interrupt
 from nanopage.terminal.text import describe_error, discard, open_missing_streams, say_error
 
 
@@ -15,9 +16,13 @@ def run(app: Callable[[], int], answers: bool = True) -> int:
     def program() -> int:
         if not open_missing_streams() and answers:
             raise ValueError("stdout is closed: there is nowhere to write an answer")
+        raise_on_interrupt()
         return app()
 
-    return exit_code(program, verbose=False)
+    try:
+        return exit_code(program, verbose=False)
+    finally:
+        leave_on_interrupt()  # while Python ends
 
 
 def exit_code(work: Callable[[], int], verbose: bool) -> int:

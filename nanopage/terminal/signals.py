@@ -10,6 +10,23 @@ from collections.abc import Callable, Iterator
 TERMINATING = [signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else [])]
 
 
+def leave_on_interrupt() -> None:
+    """Until `raise_on_interrupt`, Ctrl-C ends the process with code 130 at once. While a program starts or ends, an
+    exception could come in the middle of any import or cleanup."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _leave)
+
+
+def raise_on_interrupt() -> None:
+    """Ctrl-C raises KeyboardInterrupt again, unless it is ignored."""
+    if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _leave(signum, frame) -> None:
+    os._exit(128 + signum)
+
+
 def _handle(signums: list[signal.Signals], handler: Callable) -> dict:
     """Install `handler`, except for signals that are ignored already (nohup). Returns the handlers to restore."""
     return {s: signal.signal(s, handler) for s in signums if signal.getsignal(s) not in (signal.SIG_IGN, None)}

@@ -525,6 +525,38 @@ def test_what_is_not_utf8_is_said_and_answered(model):
     assert re.search("stdin is not UTF-8.*prompt is not UTF-8", done.stderr, re.DOTALL)
 
 
+INTERRUPTED = """
+import builtins, os, runpy, signal, sys
+real = builtins.__import__
+def interrupted(name, *rest, **options):
+    if name == module:
+        os.kill(os.getpid(), signal.SIGINT)
+    return real(name, *rest, **options)
+builtins.__import__ = interrupted
+signal.signal(signal.SIGINT, signal.default_int_handler)
+_, module, program, *arguments = sys.argv
+sys.argv[:] = [program, *arguments]
+run = runpy.run_path if program.endswith(".py") else runpy.run_module
+run(program, run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize(
+    ("module", "program", "arguments"),
+    [
+        ("typer", "chat.py", ["hi"]),
+        ("nanopage.terminal.chat", "chat.py", ["hi"]),
+        ("typer", "bench.py", ["latency"]),
+        ("nanopage.terminal.chat", "nanopage.__main__", ["chat", "hi"]),
+        ("nanopage.server.serve", "nanopage.__main__", ["serve"]),
+    ],
+)
+def test_ctrl_c_while_a_program_starts_leaves_quietly(module, program, arguments):
+    command = [sys.executable, "-c", INTERRUPTED, module, program, *arguments]
+    done = subprocess.run(command, cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
 class Panic(BaseException):
     """What pyo3 raises when Rust panics."""
 
