@@ -99,10 +99,10 @@ class LimitedProcess:
         self.stop()
         options = {"memory": self.limits.memory, "seconds": self.limits.cpu_seconds, "program": str(self.program)}
         # -I and -S: no code from the current directory, PYTHONPATH or site-packages runs at the start.
-        # A new session: Ctrl-C in a terminal must not end the process.
+        # A new process group: Ctrl-C must not end the process, and the program's end ends even a stopped one.
         command = [sys.executable, "-I", "-S", str(PROGRAM), json.dumps(options), *map(_location, self.packages)]
         try:
-            process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
+            process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, process_group=0)
         except OSError as error:
             raise RuntimeError(f"cannot start the process that runs {self.program.name}: {error}") from error
         self._process, self._end_process = process, weakref.finalize(self, _end, process)

@@ -71,9 +71,10 @@ class ProcessLink:
         environment |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
         environment |= {"PYTHONPATH": os.pathsep.join(paths), "PYTHONSAFEPATH": "1"}
         command = [sys.executable, "-P", "-m", "nanopage.worker.worker_process", str(theirs.fileno())]
-        # A session of its own: Ctrl-C is for the engine.
+        # A group of its own: Ctrl-C is for the engine. In the same session: when the engine ends, the kernel sends
+        # SIGHUP to this orphaned group if the worker is stopped, and so cannot notice that.
         self.process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], env=environment, start_new_session=True
+            command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], env=environment, process_group=0
         )
         theirs.close()
 

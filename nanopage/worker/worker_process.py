@@ -149,6 +149,8 @@ def _serve(mailbox: Mailbox) -> None:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the engine decides
+    if hasattr(signal, "SIGTTOU"):
+        signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # output in the background, after "stty tostop"
     lose_output()
     serve(Connection(int(sys.argv[1])))
     sys.stderr.flush()

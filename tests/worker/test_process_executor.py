@@ -438,3 +438,22 @@ def test_no_worker_outlives_its_engine(model, how):
         process.communicate(timeout=30)
     assert process.returncode == (0 if how == "returns" else -signal.SIGKILL)
     assert gone(workers)
+
+
+@pytest.mark.parametrize(
+    "start",
+    [
+        "from nanopage.worker.process_executor import ProcessLink; held = ProcessLink(0, 1); process = held.process",
+        "from nanopage.text.chat_template import TemplateRenderer; held = TemplateRenderer().process; "
+        "held._start(None); process = held._process",
+    ],
+    ids=["worker", "templates"],
+)
+def test_a_stopped_process_does_not_outlive_its_program(start):
+    code = f"{start}; print(process.pid, flush=True); input()"
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as program:
+        process = psutil.Process(int(program.stdout.readline()))
+        process.suspend()
+        program.kill()
+    assert not psutil.wait_procs([process], timeout=30)[1]
