@@ -23,6 +23,7 @@ from typing import Any
 from tokenizers import Tokenizer as BackendTokenizer
 
 from nanopage.grammar.matcher import PROGRAM, STACK_BYTES, make_matcher, make_tokenizer, run_with_large_stack, shorten
+from nanopage.grammar.schema import without_annotations
 from nanopage.limited_process import LimitedProcess, Limits
 from nanopage.model_files import rust_errors
 from nanopage.params import StructuredOutputsParams
@@ -330,7 +331,8 @@ def grammar_text(params: StructuredOutputsParams) -> tuple[str, str]:
         raise ValueError(f"structured_outputs.json is not JSON: {str(error)[:200]}") from None
     if not isinstance(schema, dict):
         raise ValueError("structured_outputs.json must be a JSON object")
-    return kind, text
+    schema, formats = without_annotations(schema)
+    return kind, json.dumps(schema) if formats else text
 
 
 def check_length(kind: str, text: str) -> None:

@@ -12,6 +12,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from nanopage.grammar.schema import without_annotations
 from nanopage.params import RECOMMENDED, RequestOutputKind, SamplingParams, StructuredOutputsParams
 from nanopage.server.errors import ApiError, invalid, unsupported
 from nanopage.server.formats import FIELD, read_response_format, read_structured_outputs
@@ -115,6 +116,9 @@ class Body(BaseModel):
         for name in type(self).model_fields:
             if isinstance(inner := getattr(self, name), Body):
                 ignored += inner.check_unknown(strict, f"{path}{name}.")
+        for name in ("response_format", "structured_outputs", "tools", "format"):
+            _, formats = without_annotations(getattr(self, name, None))
+            ignored += [f"{path}{name}: format {each[:100]}" for each in formats]
         if ignored and strict:
             raise ApiError(400, f"unknown field {ignored[0]!r}", param=ignored[0], code="unknown_field")
         return ignored[:50]

@@ -4,6 +4,7 @@ import json
 from collections.abc import Sequence
 
 from nanopage.grammar.matcher import WHITESPACE
+from nanopage.grammar.schema import without_annotations
 from nanopage.tools.definitions import Tool, ToolChoice
 from nanopage.tools.formats import ToolFormat
 
@@ -75,7 +76,7 @@ def _inside(rule: str, tool: Tool, key: str) -> str:
 def json_value(schema: dict, whitespace: bool = True) -> str:
     """What is a value of this JSON schema. Args: whitespace: whether there may be any."""
     options = {"whitespace_pattern": WHITESPACE} if whitespace else {"whitespace_flexible": False}
-    return f"%json {json.dumps(schema | {'x-guidance': options})}"
+    return f"%json {json.dumps(without_annotations(schema)[0] | {'x-guidance': options})}"
 
 
 def _repeated(several: bool, what: str) -> str:
