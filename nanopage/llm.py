@@ -46,11 +46,12 @@ from nanopage.pooling import PoolingConfig
 from nanopage.profiler import Profiler
 from nanopage.progress import progress_bar
 from nanopage.scoring import pair_texts, read_scores, scoring_prompts
+from nanopage.text.reasoning import THINK, knows_reasoning, last_mark
 from nanopage.tools.definitions import read_tools
 from nanopage.tools.formats import find_format
 from nanopage.tools.pieces import Reply
-from nanopage.tools.prompt import render_chat
-from nanopage.tools.reply import END_THINK, THINK, ReplyReader
+from nanopage.tools.prompt import make_prompt
+from nanopage.tools.reply import ReplyReader
 from nanopage.vllm_options import CALL, POOLING_CALL, accept, accept_engine
 
 # The default of max_num_batched_tokens on a CPU. Steps of 512 tokens instead of 2,048 give 32 prompts at once their
@@ -275,10 +276,11 @@ class LLM:
         template = "" if tokenizer is None else tokenizer.template_for(bool(tools)) or ""
         tool_format = find_format(template) if tools else None
         names = [tool.name for tool in read_tools(tools)] if tools else []
-        begun = (output.prompt or "").rstrip().endswith(THINK)
+        begun = tokenizer is not None and last_mark(tokenizer, output.prompt_token_ids) == THINK
+        reasoning = begun if begun or knows_reasoning(template) else None
         replies = []
         for completion in output.outputs:
-            reader = ReplyReader(tool_format, names, True, END_THINK in template, begun and END_THINK in template)
+            reader = ReplyReader(tool_format, names, reasoning=reasoning)
             reader.feed(completion.text)
             reader.end()
             replies.append(reader.whole)
@@ -310,10 +312,7 @@ class LLM:
     def _chat_prompt(self, messages: list[dict], **template: Any) -> dict:
         """The prompt of a conversation. `template`: further arguments of `Tokenizer.render_chat`."""
         tokenizer = self.engine.input_processor.require_tokenizer("a conversation", "prompt_token_ids to generate()")
-        text = render_chat(tokenizer, messages, **template)
-        # The template writes the special tokens itself; the request carries ids so that none is added twice.
-        ids = self.engine.input_processor.encode(text, add_special_tokens=False)
-        return {"prompt": text, "prompt_token_ids": ids}
+        return make_prompt(tokenizer, self.engine.input_processor.encode, messages, **template)
 
     def encode(
         self,

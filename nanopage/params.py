@@ -127,7 +127,9 @@ class SamplingParams:
         min_tokens: no end-of-sequence, stop token or stop string before this many output tokens.
         stop: strings that end the output; not part of it unless `include_stop_str_in_output`. The string that ends
             first in the text counts; if several end at the same place, the longest. At most 16,384 characters in all.
-        stop_token_ids: tokens that end the output.
+        stop_in_reasoning: search for `stop` also in what a model thinks before it answers, in chats. Completions of a
+            text are always searched as a whole.
+        stop_token_ids: tokens that end the output, also within the reasoning.
         ignore_eos: go on after end-of-sequence tokens.
         include_stop_str_in_output: keep the stop string or stop token in the text.
         skip_special_tokens: leave special tokens out of the text.
@@ -170,6 +172,7 @@ class SamplingParams:
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
     include_stop_str_in_output: bool = False
+    stop_in_reasoning: bool = False
     skip_special_tokens: bool = True
     detokenize: bool = True
     structured_outputs: StructuredOutputsParams | None = None
@@ -242,7 +245,13 @@ class SamplingParams:
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 check_integer(name, getattr(self, name), 0, MAX_LOGPROBS)
-        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "detokenize"):
+        for name in (
+            "ignore_eos",
+            "include_stop_str_in_output",
+            "stop_in_reasoning",
+            "skip_special_tokens",
+            "detokenize",
+        ):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be True or False, not {shown(getattr(self, name))}")
         if self.stop and not self.detokenize:

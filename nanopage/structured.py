@@ -18,6 +18,7 @@ import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 from tokenizers import Tokenizer as BackendTokenizer
@@ -27,6 +28,7 @@ from nanopage.grammar.schema import without_annotations
 from nanopage.limited_process import LimitedProcess, Limits
 from nanopage.model_files import rust_errors
 from nanopage.params import StructuredOutputsParams
+from nanopage.text.reasoning import END_THINK, THINK, knows_reasoning, last_mark
 from nanopage.text.tokenizer import Tokenizer
 
 MAX_CHARACTERS = 131_072  # of a schema, an expression, all choices or a grammar
@@ -35,7 +37,8 @@ COMPILE_LIMITS = Limits(memory=STACK_BYTES + (128 << 20), cpu_seconds=2.0, secon
 # For the masks of all completions with one grammar: this, and so much more for each mask. One takes some 0.00005 s.
 MASK_SECONDS, SECONDS_PER_MASK = 1.0, 0.002
 FORCED_CHARACTERS = 512  # of a text that a grammar leaves no choice about, to find its next token
-NUM_TAIL = 5  # tokens at the end of a prompt among which <think> is looked for
+NUM_TAIL = 5  # tokens at the end of a prompt without special tokens among which <think> is looked for
+END_MARK = END_THINK.encode()
 MIN_BYTES = 4 << 20  # that any compiled grammar counts
 CACHED_BYTES = 128 << 20  # of compiled grammars that are kept
 MAX_BYTES = 1 << 30  # of these and of those in use
@@ -113,7 +116,7 @@ class Vocabulary:
 
     text       tokens that stand for text, and special tokens that have a name
     endings    end-of-sequence tokens
-    think      the tokens <think> and </think>; None if the model does not think
+    think      the token <think>; None if the model does not think, or if it is several tokens
     num_bytes  length of a mask
     tokenizer  llguidance's
 
@@ -132,10 +135,10 @@ class Vocabulary:
         self.num_bytes = -(-vocab_size // 32) * 4
         self.text = token_set(token_id for token_id in range(vocab_size) if self.tokens[token_id])
         self.endings = token_set(eos_token_ids)
-        begin, end = (tokenizer.backend.token_to_id(mark) for mark in ("<think>", "</think>"))
-        self.think: tuple[int, int] | None = None
-        if "</think>" in (tokenizer.chat_template or "") and begin is not None and end is not None:
-            self.think = begin, end
+        self.thinks = any(map(knows_reasoning, (tokenizer.chat_template, tokenizer.tool_template)))
+        self.think = tokenizer.backend.token_to_id(THINK) if self.thinks else None
+        self.last_mark = partial(last_mark, tokenizer)
+        self._straddling: dict[int, int] = {}
         self.tokenizer = make_tokenizer(self, size, eos_token_ids)
 
     def __call__(self, text: str) -> list[int]:
@@ -149,6 +152,14 @@ class Vocabulary:
             "special_token_ids": self.special_token_ids,
             "eos_token_ids": self.eos_token_ids,
         }
+
+    def straddling(self, matched: int) -> int:
+        """The set of tokens that end the reasoning and go on with the answer, after `matched` bytes of `</think>`."""
+        if matched not in self._straddling:
+            texts, before = enumerate(self.tokens), END_MARK[:matched]
+            ends = (i for i, text in texts if (before + text).partition(END_MARK)[2].strip())
+            self._straddling[matched] = token_set(ends)
+        return self._straddling[matched]
 
 
 class CompiledGrammar:
@@ -178,23 +189,24 @@ class CompiledGrammar:
             raise ValueError(f"too complex: finding the tokens that may come next has taken {self.seconds:.1f} s")
 
     def make_mask(
-        self, stop_token_ids: Iterable[int], prompt_token_ids: Sequence[int] = ()
+        self, stop_token_ids: Iterable[int], prompt_token_ids: Sequence[int] = (), reasoning: bool | None = None
     ) -> "GrammarMask | MaskAfterReasoning":
         """The mask of one completion, for its first token.
 
         Args:
             stop_token_ids: allowed where the text is complete, like end-of-sequence.
-            prompt_token_ids: their end shows whether the model is to think first.
+            prompt_token_ids: their end shows whether the model may think first.
+            reasoning: whether they end within the model's reasoning. None: their end shows that, too.
 
         Raises: ValueError if there is no first token.
         """
-        mask = GrammarMask(self, token_set(stop_token_ids))
+        mask, vocabulary = GrammarMask(self, token_set(stop_token_ids)), self.vocabulary
         mask.allowed([])
-        marks = self.vocabulary.think
-        end = [token_id for token_id in prompt_token_ids[-NUM_TAIL:] if marks is not None and token_id in marks]
-        if marks is None or (end and end[-1] == marks[1]):  # it cannot think, or is not to
+        mark = vocabulary.last_mark(prompt_token_ids, NUM_TAIL) if vocabulary.thinks else None
+        begun = mark == THINK if reasoning is None else reasoning
+        if not begun and (vocabulary.think is None or mark == END_THINK):  # it cannot think, or is not to
             return mask
-        return MaskAfterReasoning(mask, marks, begun=bool(end))
+        return MaskAfterReasoning(mask, vocabulary.think, begun)
 
 
 class GrammarMask:
@@ -272,20 +284,20 @@ class GrammarMask:
 
 class MaskAfterReasoning:
     """The `TokenMask` of a completion that may think first: the grammar begins after `</think>`. An output that does
-    not begin with `<think>` is in the grammar from its first token on. The end-of-sequence token is not allowed while
-    the model thinks.
+    not begin with `<think>` is in the grammar from its first token on. While the model thinks, an end-of-sequence token
+    is not allowed, nor a token that has the end of the reasoning and the beginning of the answer.
 
     Args:
         mask: that of the grammar.
-        marks: the tokens `<think>` and `</think>`.
-        begun: whether the prompt ends with `<think>`.
+        think: the token `<think>`, if it is one.
+        begun: whether the prompt ends within the reasoning.
     """
 
-    def __init__(self, mask: GrammarMask, marks: tuple[int, int], begun: bool):
-        vocabulary = mask.grammar.vocabulary
-        self.mask, self.begun, (self.start, self.end) = mask, begun, marks
-        free = vocabulary.text & ~(vocabulary.endings | mask.stop_tokens)
-        self._free = free.to_bytes(vocabulary.num_bytes, "little")
+    def __init__(self, mask: GrammarMask, think: int | None, begun: bool):
+        self.mask, self.think, self.begun, self.vocabulary = mask, think, begun, mask.grammar.vocabulary
+        self._free = self.vocabulary.text & ~(self.vocabulary.endings | mask.stop_tokens)
+        # Tokens that have been read, the bytes of `</think>` that they end with, and where the answer begins.
+        self._read: tuple[int, int, int | None] = (0, 0, None)
 
     def allowed(self, output_token_ids: list[int]) -> bytes:
         """See `TokenMask`."""
@@ -293,21 +305,46 @@ class MaskAfterReasoning:
 
     def follow(self, output_token_ids: list[int], draft: list[int]) -> list[bytes]:
         """See `TokenMask`."""
-        if self.begun or output_token_ids[:1] == [self.start]:
-            if self.end not in output_token_ids:
-                num_free = draft.index(self.end) if self.end in draft else len(draft)
-                masks = [self._free]
-                for token_id in draft[:num_free]:
-                    if not self._free[token_id // 8] >> token_id % 8 & 1:
-                        return masks
-                    masks.append(self._free)
-                return masks
-            return self.mask.follow(output_token_ids[output_token_ids.index(self.end) + 1 :], draft)
+        if self.begun or (output_token_ids and output_token_ids[0] == self.think):
+            matched, begin = self._find_answer(output_token_ids)
+            if begin is None:
+                return self._follow_reasoning(matched, draft)
+            return self.mask.follow(output_token_ids[begin:], draft)
         masks = self.mask.follow(output_token_ids, draft)
-        if not output_token_ids:
-            first = int.from_bytes(masks[0], "little") | 1 << self.start
-            masks[0] = first.to_bytes(len(masks[0]), "little")
+        if not output_token_ids and self.think is not None:
+            masks[0] = self._to_bytes(int.from_bytes(masks[0], "little") | 1 << self.think)
         return masks
+
+    def _find_answer(self, output_token_ids: list[int]) -> tuple[int, int | None]:
+        """(bytes of `</think>` that the output ends with, where the answer begins or None)"""
+        num_read, matched, begin = self._read if self._read[0] <= len(output_token_ids) else (0, 0, None)
+        while begin is None and num_read < len(output_token_ids):
+            after, num_read = self._after(matched, output_token_ids[num_read]), num_read + 1
+            matched, begin = (0, num_read) if after is None else (after, None)
+        self._read = num_read, matched, begin
+        return matched, begin
+
+    def _follow_reasoning(self, matched: int, draft: list[int]) -> list[bytes]:
+        masks: list[bytes] = []
+        for token_id in [*draft, None]:
+            free = self._free & ~self.vocabulary.straddling(matched)
+            masks.append(self._to_bytes(free))
+            if token_id is None or not free >> token_id & 1:
+                break
+            if (after := self._after(matched, token_id)) is None:
+                break
+            matched = after
+        return masks
+
+    def _after(self, matched: int, token_id: int) -> int | None:
+        """How many bytes of `</think>` a text ends with after one more token; None if it has all of them."""
+        text = END_MARK[:matched] + self.vocabulary.tokens[token_id]
+        if END_MARK in text:
+            return None
+        return next(n for n in range(len(END_MARK) - 1, -1, -1) if text.endswith(END_MARK[:n]))
+
+    def _to_bytes(self, tokens: int) -> bytes:
+        return tokens.to_bytes(self.vocabulary.num_bytes, "little")
 
 
 def grammar_text(params: StructuredOutputsParams) -> tuple[str, str]:

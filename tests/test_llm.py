@@ -13,6 +13,7 @@ from nanopage import LLM, SamplingParams
 from nanopage.llm import GenerationError, GenerationInterrupted
 from nanopage.params import RequestOutputKind
 from nanopage.text.tokenizer import Tokenizer
+from nanopage.tools.pieces import Reply
 
 GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
 SAMPLED = SamplingParams(seed=7, max_tokens=10, ignore_eos=True)
@@ -285,6 +286,34 @@ def test_what_ends_a_reply_is_the_union_of_all_that_the_files_say(tmp_path, capl
     assert len(later.token_ids) == 4 and not ends & {*later.token_ids[:3]} and later.token_ids[3] in ends
     (on,) = llm.generate("the cat", dataclasses.replace(favored, ignore_eos=True))[0].outputs
     assert len(on.token_ids) == 4 and ends.issuperset(on.token_ids)
+
+
+def test_stop_strings_of_a_chat_are_searched_in_the_answer(llm, monkeypatch):
+    tokenizer, executor = llm.get_tokenizer(), llm.engine.executor
+    template = tokenizer.chat_template.replace("assistant\n", "assistant\n<think>\n")
+    monkeypatch.setattr(tokenizer, "chat_template", template)
+    result, params = executor.result, SamplingParams(temperature=0, max_tokens=40, stop="cats")
+
+    def say(run, params=params):
+        todo = iter([*tokenizer.encode("cats, so</think>\ncacats", add_special_tokens=False), 2])
+
+        def scripted():
+            found = result()
+            found.token_ids = [next(todo) for _ in found.token_ids]
+            return found
+
+        monkeypatch.setattr(executor, "result", scripted)
+        *_, output = run(params)
+        monkeypatch.setattr(executor, "result", result)
+        return output
+
+    chat = say(lambda params: llm.chat(CONVERSATION, params))
+    assert say(lambda params: llm.stream(CONVERSATION, params)).outputs[0].text == chat.outputs[0].text
+    assert chat.outputs[0].text == "cats, so</think>\nca"
+    assert llm.read_replies(chat) == [Reply("cats, so", "ca")]
+    everywhere = dataclasses.replace(params, stop_in_reasoning=True)
+    assert say(lambda params: llm.chat(CONVERSATION, params), everywhere).outputs[0].text == ""
+    assert say(lambda params: llm.generate(chat.prompt, params)).outputs[0].text == ""  # completes a text
 
 
 @pytest.mark.parametrize(

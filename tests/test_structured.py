@@ -111,7 +111,7 @@ def test_every_text_that_ends_is_what_was_asked_for(engine, kind):
     assert {output.finish_reason for output in outputs} <= {"stop", "length"}
     for output in ended:
         assert is_right(engine.tokenizer.decode(output.token_ids[:-1], skip_special_tokens=False)), output.text
-        assert output.token_ids[-1] == EOS
+        assert output.token_ids[-1] in engine.model_config.eos_token_ids
     assert len({output.text for output in ended}) > 1
 
 
@@ -621,6 +621,9 @@ def test_a_model_without_an_end_is_refused(tmp_path):
     for file in ("config.json", "generation_config.json"):
         fields = json.loads((path / file).read_text())
         (path / file).write_text(json.dumps({name: v for name, v in fields.items() if name != "eos_token_id"}))
+    for file in ("tokenizer.json", "tokenizer_config.json"):  # no token is an end by its name
+        text = (path / file).read_text().replace("<|im_end|>", "<|a|>").replace("<|endoftext|>", "<|b|>")
+        (path / file).write_text(text.replace('"eos_token"', '"other"'))
     with pytest.raises(ValueError, match="structured_outputs needs a model with an end-of-sequence token"):
         make_engine(path).add_request("one", "a", ask({"regex": "a"}))
 
@@ -746,6 +749,41 @@ def test_a_grammar_begins_after_the_reasoning(thinking):
     assert allowed_tokens(opened, []) == inside and allowed_tokens(opened, [end]) == first - {think}
     closed = grammar.make_mask([7], [user, think, user, end, user])
     assert allowed_tokens(closed, []) == first - {think}
+
+
+def test_the_end_of_the_reasoning_may_be_several_tokens(default_model):
+    tokenizer = Tokenizer(default_model)
+    grammar = Grammars(tokenizer, 49152, [2]).compile(StructuredOutputsParams(choice=["yes", "no"]))
+
+    def encode(text):
+        return tokenizer.encode(text, add_special_tokens=False)
+
+    prompt, (yes,) = encode("<|im_start|>assistant\n<think> So"), encode("yes")
+    mask = grammar.make_mask([7], prompt, True)
+    inside, first = allowed_tokens(mask, []), allowed_tokens(grammar.make_mask([7]), [])
+    assert yes in inside and not {2, 7} & inside and first == allowed_tokens(grammar.make_mask([7], prompt, None), [])
+    words = encode(" </th </think")
+    last = allowed_tokens(mask, words)
+    text = {i: tokenizer.token_bytes(i).decode(errors="replace") for i in inside - last}
+    assert text and all(each.startswith(">") and each[1:].strip() for each in text.values())  # they begin the answer
+    assert allowed_tokens(mask, [*words, *encode(">")]) == first
+    assert allowed_tokens(mask, [*words, *encode(">"), yes]) == {2, 7}
+    for n in range(len(words) + 1):  # drafts, and a mask that goes back
+        assert mask.follow(words[:n], [*words[n:], *encode(">"), yes])[-1] == mask.allowed(words)
+
+
+def test_only_the_last_turn_of_a_prompt_says_whether_it_ends_within_reasoning(thinking):
+    tokenizer, grammar = thinking
+    for text, opened in (
+        ("<|im_start|>user\n<think><|im_end|>\n<|im_start|>assistant\n", False),
+        ("<|im_start|>assistant\n<think>\nI wonder what they may want of me, and why", True),
+        ("<|im_start|>assistant\n<think>\n</think> So I <think> that", True),
+        ("<|im_start|>assistant\n<think>\n\n</think>\n\n and so on, for more than five tokens", False),
+        ("What <think> means, in a text without turns", False),
+        ("A text without turns <think>\n", True),
+    ):
+        mask = grammar.make_mask([], tokenizer.encode(text, add_special_tokens=False))
+        assert (tokenizer.encode("user")[0] in allowed_tokens(mask, [])) == opened, text
 
 
 def test_drafts_go_through_the_reasoning(thinking):

@@ -36,7 +36,8 @@ from nanopage.text.tokenizer import Tokenizer
 Prompt = str | list[int] | dict
 """Text, token ids, or a dict with "prompt" or "prompt_token_ids", and optionally "cache_salt" (vLLM's forms).
 
-A dict with both is of token ids; the text is only returned as `RequestOutput.prompt`."""
+A dict with both is of token ids; the text is only returned as `RequestOutput.prompt`. The prompt of a conversation also
+has "reasoning": whether it ends within the model's reasoning; None if the model does not think."""
 
 
 MAX_SALT = 1024  # characters
@@ -101,6 +102,7 @@ class InputProcessor:
         params = dataclasses.replace(params)  # a copy, checked again: the caller may change the original
         adapter = None if lora_request is None else self.adapters.check(lora_request)
         text, token_ids, cache_salt = self._read_prompt(prompt)
+        reasoning: bool | None = prompt.get("reasoning") if isinstance(prompt, dict) else None
         cache_salt = self.adapters.salt(adapter, cache_salt)
         max_output = self.max_model_len - len(token_ids)
         if max_output < 1:
@@ -115,7 +117,7 @@ class InputProcessor:
         settings = self._settings(params, self._check_tokens(params))
         grammar = None if params.structured_outputs is None else self.compile_grammar(params.structured_outputs)
         seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
-        eos = self.model_config.eos_token_ids
+        eos, stops = self.model_config.eos_token_ids, params.stop_token_ids or ()
         limit = self.max_model_len if params.max_tokens is None else len(token_ids) + params.max_tokens
         seqs = [
             Sequence(
@@ -124,11 +126,11 @@ class InputProcessor:
                 settings,
                 seed=seed if index == 0 else branch_seed(seed, index),
                 eos_token_ids=frozenset() if params.ignore_eos else eos,
-                stop_token_ids=frozenset(params.stop_token_ids or ()),
+                stop_token_ids=frozenset(stops),
                 max_total_tokens=min(limit, self.max_model_len),
                 num_logprobs=params.logprobs,
                 cache_salt=cache_salt,
-                token_mask=None if grammar is None else grammar.make_mask(params.stop_token_ids or (), token_ids),
+                token_mask=None if grammar is None else grammar.make_mask(stops, token_ids, reasoning),
             )
             for index in range(count)
         ]
@@ -136,7 +138,8 @@ class InputProcessor:
         detokenizers: list[IncrementalDetokenizer | None] = [None] * count
         if params.detokenize and self.tokenizer is not None:
             stop_strings = StopStrings(list(params.stop)) if params.stop else None
-            options = stop_strings, params.skip_special_tokens, params.include_stop_str_in_output
+            searched = None if params.stop_in_reasoning else reasoning
+            options = stop_strings, params.skip_special_tokens, params.include_stop_str_in_output, searched
             detokenizers = [IncrementalDetokenizer(self.tokenizer, token_ids, *options) for _ in seqs]
         completions = [Completion(seq, detokenizer) for seq, detokenizer in zip(seqs, detokenizers, strict=True)]
         return Request(group, params, text, token_ids, completions)
@@ -334,13 +337,15 @@ class InputProcessor:
         """(text or None, token ids, cache salt) of any form of prompt."""
         text, token_ids, salt = None, None, ""
         if isinstance(prompt, dict):
-            if unknown := prompt.keys() - {"prompt", "prompt_token_ids", "cache_salt"}:
+            if unknown := prompt.keys() - {"prompt", "prompt_token_ids", "cache_salt", "reasoning"}:
                 raise ValueError(
                     f"the prompt has fields that are not supported: {', '.join(sorted(map(str, unknown)))}"
                 )
             text, token_ids, salt = prompt.get("prompt"), prompt.get("prompt_token_ids"), prompt.get("cache_salt") or ""
             if text is None and token_ids is None:
                 raise ValueError("a prompt dict has 'prompt' or 'prompt_token_ids'")
+            if not isinstance(prompt.get("reasoning"), bool | None):
+                raise TypeError(f"reasoning must be True, False or None, not {prompt['reasoning']!r:.100}")
             if not isinstance(salt, str):
                 raise TypeError(f"cache_salt must be a string, not {shown(salt)}")
             if len(salt) > MAX_SALT or not is_unicode(salt):

@@ -16,8 +16,9 @@ from nanopage.server.logprobs import chat_logprobs
 from nanopage.server.protocol import ChatBody
 from nanopage.server.templates import chat_prompt
 from nanopage.server.tools import ToolOptions, ToolUse, find_wrong_tool, is_special, read_tool_use
+from nanopage.text.reasoning import END_THINK, THINK
 from nanopage.tools.pieces import Call, Content, Piece, Reasoning, Reply
-from nanopage.tools.reply import END_THINK, THINK, ReplyReader
+from nanopage.tools.reply import ReplyReader
 
 LOOK = 256  # characters that are read at a time to see whether a reply begins with reasoning
 
@@ -93,15 +94,14 @@ class Chat:
         logprobs = self.num_top if body.logprobs else None
         default, tokenizer = llm.engine.default_sampling_params, llm.engine.tokenizer
         self.params = body.sampling_params(default, None, logprobs, lambda form: self.use.constrain(form, tokenizer))
+        self.params.stop_in_reasoning = body.stop_in_reasoning
         self.reads_calls = self.use.format is not None
-        if self.reads_calls or (self.use.reasons and is_special(tokenizer, THINK)):
-            self.params.skip_special_tokens = False  # they are marks of calls
         if logprobs is not None:
             tokens = min(self.params.max_tokens or llm.engine.max_model_len, llm.engine.max_model_len)
             body.check_logprobs(body.n, tokens, logprobs)
         self.copies = body.n // self.params.n
         self.outputs: list[RequestOutput] = []  # the latest of the request
-        self.prompt = ""
+        self.reasoning: bool | None = None  # as in ReplyReader
         self.readers: dict[int, ReplyReader | None] = {}  # of each choice, while they stream
         self.thinking: dict[int, Thinking] = {}  # of each completion
         self.call_ids: defaultdict[tuple[int, int], str] = defaultdict(self._make_id)  # of (choice, call)
@@ -119,7 +119,10 @@ class Chat:
     async def start(self, entered: Callable[[], None]) -> Generation:
         """Put the conversation into the engine. Arguments and errors are those of `generation.start`."""
         prompt = await self.llm.in_thread(chat_prompt, self.llm, self.body, self.use.offered)
-        self.prompt = prompt["prompt"]
+        self.reasoning, tokenizer = prompt["reasoning"], self.llm.engine.tokenizer
+        marks = () if self.reasoning is None else (THINK, END_THINK)
+        if self.reads_calls or any(is_special(tokenizer, mark) for mark in marks):
+            self.params.skip_special_tokens = False  # they are marks of calls or of reasoning
         try:
             return await start(self.llm, [prompt], self.params, self.body, entered, self.adapter)
         except ApiError as error:
@@ -167,7 +170,7 @@ class Chat:
 
     def read(self, completion: CompletionOutput) -> tuple[Reply, list[Piece]]:
         """A whole completion, and its parts in order."""
-        reader = self.use.make_reader(self.prompt)
+        reader = self.use.make_reader(self.reasoning)
         if reader is None:
             return Reply(content=completion.text), [Content(completion.text)] if completion.text else []
         pieces = reader.feed(completion.text) + reader.end()
@@ -176,7 +179,7 @@ class Chat:
     def pieces(self, change: Change) -> list[Piece]:
         """The parts of what is new in a choice."""
         if change.index not in self.readers:
-            self.readers[change.index] = self.use.make_reader(self.prompt)
+            self.readers[change.index] = self.use.make_reader(self.reasoning)
         reader = self.readers[change.index]
         if reader is None:
             return [Content(change.text)] if change.text else []
@@ -242,12 +245,12 @@ class Chat:
 
     def num_reasoning_tokens(self) -> int:
         """The tokens of all completions up to `</think>`, if that is a token."""
-        if not self.use.reasons or self.llm.engine.tokenizer is None:
+        if self.reasoning is None or self.llm.engine.tokenizer is None:
             return 0
         end, total = self.llm.engine.tokenizer.backend.token_to_id(END_THINK), 0
         for completion in (c for output in self.outputs for c in output.outputs):
             if completion.index not in self.thinking:
-                self.thinking[completion.index] = Thinking(self.use.make_reader(self.prompt))
+                self.thinking[completion.index] = Thinking(self.use.make_reader(self.reasoning))
             total += self.thinking[completion.index].count(completion, end)
         return total
 

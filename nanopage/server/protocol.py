@@ -295,6 +295,7 @@ class ChatBody(SamplingBody):
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
+    stop_in_reasoning: bool = False
     tools: list[Any] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool = True
@@ -344,6 +345,7 @@ class ResponsesBody(CommonBody):
     top_logprobs: int = 0
     text: TextOptions = TextOptions()
     chat_template_kwargs: dict[str, Any] | None = None
+    stop_in_reasoning: bool = False
     response_format: dict[str, Any] | None = None  # refused: a client may expect that it is heeded
 
 

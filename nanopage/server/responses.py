@@ -39,7 +39,7 @@ class Responses:
         self.body, self.model = body, model
         self.messages, self.places = _messages(body)
         fields: dict[str, Any] = {"messages": self.messages, "max_tokens": body.max_output_tokens}
-        for name in (*CommonBody.model_fields, "parallel_tool_calls", "chat_template_kwargs"):
+        for name in (*CommonBody.model_fields, "parallel_tool_calls", "chat_template_kwargs", "stop_in_reasoning"):
             fields[name] = getattr(body, name)
         fields |= {"tools": _tools(body.tools) or None, "tool_choice": _tool_choice(body.tool_choice)}
         fields["response_format"] = _response_format(body.text.format)

@@ -8,7 +8,7 @@ from nanopage.server.errors import ApiError, invalid
 from nanopage.server.generation import too_long
 from nanopage.server.protocol import ChatBody, TokenizeBody
 from nanopage.tools.definitions import Tool
-from nanopage.tools.prompt import render_chat
+from nanopage.tools.prompt import make_prompt
 
 TEMPLATE_KWARGS = ("enable_thinking", "thinking", "date_string")  # variables that a client may set
 EMPTY_FIELDS = ("refusal", "annotations", "audio", "function_call")  # of the replies that clients send back
@@ -40,16 +40,15 @@ def chat_prompt(llm: AsyncLLM, body: ChatBody | TokenizeBody, tools: list[Tool])
             _without_what_is_empty(message, f"messages[{i}]", has_developer)
             for i, message in enumerate(body.messages or [])
         ]
-        text = render_chat(
+        return make_prompt(
             tokenizer,
+            processor.encode,
             messages,
             [tool.describe() for tool in tools] or None,
             add_generation_prompt=not body.continue_final_message and body.add_generation_prompt is not False,
             continue_final_message=body.continue_final_message,
             chat_template_kwargs=kwargs or None,
         )
-        # The template writes the special tokens itself.
-        return {"prompt": text, "prompt_token_ids": processor.encode(text, add_special_tokens=False)}
     except PromptTooLongError as error:
         raise too_long(llm, error, "messages") from None
     except (ValueError, TypeError) as error:

@@ -14,7 +14,7 @@ from nanopage.text.tokenizer import Tokenizer
 from nanopage.tools.definitions import Tool, ToolChoice, read_tool_choice, read_tools
 from nanopage.tools.formats import ToolFormat, find_format
 from nanopage.tools.grammar import json_value, make_grammar
-from nanopage.tools.reply import END_THINK, THINK, ReplyReader
+from nanopage.tools.reply import ReplyReader
 
 MAX_SECONDS = 5.0  # of looking for what is wrong
 FINISH_REASONS = ("stop", "tool_calls")
@@ -39,27 +39,23 @@ class ToolUse:
     """The tools of a call, all that is in its body.
 
     format: how the model writes calls; None without tools.
-    reasons: whether the model may think before it replies.
     """
 
     tools: list[Tool]
     choice: ToolChoice
     format: ToolFormat | None = None
     parallel: bool = True
-    reasons: bool = False
 
     @property
     def offered(self) -> list[Tool]:
         """The tools that the model is told about."""
         return [] if self.choice.kind == "none" else self.tools
 
-    def make_reader(self, prompt: str) -> ReplyReader | None:
-        """What reads a reply to this prompt; None if all of it is content."""
-        if self.format is None and not self.reasons:
+    def make_reader(self, reasoning: bool | None) -> ReplyReader | None:
+        """What reads a reply; None if all of it is content. Args: reasoning: as in ReplyReader."""
+        if self.format is None and reasoning is None:
             return None
-        names = [tool.name for tool in self.offered]
-        begun = self.reasons and prompt.rstrip().endswith(THINK)
-        return ReplyReader(self.format, names, self.parallel, self.reasons, begun)
+        return ReplyReader(self.format, [tool.name for tool in self.offered], self.parallel, reasoning)
 
     def constrain(
         self, form: StructuredOutputsParams | None, tokenizer: Tokenizer | None
@@ -96,7 +92,7 @@ def read_tool_use(llm: AsyncLLM, body: ChatBody | TokenizeBody, options: ToolOpt
         offers = bool(tools) and choice.kind != "none"
         template = "" if (tokenizer := llm.engine.tokenizer) is None else tokenizer.template_for(offers) or ""
         tool_format = find_format(template, options.parser) if offers else None
-        return ToolUse(tools, choice, tool_format, parallel, END_THINK in template)
+        return ToolUse(tools, choice, tool_format, parallel)
     except (ValueError, TypeError) as error:
         raise invalid_tools(error) from None
 

@@ -23,6 +23,7 @@ from rich.syntax import Syntax
 from rich.text import Text
 
 from nanopage.terminal.text import terminal_reflows
+from nanopage.text.reasoning import END_THINK, THINK
 
 UP, ERASE_BELOW = "\x1b[{}A", "\r\x1b[J"
 # Rows that are redrawn must be single rows even if the terminal and rich disagree on how wide a glyph is.
@@ -30,7 +31,6 @@ WRAP_OFF, WRAP_ON = "\x1b[?7l", "\x1b[?7h"
 STYLE = re.compile("\x1b\\[[0-9;]*m")
 # A frame is shown whole (synchronized output); terminals that do not know it ignore it.
 BEGIN_FRAME, END_FRAME = "\x1b[?2026h", "\x1b[?2026l"
-THINK, END_THINK = "<think>", "</think>"
 CONTEXT = 30  # lines of code that are looked at, at least, to highlight the next one
 
 # Without HTML and link definitions, which rich would not show, every block means by itself what it means in the text.

@@ -15,6 +15,7 @@ from nanopage.terminal.log import held_log
 from nanopage.terminal.signals import Interrupt
 from nanopage.terminal.spinner import spinner
 from nanopage.terminal.text import printable
+from nanopage.text.reasoning import THINK, last_mark
 from nanopage.tools.pieces import Content
 from nanopage.tools.prompt import render_chat
 from nanopage.tools.reply import ReplyReader
@@ -199,10 +200,9 @@ def _after_reading(
 
 
 def _printer(llm: LLM, prompt_token_ids: list[int], begun: str):
-    from nanopage.terminal.markdown import THINK, ReplyPrinter  # not needed where plain text is
+    from nanopage.terminal.markdown import ReplyPrinter  # not needed where plain text is
 
     # Some templates write the opening tag themselves.
-    end = llm.get_tokenizer().decode(prompt_token_ids[-8:], skip_special_tokens=False)
-    printer = ReplyPrinter(sys.stdout, thinking=end.rstrip().endswith(THINK))
+    printer = ReplyPrinter(sys.stdout, thinking=last_mark(llm.get_tokenizer(), prompt_token_ids, tail=8) == THINK)
     printer.skip(printable(begun))
     return printer

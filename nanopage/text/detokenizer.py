@@ -1,5 +1,6 @@
 """Tokens to text as they come."""
 
+from nanopage.text.reasoning import AnswerSearch
 from nanopage.text.stop_strings import StopStrings, StopStringSearch
 from nanopage.text.tokenizer import Tokenizer
 
@@ -17,6 +18,8 @@ class IncrementalDetokenizer:
         prompt_token_ids: gives the first tokens their context (a leading space, for SentencePiece).
         stop_strings: the strings that end the sequence, None if there are none.
         skip_special_tokens, include_stop_str: as in SamplingParams.
+        reasoning: whether the output begins within the model's reasoning, where no stop string is searched for; it may
+            also begin it itself. None: all of the output is searched.
     """
 
     MAX_UNFINISHED = 32  # tokens of the window: more are no character, and would cost work for each further token
@@ -29,18 +32,24 @@ class IncrementalDetokenizer:
         stop_strings: StopStrings | None = None,
         skip_special_tokens: bool = True,
         include_stop_str: bool = False,
+        reasoning: bool | None = None,
     ):
         self.tokenizer = tokenizer
         self.prompt_token_ids = prompt_token_ids
         self.stop_strings = stop_strings
         self.skip_special_tokens = skip_special_tokens
         self.include_stop_str = include_stop_str
+        self.reasoning = reasoning
         self.restart()
 
     def restart(self) -> None:
         """Forget all tokens added so far."""
         self.text = ""
-        self._search = None if self.stop_strings is None else StopStringSearch(self.stop_strings)
+        self._search: StopStringSearch | AnswerSearch | None = None
+        if self.stop_strings is not None and self.reasoning is None:
+            self._search = StopStringSearch(self.stop_strings)
+        elif self.stop_strings is not None:
+            self._search = AnswerSearch(self.stop_strings, bool(self.reasoning))
         # A token's text depends on its neighbours, so a window of the last few tokens is decoded as a whole. The first
         # `_done` characters of the window's text are known already. Example: after "a" come two tokens, each with one
         # byte of "é". With the first, the window decodes to "a\ufffd", which adds nothing. With the second, it decodes
@@ -54,6 +63,8 @@ class IncrementalDetokenizer:
     def add(self, token_id: int, search_stop: bool = True) -> str | None:
         """Add the next token. Returns the stop string that ended the text, if one did."""
         if self.skip_special_tokens and token_id in self.tokenizer.special_ids:
+            if isinstance(self._search, AnswerSearch):
+                self._search.pass_hidden(self.tokenizer.backend.id_to_token(token_id))
             return None  # it has no text, and must not make the window grow
         self._window.append(token_id)
         text = self._decode()

@@ -3,10 +3,11 @@ descriptions, the calls and the results as text.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from nanopage.text.chat_template import normalize_messages
+from nanopage.text.reasoning import END_THINK, THINK, knows_reasoning, last_mark
 from nanopage.text.tokenizer import Tokenizer
 from nanopage.tools.formats import HERMES, reads_tools
 
@@ -21,6 +22,32 @@ To call a function, reply with a JSON object that has its name and its arguments
 <tool_call>
 {{"name": <name of the function>, "arguments": <object with the arguments>}}
 </tool_call>"""
+
+
+def make_prompt(
+    tokenizer: Tokenizer,
+    encode: Callable[..., list[int]],
+    messages: list[dict],
+    tools: list[dict] | None = None,
+    **options: Any,
+) -> dict:
+    """The prompt of a conversation as the engine takes it. Arguments and errors are those of `render_chat`.
+
+    Args: encode: the engine's; its errors are raised.
+    """
+    text = render_chat(tokenizer, messages, tools, **options)
+    # The template writes the special tokens itself: none is added twice.
+    ids = encode(text, add_special_tokens=False)
+    begun = last_mark(tokenizer, ids) == THINK
+    if begun:  # by the template, or by the message that the model goes on with. What others say must not count.
+        own = messages[-1:] if options.get("continue_final_message") else []
+        others = json.dumps([messages[: len(messages) - len(own)], tools], default=str)
+        if THINK in others:
+            plain, described = json.loads(others.replace(END_THINK, "").replace(THINK, ""))
+            without = render_chat(tokenizer, [*plain, *own], described, **options)
+            begun = last_mark(tokenizer, encode(without, add_special_tokens=False)) == THINK
+    thinks = begun or knows_reasoning(options.get("chat_template") or tokenizer.template_for(bool(tools)))
+    return {"prompt": text, "prompt_token_ids": ids, "reasoning": begun if thinks else None}
 
 
 def render_chat(tokenizer: Tokenizer, messages: list[dict], tools: list[dict] | None = None, **options: Any) -> str:

@@ -14,10 +14,10 @@ import json
 from collections import deque
 from collections.abc import Collection, Generator, Iterable
 
+from nanopage.text.reasoning import ReasoningReader
 from nanopage.tools.formats import ToolFormat
 from nanopage.tools.pieces import Arguments, Call, Content, Piece, Reasoning, Reply
 
-THINK, END_THINK = "<think>", "</think>"
 MAX_HELD = 1024  # characters that are held back, except for arguments
 MAX_ARGUMENTS = 2**18  # characters of arguments that are held back
 MAX_READ_AGAIN = 2**18  # characters of a reply that are read again because no call came of them: bounds the work
@@ -28,7 +28,7 @@ KEYS = ("arguments", "parameters")  # models of all formats sometimes write the 
 class _ReadAgainError(Exception):
     """What is held back is something else.
 
-    Args: is_content: whether its first character is content. What follows may still begin a call.
+    Args: is_content: whether its first character is certainly content. What follows may still begin a call.
     """
 
     def __init__(self, is_content: bool = True):
@@ -47,8 +47,8 @@ class ReplyReader:
         tool_format: how the model writes calls; None if it has no tools.
         names: of the tools. Other names are not calls.
         parallel: whether calls after the first one count. Otherwise they are left out.
-        reasons: whether the reply may begin with `<think>`.
-        reasoning: whether the prompt ends with `<think>`, so that the reply begins within the reasoning.
+        reasoning: whether the prompt ends within the reasoning, so that the reply begins there; it may also begin it
+            itself. None: it does not think.
     """
 
     def __init__(
@@ -56,8 +56,7 @@ class ReplyReader:
         tool_format: ToolFormat | None,
         names: Collection[str],
         parallel: bool = True,
-        reasons: bool = False,
-        reasoning: bool = False,
+        reasoning: bool | None = None,
     ):
         self.format, self.names, self.parallel = tool_format, names, parallel
         self.whole = Reply()  # all that has been read
@@ -69,17 +68,20 @@ class ReplyReader:
         self._closing = False  # what is held back comes after a call
         # What calls may begin with.
         self._openers = "" if tool_format is None else tool_format.begin[0] + FENCE[0] + "{[" * tool_format.bare
-        first = self._reasoning() if reasoning else self._thinking_or_text() if reasons else self._text()
-        self._state: State = self._begin(first)
+        self._reasoning = None if reasoning is None else ReasoningReader(reasoning)
+        self._state: State = self._begin(self._text())
 
     def feed(self, text: str) -> list[Piece]:
         """Read on. Returns what has become certain."""
+        if self._reasoning is not None:
+            text = self._reason(*self._reasoning.feed(text))
         self._read(text)
         return self._take()
 
     def end(self) -> list[Piece]:
         """The reply has ended. Returns the rest."""
-        self._read([""])
+        rest = "" if self._reasoning is None else self._reason(*self._reasoning.end())
+        self._read([*rest, ""])
         return self._take()
 
     def _take(self) -> list[Piece]:
@@ -131,43 +133,16 @@ class ReplyReader:
         self._closing = self._closing and not text
         self._held = []
 
-    def _reason(self, text: str) -> None:
-        if text:
-            self._pieces.append(Reasoning(text))
-        self._held = []
+    def _reason(self, reasoning: str, answer: str) -> str:
+        if reasoning:
+            self._pieces.append(Reasoning(reasoning))
+        return answer
 
     # The states. Each begins when the character before it has been read.
 
-    def _thinking_or_text(self) -> State:
-        """The beginning of a reply that may think first."""
-        character = yield from self._spaces((yield))
-        for expected in THINK:
-            if character != expected:
-                raise _ReadAgainError(is_content=False)
-            character = yield
-        self._held = [character]
-        yield from self._reasoning(character)
-
-    def _reasoning(self, character: str | None = None) -> State:
-        """Up to `</think>`. `character` is the first one, if it has been read."""
-        matched = 0  # characters of `</think>`
-        while matched < len(END_THINK):
-            character = (yield) if character is None else character
-            if not character:
-                self._reason(END_THINK[:matched])
-                return
-            if character == END_THINK[matched]:
-                matched += 1
-            else:
-                before, matched = END_THINK[:matched], int(character == END_THINK[0])
-                self._reason(before if matched else before + character)
-            character = None
-        character = yield from self._spaces((yield))  # which belong to nothing
-        self._held = [character]
-        yield from self._text(character)
-
-    def _text(self, character: str | None = None) -> State:
-        """Content, until a call begins. `character` is the first one, if it has been read."""
+    def _text(self) -> State:
+        """Content, until a call begins."""
+        character = None
         while True:
             character = (yield) if character is None else character
             if not character:

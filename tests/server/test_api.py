@@ -636,6 +636,107 @@ def test_what_a_model_thinks_is_not_content(llm, app, monkeypatch):
     assert [item["type"] for item in response["output"]] == ["reasoning"]
 
 
+@pytest.fixture
+def say(llm, monkeypatch):
+    """Has the model write a text, and then end."""
+
+    def say(text):
+        todo = iter([*llm.engine.tokenizer.encode(text, add_special_tokens=False), 2])
+
+        def result():
+            found = original()
+            found.token_ids = [next(todo) for _ in found.token_ids]
+            return found
+
+        monkeypatch.setattr(llm.engine.executor, "result", result)
+
+    original = llm.engine.executor.result
+    return say
+
+
+def of_chat(reply):
+    choice = reply["choices"][0]
+    return choice["message"].get("reasoning", ""), choice["message"]["content"], choice["stop_reason"]
+
+
+def of_stream(events):
+    deltas = [choice["delta"] for event in events for choice in event["choices"]]
+    texts = ["".join(delta.get(name, "") for delta in deltas) for name in ("reasoning", "content")]
+    return *texts, events[-1]["choices"][0]["stop_reason"]
+
+
+@pytest.mark.parametrize(
+    ("begins", "text", "options", "expected"),
+    [
+        ("<think>\n", "Okay, cats</think>Hello", {}, ("Okay, cats", "Hello", None)),
+        ("<think>\n", "Okay, cats</think>Hello cats!", {}, ("Okay, cats", "Hello ", "cats")),
+        ("<think>\n", "Okay, cats</think>Hi", {"stop_in_reasoning": True}, ("Okay, ", "", "cats")),
+        ("<think>\n", "a\n\nb</think>\n\nHi\n\nyou", {"stop": "\n\n"}, ("a\n\nb", "Hi", "\n\n")),
+        ("<think>\n", "a</think>Hello", {"stop": ["</think>", "</think>Hell", ">H"]}, ("a", "Hello", None)),
+        ("<think>\n", "a</think>cacats", {}, ("a", "ca", "cats")),
+        ("<think>\n", "Okay, cats", {}, ("Okay, cats", "", None)),  # it never ends
+        ("<think>\n", "</think>Hi cats", {}, ("", "Hi ", "cats")),
+        ("<think>\nWell, so", " cats</think>Hi cats", {}, (" cats", "Hi ", "cats")),
+        ("<think>a</think>", "Hi cats", {}, ("", "Hi ", "cats")),
+        ("{# <think> #}", "<think>cats</think>Hi cats", {}, ("cats", "Hi ", "cats")),
+        ("{# </think> #}", " <think>cats</think> cats", {"include_stop_str_in_output": True}, ("cats", "cats", "cats")),
+        ("{# </think> #}", "So, cats and <think>", {}, ("", "So, ", "cats")),
+        ("{# </think> #}", "<thing", {"stop": "<t"}, ("", "", "<t")),
+        ("", "<think>cats</think>", {}, ("", "<think>", "cats")),  # the template knows no reasoning
+        ("<think>\n", "Oh! cats</think>", {"stop_token_ids": [3]}, ("Oh", "", 3)),  # a token stops anywhere
+    ],
+)
+def test_stop_strings_are_searched_in_the_answer(llm, app, say, monkeypatch, begins, text, options, expected):
+    tokenizer = llm.engine.tokenizer
+    template = tokenizer.chat_template
+    template = template + begins if "{#" in begins else template.replace("assistant\n", "assistant\n" + begins)
+    monkeypatch.setattr(tokenizer, "chat_template", template)
+    body = {"messages": HELLO, "stop": ["cats"], "temperature": 0, "n": 2} | options
+    say(text)
+    assert of_chat(post(app, CHAT, body).json) == expected
+    say(text)
+    assert of_stream(post(app, CHAT, body | {"stream": True, "n": 1}).events) == expected
+    say(text)
+    body = {"input": "Hello there"} | {name: value for name, value in body.items() if name not in ("messages", "n")}
+    items = {item["type"]: item["content"][0]["text"] for item in post(app, "/v1/responses", body).json["output"]}
+    assert (items.get("reasoning", ""), items.get("message", "")) == expected[:2]
+
+
+@pytest.mark.parametrize(
+    ("content", "text", "expected"),
+    [
+        ("<think>Let me", " see cats</think>Yes, cats", (" see cats", "Yes, ", "cats")),
+        ("<think>a</think>Yes,", " two cats", ("", " two ", "cats")),
+        ("Before.\n<think>\nLet me", " see</think>No", (" see", "No", None)),
+    ],
+)
+def test_reasoning_that_a_message_begins_goes_on(app, say, content, text, expected):
+    begun = {"role": "assistant", "content": content}
+    body = {"messages": [*HELLO, begun], "continue_final_message": True, "stop": "cats", "temperature": 0}
+    say(text)
+    assert of_chat(post(app, CHAT, body).json) == expected
+    say(text)
+    assert of_stream(post(app, CHAT, body | {"stream": True}).events) == expected
+
+
+def test_a_grammar_begins_behind_reasoning_that_a_message_begins(app):
+    messages = [*HELLO, {"role": "assistant", "content": "<think>Let me"}]
+    form = {"structured_outputs": {"choice": ["yes"]}, "continue_final_message": True} | GREEDY | {"ignore_eos": False}
+    reasoning, content, _ = of_chat(post(app, CHAT, {"messages": messages} | form).json)
+    assert reasoning not in ("", "yes") and content == ""
+    messages[-1]["content"] = "<think>Let me</think>"
+    assert of_chat(post(app, CHAT, {"messages": messages} | form).json)[:2] == ("", "yes")
+
+
+def test_what_others_say_begins_no_reasoning(llm, app, say, monkeypatch):
+    tokenizer = llm.engine.tokenizer
+    talk = [{"role": "system", "content": "Use <think>."}, {"role": "user", "content": "What does <think> mean?"}]
+    for template in (tokenizer.chat_template, "{% for m in messages %}{{ m.content }}\n{% endfor %}A:{# </think> #}"):
+        monkeypatch.setattr(tokenizer, "chat_template", template)
+        say("A mark</think>")
+        assert of_chat(post(app, CHAT, {"messages": talk, "temperature": 0}).json) == ("", "A mark</think>", None)
+
+
 def test_usage_of_every_chunk_reads_a_reply_once(llm, app, monkeypatch):
     tokenizer, read = llm.engine.tokenizer, []
     template = tokenizer.chat_template.replace("assistant\n", "assistant\n<think>\n") + "{# </think> #}"
@@ -660,13 +761,13 @@ def test_usage_of_every_chunk_reads_a_reply_once(llm, app, monkeypatch):
 def test_reasoning_is_counted_as_it_comes_as_in_the_whole_reply(text, begun):
     for end in (None, "</think>"):
         tokens = ["</think>" if at == text.find("</think>") + 7 else char for at, char in enumerate(text)]
-        use = ToolUse([], ToolChoice("none"), None, True, True)
-        whole, growing = (Thinking(use.make_reader("<think>" if begun else "")) for _ in range(2))
+        use = ToolUse([], ToolChoice("none"))
+        whole, growing = (Thinking(use.make_reader(begun)) for _ in range(2))
         for length in range(len(text) + 1):
             ended = "stop" if length == len(text) else None
             part = CompletionOutput(0, text[:length], tokens[:length], finish_reason=ended)
             count = growing.count(part, end)
-        reader = use.make_reader("<think>" if begun else "")
+        reader = use.make_reader(begun)
         reader.feed(text)
         reader.end()
         place = tokens.index(end) + 1 if end in tokens else None

@@ -212,13 +212,13 @@ def test_random_arguments_in_every_form(tool_format):
     ],
 )
 def test_reasoning_comes_first(text, expected):
-    check_in_pieces(expected, HERMES, text, reasons=True)
+    check_in_pieces(expected, HERMES, text, reasoning=False)
     if text.startswith("<think>"):
-        check_in_pieces(expected, HERMES, text.removeprefix("<think>"), reasons=True, reasoning=True)
+        check_in_pieces(expected, HERMES, text.removeprefix("<think>"), reasoning=True)
 
 
 def test_reasoning_streams():
-    reader = ReplyReader(None, (), reasons=True)
+    reader = ReplyReader(None, (), reasoning=False)
     assert reader.feed("<think>") == []
     assert reader.feed("one two</") == [Reasoning("one two")]
     assert reader.feed("b> three") == [Reasoning("</b> three")]
