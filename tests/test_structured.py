@@ -120,7 +120,8 @@ def test_formats_that_are_annotations_change_nothing(engine, name):
     def schema(**form):
         number, text = {"type": "integer", "minimum": 1, "maximum": 9, **form}, {"enum": ["a", "b"], **form}
         properties = {"format": number, "b": {"anyOf": [text]}}
-        return {"properties": properties, "required": ["format", "b"], "additionalProperties": False}
+        shape = {"type": "object", "required": ["format", "b"], "additionalProperties": False}
+        return shape | {"properties": properties}
 
     with_formats, without = (
         complete(engine, ask({"json": schema(**form)}, max_tokens=200)).outputs[0] for form in ({"format": name}, {})

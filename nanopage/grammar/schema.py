@@ -6,7 +6,7 @@ from typing import Any
 # as OpenAPI's "int64" and "password".
 ENFORCED = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
 REFUSED = ("idn-email", "idn-hostname", "uri-reference", "iri", "iri-reference", "uri-template", "regex")
-REFUSED += ("json-pointer", "relative-json-pointer")
+POINTERS = ("json-pointer", "relative-json-pointer")  # refused as well
 NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")  # names -> schemas
 VALUES = ("enum", "const", "default", "examples", "required", "x-guidance")  # no schemas
 MAX_DEPTH = 200  # what lies deeper stays as it is
@@ -25,7 +25,7 @@ def without_annotations(schema: Any) -> tuple[Any, list[str]]:
             return value
         kept = {}
         for name, inner in value.items():
-            if name == "format" and isinstance(inner, str) and inner not in ENFORCED + REFUSED:
+            if name == "format" and isinstance(inner, str) and inner not in ENFORCED + REFUSED + POINTERS:
                 found[inner] = None
             elif name in NAMED and isinstance(inner, dict):
                 kept[name] = {key: clean(each, depth + 2) for key, each in inner.items()}

@@ -194,15 +194,12 @@ def test_grammars_that_compile_for_long_hold_nobody_up(app, monkeypatch):
 
 
 def test_formats_that_are_annotations_are_listed_as_ignored(app):
-    inner = {"properties": {"format": {"type": "integer", "format": "int64", "enum": [7]}}, "required": ["format"]}
-    body = {"messages": HELLO, **ASK, **schema(inner | {"additionalProperties": False})}
+    number = {"type": "integer", "format": "int64", "enum": [7]}
+    inner = {"type": "object", "properties": {"format": number}, "required": ["format"], "additionalProperties": False}
+    body = {"messages": HELLO, **ASK, **schema(inner)}
     reply = post(app, CHAT, body)
     assert json.loads(choice(reply)["message"]["content"]) == {"format": 7}
     assert reply.headers["x-ignored-fields"] == "response_format: format int64"
-    tool = {"type": "function", "function": {"name": "f", "parameters": inner}}
-    assert (
-        post(app, CHAT, {"messages": HELLO, **ASK, "tools": [tool]}).headers["x-ignored-fields"].startswith("tools: ")
-    )
     form = {"format": {"type": "json_schema", "name": "a", "schema": inner}}
     reply = post(app, RESPONSES, {"input": "Hello", "max_output_tokens": 5, "text": form})
     assert reply.headers["x-ignored-fields"] == "text.format: format int64"
