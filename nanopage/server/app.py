@@ -31,6 +31,7 @@ from nanopage.server.metrics import CONTENT_TYPE, ServerMetrics
 from nanopage.server.middleware import OPEN_PATHS, Gate
 from nanopage.server.pooling import PoolingCall, check_task, embeddings, rerank, score
 from nanopage.server.protocol import (
+    Body,
     ChatBody,
     CommonBody,
     CompletionBody,
@@ -59,7 +60,7 @@ from nanopage.server.shapes import (
     replies,
 )
 from nanopage.server.streaming import GONE, ClientGoneError, EventStream, unless_gone
-from nanopage.server.templates import chat_prompt
+from nanopage.server.templates import chat_prompt, template_kwargs
 from nanopage.server.tools import ToolOptions, read_tool_use
 from nanopage.server.view import VIEW_PATHS, LiveView, add_view
 
@@ -280,7 +281,8 @@ def create_routes(state: ServerState) -> FastAPI:
 
     @app.post("/tokenize", responses=replies(TokenizeReply))
     async def tokenize(body: TokenizeBody) -> Response:
-        llm, ignored = state.require(), body.check_unknown(state.strict_fields)
+        llm = state.require()
+        ignored = _find_ignored(state, llm, body)
         state.model_name(body.model)
         ids = await llm.in_thread(_tokenize, llm, body, state.tool_options)
         reply = {"count": len(ids), "max_model_len": llm.engine.max_model_len, "tokens": ids}
@@ -387,7 +389,7 @@ async def _generate(
     llm = state.require()
     name = state.model_name(body.model)
     check_task(llm, name, request.url.path, body)
-    headers = _ignored_header(body.check_unknown(state.strict_fields))
+    headers = _ignored_header(_find_ignored(state, llm, body))
     if state.default_max_tokens is not None and isinstance(body, CommonBody):
         body.bound(state.default_max_tokens)
     if state.salt_per_key:
@@ -428,6 +430,16 @@ async def _generate(
         raise
     finally:
         await end(how)
+
+
+def _find_ignored(state: ServerState, llm: AsyncLLM, body: Body) -> list[str]:
+    """The fields to be listed. Raises: ApiError for a field that is refused."""
+    ignored = body.check_unknown(state.strict_fields)
+    if isinstance(body, ChatBody | ResponsesBody | TokenizeBody):
+        ignored += template_kwargs(llm, body)[1]
+    if ignored and state.strict_fields:
+        raise ApiError(400, f"the chat template does not read {ignored[0]}", param=ignored[0], code="unknown_field")
+    return ignored
 
 
 def _size(prompt: str | list[int] | dict) -> int:

@@ -71,7 +71,7 @@ def unsupported(field: str, why: str) -> ApiError:
 def from_validation(error: RequestValidationError) -> ApiError:
     """What pydantic says of a body, with the path of the first field that is wrong."""
     first = error.errors()[0]
-    path = list(itertools.takewhile(lambda part: part not in UNION_MEMBERS, first["loc"][1:]))
+    path = list(itertools.takewhile(lambda part: not _is_union_member(part), first["loc"][1:]))
     message = first["msg"].removeprefix("Value error, ")
     if not path and first["type"] == "value_error":
         return ApiError(400, message)
@@ -79,6 +79,10 @@ def from_validation(error: RequestValidationError) -> ApiError:
         return ApiError(400, "the body must be a JSON object with the content-type application/json")
     param = str(path[0]) + "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path[1:])
     return ApiError(400, f"{param}: {message}", param=param)
+
+
+def _is_union_member(part: str | int) -> bool:
+    return part in UNION_MEMBERS or (isinstance(part, str) and part.startswith("function-before["))
 
 
 def from_http(error: HTTPException) -> ApiError:

@@ -10,11 +10,12 @@ import re
 from collections.abc import Callable
 from typing import Annotated, Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from nanopage.grammar.schema import without_annotations
 from nanopage.params import RECOMMENDED, RequestOutputKind, SamplingParams, StructuredOutputsParams
 from nanopage.server.errors import ApiError, invalid, unsupported
+from nanopage.server.fields import CHAT, RESPONSES, find_ignored
 from nanopage.server.formats import FIELD, read_response_format, read_structured_outputs
 
 DEFAULT_MAX_TOKENS = 16  # of /v1/completions: OpenAI's
@@ -43,8 +44,7 @@ REFUSED: dict[str, tuple[tuple, str]] = {
     "modalities": ((["text"],), NO_AUDIO),
     "audio": ((), NO_AUDIO),
     "web_search_options": ((), "there is no web search"),
-    "reasoning_effort": ((), "the model's template has no efforts: see chat_template_kwargs"),
-    "verbosity": ((), "the model's template has no verbosity"),
+    "verbosity": (("medium",), "the model's template has no verbosity"),
     "chat_template": ((), "templates are those of the server"),
     "documents": (([],), "templates are given no documents"),
     "mm_processor_kwargs": (({},), NO_AUDIO),
@@ -66,15 +66,22 @@ REFUSED: dict[str, tuple[tuple, str]] = {
     "prompt": ((), "there are no prompt templates"),
     "truncation": (("disabled",), "a prompt is never cut"),
     "include": (([],), "there is nothing more to include"),
-    "reasoning": (({},), "the model's template has no efforts"),
     "max_tool_calls": ((), "the client runs the tools"),
     "service_tier": (("auto", "default"), "there is one tier"),
 }
 WITHOUT_EFFECT = ("user", "metadata", "safety_identifier", "prompt_cache_key", "parallel_tool_calls")
 
 
+def _as_integer(value: Any) -> Any:
+    """JSON does not tell 16.0 from 16."""
+    if isinstance(value, list) and float in set(map(type, value)):
+        return [_as_integer(item) for item in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+Integer = Annotated[int, BeforeValidator(_as_integer)]
 # Without fail_fast, a list of a million wrong entries would be a million errors.
-Ids = Annotated[list[int], Field(fail_fast=True)]
+Ids = Annotated[list[int], Field(fail_fast=True), BeforeValidator(_as_integer)]
 Texts = Annotated[list[str], Field(fail_fast=True)]
 Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
 Salt = Annotated[str, Field(min_length=1)]  # as in vLLM: an empty one would keep nothing apart
@@ -85,6 +92,7 @@ class Body(BaseModel):
 
     model_config = ConfigDict(extra="allow", strict=True, hide_input_in_errors=True)
     refused: ClassVar[dict[str, tuple[tuple, str]]] = {}  # besides REFUSED
+    known: ClassVar[dict[str, tuple[str, ...]]] = {}  # fields of objects inside (see fields.py)
 
     @model_validator(mode="before")
     @classmethod
@@ -116,6 +124,7 @@ class Body(BaseModel):
         for name in type(self).model_fields:
             if isinstance(inner := getattr(self, name), Body):
                 ignored += inner.check_unknown(strict, f"{path}{name}.")
+        ignored += dict.fromkeys(find_ignored(vars(self), self.known))
         for name in ("response_format", "structured_outputs", "tools", "format"):
             _, formats = without_annotations(getattr(self, name, None))
             ignored += [f"{path}{name}: format {each[:100]}" for each in formats]
@@ -143,16 +152,16 @@ class CommonBody(Body):
     frequency_penalty: float = 0.0
     logit_bias: dict[str, Any] | None = None
     stop: str | Texts | None = None
-    seed: int | None = None
+    seed: Integer | None = None
     stream: bool = False
-    top_k: int | None = None
+    top_k: Integer | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
     dry_multiplier: float | None = None
     dry_base: float | None = None
-    dry_allowed_length: int | None = None
+    dry_allowed_length: Integer | None = None
     dry_sequence_breakers: Texts | None = None
-    min_tokens: int = 0
+    min_tokens: Integer = 0
     stop_token_ids: Ids | None = None
     bad_words: Texts | None = None
     allowed_token_ids: Ids | None = None
@@ -160,7 +169,7 @@ class CommonBody(Body):
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     structured_outputs: dict[str, Any] | None = None
-    priority: int = 0
+    priority: Integer = 0
     cache_salt: Salt | None = None
 
     limits: ClassVar[tuple[str, ...]] = ("max_tokens", "max_completion_tokens")
@@ -174,10 +183,10 @@ class CommonBody(Body):
 class SamplingBody(CommonBody):
     """What /v1/chat/completions and /v1/completions have in common."""
 
-    n: int = 1
-    best_of: int | None = None
-    max_tokens: int | None = None
-    max_completion_tokens: int | None = None
+    n: Integer = 1
+    best_of: Integer | None = None
+    max_tokens: Integer | None = None
+    max_completion_tokens: Integer | None = None
     stream_options: StreamOptions | None = None
     response_format: dict[str, Any] | None = None
 
@@ -215,8 +224,8 @@ class SamplingBody(CommonBody):
     def sampling_params(
         self,
         default: SamplingParams,
-        max_tokens: int | None,
-        logprobs: int | None,
+        max_tokens: Integer | None,
+        logprobs: Integer | None,
         constrain: Callable[[StructuredOutputsParams | None], StructuredOutputsParams | None] = lambda form: form,
     ) -> SamplingParams:
         """The parameters for the engine.
@@ -289,12 +298,17 @@ class SamplingBody(CommonBody):
 class ChatBody(SamplingBody):
     """POST /v1/chat/completions."""
 
+    known = CHAT
+
     messages: Objects
     logprobs: bool = False
-    top_logprobs: int | None = None
+    top_logprobs: Integer | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
+    enable_thinking: bool | None = None  # these are variables of some templates, too
+    reasoning_effort: str | None = None
+    reasoning: dict[str, Any] | None = None  # its effort
     stop_in_reasoning: bool = False
     tools: list[Any] | None = None
     tool_choice: str | dict[str, Any] | None = None
@@ -310,7 +324,7 @@ class CompletionBody(SamplingBody):
     prompt: str | Texts | Ids | Annotated[list[Ids], Field(fail_fast=True)]
     suffix: str | None = None
     echo: bool = False
-    logprobs: int | None = None
+    logprobs: Integer | None = None
     add_special_tokens: bool = True
 
 
@@ -330,11 +344,12 @@ class ResponsesBody(CommonBody):
         "continue_final_message": ((False,), "use /v1/chat/completions"),
     }
 
+    known = RESPONSES
     limits = ("max_output_tokens",)
 
     input: str | Objects
     instructions: str | None = None
-    max_output_tokens: int | None = None
+    max_output_tokens: Integer | None = None
     metadata: dict[str, str] = {}
     user: str | None = None
     safety_identifier: str | None = None
@@ -342,9 +357,12 @@ class ResponsesBody(CommonBody):
     tools: list[Any] = []
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool = True
-    top_logprobs: int = 0
+    top_logprobs: Integer = 0
     text: TextOptions = TextOptions()
     chat_template_kwargs: dict[str, Any] | None = None
+    enable_thinking: bool | None = None
+    reasoning_effort: str | None = None
+    reasoning: dict[str, Any] | None = None
     stop_in_reasoning: bool = False
     response_format: dict[str, Any] | None = None  # refused: a client may expect that it is heeded
 
@@ -353,8 +371,8 @@ class PoolingBody(Body):
     """What the endpoints for embeddings and scores have in common."""
 
     model: str | None = None
-    truncate_prompt_tokens: int | None = None
-    priority: int = 0
+    truncate_prompt_tokens: Integer | None = None
+    priority: Integer = 0
     cache_salt: Salt | None = None
     stream: bool = False  # refused if true
 
@@ -373,7 +391,7 @@ class EmbeddingBody(PoolingBody):
 
     input: str | Texts | Ids | Annotated[list[Ids], Field(fail_fast=True)]
     encoding_format: str = "float"
-    dimensions: int | None = None
+    dimensions: Integer | None = None
     normalize: bool | None = None
     prompt_name: str | None = None
 
@@ -391,13 +409,15 @@ class RerankBody(PoolingBody):
 
     query: str
     documents: Annotated[list[str | dict[str, Any]], Field(fail_fast=True)]
-    top_n: int | None = None
+    top_n: Integer | None = None
     return_documents: bool = True
     use_activation: bool | None = None
 
 
 class TokenizeBody(Body):
     """POST /tokenize: a prompt, or messages."""
+
+    known = CHAT
 
     model: str | None = None
     prompt: str | None = None
@@ -407,6 +427,9 @@ class TokenizeBody(Body):
     continue_final_message: bool = False
     return_token_strs: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
+    enable_thinking: bool | None = None
+    reasoning_effort: str | None = None
+    reasoning: dict[str, Any] | None = None
     tools: list[Any] | None = None
 
 

@@ -15,6 +15,7 @@ from nanopage.server.choices import changes
 from nanopage.server.errors import ApiError, unsupported
 from nanopage.server.generation import Generation
 from nanopage.server.protocol import ChatBody, CommonBody, ResponsesBody
+from nanopage.server.templates import TEMPLATE_FIELDS
 from nanopage.server.tools import ToolOptions
 from nanopage.tools.pieces import Arguments, Call, Content, Piece, Reasoning
 
@@ -39,7 +40,7 @@ class Responses:
         self.body, self.model = body, model
         self.messages, self.places = _messages(body)
         fields: dict[str, Any] = {"messages": self.messages, "max_tokens": body.max_output_tokens}
-        for name in (*CommonBody.model_fields, "parallel_tool_calls", "chat_template_kwargs", "stop_in_reasoning"):
+        for name in (*CommonBody.model_fields, "parallel_tool_calls", *TEMPLATE_FIELDS, "stop_in_reasoning"):
             fields[name] = getattr(body, name)
         fields |= {"tools": _tools(body.tools) or None, "tool_choice": _tool_choice(body.tool_choice)}
         fields["response_format"] = _response_format(body.text.format)
@@ -324,7 +325,7 @@ def _messages(body: ResponsesBody) -> tuple[list[dict], dict[str, str]]:
         if kind == "message":
             add({"role": item.get("role"), "content": _content(item.get("content"))}, place, f"{place}.content")
         elif kind == "function_call":
-            function = {name: _text(item, name, i) for name in ("name", "arguments")}
+            function = {"name": _text(item, "name", i), "arguments": item.get("arguments")}
             call = {"id": _text(item, "call_id", i), "type": "function", "function": function}
             if not (messages and messages[-1].get("tool_calls")):  # calls of one turn are one message
                 add({"role": "assistant", "content": "", "tool_calls": []}, place, f"{place}.content")

@@ -1,17 +1,19 @@
 """Conversations as clients send them, through the model's chat template."""
 
+import re
 from typing import Any
 
 from nanopage.async_llm import AsyncLLM
 from nanopage.engine.input_processor import PromptTooLongError
 from nanopage.server.errors import ApiError, invalid
 from nanopage.server.generation import too_long
-from nanopage.server.protocol import ChatBody, TokenizeBody
+from nanopage.server.protocol import ChatBody, ResponsesBody, TokenizeBody
+from nanopage.text.chat_template import MESSAGE_FIELDS
 from nanopage.tools.definitions import Tool
 from nanopage.tools.prompt import make_prompt
 
-TEMPLATE_KWARGS = ("enable_thinking", "thinking", "date_string")  # variables that a client may set
-EMPTY_FIELDS = ("refusal", "annotations", "audio", "function_call")  # of the replies that clients send back
+TEMPLATE_KWARGS = ("enable_thinking", "thinking", "reasoning_effort", "date_string")  # that a client may set
+TEMPLATE_FIELDS = ("chat_template_kwargs", "enable_thinking", "reasoning_effort", "reasoning")  # of bodies
 
 
 def chat_prompt(llm: AsyncLLM, body: ChatBody | TokenizeBody, tools: list[Tool]) -> dict:
@@ -27,19 +29,12 @@ def chat_prompt(llm: AsyncLLM, body: ChatBody | TokenizeBody, tools: list[Tool])
             "begins a new one",
             param="continue_final_message",
         )
-    kwargs = body.chat_template_kwargs or {}
-    for name in kwargs:
-        if name not in TEMPLATE_KWARGS:
-            message = f"chat_template_kwargs: {name[:100]!r} is not one of {', '.join(TEMPLATE_KWARGS)}"
-            raise ApiError(400, message, param=f"chat_template_kwargs.{name[:100]}")
+    kwargs, _ = template_kwargs(llm, body)
     processor = llm.engine.input_processor
     try:
         tokenizer = processor.require_tokenizer("a conversation", "prompt_token_ids to /v1/completions")
         has_developer = "developer" in (tokenizer.template_for(bool(tools)) or "")
-        messages = [
-            _without_what_is_empty(message, f"messages[{i}]", has_developer)
-            for i, message in enumerate(body.messages or [])
-        ]
+        messages = [_plain_message(message, has_developer) for message in body.messages or []]
         return make_prompt(
             tokenizer,
             processor.encode,
@@ -55,17 +50,44 @@ def chat_prompt(llm: AsyncLLM, body: ChatBody | TokenizeBody, tools: list[Tool])
         raise invalid(error, ("chat_template_kwargs", "messages")) from None
 
 
-def _without_what_is_empty(message: dict[str, Any], name: str, has_developer: bool) -> dict[str, Any]:
-    """A message in the form that `normalize_messages` takes. `developer` is `system` to templates without that role."""
-    message = {field: value for field, value in message.items() if value is not None}
-    for field in (*EMPTY_FIELDS, "tool_calls"):
-        if not message.get(field, True):
-            del message[field]
-    for field in EMPTY_FIELDS:
-        if field in message:
-            raise ApiError(400, f"{name}.{field} is not supported", param=f"{name}.{field}")
-    if "reasoning" in message:
-        message.setdefault("reasoning_content", message.pop("reasoning"))
+def template_kwargs(llm: AsyncLLM, body: ChatBody | ResponsesBody | TokenizeBody) -> tuple[dict[str, Any], list[str]]:
+    """The variables that a body has for the model's template, and the fields with others, which the template does not
+    read: clients send them to every model. Raises: ApiError for a variable that a client may not set."""
+    tokenizer = llm.engine.tokenizer
+    template = "" if tokenizer is None else tokenizer.template_for(bool(body.tools)) or ""
+    given = {"enable_thinking": ("enable_thinking", body.enable_thinking)}
+    given |= {
+        f"reasoning.{name[:100]}": ("reasoning_effort" if name == "effort" else "", value)
+        for name, value in (body.reasoning or {}).items()
+    }
+    given["reasoning_effort"] = ("reasoning_effort", body.reasoning_effort)
+    for name, value in (body.chat_template_kwargs or {}).items():
+        given[f"chat_template_kwargs.{name[:100]}"] = (name, value)
+    kwargs, ignored, words = {}, [], set(re.findall(r"\w+", template))
+    for field, (name, value) in given.items():
+        if value is None:
+            continue
+        if name not in words:
+            ignored.append(field)
+        elif name not in TEMPLATE_KWARGS:
+            raise ApiError(400, f"{field}: clients may set {', '.join(TEMPLATE_KWARGS)}", param=field)
+        else:
+            kwargs[name] = value
+    return kwargs, ignored
+
+
+def _plain_message(message: dict[str, Any], has_developer: bool) -> dict[str, Any]:
+    """A message with the fields that `normalize_messages` takes. `developer` is `system` to templates without that
+    role. What a reply has refused to say is content."""
+    refusal, reasoning = message.get("refusal"), message.get("reasoning")
+    message = {field: message[field] for field in MESSAGE_FIELDS if message.get(field) is not None}
+    if not message.get("tool_calls", True):
+        del message["tool_calls"]
+    if reasoning is not None:
+        message.setdefault("reasoning_content", reasoning)
+    if refusal and message.get("role") == "assistant":
+        content = message.get("content") or []
+        message["content"] = [*([content] if isinstance(content, str) else content), refusal]
     if message.get("role") == "developer" and not has_developer:
         message["role"] = "system"
     return message

@@ -6,7 +6,7 @@ memory, time and output. `template_process.py` runs there, and says what templat
 
 import json
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from nanopage.limited_process import LimitedProcess, Limits
 from nanopage.model_files import shown
@@ -74,6 +74,7 @@ class TemplateRenderer:
             _check_variables(chat_template_kwargs),
         )
         if continue_final_message:
+            check_final_message(messages)
             messages[-1]["content"] += END_MARK
         variables = {
             "messages": messages,
@@ -85,6 +86,8 @@ class TemplateRenderer:
         }
         request = {"source": source, "variables": variables, "required": [*(["tools"] if tools else []), *more]}
         answer = self.process.ask(request, {"characters": MAX_CHARACTERS})
+        if "error" in answer and _replace_arguments(messages):
+            answer = self.process.ask(request, {"characters": MAX_CHARACTERS})
         if "unread" in answer:
             raise ValueError(f"the chat template does not read {answer['unread']}: it would be ignored")
         if "error" in answer:
@@ -98,10 +101,12 @@ def normalize_messages(messages: list[dict]) -> list[dict]:
     Args:
         messages: dicts with "role" and "content", and optionally "name", "tool_calls", "tool_call_id" and
             "reasoning_content". The content is a string, or a list of parts {"type": "text", "text": ...}, which are
-            joined by newlines, as in vLLM. An assistant's message with tool calls needs no content. The arguments of a
-            tool call are an object, or the JSON text of one.
+            joined by newlines, as in vLLM. An assistant's message needs no content, and its parts may also be {"type":
+            "refusal", "refusal": ...}. The arguments of a tool call are an object, the JSON text of one, or whatever
+            else a model has written there, such as JSON that a limit has cut off.
 
-    Returns: new messages, with all contents strings and all arguments objects.
+    Returns: new messages, with all contents strings. Arguments that are not an object stay what they are: the renderer
+        replaces them with {} for a template that fails on them.
 
     Raises:
         ValueError, TypeError: naming what is wrong.
@@ -129,21 +134,33 @@ def _normalize_message(message: dict, name: str) -> dict:
         normal["tool_calls"] = _normalize_tool_calls(message["tool_calls"], f"{name}['tool_calls']")
     content = normal["content"]
     if isinstance(content, list):
-        parts = [_part_text(part, f"{name}['content'][{i}]") for i, part in enumerate(content)]
+        kinds = ("text", "refusal") if message["role"] == "assistant" else ("text",)
+        parts = [_part_text(part, f"{name}['content'][{i}]", kinds) for i, part in enumerate(content)]
         normal["content"] = "\n".join(parts)
-    elif content is None and "tool_calls" in normal:
+    elif content is None and message["role"] == "assistant":
         normal["content"] = ""  # as in vLLM
     else:
         _check_text(content, f"{name}['content']")
     return normal
 
 
-def _part_text(part: dict | str, name: str) -> str:
-    if isinstance(part, dict) and part.get("type") != "text":
-        raise ValueError(f"{name} is of type {shown(part.get('type'))}, which is not supported; supported: 'text'")
-    text = part.get("text") if isinstance(part, dict) else part
-    _check_text(text, f"{name}['text']" if isinstance(part, dict) else name)
+def _part_text(part: dict | str, name: str, kinds: tuple[str, ...]) -> str:
+    kind = part.get("type") if isinstance(part, dict) else "text"
+    if kind not in kinds:
+        known = ", ".join(map(repr, kinds))
+        raise ValueError(f"{name} is of type {shown(kind)}, which is not supported; supported: {known}")
+    text = part.get(kind) if isinstance(part, dict) else part
+    _check_text(text, f"{name}[{kind!r}]" if isinstance(part, dict) else name)
     return cast(str, text)
+
+
+def check_final_message(messages: list[dict]) -> None:
+    """Raises: ValueError for normalized messages whose last cannot be continued."""
+    if messages[-1].get("tool_calls"):
+        raise ValueError(
+            f"messages[{len(messages) - 1}]['tool_calls'] and continue_final_message=True exclude each other: the "
+            "model goes on with the content of a message, which comes before its calls"
+        )
 
 
 def _normalize_tool_calls(calls: list[dict], name: str) -> list[dict]:
@@ -155,16 +172,28 @@ def _normalize_tool_calls(calls: list[dict], name: str) -> list[dict]:
         function = call.get("function") if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise TypeError(f"{name}[{i}] must be {{'function': {{'name': ..., 'arguments': ...}}}}")
-        arguments = function.get("arguments") or {}
-        if isinstance(arguments, str):
-            try:
-                arguments = json.loads(arguments)
-            except (ValueError, RecursionError) as error:
-                raise ValueError(f"{name}[{i}]['function']['arguments'] is not JSON: {error}") from None
-        if not isinstance(arguments, dict):
-            raise TypeError(f"{name}[{i}]['function']['arguments'] must be an object, not {shown(arguments)}")
-        normal.append(call | {"function": function | {"arguments": arguments}})
+        normal.append(call | {"function": function | {"arguments": _read_arguments(function.get("arguments"))}})
     return normal
+
+
+def _read_arguments(arguments: Any) -> Any:
+    """The arguments of a call: an object where they are one or nothing, else the value or the text as it is."""
+    if isinstance(arguments, str):
+        try:
+            value = _check_json(json.loads(arguments), "arguments") if arguments.strip() else None
+        except (TypeError, ValueError, RecursionError):
+            return arguments
+        return arguments if isinstance(value, str) else {} if value is None else value
+    return {} if arguments is None else arguments
+
+
+def _replace_arguments(messages: list[dict]) -> bool:
+    """Make {} of all arguments that are not an object. Returns whether there were any."""
+    functions = [call["function"] for message in messages for call in message.get("tool_calls", ())]
+    others = [function for function in functions if not isinstance(function["arguments"], dict)]
+    for function in others:
+        function["arguments"] = {}
+    return bool(others)
 
 
 def _check_tools(tools: list[dict] | None) -> list[dict] | None:

@@ -6,7 +6,6 @@ from typing import Any
 
 MAX_TOOLS = 128
 MAX_NAME = 64
-FIELDS = ("name", "description", "parameters", "strict")
 
 
 @dataclass(frozen=True)
@@ -78,9 +77,6 @@ def _read_tool(entry: Any, place: str) -> Tool:
     if not isinstance(function, dict):
         raise TypeError(f"{place}.function must be an object")
     place = f"{place}.function"
-    for name in function:
-        if name not in FIELDS:
-            raise ValueError(f"{place}.{str(name)[:50]} is not one of {', '.join(FIELDS)}")
     name, description = function.get("name"), function.get("description") or ""
     parameters, strict = function.get("parameters"), function.get("strict") or False
     if not isinstance(name, str) or not re.fullmatch(rf"[a-zA-Z0-9_.-]{{1,{MAX_NAME}}}", name):

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from nanopage.text.chat_template import normalize_messages
+from nanopage.text.chat_template import check_final_message, normalize_messages
 from nanopage.text.reasoning import END_THINK, THINK, knows_reasoning, last_mark
 from nanopage.text.tokenizer import Tokenizer
 from nanopage.tools.formats import HERMES, reads_tools
@@ -61,7 +61,10 @@ def render_chat(tokenizer: Tokenizer, messages: list[dict], tools: list[dict] | 
     """
     template = options.get("chat_template") or tokenizer.template_for(bool(tools))
     if isinstance(template, str) and not reads_tools(template):
-        messages, tools = with_tools_as_text(normalize_messages(messages), tools or []), None
+        messages = normalize_messages(messages)
+        if options.get("continue_final_message"):
+            check_final_message(messages)
+        messages, tools = with_tools_as_text(messages, tools or []), None
     return tokenizer.render_chat(messages, tools=tools, **options)
 
 
@@ -77,8 +80,11 @@ def with_tools_as_text(messages: Sequence[dict], tools: Sequence[dict]) -> list[
         message = dict(message)
         calls, content = message.pop("tool_calls", []), message["content"]
         for call in calls:
-            function = {name: call["function"][name] for name in ("name", "arguments")}
-            content += f"\n{HERMES.begin}\n{json.dumps(function, ensure_ascii=False)}\n{HERMES.end}"
+            name, arguments = (call["function"][field] for field in ("name", "arguments"))
+            if not isinstance(arguments, str):  # what is no JSON is written as the model has written it
+                arguments = json.dumps(arguments, ensure_ascii=False)
+            text = f'{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": {arguments}}}'
+            content += f"\n{HERMES.begin}\n{text}\n{HERMES.end}"
         if message["role"] == "tool":
             content = f"<tool_response>\n{content}\n</tool_response>"
             if plain and plain[-1].get("results"):  # those of one turn are one message

@@ -436,10 +436,14 @@ def test_messages_as_clients_send_them(app):
     assert going_on.endswith("assistant\nI am")
     assert text_of(HELLO).endswith("assistant\n")
     assert text_of(HELLO, add_generation_prompt=False).endswith("<|im_end|>\n")
+    for refused in ({"refusal": "No."}, {"content": [{"type": "refusal", "refusal": "No."}]}, {"content": "No."}):
+        assert "assistant\nNo.<|im_end|>" in text_of([*HELLO, {"role": "assistant", "content": None} | refused, *HELLO])
+    assert "assistant\n<|im_end|>" in text_of([*HELLO, {"role": "assistant", "content": None}, *HELLO])
 
 
 # Errors
 
+CALLING = {"tool_calls": [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}]}
 BAD_CHATS = [
     ({"n": 0}, "n"),
     ({"n": 129}, "n"),
@@ -512,11 +516,14 @@ BAD_CHATS = [
     ({"messages": [*HELLO, {"role": "user", "content": 5}]}, "messages[1].content"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0]"),
     ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages[0].content"),
-    ({"messages": [{"role": "user", "content": "a", "weight": 1}]}, "messages[0]"),
+    ({"messages": [{"role": "user", "content": "a", "images": ["b"]}]}, "messages[0].images"),
+    ({"messages": [{"role": "user", "content": [{"type": "refusal", "refusal": "b"}]}]}, "messages[0].content[0]"),
+    ({"messages": [{"role": "assistant", "content": "a", "prefix": True}]}, "messages[0].prefix"),
+    ({"messages": [{"role": "user", "content": None}]}, "messages[0].content"),
+    ({"messages": [{"role": "assistant", **CALLING}], "continue_final_message": True}, "messages[0].tool_calls"),
     ({"messages": [{"role": "assistant", "content": "a", "audio": {"id": 1}}]}, "messages[0].audio"),
     ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
-    ({"chat_template_kwargs": {"x": 1}}, "chat_template_kwargs.x"),
-    ({"chat_template_kwargs": {"enable_thinking": True}}, None),  # the tiny model's template does not read it
+    ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
     ({"chat_template": "{{ 1 }}"}, "chat_template"),
     ({"guided_anything": "a"}, "guided_anything"),
     ({"json_schema": {}}, "json_schema"),
@@ -827,12 +834,25 @@ def test_unknown_fields_are_listed_or_refused(state, app):
     assert post(app, CHAT, nested).headers["x-ignored-fields"] == "stream_options.include_obfuscation"
     text = {"input": "a", "max_output_tokens": 1, "text": {"style": 1}}
     assert post(app, "/v1/responses", text).headers["x-ignored-fields"] == "text.style"
+    for text_field in ({"reasoning": {"effort": "low"}}, {"text": {"verbosity": "medium"}}):
+        reply = post(app, "/v1/responses", {"input": "a", "max_output_tokens": 1} | text_field)
+        assert reply.headers.get("x-ignored-fields") == ("reasoning.effort" if "reasoning" in text_field else None)
     strict = create_app(dataclasses.replace(state, strict_fields=True))
     reply = post(strict, CHAT, body)
     assert (reply.status, reply.error["param"]) == (400, "foo")
     reply = post(strict, CHAT, nested)
     assert (reply.status, reply.error["param"]) == (400, "stream_options.include_obfuscation")
     assert post(strict, CHAT, {"messages": HELLO, "max_tokens": 1, "user": "me"}).status == 200
+
+
+@pytest.mark.parametrize("path", [CHAT, TEXT, "/v1/responses"])
+def test_integers_may_be_written_as_floats(app, path):
+    prompt = {CHAT: {"messages": HELLO}, TEXT: {"prompt": [5.0, 6]}, "/v1/responses": {"input": "a"}}[path]
+    limit = "max_output_tokens" if path == "/v1/responses" else "max_tokens"
+    fields = {limit: 4.0, "seed": 5.0, "top_k": 3.0, "min_tokens": 2.0, "stop_token_ids": [7.0, 8], "priority": -0.0}
+    usage = post(app, path, prompt | fields).json["usage"]
+    assert 2 <= usage.get("completion_tokens", usage.get("output_tokens")) <= 4
+    assert post(app, path, prompt | {limit: 4.5}).error["param"] == limit
 
 
 @pytest.mark.parametrize(
