@@ -188,8 +188,9 @@ class Model:
         if config.architecture != "LlamaForCausalLM" or not plain:
             raise ValueError(f"{path}: this example runs Llama models with plain attention, RoPE and weights only")
         pieces: dict[str, list[Tensor]] = {}
-        for name, _, piece in loader.pieces_of(loader.open_checkpoint(path)):
-            pieces.setdefault(name, []).append(piece.to(dtype))
+        checkpoint = loader.open_checkpoint(path)
+        for name, _, piece in loader.pieces_of(checkpoint, loader.stored_tensors_of(checkpoint)):
+            pieces.setdefault(name, []).append(piece.to(dtype, copy=True))  # the next piece takes its place
         self.weights = {name: torch.cat(parts) for name, parts in pieces.items()}
         if config.tie_word_embeddings:
             self.weights["lm_head.weight"] = self.weights["model.embed_tokens.weight"]
@@ -282,6 +283,7 @@ class Engine:
         self.block_manager = BlockManager(num_blocks, block_size)
         self.scheduler = Scheduler(self.block_manager, max_num_seqs, max_num_batched_tokens)
         self.max_len = min(num_blocks * block_size, self.model.config.max_position_embeddings)
+        self.ends = self.model.config.eos_token_ids | Tokenizer(path).end_ids()
 
     def add(self, name: str, token_ids: list[int], max_tokens: int) -> Sequence:
         if not token_ids or len(token_ids) + max_tokens > self.max_len:
@@ -309,7 +311,7 @@ class Engine:
             if seq.num_computed < len(seq.token_ids):
                 continue  # The prompt is not finished: its next token is known, so ignore the prediction.
             seq.token_ids.append(token)
-            if token in self.model.config.eos_token_ids or len(seq.output) == seq.max_tokens:
+            if token in self.ends or len(seq.output) == seq.max_tokens:
                 self.scheduler.finish(seq)
         return batch
 

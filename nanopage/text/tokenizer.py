@@ -134,9 +134,9 @@ class Tokenizer:
         names = special & {*ENDS.split()}
         if {"<|return|>", "<|call|>"} <= special or {"<|calls|>", "<|flush|>"} <= special:
             names -= {"<|end|>"}  # it ends only a part of a reply
-        ids = [self.eos_token_id, *(self.backend.token_to_id(name) for name in names if name is not None)]
-        most = self.num_embeddings
-        return frozenset(i for i in ids if i is not None and (most is None or i < most))
+        found = (self.eos_token_id, *(self.backend.token_to_id(name) for name in names if name is not None))
+        ids = (token_id for token_id in found if token_id is not None)
+        return frozenset(i for i in ids if self.num_embeddings is None or i < self.num_embeddings)
 
     def _special_id(self, name: str) -> int | None:
         token = self.special_tokens.get(name)

@@ -17,8 +17,9 @@ from nanopage.weights import hub, loader
 def matrices() -> list[Tensor]:
     """The matrices of the layers of the default model, in float32. The embedding, which is looked up, is left out."""
     checkpoint = loader.open_checkpoint(hub.resolve(None))
-    pieces = [piece.float() for name, _, piece in loader.pieces_of(checkpoint) if ".layers." in name]
-    return [piece for piece in pieces if piece.dim() == 2]
+    stored = [tensor for tensor in loader.stored_tensors_of(checkpoint) if ".layers." in tensor.name]
+    pieces = loader.pieces_of(checkpoint, [tensor for tensor in stored if len(tensor.shape) == 2])
+    return [piece.to(torch.float32, copy=True) for _, _, piece in pieces]
 
 
 @torch.inference_mode()
