@@ -35,12 +35,14 @@ class Limits:
     cpu_seconds  not enforced on Windows
     seconds      until the answer comes; enforced everywhere
     answer       bytes of an answer
+    stack        bytes of the stack of a request's own thread, beyond `memory`
     """
 
     memory: int
     cpu_seconds: float
     seconds: float
     answer: int
+    stack: int = 0
 
 
 class LimitedProcess:
@@ -97,12 +99,16 @@ class LimitedProcess:
 
     def _start(self, setup: Any) -> None:
         self.stop()
-        options = {"memory": self.limits.memory, "seconds": self.limits.cpu_seconds, "program": str(self.program)}
+        limits = self.limits
+        options = {"memory": limits.memory, "stack": limits.stack, "seconds": limits.cpu_seconds}
+        options["program"] = str(self.program)
+        # Where memory is short, glibc would try in vain to make an arena for each allocation of a thread.
+        env = os.environ | {"MALLOC_ARENA_MAX": "1"}
         # -I and -S: no code from the current directory, PYTHONPATH or site-packages runs at the start.
         # A new process group: Ctrl-C must not end the process, and the program's end ends even a stopped one.
         command = [sys.executable, "-I", "-S", str(PROGRAM), json.dumps(options), *map(_location, self.packages)]
         try:
-            process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, process_group=0)
+            process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env, process_group=0)
         except OSError as error:
             raise RuntimeError(f"cannot start the process that runs {self.program.name}: {error}") from error
         self._process, self._end_process = process, weakref.finalize(self, _end, process)
@@ -157,7 +163,7 @@ def main(options: dict) -> None:
     answer_to = runpy.run_path(options["program"])["make_answer"](json.loads(sys.stdin.buffer.readline()))
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # no request writes to the terminal
     idle = _address_space()
-    _limit_address_space(idle + options["memory"])
+    _limit_address_space(idle + options["memory"] + options["stack"])
     too_large = _encode({"error": out_of_memory(options["memory"]), "grown": True})
     try:
         for request in _requests(options["seconds"]):

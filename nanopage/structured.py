@@ -33,7 +33,7 @@ from nanopage.text.tokenizer import Tokenizer
 
 MAX_CHARACTERS = 131_072  # of a schema, an expression, all choices or a grammar
 # To try out a grammar. Of 600 schemas of JSONSchemaBench, none takes more than 0.05 s of CPU time, or 10 MiB.
-COMPILE_LIMITS = Limits(memory=STACK_BYTES + (128 << 20), cpu_seconds=2.0, seconds=30.0, answer=10_000)
+COMPILE_LIMITS = Limits(memory=128 << 20, cpu_seconds=2.0, seconds=30.0, answer=10_000, stack=STACK_BYTES)
 # For the masks of all completions with one grammar: this, and so much more for each mask. One takes some 0.00005 s.
 MASK_SECONDS, SECONDS_PER_MASK = 1.0, 0.002
 FORCED_CHARACTERS = 512  # of a text that a grammar leaves no choice about, to find its next token

@@ -24,7 +24,6 @@ MAX_LEXER_STATES = 50_000  # of all completions with one grammar; a state takes 
 # Items of Earley's algorithm for one mask. llguidance's default of 50,000 can take more than a second. Of 600 schemas
 # of JSONSchemaBench, none needs 5,000.
 MAX_STEP_ITEMS = 5000
-MAX_ROW_ITEMS = 1000
 KEPT_BYTES = 32 << 20  # that the program may keep between two grammars
 
 T = TypeVar("T")
@@ -56,7 +55,6 @@ def make_matcher(tokenizer: Any, kind: str, text: str, whitespace: bool) -> Any:
     limits = llguidance.LLParserLimits(
         max_lexer_states=MAX_LEXER_STATES,
         step_max_items=MAX_STEP_ITEMS,
-        max_items_in_row=MAX_ROW_ITEMS,
         verbose_errors=False,
     )
     matcher = make(tokenizer, grammar, log_level=0, limits=limits)

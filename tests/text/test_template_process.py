@@ -140,8 +140,8 @@ def test_a_fork_renders_in_a_process_of_its_own():
 
 
 def test_ctrl_c_stops_a_rendering_and_the_next_one_works(renderer):
-    """A terminal sends SIGINT to all processes of the session that it controls."""
-    assert os.getsid(process_of(renderer)) != os.getsid(0)
+    """A terminal sends SIGINT to all processes of the group in its foreground."""
+    assert os.getpgid(process_of(renderer)) != os.getpgid(0)
 
     def interrupt(*_):
         raise KeyboardInterrupt
