@@ -7,6 +7,8 @@
 One thread steps the engine. It sleeps while there is nothing to do. Coroutines post requests and aborts; the thread
 takes them before every step, and wakes the coroutines whose requests have new output. Prompts become token ids in two
 other threads, so the event loop never waits for a tokenizer; a third compiles grammars, so no prompt waits for them.
+While it sleeps, the thread does not keep the AsyncLLM alive. One that nobody uses, and whose outputs nobody reads, ends
+as after `shutdown`.
 
 Every output has all that its request has produced so far. So for a reader that falls behind, only the latest output is
 kept, and the reader loses nothing.
@@ -20,6 +22,7 @@ import hashlib
 import logging
 import threading
 import time
+import weakref
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -140,9 +143,20 @@ class AsyncLLM:
         self._streams: dict[str, RequestStream] = {}  # of all requests that have not ended
         self._error: EngineDeadError | None = None
         self._stopping = False
-        self._thread = threading.Thread(target=self._run, name="nanopage-engine", daemon=True)
-        self._thread.start()
-        atexit.register(self.shutdown)  # a daemon thread must not run torch while the interpreter ends
+        self._num_failures = 0  # calls of `LLMEngine.step` in a row that have raised
+        this = weakref.ref(self)
+
+        def end() -> None:
+            if (llm := this()) is not None:
+                llm.shutdown()
+            thread.join()
+
+        thread = threading.Thread(
+            target=_run, args=(this, engine, self._changed, end), name="nanopage-engine", daemon=True
+        )
+        self._thread, self._end_at_exit = thread, end
+        atexit.register(end)  # a daemon thread must not run torch while the interpreter ends
+        thread.start()
 
     @classmethod
     def from_engine_args(cls, engine_args: "EngineArgs") -> "AsyncLLM":
@@ -351,7 +365,7 @@ class AsyncLLM:
             self._thread.join(timeout)
         for pool in (self._tokenizing, self._compiling):
             pool.shutdown(wait=False, cancel_futures=True)
-        atexit.unregister(self.shutdown)
+        atexit.unregister(self._end_at_exit)
         return not self._thread.is_alive()
 
     def _check_alive(self) -> None:
@@ -371,48 +385,36 @@ class AsyncLLM:
             elif not isinstance(message, RequestStream):
                 raise self._error
 
-    def _run(self) -> None:
-        num_failures = 0
+    def _turn(self) -> bool:
+        """Do what has been posted, and make a step. Returns False when it is time to end; readers know by then."""
         try:
-            while self._take_mail():
-                try:
-                    if not self._may_step():
-                        continue
-                    self._is_planned = self._has_changed = False
-                    outputs = self.engine.step()
-                except Exception:
-                    num_failures += 1
-                    if num_failures == MAX_FAILURES:
-                        raise
-                    logger.exception("a step of the engine failed; trying again")
-                    continue
-                num_failures = 0
-                self._last_progress = time.monotonic()
-                self._count(self._metrics.add_step, self.engine.last_step)
-                for event in self.engine.last_step.events:
-                    if event.kind == "started":
-                        self._count_started(self._streams.get(event.request_id))
-                self._deliver(outputs)
-                if self.engine.dead_error is not None:
-                    raise self.engine.dead_error
-            self._end(EngineDeadError("the engine has been shut down"))
+            if self._idle:
+                self.engine.check_workers()
+            with self._changed:
+                if self._rests():
+                    return True
+                stopping, mail = self._stopping, self._mail
+                self._mail = mail if stopping else []
+            if stopping:
+                self._end(EngineDeadError("the engine has been shut down"))
+                return False
+            self._read(mail)
+            self._step()
+            return True
         except BaseException as error:
             logger.exception("the engine has died")
             self._end(EngineDeadError(f"the engine has died: {type(error).__name__}: {error}"))
-        finally:
-            self.engine.shutdown()
+            return False
 
-    def _take_mail(self) -> bool:
-        """Wait for work, and do what has been posted. Returns False when it is time to end."""
-        with self._changed:
-            while not (self._stopping or self._mail or self._has_work()):
-                self._idle = True
-                self._changed.wait(CHECK_SECONDS)
-                self._idle, self._last_progress = False, time.monotonic()
-                self.engine.check_workers()
-            if self._stopping:
-                return False
-            mail, self._mail = self._mail, []
+    def _rests(self) -> bool:
+        """Whether there is nothing to do."""
+        rests = not (self._stopping or self._mail or self._has_work())
+        if rests != self._idle:
+            self._last_progress = time.monotonic()
+            self._idle = rests
+        return rests
+
+    def _read(self, mail: list[Message]) -> None:
         for message in mail:
             self._has_changed |= not callable(message)
             if isinstance(message, Request):
@@ -421,7 +423,29 @@ class AsyncLLM:
                 message(None)
             elif self._streams.get(message.request_id) is message:  # or another request has its id by now
                 self._abort(message.request_id)
-        return True
+
+    def _step(self) -> None:
+        """Make a step, if there is one to make. Raises: what ends the engine."""
+        try:
+            if not self._may_step():
+                return
+            self._is_planned = self._has_changed = False
+            outputs = self.engine.step()
+        except Exception:
+            self._num_failures += 1
+            if self._num_failures == MAX_FAILURES:
+                raise
+            logger.exception("a step of the engine failed; trying again")
+            return
+        self._num_failures = 0
+        self._last_progress = time.monotonic()
+        self._count(self._metrics.add_step, self.engine.last_step)
+        for event in self.engine.last_step.events:
+            if event.kind == "started":
+                self._count_started(self._streams.get(event.request_id))
+        self._deliver(outputs)
+        if self.engine.dead_error is not None:
+            raise self.engine.dead_error
 
     def _submit(self, request: Request) -> None:
         """Queue a request. If that fails, the request ends with an error, and the engine goes on."""
@@ -470,22 +494,16 @@ class AsyncLLM:
         with self._changed:
             announce = self._announce
             if announce is None:  # a step tells the listeners of an abort, even if nothing is left to do
-                return self._begin_step(self._has_changed or self.engine.has_unfinished_requests())
+                return self._has_changed or self.engine.has_unfinished_requests()
             if self._steps and self.engine.has_unfinished_requests():
                 self._steps -= 1
-                return self._begin_step(True)
+                return True
         if self.engine.has_unfinished_requests():
             self.engine.plan()
             self._is_planned = True
         self._idle = True
         announce()
         return False
-
-    def _begin_step(self, begins: bool) -> bool:
-        """A step is work, also where the pause before it has ended before this thread could wait."""
-        if begins and self._idle:
-            self._idle, self._last_progress = False, time.monotonic()
-        return begins
 
     def _count_started(self, stream: RequestStream | None) -> None:
         """A request no longer waits, because it has begun or ended."""
@@ -527,6 +545,23 @@ class AsyncLLM:
         for stream in streams:
             with contextlib.suppress(RuntimeError):  # the loop is closed
                 stream.loop.call_soon_threadsafe(stream._fail, error)
+
+
+def _run(
+    this: weakref.ref[AsyncLLM], engine: LLMEngine, changed: threading.Condition, end_at_exit: Callable[[], None]
+) -> None:
+    """What the engine's thread does, until the AsyncLLM ends or is garbage."""
+    try:
+        llm = this()
+        while llm is not None and llm._turn():
+            with changed:
+                if llm._rests():
+                    llm = None
+                    changed.wait(CHECK_SECONDS)
+                    llm = this()
+    finally:
+        engine.shutdown()
+        atexit.unregister(end_at_exit)
 
 
 def _put_all(pairs: list[tuple[RequestStream, RequestOutput]]) -> None:

@@ -3,9 +3,11 @@
 import asyncio
 import contextlib
 import dataclasses
+import gc
 import random
 import threading
 import time
+import weakref
 
 import pytest
 
@@ -433,6 +435,39 @@ def test_an_idle_engine_takes_no_steps_and_no_cpu_time(llm):
     time.sleep(0.3)
     assert not steps and usage(llm) == (switches, cpu)
     assert llm.seconds_without_progress == 0
+
+
+@pytest.mark.parametrize("used", ["not", "once", "while it is paused", "by a reader"])
+def test_dropped_without_a_shutdown_it_ends(model, llm, used):
+    """Another engine, beside it, goes on."""
+    dropped = AsyncLLM.from_engine_args(EngineArgs(model=str(model), **OPTIONS))
+    thread, engine = dropped._thread, weakref.ref(dropped.engine)
+
+    async def use():
+        nonlocal dropped
+        stream = await dropped.add_request("a", "the cat", GREEDY)
+        if used == "by a reader":
+            _, may_go_on = hold_steps(dropped)
+            dropped = None
+            gc.collect()
+            may_go_on.set()
+        return [output async for output in stream][-1]
+
+    if used in ("once", "by a reader"):
+        output = asyncio.run(use())
+        assert output.outputs[0].text == asyncio.run(final(llm, "the cat", GREEDY, "a")).outputs[0].text
+    if used == "while it is paused":
+        dropped.pause(lambda: None)
+        asyncio.run(dropped.add_request("a", "the cat", GREEDY))
+    dropped = None
+    deadline = time.monotonic() + 30
+    while thread.is_alive() and time.monotonic() < deadline:
+        gc.collect()  # again: the thread may have held it during a step
+        thread.join(0.1)
+    assert not thread.is_alive()
+    gc.collect()
+    assert engine() is None
+    assert asyncio.run(final(llm, "the cat", GREEDY, "b")).finished
 
 
 def usage(llm) -> tuple[str, str]:
