@@ -100,7 +100,7 @@ class LimitedProcess:
     def _start(self, setup: Any) -> None:
         self.stop()
         limits = self.limits
-        options = {"memory": limits.memory, "stack": limits.stack, "seconds": limits.cpu_seconds}
+        options: dict[str, Any] = {"memory": limits.memory, "stack": limits.stack, "seconds": limits.cpu_seconds}
         options["program"] = str(self.program)
         # Where memory is short, glibc would try in vain to make an arena for each allocation of a thread.
         env = os.environ | {"MALLOC_ARENA_MAX": "1"}
