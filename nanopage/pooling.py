@@ -7,7 +7,7 @@ not supported is an error that names it.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -239,19 +239,14 @@ def read_classifier(config: dict, source: str, num_labels: int) -> PoolingConfig
         "single_label_classification": "softmax",
     }
     problem = config.get("problem_type")
-    if problem is not None and problem not in known:
-        raise ValueError(f"{source}: problem_type {shown(problem)} is not supported; supported: {', '.join(known)}")
-    activation = known[problem] if problem is not None else "softmax"
+    activation = "softmax" if problem is None else known[_choice(problem, known, f"{source}: problem_type")]
     if num_labels == 1 and activation == "softmax":
         activation = "sigmoid"
     section = config.get("sentence_transformers")
     section = section if isinstance(section, dict) else {}
     name = section.get("activation_fn", config.get("sbert_ce_default_activation_function"))
     if name is not None:
-        if name not in ACTIVATIONS:
-            supported = ", ".join(ACTIVATIONS)
-            raise ValueError(f"{source}: the activation {shown(name)} is not supported; supported: {supported}")
-        activation = ACTIVATIONS[name]
+        activation = ACTIVATIONS[_choice(name, ACTIVATIONS, f"{source}: the activation")]
     return PoolingConfig("classify", activation=activation, num_labels=num_labels)
 
 
@@ -284,7 +279,7 @@ def _read_modules(path: Path, hidden_size: int) -> dict:
     kinds, places = [], []
     for module in modules:
         kind, place = (module.get("type"), module.get("path")) if isinstance(module, dict) else (None, None)
-        if not isinstance(kind, str) or not isinstance(place, str) or Path(place).name != place:
+        if not isinstance(kind, str) or not isinstance(place, str) or Path(place).name != place or place == "..":
             raise ValueError(f"{file}: {shown(module)} is not a module with a type and a plain path")
         kinds.append(kind.rpartition(".")[2])
         places.append(place)
@@ -330,15 +325,20 @@ def _read_prompts(config: dict, source: str) -> dict:
     prompts, default = config.get("prompts") or {}, config.get("default_prompt_name")
     if not isinstance(prompts, dict) or not all(isinstance(text, str) for text in prompts.values()):
         raise ValueError(f"{source}: prompts must be texts by name, got {shown(prompts)}")
-    if default is not None and default not in prompts:
+    if default is not None and default not in list(prompts):  # it may be of a type that has no hash
         raise ValueError(f"{source}: default_prompt_name {shown(default)} is not one of its prompts")
-    name = config.get("similarity_fn_name") or "cosine"
-    if name not in SIMILARITIES:
-        supported = ", ".join(SIMILARITIES)
-        raise ValueError(f"{source}: similarity_fn_name {shown(name)} is not supported; supported: {supported}")
+    name = _choice(config.get("similarity_fn_name") or "cosine", SIMILARITIES, f"{source}: similarity_fn_name")
     if config.get("truncate_dim") is not None:
         raise ValueError(f"{source}: truncate_dim {shown(config['truncate_dim'])} is not supported: give dimensions")
     return {"prompts": prompts, "default_prompt_name": default, "similarity": name}
+
+
+def _choice(value: Any, known: Iterable[str], place: str) -> str:
+    """A value of a JSON file, of any type, that must be one of `known`. Raises: ValueError that begins with `place`."""
+    names = tuple(known)
+    if value not in names:
+        raise ValueError(f"{place} {shown(value)} is not supported; supported: {', '.join(names)}")
+    return value
 
 
 def is_finite(vector: np.ndarray) -> bool:

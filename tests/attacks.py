@@ -19,6 +19,7 @@ from pathlib import Path
 
 import gguf
 import psutil
+from nonsense import nonsense_encoder, nonsense_gguf
 
 MEMORY = 2**30  # what a case may allocate beyond what the process has when it begins
 NUMBERS = [0, 1, 2, -1, 255, 2**15, 2**31 - 1, 2**31, 2**32 - 1, 2**53, 2**63 - 1, 2**63, 2**64 - 1]
@@ -193,11 +194,15 @@ def mutate_entry(rng: random.Random, entries: list[list]) -> None:
 # Cases: a copy of a good model with a fault in it
 
 
-def make_gguf(rng: random.Random, model: Path, target: Path) -> Path:
+def make_gguf(rng: random.Random, model: Path, target: Path, mutate=mutate_gguf) -> Path:
     (file,) = model.iterdir()
     target.mkdir()
-    (target / "model.gguf").write_bytes(mutate_gguf(rng, file))
+    (target / "model.gguf").write_bytes(mutate(rng, file))
     return target / "model.gguf"
+
+
+def make_gguf_values(rng: random.Random, model: Path, target: Path) -> Path:
+    return make_gguf(rng, model, target, nonsense_gguf)
 
 
 def make_safetensors(rng: random.Random, model: Path, target: Path) -> Path:
@@ -244,33 +249,46 @@ MAKERS = {
     "safetensors": make_safetensors,
     "json": make_json,
     "tokenizer": make_tokenizer,
+    "gguf-values": make_gguf_values,
+    "encoder": nonsense_encoder,
 }
+NONSENSE = ("gguf-values", "encoder")  # which leave weights that fit and are finite: no request may fail
 
 
-def attack(path: Path) -> str:
-    """Load a model and let it write two tokens. Returns the outcome."""
-    from nanopage import EngineConfig
+def attack(kind: str, path: Path) -> str:
+    """Load a model and let it write two tokens, or make the vector of a text or a pair. Returns the outcome."""
+    from nanopage import EngineConfig, PoolingParams
     from nanopage.build import build_engine
 
     config = EngineConfig(
-        model=str(path), device="cpu", dtype="float32", num_gpu_blocks_override=8, enforce_eager=True, swap_space=0
-    )
+        model=str(path), device="cpu", dtype="float32", enforce_eager=True,
+        **({} if kind == "encoder" else {"num_gpu_blocks_override": 64, "swap_space": 0}),
+    )  # fmt: skip
     loaded = False
     try:
         engine = build_engine(config)
         loaded = True
-        params = dataclasses.replace(engine.default_sampling_params, max_tokens=2, seed=0)
-        engine.add_request("a", TEXT, params)
+        pooling = engine.model_config.pooling
+        if pooling is None:
+            params = dataclasses.replace(engine.default_sampling_params, max_tokens=2, seed=0)
+            engine.add_request("a", TEXT, params)
+        else:
+            prompt = {"prompt": TEXT, "text_pair": TEXT} if pooling.scores else TEXT
+            engine.submit(engine.make_request("a", prompt, PoolingParams()))
         loaded = False
+        outputs = []
         while engine.has_unfinished_requests():
-            engine.step()
-        return "loaded"
+            outputs += engine.step()
+        failed = outputs[-1].error
+        if failed and kind in NONSENSE:
+            return f"not clean: a request failed: {failed}"
+        return "loaded, request failed" if failed else "loaded"
     except BaseException as error:
-        kind, message = type(error).__name__, str(error)
-    if loaded and kind == "ValueError":  # what is wrong with a prompt need not name a file
-        return "loaded, prompt refused"
-    clean = kind in ("ValueError", "FileNotFoundError", "MemoryError") and str(path) in message
-    return kind if clean else f"not clean: {kind}: {message[:300]}"
+        if loaded and isinstance(error, ValueError):  # what is wrong with a prompt need not name a file
+            return "loaded, prompt refused"
+        name, message = type(error).__name__, str(error)
+    allowed = ["ValueError", "FileNotFoundError", *([] if kind in NONSENSE else ["MemoryError"])]
+    return name if name in allowed and str(path) in message else f"not clean: {name}: {message[:300]}"
 
 
 def main(cases: list[str]) -> None:
@@ -281,8 +299,8 @@ def main(cases: list[str]) -> None:
     models = {kind: [Path(path) for path in paths] for kind, paths in json.load(sys.stdin).items()}
     torch.set_num_threads(1)
     scratch = Path.cwd() / f"case-{os.getpid()}"
-    for path in {path for paths in models.values() for path in paths}:  # also imports what is imported late
-        outcome = attack(next(path.glob("*.gguf"), path))
+    for kind, path in {path: (kind, path) for kind, paths in models.items() for path in paths}.values():
+        outcome = attack(kind, next(path.glob("*.gguf"), path))  # also imports what is imported late
         assert outcome == "loaded", f"{path}: {outcome}"
     limit = psutil.Process().memory_info().vms + MEMORY
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
@@ -291,7 +309,7 @@ def main(cases: list[str]) -> None:
         kind, seed = case.split(":")
         rng = random.Random(case)
         path = MAKERS[kind](rng, models[kind][int(seed) % len(models[kind])], scratch)
-        print(json.dumps({"case": case, "outcome": attack(path)}), flush=True)
+        print(json.dumps({"case": case, "outcome": attack(kind, path)}), flush=True)
         shutil.rmtree(scratch)
 
 

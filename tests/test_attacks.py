@@ -13,14 +13,15 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from encoders import tiny_encoder, write_modules
 from gguf import GGMLQuantizationType as Quantization
 from helpers import tiny_hf_model, tiny_model
-from test_gguf import VOCABULARIES, llama3_divisors, model_for, write_gguf
+from test_gguf import MODELS, VOCABULARIES, llama3_divisors, model_for, write_gguf
 from tokenizers import Regex, Tokenizer, decoders, normalizers, pre_tokenizers, processors
 from tokenizers.models import Unigram
 
 ATTACKS = os.environ.get("NANOPAGE_ATTACKS", "25")
-KINDS = ["gguf", "safetensors", "json", "tokenizer"]
+KINDS = ["gguf", "safetensors", "json", "tokenizer", "gguf-values", "encoder"]
 ROOT = Path(__file__).parent.parent
 HANGS = 120  # seconds; a case takes some hundredths
 
@@ -52,6 +53,12 @@ def models(tmp_path_factory) -> dict[str, list[str]]:
         (root / name).mkdir()
         hf_model = model_for(VOCABULARIES[vocabulary], arch, **small | overrides)
         write_gguf(root / name / "m.gguf", hf_model, arch, VOCABULARIES[vocabulary], **options)
+    families = ["gemma3", "phi3, longrope", "granite", "mixtral", "qwen2_moe"]
+    for name in families:
+        (root / name).mkdir()
+        family, arch, overrides = MODELS[name]
+        hf_model = model_for(VOCABULARIES["qwen2"], family, **overrides)
+        write_gguf(root / name / "m.gguf", hf_model, arch, VOCABULARIES["qwen2"])
     tiny_model(root / "whole", **small)
     tiny_model(root / "sharded", **small)
     (root / "sharded" / "model.safetensors").unlink()
@@ -68,7 +75,24 @@ def models(tmp_path_factory) -> dict[str, list[str]]:
     sharded = [str(root / name) for name in ("whole", "sharded")]
     with_tokenizers = [*directories, str(root / "unigram")]
     files = [str(root / name) for name in gguf_files]
-    return {"gguf": files, "safetensors": sharded, "json": directories, "tokenizer": with_tokenizers}
+    encoders = [
+        write_modules(
+            tiny_encoder(root / "bert"),
+            sentence_bert_config={"max_seq_length": 32, "do_lower_case": False},
+            config_sentence_transformers={"prompts": {"query": "the "}, "default_prompt_name": "query"},
+        ),
+        tiny_encoder(root / "reranker", "xlm-roberta", num_labels=1, type_vocab_size=1, max_position_embeddings=512),
+        write_modules(tiny_encoder(root / "roberta", "roberta"), "pooling_mode_cls_token"),
+        tiny_encoder(root / "classifier", "bert", num_labels=3),
+    ]
+    return {
+        "gguf": files,
+        "safetensors": sharded,
+        "json": directories,
+        "tokenizer": with_tokenizers,
+        "gguf-values": [*files, *(str(root / name) for name in families)],
+        "encoder": list(map(str, encoders)),
+    }
 
 
 def run(cases: list[str], models: dict[str, list[str]], directory: Path) -> dict[str, str]:

@@ -76,6 +76,7 @@ def test_the_files_of_sentence_transformers_say_how_to_pool(bert, tmp_path, mode
     [
         ("modules.json", [{"type": "a.Transformer", "path": ""}, {"type": "a.Dense", "path": "2_Dense"}], "Dense"),
         ("modules.json", [{"type": "a.Transformer", "path": "../x"}], "path"),
+        ("modules.json", [{"type": "a.Transformer", "path": ""}, {"type": "a.Pooling", "path": ".."}], "path"),
         ("1_Pooling/config.json", {"pooling_mode_max_tokens": True}, "pooling_mode_max_tokens"),
         ("1_Pooling/config.json", {"pooling_mode": "weightedmean"}, "weightedmean"),
         ("1_Pooling/config.json", {"pooling_mode_mean_tokens": True, "include_prompt": False}, "include_prompt"),
@@ -84,6 +85,7 @@ def test_the_files_of_sentence_transformers_say_how_to_pool(bert, tmp_path, mode
         ("sentence_bert_config.json", {"max_seq_length": 8, "do_lower_case": True}, "do_lower_case"),
         ("config_sentence_transformers.json", {"similarity_fn_name": "euclidean"}, "similarity_fn_name"),
         ("config_sentence_transformers.json", {"prompts": {}, "default_prompt_name": "q"}, "default_prompt_name"),
+        ("config_sentence_transformers.json", {"prompts": {}, "default_prompt_name": []}, "default_prompt_name"),
     ],
 )
 def test_a_file_that_asks_for_more_is_refused_by_name(bert, tmp_path, file, contents, named):
@@ -110,6 +112,22 @@ def test_a_field_of_config_json_is_refused_by_name(bert, tmp_path, field, value)
     (directory / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match=field):
         LLM(str(directory), **OPTIONS)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "named"),
+    [
+        ("problem_type", [], "problem_type"),
+        ("problem_type", {"a": 1}, "problem_type"),
+        ("sbert_ce_default_activation_function", ["x"], "activation"),
+        ("sentence_transformers", {"activation_fn": {}}, "activation"),
+    ],
+)
+def test_a_field_of_a_classifier_is_refused_by_name(tmp_path, field, value, named):
+    file = tiny_encoder(tmp_path, num_labels=2) / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {field: value}))
+    with pytest.raises(ValueError, match=f"config.json.*{named}"):
+        LLM(str(tmp_path), **OPTIONS)
 
 
 def test_weights_that_do_not_fit_are_refused_by_name(bert, tmp_path):

@@ -141,7 +141,7 @@ class GGUFCheckpoint:
             config["rope_scaling"] = scaling
         for suffix, name in self._option("GGUF_FIELDS", {}).items():
             key = f"{{arch}}.{suffix}"
-            if name == "sliding_window" and self.fields.get(self._key(key)) == 0:
+            if name == "sliding_window" and self._field(key, int, "an integer", None) == 0:
                 config[name] = None
             elif self._key(key) in self.fields:
                 config[name] = self._size(key, name) if name in MAX_SIZES else self._number(key, name)
@@ -158,7 +158,7 @@ class GGUFCheckpoint:
     def _experts(self, intermediate_size: int) -> dict[str, Any]:
         """The fields of a model with experts, by all names that families have for them."""
         for name in ("weights_scale", "gating_func", "group_count"):  # of other families; 1 is what these have
-            if self.fields.get(f"{self.architecture}.expert_{name}", 1) not in (0, 1):
+            if self._field(f"{{arch}}.expert_{name}", (int, float), "a number", 1) not in (0, 1):
                 raise self._unsupported(f"{{arch}}.expert_{name}")
         num_experts = self._size("{arch}.expert_count", "num_experts")
         num_chosen = self._size("{arch}.expert_used_count", "num_experts_per_tok")

@@ -596,6 +596,7 @@ class TestConfig:
             ({"qwen2moe.expert_gating_func": 2}, "qwen2moe.expert_gating_func = 2 is not supported"),
             ({"qwen2moe.expert_weights_scale": 2.5}, "qwen2moe.expert_weights_scale = 2.5 is not supported"),
             ({"qwen2moe.expert_used_count": 0}, "qwen2moe.expert_used_count must be from 1 to 4,096, got 0"),
+            ({"qwen2moe.expert_weights_scale": [1.0, 2.0]}, "qwen2moe.expert_weights_scale must be a number"),
             ({"qwen2moe.expert_count": "six"}, "qwen2moe.expert_count must be an integer, got 'six'"),
         ],
     )
