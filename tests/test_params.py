@@ -36,7 +36,7 @@ NUMBERS = {
     "dry_multiplier": ([0, 0.8, 100], [-0.1, 100.1]),
     "dry_base": ([1, 1.75, 10], [0, 0.99, 10.1]),
 }
-FLAGS = ["ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "detokenize"]
+FLAGS = ["ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "detokenize", "stop_in_reasoning"]
 LISTS = {  # field -> (those that pass, those of a wrong type)
     "stop": ([None, [], "a", ["a", "bc"], ("a",)], [0, False, 1.5, b"a", {"a": 1}, [1], [b"a"], ["a", None], [True]]),
     "bad_words": ([None, [], ["a", "bc"], ("a",)], [0, False, "a", "", {"a": 1}, {}, [1], ["a", None], [["a"]]]),

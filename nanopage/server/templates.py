@@ -55,7 +55,7 @@ def template_kwargs(llm: AsyncLLM, body: ChatBody | ResponsesBody | TokenizeBody
     read: clients send them to every model. Raises: ApiError for a variable that a client may not set."""
     tokenizer = llm.engine.tokenizer
     template = "" if tokenizer is None else tokenizer.template_for(bool(body.tools)) or ""
-    given = {"enable_thinking": ("enable_thinking", body.enable_thinking)}
+    given: dict[str, tuple[str, Any]] = {"enable_thinking": ("enable_thinking", body.enable_thinking)}
     given |= {
         f"reasoning.{name[:100]}": ("reasoning_effort" if name == "effort" else "", value)
         for name, value in (body.reasoning or {}).items()

@@ -162,14 +162,19 @@ def test_every_sampling_parameter_of_a_request_reaches_the_worker(engine):
         "min_tokens": 2,
         "logprobs": 3,
         "prompt_logprobs": 4,
+        "dry_multiplier": 0.8,
+        "dry_base": 1.5,
+        "dry_allowed_length": 3,
     }
     request = engine.make_request("a", "the", SamplingParams(**asked, bad_words=["zz"], stop_token_ids=[9], seed=11))
     (seq,) = request.group.seqs
     settings = dataclasses.asdict(seq.settings)
     assert {name: settings.pop(name) for name in asked} == asked
     assert engine.tokenizer.encode("zz") in settings.pop("bad_words_token_ids")
-    assert settings.pop("ending_token_ids") == [EOS, 9]
+    ends = engine.model_config.eos_token_ids
+    assert EOS in ends and settings.pop("ending_token_ids") == sorted({*ends, 9})
+    assert set(engine.tokenizer.encode('\n:"*')) <= set(settings.pop("dry_breaker_ids"))
     assert settings == {"pooling_type": None}
     assert seq.seed == 11
     defaults = engine.make_request("b", "the", SamplingParams()).group.seqs[0].settings
-    assert defaults == SamplingSettings(ending_token_ids=[EOS])
+    assert defaults == SamplingSettings(ending_token_ids=sorted(ends))
