@@ -42,7 +42,7 @@ def read_text(path: Path, most: int | None = None) -> str:
     most = MAX_TEXT if most is None else most
     check_file(path)
     try:
-        with open(path, "rb") as file:
+        with memory_errors(path), open(path, "rb") as file:
             data = file.read(most + 1)
     except OSError as error:
         raise _cannot_read(path, error) from None
@@ -76,7 +76,8 @@ def read_json_list(path: Path) -> list:
 def _read_value(path: Path) -> Any:
     text = read_text(path)
     try:
-        return parse_json(text)
+        with memory_errors(path):
+            return parse_json(text)
     except (ValueError, RecursionError) as error:  # not JSON, or beyond Python's limits
         raise ValueError(f"{path} is not valid JSON: {error}") from None
 
@@ -84,6 +85,22 @@ def _read_value(path: Path) -> Any:
 def parse_json(text: str) -> Any:
     """The value of a JSON text, with the errors of `read_json`. Raises: ValueError, RecursionError."""
     return json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_unique)
+
+
+@contextmanager
+def memory_errors(place: object) -> Iterator[None]:
+    """Let each MemoryError name the file that is read: it begins with `place`, or names it already. What torch raises
+    where it can allocate no memory, a RuntimeError, becomes one, too."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        text = str(error)
+        is_of_torch = "allocate memory" in text or type(error).__name__ == "OutOfMemoryError"
+        if not (isinstance(error, MemoryError) or is_of_torch):
+            raise
+        if str(place) not in text:
+            text = f"{place}: {text or 'there is too little memory to read it'}"
+        raise MemoryError(text) from None
 
 
 @contextmanager

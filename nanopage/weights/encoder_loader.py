@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from nanopage.encoder_config import EncoderConfig
+from nanopage.model_files import memory_errors
 from nanopage.models import find_encoder
 from nanopage.models.encoder import Encoder, slots
 from nanopage.weights.loader import all_finite, check_fit, materialize, stored_tensors_of
@@ -33,7 +34,8 @@ def load_encoder(
     if len(set(used.values())) < len(used):
         raise ValueError(f"{path} has tensors with the same name, with and without {family.PREFIX!r}")
     check_fit(wanted, [replace(tensor, name=name) for tensor, name in used.items()], path)
-    materialize(model, dtype, device)
+    with memory_errors(path):
+        materialize(model, dtype, device)
     wanted = slots(model, family.HEAD_PLACES)
     names = {tensor.name: name for tensor, name in used.items()}
     total, done = sum(parameter.numel() for parameter in model.parameters()), 0

@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
 
-from nanopage.model_files import check_file, shown
+from nanopage.model_files import check_file, memory_errors, shown
 
 MAX_METADATA = 2**27  # bytes before the weights; a vocabulary of 200,000 tokens with its merges takes about 2**24
 MAX_FIELDS = 2**16
@@ -69,7 +69,7 @@ def read_header(path: Path) -> Header:
     """
     check_file(path)
     try:
-        with open(path, "rb") as file:
+        with memory_errors(path), open(path, "rb") as file:
             return _Reader(file, state_of(path)).header()
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from None
@@ -92,7 +92,8 @@ def read_rows(path: Path, tensor: TensorInfo, start: int, stop: int, state: tupl
     row_bytes = tensor.num_bytes // prod(tensor.shape[:-1])
     count = (stop - start) * row_bytes
     try:
-        data = np.fromfile(path, np.uint8, count, offset=tensor.offset + start * row_bytes)
+        with memory_errors(f"{path}: {shown(tensor.name)}"):
+            data = np.fromfile(path, np.uint8, count, offset=tensor.offset + start * row_bytes)
         changed = state_of(path) != state
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from None

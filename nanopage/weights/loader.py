@@ -30,7 +30,7 @@ from nanopage.layers.linear import Linear
 from nanopage.layers.moe import GroupedExperts, group_experts
 from nanopage.layers.quantized import QuantizedLinear
 from nanopage.layers.tiled import TiledLinear
-from nanopage.model_files import shown
+from nanopage.model_files import memory_errors, shown
 from nanopage.models.decoder import Decoder, meta_model
 from nanopage.pooling import PoolingConfig
 from nanopage.weights import gguf_tiles, quantized_checkpoint
@@ -125,7 +125,7 @@ def load_model(
             wanted = quantized_checkpoint.expected(whole, wanted, stored, config.quantization)
         check_fit(wanted, stored, source)
         scales = {tensor.name for tensor in stored if KV_SCALE.fullmatch(tensor.name)}
-    try:
+    with memory_errors(source):
         if keep_integers is not None:
             if config.quantization is not None:
                 make = _maker(config.quantization, device, keep_integers)
@@ -147,9 +147,7 @@ def load_model(
         if keep_integers is None and config.quantization is not None and stored:
             pieces = chain(pieces, quantized_checkpoint.dequantized(model, stored, config.quantization))
         materialize(model, dtype, torch.device("cpu") if on_host else device, for_use=not on_host)
-    except MemoryError as error:
-        raise MemoryError(f"{source}: {error}") from None
-    fill(model, pieces, stored, on_progress)
+        fill(model, pieces, stored, on_progress)
     if load_format == "dummy" and device.type == "cuda":
         torch.cuda.empty_cache()  # the KV cache gets the free memory, and torch still caches that of the draws
     return model.eval().requires_grad_(False)

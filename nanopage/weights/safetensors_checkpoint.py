@@ -17,7 +17,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from nanopage.config import MAX_MATRICES, MAX_SIZES
-from nanopage.model_files import check_file, exists, parse_json, read_json, shown
+from nanopage.model_files import check_file, exists, memory_errors, parse_json, read_json, shown
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -84,7 +84,8 @@ def read_tensors(
                         raise _changed(file)
                     row_bytes = math.prod(shape[1:]) * DTYPES[entry.tensor.dtype][1]
                     if row_bytes > len(buffer):
-                        buffer = memoryview(bytearray(row_bytes))
+                        with memory_errors(f"{file}: {shown(name)}"):
+                            buffer = memoryview(bytearray(row_bytes))
                     rows, *others = slices.get(name, (slice(0, shape[0] if shape else 1),))
                     step = len(buffer) // row_bytes if row_bytes else rows.stop
                     for start in range(rows.start, rows.stop, step):
@@ -106,7 +107,8 @@ def read_into(buffer: memoryview | bytearray, content: FileIO, begin: int, file:
 
 def read_whole(content: FileIO, entry: "StoredBytes") -> "Tensor":
     """A tensor of an open file. Raises: ValueError naming the file."""
-    buffer = bytearray(entry.end - entry.begin)
+    with memory_errors(f"{entry.tensor.file}: {shown(entry.tensor.name)}"):
+        buffer = bytearray(entry.end - entry.begin)
     read_into(buffer, content, entry.begin, entry.tensor.file)
     return as_tensor(buffer, entry.tensor.dtype, entry.tensor.shape)
 
@@ -184,7 +186,7 @@ def opened(file: Path) -> Iterator[FileIO]:
     """A file that stays as it is while it is open. Raises: ValueError naming the file."""
     check_file(file)
     try:
-        with open(file, "rb", buffering=0) as content:
+        with memory_errors(file), open(file, "rb", buffering=0) as content:
             before = os.fstat(content.fileno())
             yield content
             after = os.fstat(content.fileno())

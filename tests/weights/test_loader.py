@@ -101,6 +101,33 @@ def test_shards_fill_every_parameter(tmp_path, family, overrides):
     assert_holds(load(tmp_path), weights)
 
 
+@pytest.mark.parametrize(
+    ("failing", "names"),
+    [
+        ("nanopage.model_files.json.loads", "config.json: there is too little memory"),
+        ("nanopage.weights.safetensors_checkpoint.parse_json", "model.safetensors: there is too little memory"),
+        ("nanopage.weights.safetensors_checkpoint.bytearray", "model.safetensors: '.*weight': there"),
+        ("nanopage.weights.safetensors_checkpoint.read_into", "model.safetensors: there is too little memory"),
+        ("nanopage.weights.loader.all_finite", "model: there is too little memory"),
+        ("torch.empty", "model: .*you tried to allocate"),
+    ],
+)
+def test_where_memory_runs_out_the_error_names_the_file(model_dir, monkeypatch, failing, names):
+    empty, plain = torch.empty, bytearray
+
+    def fail(*args, **options):
+        if failing == "torch.empty":
+            return empty(2**60 if options.get("device") == CPU else args[0], *args[1:], **options)
+        if failing.endswith("bytearray") and args[0] == 1:
+            return plain(1)
+        raise MemoryError
+
+    monkeypatch.setattr(safetensors_checkpoint, "PIECE_BYTES", 1)  # any row needs a larger buffer
+    monkeypatch.setattr(failing, fail, raising=not failing.endswith("bytearray"))
+    with pytest.raises(MemoryError, match=names):
+        load(model_dir)
+
+
 def test_q_k_v_and_gate_up_are_fused_in_that_order(model_dir):
     model, weights = load(model_dir), read_weights(model_dir)
     for index, layer in enumerate(model.layers):
