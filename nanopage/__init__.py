@@ -8,9 +8,8 @@ Names are imported on first use, so that `import nanopage.engine.scheduler` does
 import importlib
 import logging
 import os
+import re
 import sys
-
-from nanopage.model_files import escaped
 
 __version__ = "0.2.0"
 
@@ -66,6 +65,15 @@ def __getattr__(name: str):
     if name in _HOME:
         return getattr(importlib.import_module(f"nanopage.{_HOME[name]}"), name)
     raise AttributeError(f"module 'nanopage' has no attribute {name!r}")
+
+
+# Control characters, which a terminal obeys, characters that change the direction of text, and surrogates.
+_UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def escaped(text: str) -> str:
+    """`text` for a message or a log, with unprintable characters as escape sequences. Tabs and newlines stay."""
+    return _UNPRINTABLE.sub(lambda match: ascii(match[0])[1:-1], text)
 
 
 class _Formatter(logging.Formatter):

@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import reprlib
 import stat
 from collections.abc import Iterator
@@ -10,7 +9,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 MAX_TEXT = 2**25  # bytes of a JSON file or a template; the index of a checkpoint with 160,000 tensors has 2**24
 
 
@@ -115,12 +113,6 @@ def rust_errors(place: str) -> Iterator[None]:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise  # KeyboardInterrupt and the like
         raise ValueError(f"{place}: {str(error)[:300]}") from error
-
-
-def escaped(text: str) -> str:
-    """`text` for a log, where it may hold what a file says: control characters, which a terminal would obey, and those
-    that change the direction of text are escaped. Tabs and newlines stay."""
-    return UNPRINTABLE.sub(lambda match: ascii(match[0])[1:-1], text)
 
 
 def shown(value: object) -> str:

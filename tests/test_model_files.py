@@ -7,8 +7,8 @@ import signal
 
 import pytest
 
-from nanopage import model_files
-from nanopage.model_files import check_file, escaped, read_json, read_text, shown
+from nanopage import escaped, model_files
+from nanopage.model_files import check_file, read_json, read_text, shown
 
 
 @pytest.fixture(autouse=True)

@@ -17,11 +17,10 @@ from typing import TYPE_CHECKING
 
 import uvicorn
 
-from nanopage import ray_cluster
+from nanopage import escaped, ray_cluster
 from nanopage.engine.engine import LLMEngine
 from nanopage.engine_args import EngineArgs, FlexibleArgumentParser
 from nanopage.lossy_output import lose_output
-from nanopage.model_files import escaped
 from nanopage.server.adapters import parse_modules
 from nanopage.server.app import ServerState, create_app, guard, load_engine
 from nanopage.server.connection import Connection

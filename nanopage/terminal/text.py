@@ -15,6 +15,8 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from nanopage import escaped
+
 # Control characters move the cursor, set the title or reach the clipboard; surrogates cannot be encoded.
 UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 # What the engine raises for input it refuses, and what the system raises: the message says all.
@@ -30,7 +32,7 @@ REFLOWING = {
 def printable(text: str) -> str:
     """`text` without control characters: carriage returns go, others become U+FFFD. Tabs and newlines stay.
 
-    For everything that was not written in this project: replies, file names, fields of files, error messages.
+    For a reply as it arrives. Messages use `nanopage.escaped`, which shows what was there.
     """
     return UNSAFE.sub("\ufffd", text.replace("\r", ""))
 
@@ -82,14 +84,14 @@ def _unless_stderr_fails() -> Iterator[None]:
 def say(text: str, style: str = "dim") -> None:
     """Print a message on stderr."""
     with _unless_stderr_fails():
-        stderr.print(Text(printable(text), style), soft_wrap=not stderr.is_terminal)
+        stderr.print(Text(escaped(text), style), soft_wrap=not stderr.is_terminal)
 
 
 def say_table(rows: Iterable[tuple[str, ...]]) -> None:
     """Print rows of cells on stderr."""
     table = Table.grid(padding=(0, 2))
     for row in rows:
-        table.add_row(*(Text(printable(cell)) for cell in row))
+        table.add_row(*(Text(escaped(cell)) for cell in row))
     with _unless_stderr_fails():
         stderr.print(table)
 
@@ -102,7 +104,7 @@ def say_drawn(draw: Callable[[int], RenderableType]) -> None:
 
 def say_error(message: str) -> None:
     with _unless_stderr_fails():
-        stderr.print(Text.assemble(("error:", "red"), " ", printable(message)), soft_wrap=True)
+        stderr.print(Text.assemble(("error:", "red"), " ", escaped(message)), soft_wrap=True)
 
 
 def describe_error(error: BaseException, verbose: bool) -> str:

@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-from nanopage.terminal.text import printable, say
+from nanopage.terminal.text import say
 from nanopage.tools.definitions import Tool
 from nanopage.tools.formats import ToolFormat, find_format
 from nanopage.tools.functions import describe_function, load_functions, read_arguments, run_function
@@ -60,13 +60,13 @@ class Toolbox:
         try:
             arguments = read_arguments(function, call.arguments)
         except ValueError as error:
-            say(printable(f"The model calls {call.name} with {call.arguments:.{MAX_SHOWN}}: {error}"), "yellow")
+            say(f"The model calls {call.name} with {call.arguments:.{MAX_SHOWN}}: {error}", "yellow")
             return str(error), {}
         listed = ", ".join(f"{name}={json.dumps(value, ensure_ascii=False)}" for name, value in arguments.items())
-        say(printable(f"The model calls {call.name}({listed})"))
+        say(f"The model calls {call.name}({listed})")
         if self.ask("Run it? [y/N] ").strip().lower() not in ("y", "yes"):
             say("not run")
             return "The user did not allow this call.", arguments
         result = run_function(function, arguments)
-        say(printable(f"-> {result[:MAX_SHOWN]}{' ...' if len(result) > MAX_SHOWN else ''}"))
+        say(f"-> {result[:MAX_SHOWN]}{' ...' if len(result) > MAX_SHOWN else ''}")
         return result, arguments

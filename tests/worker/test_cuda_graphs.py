@@ -28,7 +28,7 @@ MIXED = [
     SamplingParams(temperature=1.5, seed=3, max_tokens=9, ignore_eos=True),
     SamplingParams(temperature=0.8, top_p=0.9, seed=4, max_tokens=10, ignore_eos=True),
     SamplingParams(temperature=0, repetition_penalty=1.3, max_tokens=8, ignore_eos=True),
-    SamplingParams(temperature=0, dry_multiplier=4, dry_allowed_length=1, max_tokens=12, ignore_eos=True),
+    SamplingParams(temperature=0, dry_multiplier=4, dry_allowed_length=1, max_tokens=10, ignore_eos=True),
     SamplingParams(temperature=1.0, seed=5, logprobs=3, max_tokens=7, ignore_eos=True),
     SamplingParams(temperature=0, min_tokens=5, logit_bias={7: 3.0}, max_tokens=11),
 ]

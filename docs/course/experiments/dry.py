@@ -18,7 +18,6 @@ class NoModel:
     """Takes the place of a Model. No token ends a sequence."""
 
     class config:
-        eos_token_ids: tuple[int, ...] = ()
         max_position_embeddings = 2**30
 
     def forward(self, input_ids: Tensor, positions: Tensor, slot_mapping: Tensor, chunks: list) -> Tensor:
@@ -44,6 +43,7 @@ class DryEngine(minimal_engine.Engine):
         self.block_manager = block_manager or BlockManager(num_blocks, block_size)
         self.scheduler = make_scheduler(self.block_manager, max_num_seqs, max_num_batched_tokens)
         self.max_len = num_blocks * block_size
+        self.ends = frozenset()
 
     @property
     def has_work(self) -> bool:
