@@ -161,7 +161,6 @@ def function(**fields):
         ([function(strict="yes")], r"tools\[0\].function.strict"),
         ([function(parameters="x")], r"tools\[0\].function.parameters"),
         ([function(parameters={"type": "string"})], r"tools\[0\].function.parameters.type"),
-        ([function(handler="x")], r"tools\[0\].function.handler"),
     ],
 )
 def test_a_wrong_definition_is_named(tools, place):

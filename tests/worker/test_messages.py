@@ -34,7 +34,6 @@ sampling = st.builds(
     SamplingSettings,
     temperature=reals,
     top_p=reals,
-    # SamplingParams has no upper limit. MessagePack has one.
     top_k=st.integers(-1, 2**63 - 1),
     min_p=reals,
     repetition_penalty=reals,
@@ -287,7 +286,7 @@ def test_any_valid_parameters_can_be_sent(tmp_path):
     half = np.float64(0.5)  # a float, but of a class that msgspec does not know
     params = SamplingParams(
         temperature=half, top_p=half, min_p=half, repetition_penalty=half, presence_penalty=half,
-        frequency_penalty=half, logit_bias={3: half, 4: 1}, top_k=10**30, min_tokens=10**30, max_tokens=None,
+        frequency_penalty=half, logit_bias={3: half, 4: 1}, top_k=2**63 - 1, min_tokens=2**63 - 1, max_tokens=None,
         seed=-(2**63), allowed_token_ids=[3, 4], bad_words=["the cat"], stop_token_ids=[5],
     )  # fmt: skip
     (seq,) = engine.make_request("a", [1, 2, 3], params).group.seqs
