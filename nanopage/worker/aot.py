@@ -485,6 +485,7 @@ def _key(config: ModelConfig, spec: dict[str, Any]) -> str:
     sources += [here / "sampling" / "argmax.py", here / "layer_kinds.py"]
     sizes = asdict(config) | {"num_layers": None, "max_position_embeddings": None}
     sizes["sliding_windows"] = None  # an argument of attention
+    sizes["eos_token_ids"] = None  # the engine's; it adds those of the tokenizer
     if config.experts is not None:
         sizes["experts"] = asdict(config.experts) | {"layers": None}  # all of them have experts
     parts = [torch.__version__, *processor(), spec["dtype"], spec["kv_dtype"], spec["block_size"]]
