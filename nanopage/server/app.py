@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from fastapi import FastAPI, Request
@@ -29,6 +28,7 @@ from nanopage.server.generation import too_long
 from nanopage.server.json_body import JsonRoute
 from nanopage.server.metrics import CONTENT_TYPE, ServerMetrics
 from nanopage.server.middleware import OPEN_PATHS, Gate
+from nanopage.server.pages import page_reply
 from nanopage.server.pooling import PoolingCall, check_task, embeddings, rerank, score
 from nanopage.server.protocol import (
     Body,
@@ -333,11 +333,7 @@ def create_routes(state: ServerState) -> FastAPI:
 
     @app.get("/", include_in_schema=False)
     async def page() -> Response:
-        headers = {"cache-control": "no-cache", "content-security-policy": "frame-ancestors 'none'"}
-        html = Path(__file__).with_name("page.html").read_bytes()
-        if state.view is not None:
-            html = html.replace(b" hidden>Live view", b">Live view")
-        return Response(html, headers=headers, media_type="text/html; charset=utf-8")
+        return page_reply("page.html", links_to_view=state.view is not None)
 
     not_served = dict(NOT_SERVED)
     if state.view is not None:

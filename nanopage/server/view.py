@@ -29,6 +29,7 @@ from nanopage.async_llm import AsyncLLM, EngineDeadError
 from nanopage.engine.engine import LLMEngine
 from nanopage.outputs import StepStats
 from nanopage.server.errors import ApiError, json_response
+from nanopage.server.pages import page_reply
 from nanopage.server.streaming import HEADERS, KEEP_ALIVE, KEEP_ALIVE_SECONDS
 from nanopage.view import Frame, Frames
 
@@ -227,9 +228,7 @@ def add_view(app: FastAPI, state: "ServerState", view: LiveView) -> None:
 
     @app.get("/view", include_in_schema=False)
     async def page() -> Response:
-        headers = {"cache-control": "no-cache", "content-security-policy": "frame-ancestors 'none'"}
-        html = Path(__file__).with_name("view.html").read_bytes()
-        return Response(html, headers=headers, media_type="text/html; charset=utf-8")
+        return page_reply("view.html")
 
     @app.get("/view/events", include_in_schema=False)
     async def events(request: Request) -> Response:

@@ -15,6 +15,7 @@ from server_process import serving
 import nanopage.server
 
 PAGE = Path(nanopage.server.__file__).with_name("page.html").read_text()
+NAME = "\u202e<img src=x onerror='window.hurt=1'>" + "W" * 400
 HOSTILE = "<script>window.hurt = 1</script> <img src=x onerror='window.hurt = 1'> & &lt;b&gt; "
 
 # Replaces fetch: calls of the chat endpoint get `replies`. One that does not end is silent after its last part.
@@ -56,17 +57,23 @@ def test_the_page_loads_nothing_and_makes_no_html_of_text():
         r"(call|fetch)\([\"'`]/",  # URLs that a proxy's prefix would break
     ):
         assert not re.search(pattern, PAGE), pattern
-    (policy,) = re.findall(r'<meta http-equiv="Content-Security-Policy" content="([^"]*)">', PAGE)
-    rules = dict(rule.split(maxsplit=1) for rule in policy.split(";"))
-    assert rules["default-src"] == rules["img-src"] == rules["base-uri"] == rules["form-action"] == "'none'"
-    assert rules["connect-src"] == "'self'"
 
 
 def test_the_page_is_served_without_a_key(server):
     status, headers, body = get(server, "/", key=None)
     assert (status, headers["content-type"]) == (200, "text/html; charset=utf-8")
     assert body.decode() == PAGE
+    assert_policy(headers)
     assert get(server, "/v1/models", key=None)[0] == 401
+
+
+def assert_policy(headers):
+    """No script runs but the page's own, nothing is loaded from elsewhere, and no other site embeds the page."""
+    rules = dict(rule.split(maxsplit=1) for rule in headers["content-security-policy"].split(";"))
+    assert {"img-src", "unsafe-inline"}.isdisjoint(rules | dict.fromkeys(rules["script-src"].split()))
+    for name in ("default-src", "base-uri", "form-action", "frame-ancestors"):
+        assert rules[name] == "'none'"
+    assert re.fullmatch(r"'sha256-\S+'", rules["script-src"]) and rules["connect-src"] == "'self'"
 
 
 # In a browser
@@ -85,7 +92,7 @@ def browser(tmp_path_factory):
 def server(model, tmp_path_factory):
     """A server with room for long answers."""
     log = tmp_path_factory.mktemp("server") / "log"
-    options = ("--dtype", "float32", "--api-key", "secret", "--served-model-name", "tiny", "--max-model-len", 1024)
+    options = ("--dtype", "float32", "--api-key", "secret", "--served-model-name", NAME, "--max-model-len", 1024)
     with serving(model, *options, log=log) as server:
         server.url = server.wait_until_ready()
         yield server
@@ -98,9 +105,10 @@ def page(browser, server):
     browser.wait_for("settings.open && document.activeElement === fields.key")
     browser.type("secret")
     browser.press("Enter")
-    browser.wait_for("!settings.open && model === 'tiny' && document.activeElement === input")
+    browser.wait_for("!settings.open && model !== undefined && document.activeElement === input")
     browser.evaluate("fields.temperature.value = 0")
     browser.problems[:] = [problem for problem in browser.problems if "401" not in problem]  # of the first /v1/models
+    assert browser.evaluate("[model, $('model').textContent, $('model').childElementCount]") == [NAME, NAME, 0]
     yield browser
     assert browser.problems == []
     assert not browser.evaluate("window.hurt")
@@ -225,15 +233,14 @@ def test_shift_enter_breaks_the_line_and_enter_waits_for_the_answer(page):
 @pytest.mark.parametrize("size", [0, 1, 7, 1 << 20])
 def test_hostile_text_is_shown_as_text_wherever_the_stream_is_cut(page, size):
     texts = [HOSTILE, "é😀 [x](javascript:window.hurt=1) ", "![i](https://example.com/i.png) ", "`", HOSTILE, "`"]
+    texts[1] += "<svg/onload=window.hurt=1> [d](data:text/html,<script>window.hurt=1</script>) \u202e\0\u2028"
     fake(page, events(*texts, size=size))
     send(page, HOSTILE)
     assert answered(page) == "".join(texts)
     assert page.evaluate("log.firstChild.textContent") == HOSTILE
-    assert page.evaluate("log.lastChild.firstChild.textContent").startswith(
-        HOSTILE + "é😀 [x](javascript:window.hurt=1) i "
-    )
+    assert page.evaluate("log.lastChild.firstChild.textContent").startswith(HOSTILE + texts[1] + "i ")
     assert page.evaluate("log.querySelector('code').textContent").strip() == HOSTILE.strip()
-    assert page.evaluate("[...log.querySelectorAll('script, img, b')].length") == 0
+    assert page.evaluate("[...log.querySelectorAll('script, img, b, svg')].length") == 0
     assert page.evaluate("[...log.querySelectorAll('a')].map((a) => a.href)") == ["https://example.com/i.png"]
 
 
@@ -331,8 +338,9 @@ def test_what_has_not_ended_is_shown_as_if_it_had(page):
 
 
 def test_a_long_answer_is_painted_whole(page):
-    """16,000 characters of ordinary text, and of what models in a loop say. Backtracking would hang."""
+    """16,000 characters of ordinary text, and of what models in a loop say."""
     texts = ["word ", "- item\n", "```\ncode ", "*", "`", "> ", "- ", "[", "[a](", "a\n\n", "| a ", "_a", "http://"]
+    texts.append("` ")
     lengths = page.evaluate(f"""{json.dumps(texts)}.map((text) => {{
       const answer = new Answer(element("div"));
       log.replaceChildren(answer.node);
@@ -341,6 +349,33 @@ def test_a_long_answer_is_painted_whole(page):
       return answer.node.textContent.replace(/\\s/g, "").length;
     }})""")
     assert lengths[0] == 16000 * 4 // 5 and len(lengths) == len(texts)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "'~'.repeat(N) + '`'",
+        "'# ' + ' '.repeat(N) + '\\u2028'",
+        "'|\\n' + ' '.repeat(N) + 'x'",
+        "'**a' + ' '.repeat(N) + 'x'",
+        "'[a](x'.repeat(N / 5) + ' '",
+        "'` '.repeat(N / 2)",
+        "'|'.repeat(3000) + '\\n' + '|--'.repeat(3000) + '|\\n' + '|\\n'.repeat(9000)",
+        "'x\\n'.repeat(N)",
+        "'-\\n1.\\n'.repeat(N / 5)",
+    ],
+)
+def test_a_text_made_to_take_long_is_painted(page, text):
+    """Backtracking, layout in quadratic time or rows times columns would hang the browser."""
+    page.evaluate(f"""(() => {{
+      const N = 200000, answer = new Answer(element("div"));
+      log.replaceChildren(answer.node);
+      answer.text = {text};
+      answer.paint(true);
+      answer.paint(false);
+    }})()""")
+    assert page.evaluate("log.scrollHeight > 0 && log.querySelectorAll('*').length < 100000")
+    page.evaluate("$('new').click()")
 
 
 def test_the_view_follows_only_from_the_end(page):
@@ -363,6 +398,14 @@ def test_it_fits_a_narrow_screen(page):
     overhang = "(node) => node.scrollWidth - node.clientWidth"
     assert page.evaluate(f"[document.documentElement, document.body, log].map({overhang})") == [0, 0, 0]
     assert page.evaluate("[innerWidth, $('send').getBoundingClientRect().right <= 360]") == [360, True]
+    for message in ("w" * 5000, "line\n" * 10000):
+        fake(page, error(400, message))
+        page.evaluate(f"input.value = {json.dumps(message)}; $('composer').requestSubmit()")
+        page.wait_for("!running && !$('notice').hidden")
+        assert page.evaluate(f"[document.documentElement, document.body, log].map({overhang})") == [0, 0, 0]
+        boxes = "[input, $('send'), $('open')].map((node) => node.getBoundingClientRect())"
+        assert page.evaluate(f"{boxes}.every((box) => box.top >= 0 && box.bottom <= innerHeight && box.right <= 360)")
+        page.evaluate("input.value = ''")
     page.call("Emulation.clearDeviceMetricsOverride")
 
 
