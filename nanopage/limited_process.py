@@ -1,4 +1,4 @@
-"""A process for work on input that is not trusted: templates of a model's directory, grammars of clients.
+"""A process for work on input that is not trusted: a model's templates and regular expressions, clients' grammars.
 
     LimitedProcess.ask ─▶ a line of JSON ─▶ this file, run as a script ─▶ answer() of a program ─▶ a line of JSON
 

@@ -126,6 +126,7 @@ class Vocabulary:
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: list[int]):
         ids = tokenizer.backend.get_vocab(with_added_tokens=True).values()
         size = max(vocab_size, 1 + max(ids))
+        self.check_text = tokenizer.check_text
         self.backend = BackendTokenizer.from_str(tokenizer.backend.to_str())
         # llguidance encodes a text if a grammar leaves no other choice. What looks like a special token is text there.
         self.backend.encode_special_tokens = True
@@ -143,6 +144,7 @@ class Vocabulary:
 
     def __call__(self, text: str) -> list[int]:
         # llguidance asks for each mask anew, and uses the first token.
+        self.check_text(text[:FORCED_CHARACTERS])
         return self.backend.encode(text[:FORCED_CHARACTERS], add_special_tokens=False).ids
 
     def plain(self) -> dict:

@@ -44,8 +44,6 @@ ENDS = (
     "<|tool_response> <|endoftext|> <|end_of_text|> </s> <eos> [EOS] <EOT> _<EOT> [EOT] [e~[ <end_of_utterance> "
     "<｜end▁of▁sentence｜> <|fim_pad|> <|fim_repo|> <|repo_name|> <|file_sep|>"
 )
-# An added token that is normalized, or an escape that could hide one.
-NORMALIZED = re.compile(r'"normalized"\s*:\s*true|\\u00[67]')
 MAX_TOKENIZER = 2**27  # bytes of tokenizer.json; those of 260,000 tokens have about 2**25
 
 
@@ -73,11 +71,11 @@ class Tokenizer:
         checkpoint = GGUFCheckpoint(source) if isinstance(source, Path) and source.suffix == ".gguf" else source
         if isinstance(checkpoint, GGUFCheckpoint):
             self.path = checkpoint.path
-            self.backend, config = checkpoint.tokenizer(), checkpoint.tokenizer_config()
+            self.backend, self._trial, config = checkpoint.tokenizer(), None, checkpoint.tokenizer_config()
             config["chat_templates"] = _named_templates(self.path, config.get("chat_template"))
         else:
             self.path = checkpoint / "tokenizer.json"
-            self.backend, config = _read_tokenizer(self.path), _read_tokenizer_config(checkpoint)
+            (self.backend, self._trial), config = _read_tokenizer(self.path), _read_tokenizer_config(checkpoint)
         self._growth = tokenizer_bounds.growth(self.backend, str(self.path))
         self.max_chars_per_token = tokenizer_bounds.check(self.backend, str(self.path))
         self.num_embeddings = num_embeddings
@@ -145,10 +143,16 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Raises: ValueError if the tokenizer fails on the text or could make too much of it, or if the model has no
         embedding for one of its tokens."""
-        tokenizer_bounds.check_text(text, self._growth, str(self.path))
+        self.check_text(text)
         with rust_errors(f"{self.path} failed on a text of {len(text):,} characters"):
             ids = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
         return self._checked(ids)
+
+    def check_text(self, text: str) -> None:
+        """Raises: ValueError if the tokenizer could make too much of a text, or takes too long for it."""
+        tokenizer_bounds.check_text(text, self._growth, str(self.path))
+        if self._trial is not None:
+            self._trial.check(text)
 
     def _checked(self, ids: list[int]) -> list[int]:
         """`ids`. Raises: ValueError if the model has no embedding for one of them."""
@@ -173,7 +177,7 @@ class Tokenizer:
         """
         texts = [text] if pair is None else [text, pair]
         for each in texts:
-            tokenizer_bounds.check_text(each, self._growth, str(self.path))
+            self.check_text(each)
         with rust_errors(f"{self.path} failed on texts of {sum(map(len, texts)):,} characters"):
             parts = [self.backend.encode(each, add_special_tokens=False) for each in texts]
             if max_tokens is not None:
@@ -310,17 +314,16 @@ def _shortened(lengths: list[int], room: int) -> list[int]:
     return [kept[1], kept[0]] if first_is_longer else [*kept]
 
 
-def _read_tokenizer(file: Path) -> BackendTokenizer:
+def _read_tokenizer(file: Path) -> tuple[BackendTokenizer, tokenizer_bounds.Trial | None]:
     if not exists(file):
         raise FileNotFoundError(
             f"{file.parent} has no tokenizer.json. If it has another kind of tokenizer, convert it with transformers: "
             "AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)"
         )
     text = read_text(file, MAX_TOKENIZER)
-    if NORMALIZED.search(text):  # then loading the file runs the normalizer
-        tokenizer_bounds.check_added(text, file)
+    trial = tokenizer_bounds.check_file(text, file)
     with rust_errors(f"{file} is not a readable tokenizer"):
-        return BackendTokenizer.from_str(text)
+        return BackendTokenizer.from_str(text), trial
 
 
 def _read_tokenizer_config(directory: Path) -> dict[str, Any]:

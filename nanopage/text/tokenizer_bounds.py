@@ -3,18 +3,25 @@
 The steps of a tokenizer.json can lengthen a text: twelve that replace a letter by ten of it make 10^12 letters, and
 the tokenizers library ends the process when memory is refused. So each step gets the factor by which it can lengthen
 any text at most, and the product for all steps has a limit.
+
+Time has no such bound: the library's regular expressions backtrack, and a bad one takes minutes for a text of 2,000
+characters. So where a file has others than well-known ones, a process that can be ended tries out each text first.
 """
 
 import base64
 import json
+import re
 import unicodedata
+from collections.abc import Iterator
 from math import prod
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
 
+from nanopage.limited_process import LimitedProcess, Limits
 from nanopage.model_files import parse_json, rust_errors, shown
+from nanopage.weights.gguf_checkpoint import SPLITS
 
 MAX_STEPS = 256  # of a part of a tokenizer
 MAX_GROWTH = 1024.0  # of a text, by a tokenizer that is loaded at all
@@ -26,6 +33,7 @@ MAX_TOKEN = 1024  # characters; most tokenizers have some of 128
 MAX_AFFIX = 64  # characters of what is added to each token
 MAX_WORD = 1024  # characters that WordPiece looks at together: its work is the square
 MAX_ADDED = 2**22  # characters of all added tokens
+MAX_PATTERNS = 2**14  # characters of all regular expressions
 NORMALIZED = 36  # bytes that Unicode's normal forms make of one character, at most
 
 # Steps that lengthen no text, beyond what Unicode's normal forms do to it.
@@ -38,6 +46,48 @@ NEUTRAL = {
 # CTC may insert a space between all characters, BertNormalizer puts Chinese ones between spaces.
 FACTORS = {"ByteLevel": 2.0, "Metaspace": 2.0, "WordPiece": 2.0, "BPEDecoder": 2.0, "CTC": 2.0, "BertNormalizer": 3.0}
 
+# Regular expressions that take time in proportion to any text: those of Llama 3, Qwen 2 and GPT-4o, then those of
+# Qwen 3.5, Tekken, DeepSeek V3, CLIP and converted SentencePiece models.
+LINEAR = {
+    *SPLITS.values(),
+    SPLITS["qwen2"].replace(r"\p{L}+", r"[\p{L}\p{M}]+").replace(r"[^\s\p{L}\p{N}]", r"[^\s\p{L}\p{M}\p{N}]"),
+    SPLITS["gpt-4o"].replace("(?i:'s|'t|'re|'ve|'m|'ll|'d)?", "").replace(r"\p{N}{1,3}", r"\p{N}"),
+    r"\p{N}{1,3}",
+    "[一-龥\u3040-ゟ゠-ヿ]+",
+    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+"""
+    r"|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    r"'s|'t|'re|'ve|'m|'ll|'d|[\p{L}]+|[\p{N}]|[^\s\p{L}\p{N}]+",
+    r"\s+",
+    " {2,}",
+}
+AS_JSON = {json.dumps(pattern, ensure_ascii=False) for pattern in LINEAR}
+PATTERN = re.compile(r'"Regex"\s*:\s*("(?:[^"\\]|\\.)*")')
+# An added token that is normalized, and an escape that could hide one or a regular expression. Python finds an
+# expression that begins with plain text several times faster than an alternation of these.
+SUSPICIOUS = (re.compile(r'"normalized"\s*:\s*true'), re.compile(r"\\u00[567]"))
+PROGRAM = Path(__file__).with_name("pattern_process.py").absolute()
+TRIAL_LIMITS = Limits(memory=2 << 30, cpu_seconds=10.0, seconds=60.0, answer=10_000)
+
+
+class Trial:
+    """Tries out the regular expressions of a tokenizer.json in a process with limits. Threads may share it.
+
+    Args: pipeline: a tokenizer.json with an empty model; patterns: its regular expressions that are not in LINEAR.
+    """
+
+    def __init__(self, pipeline: str, patterns: list[str], file: Path):
+        self.pipeline, self.patterns, self.file = pipeline, patterns, file
+        self._process = LimitedProcess(PROGRAM, ["tokenizers"], TRIAL_LIMITS)
+
+    def check(self, text: str) -> None:
+        """Raises: ValueError naming the file and the expressions if they fail on the text or exceed a limit."""
+        if error := self._process.ask({"text": text}, self.pipeline).get("error"):
+            patterns = ", ".join(map(shown, self.patterns[:4]))
+            raise ValueError(
+                f"{self.file}: the tokenizer, which has the regular expressions {patterns}, failed on a text of "
+                f"{len(text):,} characters: {error}"
+            )
+
 
 def growth(tokenizer: Tokenizer, source: str) -> float:
     """How many times longer the normalizer and the pre-tokenizer can make a text, at most.
@@ -47,23 +97,51 @@ def growth(tokenizer: Tokenizer, source: str) -> float:
     return prod(_checked(tokenizer, part, source, MAX_GROWTH) for part in ("normalizer", "pre_tokenizer"))
 
 
-def check_added(text: str, file: Path) -> None:
-    """Check what loading a tokenizer.json makes of its added tokens, which may have to be normalized.
+def check_file(text: str, file: Path) -> Trial | None:
+    """Check what loading a tokenizer.json does: it compiles the regular expressions, and normalizes added tokens.
 
-    Args: text: of the file. Raises: ValueError as `growth`.
+    Args: text: of the file.
+    Returns: what has to try out each text before the tokenizer encodes it; None: nothing has to.
+    Raises: ValueError as `growth`.
     """
+    if not any(each.search(text) for each in SUSPICIOUS) and AS_JSON.issuperset(PATTERN.findall(text)):
+        return None  # without parsing the file, which would take longer than loading it
     try:
         parts = parse_json(text)
-        contents = [token["content"] for token in parts["added_tokens"] if token["normalized"]]
-        empty = {"added_tokens": [], "model": {"type": "BPE", "vocab": {}, "merges": []}}
-        with rust_errors(""):
-            without_tokens = Tokenizer.from_str(json.dumps(parts | empty))
-        num_chars = sum(map(len, contents))
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        added = parts.get("added_tokens") or []
+        num_chars = sum(len(token["content"]) for token in added if token["normalized"])
+        steps = {name: [*_patterns(parts.get(name))] for name in ("normalizer", "pre_tokenizer", "decoder")}
+        pipeline = parts | {"model": {"type": "BPE", "vocab": {}, "merges": []}, "post_processor": None}
+        without_tokens = json.dumps(pipeline | {"added_tokens": []})
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ValueError(f"{file} is not a readable tokenizer: {str(error)[:300]}") from None
-    grown = num_chars * growth(without_tokens, str(file))
-    if grown > MAX_ADDED:
-        raise ValueError(f"{file}: added_tokens can become {grown:,.0f} characters; supported: at most {MAX_ADDED:,}")
+    unknown = [pattern for name in steps for pattern in steps[name] if pattern not in LINEAR]
+    if steps["decoder"] and not LINEAR.issuperset(steps["decoder"]):
+        raise ValueError(f"{file}: decoder: regular expressions are not supported, got {shown(steps['decoder'])}")
+    if (length := sum(map(len, unknown))) > MAX_PATTERNS:
+        raise ValueError(
+            f"{file} has regular expressions of {length:,} characters; supported: at most {MAX_PATTERNS:,}"
+        )
+    with rust_errors(f"{file} is not a readable tokenizer"):
+        factor = growth(Tokenizer.from_str(without_tokens), str(file))
+    if num_chars * factor > MAX_ADDED:
+        raise ValueError(
+            f"{file}: added_tokens can become {num_chars * factor:,.0f} characters; supported: at most {MAX_ADDED:,}"
+        )
+    if not unknown:
+        return None
+    trial = Trial(json.dumps(pipeline), unknown, file)
+    trial.check("")  # loads it
+    return trial
+
+
+def _patterns(value: Any) -> Iterator[str]:
+    """The regular expressions in a part of a tokenizer.json."""
+    children = value.values() if isinstance(value, dict) else value if isinstance(value, list) else []
+    if isinstance(value, dict) and isinstance(value.get("Regex"), str):
+        yield value["Regex"]
+    for child in children:
+        yield from _patterns(child)
 
 
 def check(tokenizer: Tokenizer, source: str) -> int:

@@ -51,8 +51,8 @@ _GPT_4O_SPLIT = (
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
     r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-_SPLITS = {"llama-bpe": _LLAMA3_SPLIT, "qwen2": _QWEN2_SPLIT, "dbrx": _LLAMA3_SPLIT, "gpt-4o": _GPT_4O_SPLIT}
-PRE_TOKENIZERS = ("gpt-2", "smollm", "refact", *_SPLITS)
+SPLITS = {"llama-bpe": _LLAMA3_SPLIT, "qwen2": _QWEN2_SPLIT, "dbrx": _LLAMA3_SPLIT, "gpt-4o": _GPT_4O_SPLIT}
+PRE_TOKENIZERS = ("gpt-2", "smollm", "refact", *SPLITS)
 
 UNDEFINED, NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(7)  # tokenizer.ggml.token_type
 MAX_PIECE = 256  # characters of a SentencePiece token; SentencePiece's own limit is 16 unless a trainer raises it
@@ -472,8 +472,8 @@ class GGUFCheckpoint:
         vocabulary = {token: i for i, token in enumerate(self.tokens)}
         with rust_errors(f"{self.path}: tokenizer.ggml.merges"):
             tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=pre == "llama-bpe"))
-        if pre in _SPLITS:
-            split = pre_tokenizers.Split(Regex(_SPLITS[pre]), behavior="isolated")
+        if pre in SPLITS:
+            split = pre_tokenizers.Split(Regex(SPLITS[pre]), behavior="isolated")
             parts = [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
         else:
             parts = [pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)]
