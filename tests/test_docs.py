@@ -22,7 +22,7 @@ from nanopage.__main__ import app as program
 from nanopage.metrics import Metrics
 from nanopage.server import serve
 from nanopage.server.app import ServerState, create_app
-from nanopage.server.protocol import REFUSED
+from nanopage.server.fields import REFUSED
 from nanopage.weights import loader
 
 ROOT = Path(__file__).parent.parent

@@ -1,14 +1,64 @@
-"""The fields of objects inside a body: of messages, tools, and the items of a response.
+"""The fields that nanopage has no use for, in a body and in the objects inside it: messages, tools, and input items.
 
-One rule holds for all unknown fields, those of bodies included: they are ignored and listed, unless leaving them out
-would change the answer.
+A field that is null counts as absent. An unknown field is refused by name if leaving it out would change what the
+client gets (`REFUSED`, `REFUSED_INSIDE`), and ignored otherwise. Ignored fields are listed in the header
+x-ignored-fields, unless they ask for nothing (`WITHOUT_EFFECT`, and the neutral values in `REFUSED`).
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from nanopage.server.errors import unsupported
+from pydantic import BaseModel
+
+from nanopage.grammar.schema import without_annotations
+from nanopage.server.errors import ApiError, unsupported
+
+NO_TOOLS = "use /v1/chat/completions"
+NO_GRAMMAR = "use response_format or structured_outputs"
+NO_AUDIO = "models read and write text"
+
+# field -> (the values that ask for nothing, why others are refused)
+REFUSED: dict[str, tuple[tuple, str]] = {
+    "tools": ((), NO_TOOLS),
+    "tool_choice": (("none", "auto"), NO_TOOLS),
+    "functions": ((), "use tools"),
+    "function_call": (("none",), "use tool_choice"),
+    "grammar": ((), NO_GRAMMAR),
+    "regex": ((), NO_GRAMMAR),
+    "json_schema": ((), NO_GRAMMAR),
+    "ebnf": ((), NO_GRAMMAR),
+    "structural_tag": ((), NO_GRAMMAR),
+    "prediction": ((), "there are no predicted outputs"),
+    "modalities": ((["text"],), NO_AUDIO),
+    "audio": ((), NO_AUDIO),
+    "web_search_options": ((), "there is no web search"),
+    "verbosity": (("medium",), "the model's template has no verbosity"),
+    "chat_template": ((), "templates are those of the server"),
+    "documents": (([],), "templates are given no documents"),
+    "mm_processor_kwargs": (({},), NO_AUDIO),
+    "prompt_embeds": ((), "prompts are text or token ids"),
+    "prompt_logprobs": ((), "use /v1/completions with echo and logprobs"),
+    "use_beam_search": ((False,), "beam search is not served"),
+    "dry_penalty_last_n": ((-1,), "DRY looks at the last 2,048 tokens of the output"),
+    "length_penalty": ((1, 1.0), "beam search is not served"),
+    "truncate_prompt_tokens": ((), "a prompt is never cut"),
+    "logits_processors": (([],), "no code of a client is run"),
+    "return_tokens_as_token_ids": ((False,), "log-probabilities name tokens by their text"),
+    "return_token_ids": ((False,), "use /tokenize"),
+    "spaces_between_special_tokens": ((True,), "special tokens are never spaced"),
+    "kv_transfer_params": (({},), "there is one engine"),
+    "store": ((False,), "nothing is stored"),
+    "previous_response_id": ((), "nothing is stored: send the whole conversation as input"),
+    "conversation": ((), "nothing is stored: send the whole conversation as input"),
+    "background": ((False,), "nothing is stored"),
+    "prompt": ((), "there are no prompt templates"),
+    "truncation": (("disabled",), "a prompt is never cut"),
+    "include": (([],), "there is nothing more to include"),
+    "max_tool_calls": ((), "the client runs the tools"),
+    "service_tier": (("auto", "default"), "there is one tier"),
+}
+WITHOUT_EFFECT = ("user", "metadata", "safety_identifier", "prompt_cache_key", "parallel_tool_calls")
 
 PARTS = ("type", "text", "refusal")
 TOOL = ("name", "description", "parameters", "strict")
@@ -38,7 +88,7 @@ RESPONSES = {
     "tool_choice": ("type", "name", "function"),
 }
 # What would change the answer. Empty values ask for nothing.
-REFUSED = {
+REFUSED_INSIDE = {
     **dict.fromkeys(("images", "image", "image_url", "videos", "video"), "models read and write text"),
     **dict.fromkeys(("audio", "input_audio"), "models read and write text"),
     **dict.fromkeys(("file", "files", "attachments", "documents"), "send their text as content"),
@@ -48,7 +98,45 @@ REFUSED = {
 }
 
 
-def find_ignored(body: dict[str, Any], known: dict[str, tuple[str, ...]]) -> Iterator[str]:
+def check_unknown(
+    body: BaseModel,
+    strict: bool,
+    refused: Mapping[str, tuple[tuple, str]],
+    known: Mapping[str, tuple[str, ...]],
+    path: str = "",
+) -> list[str]:
+    """The ignored fields to be listed, at most 50.
+
+    Args:
+        strict: refuse these as well.
+        refused: fields, as in `REFUSED`.
+        known: the fields of objects inside: CHAT or RESPONSES.
+        path: what precedes the names of the fields, such as "stream_options.".
+
+    Raises: ApiError for a field that is refused.
+    """
+    ignored: list[str] = []
+    for name, value in (body.model_extra or {}).items():
+        if name in WITHOUT_EFFECT:
+            continue
+        neutral, why = refused.get(name, ((), NO_GRAMMAR))
+        if name not in refused and not name.startswith("guided_"):
+            ignored.append(path + name[:100])
+        elif not any(value == other and type(value) is type(other) for other in neutral):
+            raise unsupported(path + name, why)
+    for name in type(body).model_fields:
+        if isinstance(inner := getattr(body, name), BaseModel):
+            ignored += check_unknown(inner, strict, refused, {}, f"{path}{name}.")
+    ignored += dict.fromkeys(find_ignored(vars(body), known))
+    for name in ("response_format", "structured_outputs", "tools", "format"):
+        _, formats = without_annotations(getattr(body, name, None))
+        ignored += [f"{path}{name}: format {each[:100]}" for each in formats]
+    if ignored and strict:
+        raise ApiError(400, f"unknown field {ignored[0]!r}", param=ignored[0], code="unknown_field")
+    return ignored[:50]
+
+
+def find_ignored(body: dict[str, Any], known: Mapping[str, tuple[str, ...]]) -> Iterator[str]:
     """Where unknown fields are, such as "messages[].timestamp". Raises: ApiError for a field that is refused.
 
     Args: known: CHAT or RESPONSES.
@@ -57,7 +145,7 @@ def find_ignored(body: dict[str, Any], known: dict[str, tuple[str, ...]]) -> Ite
         yield from _find(body.get(root), root, known)
 
 
-def _find(value: Any, place: str, known: dict[str, tuple[str, ...]]) -> Iterator[str]:
+def _find(value: Any, place: str, known: Mapping[str, tuple[str, ...]]) -> Iterator[str]:
     if isinstance(value, list):
         for index, item in enumerate(value):
             yield from _find(item, f"{place}[{index}]", known)
@@ -68,9 +156,9 @@ def _find(value: Any, place: str, known: dict[str, tuple[str, ...]]) -> Iterator
     for name, item in value.items():
         if item is None:
             continue
-        if name in REFUSED and item:
-            raise unsupported(f"{place}.{name}", REFUSED[name])
+        if name in REFUSED_INSIDE and item:
+            raise unsupported(f"{place}.{name}", REFUSED_INSIDE[name])
         if name in known[kind]:
             yield from _find(item, f"{place}.{name}", known)
-        elif name not in REFUSED:
+        elif name not in REFUSED_INSIDE:
             yield f"{kind}.{name[:100]}"

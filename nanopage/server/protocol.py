@@ -1,9 +1,4 @@
-"""The bodies of requests, and what becomes of their fields.
-
-A field that is null counts as absent. A field that nanopage has no use for is either refused by name, because leaving
-it out would change what the client gets (`REFUSED`), or ignored. Ignored fields are listed in the header
-x-ignored-fields, unless they ask for nothing (`WITHOUT_EFFECT`, and the neutral values in `REFUSED`).
-"""
+"""The bodies of requests: the fields that each endpoint reads. fields.py has what becomes of others."""
 
 import dataclasses
 import re
@@ -12,10 +7,9 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from nanopage.grammar.schema import without_annotations
 from nanopage.params import RECOMMENDED, RequestOutputKind, SamplingParams, StructuredOutputsParams
-from nanopage.server.errors import ApiError, invalid, unsupported
-from nanopage.server.fields import CHAT, RESPONSES, find_ignored
+from nanopage.server.errors import ApiError, invalid
+from nanopage.server.fields import CHAT, REFUSED, RESPONSES, check_unknown
 from nanopage.server.formats import FIELD, read_response_format, read_structured_outputs
 
 DEFAULT_MAX_TOKENS = 16  # of /v1/completions: OpenAI's
@@ -25,51 +19,6 @@ MAX_ALLOWED = 262_144  # entries of allowed_token_ids
 MAX_CHARACTERS = 16_384  # of all bad words
 MAX_FIELDS = 256  # of a body
 MAX_LOGPROBS = 500_000  # of a reply's output, or of its prompt: choices * tokens * (top log-probabilities + 1)
-NO_TOOLS = "use /v1/chat/completions"
-NO_GRAMMAR = "use response_format or structured_outputs"
-NO_AUDIO = "models read and write text"
-
-# field -> (the values that ask for nothing, why others are refused)
-REFUSED: dict[str, tuple[tuple, str]] = {
-    "tools": ((), NO_TOOLS),
-    "tool_choice": (("none", "auto"), NO_TOOLS),
-    "functions": ((), "use tools"),
-    "function_call": (("none",), "use tool_choice"),
-    "grammar": ((), NO_GRAMMAR),
-    "regex": ((), NO_GRAMMAR),
-    "json_schema": ((), NO_GRAMMAR),
-    "ebnf": ((), NO_GRAMMAR),
-    "structural_tag": ((), NO_GRAMMAR),
-    "prediction": ((), "there are no predicted outputs"),
-    "modalities": ((["text"],), NO_AUDIO),
-    "audio": ((), NO_AUDIO),
-    "web_search_options": ((), "there is no web search"),
-    "verbosity": (("medium",), "the model's template has no verbosity"),
-    "chat_template": ((), "templates are those of the server"),
-    "documents": (([],), "templates are given no documents"),
-    "mm_processor_kwargs": (({},), NO_AUDIO),
-    "prompt_embeds": ((), "prompts are text or token ids"),
-    "prompt_logprobs": ((), "use /v1/completions with echo and logprobs"),
-    "use_beam_search": ((False,), "beam search is not served"),
-    "dry_penalty_last_n": ((-1,), "DRY looks at the last 2,048 tokens of the output"),
-    "length_penalty": ((1, 1.0), "beam search is not served"),
-    "truncate_prompt_tokens": ((), "a prompt is never cut"),
-    "logits_processors": (([],), "no code of a client is run"),
-    "return_tokens_as_token_ids": ((False,), "log-probabilities name tokens by their text"),
-    "return_token_ids": ((False,), "use /tokenize"),
-    "spaces_between_special_tokens": ((True,), "special tokens are never spaced"),
-    "kv_transfer_params": (({},), "there is one engine"),
-    "store": ((False,), "nothing is stored"),
-    "previous_response_id": ((), "nothing is stored: send the whole conversation as input"),
-    "conversation": ((), "nothing is stored: send the whole conversation as input"),
-    "background": ((False,), "nothing is stored"),
-    "prompt": ((), "there are no prompt templates"),
-    "truncation": (("disabled",), "a prompt is never cut"),
-    "include": (([],), "there is nothing more to include"),
-    "max_tool_calls": ((), "the client runs the tools"),
-    "service_tier": (("auto", "default"), "there is one tier"),
-}
-WITHOUT_EFFECT = ("user", "metadata", "safety_identifier", "prompt_cache_key", "parallel_tool_calls")
 
 
 def _as_integer(value: Any) -> Any:
@@ -103,34 +52,9 @@ class Body(BaseModel):
             raise ValueError(f"an object has more than {MAX_FIELDS} fields")
         return {name: value for name, value in body.items() if value is not None}
 
-    def check_unknown(self, strict: bool, path: str = "") -> list[str]:
-        """The ignored fields to be listed, at most 50.
-
-        Args:
-            strict: refuse these as well.
-            path: what precedes the names of the fields, such as "stream_options.".
-
-        Raises: ApiError for a field that is refused.
-        """
-        ignored, refused = [], REFUSED | self.refused
-        for name, value in (self.model_extra or {}).items():
-            if name in WITHOUT_EFFECT:
-                continue
-            neutral, why = refused.get(name, ((), NO_GRAMMAR))
-            if name not in refused and not name.startswith("guided_"):
-                ignored.append(path + name[:100])
-            elif not any(value == other and type(value) is type(other) for other in neutral):
-                raise unsupported(path + name, why)
-        for name in type(self).model_fields:
-            if isinstance(inner := getattr(self, name), Body):
-                ignored += inner.check_unknown(strict, f"{path}{name}.")
-        ignored += dict.fromkeys(find_ignored(vars(self), self.known))
-        for name in ("response_format", "structured_outputs", "tools", "format"):
-            _, formats = without_annotations(getattr(self, name, None))
-            ignored += [f"{path}{name}: format {each[:100]}" for each in formats]
-        if ignored and strict:
-            raise ApiError(400, f"unknown field {ignored[0]!r}", param=ignored[0], code="unknown_field")
-        return ignored[:50]
+    def check_unknown(self, strict: bool) -> list[str]:
+        """The ignored fields to be listed (see fields.py). Raises: ApiError for a field that is refused."""
+        return check_unknown(self, strict, REFUSED | self.refused, self.known)
 
 
 class StreamOptions(Body):

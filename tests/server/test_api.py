@@ -20,8 +20,9 @@ from nanopage.outputs import CompletionOutput, StepStats
 from nanopage.server import chat, completions, middleware, protocol, responses, streaming
 from nanopage.server.app import NOT_SERVED, ServerState, create_app
 from nanopage.server.chat import LOOK, Thinking
+from nanopage.server.fields import REFUSED
 from nanopage.server.metrics import ServerMetrics
-from nanopage.server.protocol import REFUSED, ChatBody, CompletionBody, ResponsesBody
+from nanopage.server.protocol import ChatBody, CompletionBody, ResponsesBody
 from nanopage.server.tools import ToolOptions, ToolUse, read_tool_use
 from nanopage.server.tracing import Tracer
 from nanopage.tools.definitions import ToolChoice
