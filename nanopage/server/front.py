@@ -35,7 +35,7 @@ from nanopage.server.metrics import CONTENT_TYPE, ServerMetrics
 from nanopage.server.replica import CANNOT_START, Call, FrontAlive, Replica, Settings
 from nanopage.server.route import ReplicaRouter, Route, num_output_tokens, prompt_parts
 from nanopage.server.routing import Router
-from nanopage.server.streaming import DONE, KEEP_ALIVE, encode_event, until_gone
+from nanopage.server.streaming import DONE, encode_event, until_gone
 
 logger = logging.getLogger("nanopage")
 
@@ -47,6 +47,7 @@ HEADERS = (b"content-type", b"traceparent", b"tracestate")  # of a client, that 
 MAX_CALLS = 100_000  # of a replica at once for Ray Serve: the replica's own limits are what counts
 SECONDS_TO_STOP = 5.0  # for replicas without calls
 HEALTH_SECONDS = 2.0  # between Ray Serve's checks of a replica
+MAX_ATTEMPTS = 3  # of a call whose replicas die: it may be what kills them
 REPLICA = "Replica"  # the deployment's name
 # An event that says that the engine has died. Nothing that a client has sent can be in it.
 ERROR, ENGINE_DEAD = b'data: {"error":', b'"code":"engine_dead"'
@@ -58,12 +59,12 @@ class Reply:
     """What has come of a reply, and how much of it the client has.
 
     begun: the client has the head.
-    answered: the client has more than the head and comments, so the call cannot be run again.
-    complete: the client has the last event of a stream.
+    num_events: of a stream, that the client has. With the first, the call cannot be run again.
+    complete: the client has the last event.
     """
 
     begun: bool = False
-    answered: bool = False
+    num_events: int = 0
     complete: bool = False
     streams: bool = False
     parts: list[bytes] = field(default_factory=list)
@@ -287,27 +288,31 @@ class Front:
                 except ReplicaGoneError as error:
                     if reply.complete:
                         return
-                    if reply.answered:
+                    lost = None
+                    if reply.num_events:
+                        lost = ApiError(503, "the replica that ran the request has died", code="replica_died")
+                    elif num_attempts == MAX_ATTEMPTS:
+                        lost = ApiError(503, f"{num_attempts} replicas that had it have died", code="replica_died")
+                    elif not self._running() - self.dead - call.route.exclude:
+                        lost = ApiError(503, "no replica is left", code="no_replica", retry_after=10)
+                    if lost is not None:
                         self.num_lost += 1
                         logger.warning(f"{call.path}: lost, for {error}")
-                        raise ApiError(503, "the replica that ran the request has died", code="replica_died") from None
-                    if not self._running() - self.dead - call.route.exclude:
-                        self.num_lost += 1
-                        raise ApiError(503, "no replica is left", code="no_replica", retry_after=10) from None
+                        raise lost from None
                     self.num_retried += 1
                     num_attempts += 1
                     logger.warning(f"{call.path}: trying another replica, for {error}")
         except ApiError as error:
             if not reply.begun:
                 raise
-            await self._end_stream(error, direct)
+            await self._end_stream(call, reply, error, direct)
         except asyncio.CancelledError:
             if not self._stopping:
                 raise
             stopped = ApiError(503, "the server has been shut down", code="shutting_down", retry_after=30)
             if not reply.begun:
                 raise stopped from None
-            await self._end_stream(stopped, direct)
+            await self._end_stream(call, reply, stopped, direct)
         except OSError:  # the connection has broken
             raise
         except Exception:  # of the replica's routes, which it has logged as well
@@ -315,7 +320,7 @@ class Front:
             failed = ApiError(500, "an error of the server: its log says more", code="internal_error")
             if not reply.begun:
                 raise failed from None
-            await self._end_stream(failed, direct)
+            await self._end_stream(call, reply, failed, direct)
         finally:
             self.num_retried += max(0, call.route.num_choices - num_attempts)  # those of Ray Serve itself
             call.route.end()
@@ -343,10 +348,11 @@ class Front:
                     call.route.exclude.add(call.route.replica)
                     raise ReplicaGoneError(f"the engine of {call.route.replica} has died")
                 elif reply.streams:
-                    reply.answered = reply.answered or bool(item.replace(KEEP_ALIVE, b""))
+                    num_events = (b"\n" + item).count(b"\ndata: ")
+                    reply.num_events += num_events
                     reply.complete = item.endswith(DONE)
                     await direct({"type": "http.response.body", "body": item, "more_body": not reply.complete})
-                    call.route.advance(item.count(b"data: "))
+                    call.route.advance(num_events)
                 else:
                     reply.parts.append(item)
         if head is None or (reply.streams and not reply.complete):
@@ -379,8 +385,11 @@ class Front:
             if not ended:
                 response.cancel()
 
-    async def _end_stream(self, error: ApiError, direct: Send) -> None:
-        await direct({"type": "http.response.body", "body": encode_event(error.body()) + DONE, "more_body": False})
+    async def _end_stream(self, call: Call, reply: Reply, error: ApiError, direct: Send) -> None:
+        event = error.body()
+        if call.path == "/v1/responses":  # whose events have a type and a number
+            event |= event["error"] | {"type": "error", "sequence_number": reply.num_events}
+        await direct({"type": "http.response.body", "body": encode_event(event) + DONE, "more_body": False})
 
     async def _metrics(self) -> bytes:
         found: list[metrics.Metric] = [

@@ -18,6 +18,8 @@ from server_process import serving
 from nanopage import LLM, SamplingParams, ray_cluster
 from nanopage.server import front
 from nanopage.server import route as routes
+from nanopage.server.app import ServerState
+from nanopage.server.errors import ApiError
 from nanopage.server.routing import Router
 from nanopage.server.serve import main
 
@@ -288,6 +290,41 @@ def test_what_cannot_work_is_refused_before_anything_starts(monkeypatch, capsys,
     with pytest.raises((ValueError, FileNotFoundError, SystemExit)) as raised:
         main([str(option) for option in options])
     assert name in f"{raised.value} {capsys.readouterr().err}"
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/responses"])
+@pytest.mark.parametrize("begins", [True, False])
+def test_a_request_whose_replicas_die_ends_with_an_error(monkeypatch, path, begins):
+    """One that has begun at once. The others before they have killed every replica that Ray starts anew."""
+    sent, attempts = [], []
+    server = front.Front(ServerState(["tiny"]), None, 1, None, 1, {}, 1)
+
+    async def die(call):
+        attempts.append(1)
+        if begins:
+            yield 200, [(b"content-type", b"text/event-stream")]
+            yield b'event: x\ndata: {"text": "data: "}\n\nevent: x\ndata: {}\n\n'
+        raise front.ReplicaGoneError("it has died")
+
+    async def send(message):
+        sent.append(message)
+
+    monkeypatch.setattr(server, "_send", die)
+    monkeypatch.setattr(server, "_running", lambda: {f"replica {len(attempts)}"} if len(attempts) < 20 else set())
+    call = front.Call("POST", path, [], b"", "", routes.Route(server.router, [], 0, server.dead))
+    relay = server._relay(call, front.Reply(), send, send)
+    if not begins:
+        with pytest.raises(ApiError) as raised:
+            asyncio.run(relay)
+        assert (raised.value.code, len(attempts), server.num_lost) == ("replica_died", front.MAX_ATTEMPTS, 1)
+        return
+    asyncio.run(relay)
+    *_, event, done, end = sent[-1]["body"].split(b"\n\n")
+    error = json.loads(event.partition(b"data: ")[2])
+    assert (error["error"]["code"], done, end, len(attempts)) == ("replica_died", b"data: [DONE]", b"", 1)
+    if path == "/v1/responses":  # whose events have types and numbers
+        assert event.startswith(b"event: error\n")
+        assert (error["type"], error["code"], error["sequence_number"]) == ("error", "replica_died", 2)
 
 
 def test_ray_client_is_refused(monkeypatch):
