@@ -56,7 +56,7 @@ def invalid(error: Exception, fields: tuple[str, ...]) -> ApiError:
     """
     message = re.sub(r"(/[\w.-]+)+/(?=[\w.-])", "", str(error))  # names of files, without their directories
     if re.match("(the |a )?prompt(?!_name)", message):
-        return ApiError(400, message, param=fields[-1])
+        return ApiError(400, re.sub(r"^prompt_token_ids\b", fields[-1], message), param=fields[-1])
     match = re.match(r"(\w+)(\[(\d+|'\w+')\])*", message)
     if match is None or match[1] not in fields:
         return ApiError(400, message)

@@ -54,7 +54,6 @@ REFUSED: dict[str, tuple[tuple, str]] = {
     "background": ((False,), "nothing is stored"),
     "prompt": ((), "there are no prompt templates"),
     "truncation": (("disabled",), "a prompt is never cut"),
-    "include": (([],), "there is nothing more to include"),
     "max_tool_calls": ((), "the client runs the tools"),
     "service_tier": (("auto", "default"), "there is one tier"),
 }
@@ -131,6 +130,7 @@ def check_unknown(
     for name in ("response_format", "structured_outputs", "tools", "format"):
         _, formats = without_annotations(getattr(body, name, None))
         ignored += [f"{path}{name}: format {each[:100]}" for each in formats]
+    ignored += [f"include: {each[:100]}" for each in getattr(body, "include", ())]
     if ignored and strict:
         raise ApiError(400, f"unknown field {ignored[0]!r}", param=ignored[0], code="unknown_field")
     return ignored[:50]

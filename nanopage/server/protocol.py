@@ -279,6 +279,7 @@ class ResponsesBody(CommonBody):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     tools: list[Any] = []
+    include: Texts = []  # all that a response has is included
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool = True
     top_logprobs: Integer = 0

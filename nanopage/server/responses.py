@@ -20,6 +20,7 @@ from nanopage.server.tools import ToolOptions
 from nanopage.tools.pieces import Arguments, Call, Content, Piece, Reasoning
 
 TEXT_PARTS = ("input_text", "output_text", "text")
+LOGPROBS = "message.output_text.logprobs"  # of `include`
 
 
 class Responses:
@@ -33,8 +34,9 @@ class Responses:
         adapter: LoRARequest | None = None,
         options: ToolOptions | None = None,
     ):
-        if body.top_logprobs:
-            raise unsupported("top_logprobs", "use /v1/chat/completions")
+        for field, asks in (("top_logprobs", body.top_logprobs > 0), ("include", LOGPROBS in body.include)):
+            if asks:
+                raise unsupported(field, "for log-probabilities, use /v1/chat/completions")
         if body.response_format is not None:
             raise unsupported("response_format", "use text.format")
         self.body, self.model = body, model

@@ -374,6 +374,9 @@ def test_the_events_of_a_response_add_up_to_it(app):
         ({"text": {"format": 5}}, "text.format"),
         ({"text": {"verbosity": "low"}}, "text.verbosity"),
         ({"top_logprobs": 2}, "top_logprobs"),
+        ({"include": ["reasoning.encrypted_content", "message.output_text.logprobs"]}, "include"),
+        ({"include": "reasoning.encrypted_content"}, "include"),
+        ({"include": [5]}, "include[0]"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"temperature": -1}, "temperature"),
     ],
@@ -581,6 +584,7 @@ def test_a_bad_field_of_a_chat_is_named(app, fields, param):
 def test_a_bad_field_of_a_completion_is_named(app, fields, param):
     reply = post(app, TEXT, fields)
     assert (reply.status, reply.error["param"]) == (400, param), reply.body
+    assert "prompt_token_ids" not in reply.error["message"]  # the name is the engine's
 
 
 def test_a_reply_with_too_many_logprobs_is_refused(app, monkeypatch):
@@ -838,7 +842,12 @@ def test_unknown_fields_are_listed_or_refused(state, app):
     for text_field in ({"reasoning": {"effort": "low"}}, {"text": {"verbosity": "medium"}}):
         reply = post(app, "/v1/responses", {"input": "a", "max_output_tokens": 1} | text_field)
         assert reply.headers.get("x-ignored-fields") == ("reasoning.effort" if "reasoning" in text_field else None)
+    included = {"input": "a", "max_output_tokens": 1, "include": ["reasoning.encrypted_content", "a.b"]}
+    reply = post(app, "/v1/responses", included)
+    assert reply.headers["x-ignored-fields"] == "include: reasoning.encrypted_content, include: a.b"
+    assert "x-ignored-fields" not in post(app, "/v1/responses", included | {"include": []}).headers
     strict = create_app(dataclasses.replace(state, strict_fields=True))
+    assert post(strict, "/v1/responses", included).error["param"] == "include: reasoning.encrypted_content"
     reply = post(strict, CHAT, body)
     assert (reply.status, reply.error["param"]) == (400, "foo")
     reply = post(strict, CHAT, nested)

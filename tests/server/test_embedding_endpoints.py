@@ -139,6 +139,7 @@ def test_scores_and_ranks(app, reranker, offline):
 def test_a_bad_field_is_a_400_that_names_it(app, path, body, param):
     reply = post(app, path, body)
     assert (reply.status, reply.error["param"]) == (400, param), reply.body
+    assert "prompt_token_ids" not in reply.error["message"]
 
 
 def test_what_a_model_does_not_make_is_a_404_that_names_model_and_endpoint(app, reranker, model):
