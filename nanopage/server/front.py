@@ -257,7 +257,7 @@ class Front:
         try:
             await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
             if reply.complete:  # clients close the connection then
-                await asyncio.wait((work,))
+                await asyncio.wait((work,), timeout=SECONDS_TO_STOP)
             self.state.num_disconnects += not work.done()
         finally:
             self._tasks.discard(work)
@@ -347,13 +347,13 @@ class Front:
                     assert call.route.replica is not None
                     call.route.exclude.add(call.route.replica)
                     raise ReplicaGoneError(f"the engine of {call.route.replica} has died")
-                elif reply.streams:
+                elif reply.streams and not reply.complete:
                     num_events = (b"\n" + item).count(b"\ndata: ")
                     reply.num_events += num_events
                     reply.complete = item.endswith(DONE)
                     await direct({"type": "http.response.body", "body": item, "more_body": not reply.complete})
                     call.route.advance(num_events)
-                else:
+                elif not reply.streams:
                     reply.parts.append(item)
         if head is None or (reply.streams and not reply.complete):
             raise ApiError(500, "an error of the server: its log says more", code="internal_error")
@@ -386,6 +386,8 @@ class Front:
                 response.cancel()
 
     async def _end_stream(self, call: Call, reply: Reply, error: ApiError, direct: Send) -> None:
+        if reply.complete:
+            return
         event = error.body()
         if call.path == "/v1/responses":  # whose events have a type and a number
             event |= event["error"] | {"type": "error", "sequence_number": reply.num_events}

@@ -292,39 +292,56 @@ def test_what_cannot_work_is_refused_before_anything_starts(monkeypatch, capsys,
     assert name in f"{raised.value} {capsys.readouterr().err}"
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/responses"])
-@pytest.mark.parametrize("begins", [True, False])
-def test_a_request_whose_replicas_die_ends_with_an_error(monkeypatch, path, begins):
-    """One that has begun at once. The others before they have killed every replica that Ray starts anew."""
-    sent, attempts = [], []
-    server = front.Front(ServerState(["tiny"]), None, 1, None, 1, {}, 1)
+def relay(monkeypatch, path, items, error):
+    """What Front sends for a call whose every replica yields these items and then raises, and how it counts."""
+    sent, server = [], front.Front(ServerState(["tiny"]), None, 1, None, 1, {}, 1)
+    server.num_attempts = 0
 
-    async def die(call):
-        attempts.append(1)
-        if begins:
-            yield 200, [(b"content-type", b"text/event-stream")]
-            yield b'event: x\ndata: {"text": "data: "}\n\nevent: x\ndata: {}\n\n'
-        raise front.ReplicaGoneError("it has died")
+    async def run(call):
+        server.num_attempts += 1
+        for item in items:
+            yield item
+        raise error
 
     async def send(message):
         sent.append(message)
 
-    monkeypatch.setattr(server, "_send", die)
-    monkeypatch.setattr(server, "_running", lambda: {f"replica {len(attempts)}"} if len(attempts) < 20 else set())
+    monkeypatch.setattr(server, "_send", run)
+    monkeypatch.setattr(server, "_running", lambda: {f"{server.num_attempts}"} if server.num_attempts < 20 else set())
     call = front.Call("POST", path, [], b"", "", routes.Route(server.router, [], 0, server.dead))
-    relay = server._relay(call, front.Reply(), send, send)
-    if not begins:
-        with pytest.raises(ApiError) as raised:
-            asyncio.run(relay)
-        assert (raised.value.code, len(attempts), server.num_lost) == ("replica_died", front.MAX_ATTEMPTS, 1)
-        return
-    asyncio.run(relay)
-    *_, event, done, end = sent[-1]["body"].split(b"\n\n")
+    try:
+        asyncio.run(server._relay(call, front.Reply(), send, send))
+    except ApiError as raised:
+        sent.append(raised)
+    return sent, server
+
+
+GONE = front.ReplicaGoneError("it has died")
+HEAD = (200, [(b"content-type", b"text/event-stream")])
+
+
+def test_a_request_is_not_run_for_ever_by_replicas_that_it_kills(monkeypatch):
+    (error,), server = relay(monkeypatch, "/v1/completions", [], GONE)
+    assert (error.status, error.code) == (503, "replica_died")
+    assert (server.num_attempts, server.num_retried, server.num_lost) == (front.MAX_ATTEMPTS, front.MAX_ATTEMPTS - 1, 1)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/responses"])
+def test_the_error_of_a_stream_is_an_event_of_its_kind(monkeypatch, path):
+    events = b'event: x\ndata: {"text": "data: "}\n\nevent: x\ndata: {}\n\n'
+    sent, server = relay(monkeypatch, path, [HEAD, b": keep-alive\n\n", events], GONE)
+    event, done, end = sent[-1]["body"].split(b"\n\n")
     error = json.loads(event.partition(b"data: ")[2])
-    assert (error["error"]["code"], done, end, len(attempts)) == ("replica_died", b"data: [DONE]", b"", 1)
+    assert (error["error"]["code"], done, end, server.num_attempts) == ("replica_died", b"data: [DONE]", b"", 1)
     if path == "/v1/responses":  # whose events have types and numbers
         assert event.startswith(b"event: error\n")
         assert (error["type"], error["code"], error["sequence_number"]) == ("error", "replica_died", 2)
+
+
+@pytest.mark.parametrize("error", [GONE, ValueError("made up")])
+def test_nothing_follows_the_end_of_a_stream(monkeypatch, error):
+    sent, _ = relay(monkeypatch, "/v1/responses", [HEAD, front.DONE, b"more"], error)
+    assert [message.get("body") for message in sent] == [None, front.DONE]
 
 
 def test_ray_client_is_refused(monkeypatch):
