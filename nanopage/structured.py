@@ -271,7 +271,7 @@ class GrammarMask:
         """The tokens that may follow the next tokens of the output."""
         matcher, vocabulary = self._matcher, self.grammar.vocabulary
         if token_ids and not matcher.consume_tokens(token_ids):
-            raise ValueError(f"the output has left the grammar: {shorten(matcher.get_error())}")
+            raise ValueError(f"the grammar cannot follow the output: {shorten(matcher.get_error())}")
         found = int.from_bytes(matcher.compute_bitmask(), "little")
         if matcher.is_error():
             raise ValueError(shorten(matcher.get_error()))

@@ -638,7 +638,7 @@ def test_a_grammar_that_failed_is_compiled_anew(engine):
     compile_grammar = engine.input_processor.compile_grammar
     first = compile_grammar(params)
     assert compile_grammar(params) is first
-    with pytest.raises(ValueError, match="the output has left the grammar"):
+    with pytest.raises(ValueError, match="the grammar cannot follow the output"):
         first.make_mask([]).allowed(engine.tokenizer.encode("zz"))
     again = compile_grammar(params)
     assert again is not first and compile_grammar(params) is again
