@@ -222,6 +222,7 @@ class SamplingBody(CommonBody):
 class ChatBody(SamplingBody):
     """POST /v1/chat/completions."""
 
+    refused = {"add_special_tokens": ((False,), "the chat template writes them")}
     known = CHAT
 
     messages: Objects
@@ -255,15 +256,13 @@ class CompletionBody(SamplingBody):
 class ResponsesBody(CommonBody):
     """POST /v1/responses. The parameters of sampling that OpenAI's endpoint does not have are those of a chat."""
 
-    refused = {
+    refused = ChatBody.refused | {
         "max_tokens": ((), "use max_output_tokens"),
         "max_completion_tokens": ((), "use max_output_tokens"),
         "n": ((1,), "a response is one: use /v1/chat/completions"),
         "best_of": ((1,), "a response is one: use /v1/chat/completions"),
         "logprobs": ((False,), "use /v1/chat/completions"),
         "messages": ((), "use input"),
-        "echo": ((False,), "use /v1/completions"),
-        "suffix": ((), "use /v1/completions"),
         "add_generation_prompt": ((True,), "use /v1/chat/completions"),
         "continue_final_message": ((False,), "use /v1/chat/completions"),
     }
@@ -294,6 +293,8 @@ class ResponsesBody(CommonBody):
 
 class PoolingBody(Body):
     """What the endpoints for embeddings and scores have in common."""
+
+    refused = {"add_special_tokens": ((True,), "texts have the special tokens of the model")}
 
     model: str | None = None
     truncate_prompt_tokens: Integer | None = None

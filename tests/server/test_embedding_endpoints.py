@@ -122,6 +122,7 @@ def test_scores_and_ranks(app, reranker, offline):
         (EMBEDDINGS, {"input": "a " * 100}, "input"),
         (EMBEDDINGS, {"input": "\ud800"}, "input"),
         (EMBEDDINGS, {"input": [[99]]}, "input"),
+        (EMBEDDINGS, {"input": "a", "add_special_tokens": False}, "add_special_tokens"),
         (EMBEDDINGS, {"input": "a", "stream": True}, "stream"),
         (EMBEDDINGS, {"input": "a", "truncate_prompt_tokens": 100}, "truncate_prompt_tokens"),
         ("/v1/score", {"text_1": ["a", "a"], "text_2": ["a"]}, "text_2"),
