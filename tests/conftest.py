@@ -29,6 +29,16 @@ from nanopage.weights import hub
 gc.disable()  # until all tests are collected: nothing that is imported becomes garbage
 
 COMPILES = {"test_aot", "test_aot_products", "test_default_model"}
+# The files that take longest run first, so that no process is still busy with one when the others have finished.
+LONGEST = {
+    *("test_aot", "test_structured", "test_replicas", "test_fuzz", "test_triton", "test_ray_link", "test_chat"),
+    *("test_tools", "test_cuda_graphs", "test_compare", "test_bench", "test_models", "test_jit", "test_parallel"),
+}
+
+
+def pytest_configure(config):
+    if hasattr(config.option, "loadscopereorder"):  # pytest-xdist's order: the files with most tests first
+        config.option.loadscopereorder = False
 
 
 @pytest.fixture(scope="session")
@@ -100,6 +110,7 @@ def pytest_sessionfinish():
 
 
 def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: item.module.__name__ not in LONGEST)
     if torch.cuda.is_available():  # Triton then compiles its kernels, which do not take tensors on the CPU
         marker, reason = "interpreter", "needs Triton's interpreter: CUDA_VISIBLE_DEVICES= pytest -m interpreter"
     else:

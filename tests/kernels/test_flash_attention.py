@@ -12,7 +12,8 @@ from nanopage.worker import aot_compile
 from nanopage.worker.aot_chain import Chain, Step
 
 KV_HEADS = 2
-AVX512, AVX2 = "AVX512", "AVX2"
+AVX2 = "AVX2"
+AVX512 = torch.backends.cpu.get_cpu_capability()  # or less
 ModelSizes = namedtuple("ModelSizes", "head_dim num_kv_heads num_heads attention_scale attention_softcap")
 FLOAT32, BFLOAT16, FLOAT16 = torch.float32, torch.bfloat16, torch.float16
 # head_dim, group, block_size, dtype, dtype of K and V, instructions: sizes that fill registers, and some that do not.
@@ -34,7 +35,7 @@ MADE_FOR = [
 TOLERANCE = {FLOAT32: 2e-5, BFLOAT16: 2**-6}
 
 
-@pytest.fixture(scope="module", params=MADE_FOR, ids=lambda made: "-".join(map(str, made)))
+@pytest.fixture(scope="module", params=dict.fromkeys(MADE_FOR), ids=lambda made: "-".join(map(str, made)))
 def made(request, tmp_path_factory):
     """What the code is compiled for, and the code."""
     head_dim, group, block_size, dtype, kv_dtype, instructions, *scores = request.param
@@ -81,7 +82,7 @@ def check(made, sequences, window):
         torch.testing.assert_close(out.double(), torch.cat(exact), rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("window", [None, 1, 5, 100])
+@pytest.mark.parametrize("window", [None, 1, 100])
 def test_it_equals_attention(made, window):
     """Decodes, prompts and later chunks of them, with lengths around the edges of pages, blocks of keys and tiles."""
     check(made, [(1, 1), (7, 1), (64, 1), (9, 9), (65, 64), (40, 3), (150, 150), (131, 20)], window)

@@ -9,12 +9,13 @@ from nanopage.kernels.routing import route
 from nanopage.worker.aot_products import CompiledProduct
 from nanopage.worker.toolchain import KERNELS, TILE_SOURCES, run_compiler, shared
 
-AVX512, AVX2 = "AVX512", "AVX2"
+AVX2 = "AVX2"
+INSTRUCTIONS = sorted({torch.backends.cpu.get_cpu_capability(), AVX2})
 
 
 @pytest.fixture(
     scope="module",
-    params=[(torch.float32, AVX512), (torch.float32, AVX2), (torch.bfloat16, AVX512), (torch.bfloat16, AVX2)],
+    params=[(dtype, instructions) for dtype in (torch.float32, torch.bfloat16) for instructions in INSTRUCTIONS],
     ids=lambda made: "-".join(map(str, made)),
 )
 def made(request, tmp_path_factory):
@@ -30,7 +31,7 @@ def made(request, tmp_path_factory):
 
 
 # Inputs that fill panels, and some that do not; an odd number of them; rows that fill blocks, and some that do not.
-@pytest.mark.parametrize("num_rows", [1, 2, 6, 13, 192, 390])
+@pytest.mark.parametrize("num_rows", [1, 2, 13, 192, 390])
 @pytest.mark.parametrize(("out_features", "in_features"), [(64, 32), (300, 17), (100, 576), (64, 257)])
 @pytest.mark.parametrize("weights", [torch.int8, torch.bfloat16, torch.float16], ids=str)
 def test_it_equals_the_plain_product(made, weights, num_rows, out_features, in_features):
