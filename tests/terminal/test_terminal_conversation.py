@@ -285,7 +285,7 @@ def test_kept_conversations_are_listed_and_loaded_by_number(chat, llm, tmp_path,
     assert one.startswith("1 ")
     assert "1 turn(s)" in one
     assert one.rstrip().endswith("second question")
-    assert two.rstrip().endswith("first \ufffd[2J question")
+    assert two.rstrip().endswith("first \\x1b[2J question")
     assert three.rstrip().endswith("it is damaged")
     chat.take("/load 1")
     assert texts(chat.session.messages)[0] == "second question"
