@@ -294,7 +294,13 @@ class ResponsesBody(CommonBody):
 class PoolingBody(Body):
     """What the endpoints for embeddings and scores have in common."""
 
-    refused = {"add_special_tokens": ((True,), "texts have the special tokens of the model")}
+    refused = {
+        "add_special_tokens": ((True,), "texts have the special tokens of the model"),
+        "use_activation": ((), "use normalize"),  # of embeddings
+        "embed_dtype": (("float32",), "numbers are float32"),
+        "endianness": (("little",), "numbers are little-endian"),
+        "max_tokens_per_doc": ((0,), "use truncate_prompt_tokens"),
+    }
 
     model: str | None = None
     truncate_prompt_tokens: Integer | None = None
