@@ -71,14 +71,22 @@ def __getattr__(name: str):
 _UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
-def escaped(text: str) -> str:
-    """`text` for a message or a log, with unprintable characters as escape sequences. Tabs and newlines stay."""
+MAX_MESSAGE = 20_000  # characters that are printed of a message, which may quote a file
+
+
+def escaped(text: str, most: int | None = None) -> str:
+    """`text` for a message or a log, with unprintable characters as escape sequences. Tabs and newlines stay.
+
+    Args: most: characters of it that are kept, half of them at its end.
+    """
+    if most is not None and len(text) > most:
+        text = f"{text[: most // 2]} ... ({len(text) - most:,} characters) ... {text[-most // 2 :]}"
     return _UNPRINTABLE.sub(lambda match: ascii(match[0])[1:-1], text)
 
 
 class _Formatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
-        return escaped(super().format(record))
+        return escaped(super().format(record), MAX_MESSAGE)
 
 
 class _Stderr(logging.StreamHandler):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import reprlib
 import stat
 from collections.abc import Iterator
@@ -9,7 +10,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from nanopage import escaped
+
 MAX_TEXT = 2**25  # bytes of a JSON file or a template; the index of a checkpoint with 160,000 tensors has 2**24
+SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 def check_file(path: Path) -> None:
@@ -53,7 +57,8 @@ def read_text(path: Path, most: int | None = None) -> str:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object. NaN, Infinity and a key that occurs twice are errors: readers disagree on what they mean.
+    """A JSON object. NaN, Infinity and a key that occurs twice are errors: readers disagree on what they mean. So is a
+    lone surrogate, which is not text.
 
     Raises: FileNotFoundError, ValueError; both name the file.
     """
@@ -82,7 +87,19 @@ def _read_value(path: Path) -> Any:
 
 def parse_json(text: str) -> Any:
     """The value of a JSON text, with the errors of `read_json`. Raises: ValueError, RecursionError."""
-    return json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_unique)
+    value = json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_unique)
+    if SURROGATE.search(text):
+        try:
+            json.dumps(value, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"it has the lone surrogate {error.object[error.start]!a}") from None
+    return value
+
+
+def is_plain_name(name: object) -> bool:
+    """Whether a value of a file names something in the same directory."""
+    plain = isinstance(name, str) and name not in ("", "..") and Path(name).name == name
+    return plain and len(str(name)) <= 255 and str(name).isprintable()
 
 
 @contextmanager
@@ -112,7 +129,7 @@ def rust_errors(place: str) -> Iterator[None]:
     except BaseException as error:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise  # KeyboardInterrupt and the like
-        raise ValueError(f"{place}: {str(error)[:300]}") from error
+        raise ValueError(f"{place}: {escaped(str(error)[:300])}") from error
 
 
 def shown(value: object) -> str:

@@ -14,7 +14,7 @@ from typing import Any, Protocol, cast
 
 import numpy as np
 
-from nanopage.model_files import exists, read_json, read_json_list, shown
+from nanopage.model_files import exists, is_plain_name, read_json, read_json_list, shown
 from nanopage.params import PoolingParams
 
 POOLING_TYPES = ("CLS", "LAST", "MEAN")
@@ -279,7 +279,7 @@ def _read_modules(path: Path, hidden_size: int) -> dict:
     kinds, places = [], []
     for module in modules:
         kind, place = (module.get("type"), module.get("path")) if isinstance(module, dict) else (None, None)
-        if not isinstance(kind, str) or not isinstance(place, str) or Path(place).name != place or place == "..":
+        if not isinstance(kind, str) or not isinstance(place, str) or not (place == "" or is_plain_name(place)):
             raise ValueError(f"{file}: {shown(module)} is not a module with a type and a plain path")
         kinds.append(kind.rpartition(".")[2])
         places.append(place)

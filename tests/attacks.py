@@ -27,6 +27,7 @@ VALUES = [
     *(None, True, False, -1, 0, 1, 7, 0.5, 1e-300, 1e308, math.nan, math.inf, -math.inf, 2**31, 10**9, 10**30),
     *(-(10**30), "", "x", "x" * 5000, "\ud800", "\0", [], {}, [1], ["x"], {"content": 5}, {"a": {"b": []}}),
 ]
+CONTROLS = "\x1b]0;title\x07\x9b2J\u202e"
 TEXT = "The quick brown fox didn't jump over 12 lazy dogs: naïve café, 你好 🦊"
 
 
@@ -191,6 +192,33 @@ def mutate_entry(rng: random.Random, entries: list[list]) -> None:
             entry[3] = rng.choice([0, 1, 32, entry[3] + 32, *NUMBERS])
 
 
+# Strings
+
+
+def string_places(value, owner=None, key=None) -> list[tuple]:
+    """(the object or list that has it, its key) of each string in a JSON value, and (object, key, None) of each key."""
+    if isinstance(value, str):
+        return [(owner, key)]
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    keys = [(value, name, None) for name in value] if isinstance(value, dict) else []
+    return keys + [place for name, inner in list(items) for place in string_places(inner, value, name)]
+
+
+def mutate_string(rng: random.Random, value):
+    """Make one string of a JSON value, which may be a key, one that a terminal obeys, that is no text, or that is very
+    long."""
+    by_owner: dict[int, list] = {}  # so that a vocabulary is not most of the choices
+    for place in string_places(value):
+        by_owner.setdefault(id(place[0]), []).append(place)
+    owner, key, *is_key = rng.choice(rng.choice(list(by_owner.values())))
+    text = rng.choice([CONTROLS, CONTROLS, "\ud800", CONTROLS + "x" * 10**5])
+    if is_key:
+        owner[rng.choice(["", key]) + text] = owner.pop(key)
+    else:
+        owner[key] = rng.choice(["", owner[key]]) + text
+    return value
+
+
 # Cases: a copy of a good model with a fault in it
 
 
@@ -244,7 +272,21 @@ def make_tokenizer(rng: random.Random, model: Path, target: Path) -> Path:
     return target
 
 
+def make_strings(rng: random.Random, model: Path, target: Path) -> Path:
+    shutil.copytree(model, target)
+    files = [path for path in sorted(target.rglob("*")) if path.suffix in (".json", ".safetensors")]
+    file = rng.choice(files)
+    data, size = file.read_bytes(), 0
+    if file.suffix == ".safetensors":
+        size = int.from_bytes(data[:8], "little")
+    text = json.dumps(mutate_string(rng, json.loads(data[8 : 8 + size] if size else data))).encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + size :] if size else text)
+    return target
+
+
 MAKERS = {
+    "strings": make_strings,
+    "encoder-strings": make_strings,
     "gguf": make_gguf,
     "safetensors": make_safetensors,
     "json": make_json,
@@ -257,12 +299,12 @@ NONSENSE = ("gguf-values", "encoder")  # which leave weights that fit and are fi
 
 def attack(kind: str, path: Path) -> str:
     """Load a model and let it write two tokens, or make the vector of a text or a pair. Returns the outcome."""
-    from nanopage import EngineConfig, PoolingParams
+    from nanopage import EngineConfig, PoolingParams, escaped
     from nanopage.build import build_engine
 
     config = EngineConfig(
         model=str(path), device="cpu", dtype="float32", enforce_eager=True,
-        **({} if kind == "encoder" else {"num_gpu_blocks_override": 64, "swap_space": 0}),
+        **({} if kind.startswith("encoder") else {"num_gpu_blocks_override": 64, "swap_space": 0}),
     )  # fmt: skip
     loaded = False
     try:
@@ -288,7 +330,8 @@ def attack(kind: str, path: Path) -> str:
             return "loaded, prompt refused"
         name, message = type(error).__name__, str(error)
     allowed = ["ValueError", "FileNotFoundError", *([] if kind in NONSENSE else ["MemoryError"])]
-    return name if name in allowed and str(path) in message else f"not clean: {name}: {message[:300]}"
+    clean = name in allowed and str(path) in message and len(message) < 2000 and message == escaped(message)
+    return name if clean else f"not clean: {name}: {message[:300]}"
 
 
 def main(cases: list[str]) -> None:

@@ -19,7 +19,7 @@ INTEGERS = [0, 1, 2, 3, 5, 7, 8, 31, 64, 255, 4097, 2**15, 2**20, 2**24, 2**31 -
 FLOATS = [0.0, -0.0, 1.0, -1.0, 0.5, 1e-45, 1e-30, 1e-6, 1e6, 1e15, 3e38, -3e38, math.nan, math.inf, -math.inf]
 STRINGS = ["", " ", "\0", "x", "none", "linear", "yarn", "llama3", "longrope", "dynamic", "gpt2", "llama", "qwen2"]
 STRINGS += ["é▁", "gpt-2", "llama-bpe", "zz qq", "a b c", "<s>", "x" * 300, "{{ messages", "mixtral", "gemma3"]
-STRINGS += ["1", "nan"]
+STRINGS += ["1", "nan", "\x1b]0;title\x07\x9b2J\u202e"]
 # Fields that files may have, behind the name of the architecture or as they are.
 OPTIONAL = """attention.key_length attention.value_length attention.sliding_window attention.head_count_kv
 attention.scale attention.causal attention.layer_norm_epsilon rope.dimension_count

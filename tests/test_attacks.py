@@ -5,7 +5,10 @@ fails prints its name: NANOPAGE_ATTACKS=gguf:17 runs it alone.
 """
 
 import json
+import logging
 import os
+import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -13,6 +16,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from attacks import CONTROLS, attack
 from encoders import tiny_encoder, write_modules
 from gguf import GGMLQuantizationType as Quantization
 from helpers import tiny_hf_model, tiny_model
@@ -20,8 +24,11 @@ from test_gguf import MODELS, VOCABULARIES, llama3_divisors, model_for, write_gg
 from tokenizers import Regex, Tokenizer, decoders, normalizers, pre_tokenizers, processors
 from tokenizers.models import Unigram
 
+from nanopage import escaped
+from nanopage.terminal.text import say_error
+
 ATTACKS = os.environ.get("NANOPAGE_ATTACKS", "25")
-KINDS = ["gguf", "safetensors", "json", "tokenizer", "gguf-values", "encoder"]
+KINDS = ["gguf", "safetensors", "json", "tokenizer", "gguf-values", "encoder", "strings", "encoder-strings"]
 ROOT = Path(__file__).parent.parent
 HANGS = 120  # seconds; a case takes some hundredths
 
@@ -92,6 +99,8 @@ def models(tmp_path_factory) -> dict[str, list[str]]:
         "tokenizer": with_tokenizers,
         "gguf-values": [*files, *(str(root / name) for name in families)],
         "encoder": list(map(str, encoders)),
+        "strings": [*with_tokenizers, sharded[1]],
+        "encoder-strings": list(map(str, encoders)),
     }
 
 
@@ -109,10 +118,13 @@ def run(cases: list[str], models: dict[str, list[str]], directory: Path) -> dict
             process.stdin.write(json.dumps(models))
             process.stdin.close()
             current = read_outcomes(process, outcomes)
-            if process.wait() or current:
-                stderr.seek(0)
-                assert current, stderr.read()[-3000:]
-                outcomes[current] = f"not clean: ended with {process.returncode}: {stderr.read()[-300:]}"
+            status = process.wait()
+            stderr.seek(0)
+            said = stderr.read()
+            assert said == escaped(said)
+            if status or current:
+                assert current, said[-3000:]
+                outcomes[current] = f"not clean: ended with {process.returncode}: {said[-300:]}"
     return outcomes
 
 
@@ -148,3 +160,30 @@ def test_mutated_files_load_or_are_clean_errors(outcomes, kind):
     print(f"\n{kind}: " + ", ".join(f"{count} {outcome}" for outcome, count in counts.most_common()))
     assert {case: outcome for case, outcome in mine.items() if outcome.startswith("not clean")} == {}
     assert ":" in ATTACKS or (len(mine) == int(ATTACKS) and counts["ValueError"] > 0)
+
+
+@pytest.mark.parametrize(
+    ("model", "file", "old", "new"),
+    [
+        ("sharded", "model.safetensors.index.json", "model-00001", CONTROLS),
+        ("sharded", "model.safetensors.index.json", "model-00001", "x" * 10**5),
+        ("bert", "modules.json", "1_Pooling", CONTROLS),
+        ("bert", "config_sentence_transformers.json", "the ", "\ud800"),
+        ("whole", "tokenizer_config.json", "<|im_end|>", "\ud800"),
+        ("whole", "tokenizer.json", "1.0", CONTROLS),
+    ],
+)
+def test_what_a_file_says_is_shown_without_control_characters(models, tmp_path, model, file, old, new):
+    target = shutil.copytree(Path(models["json"][0]).parent / model, tmp_path / "model")
+    text = (target / file).read_text(encoding="utf-8")
+    assert old in text
+    (target / file).write_text(text.replace(old, json.dumps(new)[1:-1], 1))
+    assert attack("encoder" if model == "bert" else "json", target) == "ValueError"
+
+
+def test_a_long_message_is_cut_where_it_is_printed(capsys):
+    logging.getLogger("nanopage").warning("begin" + "x" * 10**6 + "end")
+    say_error("begin" + "x" * 10**6 + "end")
+    for line in capsys.readouterr().err.splitlines():
+        assert re.fullmatch(r"(nanopage|error): begin.*\(980,\d{3} characters\).*end", line)
+        assert len(line) < 20_100

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import uvicorn
 
-from nanopage import escaped, ray_cluster
+from nanopage import MAX_MESSAGE, escaped, ray_cluster
 from nanopage.engine.engine import LLMEngine
 from nanopage.engine_args import EngineArgs, FlexibleArgumentParser
 from nanopage.lossy_output import lose_output
@@ -438,7 +438,7 @@ class Server(uvicorn.Server):
             print(self._ready_line(), flush=True)
         except BaseException as error:  # what tokenizers raises when Rust panics is not an Exception
             self.state.error = str(error) or type(error).__name__
-            print(f"nanopage: {escaped(str(self.state.error))}", file=sys.stderr)
+            print(f"nanopage: {escaped(str(self.state.error), MAX_MESSAGE)}", file=sys.stderr)
             self.should_exit = True
 
     def handle_exit(self, sig: int, frame: object) -> None:

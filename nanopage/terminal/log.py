@@ -5,6 +5,7 @@ import contextlib
 import logging
 from collections.abc import Iterator
 
+from nanopage import MAX_MESSAGE, escaped
 from nanopage.terminal.text import say
 
 LOGGER = logging.getLogger("nanopage")
@@ -12,7 +13,7 @@ LOGGER = logging.getLogger("nanopage")
 
 class _Said(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
-        say(record.getMessage())
+        say(escaped(record.getMessage(), MAX_MESSAGE))
 
 
 class _Held(logging.Handler):

@@ -15,7 +15,7 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from nanopage import escaped
+from nanopage import MAX_MESSAGE, escaped
 
 # Control characters move the cursor, set the title or reach the clipboard; surrogates cannot be encoded.
 UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
@@ -104,7 +104,7 @@ def say_drawn(draw: Callable[[int], RenderableType]) -> None:
 
 def say_error(message: str) -> None:
     with _unless_stderr_fails():
-        stderr.print(Text.assemble(("error:", "red"), " ", escaped(message)), soft_wrap=True)
+        stderr.print(Text.assemble(("error:", "red"), " ", escaped(message, MAX_MESSAGE)), soft_wrap=True)
 
 
 def describe_error(error: BaseException, verbose: bool) -> str:

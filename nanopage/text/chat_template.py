@@ -8,6 +8,7 @@ import json
 from pathlib import Path
 from typing import Any, cast
 
+from nanopage import escaped
 from nanopage.limited_process import LimitedProcess, Limits
 from nanopage.model_files import shown
 
@@ -91,7 +92,7 @@ class TemplateRenderer:
         if "unread" in answer:
             raise ValueError(f"the chat template does not read {answer['unread']}: it would be ignored")
         if "error" in answer:
-            raise ValueError(f"the chat template failed: {answer['error']}")
+            raise ValueError(f"the chat template failed: {escaped(answer['error'])}")
         return _before_end_mark(answer["text"]) if continue_final_message else answer["text"]
 
 

@@ -17,7 +17,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from nanopage.config import MAX_MATRICES, MAX_SIZES
-from nanopage.model_files import check_file, exists, memory_errors, parse_json, read_json, shown
+from nanopage.model_files import check_file, exists, is_plain_name, memory_errors, parse_json, read_json, shown
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -212,11 +212,11 @@ def safetensors_files(directory: Path) -> list[Path]:
         if not isinstance(weight_map, dict) or not weight_map:
             raise ValueError(f"{index} has no weight_map")
         for name in weight_map.values():
-            if not isinstance(name, str) or name in ("", "..") or Path(name).name != name:
+            if not is_plain_name(name):
                 raise ValueError(f"{index} names {shown(name)}, which is not the plain name of a file")
         files = [directory / name for name in sorted(set(weight_map.values()))]
         if missing := [file.name for file in files if not exists(file)]:
-            raise ValueError(f"{index} names shards that are not there: {', '.join(missing)}")
+            raise ValueError(f"{index} names shards that are not there: {', '.join(missing):.500}")
         return files
     files = sorted(directory.glob("*.safetensors"))
     if (directory / "model.safetensors") in files:
