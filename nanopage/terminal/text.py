@@ -109,8 +109,9 @@ def say_error(message: str) -> None:
 
 def describe_error(error: BaseException, verbose: bool) -> str:
     """An exception as a message: its text, its type if it was not expected, its traceback if `verbose`."""
-    expected = isinstance(error, ERRORS) and str(error)
-    message = str(error) if expected else f"internal error: {type(error).__name__}: {error}"
+    text = str(error) or ("there is too little memory" if isinstance(error, MemoryError) else "")
+    expected = isinstance(error, ERRORS) and text
+    message = text if expected else f"internal error: {type(error).__name__}: {error}"
     if verbose:
         return f"{message}\n{''.join(traceback.format_exception(error))}"
     return message if expected else f"{message}\nRun with --verbose for the traceback."

@@ -12,6 +12,7 @@ from nanopage.config import ModelConfig
 from nanopage.device import to_device
 from nanopage.kernels.pages import movable
 from nanopage.layer_kinds import LayerKinds, one_kind
+from nanopage.model_files import memory_errors
 from nanopage.step import Batch
 
 SWAP_BYTES = 2**26  # of temporary device memory for each piece of a swap
@@ -46,7 +47,8 @@ class KVCache:
     ):
         self.kinds = kinds or one_kind(config.num_layers)
         shape = (self.kinds.num_rows, 2, num_blocks, config.num_kv_heads, config.head_dim * block_size)
-        self.tensor = torch.empty(shape, dtype=dtype, device=device)
+        with memory_errors("the KV cache, which kv_cache_gib or gpu_memory_utilization makes smaller"):
+            self.tensor = torch.empty(shape, dtype=dtype, device=device)
         self.layers = [self.tensor[row] for row in self.kinds.rows]
         self.movable = movable(self.tensor)
         self.num_blocks = num_blocks

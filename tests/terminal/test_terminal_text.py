@@ -110,3 +110,7 @@ def test_an_error_is_described_by_its_message_or_named_as_ours():
 def test_terminals_that_wrap_anew_are_known_by_what_they_leave_in_the_environment(monkeypatch, env, reflows):
     monkeypatch.setattr(os, "environ", env)
     assert terminal_reflows() == reflows
+
+
+def test_a_lack_of_memory_is_no_internal_error():
+    assert describe_error(MemoryError(), verbose=False) == "there is too little memory"
