@@ -340,7 +340,7 @@ def serve(
     """
     from benchmarks import serve as serving
     from benchmarks.checks import check_server
-    from nanopage.weights import hub
+    from nanopage.files import hub
 
     if save_detailed and json_file is None and not save_result:
         refuse("needs --json or --save-result", "--save-detailed")
@@ -631,7 +631,7 @@ def speculate(
     """
     from benchmarks import speculation as benchmark
     from benchmarks.compare import Setup, python_of_engines
-    from nanopage.worker.threads import default_threads
+    from nanopage.cpu.threads import default_threads
 
     check_outputs({"--json": json_file})
     names = [] if compare is None else list(dict.fromkeys(compare.split(",")))
@@ -1006,8 +1006,8 @@ def compare(
     python bench.py compare --workloads W1,W2 --engines nanopage,transformers
     """
     from benchmarks import compare as comparison
+    from nanopage.cpu.threads import default_threads
     from nanopage.device import resolve_device
-    from nanopage.worker.threads import default_threads
 
     check_outputs({"--json": json_file}, {"--mt-bench": mt_bench})
     check_choice(dtype, ["bfloat16", "float32"], "--dtype")
@@ -1094,7 +1094,7 @@ def experts(
 
     from benchmarks import compare as comparison
     from benchmarks import experts as benchmark
-    from nanopage.worker.threads import default_threads
+    from nanopage.cpu.threads import default_threads
 
     check_outputs({"--json": json_file})
     check_choice(dtype, ["bfloat16", "float32"], "--dtype")

@@ -12,10 +12,10 @@ import torch
 from safetensors.torch import save_file
 
 from nanopage import LoRARequest, SamplingParams
-from nanopage.config import ModelConfig
+from nanopage.adapters.files import CONFIG, WEIGHTS, module_shapes
+from nanopage.adapters.layers import lora_buffers
+from nanopage.config.model import ModelConfig
 from nanopage.engine.engine import LLMEngine
-from nanopage.layers.lora import lora_buffers
-from nanopage.lora import CONFIG, WEIGHTS, module_shapes
 from nanopage.step import AdapterLoad
 
 

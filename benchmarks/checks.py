@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import typer
 
 from benchmarks.report import errors_by_name
-from nanopage.config import EngineConfig, ModelConfig
+from nanopage.config.model import EngineConfig, ModelConfig
 from nanopage.terminal.text import printable
 
 MAX_REQUESTS = 1_000_000
@@ -90,14 +90,14 @@ def check_folder(folder: Path, option: str) -> Path:
 
 def find_environments(folder: Path | None) -> Path:
     """The folder that --environments names, or the one where peers are by default."""
-    from nanopage.weights import hub
+    from nanopage.files import hub
 
     return hub.cache_directory() / "peers" if folder is None else check_folder(folder, "--environments")
 
 
 def find_path(model: str | None) -> Path:
     """The model's path. Exit code 2 for a --model that is not there."""
-    from nanopage.weights import hub
+    from nanopage.files import hub
 
     with errors_by_name():
         try:

@@ -26,7 +26,7 @@ from benchmarks.peers.protocol import Run, Work
 from benchmarks.questions import PROCESSES, Question, ask_in_new_processes
 from benchmarks.report import console, errors_by_name, figure, plain, show_header, show_table, spread, table_of
 from benchmarks.roofline import Roofline, Speed, kv_bytes_of_a_layer, read_weights, roofline
-from nanopage.config import ModelConfig
+from nanopage.config.model import ModelConfig
 
 WORKLOADS = {
     "W1": "1 request, 128 in, 128 out",

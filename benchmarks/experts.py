@@ -26,8 +26,9 @@ from benchmarks.compare import Setup, drop, listed, peer_arguments, run_one
 from benchmarks.peer import Peer, PeerError, prepare
 from benchmarks.peers.protocol import Run, Work
 from benchmarks.report import console, figure, show_header, show_table, spread, table_of
-from nanopage.config import ModelConfig
-from nanopage.weights import hub, loader
+from nanopage.config.model import ModelConfig
+from nanopage.files import hub
+from nanopage.weights import loader
 
 DENSE, MIXTURE = "dense", "mixture"
 

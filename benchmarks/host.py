@@ -36,7 +36,7 @@ class ThroughBytes:
         return getattr(self.executor, name)
 
     def submit(self, batch: Any) -> None:
-        from nanopage.worker import messages
+        from nanopage.distributed import messages
 
         started = time.perf_counter()
         data = messages.encode(messages.Run(0, batch))
@@ -46,7 +46,7 @@ class ThroughBytes:
         self.executor.submit(message.batch)
 
     def result(self) -> Any:
-        from nanopage.worker import messages
+        from nanopage.distributed import messages
 
         result = self.executor.result()
         started = time.perf_counter()

@@ -22,7 +22,8 @@ import typer
 from triton.backends.compiler import GPUTarget
 
 from benchmarks.report import show_table, table_of
-from nanopage.kernels import cache_write, floors, paged_attention, quantized_linear, rotate_and_write
+from nanopage.kernels import cache_write, floors, paged_attention, rotate_and_write
+from nanopage.quantization import quantized_linear
 
 ARCHITECTURES = (75, 80, 90, 100)
 DTYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}

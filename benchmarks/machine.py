@@ -90,8 +90,8 @@ def product_speed(threads: int, dtype: str, quantization: str | None) -> float:
     """
     import torch
 
+    from nanopage.cpu.packed_linear import can_pack, pack, packed_linear
     from nanopage.device import computes_natively
-    from nanopage.kernels.cpu.packed_linear import can_pack, pack, packed_linear
 
     torch.set_num_threads(threads)
     kinds = [torch.float32]

@@ -18,8 +18,8 @@ from nanopage import EngineConfig, SamplingParams
 from nanopage.build import build_engine
 from nanopage.engine.engine import LLMEngine
 from nanopage.params import BeamSearchParams
-from nanopage.server import view
-from nanopage.view import Recorder
+from nanopage.view import live_view as view
+from nanopage.view.frames import Recorder
 
 SYSTEM = (
     "You are a helpful assistant who answers in a friendly way, in plain English, with short sentences and at most "

@@ -21,8 +21,8 @@ from itertools import takewhile
 from pathlib import Path
 
 from benchmarks.peers.protocol import Work
-from nanopage.config import ModelConfig
-from nanopage.weights.gguf_checkpoint import GGUFCheckpoint
+from nanopage.config.model import ModelConfig
+from nanopage.quantization.gguf_checkpoint import GGUFCheckpoint
 from nanopage.weights.safetensors_checkpoint import safetensors_files, stored_tensors
 
 ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "float32": 4, "bfloat16": 2}

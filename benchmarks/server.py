@@ -20,7 +20,7 @@ import msgspec
 from benchmarks.machine import cpu_name
 from benchmarks.metrics import Run, Served
 from benchmarks.peers.protocol import Work
-from nanopage.config import ModelConfig
+from nanopage.config.model import ModelConfig
 
 SECONDS_OF_SILENCE = 600.0  # after which a request has failed
 MAX_THREADS = 4096  # requests at once

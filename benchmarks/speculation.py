@@ -20,7 +20,7 @@ from nanopage.outputs import StepStats
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = ("docs/tour.md", "docs/lora.md", "docs/async.md", "docs/chat.md", "docs/glossary.md", "docs/gpu.md")
-SOURCES = ("engine/token_budget.py", "engine/adapter_slots.py", "engine/admission.py", "text/stop_strings.py")
+SOURCES = ("engine/token_budget.py", "adapters/slots.py", "engine/admission.py", "text/stop_strings.py")
 QUESTIONS = (
     "Tell me about your favorite season.",
     "What should I cook for six friends?",

@@ -13,8 +13,8 @@ import jsonschema
 
 from nanopage import SamplingParams, StructuredOutputsParams
 from nanopage.engine.engine import LLMEngine
+from nanopage.grammar.structured import GrammarMask, Grammars
 from nanopage.outputs import StepStats
-from nanopage.structured import GrammarMask, Grammars
 
 PERSON = {
     "type": "object",

@@ -13,7 +13,7 @@ from rich.live import Live
 from benchmarks.steps import listening
 from nanopage.outputs import StepStats
 from nanopage.terminal.blocks import draw
-from nanopage.view import Frames, Picture, Recorder
+from nanopage.view.frames import Frames, Picture, Recorder
 
 SECONDS = 2.0  # over which the rate is taken
 

@@ -27,7 +27,7 @@ import torch
 from dry import Scheduler, StaticScheduler
 
 from benchmarks.costs import Costs
-from nanopage.kernels import pages
+from nanopage.state import pages
 
 DOCS = Path(__file__).parent
 FIGURES = DOCS / "course" / "figures"

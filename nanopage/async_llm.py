@@ -29,18 +29,18 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from nanopage import __version__
+from nanopage.adapters.files import LoRARequest
 from nanopage.engine.engine import LLMEngine
 from nanopage.engine.input_processor import Prompt
 from nanopage.engine.output_processor import Request
 from nanopage.engine.token_budget import SECONDS, TokenBudget
-from nanopage.lora import LoRARequest
-from nanopage.metrics import Metric, Metrics
 from nanopage.outputs import RequestOutput
 from nanopage.params import BeamSearchParams, PoolingParams, SamplingParams
+from nanopage.vllm.metrics import Metric, Metrics
 
 if TYPE_CHECKING:
-    from nanopage.engine_args import EngineArgs
     from nanopage.text.tokenizer import Tokenizer
+    from nanopage.vllm.engine_args import EngineArgs
 
 logger = logging.getLogger("nanopage")
 

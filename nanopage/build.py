@@ -6,24 +6,25 @@ from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
-from nanopage import ray_cluster
-from nanopage.config import EngineConfig, ModelConfig, SpeculativeConfig
-from nanopage.encoder_config import EncoderConfig, read_encoder
-from nanopage.engine.draft_model import ModelDrafter
-from nanopage.engine.drafts import Drafter
-from nanopage.engine.encoder_engine import EncoderEngine
+from nanopage.config.encoder import EncoderConfig, read_encoder
+from nanopage.config.model import EngineConfig, ModelConfig, SpeculativeConfig
+from nanopage.config.pooling import NOT_FOR_POOLING, PoolingConfig, choose_pooling
+from nanopage.cpu.threads import default_threads
+from nanopage.distributed import ray_cluster
+from nanopage.distributed.process_executor import Link, ProcessExecutor, start_processes
 from nanopage.engine.engine import LLMEngine
-from nanopage.engine.speculation import NgramDrafter
-from nanopage.layer_kinds import BlockNeeds, divide_layers
-from nanopage.model_files import exists
-from nanopage.pooling import NOT_FOR_POOLING, PoolingConfig, choose_pooling
+from nanopage.files import hub
+from nanopage.files.model_files import exists
+from nanopage.pooling.encoder_engine import EncoderEngine
+from nanopage.pooling.encoder_worker import EncoderWorker
+from nanopage.speculation.draft_model import ModelDrafter
+from nanopage.speculation.drafts import Drafter
+from nanopage.speculation.lookup import NgramDrafter
+from nanopage.state.layer_kinds import BlockNeeds, divide_layers
 from nanopage.step import Capacity, Executor
 from nanopage.text.tokenizer import Tokenizer
-from nanopage.weights import hub, loader
-from nanopage.worker.encoder_worker import EncoderWorker
+from nanopage.weights import loader
 from nanopage.worker.executor import LocalExecutor
-from nanopage.worker.process_executor import Link, ProcessExecutor, start_processes
-from nanopage.worker.threads import default_threads
 
 logger = logging.getLogger("nanopage")
 
@@ -75,7 +76,7 @@ def build_engine(config: EngineConfig, on_progress: Callable[[int, int], None] |
 
 def _start_actors(config: EngineConfig, scratch: str) -> tuple[list[Link], str]:
     ray_cluster.connect(max(default_threads(), config.num_ranks))
-    from nanopage.worker.ray_link import start_actors  # imports Ray, which reads its settings when it is imported
+    from nanopage.distributed.ray_link import start_actors  # imports Ray, which reads its settings when it is imported
 
     return start_actors(config, scratch)
 

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import NotRequired, TypedDict, cast
 
+from nanopage.adapters.files import LoRARequest
 from nanopage.engine.input_processor import Prompt
-from nanopage.lora import LoRARequest
 from nanopage.params import BeamSearchParams, PoolingParams, SamplingParams
 
 AnyParams = SamplingParams | BeamSearchParams | PoolingParams

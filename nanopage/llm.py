@@ -18,15 +18,19 @@ from typing import Any, cast
 import numpy as np
 import torch
 
+from nanopage.adapters.files import LoRARequest
 from nanopage.build import build_engine
-from nanopage.config import EngineConfig
+from nanopage.config.model import EngineConfig
+from nanopage.config.pooling import PoolingConfig
 from nanopage.engine.engine import LLMEngine
 from nanopage.engine.input_processor import Prompt
 from nanopage.engine.output_processor import Request
-from nanopage.engine_args import option_names
+from nanopage.grammar.tool_definitions import read_tools
+from nanopage.grammar.tool_formats import find_format
+from nanopage.grammar.tool_pieces import Reply
+from nanopage.grammar.tool_prompt import make_prompt
+from nanopage.grammar.tool_reply import ReplyReader
 from nanopage.inputs import AnyParams, list_prompts, match_parameters, prompts_of_token_ids
-from nanopage.lora import LoRARequest
-from nanopage.metrics import Metric, Metrics
 from nanopage.outputs import (
     BeamSearchSequence,
     ClassificationOutput,
@@ -42,17 +46,13 @@ from nanopage.outputs import (
     ScoringRequestOutput,
 )
 from nanopage.params import BeamSearchParams, PoolingParams, RequestOutputKind, SamplingParams
-from nanopage.pooling import PoolingConfig
-from nanopage.profiler import Profiler
-from nanopage.progress import progress_bar
-from nanopage.scoring import pair_texts, read_scores, scoring_prompts
+from nanopage.pooling.scoring import pair_texts, read_scores, scoring_prompts
 from nanopage.text.reasoning import THINK, knows_reasoning, last_mark
-from nanopage.tools.definitions import read_tools
-from nanopage.tools.formats import find_format
-from nanopage.tools.pieces import Reply
-from nanopage.tools.prompt import make_prompt
-from nanopage.tools.reply import ReplyReader
-from nanopage.vllm_options import CALL, POOLING_CALL, accept, accept_engine
+from nanopage.vllm.engine_args import option_names
+from nanopage.vllm.metrics import Metric, Metrics
+from nanopage.vllm.options import CALL, POOLING_CALL, accept, accept_engine
+from nanopage.vllm.profiler import Profiler
+from nanopage.vllm.progress import progress_bar
 
 # The default of max_num_batched_tokens on a CPU. Steps of 512 tokens instead of 2,048 give 32 prompts at once their
 # first tokens 15 % earlier on average, at the same throughput (SmolLM2-135M, AVX512-BF16).
@@ -68,7 +68,7 @@ class LLM:
         on_progress: called while weights load, with the number of weights read so far and the total.
         profiler_config: where `start_profile` writes (see `Profiler`).
         options: options of `EngineConfig`, by name. Options of vLLM that change nothing, such as
-            data_parallel_size=1, are accepted (see vllm_options.py).
+            data_parallel_size=1, are accepted (see vllm/options.py).
 
     Raises:
         TypeError: an option that does not exist.

@@ -237,7 +237,7 @@ class StepStats:
     stored_tokens: int = 0  # whose K and V are in blocks; summed over the running sequences
     cached_tokens: int = 0  # found in the prefix cache instead of computed
     output_tokens: int = 0  # sampled; of a beam search, one for each live beam; of a draft, those that were accepted
-    num_drafts: int = 0  # sequences whose next tokens were drafted (see engine/speculation.py)
+    num_drafts: int = 0  # sequences whose next tokens were drafted (see speculation/lookup.py)
     draft_tokens: int = 0  # of all drafts
     accepted_tokens: list[int] = field(default_factory=list)  # drafts whose first token was sampled, whose second, ...
     finished: int = 0  # requests

@@ -5,8 +5,8 @@ import copy
 from dataclasses import KW_ONLY, dataclass
 from enum import Enum
 
-from nanopage.model_files import shown
-from nanopage.vllm_options import BEAM_SEARCH, POOLING, SAMPLING, STRUCTURED_OUTPUTS, accepts_options
+from nanopage.files.model_files import shown
+from nanopage.vllm.options import BEAM_SEARCH, POOLING, SAMPLING, STRUCTURED_OUTPUTS, accepts_options
 
 MAX_STOP_CHARS = 16_384  # of all stop strings of a request: their automaton takes some 250 bytes a character
 MAX_INTEGER = 2**63 - 1  # of parameters without a smaller limit
@@ -92,7 +92,7 @@ class SamplingParams:
     docs/vllm.md says otherwise.
 
     The parameters up to `prompt_logprobs` can be given by position, in vLLM's order. Options of vLLM that change
-    nothing, such as extra_args=None, are accepted (see vllm_options.py).
+    nothing, such as extra_args=None, are accepted (see vllm/options.py).
 
     Args:
         n: completions per prompt, each with a seed of its own; the prompt is computed once and its blocks shared.

@@ -2,9 +2,9 @@
 not found by then (`Executor.add_masks`), and gets a BatchResult back.
 
 All are plain data. LocalExecutor passes them as objects. ProcessExecutor sends them to other processes as MessagePack
-(worker/messages.py).
+(distributed/messages.py).
 
-A worker keeps a table with a row for each running sequence (worker/sequence_table.py). The engine assigns the rows: a
+A worker keeps a table with a row for each running sequence (state/sequence_table.py). The engine assigns the rows: a
 sequence gets a free row when it begins to run, and gives it back when it ends or gives up its blocks. A Batch holds a
 sequence's tokens and sampling settings once, when the sequence begins to run; after that only what changes.
 """

@@ -1,5 +1,5 @@
 """What vLLM's scripts import from its utils."""
 
-from nanopage.engine_args import FlexibleArgumentParser
+from nanopage.vllm.engine_args import FlexibleArgumentParser
 
 __all__ = ["FlexibleArgumentParser"]

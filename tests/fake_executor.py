@@ -5,7 +5,7 @@ from collections import deque
 from pathlib import Path
 
 from nanopage import EngineConfig, LLMEngine, SamplingParams
-from nanopage.config import ModelConfig
+from nanopage.config.model import ModelConfig
 from nanopage.step import Batch, BatchResult, Capacity, SamplingSettings
 
 MODEL = {

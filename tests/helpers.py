@@ -20,18 +20,18 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 from benchmarks.host import ThroughBytes
-from nanopage.layer_kinds import divide_layers, first_block
-from nanopage.layers.packed import pack
-from nanopage.layers.tiled import tile
-from nanopage.layers.tiled_experts import join_experts
+from nanopage.cpu.packed import pack
+from nanopage.cpu.tiled import tile
+from nanopage.cpu.tiled_experts import join_experts
+from nanopage.distributed import messages, worker_process
+from nanopage.distributed.process_executor import ProcessLink
+from nanopage.quantization.gguf_checkpoint import GGUFCheckpoint
+from nanopage.state.kv_cache import KVCache
+from nanopage.state.layer_kinds import divide_layers, first_block
+from nanopage.state.sequence_table import SequenceTable
 from nanopage.step import NO_BLOCK, Batch, BlockUpdate, NewSequence, SamplingSettings
 from nanopage.weights import loader
-from nanopage.weights.gguf_checkpoint import GGUFCheckpoint
-from nanopage.worker import messages, worker_process
 from nanopage.worker.eager import Eager
-from nanopage.worker.kv_cache import KVCache
-from nanopage.worker.process_executor import ProcessLink
-from nanopage.worker.sequence_table import SequenceTable
 
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]  # ids 0, 1 (bos), 2 (eos)
 EOS = 2
@@ -241,7 +241,7 @@ class Paged:
 
     Args:
         make_way: makes a way to run steps from (model, kv_cache, table, config).
-        tiles: the kind of weights in tiles (layers/tiled.py), or "blocks" or "packed" if they are to be those
+        tiles: the kind of weights in tiles (cpu/tiled.py), or "blocks" or "packed" if they are to be those
             of a quantized checkpoint, as on a CPU or on a GPU.
         kv_dtype: of K and V. None: dtype.
         group: whether the weights of experts are fused, as on a GPU.

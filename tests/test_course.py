@@ -16,7 +16,7 @@ from xml.etree import ElementTree
 import pytest
 from helpers import LONG
 
-from nanopage.worker import aot
+from nanopage.cpu import aot
 
 ROOT = Path(__file__).parent.parent
 COURSE = ROOT / "docs" / "course"

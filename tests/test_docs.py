@@ -19,10 +19,10 @@ from typer.main import get_command
 
 from nanopage import models
 from nanopage.__main__ import app as program
-from nanopage.metrics import Metrics
 from nanopage.server import serve
 from nanopage.server.app import ServerState, create_app
 from nanopage.server.fields import REFUSED
+from nanopage.vllm.metrics import Metrics
 from nanopage.weights import loader
 
 ROOT = Path(__file__).parent.parent

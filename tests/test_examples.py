@@ -13,7 +13,7 @@ import torch
 from helpers import VOCAB_SIZE, tiny_model
 
 from nanopage import LLM, SamplingParams
-from nanopage.worker import aot
+from nanopage.cpu import aot
 
 ROOT = Path(__file__).parent.parent
 MINIMAL = ROOT / "examples" / "minimal_engine.py"

@@ -36,25 +36,25 @@ from nanopage import (
     SamplingParams,
     StructuredOutputsParams,
 )
+from nanopage.adapters.worker import adapters_of
 from nanopage.build import build_engine
+from nanopage.distributed.process_executor import ProcessExecutor
 from nanopage.engine.beam_search import Beam, BeamSearch
 from nanopage.engine.block_manager import BlockManager
 from nanopage.engine.input_processor import branch_seed
-from nanopage.engine.speculation import StepTimes
 from nanopage.kernels import paged_attention
-from nanopage.layer_kinds import BlockNeeds, divide_layers
 from nanopage.outputs import RequestEvent
 from nanopage.params import RequestOutputKind
+from nanopage.speculation.lookup import StepTimes
+from nanopage.state.layer_kinds import BlockNeeds, divide_layers
 from nanopage.step import WorkerDiedError
-from nanopage.view import Frames, Picture
+from nanopage.view.frames import Frames, Picture
 from nanopage.weights import loader
 from nanopage.worker import jit
-from nanopage.worker.adapted import adapters_of
 from nanopage.worker.cuda_graphs import CUDAGraphs, make_sample_all
 from nanopage.worker.eager import Eager, reference_attention
 from nanopage.worker.memory import GIB, block_bytes
 from nanopage.worker.piecewise_graphs import PiecewiseGraphs
-from nanopage.worker.process_executor import ProcessExecutor
 
 RANK_WORLDS = int(os.environ.get("NANOPAGE_FUZZ_RANK_WORLDS", "2"))
 RANKS = os.environ.get("NANOPAGE_FUZZ_RANKS", "1x1,2x1,1x2,2x2").split(",")  # tensor x pipeline parallelism
@@ -938,7 +938,7 @@ def test_nor_do_several_workers(ranks, world, model, oracle, windowed, monkeypat
     if world % 3 == 2:
         model, oracle = windowed[world // 3 % 3]
     tp_size, pp_size = map(int, ranks.split("x"))
-    monkeypatch.setattr("nanopage.worker.process_executor.ProcessLink", ForkedLink)
+    monkeypatch.setattr("nanopage.distributed.process_executor.ProcessLink", ForkedLink)
     rng = random.Random(f"{ranks}-{SEED}-{world}")
     options, plans = draw_world(rng, oracle)
     options |= {"tensor_parallel_size": tp_size, "pipeline_parallel_size": pp_size, "enforce_eager": True}

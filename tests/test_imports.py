@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PROGRAMS = ("nanopage.__main__", "chat", "bench", "benchmarks")
-PARTS_OF_PROGRAMS = ("nanopage.terminal", "nanopage.server")
+PARTS_OF_PROGRAMS = ("nanopage.terminal", "nanopage.server", "nanopage.view.live_view")
 
 # What the files of a folder, or a file, may never import, at their top or in a function.
 RULES = {
@@ -23,16 +23,22 @@ RULES = {
         "nanopage.layers",
         "nanopage.kernels",
     ),
-    "nanopage/worker": ("nanopage.engine", "nanopage.llm", "nanopage.build", "nanopage.text", "nanopage.structured"),
+    "nanopage/worker": (
+        "nanopage.engine",
+        "nanopage.llm",
+        "nanopage.build",
+        "nanopage.text",
+        "nanopage.grammar.structured",
+    ),
     "nanopage/step.py": ("torch", "nanopage"),
-    "nanopage/layer_kinds.py": ("torch", "nanopage"),
+    "nanopage/state/layer_kinds.py": ("torch", "nanopage"),
     "nanopage/params.py": ("torch", "nanopage.engine", "nanopage.worker"),
     "nanopage/outputs.py": ("torch", "nanopage.engine", "nanopage.worker"),
     "nanopage/text": ("torch", "nanopage.engine", "nanopage.worker"),
-    "nanopage/tools": ("torch", "nanopage.engine", "nanopage.worker"),
-    "nanopage/structured.py": ("torch", "nanopage.engine", "nanopage.worker"),
-    "nanopage/grammar": ("torch", "nanopage"),
-    "nanopage/limited_process.py": ("torch", "nanopage"),
+    "nanopage/grammar": ("torch", "nanopage.engine", "nanopage.worker"),
+    "nanopage/grammar/matcher.py": ("torch", "nanopage"),
+    "nanopage/grammar/schema.py": ("torch", "nanopage"),
+    "nanopage/files/limited_process.py": ("torch", "nanopage"),
     "nanopage/sampling": ("nanopage.engine", "nanopage.models", "nanopage.layers", "nanopage.kernels"),
     "nanopage/models": ("nanopage.engine", "nanopage.worker", "nanopage.weights"),
     "nanopage/layers": ("nanopage.engine", "nanopage.worker", "nanopage.weights", "nanopage.models"),
@@ -44,23 +50,31 @@ RULES = {
         "nanopage.layers",
     ),
     # Features plug in elsewhere.
-    "nanopage/lora.py": ("torch", "nanopage.engine", "nanopage.worker"),
-    "nanopage/engine/scheduler.py": ("nanopage.structured", "nanopage.engine.speculation", "nanopage.lora"),
-    "nanopage/engine/admission.py": ("nanopage.structured", "nanopage.engine.speculation", "nanopage.lora"),
-    "nanopage/engine/adapter_slots.py": ("nanopage.lora",),
-    "nanopage/engine/schedule.py": ("nanopage.structured", "nanopage.engine.speculation"),
-    "nanopage/engine/sequence.py": ("nanopage.structured", "nanopage.engine.speculation"),
-    "nanopage/engine/drafts.py": ("nanopage.structured", "nanopage.engine.speculation"),
-    "nanopage/engine/block_manager.py": ("nanopage.structured", "nanopage.engine.speculation"),
-    "nanopage/worker/sequence_table.py": ("nanopage.lora", "nanopage.layers.lora"),
+    "nanopage/adapters/files.py": ("torch", "nanopage.engine", "nanopage.worker"),
+    "nanopage/engine/scheduler.py": (
+        "nanopage.grammar.structured",
+        "nanopage.speculation.lookup",
+        "nanopage.adapters.files",
+    ),
+    "nanopage/engine/admission.py": (
+        "nanopage.grammar.structured",
+        "nanopage.speculation.lookup",
+        "nanopage.adapters.files",
+    ),
+    "nanopage/adapters/slots.py": ("nanopage.adapters.files",),
+    "nanopage/engine/schedule.py": ("nanopage.grammar.structured", "nanopage.speculation.lookup"),
+    "nanopage/engine/sequence.py": ("nanopage.grammar.structured", "nanopage.speculation.lookup"),
+    "nanopage/speculation/drafts.py": ("nanopage.grammar.structured", "nanopage.speculation.lookup"),
+    "nanopage/engine/block_manager.py": ("nanopage.grammar.structured", "nanopage.speculation.lookup"),
+    "nanopage/state/sequence_table.py": ("nanopage.adapters.files", "nanopage.adapters.layers"),
     "nanopage/worker/model_runner.py": (
-        "nanopage.lora",
-        "nanopage.layers.lora",
-        "nanopage.layers.tiled",
-        "nanopage.worker.aot",
+        "nanopage.adapters.files",
+        "nanopage.adapters.layers",
+        "nanopage.cpu.tiled",
+        "nanopage.cpu.aot",
         "nanopage.worker.cuda_graphs",
     ),
-    "nanopage/worker/eager.py": ("nanopage.layers.tiled", "nanopage.worker.aot", "nanopage.worker.cuda_graphs"),
+    "nanopage/worker/eager.py": ("nanopage.cpu.tiled", "nanopage.cpu.aot", "nanopage.worker.cuda_graphs"),
 }
 
 
@@ -121,7 +135,7 @@ def test_only_one_file_imports_torch_distributed():
         for file in ROOT.glob("nanopage/**/*.py")
         if any(is_within(module, ["torch.distributed"]) for module in imported_modules(file))
     }
-    assert importing == {"nanopage/worker/parallel.py"}
+    assert importing == {"nanopage/distributed/parallel.py"}
 
 
 @pytest.mark.parametrize("place", RULES)

@@ -10,10 +10,10 @@ from helpers import tiny_model
 from rich.progress import Progress
 
 from nanopage import LLM, SamplingParams
+from nanopage.grammar.tool_pieces import Reply
 from nanopage.llm import GenerationError, GenerationInterrupted
 from nanopage.params import RequestOutputKind
 from nanopage.text.tokenizer import Tokenizer
-from nanopage.tools.pieces import Reply
 
 GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
 SAMPLED = SamplingParams(seed=7, max_tokens=10, ignore_eos=True)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from nanopage import BeamSearchParams, SamplingParams, StructuredOutputsParams
-from nanopage.model_files import shown
+from nanopage.files.model_files import shown
 from nanopage.params import RequestOutputKind
 from nanopage.sampling.table import SamplingTable
 from nanopage.step import NewSequence, SamplingSettings

@@ -8,11 +8,11 @@ running groups can grow. If nothing runs, both are ignored. A group with an adap
 
 from collections.abc import Iterable
 
-from nanopage.engine.adapter_slots import AdapterSlots
+from nanopage.adapters.slots import AdapterSlots
 from nanopage.engine.block_manager import BlockManager, Prefix
 from nanopage.engine.schedule import Wait, Work, missing_blocks, next_work
 from nanopage.engine.sequence import SequenceGroup, Status, common_length
-from nanopage.layer_kinds import BlockNeeds
+from nanopage.state.layer_kinds import BlockNeeds
 from nanopage.step import NO_BLOCK
 
 

@@ -33,7 +33,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 
-from nanopage.layer_kinds import first_block
+from nanopage.state.layer_kinds import first_block
 from nanopage.step import NO_BLOCK
 
 

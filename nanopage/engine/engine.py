@@ -12,24 +12,24 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nanopage.config import EngineConfig, ModelConfig
+from nanopage.config.model import EngineConfig, ModelConfig
 from nanopage.engine.block_manager import BlockManager
-from nanopage.engine.drafts import Drafter
-from nanopage.engine.explain import Explained, Sentence, explain
 from nanopage.engine.input_processor import InputProcessor, Prompt, default_sampling_params
 from nanopage.engine.output_processor import OutputProcessor, Request
 from nanopage.engine.schedule import Schedule
 from nanopage.engine.scheduler import Scheduler
 from nanopage.engine.sequence import SequenceGroup
-from nanopage.layer_kinds import BlockNeeds
 from nanopage.outputs import RequestOutput, StepStats
 from nanopage.params import BeamSearchParams, PoolingParams, SamplingParams
+from nanopage.speculation.drafts import Drafter
+from nanopage.state.layer_kinds import BlockNeeds
 from nanopage.step import Capacity, Executor, WorkerDiedError
 from nanopage.text.tokenizer import Tokenizer
+from nanopage.view.explain import Explained, Sentence, explain
 
 if TYPE_CHECKING:
-    from nanopage.engine_args import EngineArgs
-    from nanopage.lora import LoRARequest
+    from nanopage.adapters.files import LoRARequest
+    from nanopage.vllm.engine_args import EngineArgs
 
 logger = logging.getLogger("nanopage")
 

@@ -8,15 +8,15 @@ import re
 from pathlib import Path
 from typing import cast
 
-from nanopage.config import EngineConfig, ModelConfig
-from nanopage.encoder_config import EncoderConfig
-from nanopage.engine.adapters import Adapters
+from nanopage.adapters.files import LoRARequest
+from nanopage.adapters.requests import Adapters
+from nanopage.config.encoder import EncoderConfig
+from nanopage.config.model import EngineConfig, ModelConfig
 from nanopage.engine.beam_search import BeamSearch
 from nanopage.engine.output_processor import Completion, Request
 from nanopage.engine.sequence import Adapter, Sequence, SequenceGroup
-from nanopage.layer_kinds import BlockNeeds
-from nanopage.lora import LoRARequest
-from nanopage.model_files import exists, read_json, shown
+from nanopage.files.model_files import exists, read_json, shown
+from nanopage.grammar.structured import CompiledGrammar, Grammars
 from nanopage.params import (
     MAX_INTEGER,
     RECOMMENDED,
@@ -26,8 +26,8 @@ from nanopage.params import (
     StructuredOutputsParams,
     check_integer,
 )
+from nanopage.state.layer_kinds import BlockNeeds
 from nanopage.step import SamplingSettings
-from nanopage.structured import CompiledGrammar, Grammars
 from nanopage.text.bad_words import bad_word_ids
 from nanopage.text.detokenizer import IncrementalDetokenizer
 from nanopage.text.stop_strings import StopStrings

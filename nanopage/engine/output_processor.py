@@ -10,12 +10,12 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from nanopage.config.pooling import PoolingConfig, finish
 from nanopage.engine.beam_search import Hypothesis
 from nanopage.engine.scheduler import Scheduler
 from nanopage.engine.sequence import Sequence, SequenceGroup
 from nanopage.outputs import CompletionOutput, Logprob, RequestOutput
 from nanopage.params import BeamSearchParams, PoolingParams, RequestOutputKind, SamplingParams
-from nanopage.pooling import PoolingConfig, finish
 from nanopage.step import LogprobTable
 from nanopage.text.detokenizer import IncrementalDetokenizer
 from nanopage.text.tokenizer import Tokenizer

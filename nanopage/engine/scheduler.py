@@ -41,13 +41,13 @@ import time
 from bisect import insort
 from typing import Any
 
-from nanopage.engine import drafts
-from nanopage.engine.adapter_slots import AdapterSlots
+from nanopage.adapters.slots import AdapterSlots
 from nanopage.engine.admission import Admission
 from nanopage.engine.block_manager import BlockManager, Prefix
 from nanopage.engine.schedule import BatchWriter, Schedule, Wait, Work, missing_blocks, next_work
 from nanopage.engine.sequence import Adapter, Sequence, SequenceGroup, Status, common_length
 from nanopage.outputs import RequestEvent
+from nanopage.speculation import drafts
 from nanopage.step import NO_TOKEN, BatchResult
 
 NOT_FINITE = (

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from nanopage.kernels.chunks import Chunks, chunks_of
-from nanopage.kernels.pages import FP8, gather, write
+from nanopage.state.pages import FP8, gather, write
 
 # bfloat16 rounds a score by up to 2^-9 of its value. Scores that may exceed this bound are computed in float32, because
 # rounding would spoil models with large key biases (Qwen2).

@@ -3,7 +3,7 @@
 The ways to compute attention, by class: `kernels.reference.ReferenceAttention` in plain PyTorch,
 `kernels.paged_attention.TritonAttention` on a GPU, and `worker.cuda_graphs.PaddedAttention` for padded decodes on a
 CPU, which only tests run. Compiled layers on a CPU take the fields of a ReferenceAttention, and compute with
-kernels/cpu/flash_attention.cpp.
+cpu/flash_attention.cpp.
 """
 
 from typing import Protocol
@@ -24,9 +24,9 @@ class Attention(Protocol):
 
         Args:
             k, v: [T, num_kv_heads, head_dim], k rotated.
-            kv_cache: one layer's [2, num_blocks, num_kv_heads, head_dim * block_size] (see kernels/pages.py); written
+            kv_cache: one layer's [2, num_blocks, num_kv_heads, head_dim * block_size] (see state/pages.py); written
                 in place.
-            scales: of K and V in a cache in fp8 (see kernels/pages.py); of no effect with another dtype.
+            scales: of K and V in a cache in fp8 (see state/pages.py); of no effect with another dtype.
         """
 
     def attend(

@@ -1,4 +1,4 @@
-"""Modules that exchange tensors with other workers, around those of a part of a model (see worker/parallel.py)."""
+"""Modules that exchange tensors with other workers, around those of a part of a model (see distributed/parallel.py)."""
 
 from collections.abc import Callable
 

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from nanopage.config import RopeConfig
+from nanopage.config.model import RopeConfig
 
 
 class RotaryEmbedding(nn.Module):

@@ -55,5 +55,5 @@ def load_entry_point(entry: EntryPoint) -> ModuleType:
 
 def find_encoder(architecture: str) -> ModuleType | None:
     """The module of the family of encoders that has an architecture, such as "BertModel"."""
-    families = [importlib.import_module(f"nanopage.models.{name}") for name in ENCODERS]
+    families = [importlib.import_module(f"nanopage.pooling.{name}") for name in ENCODERS]
     return next((family for family in families if architecture in family.ARCHITECTURES), None)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nanopage.config import ModelConfig
+from nanopage.config.model import ModelConfig
 from nanopage.layers.attention import Attention
 from nanopage.layers.embedding import Embedding
 from nanopage.layers.linear import Linear
@@ -128,7 +128,7 @@ class DecoderLayer(nn.Module):
 
     @property
     def kv_scales(self) -> tuple[float, float]:
-        """The scales of K and V in a cache in fp8 (see kernels/pages.py)."""
+        """The scales of K and V in a cache in fp8 (see state/pages.py)."""
         return self.self_attn.kv_scales
 
     def forward(

@@ -5,7 +5,7 @@ Five layers of six have a window, and a rope of their own.
 
 from typing import Any
 
-from nanopage.config import Fields, ModelConfig, RopeConfig, read_rope
+from nanopage.config.model import Fields, ModelConfig, RopeConfig, read_rope
 from nanopage.layers.norm import RMSNorm
 from nanopage.models.decoder import DecoderLayer, SelfAttention, make_norm
 from nanopage.models.gemma2 import GGUF_TENSORS as GEMMA2_TENSORS

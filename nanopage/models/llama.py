@@ -5,7 +5,7 @@ Grouped-query attention with rotary positions, and a SwiGLU feed-forward layer.
 
 from typing import Any
 
-from nanopage.config import Fields, ModelConfig
+from nanopage.config.model import Fields, ModelConfig
 from nanopage.layers.mlp import MLP
 from nanopage.models.decoder import DecoderLayer, SelfAttention
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from nanopage.config import Fields, ModelConfig
+from nanopage.config.model import Fields, ModelConfig
 from nanopage.layers.mlp import MLP
 from nanopage.layers.norm import RMSNorm
 from nanopage.models.decoder import DecoderLayer, SelfAttention

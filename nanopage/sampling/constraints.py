@@ -18,7 +18,7 @@ from nanopage.device import to_device
 from nanopage.step import SamplingSettings
 
 if TYPE_CHECKING:
-    from nanopage.worker.sequence_table import SequenceTable
+    from nanopage.state.sequence_table import SequenceTable
 
 
 class Constraints:

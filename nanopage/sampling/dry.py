@@ -22,7 +22,7 @@ from nanopage.device import to_device
 from nanopage.params import LONGEST_MATCH
 
 if TYPE_CHECKING:
-    from nanopage.worker.sequence_table import SequenceTable
+    from nanopage.state.sequence_table import SequenceTable
 
 MOST_TOKENS = 2048  # of the output, the last ones
 

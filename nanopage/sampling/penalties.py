@@ -15,7 +15,7 @@ from torch import Tensor
 from nanopage.device import to_device
 
 if TYPE_CHECKING:
-    from nanopage.worker.sequence_table import SequenceTable
+    from nanopage.state.sequence_table import SequenceTable
 
 
 class Penalties:

@@ -31,7 +31,7 @@ from nanopage.sampling.samples import Samples
 from nanopage.sampling.truncation import sample_truncated
 
 if TYPE_CHECKING:
-    from nanopage.worker.sequence_table import SequenceTable
+    from nanopage.state.sequence_table import SequenceTable
 
 
 class Sampler:

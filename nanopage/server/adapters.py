@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from pydantic import BaseModel, ConfigDict
 
+from nanopage.adapters.files import LoRARequest
 from nanopage.async_llm import AsyncLLM
-from nanopage.lora import LoRARequest
 from nanopage.server.errors import ApiError
 
 if TYPE_CHECKING:

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from fastapi import FastAPI, Request
@@ -17,8 +18,6 @@ from starlette.types import ASGIApp
 import nanopage
 from nanopage.async_llm import AsyncLLM, EngineDeadError
 from nanopage.engine.input_processor import PromptTooLongError
-from nanopage.engine_args import EngineArgs
-from nanopage.metrics import Metric
 from nanopage.params import SamplingParams
 from nanopage.server.adapters import LoadBody, ServedAdapters, UnloadBody
 from nanopage.server.chat import Chat
@@ -62,7 +61,9 @@ from nanopage.server.shapes import (
 from nanopage.server.streaming import GONE, ClientGoneError, EventStream, unless_gone
 from nanopage.server.templates import chat_prompt, template_kwargs
 from nanopage.server.tools import ToolOptions, read_tool_use
-from nanopage.server.view import VIEW_PATHS, LiveView, add_view
+from nanopage.view.live_view import VIEW_PATHS, LiveView, add_view
+from nanopage.vllm.engine_args import EngineArgs
+from nanopage.vllm.metrics import Metric
 
 if TYPE_CHECKING:
     from nanopage.server.tracing import Tracer
@@ -333,7 +334,7 @@ def create_routes(state: ServerState) -> FastAPI:
 
     @app.get("/", include_in_schema=False)
     async def page() -> Response:
-        return page_reply("page.html", links_to_view=state.view is not None)
+        return page_reply(Path(__file__).with_name("page.html"), links_to_view=state.view is not None)
 
     not_served = dict(NOT_SERVED)
     if state.view is not None:

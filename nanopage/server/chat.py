@@ -6,8 +6,10 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, replace
 
+from nanopage.adapters.files import LoRARequest
 from nanopage.async_llm import AsyncLLM
-from nanopage.lora import LoRARequest
+from nanopage.grammar.tool_pieces import Call, Content, Piece, Reasoning, Reply
+from nanopage.grammar.tool_reply import ReplyReader
 from nanopage.outputs import CompletionOutput, RequestOutput
 from nanopage.server.choices import Change, changes, usage
 from nanopage.server.errors import ApiError
@@ -17,8 +19,6 @@ from nanopage.server.protocol import ChatBody
 from nanopage.server.templates import chat_prompt
 from nanopage.server.tools import ToolOptions, ToolUse, find_wrong_tool, is_special, read_tool_use
 from nanopage.text.reasoning import END_THINK, THINK
-from nanopage.tools.pieces import Call, Content, Piece, Reasoning, Reply
-from nanopage.tools.reply import ReplyReader
 
 LOOK = 256  # characters that are read at a time to see whether a reply begins with reasoning
 

@@ -28,7 +28,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from nanopage import metrics, ray_cluster
+from nanopage.distributed import ray_cluster
 from nanopage.server.app import ServerState, create_routes
 from nanopage.server.errors import ApiError
 from nanopage.server.metrics import CONTENT_TYPE, ServerMetrics
@@ -36,6 +36,7 @@ from nanopage.server.replica import CANNOT_START, Call, FrontAlive, Replica, Set
 from nanopage.server.route import ReplicaRouter, Route, num_output_tokens, prompt_parts
 from nanopage.server.routing import Router
 from nanopage.server.streaming import DONE, encode_event, until_gone
+from nanopage.vllm import metrics
 
 logger = logging.getLogger("nanopage")
 

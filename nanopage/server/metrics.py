@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
-from nanopage import metrics
+from nanopage.vllm import metrics
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 

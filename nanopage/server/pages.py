@@ -8,12 +8,12 @@ from pathlib import Path
 from starlette.responses import Response
 
 
-def page_reply(name: str, *, links_to_view: bool = False) -> Response:
-    """The reply with a page of this directory.
+def page_reply(file: Path, *, links_to_view: bool = False) -> Response:
+    """The reply with a page.
 
     The page's one script is allowed by its hash, so a browser runs no other, whatever text gets into the page.
     """
-    html = Path(__file__).with_name(name).read_bytes()
+    html = file.read_bytes()
     if links_to_view:
         html = html.replace(b" hidden>Live view", b">Live view")
     (script,) = re.findall(rb"<script>(.*?)</script>", html, re.DOTALL)

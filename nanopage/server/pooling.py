@@ -9,12 +9,12 @@ from typing import Any, cast
 
 import numpy as np
 
+from nanopage.adapters.files import LoRARequest
 from nanopage.async_llm import AsyncLLM
-from nanopage.lora import LoRARequest
+from nanopage.config.pooling import PoolingConfig
 from nanopage.outputs import RequestOutput
 from nanopage.params import PoolingParams
-from nanopage.pooling import PoolingConfig
-from nanopage.scoring import Pair, pair_texts, read_scores, scoring_prompts
+from nanopage.pooling.scoring import Pair, pair_texts, read_scores, scoring_prompts
 from nanopage.server.completions import MAX_PROMPTS, read_prompts
 from nanopage.server.errors import ApiError
 from nanopage.server.generation import Generation, start

@@ -17,10 +17,10 @@ from ray.exceptions import RayError
 from starlette.types import Message, Scope, Send
 
 import nanopage
-from nanopage import metrics
-from nanopage.engine_args import EngineArgs
 from nanopage.server.app import ServerState, create_routes, load_engine
 from nanopage.server.errors import ApiError
+from nanopage.vllm import metrics
+from nanopage.vllm.engine_args import EngineArgs
 
 if TYPE_CHECKING:
     from nanopage.server.route import Route

@@ -6,8 +6,9 @@ import uuid
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
+from nanopage.adapters.files import LoRARequest
 from nanopage.async_llm import AsyncLLM
-from nanopage.lora import LoRARequest
+from nanopage.grammar.tool_pieces import Arguments, Call, Content, Piece, Reasoning
 from nanopage.outputs import CompletionOutput, RequestOutput
 from nanopage.params import SamplingParams
 from nanopage.server.chat import Chat
@@ -17,7 +18,6 @@ from nanopage.server.generation import Generation
 from nanopage.server.protocol import ChatBody, CommonBody, ResponsesBody
 from nanopage.server.templates import TEMPLATE_FIELDS
 from nanopage.server.tools import ToolOptions
-from nanopage.tools.pieces import Arguments, Call, Content, Piece, Reasoning
 
 TEXT_PARTS = ("input_text", "output_text", "text")
 LOGPROBS = "message.output_text.logprobs"  # of `include`

@@ -17,19 +17,20 @@ from typing import TYPE_CHECKING
 
 import uvicorn
 
-from nanopage import MAX_MESSAGE, escaped, ray_cluster
+from nanopage import MAX_MESSAGE, escaped
+from nanopage.cpu.threads import default_threads
+from nanopage.distributed import ray_cluster
 from nanopage.engine.engine import LLMEngine
-from nanopage.engine_args import EngineArgs, FlexibleArgumentParser
-from nanopage.lossy_output import lose_output
+from nanopage.files import hub
+from nanopage.files.lossy_output import lose_output
+from nanopage.grammar.tool_formats import FORMATS
 from nanopage.server.adapters import parse_modules
 from nanopage.server.app import ServerState, create_app, guard, load_engine
 from nanopage.server.connection import Connection
 from nanopage.server.middleware import LOCAL_HOSTS
 from nanopage.server.tools import FINISH_REASONS, ToolOptions
-from nanopage.server.view import LiveView
-from nanopage.tools.formats import FORMATS
-from nanopage.weights import hub
-from nanopage.worker.threads import default_threads
+from nanopage.view.live_view import LiveView
+from nanopage.vllm.engine_args import EngineArgs, FlexibleArgumentParser
 
 if TYPE_CHECKING:
     from nanopage.server.front import Front

@@ -6,15 +6,15 @@ import time
 from dataclasses import dataclass
 
 from nanopage.async_llm import AsyncLLM
+from nanopage.grammar.structured import grammar_text
+from nanopage.grammar.tool_definitions import Tool, ToolChoice, read_tool_choice, read_tools
+from nanopage.grammar.tool_formats import ToolFormat, find_format
+from nanopage.grammar.tool_grammar import json_value, make_grammar
+from nanopage.grammar.tool_reply import ReplyReader
 from nanopage.params import StructuredOutputsParams
 from nanopage.server.errors import ApiError, invalid
 from nanopage.server.protocol import ChatBody, TokenizeBody
-from nanopage.structured import grammar_text
 from nanopage.text.tokenizer import Tokenizer
-from nanopage.tools.definitions import Tool, ToolChoice, read_tool_choice, read_tools
-from nanopage.tools.formats import ToolFormat, find_format
-from nanopage.tools.grammar import json_value, make_grammar
-from nanopage.tools.reply import ReplyReader
 
 MAX_SECONDS = 5.0  # of looking for what is wrong
 FINISH_REASONS = ("stop", "tool_calls")

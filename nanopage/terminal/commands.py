@@ -16,7 +16,7 @@ from nanopage.terminal.prompt import edit
 from nanopage.terminal.session import Session, check_setting
 from nanopage.terminal.text import say, say_drawn, say_table
 from nanopage.text.detokenizer import REPLACEMENT
-from nanopage.view import Frames, Picture
+from nanopage.view.frames import Frames, Picture
 
 if TYPE_CHECKING:
     from nanopage.terminal.conversation import Conversation

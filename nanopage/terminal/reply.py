@@ -7,6 +7,9 @@ import sys
 from collections.abc import Generator, Iterator, Sequence
 from typing import cast
 
+from nanopage.grammar.tool_pieces import Content
+from nanopage.grammar.tool_prompt import render_chat
+from nanopage.grammar.tool_reply import ReplyReader
 from nanopage.llm import LLM
 from nanopage.outputs import CompletionOutput, RequestOutput, StepStats
 from nanopage.params import SamplingParams
@@ -16,9 +19,6 @@ from nanopage.terminal.signals import Interrupt
 from nanopage.terminal.spinner import spinner
 from nanopage.terminal.text import printable
 from nanopage.text.reasoning import THINK, last_mark
-from nanopage.tools.pieces import Content
-from nanopage.tools.prompt import render_chat
-from nanopage.tools.reply import ReplyReader
 
 COLUMNS = 80  # the footer's greatest width
 SPINNER_DELAY = 0.2  # seconds

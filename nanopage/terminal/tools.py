@@ -4,12 +4,12 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+from nanopage.grammar.tool_definitions import Tool
+from nanopage.grammar.tool_formats import ToolFormat, find_format
+from nanopage.grammar.tool_functions import describe_function, load_functions, read_arguments, run_function
+from nanopage.grammar.tool_pieces import ToolCall
+from nanopage.grammar.tool_reply import ReplyReader
 from nanopage.terminal.text import say
-from nanopage.tools.definitions import Tool
-from nanopage.tools.formats import ToolFormat, find_format
-from nanopage.tools.functions import describe_function, load_functions, read_arguments, run_function
-from nanopage.tools.pieces import ToolCall
-from nanopage.tools.reply import ReplyReader
 
 MAX_SHOWN = 500  # characters of a result on the screen. The model gets all of it
 Ask = Callable[[str], str]

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from nanopage import escaped
-from nanopage.limited_process import LimitedProcess, Limits
-from nanopage.model_files import shown
+from nanopage.files.limited_process import LimitedProcess, Limits
+from nanopage.files.model_files import shown
 
 MAX_CHARACTERS = 8_000_000  # of a template's output. JSON writes a character as at most six bytes
 

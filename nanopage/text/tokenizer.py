@@ -7,10 +7,10 @@ from typing import Any
 
 from tokenizers import Tokenizer as BackendTokenizer
 
-from nanopage.model_files import exists, read_json, read_text, rust_errors, shown
+from nanopage.files.model_files import exists, read_json, read_text, rust_errors, shown
+from nanopage.quantization.gguf_checkpoint import GGUFCheckpoint
 from nanopage.text import tokenizer_bounds
 from nanopage.text.chat_template import TemplateRenderer
-from nanopage.weights.gguf_checkpoint import GGUFCheckpoint
 
 
 def _byte_of_character() -> dict[str, int]:

@@ -19,9 +19,9 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from nanopage.limited_process import LimitedProcess, Limits
-from nanopage.model_files import parse_json, rust_errors, shown
-from nanopage.weights.gguf_checkpoint import SPLITS
+from nanopage.files.limited_process import LimitedProcess, Limits
+from nanopage.files.model_files import parse_json, rust_errors, shown
+from nanopage.quantization.gguf_checkpoint import SPLITS
 
 MAX_STEPS = 256  # of a part of a tokenizer
 MAX_GROWTH = 1024.0  # of a text, by a tokenizer that is loaded at all

@@ -3,7 +3,7 @@
 Every parameter of a model has one or more slots, named as checkpoints name them (`Linear.parts` fuses q, k and v into
 one matrix). The headers of the files are compared with the slots before anything is allocated: one error names the
 missing, unexpected and mis-shaped tensors, up to 50. Then each tensor is copied into its slot, which converts and moves
-it. The scales of K and V (see kernels/pages.py) are numbers, not parameters.
+it. The scales of K and V (see state/pages.py) are numbers, not parameters.
 Tensors of a .gguf file come in pieces, so that none of them ever exists twice. Matrices of integers, of a .gguf, AWQ or
 GPTQ checkpoint, become floats, or they are placed as they are before the rest is allocated.
 """
@@ -23,19 +23,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nanopage.config import ModelConfig, StoredQuantization
+from nanopage.config.model import ModelConfig, StoredQuantization
+from nanopage.config.pooling import PoolingConfig
+from nanopage.cpu import gguf_tiles, tile_linear
+from nanopage.cpu.tiled import TiledLinear
 from nanopage.device import check_weights_fit
-from nanopage.kernels.cpu import tile_linear
+from nanopage.distributed.part import WHOLE, Part, Slice
+from nanopage.files.model_files import memory_errors, shown
 from nanopage.layers.linear import Linear
 from nanopage.layers.moe import GroupedExperts, group_experts
-from nanopage.layers.quantized import QuantizedLinear
-from nanopage.layers.tiled import TiledLinear
-from nanopage.model_files import memory_errors, shown
 from nanopage.models.decoder import Decoder, meta_model
-from nanopage.pooling import PoolingConfig
-from nanopage.weights import gguf_tiles, quantized_checkpoint
-from nanopage.weights.gguf_checkpoint import GGUFCheckpoint
-from nanopage.weights.part import WHOLE, Part, Slice
+from nanopage.quantization import quantized_checkpoint
+from nanopage.quantization.gguf_checkpoint import GGUFCheckpoint
+from nanopage.quantization.quantized import QuantizedLinear
 from nanopage.weights.safetensors_checkpoint import StoredTensor, read_tensors, safetensors_files, stored_tensors
 
 SAMPLES, SAMPLE_BYTES = 64, 2**16  # of a file, for its fingerprint

@@ -30,16 +30,16 @@ from rich.progress import track
 from torch import Tensor
 
 from nanopage.device import to_device
-from nanopage.kernels.pages import pad_tables
 from nanopage.kernels.reference import ReferenceAttention
 from nanopage.layers.attention import Attention
 from nanopage.models.decoder import Decoder
 from nanopage.sampling import truncation
 from nanopage.sampling.sampler import sample_rows
+from nanopage.state.kv_cache import KVCache
+from nanopage.state.pages import pad_tables
+from nanopage.state.sequence_table import SequenceTable
 from nanopage.step import Batch
 from nanopage.worker.eager import Output
-from nanopage.worker.kv_cache import KVCache
-from nanopage.worker.sequence_table import SequenceTable
 
 GROWTH = 4  # from one captured number of splits to the next
 LARGEST_SIZE = 1024  # with more sequences, a step takes a GPU longer than its launches take the host
@@ -82,7 +82,7 @@ class CUDAGraphs:
         uses_triton: whether Triton kernels compute attention.
         sample_all: samples all rows after the model (see `make_sample_all`).
         wrap: compiles the function that runs before the model.
-        adapters_of: makes what the model needs to know of the adapters of the rows (see worker/adapted.py). None: the
+        adapters_of: makes what the model needs to know of the adapters of the rows (see adapters/worker.py). None: the
             model has no adapters.
     """
 

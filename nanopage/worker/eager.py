@@ -3,8 +3,8 @@ GPU the model may be compiled (jit.py).
 
 Each way to run a step has two methods: `fits(batch)` says whether the way can run a batch, and `run(batch)` runs it.
 ModelRunner takes the first way that fits. The other ways are in `aot.py`, for a CPU, `cuda_graphs.py` and
-`piecewise_graphs.py`, for a GPU, and `adapted.py`, which replaces this one where there are adapters. `parallel.py`
-wraps the ways of a worker that has a part of the model.
+`piecewise_graphs.py`, for a GPU, and `adapters/worker.py`, which replaces this one where there are adapters.
+`parallel.py` wraps the ways of a worker that has a part of the model.
 """
 
 from collections.abc import Callable
@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from nanopage.device import to_device
-from nanopage.kernels.pages import pad_tables
 from nanopage.kernels.reference import ReferenceAttention
 from nanopage.layers.attention import Attention
 from nanopage.models.decoder import Decoder
+from nanopage.state.kv_cache import KVCache
+from nanopage.state.pages import pad_tables
+from nanopage.state.sequence_table import SequenceTable
 from nanopage.step import Batch
-from nanopage.worker.kv_cache import KVCache
-from nanopage.worker.sequence_table import SequenceTable
 
 
 @dataclass(slots=True)

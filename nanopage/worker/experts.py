@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from nanopage.config import EngineConfig, ModelConfig
+from nanopage.config.model import EngineConfig, ModelConfig
 
 
 def check_experts(config: EngineConfig, model_config: ModelConfig, device: torch.device, path: Path) -> None:

@@ -32,13 +32,13 @@ from uuid import uuid4
 import torch
 from torch import Tensor, nn
 
-from nanopage.config import ModelConfig
-from nanopage.kernels import pages
+from nanopage.config.model import ModelConfig
 from nanopage.layers.attention import Attention
 from nanopage.layers.moe import has_experts
-from nanopage.layers.quantized import format_of
 from nanopage.models.decoder import Decoder
+from nanopage.quantization.quantized import format_of
 from nanopage.sampling.table import SamplingTable
+from nanopage.state import pages
 
 logger = logging.getLogger("nanopage")
 

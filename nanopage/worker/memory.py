@@ -15,21 +15,21 @@ import psutil
 import torch
 from torch import Tensor
 
-from nanopage.config import EngineConfig, ModelConfig
+from nanopage.adapters.worker import adapters_of
+from nanopage.config.model import EngineConfig, ModelConfig
 from nanopage.device import GIB, free_bytes, total_ram
-from nanopage.layer_kinds import BlockNeeds, LayerKinds, one_kind
 from nanopage.layers.attention import Attention
 from nanopage.models.decoder import Decoder
 from nanopage.params import MAX_LOGPROBS
+from nanopage.state.kv_cache import KVCache
+from nanopage.state.layer_kinds import BlockNeeds, LayerKinds, one_kind
+from nanopage.state.sequence_table import SequenceTable
 from nanopage.step import Batch, BlockUpdate, NewSequence, SamplingSettings
-from nanopage.worker.adapted import adapters_of
 from nanopage.worker.cuda_graphs import CUDAGraphs, no_wrap
 from nanopage.worker.eager import Eager, Pages
 from nanopage.worker.jit import CompiledDecoder, compile_afresh
-from nanopage.worker.kv_cache import KVCache
 from nanopage.worker.model_runner import ModelRunner, Way
 from nanopage.worker.piecewise_graphs import PiecewiseGraphs
-from nanopage.worker.sequence_table import SequenceTable
 
 logger = logging.getLogger("nanopage")
 

@@ -16,10 +16,10 @@ from nanopage.models.decoder import Decoder
 from nanopage.sampling.logprobs import make_tables, top_logprobs
 from nanopage.sampling.sampler import Sampler
 from nanopage.sampling.samples import Samples
+from nanopage.state.kv_cache import KVCache
+from nanopage.state.sequence_table import SequenceTable
 from nanopage.step import NO_TOKEN, Batch, BatchResult, PooledStates, PromptLogprobs
 from nanopage.worker.eager import Output
-from nanopage.worker.kv_cache import KVCache
-from nanopage.worker.sequence_table import SequenceTable
 
 PROMPT_LOGPROB_ROWS = 256  # prompt positions whose logits are in memory at once: [256, vocab_size]
 

@@ -29,12 +29,12 @@ from rich.progress import track
 from torch import Tensor
 
 from nanopage.layers.attention import Attention
+from nanopage.state.kv_cache import KVCache
+from nanopage.state.sequence_table import SequenceTable
 from nanopage.step import Batch
 from nanopage.worker.cuda_graphs import naming_what_helps
 from nanopage.worker.eager import Output, Pages, prepare, run_model
 from nanopage.worker.jit import Carried, CompiledDecoder
-from nanopage.worker.kv_cache import KVCache
-from nanopage.worker.sequence_table import SequenceTable
 
 LARGEST_SIZE = 512  # with more tokens, a step takes a GPU longer than its launches take the host
 

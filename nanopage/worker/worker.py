@@ -12,37 +12,37 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from nanopage.config import STORED_QUANTIZATIONS, EngineConfig, ModelConfig
+from nanopage.adapters.weights import AdapterLoader
+from nanopage.adapters.worker import choose_ways, eager_on_cpu, make_slots
+from nanopage.config.model import STORED_QUANTIZATIONS, EngineConfig, ModelConfig
+from nanopage.cpu.aot import Compiled
+from nanopage.cpu.aot_products import CompiledProduct, tile_product
+from nanopage.cpu.gguf_tiles import is_quantized
+from nanopage.cpu.option_speed import warn_of_slow_options
+from nanopage.cpu.packed import pack
+from nanopage.cpu.packed_linear import can_pack
+from nanopage.cpu.threads import ThreadCount, limit_threads
+from nanopage.cpu.tiled import TiledLinear, has_only_float16, tile
+from nanopage.cpu.tiled_experts import TiledExperts, can_join, join_experts
 from nanopage.device import GIB, resolve_device, resolve_dtype, resolve_kv_dtype, set_cuda_precision
-from nanopage.kernels.cpu.packed_linear import can_pack
-from nanopage.layer_kinds import BlockNeeds, divide_layers
-from nanopage.layers.packed import pack
-from nanopage.layers.quantized import quantize
-from nanopage.layers.tiled import TiledLinear, has_only_float16, tile
-from nanopage.layers.tiled_experts import TiledExperts, can_join, join_experts
+from nanopage.distributed.parallel import PartialWay, Ranks
+from nanopage.distributed.part import WHOLE
+from nanopage.quantization.gguf_checkpoint import GGUFCheckpoint
+from nanopage.quantization.quantized import quantize
+from nanopage.quantization.quantized_checkpoint import fits_tiles
 from nanopage.sampling.table import SamplingTable
+from nanopage.state.kv_cache import KVCache
+from nanopage.state.layer_kinds import BlockNeeds, divide_layers
+from nanopage.state.sequence_table import SequenceTable
 from nanopage.step import Batch, Capacity
 from nanopage.weights import loader
-from nanopage.weights.adapters import AdapterLoader
-from nanopage.weights.gguf_checkpoint import GGUFCheckpoint
-from nanopage.weights.gguf_tiles import is_quantized
-from nanopage.weights.part import WHOLE
-from nanopage.weights.quantized_checkpoint import fits_tiles
-from nanopage.worker.adapted import choose_ways, eager_on_cpu, make_slots
-from nanopage.worker.aot import Compiled
-from nanopage.worker.aot_products import CompiledProduct, tile_product
 from nanopage.worker.cuda_graphs import CUDAGraphs, make_sample_all, no_wrap
 from nanopage.worker.eager import Eager, Pages
 from nanopage.worker.experts import check_experts
 from nanopage.worker.jit import CompiledDecoder, compile_afresh, compile_model, warm_up_sampling
-from nanopage.worker.kv_cache import KVCache
 from nanopage.worker.memory import block_bytes, fit_length, measure_step, num_blocks_that_fit, num_host_blocks
 from nanopage.worker.model_runner import Launched, ModelRunner, Way
-from nanopage.worker.option_speed import warn_of_slow_options
-from nanopage.worker.parallel import PartialWay, Ranks
 from nanopage.worker.piecewise_graphs import PiecewiseGraphs
-from nanopage.worker.sequence_table import SequenceTable
-from nanopage.worker.threads import ThreadCount, limit_threads
 
 logger = logging.getLogger("nanopage")
 
@@ -276,7 +276,7 @@ class Worker:
         return sample_all
 
     def _choose_tiles(self, checkpoint: loader.Checkpoint) -> str | None:
-        """Choose how weights are stored: a kind that layers/tiled.py (on a GPU: layers/quantized.py) knows, or BLOCKS;
+        """Choose how weights are stored: a kind that tiled.py (on a GPU: quantized.py) knows, or BLOCKS;
         None for floats. Sets `self.product`. Raises: ValueError for a dtype that a GPU does not multiply them by."""
         compiles = can_pack(self.dtype) and not self.config.enforce_eager
         divided = self.part.tp_size > 1
@@ -334,7 +334,7 @@ class Worker:
                 module.product = product.experts
 
     def _joins_experts(self) -> bool:
-        """Whether one operator may compute all experts of a layer (layers/tiled_experts.py)."""
+        """Whether one operator may compute all experts of a layer (cpu/tiled_experts.py)."""
         return self.device.type == "cpu" and self.model_config.experts is not None and self.part.tp_size == 1
 
     def _make_attention(self, pages: Pages):

@@ -861,7 +861,7 @@ def test_parallel_refuses_what_does_not_divide_the_model():
 
 
 def test_parallel_measures_steps_and_exchanged_bytes(model, monkeypatch):
-    monkeypatch.setattr("nanopage.worker.process_executor.ProcessLink", ForkedLink)
+    monkeypatch.setattr("nanopage.distributed.process_executor.ProcessLink", ForkedLink)
     monkeypatch.setattr(parallel, "OVERHEAD_SEQS", (1, 3))
 
     def engine_of(path, **options):

@@ -12,10 +12,10 @@ from safetensors.torch import load_file, save_file
 from nanopage import BeamSearchParams, EngineConfig, LLMEngine, SamplingParams
 from nanopage.build import build_engine
 from nanopage.device import resolve_dtype, resolve_kv_dtype, set_cuda_precision
-from nanopage.kernels.pages import views
 from nanopage.params import RequestOutputKind
+from nanopage.state.kv_cache import KVCache
+from nanopage.state.pages import views
 from nanopage.step import Batch
-from nanopage.worker.kv_cache import KVCache
 from nanopage.worker.model_runner import Launched
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)

@@ -16,7 +16,7 @@ from nanopage.engine.block_manager import BlockManager
 from nanopage.engine.schedule import Schedule
 from nanopage.engine.scheduler import Scheduler
 from nanopage.engine.sequence import Sequence, SequenceGroup, Status
-from nanopage.layer_kinds import BlockNeeds, first_block
+from nanopage.state.layer_kinds import BlockNeeds, first_block
 from nanopage.step import NO_BLOCK, Batch, BatchResult, BlockUpdate, Fork, NewSequence, SamplingSettings
 
 

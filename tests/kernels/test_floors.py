@@ -19,8 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from nanopage.kernels import floors as kernel
 from nanopage.sampling import truncation
 from nanopage.sampling.sampler import Sampler, sample_rows
+from nanopage.state.sequence_table import SequenceTable
 from nanopage.step import NO_TOKEN, Batch, NewSequence, SamplingSettings
-from nanopage.worker.sequence_table import SequenceTable
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 CPU = torch.device("cpu")

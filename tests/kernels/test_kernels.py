@@ -6,13 +6,14 @@ import weakref
 import pytest
 import torch
 
-from nanopage.kernels import pages, reference
+from nanopage.cpu import packed_linear, tile_linear
+from nanopage.cpu.packed import PackedEmbedding, PackedLinear, PackedRowLinear, pack
+from nanopage.cpu.tiled import TiledEmbedding, TiledLinear, has_only_float16, tile
+from nanopage.kernels import reference
 from nanopage.kernels.chunks import group_chunks
-from nanopage.kernels.cpu import packed_linear, tile_linear
 from nanopage.layers.embedding import Embedding
 from nanopage.layers.linear import Linear
-from nanopage.layers.packed import PackedEmbedding, PackedLinear, PackedRowLinear, pack
-from nanopage.layers.tiled import TiledEmbedding, TiledLinear, has_only_float16, tile
+from nanopage.state import pages
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -17,11 +17,12 @@ from test_kernels import Pool
 from test_kernels import attention as plain_attention
 
 from benchmarks import kernel_resources
-from nanopage.kernels import cache_write, pages, reference
+from nanopage.kernels import cache_write, reference
 from nanopage.kernels import paged_attention as kernels
 from nanopage.kernels.rotate_and_write import rotate_and_write
 from nanopage.layers.norm import RMSNorm
 from nanopage.layers.rotary import rotate
+from nanopage.state import pages
 
 ROOT = Path(__file__).parents[2]
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

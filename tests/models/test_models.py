@@ -23,20 +23,20 @@ from helpers import (
 from transformers import AutoModelForCausalLM
 
 from nanopage import models
-from nanopage.config import ModelConfig
+from nanopage.config.model import ModelConfig
+from nanopage.cpu.packed import PackedLinear
+from nanopage.cpu.tile_linear import round_activations
 from nanopage.engine.block_manager import BlockManager
 from nanopage.engine.scheduler import Scheduler
 from nanopage.engine.sequence import Sequence, SequenceGroup
-from nanopage.kernels.cpu.tile_linear import round_activations
 from nanopage.layers.linear import Linear
-from nanopage.layers.packed import PackedLinear
 from nanopage.models import ENCODERS, FAMILIES, find_family, load_families
+from nanopage.state.kv_cache import KVCache
+from nanopage.state.sequence_table import SequenceTable
 from nanopage.step import Batch, BlockUpdate, Fork, NewSequence, SamplingSettings
 from nanopage.weights import loader
 from nanopage.worker.eager import Eager, attention_of_layers, prepare, reference_attention
-from nanopage.worker.kv_cache import KVCache
 from nanopage.worker.model_runner import ModelRunner
-from nanopage.worker.sequence_table import SequenceTable
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

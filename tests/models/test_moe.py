@@ -10,16 +10,16 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from nanopage import EngineConfig
-from nanopage.config import ExpertsConfig, ModelConfig
-from nanopage.kernels.cpu.tile_linear import round_activations
+from nanopage.config.model import ExpertsConfig, ModelConfig
+from nanopage.cpu.packed import PackedLinear
+from nanopage.cpu.tile_linear import round_activations
+from nanopage.cpu.tiled import TiledLinear, tile
+from nanopage.cpu.tiled_experts import TiledExperts, can_join
+from nanopage.distributed.part import Part
 from nanopage.layers.linear import Linear
 from nanopage.layers.mlp import MLP
 from nanopage.layers.moe import Experts, Gate, GroupedExperts, MixtureOfExperts, route
-from nanopage.layers.packed import PackedLinear
-from nanopage.layers.tiled import TiledLinear, tile
-from nanopage.layers.tiled_experts import TiledExperts, can_join
 from nanopage.weights import loader, safetensors_checkpoint
-from nanopage.weights.part import Part
 from nanopage.worker.worker import Worker
 
 pytestmark = pytest.mark.usefixtures("one_thread")

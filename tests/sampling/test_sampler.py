@@ -24,8 +24,8 @@ from nanopage.sampling.noise import gumbel_noise
 from nanopage.sampling.sampler import Sampler, sample_rows
 from nanopage.sampling.table import SamplingTable
 from nanopage.sampling.truncation import CANDIDATES, truncate
+from nanopage.state.sequence_table import SequenceTable
 from nanopage.step import NO_TOKEN, Batch, Fork, LogprobTable, NewSequence, SamplingSettings
-from nanopage.worker.sequence_table import SequenceTable
 
 INF = float("inf")
 P_VALUE = 1e-4

@@ -12,9 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from nanopage.sampling import constraints, penalties, sampler, samples, table
 from nanopage.sampling.sampler import Sampler, sample_rows
 from nanopage.sampling.truncation import find_floors
+from nanopage.state import sequence_table
+from nanopage.state.sequence_table import SequenceTable
 from nanopage.step import Batch, NewSequence, SamplingSettings
-from nanopage.worker import sequence_table
-from nanopage.worker.sequence_table import SequenceTable
 
 VOCAB_SIZE = 60
 CPU = torch.device("cpu")

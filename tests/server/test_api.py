@@ -15,7 +15,9 @@ from opentelemetry.trace import SpanKind
 from server_process import OPTIONS
 
 from nanopage import AsyncLLM, EngineArgs, SamplingParams
-from nanopage.metrics import Metrics
+from nanopage.grammar.tool_definitions import ToolChoice
+from nanopage.grammar.tool_formats import MISTRAL
+from nanopage.grammar.tool_reply import ReplyReader
 from nanopage.outputs import CompletionOutput, StepStats
 from nanopage.server import chat, completions, middleware, protocol, responses, streaming
 from nanopage.server.app import NOT_SERVED, ServerState, create_app
@@ -25,9 +27,7 @@ from nanopage.server.metrics import ServerMetrics
 from nanopage.server.protocol import ChatBody, CompletionBody, ResponsesBody
 from nanopage.server.tools import ToolOptions, ToolUse, read_tool_use
 from nanopage.server.tracing import Tracer
-from nanopage.tools.definitions import ToolChoice
-from nanopage.tools.formats import MISTRAL
-from nanopage.tools.reply import ReplyReader
+from nanopage.vllm.metrics import Metrics
 
 HELLO = [{"role": "user", "content": "Hello there"}]
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"

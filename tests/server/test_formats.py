@@ -10,7 +10,7 @@ import pytest
 from test_api import CHAT, HELLO, TEXT, post
 
 from nanopage import SamplingParams, StructuredOutputsParams
-from nanopage import structured as structured_module
+from nanopage.grammar import structured as structured_module
 from nanopage.server.app import ServerState, create_app
 
 RESPONSES = "/v1/responses"

@@ -15,7 +15,7 @@ from server_process import ROOT
 
 LOUD = """
 import logging, os, subprocess, sys
-from nanopage.lossy_output import lose_output
+from nanopage.files.lossy_output import lose_output
 lose_output()
 for _ in range(100):
     print("x" * 10_000)
@@ -64,7 +64,7 @@ def test_output_that_nobody_takes_stops_nothing(kind):
 
 
 def test_output_that_is_taken_is_whole():
-    code = "from nanopage.lossy_output import lose_output; import sys; lose_output(); print('a\\u00e9', end=''); "
+    code = "from nanopage.files.lossy_output import lose_output; import sys; lose_output(); print('a\\u00e9', end=''); "
     code += "print('b' * 20000, file=sys.stderr)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, timeout=60)
     assert (done.stdout.decode(), done.stderr.decode()) == ("a\u00e9", "b" * 20000 + "\n")

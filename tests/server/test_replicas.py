@@ -15,7 +15,8 @@ import psutil
 import pytest
 from server_process import serving
 
-from nanopage import LLM, SamplingParams, ray_cluster
+from nanopage import LLM, SamplingParams
+from nanopage.distributed import ray_cluster
 from nanopage.server import front
 from nanopage.server import route as routes
 from nanopage.server.app import ServerState

@@ -12,11 +12,11 @@ from browser import CHROMIUM, Browser
 from server_process import serving
 from test_page import HOSTILE, NAME, assert_policy
 
-import nanopage.server
-from nanopage.server.view import RUNS
-from nanopage.view import Picture, read_recording
+import nanopage.view
+from nanopage.view.frames import Picture, read_recording
+from nanopage.view.live_view import RUNS
 
-PAGE = Path(nanopage.server.__file__).with_name("view.html").read_text()
+PAGE = Path(nanopage.view.__file__).with_name("view.html").read_text()
 
 
 def test_the_page_loads_nothing_and_makes_no_html_of_text():

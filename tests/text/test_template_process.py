@@ -22,7 +22,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from nanopage.limited_process import PROGRAM
+from nanopage.files.limited_process import PROGRAM
 from nanopage.text import chat_template
 from nanopage.text.chat_template import TemplateRenderer
 from nanopage.text.template_process import create_environment

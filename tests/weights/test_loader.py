@@ -9,7 +9,7 @@ import torch
 from helpers import tiny_hf_model, tiny_model
 from safetensors.torch import load_file, save_file
 
-from nanopage.config import MAX_SIZES
+from nanopage.config.model import MAX_SIZES
 from nanopage.weights import loader, safetensors_checkpoint
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -104,7 +104,7 @@ def test_shards_fill_every_parameter(tmp_path, family, overrides):
 @pytest.mark.parametrize(
     ("failing", "names"),
     [
-        ("nanopage.model_files.json.loads", "config.json: there is too little memory"),
+        ("nanopage.files.model_files.json.loads", "config.json: there is too little memory"),
         ("nanopage.weights.safetensors_checkpoint.parse_json", "model.safetensors: there is too little memory"),
         ("nanopage.weights.safetensors_checkpoint.bytearray", "model.safetensors: '.*weight': there"),
         ("nanopage.weights.safetensors_checkpoint.read_into", "model.safetensors: there is too little memory"),

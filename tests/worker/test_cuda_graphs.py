@@ -12,9 +12,9 @@ from helpers import tiny_model
 from nanopage import EngineConfig, SamplingParams
 from nanopage.build import build_engine
 from nanopage.kernels import cache_write, paged_attention, rotate_and_write
-from nanopage.layer_kinds import BlockNeeds
 from nanopage.params import MAX_LOGPROBS
 from nanopage.sampling.table import SamplingTable
+from nanopage.state.layer_kinds import BlockNeeds
 from nanopage.step import Batch, BlockUpdate, Fork, NewSequence, SamplingSettings
 from nanopage.worker import jit
 from nanopage.worker.cuda_graphs import CUDAGraphs, batch_sizes, look_up, make_sample_all, no_wrap

@@ -12,11 +12,11 @@ from helpers import CPU, LONG, Paged, assert_all_close, random_tokens, reference
 
 from nanopage.sampling.sampler import Sampler
 from nanopage.sampling.table import SamplingTable
+from nanopage.state.sequence_table import SequenceTable
 from nanopage.step import Batch, NewSequence, SamplingSettings
 from nanopage.weights import loader
 from nanopage.worker import jit
 from nanopage.worker.cuda_graphs import make_sample_all
-from nanopage.worker.sequence_table import SequenceTable
 
 ROOT = Path(__file__).parents[2]
 LENGTHS = [11, 5, 1, 23]

@@ -2,11 +2,11 @@
 
     pytest -x docs/course/exercises/test_drafter.py
 
-`NgramDrafter` (nanopage/engine/speculation.py) guesses from a sequence's own tokens. But users ask the same things
+`NgramDrafter` (nanopage/speculation/lookup.py) guesses from a sequence's own tokens. But users ask the same things
 again and again, and the answers resemble each other. So remember what has followed what in all answers so far.
 
 Fill in two methods of `Followers`. AnswerDrafter below makes a `Drafter` of it, which any engine takes
-(nanopage/engine/drafts.py). Whatever you guess, answers stay the same: wrong guesses only cost time.
+(nanopage/speculation/drafts.py). Whatever you guess, answers stay the same: wrong guesses only cost time.
 """
 
 from collections import Counter

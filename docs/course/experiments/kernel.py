@@ -13,7 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanopage.kernels import cache_write, pages
+from nanopage.kernels import cache_write
+from nanopage.state import pages
 
 HEAD_DIM, BLOCK_SIZE, NUM_BLOCKS = 4, 4, 3
 LENGTHS = {"A": 6, "B": 3}  # tokens of two sequences

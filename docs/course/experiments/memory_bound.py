@@ -10,8 +10,9 @@ import time
 import torch
 from torch import Tensor
 
-from nanopage.kernels.cpu.packed_linear import pack, packed_linear
-from nanopage.weights import hub, loader
+from nanopage.cpu.packed_linear import pack, packed_linear
+from nanopage.files import hub
+from nanopage.weights import loader
 
 
 def matrices() -> list[Tensor]:

@@ -1,0 +1,55 @@
+"""Adapters: the LoRA adapters that requests of an engine may name, each checked once (see adapters/files.py)."""
+
+from pathlib import Path
+
+from nanopage.adapters.files import LoRARequest, read_adapter
+from nanopage.config.model import EngineConfig, ModelConfig
+from nanopage.engine.sequence import Adapter
+
+
+class Adapters:
+    """Checks the adapters of requests. Threads may share it."""
+
+    def __init__(self, config: EngineConfig, model_config: ModelConfig):
+        self.config, self.model_config = config, model_config
+        self._checked: dict[int, LoRARequest] = {}  # by lora_int_id
+
+    def check(self, request: LoRARequest | None) -> Adapter | None:
+        """The adapter of a request. Its files are read only the first time.
+
+        Raises: TypeError, ValueError naming what is wrong with it. A ValueError if there is no such file, too.
+        """
+        if request is None:
+            return None
+        if not isinstance(request, LoRARequest):
+            raise TypeError(f"lora_request must be a LoRARequest or None, not {request!r}")
+        if not self.config.enable_lora:
+            raise ValueError("lora_request needs enable_lora=True")
+        known = self._checked.get(request.lora_int_id)
+        try:
+            path = Path(request.lora_path).expanduser().absolute()
+        except RuntimeError as error:  # ~ of a user that does not exist
+            raise ValueError(f"adapter {request.lora_name!r}: lora_path={request.lora_path!r}: {error}") from None
+        if known is None:
+            try:
+                read_adapter(path, self.model_config, self.config.max_lora_rank)
+            except (ValueError, OSError) as error:
+                raise ValueError(f"adapter {request.lora_name!r}: {error}") from None
+            known = self._checked.setdefault(request.lora_int_id, request)
+        if known != request:
+            raise ValueError(
+                f"lora_int_id={request.lora_int_id} is already that of {known.lora_name!r} from {known.lora_path}: "
+                f"give {request.lora_name!r} another one"
+            )
+        return Adapter(request.lora_int_id, str(path))
+
+    def salt(self, adapter: Adapter | None, salt: str) -> str:
+        """What keeps cached prefixes apart: of requests with different adapters, or none, and different salts. Without
+        enable_lora, the salt itself."""
+        if not self.config.enable_lora:
+            return salt
+        return f"{0 if adapter is None else adapter.adapter_id} {salt}"
+
+    def forget(self, adapter_id: int) -> None:
+        """Forget an adapter that no request will name any more. Its id must not be used again."""
+        self._checked.pop(adapter_id, None)

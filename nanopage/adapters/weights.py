@@ -1,0 +1,81 @@
+"""The weights of LoRA adapters, from PEFT's safetensors into the slots of a model."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nanopage.adapters.files import read_adapter
+from nanopage.adapters.model import PLACES, AdaptedDecoder
+from nanopage.config.model import ModelConfig
+from nanopage.step import AdapterLoad
+from nanopage.weights.safetensors_checkpoint import opened, read_whole, stored_bytes
+
+logger = logging.getLogger("nanopage")
+
+
+class AdapterLoader:
+    """Loads adapters into the slots of a model.
+
+    Args: max_rank: the rank of the slots.
+    """
+
+    def __init__(self, model: AdaptedDecoder, model_config: ModelConfig, max_rank: int):
+        self.model, self.model_config, self.max_rank = model, model_config, max_rank
+
+    def load(self, loads: list[AdapterLoad]) -> dict[int, str]:
+        """Load adapters.
+
+        The engine has checked their files. If one has changed since and cannot be loaded, its slot is filled with NaN:
+        steps that have been submitted with it already yield no tokens.
+
+        Returns: why adapters could not be loaded, by their indexes in `loads`.
+        """
+        failed = {}
+        for index, load in enumerate(loads):
+            try:
+                self._load(load.slot, Path(load.path))
+            except (ValueError, OSError) as error:
+                logger.error(f"the adapter {load.path} could not be loaded, so its requests fail: {error}")
+                self._clear(load.slot, torch.nan)
+                failed[index] = str(error)
+        return failed
+
+    def _load(self, slot: int, path: Path) -> None:
+        adapter = read_adapter(path, self.model_config, self.max_rank)
+        self._clear(slot)
+        names = {tensor.name: place for place, tensor in adapter.tensors.items()}
+        halves: dict[tuple[int, str], Tensor] = {}  # A or B, until the other one has been read
+        with opened(adapter.file) as content:
+            for entry in stored_bytes(content, adapter.file):
+                place = names.get(entry.tensor.name)
+                if place is None or entry.tensor != adapter.tensors[place]:
+                    raise ValueError(f"{adapter.file} has changed while it was read")
+                layer, module, kind = place
+                tensor = read_whole(content, entry)
+                if (layer, module) not in halves:
+                    halves[layer, module] = tensor
+                    continue
+                other = halves.pop((layer, module))
+                a, b = (tensor, other) if kind == "A" else (other, tensor)
+                # Scaled in at least float32, before it is rounded to the dtype of the slots.
+                scaled = b.to(torch.promote_types(b.dtype, torch.float32)) * adapter.scale
+                self._fill(slot, layer, module, a, scaled)
+
+    def _fill(self, slot: int, layer: int, module: str, a: Tensor, b: Tensor) -> None:
+        parent, _, part = module.partition(".")
+        owner: Any = getattr(self.model.layers[layer], parent)
+        if part in ("q_proj", "k_proj", "v_proj"):
+            owner.qkv_proj.fill(slot, part, a, b)
+        elif part in ("gate_proj", "up_proj"):
+            owner.gate_up_proj.fill(slot, part, a, b)
+        else:
+            getattr(owner, part).fill(slot, "", a, b)
+
+    def _clear(self, slot: int, value: float = 0.0) -> None:
+        for layer in self.model.layers:
+            for place in PLACES:
+                linear: Any = layer.get_submodule(place)
+                linear.clear(slot, value)

@@ -1,0 +1,1 @@
+"""Options of the engine and a model's config.json, as data."""

@@ -1,0 +1,516 @@
+"""Compiled: runs steps on a CPU with decoder layers that torch.export and AOTInductor compile ahead of time.
+
+A layer is compiled in two parts, before and after attention, which is C++ (cpu/flash_attention.cpp). Weights
+are inputs of the compiled code, so the code of one layer serves all layers, and the time to compile does not depend on
+the depth: for SmolLM2-135M, 30 s on two cores. A process of the lowest priority (`aot_compile.py`) compiles while the
+engine works eagerly, and writes shared libraries to `$XDG_CACHE_HOME/nanopage/compiled`, or to
+`~/.cache/nanopage/compiled`. A later start only loads these, which takes milliseconds and does not import the compiler.
+A call (`aot_chain.py`) costs microseconds, because there are no guards to evaluate and C++ calls the kernels. In
+return, nothing checks the shapes of inputs.
+"""
+
+import atexit
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from filelock import FileLock, Timeout
+from torch import Tensor, nn
+
+import nanopage
+from nanopage.adapters.layers import lora_buffers
+from nanopage.config.model import ModelConfig
+from nanopage.cpu.aot_chain import Chain, FixedInputs, Layers, Library
+from nanopage.files import hub
+from nanopage.files.private_files import check_private, make_private
+from nanopage.kernels.reference import ReferenceAttention
+from nanopage.models import find_family
+from nanopage.models.decoder import Decoder
+from nanopage.state.kv_cache import KVCache
+from nanopage.state.sequence_table import SequenceTable
+from nanopage.step import Batch
+from nanopage.worker.eager import (
+    Inputs,
+    Output,
+    head_of,
+    prepare,
+    reference_attention,
+    run_model,
+    wants_prompt_logprobs,
+)
+
+logger = logging.getLogger("nanopage")
+
+# What is compiled, in this order:
+#   chain   aot_chain.cpp with cpu/flash_attention.cpp: attention, and the calls of the other parts
+#   before  a layer up to the write to the cache
+#   after   a layer after its attention
+#   head    the last norm and the head; of a single row also the token with the largest logit
+# The last three are compiled for two kinds of steps, by the number of rows that they compute:
+#   one     a single row
+#   many    any number; the norm and the head, except with weights in tiles, are then the model's own
+# Layers with slots for adapters are also compiled for two more kinds, steps of which a row has an adapter:
+#   adapted-one, adapted-many
+CHAIN = "chain.so"
+LOCK = "lock"  # name of the file that the process holds a lock of while it compiles
+# A step with at least so many rows for each thread is computed in parts, one by each thread. They read all weights, but
+# do not wait for each other at every loop, nor read what another core has just written. On two cores, 6 to 9 % faster
+# for 200 to 600 rows, and 3 to 6 % slower for 32.
+PART_ROWS = 64
+TIME_LIMIT = 20 * 60  # seconds, for compiling everything
+
+
+class Compiled:
+    """Runs steps with compiled decoder layers and a compiled head, once another process has compiled them.
+
+    Compiling starts when no request is left for the first time, because beside a step it would halve the step's speed.
+    It goes on when this process ends: a program that asks one question ends before it is done, and the next program
+    finds the code. This class switches to compiled code only while no request runs, because it rounds differently. So
+    an engine that is never idle stays eager. A damaged file is compiled again, once. Any other failure to compile or
+    load is logged once, and steps run eagerly from then on. With the environment variable NANOPAGE_COMPILE=never, only
+    code that exists is used.
+
+    Args:
+        path: the directory or file of the model.
+        config: of the same model.
+        dtype: of weights and activations: float32 or bfloat16 (see cpu/packed_linear.py).
+        tiled: whether the weights are in tiles (cpu/tiled.py). The code is the same for all kinds of tiles. Those of
+            experts always are (cpu/tiled_experts.py).
+
+    Raises: ValueError for another value of NANOPAGE_COMPILE.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        kv_cache: KVCache,
+        table: SequenceTable,
+        path: Path,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        tiled: bool = False,
+    ):
+        self.model, self.kv_cache, self.table, self.config = model, kv_cache, table, config
+        self.spec: dict[str, Any] = {
+            "path": str(path.absolute()),
+            "dtype": str(dtype).removeprefix("torch."),
+            "kv_dtype": str(kv_cache.tensor.dtype).removeprefix("torch."),
+            "block_size": kv_cache.block_size,
+            "tiled": tiled,
+            "adapted": table.adapter_slots is not None,
+            "threads": torch.get_num_threads(),  # the compiled loops are divided among them
+        }
+        self.files = file_kinds(tiled, self.spec["adapted"])
+        self.directory = hub.cache_directory() / "compiled" / _key(config, self.spec)
+        self.layers: CompiledLayers | None = None  # None until they are loaded
+        self.head: CompiledHead | None = None
+        self._process: subprocess.Popen | None = None
+        self._log: Path | None = None  # what the process prints
+        self._given_up = False
+        self._damaged: set[str] = set()  # names of parts whose files were damaged
+        self.may_compile = may_compile()
+        self._load_if_ready()
+
+    def fits(self, batch: Batch) -> bool:
+        if self.layers is None and batch.idle:
+            self._load_if_ready()
+            if self.layers is not None:
+                logger.info("the decoder layers are compiled: from now on steps use them")
+        return self.layers is not None
+
+    def run(self, batch: Batch) -> Output:
+        inputs = prepare(batch, self.table)
+        attentions = [reference_attention(pages) for pages in inputs.pages]
+        if self.head is not None and self._is_one_decode(batch):
+            return self._decode_one(batch, inputs, attentions, self.head)
+        head = self.head or head_of(self.model)
+        adapters = self._adapter_slots(batch)
+        forward = self._forward if adapters is None else partial(self._forward, adapters=adapters)
+        return run_model(forward, batch, inputs, attentions, self.kv_cache, self.table, head)
+
+    def _forward(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        kv_caches: Sequence[Tensor],
+        attentions: list[ReferenceAttention],
+        rows: Tensor | None = None,
+        adapters: Tensor | None = None,
+    ) -> Tensor:
+        """As `Decoder.forward`, with the attention of each kind of layers, and the KV cache that the layers were loaded
+        for.
+
+        Args: adapters: as in `_adapter_slots`.
+        """
+        assert self.layers is not None
+        x = self.model.embed(input_ids)
+        return self.layers(x, self.model.rotary(positions, x.dtype), attentions, rows, adapters)
+
+    def _adapter_slots(self, batch: Batch) -> Tensor | None:
+        """The adapter slot of each token, -1 for none: int64 [T]. None if no token has an adapter."""
+        if self.table.adapter_slots is None:
+            return None
+        slots = self.table.adapter_slots.numpy()[batch.rows]
+        return torch.from_numpy(np.repeat(slots, batch.counts)) if (slots >= 0).any() else None
+
+    def _is_one_decode(self, batch: Batch) -> bool:
+        """Whether a batch has one token, which is not of a prompt whose log-probabilities are asked for, and samples
+        the next one."""
+        return batch.counts == [1] and batch.sampled_rows == batch.rows and not wants_prompt_logprobs(batch, self.table)
+
+    def _decode_one(
+        self, batch: Batch, inputs: Inputs, attentions: list[ReferenceAttention], head: "CompiledHead"
+    ) -> Output:
+        """Run a step of a single token. Unlike `run_model`, this does little in Python: for a small model that takes a
+        tenth of such a step."""
+        (row,), adapters = batch.rows, self._adapter_slots(batch)
+        hidden = self._forward(inputs.input_ids, inputs.positions, self.kv_cache.layers, attentions, None, adapters)
+        logits, tokens = head.of_one_row(hidden)
+        if not self.table.sampling.greedy[row]:
+            return Output(logits)
+        self.table.record(np.array([row]), np.array([batch.starts[0] + 1]), tokens)
+        return Output(logits, tokens=tokens)
+
+    def compile(self, on_progress: Callable[[int, int], None] | None = None) -> None:
+        """Compile and load everything now. If that is interrupted, nothing goes on.
+
+        Args: on_progress: called from time to time with the number of parts that are compiled, and of all parts.
+        Raises: RuntimeError with the end of the log if that fails, or if NANOPAGE_COMPILE forbids it.
+        """
+        if self.layers is None and not self.may_compile:
+            raise RuntimeError("NANOPAGE_COMPILE=never: the decoder layer is not compiled")
+        try:
+            while self.layers is None and not self._given_up:  # a second time if a file is damaged
+                self.start()
+                if on_progress is not None:
+                    made = [name for name in self.files if find_file(self.directory, name) is not None]
+                    on_progress(len(made), len(self.files))
+                time.sleep(0.1)
+                self._load_if_ready()
+        finally:
+            self._stop()
+        if self.layers is None:
+            log = self._log.read_text(errors="replace")[-2000:] if self._log is not None and self._log.exists() else ""
+            raise RuntimeError(f"compiling the decoder layer failed ({self._log or self.directory}):\n{log}")
+
+    def ready(self) -> bool:
+        """Whether everything has been compiled. Logs once if the process that compiles has failed."""
+        if self._given_up:
+            return False
+        if all(find_file(self.directory, name) for name in self.files):
+            return True
+        if self._process is not None and self._process.poll() is not None:
+            self._give_up(f"compiling the decoder layer failed (see {self._log})")
+        return False
+
+    def start(self) -> None:
+        """Start the process that compiles, if it is needed and allowed and no other process compiles the same."""
+        if self.layers is not None or not self.may_compile or self._process is not None or self._given_up:
+            return
+        if self.ready():
+            return
+        try:
+            make_private(self.directory)
+            with FileLock(self.directory / LOCK, mode=0o600, blocking=False):
+                for old in self.directory.glob("log-*"):  # of processes that failed
+                    if time.time() - old.stat().st_mtime > TIME_LIMIT:
+                        old.unlink(missing_ok=True)
+            self._process = self._spawn()
+        except Timeout:
+            return
+        except OSError as error:
+            self._give_up(f"the decoder layer cannot be compiled: {error}")
+            return
+        if hasattr(os, "SCHED_IDLE"):  # Linux: it runs only when the CPU is idle, from its first import on
+            with contextlib.suppress(OSError):  # some containers forbid this; the process also calls nice
+                os.sched_setscheduler(self._process.pid, os.SCHED_IDLE, os.sched_param(0))
+        atexit.register(_say_that_it_goes_on, self._process)
+        told = {"for_user": True}  # chat.py shows it, too
+        logger.info(
+            "the first replies are slow: the model's layers are being compiled for this CPU, in the background. After "
+            "that, SmolLM2-135M-Instruct decoded three times as fast (91 instead of 30 tokens/s on two cores)",
+            extra=told,
+        )
+
+    def _spawn(self) -> subprocess.Popen:
+        descriptor, log = tempfile.mkstemp(dir=self.directory, prefix="log-")
+        self._log = Path(log)
+        # -P and `cwd` keep the process from importing files in the user's current directory.
+        command = [sys.executable, "-P", "-m", "nanopage.cpu.aot_compile"]
+        command += [json.dumps(self.spec), str(self.directory), log]
+        inherited = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+        paths = [str(Path(nanopage.__file__).parents[1]), *filter(os.path.isabs, inherited)]
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "PYTHONSAFEPATH": "1"}
+        try:
+            return subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=descriptor, stderr=descriptor, start_new_session=True,
+                cwd=self.directory, env=environment,
+            )  # fmt: skip
+        finally:
+            os.close(descriptor)
+
+    def _stop(self) -> None:
+        """Kill the process that compiles, if it still runs."""
+        if self._process is not None and self._process.poll() is None:
+            os.killpg(self._process.pid, signal.SIGKILL)  # the C++ compilers that it runs, too
+            self._process.wait()
+
+    def _load_if_ready(self) -> None:
+        if self.layers is not None or not self.ready():
+            return
+        try:
+            check_private(self.directory)
+            chain = Chain(find_whole(self.directory, CHAIN))
+            libraries = {
+                part: Library(find_whole(self.directory, name), self.spec["threads"])
+                for name, part in self.files.items()
+                if name != CHAIN
+            }
+            self.layers, self.head = self._make_layers(chain, libraries), self._make_head(chain, libraries)
+        except DamagedFile as damaged:
+            self._set_aside(damaged.file)
+            return
+        except (OSError, RuntimeError, AttributeError) as error:  # AttributeError: a library lacks a function
+            self._give_up(f"the compiled code in {self.directory} cannot be loaded: {error}")
+            return
+
+    def _make_layers(self, chain: Chain, libraries: dict[tuple[str, str], Library]) -> "CompiledLayers":
+        caches = self.kv_cache.layers
+        decoder_layers: Any = self.model.layers
+        ropes = [layer.rope for layer in decoder_layers]
+
+        def layers_with(tensors_of: Callable[[nn.Module], dict[str, Tensor]]) -> Layers:
+            fixed = [
+                FixedInputs([cache, *tensors_of(layer).values()])
+                for cache, layer in zip(caches, decoder_layers, strict=True)
+            ]
+            return Layers(fixed, caches, self.config.sliding_windows, ropes, self.kv_cache.kinds.of_layers)
+
+        adapted = layers_with(tensors_of) if self.spec["adapted"] else None
+        made = chain, libraries, layers_with(own_tensors_of), adapted
+        return CompiledLayers(*made, self.config.num_heads, self.config.head_dim, self.spec["threads"])
+
+    def _make_head(self, chain: Chain, libraries: dict[tuple[str, str], Library]) -> "CompiledHead | None":
+        """The compiled head; None if the head has no tiles, because oneDNN chose another layout for it, or if the model
+        is a pipeline stage that is not the last."""
+        head: Any = self.model.lm_head
+        if head is None or head.tiles is None:
+            return None
+        tensors = [*tensors_of(self.model.norm).values(), head.tiles]
+        if (scales := getattr(head, "scales", None)) is not None:
+            tensors.append(scales)
+        return CompiledHead(chain, libraries, FixedInputs(tensors), self.model)
+
+    def _set_aside(self, file: Path) -> None:
+        """Rename a damaged file, so that its part is compiled again. Give up if that part was damaged before."""
+        name = file.name.split(".")[0]
+        again = name in self._damaged
+        self._damaged.add(name)
+        self._process = None
+        try:
+            file.rename(file.with_suffix(".damaged"))
+        except OSError as error:
+            self._give_up(f"the compiled code in {file} is damaged and cannot be renamed: {error}")
+            return
+        if again:
+            self._give_up(f"the compiled code in {file} is damaged again")
+        else:
+            logger.warning(f"the compiled code in {file} is damaged: it has been renamed, and will be compiled again")
+
+    def _give_up(self, why: str) -> None:
+        self._given_up = True
+        logger.warning(f"{why}; running eagerly")
+
+
+def _say_that_it_goes_on(process: subprocess.Popen) -> None:
+    if process.poll() is None:
+        logger.warning(
+            "nanopage is still compiling the model's layers, for its next start. This goes on in the background, when "
+            f"the CPU is idle, for at most {TIME_LIMIT // 60} minutes. NANOPAGE_COMPILE=never prevents it"
+        )
+
+
+def may_compile() -> bool:
+    """What NANOPAGE_COMPILE says. Raises: ValueError for a value that it cannot have."""
+    setting = os.environ.get("NANOPAGE_COMPILE")
+    if setting not in (None, "", "never"):
+        raise ValueError(f"NANOPAGE_COMPILE must be 'never' or not set, got {setting[:100]!r}")
+    return setting != "never"
+
+
+class DamagedFile(Exception):
+    """The contents of a compiled file are not what was written."""
+
+    def __init__(self, file: Path):
+        super().__init__(f"{file} is damaged")
+        self.file = file
+
+
+def find_file(directory: Path, name: str) -> Path | None:
+    """The file of the compiled part `name`, or None. The name of the file contains a digest of its contents."""
+    stem = name.removesuffix(".so")
+    return next((file for file in sorted(directory.glob(f"{stem}.*.so")) if file.name.count(".") == 2), None)
+
+
+class CompiledLayers:
+    """Computes the layers of a Decoder, with compiled code.
+
+    Args:
+        libraries: the compiled functions, by part and kind.
+        layers: without the weights of adapters.
+        adapted: with them, or None if there are no slots for adapters.
+        num_threads: the most that a step may have.
+    """
+
+    def __init__(
+        self,
+        chain: Chain,
+        libraries: dict[tuple[str, str], Library],
+        layers: Layers,
+        adapted: Layers | None,
+        num_heads: int,
+        head_dim: int,
+        num_threads: int,
+    ):
+        self.chain, self.libraries, self.layers, self.adapted = chain, libraries, layers, adapted
+        self.num_heads, self.head_dim, self.num_threads = num_heads, head_dim, num_threads
+
+    def __call__(
+        self,
+        x: Tensor,
+        rotations: list[tuple[Tensor, Tensor]],
+        attentions: list[ReferenceAttention],
+        rows: Tensor | None,
+        adapters: Tensor | None,
+    ) -> Tensor:
+        """The output of the last layer, for x [T, hidden_size], the input of the first one.
+
+        Args:
+            rotations: as RotaryEmbedding computes them.
+            adapters: the adapter slot of each token, int64 [T]. None: no token has an adapter.
+            attentions: of each kind of layers.
+            rows: as in `Decoder.forward`.
+        """
+        layers = self.layers if adapters is None else self.adapted
+        assert layers is not None
+        attended = x.new_empty(len(x), self.num_heads, self.head_dim)
+        before, after = self._part("before", x, adapters), self._part("after", x, adapters)
+        num_threads = min(self.num_threads, torch.get_num_threads())
+        num_parts = num_threads if len(x) >= num_threads * PART_ROWS else 1
+        x = self.chain.run_layers(before, after, layers, x, rotations, attentions, attended, num_parts, adapters)
+        if rows is not None:
+            x, attended = x[rows], attended[rows]
+            adapters = None if adapters is None else adapters[rows]
+        inputs = (x, attended) if adapters is None else (x, attended, adapters)
+        return self.chain.call(self._part("after", x, adapters), layers.fixed[-1], *inputs)[0]
+
+    def _part(self, part: str, x: Tensor, adapters: Tensor | None) -> Library:
+        """The function for as many rows as x has."""
+        kind = "one" if len(x) == 1 else "many"
+        return self.libraries[part, kind if adapters is None else f"adapted-{kind}"]
+
+
+class CompiledHead:
+    """Computes the last norm and the head: `logits` of a Decoder.
+
+    Args:
+        fixed: the tensors of the norm and the head.
+        model: computes the logits of several rows if there is no compiled code for them.
+    """
+
+    def __init__(self, chain: Chain, libraries: dict[tuple[str, str], Library], fixed: FixedInputs, model: Decoder):
+        self.chain, self.fixed, self.model = chain, fixed, model
+        self.of_one, self.of_many = libraries["head", "one"], libraries.get(("head", "many"))
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """hidden [T, hidden_size] -> [T, vocab_size]"""
+        if len(hidden) == 1:
+            return self.of_one_row(hidden)[0]
+        if self.of_many is None:
+            return self.model.logits(hidden)
+        return self.chain.call(self.of_many, self.fixed, hidden)[0]
+
+    def of_one_row(self, hidden: Tensor) -> list[Tensor]:
+        """hidden [1, hidden_size] -> logits [1, vocab_size] and their `argmax`, int64 [1]."""
+        return self.chain.call(self.of_one, self.fixed, hidden, num_outputs=2)
+
+
+def tensors_of(layer: nn.Module) -> dict[str, Tensor]:
+    """The tensors that compiled code of a layer takes in addition to activations, by name."""
+    return dict(layer.named_parameters()) | dict(layer.named_buffers())
+
+
+def own_tensors_of(layer: nn.Module) -> dict[str, Tensor]:
+    """The same without the weights of adapters. They are in the order of a layer that has no slots."""
+    adapters = set(map(id, lora_buffers(layer)))
+    return {name: tensor for name, tensor in tensors_of(layer).items() if id(tensor) not in adapters}
+
+
+def file_kinds(tiled: bool, adapted: bool) -> dict[str, tuple[str, str]]:
+    """The files to compile, in the order of their use: name -> (part, kind).
+
+    Args: tiled: whether weights are in tiles. adapted: whether layers have slots for adapters.
+    """
+    kinds = [("before", "one"), ("after", "one"), ("head", "one"), ("before", "many"), ("after", "many")]
+    if tiled:
+        kinds += [("head", "many")]
+    if adapted:
+        kinds += [(part, f"adapted-{kind}") for kind in ("one", "many") for part in ("before", "after")]
+    return {CHAIN: ("chain", "")} | {f"{part}-{kind}.so": (part, kind) for part, kind in kinds}
+
+
+def _key(config: ModelConfig, spec: dict[str, Any]) -> str:
+    """A digest of what compiled code depends on: our sources, torch, the CPU, the number of threads, the types and the
+    model's sizes. The C++ compiler's version is not part of it."""
+    here = Path(nanopage.__file__).parent
+    family = find_family(config.architecture)
+    assert family is not None and family.__file__ is not None
+    folders = ("cpu", "layers", "models")  # families import each other
+    sources = [Path(family.__file__), *(file for folder in folders for file in sorted(here.glob(f"{folder}/*.*")))]
+    sources += [here / "adapters" / "layers.py", here / "adapters" / "model.py", here / "sampling" / "argmax.py"]
+    sources += [here / "state" / "layer_kinds.py", here / "state" / "pages.py"]
+    sizes = asdict(config) | {"num_layers": None, "max_position_embeddings": None}
+    sizes["sliding_windows"] = None  # an argument of attention
+    sizes["eos_token_ids"] = None  # the engine's; it adds those of the tokenizer
+    if config.experts is not None:
+        sizes["experts"] = asdict(config.experts) | {"layers": None}  # all of them have experts
+    parts = [torch.__version__, *processor(), spec["dtype"], spec["kv_dtype"], spec["block_size"]]
+    parts += [spec["threads"], spec["tiled"], sorted((name, repr(value)) for name, value in sizes.items())]
+    digest = hashlib.sha256(repr(parts).encode())
+    for source in sources:
+        digest.update(source.read_bytes())
+    return digest.hexdigest()[:24]
+
+
+def processor() -> tuple[list, str]:
+    """What compiled code needs to know of the CPU, and which of its instructions torch uses."""
+    return sorted(torch.cpu.get_capabilities().items()), torch.backends.cpu.get_cpu_capability()
+
+
+def find_whole(directory: Path, name: str) -> Path:
+    """The file of the compiled part `name`. Raises: DamagedFile; FileNotFoundError if it is gone."""
+    file = find_file(directory, name)
+    if file is None:
+        raise FileNotFoundError(f"{name} has just been removed")
+    # Nothing else checks the contents, and damaged code would run.
+    if digest(file) != file.name.split(".")[1]:
+        raise DamagedFile(file)
+    return file
+
+
+def digest(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()[:16]

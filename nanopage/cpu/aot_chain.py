@@ -1,0 +1,229 @@
+"""Calls code that AOTInductor has compiled, one function after another, without holding Python's global lock.
+
+torch's own loader holds the lock while compiled code runs. The other threads of the process stand still meanwhile, and
+those of a server send nothing. Here, calls go through ctypes, which releases the lock, to the C interface of a compiled
+library. `aot_chain.cpp` runs all layers of a step, with attention between their parts, in one go.
+
+A tensor crosses as a handle: the address of a tensor object, which the called function frees.
+"""
+
+import ctypes
+import weakref
+from collections.abc import Sequence
+from ctypes import POINTER, byref, c_char_p, c_int, c_int64, c_size_t, c_void_p, pointer, py_object
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch._C import _aoti
+
+from nanopage.kernels.reference import ReferenceAttention
+from nanopage.state.layer_kinds import MOST_KINDS
+
+# torch hands over handles as capsules. Unlike the functions of a CDLL, these two do not release the lock.
+_address_in = ctypes.PYFUNCTYPE(c_void_p, py_object, c_char_p)(("PyCapsule_GetPointer", ctypes.pythonapi))
+_capsule_of = ctypes.PYFUNCTYPE(py_object, c_void_p, c_char_p, c_void_p)(("PyCapsule_New", ctypes.pythonapi))
+
+
+class _Function(ctypes.Structure):
+    _fields_ = (("run", c_void_p), ("container", c_void_p))
+
+
+class _FixedInputs(ctypes.Structure):
+    _fields_ = (("handles", POINTER(c_void_p)), ("count", c_size_t))
+
+
+class _Layer(ctypes.Structure):
+    _fields_ = (
+        ("fixed", _FixedInputs),
+        ("kv_cache", c_void_p),
+        ("window", c_int64),
+        ("rope", c_int64),
+        ("kind", c_int64),
+    )
+
+
+class _Part(ctypes.Structure):
+    _fields_ = (
+        ("x", c_void_p),
+        ("slot_mapping", MOST_KINDS * c_void_p),
+        ("attended", c_void_p),
+        ("cos", 2 * c_void_p),
+        ("sin", 2 * c_void_p),
+        ("adapters", c_void_p),
+        ("output", c_void_p),
+    )
+
+
+class Step(ctypes.Structure):
+    """The addresses of what attention needs to know of a step, in the layers of one kind."""
+
+    _fields_ = (
+        ("num_sequences", c_int64),
+        ("block_tables", c_void_p),
+        ("table_width", c_int64),
+        ("query_lens", c_void_p),
+        ("seq_lens", c_void_p),
+    )
+
+    def __init__(self, attention: ReferenceAttention):
+        tensors = [attention.block_tables, attention.query_lens, attention.seq_lens]
+        self.tensors = tables, query_lens, seq_lens = [tensor.contiguous() for tensor in tensors]  # kept
+        super().__init__(
+            *tables.shape[:1], tables.data_ptr(), tables.shape[1], query_lens.data_ptr(), seq_lens.data_ptr()
+        )
+
+
+class Library:
+    """A compiled function of tensors.
+
+    Args: count: the length of `functions`. Threads must not call the same one at the same time.
+    Raises:
+        OSError: the file is not a library that can be loaded.
+        RuntimeError: it cannot be initialized.
+    """
+
+    def __init__(self, file: Path, count: int = 1):
+        self.library = ctypes.CDLL(str(file))
+        run = ctypes.cast(self.library.AOTInductorModelContainerRunSingleThreaded, c_void_p)
+        self.functions = (_Function * count)()
+        for function in self.functions:
+            container = c_void_p()
+            if self.library.AOTInductorModelContainerCreateWithDevice(byref(container), c_size_t(1), b"cpu", None):
+                raise RuntimeError(f"{file} cannot be initialized")
+            weakref.finalize(self, self.library.AOTInductorModelContainerDelete, container).atexit = False
+            function.run, function.container = run, container
+
+
+class FixedInputs:
+    """Tensors that a compiled function takes in every call, after its other inputs: a layer's weights, for example."""
+
+    def __init__(self, tensors: Sequence[Tensor]):
+        self.handles = new_handles(tensors)
+        self.structure = _FixedInputs(self.handles, len(self.handles))
+        weakref.finalize(self, take_tensors, self.handles).atexit = False
+
+
+class Layers:
+    """What all steps need to know of the layers.
+
+    Args:
+        fixed: the fixed inputs of each layer's functions.
+        kv_caches: of each layer, as in KVCache.
+        windows: how many of the last tokens the attention of each layer sees; None for all.
+        ropes: which of the model's ropes each layer has.
+        kinds: of which kind each layer is (see layer_kinds.py).
+    """
+
+    def __init__(
+        self,
+        fixed: Sequence[FixedInputs],
+        kv_caches: Sequence[Tensor],
+        windows: Sequence[int | None],
+        ropes: Sequence[int],
+        kinds: Sequence[int],
+    ):
+        self.fixed, self.kv_caches = fixed, kv_caches  # kept, because `structures` has their addresses
+        self.num_blocks = kv_caches[0].shape[1]
+        self.structures = (_Layer * len(fixed))(
+            *(
+                _Layer(inputs.structure, cache.data_ptr(), window or 0, rope, kind)
+                for inputs, cache, window, rope, kind in zip(fixed, kv_caches, windows, ropes, kinds, strict=True)
+            )
+        )
+
+
+class Chain:
+    """Calls compiled functions, with the code that was compiled from aot_chain.cpp and flash_attention.cpp.
+
+    Raises: OSError if the file is not a library that can be loaded; AttributeError if it is another library.
+    """
+
+    def __init__(self, file: Path):
+        library = ctypes.CDLL(str(file))
+        self._call, self._run_layers, self.attend = library.call_function, library.run_layers, library.attend
+        self._call.argtypes = [
+            POINTER(_Function), c_void_p, c_size_t, POINTER(_FixedInputs), POINTER(c_void_p), c_size_t,
+        ]  # fmt: skip
+        self._run_layers.argtypes = [
+            POINTER(_Function), POINTER(_Function), POINTER(_Layer), c_size_t, POINTER(POINTER(Step)), c_int64,
+            POINTER(_Part), c_int, c_int64, c_void_p,
+        ]  # fmt: skip
+        self.attend.argtypes = [POINTER(Step), POINTER(c_void_p), c_int64, c_void_p, c_int64, c_int64, c_void_p]
+        self.attend.restype = None
+
+    def call(self, library: Library, fixed: FixedInputs, *inputs: Tensor, num_outputs: int = 1) -> list[Tensor]:
+        """Call a function. Raises: RuntimeError if it fails; its error is on stderr."""
+        handles, outputs = new_handles(inputs), (c_void_p * num_outputs)()
+        _check(self._call(library.functions, handles, len(handles), fixed.structure, outputs, num_outputs))
+        return take_tensors(outputs)
+
+    def run_layers(
+        self,
+        before: Library,
+        after: Library,
+        layers: Layers,
+        x: Tensor,
+        rotations: Sequence[tuple[Tensor, Tensor]],
+        attentions: Sequence[ReferenceAttention],
+        attended: Tensor,
+        num_parts: int,
+        adapters: Tensor | None = None,
+    ) -> Tensor:
+        """Run layers up to the attention of the last one.
+
+        Args:
+            before, after: the parts of a layer before and after attention.
+            x: [T, hidden_size]. T is the number of tokens.
+            rotations: as RotaryEmbedding computes them.
+            attentions: for each kind of layers, where the K and V of the tokens are.
+            attended: [T, num_heads, head_dim], contiguous. The output of each layer's attention is written to it, and
+                that of the last one stays there.
+            num_parts: the rows are divided into at most so many parts that are computed at the same time, each by a
+                single thread. 1: all threads compute all rows together.
+            adapters: a further input of both functions: the adapter slot of each token, int64 [T].
+
+        Returns: the input of the last layer, [T, hidden_size].
+        Raises: RuntimeError if a function fails; its error is on stderr.
+        """
+        part_rows = -(-len(x) // num_parts)
+        while len(x) > 1 and len(x) % part_rows == 1:
+            part_rows += 1  # for the code for several rows may not be right for one
+        slots = [attention.slot_mapping for attention in attentions]
+        tensors = [x, attended, *slots, *(t for rotation in rotations for t in rotation)]
+        inputs = [new_handles(t.split(part_rows)) for t in tensors]
+        parts = (_Part * len(inputs[0]))()
+        for part, of_part in zip(parts, zip(*inputs, strict=True), strict=True):
+            part.x, part.attended, *others = of_part
+            part.slot_mapping[: len(slots)], turns = others[: len(slots)], others[len(slots) :]
+            part.cos[: len(rotations)], part.sin[: len(rotations)] = turns[::2], turns[1::2]
+        steps = list(map(Step, attentions))
+        if adapters is not None:
+            inputs.append(new_handles(adapters.split(part_rows)))
+            for part, handle in zip(parts, inputs[-1], strict=True):
+                part.adapters = handle
+        code = self._run_layers(
+            before.functions, after.functions, layers.structures, len(layers.structures),
+            (POINTER(Step) * len(steps))(*map(pointer, steps)), layers.num_blocks, parts, len(parts), part_rows,
+            attended.data_ptr(),
+        )  # fmt: skip
+        for handles in inputs:
+            take_tensors(handles)  # frees them
+        _check(code)
+        return torch.cat(take_tensors([part.output for part in parts]))
+
+
+def _check(code: int) -> None:
+    if code:
+        raise RuntimeError("compiled code failed; it has written its error to standard error")
+
+
+def new_handles(tensors: Sequence[Tensor]) -> "ctypes.Array[c_void_p]":
+    """New handles."""
+    capsules = _aoti.unsafe_alloc_void_ptrs_from_tensors(list(tensors))
+    return (c_void_p * len(capsules))(*(_address_in(capsule, None) for capsule in capsules))
+
+
+def take_tensors(handles) -> list[Tensor]:
+    """The tensors of handles, which are freed."""
+    return _aoti.alloc_tensors_by_stealing_from_void_ptrs([_capsule_of(handle, None, None) for handle in handles])

@@ -1,0 +1,80 @@
+"""Says so if an option that should make an engine faster or smaller makes it slower than the default on this CPU."""
+
+import logging
+import time
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nanopage.config.model import EngineConfig, ModelConfig
+from nanopage.cpu import tile_linear
+from nanopage.cpu.aot_products import CompiledProduct
+from nanopage.cpu.packed import PackedLinear
+from nanopage.cpu.packed_linear import can_pack
+from nanopage.cpu.tiled import TiledLinear
+from nanopage.device import resolve_dtype
+from nanopage.layers.linear import Linear
+
+logger = logging.getLogger("nanopage")
+
+NUM_TOKENS = (1, 64)  # a decode, and a prompt or a batch
+SLOWER = 1.25  # times the default: less may be chance
+SECONDS = 0.003  # that a measurement takes at least
+REPEATS = 5
+
+
+def warn_of_slow_options(
+    config: EngineConfig,
+    model_config: ModelConfig,
+    layer: nn.Module,
+    dtype: torch.dtype,
+    product: CompiledProduct | None,
+) -> None:
+    """Compare the largest product of a decoder layer with the same one as the default would compute it, if there is an
+    option to compare: a quantization, or another dtype of 16 bits than the default. Larger dtypes are for precision.
+
+    Args:
+        layer: of the model, as the options have made it.
+        dtype: of its activations.
+        product: multiplies by weights in tiles, if there is one.
+    """
+    default, _ = resolve_dtype("auto", model_config.dtype, torch.device("cpu"))
+    options = [f"dtype={config.dtype!r}"] if config.dtype in ("bfloat16", "float16") and dtype != default else []
+    options += [f"quantization={config.quantization!r}"] if config.quantize_to else []
+    if not options:
+        return
+    if config.enforce_eager:
+        options.append("enforce_eager=True")
+    elif config.quantize_to and product is None:
+        options.append("products that are not compiled")
+    linears: list[Any] = [module for module in layer.modules() if hasattr(module, "in_features")]
+    linear = max(linears, key=lambda module: module.in_features * module.out_features)
+    with torch.device("meta"):
+        plain = Linear(linear.in_features, linear.out_features).requires_grad_(False).to(default)
+    plain.to_empty(device="cpu").weight.fill_(1)
+    usual: nn.Module = PackedLinear(plain) if can_pack(default) else plain
+    if product is not None and dtype == default == torch.float32 and model_config.dtype in ("bfloat16", "float16"):
+        usual = TiledLinear(plain, *tile_linear.tile(plain.weight.data, torch.bfloat16))  # as Worker chooses by itself
+        usual.product = product
+    slower = []
+    for num_tokens in NUM_TOKENS:
+        x = torch.ones(num_tokens, linear.in_features)
+        # The smallest of several ratios: other work on the machine may disturb either measurement.
+        ratio = min(_seconds(linear, x.to(dtype)) / _seconds(usual, x.to(default)) for _ in range(REPEATS))
+        if ratio > SLOWER:
+            slower.append(f"{ratio:.1f} times as long for {num_tokens} token{'s' * (num_tokens > 1)}")
+    if slower:
+        names, times = " with ".join(options), " and ".join(slower)
+        logger.warning(f"{names} is slower than the default on this CPU: its largest product takes {times}")
+
+
+@torch.inference_mode()
+def _seconds(module: nn.Module, x: Tensor) -> float:
+    """The mean time of a product."""
+    module(x)
+    count, started = 0, time.perf_counter()
+    while (passed := time.perf_counter() - started) < SECONDS or not count:
+        module(x)
+        count += 1
+    return passed / count

@@ -1,0 +1,127 @@
+"""Part: the part of a model that one of several workers has.
+
+A worker of tensor parallelism (Megatron-LM, Shoeybi et al. 2019) has a slice of each divided matrix. A worker of
+pipeline parallelism (GPipe, Huang et al. 2019) has a range of layers: the first stage has the embedding as well, the
+last one the final norm and the head.
+
+What is divided follows from shapes alone: the model of `ModelConfig.divided` has the same parameters as the whole
+model, and some have fewer rows or columns. A Linear with fewer inputs computes only a part of each sum, so its output
+is to be added up over all workers (`sums`). So is that of a mixture of experts, which has a part of each expert, or
+some whole experts (expert parallelism: GShard, Lepikhin et al. 2020). A model family has nothing to say about any of
+this.
+"""
+
+from dataclasses import dataclass, replace
+
+from torch import nn
+
+from nanopage.config.model import ModelConfig
+from nanopage.layers.linear import Linear
+from nanopage.layers.moe import Experts, MixtureOfExperts
+from nanopage.models.decoder import Decoder, meta_model
+
+Slice = tuple[slice, ...]
+"""What a worker has of a tensor, in each dimension."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What a worker has: the slices `tp_rank` of `tp_size` of the layers of stage `pp_rank` of `pp_size`."""
+
+    tp_rank: int = 0
+    tp_size: int = 1
+    pp_rank: int = 0
+    pp_size: int = 1
+    expert_parallel: bool = False  # experts are divided instead of their columns
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the first stage."""
+        return self.pp_rank == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this is the last stage."""
+        return self.pp_rank == self.pp_size - 1
+
+    @property
+    def samples(self) -> bool:
+        """Whether this worker samples the tokens."""
+        return self.is_last and self.tp_rank == 0
+
+    def config(self, whole: ModelConfig) -> ModelConfig:
+        """The shape of this part. Raises: as `ModelConfig.divided` and `ModelConfig.stage`."""
+        layers = whole.stage(self.pp_rank, self.pp_size)
+        windows = tuple(whole.sliding_windows[index] for index in layers)
+        return replace(self._divided(whole), num_layers=len(layers), sliding_windows=windows)
+
+    def model(self, whole: ModelConfig) -> Decoder:
+        """This part of each layer, on the meta device. Layers keep their numbers: those of other stages are
+        nn.Identity(). `strip` removes the rest that other stages have."""
+        model, mine = meta_model(self._divided(whole)), whole.stage(self.pp_rank, self.pp_size)
+        for index in range(whole.num_layers):
+            if index not in mine:
+                model.layers[index] = nn.Identity()
+        if self.expert_parallel:
+            for experts in [module for module in model.modules() if isinstance(module, Experts)]:
+                experts.keep(self.tp_rank, self.tp_size)
+        if self.tp_rank:
+            for _, module in sums(model, whole):
+                if isinstance(module, Linear):
+                    module.bias = None  # the first worker adds it
+        return model
+
+    def _divided(self, whole: ModelConfig) -> ModelConfig:
+        return whole.divided(self.tp_size, self.expert_parallel)
+
+    def strip(self, model: Decoder, tied: bool) -> None:
+        """Remove the embedding, the norm and the head, where only other stages use them.
+
+        Args: tied: whether the embedding and the head share a weight. Then the first and the last stage keep both, so
+            that loading finds the shared weight. `Ranks.connect` removes the one that is not used.
+        """
+        keeps_shared = tied and (self.is_first or self.is_last)
+        if not self.is_first and not keeps_shared:
+            model.embed_tokens = None  # type: ignore[assignment]
+        if not self.is_last:
+            model.norm = None  # type: ignore[assignment]
+            if not keeps_shared:
+                model.lm_head = None  # type: ignore[assignment]
+
+    def slice_of(self, shape: tuple[int, ...], whole: tuple[int, ...]) -> Slice:
+        """Where a tensor of `shape` is in the whole tensor. Several workers may have the same slice."""
+        slices = []
+        for size, whole_size in zip(shape, whole, strict=True):
+            num_slices = whole_size // size
+            first = self.tp_rank * num_slices // self.tp_size * size
+            slices.append(slice(first, first + size))
+        return tuple(slices)
+
+
+WHOLE = Part()
+
+
+def sums(model: Decoder, whole: ModelConfig) -> list[tuple[str, nn.Module]]:
+    """The linear layers and mixtures of experts of a part, by their place, whose outputs are parts of sums over all
+    workers. What is in such a mixture is not added up by itself."""
+    complete = dict(meta_model(whole).named_modules())
+    found: list[tuple[str, nn.Module]] = []
+    for place, module in model.named_modules():
+        if found and isinstance(found[-1][1], MixtureOfExperts) and place.startswith(f"{found[-1][0]}."):
+            continue
+        if isinstance(module, MixtureOfExperts):
+            partial = _num_weights(module) != _num_weights(complete[place])
+        else:
+            partial = isinstance(module, Linear) and module.in_features != complete[place].in_features
+        if partial:
+            found.append((place, module))
+    return found
+
+
+def _num_weights(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def keep_layers(model: Decoder) -> None:
+    """Number the layers of a part from 0, and forget those of other stages."""
+    model.layers = nn.ModuleList(layer for layer in model.layers if not isinstance(layer, nn.Identity))

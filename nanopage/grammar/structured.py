@@ -1,0 +1,395 @@
+"""Structured output: masks that hold a text to a JSON schema, a regular expression, a list of choices or a grammar.
+
+    StructuredOutputsParams ─▶ Grammars.compile ─▶ CompiledGrammar ─▶ GrammarMask of each completion ─▶ Batch.masks
+
+llguidance (the extra "structured") compiles a grammar, and finds after each token which tokens may come next. The rest
+of nanopage knows only masks, and finds them while the workers run the model (`Schedule.find_masks`). Grammars come from
+clients, so everything about them is limited: the length of their text, the memory and time to compile, which a process
+of its own tries out (`grammar/matcher.py`), the work of llguidance, the time for masks, and the memory of all grammars
+in use. A compiled grammar is kept for later requests with the same text.
+
+An output never leaves its grammar: wherever llguidance fails, the request ends with an error.
+"""
+
+import dataclasses
+import json
+import threading
+import time
+import weakref
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import Any
+
+from tokenizers import Tokenizer as BackendTokenizer
+
+from nanopage.files.limited_process import LimitedProcess, Limits
+from nanopage.files.model_files import rust_errors
+from nanopage.grammar.matcher import PROGRAM, STACK_BYTES, make_matcher, make_tokenizer, run_with_large_stack, shorten
+from nanopage.grammar.schema import without_annotations
+from nanopage.params import StructuredOutputsParams
+from nanopage.text.reasoning import END_THINK, THINK, knows_reasoning, last_mark
+from nanopage.text.tokenizer import Tokenizer
+
+MAX_CHARACTERS = 131_072  # of a schema, an expression, all choices or a grammar
+# To try out a grammar. Of 600 schemas of JSONSchemaBench, none takes more than 0.05 s of CPU time, or 10 MiB.
+COMPILE_LIMITS = Limits(memory=128 << 20, cpu_seconds=2.0, seconds=30.0, answer=10_000, stack=STACK_BYTES)
+# For the masks of all completions with one grammar: this, and so much more for each mask. One takes some 0.00005 s.
+MASK_SECONDS, SECONDS_PER_MASK = 1.0, 0.002
+FORCED_CHARACTERS = 512  # of a text that a grammar leaves no choice about, to find its next token
+NUM_TAIL = 5  # tokens at the end of a prompt without special tokens among which <think> is looked for
+END_MARK = END_THINK.encode()
+MIN_BYTES = 4 << 20  # that any compiled grammar counts
+CACHED_BYTES = 128 << 20  # of compiled grammars that are kept
+MAX_BYTES = 1 << 30  # of these and of those in use
+
+
+class Grammars:
+    """Compiles the grammars of an engine's requests. Safe for threads, which compile one grammar at a time.
+
+    Args:
+        vocab_size: of the model. It may be larger or smaller than the tokenizer's.
+        eos_token_ids: of the model.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Iterable[int]):
+        self.tokenizer, self.vocab_size, self.eos_token_ids = tokenizer, vocab_size, sorted(eos_token_ids)
+        self.process = LimitedProcess(PROGRAM, ["llguidance"], dataclasses.replace(COMPILE_LIMITS))
+        self._vocabulary: Vocabulary | None = None  # made for the first request
+        self._compiling, self._lock = threading.Lock(), threading.Lock()  # the second guards what follows
+        self._kept: OrderedDict[tuple[str, str, bool], CompiledGrammar] = OrderedDict()  # the latest used last
+        self._alive: weakref.WeakSet[CompiledGrammar] = weakref.WeakSet()
+
+    def compile(self, params: StructuredOutputsParams) -> "CompiledGrammar":
+        """Raises: ValueError if the grammar is not valid, is too large or takes too long to compile, if the model has
+        no end-of-sequence token, or if llguidance is not installed."""
+        if not self.eos_token_ids:
+            raise ValueError("structured_outputs needs a model with an end-of-sequence token, and this model has none")
+        kind, text = grammar_text(params)
+        check_length(kind, text)
+        key, name = (kind, text, not params.disable_any_whitespace), f"structured_outputs.{kind}"
+        if (kept := self._find(key)) is not None:
+            return kept
+        with self._compiling, rust_errors(name):  # those of llguidance, and the panics of its Rust code
+            if (kept := self._find(key)) is None:
+                if self._vocabulary is None:
+                    self._vocabulary = Vocabulary(self.tokenizer, self.vocab_size, self.eos_token_ids)
+                kept = self._compile_afresh(name, key, self._vocabulary)
+            return kept
+
+    def has_compiled(self, params: StructuredOutputsParams) -> bool:
+        """Whether `compile` takes no time, because the grammar is kept or the parameters are refused at once."""
+        try:
+            kind, text = grammar_text(params)
+        except ValueError:
+            return True
+        return len(text) > MAX_CHARACTERS or self._find((kind, text, not params.disable_any_whitespace)) is not None
+
+    def _find(self, key: tuple[str, str, bool]) -> "CompiledGrammar | None":
+        with self._lock:
+            if (kept := self._kept.get(key)) is None or kept.has_failed:
+                return None
+            self._kept.move_to_end(key)
+            return kept
+
+    def _compile_afresh(self, name: str, key: tuple[str, str, bool], vocabulary: "Vocabulary") -> "CompiledGrammar":
+        request = dict(zip(("kind", "text", "whitespace"), key, strict=True))
+        answer = self.process.ask(request, vocabulary.plain())
+        if "num_bytes" not in answer:
+            raise ValueError(answer.get("invalid") or f"too complex to compile: {answer['error']}")
+        num_bytes = max(MIN_BYTES, answer["num_bytes"])
+        with self._lock:
+            while self._kept and sum(kept.num_bytes for kept in self._kept.values()) > CACHED_BYTES - num_bytes:
+                self._kept.popitem(last=False)
+            if sum(grammar.num_bytes for grammar in self._alive) > MAX_BYTES - num_bytes:
+                raise ValueError(f"the grammars of unfinished requests take {MAX_BYTES >> 20:,} MiB: try again later")
+        matcher = run_with_large_stack(lambda: make_matcher(vocabulary.tokenizer, *key))
+        grammar = CompiledGrammar(name, matcher, vocabulary, num_bytes)
+        with self._lock:
+            self._kept[key] = grammar
+            self._alive.add(grammar)
+        return grammar
+
+
+class Vocabulary:
+    """The tokens of a model. Sets of tokens are integers whose bit i stands for token i: Python's fastest bit sets.
+
+    text       tokens that stand for text, and special tokens that have a name
+    endings    end-of-sequence tokens
+    think      the token <think>; None if the model does not think, or if it is several tokens
+    num_bytes  length of a mask
+    tokenizer  llguidance's
+
+    Args: as Grammars. Raises: ValueError if llguidance is not installed.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: list[int]):
+        ids = tokenizer.backend.get_vocab(with_added_tokens=True).values()
+        size = max(vocab_size, 1 + max(ids))
+        self.check_text = tokenizer.check_text
+        self.backend = BackendTokenizer.from_str(tokenizer.backend.to_str())
+        # llguidance encodes a text if a grammar leaves no other choice. What looks like a special token is text there.
+        self.backend.encode_special_tokens = True
+        self.tokens = [tokenizer.token_bytes(token_id) for token_id in range(size)]
+        self.special_token_ids = sorted(tokenizer.special_ids)
+        self.eos_token_ids, self.eos_token_id, self.bos_token_id = eos_token_ids, eos_token_ids[0], None
+        self.num_bytes = -(-vocab_size // 32) * 4
+        self.text = token_set(token_id for token_id in range(vocab_size) if self.tokens[token_id])
+        self.endings = token_set(eos_token_ids)
+        self.thinks = any(map(knows_reasoning, (tokenizer.chat_template, tokenizer.tool_template)))
+        self.think = tokenizer.backend.token_to_id(THINK) if self.thinks else None
+        self.last_mark = partial(last_mark, tokenizer)
+        self._straddling: dict[int, int] = {}
+        self.tokenizer = make_tokenizer(self, size, eos_token_ids)
+
+    def __call__(self, text: str) -> list[int]:
+        # llguidance asks for each mask anew, and uses the first token.
+        self.check_text(text[:FORCED_CHARACTERS])
+        return self.backend.encode(text[:FORCED_CHARACTERS], add_special_tokens=False).ids
+
+    def plain(self) -> dict:
+        """The tokens as plain JSON (see `Tokens` in grammar/matcher.py)."""
+        return {
+            "tokens": [token.decode("latin-1") for token in self.tokens],
+            "special_token_ids": self.special_token_ids,
+            "eos_token_ids": self.eos_token_ids,
+        }
+
+    def straddling(self, matched: int) -> int:
+        """The set of tokens that end the reasoning and go on with the answer, after `matched` bytes of `</think>`."""
+        if matched not in self._straddling:
+            texts, before = enumerate(self.tokens), END_MARK[:matched]
+            ends = (i for i, text in texts if (before + text).partition(END_MARK)[2].strip())
+            self._straddling[matched] = token_set(ends)
+        return self._straddling[matched]
+
+
+class CompiledGrammar:
+    """A grammar for any number of completions.
+
+    Args:
+        name: of the parameter that it comes from, for messages.
+        matcher: llguidance's, in its first state. Its copies share what it finds out about texts.
+        num_bytes: that it may take.
+    """
+
+    def __init__(self, name: str, matcher: Any, vocabulary: Vocabulary, num_bytes: int):
+        self.name, self.matcher, self.vocabulary, self.num_bytes = name, matcher, vocabulary, num_bytes
+        self.has_failed = False  # then later requests get a new one: what copies share may be at its limit
+        self.num_masks, self.seconds = 0, 0.0  # of all completions
+        self.draft_seconds = 0.0  # for the masks of drafts, so that they cannot use up the time of the others
+
+    @property
+    def max_seconds(self) -> float:
+        """For the masks so far."""
+        return MASK_SECONDS + self.num_masks * SECONDS_PER_MASK
+
+    def count(self, seconds: float) -> None:
+        """Count the time of a mask. Raises: ValueError if masks take too long."""
+        self.num_masks, self.seconds = self.num_masks + 1, self.seconds + seconds
+        if self.seconds > self.max_seconds:
+            raise ValueError(f"too complex: finding the tokens that may come next has taken {self.seconds:.1f} s")
+
+    def make_mask(
+        self, stop_token_ids: Iterable[int], prompt_token_ids: Sequence[int] = (), reasoning: bool | None = None
+    ) -> "GrammarMask | MaskAfterReasoning":
+        """The mask of one completion, for its first token.
+
+        Args:
+            stop_token_ids: allowed where the text is complete, like end-of-sequence.
+            prompt_token_ids: their end shows whether the model may think first.
+            reasoning: whether they end within the model's reasoning. None: their end shows that, too.
+
+        Raises: ValueError if there is no first token.
+        """
+        mask, vocabulary = GrammarMask(self, token_set(stop_token_ids)), self.vocabulary
+        mask.allowed([])
+        mark = vocabulary.last_mark(prompt_token_ids, NUM_TAIL) if vocabulary.thinks else None
+        begun = mark == THINK if reasoning is None else reasoning
+        if not begun and (vocabulary.think is None or mark == END_THINK):  # it cannot think, or is not to
+            return mask
+        return MaskAfterReasoning(mask, vocabulary.think, begun)
+
+
+class GrammarMask:
+    """The `TokenMask` of a completion: it follows the output through the grammar.
+
+    Args: stop_tokens: the set of tokens that may end the output beside end-of-sequence.
+    """
+
+    def __init__(self, grammar: CompiledGrammar, stop_tokens: int):
+        self.grammar, self.stop_tokens = grammar, stop_tokens
+        self._matcher = grammar.matcher.deep_copy()
+        self._num_read = -1  # tokens of the output that the mask follows; -1: there is no mask yet
+        self._mask = b""
+        self._follows = True  # drafts
+        self._in_call = False  # still true between calls if an exception ended the last call
+
+    def allowed(self, output_token_ids: list[int]) -> bytes:
+        """See `TokenMask`."""
+        if self._num_read == len(output_token_ids) and not self._in_call:
+            return self._mask
+        started = time.thread_time()
+        if self._in_call or len(output_token_ids) < self._num_read:
+            self._matcher.reset()
+            self._num_read = -1
+        self._in_call = True
+        try:
+            with rust_errors(self.grammar.name):
+                self._mask = self._find(output_token_ids[max(0, self._num_read) :])
+                self.grammar.count(time.thread_time() - started)
+        except BaseException:
+            self.grammar.has_failed = True
+            raise
+        self._num_read, self._in_call = len(output_token_ids), False
+        return self._mask
+
+    def follow(self, output_token_ids: list[int], draft: list[int]) -> list[bytes]:
+        """See `TokenMask`."""
+        masks = [self.allowed(output_token_ids)]
+        endings, started = self.grammar.vocabulary.endings | self.stop_tokens, time.thread_time()
+        if not self._follows or self.grammar.draft_seconds > self.grammar.max_seconds:
+            return masks
+        self._in_call = True
+        try:
+            with rust_errors(self.grammar.name):
+                for token_id in draft:
+                    if endings >> token_id & 1 or not masks[-1][token_id // 8] >> token_id % 8 & 1:
+                        break
+                    masks.append(self._find([token_id]))
+                if len(masks) > 1 and not self._matcher.rollback(len(masks) - 1):
+                    raise ValueError(shorten(self._matcher.get_error()))
+        except ValueError:
+            # Perhaps only because of the draft: go on with a fresh matcher, and without drafts.
+            self._matcher, self._follows = self.grammar.matcher.deep_copy(), False
+            return masks
+        self.grammar.draft_seconds += time.thread_time() - started
+        self._in_call = False
+        return masks
+
+    def _find(self, token_ids: list[int]) -> bytes:
+        """The tokens that may follow the next tokens of the output."""
+        matcher, vocabulary = self._matcher, self.grammar.vocabulary
+        if token_ids and not matcher.consume_tokens(token_ids):
+            raise ValueError(f"the grammar cannot follow the output: {shorten(matcher.get_error())}")
+        found = int.from_bytes(matcher.compute_bitmask(), "little")
+        if matcher.is_error():
+            raise ValueError(shorten(matcher.get_error()))
+        # llguidance also allows end-of-sequence where it has stopped for another reason, or where a grammar names it.
+        tokens = found & vocabulary.text & ~vocabulary.endings
+        if matcher.is_accepting():
+            tokens |= vocabulary.endings | self.stop_tokens
+        if not tokens:
+            raise ValueError(f"the text is not complete, and no token can come next ({matcher.stop_reason()})")
+        return tokens.to_bytes(vocabulary.num_bytes, "little")
+
+
+class MaskAfterReasoning:
+    """The `TokenMask` of a completion that may think first: the grammar begins after `</think>`. An output that does
+    not begin with `<think>` is in the grammar from its first token on. While the model thinks, an end-of-sequence token
+    is not allowed, nor a token that has the end of the reasoning and the beginning of the answer.
+
+    Args:
+        mask: that of the grammar.
+        think: the token `<think>`, if it is one.
+        begun: whether the prompt ends within the reasoning.
+    """
+
+    def __init__(self, mask: GrammarMask, think: int | None, begun: bool):
+        self.mask, self.think, self.begun, self.vocabulary = mask, think, begun, mask.grammar.vocabulary
+        self._free = self.vocabulary.text & ~(self.vocabulary.endings | mask.stop_tokens)
+        # Tokens that have been read, the bytes of `</think>` that they end with, and where the answer begins.
+        self._read: tuple[int, int, int | None] = (0, 0, None)
+
+    def allowed(self, output_token_ids: list[int]) -> bytes:
+        """See `TokenMask`."""
+        return self.follow(output_token_ids, [])[0]
+
+    def follow(self, output_token_ids: list[int], draft: list[int]) -> list[bytes]:
+        """See `TokenMask`."""
+        if self.begun or (output_token_ids and output_token_ids[0] == self.think):
+            matched, begin = self._find_answer(output_token_ids)
+            if begin is None:
+                return self._follow_reasoning(matched, draft)
+            return self.mask.follow(output_token_ids[begin:], draft)
+        masks = self.mask.follow(output_token_ids, draft)
+        if not output_token_ids and self.think is not None:
+            masks[0] = self._to_bytes(int.from_bytes(masks[0], "little") | 1 << self.think)
+        return masks
+
+    def _find_answer(self, output_token_ids: list[int]) -> tuple[int, int | None]:
+        """(bytes of `</think>` that the output ends with, where the answer begins or None)"""
+        num_read, matched, begin = self._read if self._read[0] <= len(output_token_ids) else (0, 0, None)
+        while begin is None and num_read < len(output_token_ids):
+            after, num_read = self._after(matched, output_token_ids[num_read]), num_read + 1
+            matched, begin = (0, num_read) if after is None else (after, None)
+        self._read = num_read, matched, begin
+        return matched, begin
+
+    def _follow_reasoning(self, matched: int, draft: list[int]) -> list[bytes]:
+        masks: list[bytes] = []
+        for token_id in [*draft, None]:
+            free = self._free & ~self.vocabulary.straddling(matched)
+            masks.append(self._to_bytes(free))
+            if token_id is None or not free >> token_id & 1:
+                break
+            if (after := self._after(matched, token_id)) is None:
+                break
+            matched = after
+        return masks
+
+    def _after(self, matched: int, token_id: int) -> int | None:
+        """How many bytes of `</think>` a text ends with after one more token; None if it has all of them."""
+        text = END_MARK[:matched] + self.vocabulary.tokens[token_id]
+        if END_MARK in text:
+            return None
+        return next(n for n in range(len(END_MARK) - 1, -1, -1) if text.endswith(END_MARK[:n]))
+
+    def _to_bytes(self, tokens: int) -> bytes:
+        return tokens.to_bytes(self.vocabulary.num_bytes, "little")
+
+
+def grammar_text(params: StructuredOutputsParams) -> tuple[str, str]:
+    """What is given, and as text: a JSON schema, a regular expression (also of choices), or a grammar.
+
+    Raises: ValueError if a schema is not JSON, or is too long.
+    """
+    kind = params.kind
+    if kind == "json_object":
+        return kind, '{"type": "object"}'
+    value = getattr(params, kind)
+    if kind == "choice":
+        return kind, "|".join(map(escape, value))
+    if kind != "json":
+        return kind, value
+    check_length(kind, value if isinstance(value, str) else "")
+    try:
+        schema = json.loads(value) if isinstance(value, str) else value
+        text = json.dumps(schema, allow_nan=False)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise ValueError(f"structured_outputs.json is not JSON: {str(error)[:200]}") from None
+    if not isinstance(schema, dict):
+        raise ValueError("structured_outputs.json must be a JSON object")
+    schema, formats = without_annotations(schema)
+    return kind, json.dumps(schema) if formats else text
+
+
+def check_length(kind: str, text: str) -> None:
+    """Raises: ValueError if a text has more than MAX_CHARACTERS."""
+    if len(text) > MAX_CHARACTERS:
+        message = f"structured_outputs.{kind} has {len(text):,} characters: at most {MAX_CHARACTERS:,} are allowed"
+        raise ValueError(message)
+
+
+def escape(text: str) -> str:
+    """A regular expression that matches only this text."""
+    return "".join(c if c.isascii() and c.isalnum() else f"\\x{{{ord(c):x}}}" for c in text)
+
+
+def token_set(token_ids: Iterable[int]) -> int:
+    """The set of these tokens (see Vocabulary)."""
+    numbers = set(token_ids)
+    bits = bytearray(max(numbers, default=0) // 8 + 1)
+    for token_id in numbers:
+        bits[token_id // 8] |= 1 << token_id % 8
+    return int.from_bytes(bits, "little")

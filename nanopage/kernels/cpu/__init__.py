@@ -1,1 +1,0 @@
-"""Code that Inductor compiles for a CPU, and products computed by oneDNN."""

@@ -1,0 +1,51 @@
+"""Weights of an encoder, from safetensors. The checks are those of loader.py."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from nanopage.config.encoder import EncoderConfig
+from nanopage.files.model_files import memory_errors
+from nanopage.models import find_encoder
+from nanopage.pooling.encoder import Encoder, slots
+from nanopage.weights.loader import all_finite, check_fit, materialize, stored_tensors_of
+from nanopage.weights.safetensors_checkpoint import read_tensors
+
+
+def load_encoder(
+    path: Path,
+    config: EncoderConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> Encoder:
+    """Build an encoder and fill it from a directory. Raises: as `loader.load_model`."""
+    family = find_encoder(config.architecture)
+    if family is None:
+        raise ValueError(f"architecture {config.architecture!r} is not supported")
+    with torch.device("meta"):
+        model = Encoder(config)
+    wanted = slots(model, family.HEAD_PLACES)
+    # A model with a head has a prefix before the names of all other weights.
+    named = {tensor: tensor.name.removeprefix(family.PREFIX) for tensor in stored_tensors_of(path)}
+    used = {tensor: name for tensor, name in named.items() if name in wanted or name not in family.UNUSED}
+    if len(set(used.values())) < len(used):
+        raise ValueError(f"{path} has tensors with the same name, with and without {family.PREFIX!r}")
+    check_fit(wanted, [replace(tensor, name=name) for tensor, name in used.items()], path)
+    with memory_errors(path):
+        materialize(model, dtype, device)
+    wanted = slots(model, family.HEAD_PLACES)
+    names = {tensor.name: name for tensor, name in used.items()}
+    total, done = sum(parameter.numel() for parameter in model.parameters()), 0
+    for name, start, piece in read_tensors(used):
+        rows = wanted[names[name]][start : start + len(piece)].copy_(piece)
+        if not all_finite(rows):
+            raise ValueError(
+                f"{path}: {name} has values that are NaN or infinite in {str(dtype).removeprefix('torch.')}"
+            )
+        done += rows.numel()
+        if on_progress is not None:
+            on_progress(done, total)
+    return model.eval().requires_grad_(False)

@@ -1,0 +1,1 @@
+"""Weights of few bits: formats, layers and products."""

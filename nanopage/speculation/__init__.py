@@ -1,0 +1,1 @@
+"""Guessed tokens, checked in one step."""

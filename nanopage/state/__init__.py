@@ -1,0 +1,1 @@
+"""What a sequence keeps between steps."""

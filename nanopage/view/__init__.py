@@ -1,0 +1,1 @@
+"""What the engine does and why, shown."""

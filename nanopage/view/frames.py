@@ -1,0 +1,463 @@
+"""What the live view shows: frames of an engine as plain data, and recordings of them.
+
+A *key* frame has the whole state: requests, queues, and which blocks hold what. A *step* frame has what a step did and
+what has changed since the frame before. `Picture` applies frames, as the page does (view/view.html). A recording is a
+file of JSON lines, a frame a line, that begins with a key frame; `nanopage serve` and `bench.py serve --record` make
+the same ones.
+
+Frames have no text of a prompt or an output, and no ids of requests: requests are numbered in order of arrival.
+
+Fields of every frame:
+
+    frame       "key", "step" or "plan" (a step that waits for a click has been decided; only in the live view)
+    time        seconds since the first frame
+    step        calls of `LLMEngine.step` since the first frame
+    why         [kind, request or null, sentence]: what `LLMEngine.explain` says, with numbers for names
+    queues      waiting, running and swapped requests in order; in a step frame, only if they have changed
+    requests    of each request that is new: number, prompt tokens, most tokens, completions, whether it is a beam
+                search, priority, tokens, computed tokens, preemptions
+
+Of a key frame also:
+
+    version, model, block_size, num_blocks, num_host_blocks, max_num_seqs
+    tables      [[sequence, request, blocks]]
+    host        the same, of host memory
+    cached      cached blocks, the next to be evicted first
+
+Of a step frame also:
+
+    seconds     of the whole call of `step`
+    phases      seconds of PHASES
+    tokens      of TOKENS
+    batches     [number, submitted, arrived or null] of the batches that the step has submitted or taken the results of,
+                or that are in flight; times as in `time`
+    size        sequences in the submitted batch
+    chunks      [request, sequence, start, count] of each sequence that computes several tokens
+    progress    [request, tokens, computed tokens, preemptions] of the requests that have changed
+    tables      [sequence, request, first, blocks] of each table that has changed: its blocks from `first` on
+    host        [sequence, request, blocks] of each table in host memory that is new
+    gone        sequences that no longer have a table on the device; `host_gone`: in host memory
+    cached      blocks that have become cached; `uncached`: blocks that no longer are
+    copies      [from, to] of blocks; `evicted`, `hits`: blocks that the prefix cache has lost, and has given
+    swaps       [blocks swapped out, blocks swapped in]
+    events      [kind, request] of RequestEvents
+"""
+
+import gzip
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import msgspec
+
+from nanopage.engine.engine import LLMEngine
+from nanopage.engine.schedule import Schedule
+from nanopage.engine.sequence import SequenceGroup
+from nanopage.outputs import StepStats
+from nanopage.step import NO_BLOCK
+
+VERSION = 1
+PHASES = ("schedule", "prepare", "model", "sample", "wait", "update", "output")
+TOKENS = ("prefill", "decode", "output", "cached")
+MAX_ENDED = 256  # requests whose numbers are kept after their end
+
+Frame = dict[str, Any]
+
+
+class Frames:
+    """Makes frames of one engine. Use it only between the engine's steps, on the thread that steps it.
+
+    Begin with `key`. Then call `step` after each step, as a listener of the engine does, without leaving one out.
+
+    Args:
+        model: its name.
+        begin: the `time` of a frame that is made now.
+    """
+
+    def __init__(self, engine: LLMEngine, model: str, begin: float = 0.0):
+        self.engine, self.model = engine, model
+        self.started = time.perf_counter() - begin
+        self.num_steps = 0
+        self._num_requests = 0
+        self._numbers: dict[str, int] = {}  # request_id -> number
+        self._ended: set[str] = set()  # request_ids that may come again
+
+    def key(self) -> Frame:
+        """The whole state. Step frames go on from here."""
+        scheduler = self.engine.scheduler
+        manager = scheduler.block_manager
+        self._owners: dict[int, int] = {}  # seq_id -> request, of unfinished requests
+        self._forking: set[int] = set()  # those of requests with several sequences
+        self._shown: dict[str, tuple[int, int, int]] = {}  # request_id -> what `_progress` has told
+        requests = self._add_new(sorted(self._groups(), key=lambda group: group.order))
+        self._queues = self._read_queues()
+        self._tables = {seq_id: _held(table) for seq_id, table in manager.block_tables.items()}
+        self._host = dict(manager.host_tables)
+        self._cached = set(manager.cached_blocks)
+        return {
+            "frame": "key",
+            "version": VERSION,
+            "time": self.now(),
+            "step": self.num_steps,
+            "model": self.model,
+            "block_size": manager.block_size,
+            "num_blocks": manager.num_blocks,
+            "num_host_blocks": manager.num_host_blocks,
+            "max_num_seqs": scheduler.admission.max_num_seqs,
+            "why": self._sentences(),
+            "queues": self._queues,
+            "requests": requests,
+            "tables": [[seq_id, self._owners[seq_id], table] for seq_id, table in self._tables.items()],
+            "host": [[seq_id, self._owners[seq_id], _held(table)] for seq_id, table in self._host.items()],
+            "cached": list(manager.cached_blocks),
+        }
+
+    def plan(self) -> Frame:
+        """A step has been decided, and requests may have come or gone since the last frame."""
+        changes = self._changes_of_requests(True, set())
+        return {"frame": "plan", "time": self.now(), "step": self.num_steps, "why": self._sentences()} | changes
+
+    def step(self, stats: StepStats) -> Frame:
+        """What a step did. A key frame instead if the blocks have changed in a way that a step frame cannot tell, such
+        as after an exception."""
+        self.num_steps += 1
+        events = []
+        for event in stats.events:
+            number = self._number(event.request_id) if event.kind == "added" else self._numbers[event.request_id]
+            events.append([event.kind, number])
+            if event.kind == "finished":
+                self._ended.add(event.request_id)
+                self._shown.pop(event.request_id, None)
+        last = self.engine.last_decided
+        submitted = last.scheduled if last.scheduled is not None and last.scheduled.number else None
+        batches = {batch.number: batch for batch in (*last.completed, *last.in_flight)}
+        changed = {event.request_id for event in stats.events}
+        frame: Frame = {
+            "frame": "step",
+            "time": self.now(),
+            "step": self.num_steps,
+            "why": self._sentences(),
+            "seconds": round(stats.seconds, 6),
+            "phases": [round(getattr(stats, f"{phase}_seconds"), 6) for phase in PHASES],
+            "tokens": [getattr(stats, f"{kind}_tokens") for kind in TOKENS],
+            "batches": [self._batch(batch) for batch in batches.values()],
+            "swaps": [stats.swapped_out, stats.swapped_in],
+            "events": events,
+        }
+        frame |= self._changes_of_requests(bool(stats.events), changed)
+        if submitted is not None:
+            frame["size"] = len(submitted.sequences)
+            frame["chunks"] = self._chunks(submitted)
+            frame["copies"] = submitted.batch.copies
+        hits = {
+            self._numbers[event.request_id]: event.cached_tokens // self.engine.scheduler.block_manager.block_size
+            for event in stats.events
+            if event.cached_tokens
+        }
+        frame |= self._changes_of_blocks({self._numbers[request_id] for request_id in changed}, hits, submitted)
+        if len(self._ended) > 2 * MAX_ENDED:
+            self._forget_ended()
+        if len(self._cached) != self.engine.scheduler.block_manager.num_cached_blocks:
+            return self.key()
+        return frame
+
+    # Requests
+
+    def _groups(self) -> Iterator[SequenceGroup]:
+        scheduler = self.engine.scheduler
+        for queue in (scheduler.waiting, scheduler.running, scheduler.swapped):
+            yield from queue
+
+    def _number(self, request_id: str) -> int:
+        """The number of an unfinished request, a new one if this is new."""
+        if request_id not in self._numbers or request_id in self._ended:
+            self._ended.discard(request_id)
+            self._num_requests += 1
+            self._numbers.pop(request_id, None)  # so that the dictionary is in order
+            self._numbers[request_id] = self._num_requests
+        return self._numbers[request_id]
+
+    def _forget_ended(self) -> None:
+        """Forget requests that have ended but the last: tokens of those may still be in flight."""
+        for ended in [request_id for request_id in self._numbers if request_id in self._ended][:-MAX_ENDED]:
+            del self._numbers[ended]
+            self._ended.remove(ended)
+        self._owners = {seq.seq_id: self._numbers[group.request_id] for group in self._groups() for seq in group.seqs}
+        self._forking &= self._owners.keys()
+
+    def _sentences(self) -> list[list]:
+        sentences = self.engine.sentences(lambda request_id: str(self._numbers.get(request_id, "?")))
+        return [[kind, self._numbers.get(request_id or ""), text] for kind, request_id, text in sentences]
+
+    def _read_queues(self) -> list[list[int]]:
+        scheduler = self.engine.scheduler
+        queues = (scheduler.waiting, scheduler.running, scheduler.swapped)
+        return [[self._numbers[group.request_id] for group in queue] for queue in queues]
+
+    def _add_new(self, groups: Iterable[SequenceGroup]) -> list[list]:
+        """Those of `groups` that have not been shown, as `requests` of a frame."""
+        new = []
+        for group in groups:
+            if group.request_id not in self._shown:
+                number, now = self._number(group.request_id), _progress(group)
+                self._shown[group.request_id] = now
+                self._owners |= {seq.seq_id: number for seq in group.seqs}
+                if len(group.seqs) > 1:
+                    self._forking.update(seq.seq_id for seq in group.seqs)
+                is_beam_search = group.beam_search is not None
+                first, most = group.seqs[0], self.engine.max_model_len
+                lengths = [first.num_prompt_tokens, min(first.max_total_tokens, most)]
+                new.append([number, *lengths, len(group.seqs), is_beam_search, group.priority, *now])
+        return new
+
+    def _changes_of_requests(self, moved: bool, changed: set[str]) -> Frame:
+        """New requests, the queues, and how far requests are.
+
+        Args:
+            moved: whether requests may have come, gone or changed their queue.
+            changed: ids of those to which something happened.
+        """
+        frame: Frame = {}
+        if moved:
+            frame["requests"] = self._add_new(self._groups())
+            if (queues := self._read_queues()) != self._queues:
+                self._queues = frame["queues"] = queues
+        scheduler, shown, progress = self.engine.scheduler, self._shown, []
+        stopped = [g for queue in (scheduler.waiting, scheduler.swapped) for g in queue] if changed else []
+        for group in (*scheduler.running, *(group for group in stopped if group.request_id in changed)):
+            request_id = group.request_id
+            if shown[request_id] != (now := _progress(group)):
+                shown[request_id] = now
+                progress.append((self._numbers[request_id], *now))
+        return frame | {"progress": progress}
+
+    # Blocks
+
+    def _changes_of_blocks(self, changed: set[int], hits: dict[int, int], submitted: Schedule | None) -> Frame:
+        """How the block tables and the prefix cache have changed.
+
+        Args:
+            changed: requests whose tables may have changed anywhere, not only at their ends; besides those with several
+                sequences.
+            hits: request -> how many blocks of the prefix cache it has got.
+        """
+        manager, sent = self.engine.scheduler.block_manager, self._tables
+        touched: set[int] = set()  # blocks that may have become cached, or no longer are
+        frame: Frame = {"tables": [], "hits": []}
+        tables = manager.block_tables
+        if submitted is not None:
+            frame["evicted"] = submitted.evicted
+            touched.update(submitted.evicted)
+            for update in submitted.batch.blocks:
+                touched.update(update.blocks)
+        slides = manager.windows != (None,)  # tables then change at their beginnings as well
+        moved: set[int] | None = None  # sequences whose tables the step may have changed, besides those of `changed`
+        if submitted is not None and not self.engine.scheduler.suspects:  # after a failure, any may have changed
+            moved = self._moved(submitted, slides)
+            if not changed:
+                tables = {seq_id: tables[seq_id] for seq_id in moved if seq_id in tables}
+        for seq_id, table in tables.items():
+            owner, before = self._owners[seq_id], sent.get(seq_id, [])
+            if moved is not None and seq_id in sent and owner not in changed and seq_id not in moved:
+                continue
+            found = hits.pop(owner, 0) * manager.num_kinds
+            frame["hits"] += _held(table[:found])
+            table = _held(table) if slides else table
+            first = min(len(before), len(table))
+            anywhere = slides or owner in changed or seq_id in self._forking
+            if anywhere or (first and before[first - 1] != table[first - 1]):
+                first = next((i for i, (a, b) in enumerate(zip(before, table, strict=False)) if a != b), first)
+            if first == len(before) == len(table) and seq_id in sent:
+                continue
+            touched.update(before[first:], table[first:])
+            sent[seq_id] = list(table)
+            frame["tables"].append([seq_id, owner, first, table[first:]])
+        if len(sent) > len(manager.block_tables):
+            frame["gone"] = [seq_id for seq_id in sent if seq_id not in manager.block_tables]
+            for seq_id in frame["gone"]:
+                touched.update(sent.pop(seq_id))
+        host, shown = manager.host_tables, self._host
+        if host or shown:
+            new = [seq_id for seq_id, table in host.items() if shown.get(seq_id) is not table]
+            frame["host"] = [[seq_id, self._owners[seq_id], _held(host[seq_id])] for seq_id in new]
+            frame["host_gone"] = [seq_id for seq_id in shown if seq_id not in host]
+            self._host = dict(host)
+        if touched:
+            cached = {block for block in touched if block in manager.cached_blocks}
+            frame["cached"] = sorted(cached - self._cached)
+            frame["uncached"] = sorted((touched & self._cached) - cached)
+            self._cached.difference_update(frame["uncached"])
+            self._cached.update(cached)
+        return frame
+
+    def _moved(self, submitted: Schedule, slides: bool) -> set[int]:
+        """The sequences whose tables a batch has extended, or whose first blocks it may have given back, and those of
+        requests with several sequences."""
+        batch, block_size = submitted.batch, self.engine.scheduler.block_manager.block_size
+        extended = {update.row for update in batch.blocks}
+        moved = self._forking | {seq.seq_id for seq, _ in submitted.drafted}
+        if extended:
+            moved |= {seq.seq_id for seq in submitted.sequences if seq.row in extended}
+        if slides:
+            moved |= {
+                seq.seq_id
+                for seq, start, count in zip(submitted.sequences, batch.starts, batch.counts, strict=True)
+                if count > 1 or (start + count) % block_size == 0
+            }
+        return moved
+
+    def _chunks(self, schedule: Schedule) -> list[list[int]]:
+        batch, chunks, index = schedule.batch, [], len(schedule.sequences) - 1
+        while index >= 0 and (count := batch.counts[index]) > 1:  # those with one token come first
+            seq = schedule.sequences[index]
+            chunks.append([self._numbers[seq.group.request_id], seq.seq_id, batch.starts[index], count])
+            index -= 1
+        return chunks[::-1]
+
+    def _batch(self, schedule: Schedule) -> list:
+        arrived = round(schedule.arrived - self.started, 6) if schedule.arrived else None
+        return [schedule.number, round(schedule.submitted - self.started, 6), arrived]
+
+    def now(self) -> float:
+        """The `time` of a frame that is made now."""
+        return round(time.perf_counter() - self.started, 6)
+
+
+def _held(table: list[int]) -> list[int]:
+    """The blocks of a table, without those that were given back behind a window."""
+    return [block for block in table if block != NO_BLOCK]
+
+
+def _progress(group: SequenceGroup) -> tuple[int, int, int]:
+    """(known tokens, those of all completions and the prompt once; computed tokens of the first live sequence;
+    preemptions)."""
+    seqs = group.seqs
+    if len(seqs) == 1:
+        seq = seqs[0]
+        return len(seq.token_ids), seq.num_computed_tokens, group.metrics.num_preemptions
+    live = group.live or seqs
+    tokens = seqs[0].num_prompt_tokens + sum(seq.num_output_tokens for seq in seqs if not seq.dormant)
+    return tokens, live[0].num_computed_tokens, group.metrics.num_preemptions
+
+
+@dataclass
+class Request:
+    """A request in a picture. Fields as in the frames."""
+
+    number: int
+    prompt: int
+    most: int
+    completions: int
+    beams: bool
+    priority: int
+    tokens: int = 0
+    computed: int = 0
+    preemptions: int = 0
+
+
+class Picture:
+    """The state that frames show.
+
+    Attributes:
+        requests: number -> Request, of unfinished requests.
+        queues: numbers of waiting, running and swapped requests.
+        tables, host: sequence -> (request, blocks).
+        cached: the cached blocks.
+        last: the last frame.
+        output_tokens, preempted, hit_tokens, prompt_tokens: totals since the first frame.
+    """
+
+    def __init__(self) -> None:
+        self.last: Frame = {}
+        self.key: Frame = {}
+        self.output_tokens = self.preempted = self.hit_tokens = self.prompt_tokens = 0
+
+    def apply(self, frame: Frame) -> None:
+        """Raises: ValueError if a step frame comes before a key frame."""
+        if frame["frame"] == "key":
+            self.key = frame
+            self.requests: dict[int, Request] = {}
+            self.tables = {seq: (owner, list(blocks)) for seq, owner, blocks in frame["tables"]}
+            self.host = {seq: (owner, blocks) for seq, owner, blocks in frame["host"]}
+            self.cached = set(frame["cached"])
+        elif not self.key:
+            raise ValueError("the first frame is not a key frame")
+        self.last = frame
+        self.requests |= {request[0]: Request(*request) for request in frame.get("requests", ())}
+        self.queues: list[list[int]] = frame.get("queues") or self.queues
+        for number, tokens, computed, preemptions in frame.get("progress", ()):
+            request = self.requests[number]
+            request.tokens, request.computed, request.preemptions = tokens, computed, preemptions
+        if frame["frame"] == "step":
+            self._apply_step(frame)
+
+    def _apply_step(self, frame: Frame) -> None:
+        for kind, number in frame["events"]:
+            self.preempted += kind in ("preempted", "swapped out")
+            if kind == "finished":
+                self.requests.pop(number, None)
+        prefill, _, output, cached = frame["tokens"]
+        self.output_tokens, self.prompt_tokens = self.output_tokens + output, self.prompt_tokens + prefill + cached
+        self.hit_tokens += cached
+        for seq in frame.get("gone", ()):
+            del self.tables[seq]
+        for seq, owner, first, blocks in frame["tables"]:
+            before = self.tables[seq][1] if seq in self.tables else []
+            self.tables[seq] = (owner, before[:first] + blocks)
+        for seq in frame.get("host_gone", ()):
+            del self.host[seq]
+        self.host |= {seq: (owner, blocks) for seq, owner, blocks in frame.get("host", ())}
+        self.cached -= set(frame.get("uncached", ()))
+        self.cached |= set(frame.get("cached", ()))
+
+    def owners(self) -> dict[int, list[int]]:
+        """Block -> the requests whose sequences have it in their tables, one for each sequence."""
+        owners: dict[int, list[int]] = {}
+        for owner, blocks in self.tables.values():
+            for block in blocks:
+                owners.setdefault(block, []).append(owner)
+        return owners
+
+
+# Recordings
+
+
+class Recorder:
+    """A listener that writes a recording of an engine's steps.
+
+    Args:
+        file: gets the lines.
+        model, begin: as in Frames.
+
+    Raises: OSError, also from the engine's `step`, once the file cannot be written.
+    """
+
+    def __init__(self, engine: LLMEngine, file: IO[bytes], model: str, begin: float = 0.0):
+        self.frames, self.file = Frames(engine, model, begin), file
+        self._write(self.frames.key())
+
+    def __call__(self, stats: StepStats) -> None:
+        self._write(self.frames.step(stats))
+
+    def _write(self, frame: Frame) -> None:
+        self.file.write(msgspec.json.encode(frame) + b"\n")
+
+
+def read_recording(file: Path) -> Iterator[Frame]:
+    """The frames of a recording, plain or gzipped.
+
+    Raises: ValueError that names the file and the line, OSError.
+    """
+    with gzip.open(file, "rb") if file.suffix == ".gz" else open(file, "rb") as lines:
+        for number, line in enumerate(lines, 1):
+            try:
+                frame = msgspec.json.decode(line)
+                if number == 1 and (frame["frame"], frame["version"]) != ("key", VERSION):
+                    raise ValueError(f"not a recording of version {VERSION}")
+                if frame["frame"] not in ("key", "step", "plan"):
+                    raise ValueError(f"{frame['frame']!r} is no kind of frame")
+            except (ValueError, TypeError, KeyError) as error:
+                raise ValueError(f"{file}, line {number}: {type(error).__name__}: {error}") from None
+            yield frame

@@ -1,0 +1,1 @@
+"""vLLM's names for options and metrics."""

@@ -1,0 +1,80 @@
+"""The kernels of LoRA adapters, in Triton's interpreter where there is no GPU, against plain torch; and compiled for
+GPUs that are not there."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from nanopage.adapters.kernels import TritonAdapters
+from nanopage.adapters.layers import LoRALinear
+from nanopage.cpu.lora import GroupedAdapters
+from nanopage.layers.linear import Linear
+
+ROOT = Path(__file__).parents[2]
+ALL_KERNELS = os.environ.get("NANOPAGE_ALL_KERNELS", "0") != "0"
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+COMPILE = """
+import sys, triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from nanopage.kernels import lora
+for dtype in ("fp32", "fp16", "bf16"):
+    for kernel, pointers, constants in (
+        (lora.lora_shrink_kernel, {"x_ptr": dtype, "a_ptr": dtype, "h_ptr": "fp32"}, {"RANKS": 16, "INPUTS": 128}),
+        (lora.lora_expand_kernel, {"h_ptr": "fp32", "b_ptr": dtype, "y_ptr": dtype}, {"RANK": 16, "OUTPUTS": 64}),
+    ):
+        constants = constants | {"TOKENS": 16, "PRECISION": "tf32x3" if dtype == "fp32" else "ieee"}
+        types = {name: "constexpr" if name in constants else "i32" for name in kernel.arg_names}
+        types |= {name: "*" + kind for name, kind in pointers.items()} | {"slots_ptr": "*i64"}
+        made = triton.compile(ASTSource(kernel, types, constants), target=GPUTarget("cuda", int(sys.argv[1]), 32))
+        assert made.asm["cubin"]
+print("compiled")
+"""
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["float32", "float16"])
+@pytest.mark.parametrize(
+    ("num_tokens", "parts", "rank", "in_features"),
+    [
+        (1, {"": 70}, 8, 48),
+        (33, {"q": 64, "k": 24, "v": 24}, 16, 130),
+        (20, {"gate": 40, "up": 40}, 3, 256),
+        (5, {"": 9}, 40, 64),
+    ],
+)
+def test_products_as_in_plain_torch(num_tokens, parts, rank, in_features, dtype):
+    generator = torch.Generator().manual_seed(num_tokens)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=generator).to(dtype)
+
+    linear = LoRALinear(Linear(in_features, parts), 4, rank, dtype, torch.device("cpu"))
+    linear.a.copy_(normal(*linear.a.shape))
+    linear.b.copy_(normal(*linear.b.shape))
+    x, y = normal(num_tokens, in_features), normal(num_tokens, sum(parts.values()))
+    slots = torch.randint(-1, 4, (num_tokens,), generator=generator)
+    if num_tokens == 1:
+        slots[:] = 2
+    expected = y.double()
+    weights = linear.a.double(), linear.b.double()
+    GroupedAdapters(slots.numpy()).add(expected, x.double(), *weights, linear.sizes)
+    changed = y.clone().to(DEVICE)
+    made = TritonAdapters(slots.to(DEVICE))
+    made.add(changed, x.to(DEVICE), linear.a.to(DEVICE), linear.b.to(DEVICE), linear.sizes)
+    error = (changed.cpu().double() - expected).abs().max() / expected.abs().max()
+    assert error < {torch.float32: 2e-5, torch.float16: 4e-3}[dtype]
+    assert torch.equal(changed.cpu()[slots < 0], y[slots < 0])  # bit for bit
+    rows = torch.arange(0, num_tokens, 2)
+    assert made.select(rows.to(DEVICE)).slots.tolist() == slots[rows].tolist()
+
+
+@pytest.mark.parametrize("architecture", [80, 90] if ALL_KERNELS else [90])
+def test_kernels_compile(architecture):
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-c", COMPILE.replace("sys.argv[1]", str(architecture))]
+    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert run.stdout.strip() == "compiled", run.stderr

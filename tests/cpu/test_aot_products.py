@@ -1,0 +1,176 @@
+"""aot_products.py: compiled products, and which engines use those of weights in tiles."""
+
+import os
+import shutil
+
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Kind
+from test_gguf import SMOLLM, model_for, write_gguf
+from test_quantized_checkpoint import KINDS, write_quantized
+
+from nanopage import EngineConfig
+from nanopage.build import build_engine
+from nanopage.cpu import aot_products, tile_linear, toolchain
+from nanopage.cpu.aot import find_file
+from nanopage.cpu.lora import GroupedAdapters, OperatorAdapters
+from nanopage.cpu.packed import PackedLinear
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    """A cache of this module's own."""
+    with pytest.MonkeyPatch.context() as patch:
+        directory = tmp_path_factory.mktemp("cache")
+        patch.setenv("XDG_CACHE_HOME", str(directory))
+        yield directory
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory):
+    file = tmp_path_factory.mktemp("model") / "tiny.gguf"
+    return write_gguf(file, model_for(SMOLLM), "llama", SMOLLM, types={"q_proj": Kind.Q4_0, "": Kind.Q8_0})
+
+
+def worker_of(file, **options):
+    defaults = {"dtype": "float32", "max_model_len": 128, "num_gpu_blocks_override": 32, "block_size": 8}
+    return build_engine(EngineConfig(model=str(file), device="cpu", **defaults | options)).executor.worker
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("weights", [torch.int8, torch.bfloat16], ids=str)
+def test_it_equals_the_operator(cache, weights, dtype):
+    generator = torch.Generator().manual_seed(0)
+    weight, x = (torch.randn(size, generator=generator) for size in ((100, 96), (5, 192)))
+    x = x.to(dtype)[:, ::2]  # not contiguous
+    tiles = tile_linear.tile(weight, weights)
+    made = aot_products.tile_product(dtype)(x, *tiles)
+    torch.testing.assert_close(made, torch.ops.nanopage.tile_linear(x, *tiles), rtol=2**-6, atol=0.1)
+
+
+def test_it_is_compiled_once(cache, monkeypatch):
+    aot_products.tile_product(torch.float32)
+    monkeypatch.setattr(aot_products, "compile_library", None)
+    assert aot_products.tile_product(torch.float32) is not None
+
+
+def test_a_quantized_file_keeps_its_integers(cache, file):
+    worker = worker_of(file)
+    assert worker.tiles == "block-quantized"
+    layer = worker.model.layers[0].self_attn
+    assert layer.qkv_proj.tiles.dtype == torch.uint8
+    assert layer.qkv_proj.product is worker.product is not None
+
+
+@pytest.mark.parametrize(
+    "options", [{"enforce_eager": True}, {"quantization": "int8"}, {"load_format": "dummy"}], ids=str
+)
+def test_options_that_need_other_weights_get_them(cache, file, options):
+    expected = {"quantization": "int8", "load_format": "bfloat16"}.get(*options)
+    assert worker_of(file, **options).tiles == expected
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "expected"),
+    [
+        ("awq", {}, "block-quantized"),
+        ("awq", {"quantization": "awq"}, "block-quantized"),
+        ("gptq, 8 bits", {}, "block-quantized"),
+        ("awq", {"enforce_eager": True}, None),
+        ("gptq, act-order", {}, None),
+    ],
+)
+def test_awq_and_gptq_keep_their_integers(cache, tmp_path, kind, options, expected):
+    write_quantized(tmp_path, KINDS[kind])
+    worker = worker_of(tmp_path, **options)
+    assert worker.tiles == expected
+    layer = worker.model.layers[0].self_attn
+    if expected:
+        assert layer.qkv_proj.tiles.dtype == torch.uint8 and layer.qkv_proj.product is worker.product
+        assert worker.model.lm_head.tiles.dtype == torch.float16  # as the checkpoint stores it
+    else:
+        assert not hasattr(layer.qkv_proj, "scales")
+
+
+def assert_widened(worker):
+    assert worker.tiles is None and worker.product is None
+    assert isinstance(worker.model.layers[0].self_attn.qkv_proj, PackedLinear)
+
+
+def test_where_it_cannot_be_compiled_weights_are_widened(file, tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("torch._inductor.cpp_builder.get_cpp_compiler", lambda: "no-such-compiler")
+    assert_widened(worker_of(file))
+    assert "compiled products with weights in tiles cannot be used" in caplog.text
+
+
+def test_with_any_umask_only_the_user_can_write_what_is_kept(file, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    before = os.umask(0o002)
+    try:
+        workers = [worker_of(file) for _ in range(2)]
+    finally:
+        os.umask(before)
+    assert [worker.tiles for worker in workers] == ["block-quantized"] * 2
+    kept = [path for path in (tmp_path / "nanopage").rglob("*") if path.is_file()]
+    assert {".so", ".safetensors"} <= {path.suffix for path in kept}
+    assert not [path for path in kept if path.stat().st_mode & 0o022]
+
+
+def test_compiling_can_be_refused(file, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("NANOPAGE_COMPILE", "never")
+    assert_widened(worker_of(file))
+
+
+def test_a_damaged_library_is_named_and_compiled_again(cache, tmp_path, monkeypatch, caplog):
+    assert aot_products.tile_product(torch.float32) is not None
+    constants = toolchain.product_constants(torch.float32)
+    key = aot_products._key("tile_linear", toolchain.TILE_SOURCES, constants)
+    directory = tmp_path / "nanopage" / "compiled" / key
+    shutil.copytree(cache / "nanopage" / "compiled" / key, directory)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    library = find_file(directory, "tile_linear")
+    library.write_bytes(library.read_bytes() + b"x")
+    assert aot_products.tile_product(torch.float32) is not None
+    assert f"{library} is damaged" in caplog.text
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("num_tokens", "used", "parts", "rank", "in_features"),
+    [
+        (1, [2], [70], 8, 48),
+        (1, [-1], [64], 8, 48),
+        (7, [-1], [64], 8, 48),
+        (33, [-1, 0, 1, 2, 3], [64, 24, 24], 16, 130),  # sizes that do not fill registers
+        (50, [1], [1100, 1100], 3, 256),  # several blocks of one adapter, several tasks for a part
+        (90, [-1, 0, 3], [40, 40], 20, 31),
+    ],
+)
+def test_products_of_adapters_equal_those_in_plain_torch(cache, num_tokens, used, parts, rank, in_features, dtype):
+    generator = torch.Generator().manual_seed(num_tokens)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=generator).to(dtype)
+
+    x, y = normal(num_tokens, 2 * in_features)[:, ::2], normal(num_tokens, sum(parts) + 5)[:, :-5]  # not contiguous
+    a, b = normal(4, len(parts), rank, in_features), normal(4, rank, sum(parts))
+    slots = torch.tensor(used)[torch.randint(len(used), (num_tokens,), generator=generator)]
+    before = y.clone()
+    product = aot_products.adapter_product(dtype)
+    made = OperatorAdapters(slots, product).add(y, x, a, b, parts)
+    doubles = (tensor.double() for tensor in (y, x, a, b))
+    expected = GroupedAdapters(slots.numpy()).add(*doubles, parts)
+    error = (made.double() - expected).abs().max() / expected.abs().max()
+    assert made.dtype == dtype and error < {torch.float32: 1e-6, torch.bfloat16: 4e-3}[dtype]
+    assert torch.equal(y, before) and torch.equal(made[slots < 0], y[slots < 0])  # bit for bit
+    operator = torch.ops.nanopage.add_adapters(y, x, a, b, slots, parts)
+    assert (operator.double() - expected).abs().max() / expected.abs().max() < {4: 1e-6, 2: 2e-2}[dtype.itemsize]
+
+
+def test_an_adapter_of_nan_changes_only_its_tokens(cache):
+    x, y, a, b = torch.ones(3, 8), torch.ones(3, 16), torch.ones(2, 1, 4, 8), torch.ones(2, 4, 16)
+    a[1], b[1] = torch.nan, torch.nan
+    made = aot_products.adapter_product(torch.float32)(y, x, a, b, torch.tensor([1, 0, -1]), [16])
+    assert made[0].isnan().all() and (made[1] == 33).all() and (made[2] == 1).all()
