@@ -181,11 +181,12 @@ def converse(
         if toolbox is not None:
             toolbox.format_of(llm.get_tokenizer().template_for(True))
 
+        from nanopage.terminal.commands import WITH_ALIASES
         from nanopage.terminal.conversation import Conversation
         from nanopage.terminal.session import Session
 
         session = Session(params, system, model=name)
-        conversation = Conversation(llm, session, raw, plain, verbose, kept, model, load, toolbox)
+        conversation = Conversation(llm, session, WITH_ALIASES, raw, plain, verbose, kept, model, load, toolbox)
         del llm  # /model frees it
         say(f"{conversation.describe_model()}. /help lists commands, Ctrl-D leaves.")
         if last is not None and changes is not None:

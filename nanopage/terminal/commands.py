@@ -1,31 +1,21 @@
 """What a line that begins with a slash does. `argument` is None if there is none."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import re
-from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from nanopage.params import SamplingParams
 from nanopage.terminal.blocks import CACHED, FREE, draw
+from nanopage.terminal.conversation import RULE, Command, Conversation
 from nanopage.terminal.prompt import edit
 from nanopage.terminal.session import Session, check_setting
 from nanopage.terminal.text import say, say_drawn, say_table
 from nanopage.text.detokenizer import REPLACEMENT
 from nanopage.view.frames import Frames, Picture
 
-if TYPE_CHECKING:
-    from nanopage.terminal.conversation import Conversation
-
 MAP_LINES = 20  # of /blocks
-RULE = (
-    "when the context is full the oldest turns are left out, whole, until a quarter of it is free; "
-    "the system message stays"
-)
 
 
 def show_help(chat: Conversation, argument: str | None) -> None:
@@ -225,7 +215,7 @@ def leave(chat: Conversation, argument: str | None) -> None:
 
 
 ALIASES = {"/bye": "/exit", "/quit": "/exit", "/?": "/help"}
-COMMANDS: dict[str, tuple[str, str, Callable[[Conversation, str | None], None]]] = {
+COMMANDS: dict[str, Command] = {
     "/help": ("", "this list", show_help),
     "/system": ("[TEXT]", 'show or set the system message; "" removes it', system),
     "/set": ("[NAME [VALUE]]", "show or change settings: /set temperature 0.7, /set seed default", change_setting),
@@ -242,3 +232,4 @@ COMMANDS: dict[str, tuple[str, str, Callable[[Conversation, str | None], None]]]
     "/blocks": ("", "the KV blocks: free, cached, in use", blocks),
     "/exit": ("", "leave, as Ctrl-D does", leave),
 }
+WITH_ALIASES = COMMANDS | {alias: COMMANDS[name] for alias, name in ALIASES.items()}

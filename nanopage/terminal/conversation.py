@@ -3,14 +3,13 @@
 import bisect
 import dataclasses
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from nanopage.files import hub
 from nanopage.grammar.tool_formats import ToolFormat
 from nanopage.llm import LLM
 from nanopage.params import SamplingParams
-from nanopage.terminal.commands import ALIASES, COMMANDS, RULE
 from nanopage.terminal.kept import Kept
 from nanopage.terminal.prompt import Prompt, unquoted
 from nanopage.terminal.reply import Reply, encode, generate, shows_markdown
@@ -24,6 +23,11 @@ from nanopage.weights import loader
 WARN_AT = 0.8  # of the context
 MAX_CALLS = 8  # replies with calls of tools to one message; the one after them is the last
 Load = Callable[[str | None], tuple[LLM, str, SamplingParams]]
+Command = tuple[str, str, Callable[["Conversation", str | None], None]]  # argument, in words, what does it
+RULE = (
+    "when the context is full the oldest turns are left out, whole, until a quarter of it is free; "
+    "the system message stays"
+)
 
 
 class Conversation:
@@ -32,6 +36,7 @@ class Conversation:
     Args:
         llm: the model.
         session: the turns and settings to begin with.
+        commands: what a line that begins with a slash does, by name.
         raw: use no chat template. The model goes on with one text, to which each message is added as it is.
         plain: show replies as text, not as rendered Markdown.
         verbose: say more, and show the tracebacks of errors.
@@ -45,6 +50,7 @@ class Conversation:
         self,
         llm: LLM,
         session: Session,
+        commands: Mapping[str, Command],
         raw: bool,
         plain: bool,
         verbose: bool = False,
@@ -54,7 +60,7 @@ class Conversation:
         toolbox: Toolbox | None = None,
     ):
         self._llm: LLM | None = llm
-        self.toolbox = toolbox
+        self.commands, self.toolbox = commands, toolbox
         self.session, self.raw, self.plain, self.verbose, self.kept = session, raw, plain, verbose, kept
         self._model, self._load = model, load
         self._loaded: dict[str | None, str | None] = {session.model: model}  # shown name -> argument of `load`
@@ -79,7 +85,7 @@ class Conversation:
         """Read and answer until the user leaves. Returns the exit code."""
         words = {"/set": SETTINGS, "/save": None, "/load": None, "/model": None}
         history = state_directory() / "history" if self.kept is not None else None
-        prompt = Prompt(history, {name: words.get(name, ()) for name in [*COMMANDS, *ALIASES]})
+        prompt = Prompt(history, {name: words.get(name, ()) for name in self.commands})
         if prompt.why_no_history:
             say(prompt.why_no_history)
         try:
@@ -150,11 +156,10 @@ class Conversation:
         self.ask(message)
 
     def _do(self, name: str, argument: str | None = None) -> None:
-        name = ALIASES.get(name, name)
-        if name not in COMMANDS:
-            hint = nearest(name, COMMANDS) or ": see /help"
+        if name not in self.commands:
+            hint = (nearest(name, self.commands) if len(name) > 1 else "") or ": see /help"
             raise ValueError(f"there is no command {name}{hint} (// begins a message with a slash)")
-        form, _, run = COMMANDS[name]
+        form, _, run = self.commands[name]
         if argument is not None and not form:
             raise ValueError(f"{name} takes no argument, got {argument!r}")
         run(self, None if argument is None else unquoted(argument)[0])

@@ -13,7 +13,7 @@ from helpers import tiny_model
 
 import nanopage.terminal.conversation
 from nanopage import LLM, SamplingParams
-from nanopage.terminal.commands import ALIASES, COMMANDS
+from nanopage.terminal.commands import ALIASES, COMMANDS, WITH_ALIASES
 from nanopage.terminal.conversation import Conversation
 from nanopage.terminal.kept import Kept
 from nanopage.terminal.reply import Reply, encode, generate
@@ -33,7 +33,7 @@ def llm(tmp_path_factory):
 def chat(llm, monkeypatch):
     """A conversation whose prompts are recorded in `chat.sent`."""
     llm.engine.reset_prefix_cache()
-    made, sent, encoded = Conversation(llm, Session(GREEDY, model="tiny"), raw=False, plain=True), [], []
+    made, sent, encoded = Conversation(llm, Session(GREEDY, model="tiny"), WITH_ALIASES, raw=False, plain=True), [], []
 
     def recorded_encode(llm, prompt, tools=None):
         encoded.append(prompt)
@@ -274,7 +274,9 @@ def test_kept_conversations_are_listed_and_loaded_by_number(chat, llm, tmp_path,
     with pytest.raises(ValueError, match="no other conversation is kept"):
         chat.take("/load")
     for question in ("first \x1b[2J question", "second question"):
-        other = Conversation(llm, Session(GREEDY, model="tiny"), raw=False, plain=True, kept=Kept(tmp_path))
+        other = Conversation(
+            llm, Session(GREEDY, model="tiny"), WITH_ALIASES, raw=False, plain=True, kept=Kept(tmp_path)
+        )
         other._take_safely(question)
     (tmp_path / "2000-broken.json").write_text("{")
     os.utime(tmp_path / "2000-broken.json", (0, 0))
@@ -439,7 +441,7 @@ def test_a_signal_in_a_reply_keeps_what_came_and_leaves_with_its_code(chat, monk
 def test_a_prompt_is_read_in_chunks_and_a_first_ctrl_c_ends_the_reading_after_one(tmp_path, monkeypatch, capsys):
     path = tiny_model(tmp_path / "model")
     llm = LLM(str(path), device="cpu", num_gpu_blocks_override=64, enforce_eager=True, max_num_batched_tokens=16)
-    chat = Conversation(llm, Session(GREEDY, model="tiny"), raw=False, plain=True)
+    chat = Conversation(llm, Session(GREEDY, model="tiny"), WITH_ALIASES, raw=False, plain=True)
     shown = []
 
     @contextlib.contextmanager
@@ -528,7 +530,7 @@ def test_save_and_load_go_on_where_it_was(chat, llm, tmp_path, capsys):
     chat.take("one")
     chat.take("/set top_k 7")
     chat.take(f"/save {tmp_path}/my session.json")
-    other = Conversation(llm, Session(SamplingParams(), model="other"), raw=False, plain=True)
+    other = Conversation(llm, Session(SamplingParams(), model="other"), WITH_ALIASES, raw=False, plain=True)
     other.take(f"/load {tmp_path}/my session.json")
     assert (other.session.messages, other.session.params) == (chat.session.messages, chat.session.params)
     shown = " ".join(capsys.readouterr().err.split())
@@ -626,7 +628,7 @@ def test_ctrl_c_keeps_what_came_and_frees_its_blocks(chat, monkeypatch, capsys, 
 
 
 def test_raw_goes_on_with_one_text(chat, llm, tmp_path):
-    raw = Conversation(llm, Session(GREEDY, model="tiny"), raw=True, plain=True)
+    raw = Conversation(llm, Session(GREEDY, model="tiny"), WITH_ALIASES, raw=True, plain=True)
     raw.take("the cat")
     raw.take(" and then")
     assert chat.sent == ["the cat", "the cat" + raw.replies[0].text + " and then"]

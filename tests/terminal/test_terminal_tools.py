@@ -7,6 +7,7 @@ from helpers import tiny_model
 
 import nanopage.terminal.conversation
 from nanopage import LLM, SamplingParams
+from nanopage.terminal.commands import WITH_ALIASES
 from nanopage.terminal.conversation import MAX_CALLS, Conversation
 from nanopage.terminal.reply import Reply, encode
 from nanopage.terminal.session import Session
@@ -58,7 +59,9 @@ def talk(llm, tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr(nanopage.terminal.conversation, "encode", recorded_encode)
     monkeypatch.setattr(nanopage.terminal.conversation, "generate", scripted_generate)
-    chat = Conversation(llm, Session(SamplingParams(temperature=0)), raw=False, plain=True, toolbox=toolbox)
+    chat = Conversation(
+        llm, Session(SamplingParams(temperature=0)), WITH_ALIASES, raw=False, plain=True, toolbox=toolbox
+    )
 
     def talk(message, script, answers):
         typed[:], replies[:] = answers, script
