@@ -40,7 +40,6 @@ from nanopage.vllm.metrics import Metric, Metrics
 
 if TYPE_CHECKING:
     from nanopage.text.tokenizer import Tokenizer
-    from nanopage.vllm.engine_args import EngineArgs
 
 logger = logging.getLogger("nanopage")
 
@@ -159,7 +158,7 @@ class AsyncLLM:
         thread.start()
 
     @classmethod
-    def from_engine_args(cls, engine_args: "EngineArgs") -> "AsyncLLM":
+    def from_engine_args(cls, engine_args: Any) -> "AsyncLLM":
         """Load the model and start. Raises: as `nanopage.build.build_engine`."""
         return cls(engine_args.create_engine())
 

@@ -20,8 +20,9 @@ from typer.main import get_command
 from nanopage import models
 from nanopage.__main__ import app as program
 from nanopage.server import serve
-from nanopage.server.app import ServerState, create_app
+from nanopage.server.app import create_app
 from nanopage.server.fields import REFUSED
+from nanopage.server.state import ServerState
 from nanopage.vllm.metrics import Metrics
 from nanopage.weights import loader
 

@@ -10,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from nanopage.config.model import EngineConfig, ModelConfig
 from nanopage.engine.block_manager import BlockManager
@@ -29,7 +29,6 @@ from nanopage.view.explain import Explained, Sentence, explain
 
 if TYPE_CHECKING:
     from nanopage.adapters.files import LoRARequest
-    from nanopage.vllm.engine_args import EngineArgs
 
 logger = logging.getLogger("nanopage")
 
@@ -124,7 +123,7 @@ class LLMEngine:
         return 0 if self.config.speculation is None else self.config.speculation.num_speculative_tokens
 
     @staticmethod
-    def from_engine_args(engine_args: "EngineArgs") -> "LLMEngine":
+    def from_engine_args(engine_args: Any) -> "LLMEngine":
         """Make an engine, as in vLLM. Raises: as `nanopage.build.build_engine`."""
         return engine_args.create_engine()
 

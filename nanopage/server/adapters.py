@@ -2,16 +2,12 @@
 /v1/unload_lora_adapter, as vLLM has them."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from pydantic import BaseModel, ConfigDict
 
 from nanopage.adapters.files import LoRARequest
 from nanopage.async_llm import AsyncLLM
 from nanopage.server.errors import ApiError
-
-if TYPE_CHECKING:
-    from nanopage.server.app import ServerState
 
 MAX_ADAPTERS = 10_000
 MAX_NAME = 256  # characters
@@ -54,9 +50,8 @@ class ServedAdapters:
         llm.engine.input_processor.adapters.check(request)
         return request
 
-    async def load(self, state: "ServerState", body: LoadBody) -> str:
+    async def load(self, llm: AsyncLLM, model_names: list[str], body: LoadBody) -> str:
         """Raises: ApiError for a name that is in use, or an adapter that does not fit."""
-        llm = state.require()
         if not llm.engine.config.enable_lora:
             raise ApiError(400, "adapters need --enable-lora", code="not_enabled")
         if not 0 < len(body.lora_name) <= MAX_NAME or not body.lora_name.isprintable():
@@ -64,30 +59,30 @@ class ServedAdapters:
             raise ApiError(400, message, param="lora_name")
         if len(self.requests) >= MAX_ADAPTERS:
             raise ApiError(400, f"there are {MAX_ADAPTERS:,} adapters already", param="lora_name")
-        self._check_free(state, body.lora_name)
+        self._check_free(model_names, body.lora_name)
         try:
             request = await llm.in_thread(self.check, llm, body.lora_name, body.lora_path)
         except (ValueError, TypeError) as error:
             raise ApiError(400, str(error), param="lora_path") from None
         try:
-            self._check_free(state, body.lora_name)  # another call may have taken it meanwhile
+            self._check_free(model_names, body.lora_name)  # another call may have taken it meanwhile
         except ApiError:
             llm.engine.input_processor.adapters.forget(request.lora_int_id)
             raise
         self.requests[body.lora_name] = request
         return f"Success: LoRA adapter '{body.lora_name}' added successfully."
 
-    def unload(self, state: "ServerState", body: UnloadBody) -> str:
+    def unload(self, llm: AsyncLLM, body: UnloadBody) -> str:
         """Requests that run go on. Raises: ApiError if there is no such adapter."""
-        llm, request = state.require(), self.requests.get(body.lora_name)
+        request = self.requests.get(body.lora_name)
         if request is None or body.lora_int_id not in (None, request.lora_int_id):
             raise ApiError(404, f"there is no adapter {body.lora_name[:MAX_NAME]!r}", param="lora_name")
         del self.requests[body.lora_name]
         llm.engine.input_processor.adapters.forget(request.lora_int_id)
         return f"Success: LoRA adapter '{body.lora_name}' removed successfully."
 
-    def _check_free(self, state: "ServerState", name: str) -> None:
-        if name in self.requests or name in state.model_names:
+    def _check_free(self, model_names: list[str], name: str) -> None:
+        if name in self.requests or name in model_names:
             raise ApiError(400, f"the name {name!r} is in use", param="lora_name")
 
 

@@ -1,13 +1,12 @@
-"""The routes, and the state they share."""
+"""The routes."""
 
 import logging
 import time
-from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -19,7 +18,7 @@ import nanopage
 from nanopage.async_llm import AsyncLLM, EngineDeadError
 from nanopage.engine.input_processor import PromptTooLongError
 from nanopage.params import SamplingParams
-from nanopage.server.adapters import LoadBody, ServedAdapters, UnloadBody
+from nanopage.server.adapters import LoadBody, UnloadBody
 from nanopage.server.chat import Chat
 from nanopage.server.completions import Completions
 from nanopage.server.errors import ApiError, from_http, from_validation, invalid, json_response
@@ -58,19 +57,15 @@ from nanopage.server.shapes import (
     TokenizeReply,
     replies,
 )
+from nanopage.server.state import ServerState
 from nanopage.server.streaming import GONE, ClientGoneError, EventStream, unless_gone
 from nanopage.server.templates import chat_prompt, template_kwargs
 from nanopage.server.tools import ToolOptions, read_tool_use
-from nanopage.view.live_view import VIEW_PATHS, LiveView, add_view
+from nanopage.view.live_view import VIEW_PATHS, add_view
 from nanopage.vllm.engine_args import EngineArgs
-from nanopage.vllm.metrics import Metric
-
-if TYPE_CHECKING:
-    from nanopage.server.tracing import Tracer
 
 logger = logging.getLogger("nanopage")
 
-MAX_RETRY_AFTER = 120  # seconds: OpenAI's SDK gives up above
 NOT_SERVED = {  # path -> why
     "/pooling": "use /v1/embeddings or /v1/score",
     "/classify": "classes are not served: use LLM.classify",
@@ -82,107 +77,6 @@ NOT_SERVED = {  # path -> why
     "/v1/images/generations": "the model draws nothing",
     "/v1/images/edits": "the model draws nothing",
 }
-
-
-@dataclass
-class ServerState:
-    """What the routes share.
-
-    Args:
-        model_names: the names of the model; the first is in replies to requests that name none.
-        max_queue: most requests that wait for their first step, and of one call.
-        max_queue_tokens: most prompt tokens of requests that wait, unless there is only one call.
-        stall_seconds: after how long a step counts as hung.
-        strict_fields: refuse fields that are not known.
-        default_max_tokens: most tokens of a reply whose request has no limit. None: as many as the context holds.
-        salt_per_key: keep the cached prefixes of clients with different API keys apart.
-        allow_runtime_lora_updating: clients may load adapters from any directory, and unload them.
-        tool_options: how calls of tools are read.
-        tracer: gets every request whose last output has been read.
-        view: the live view, if it is served.
-        no_view: why it is not.
-        llm: None while the model loads.
-        adapters: the LoRA adapters that clients may name as models.
-        error: why it could not be loaded.
-    """
-
-    model_names: list[str]
-    max_queue: int = 1024
-    max_queue_tokens: int = 1_000_000
-    stall_seconds: float = 120.0
-    strict_fields: bool = False
-    default_max_tokens: int | None = None
-    salt_per_key: bool = False
-    allow_runtime_lora_updating: bool = False
-    tool_options: ToolOptions = field(default_factory=ToolOptions)
-    tracer: "Tracer | None" = None
-    view: LiveView | None = None
-    no_view: str = "it is off"
-    llm: AsyncLLM | None = None
-    adapters: ServedAdapters = field(default_factory=ServedAdapters)
-    error: str | None = None
-    draining: bool = False
-    created: int = field(default_factory=lambda: int(time.time()))
-    replies: Counter[tuple[str, str, str]] = field(default_factory=Counter)
-    num_active: int = 0  # calls that make text
-    num_entering: int = 0  # requests on their way into the engine
-    num_entering_tokens: int = 0  # of their prompts, estimated
-    num_disconnects: int = 0
-
-    def check_open(self, loaded: bool) -> None:
-        """Raises: ApiError while no request can run: at shutdown, and before the model is loaded."""
-        if self.draining:
-            raise ApiError(503, "the server is shutting down", code="shutting_down", retry_after=30)
-        if self.error is not None:
-            raise ApiError(503, f"the model could not be loaded: {self.error}", code="load_failed")
-        if not loaded:
-            raise ApiError(503, "the model is loading", code="loading", retry_after=5)
-
-    def require(self) -> AsyncLLM:
-        """The engine, for a request that is to run now. Raises: ApiError while it cannot."""
-        self.check_open(self.llm is not None)
-        assert self.llm is not None
-        if self.llm.dead_error is not None:
-            raise ApiError(503, str(self.llm.dead_error), code="engine_dead", retry_after=30)
-        return self.llm
-
-    def check_health(self) -> None:
-        """Raises: ApiError if the server cannot answer requests."""
-        llm = self.require()
-        if llm.seconds_without_progress > self.stall_seconds:
-            raise ApiError(503, f"no step has ended for {self.stall_seconds:g} s", code="stalled", retry_after=30)
-
-    def model_name(self, name: str | None) -> str:
-        """The name for a reply. Raises: ApiError for the name of another model."""
-        if name is not None and name not in self.model_names and name not in self.adapters.requests:
-            known = ", ".join([*self.model_names, *self.adapters.requests][:100])
-            message = f"The model {name[:200]!r} does not exist. This server has {known}."
-            raise ApiError(404, message, param="model", code="model_not_found")
-        return name or self.model_names[0]
-
-    def enter(self, llm: AsyncLLM, sizes: list[int]) -> None:
-        """Reserve places in the queue, before any prompt is encoded.
-
-        Args: sizes: an estimate of the tokens of each prompt.
-        Raises: ApiError if there are not that many places.
-        """
-        if len(sizes) > self.max_queue:
-            raise ApiError(400, f"{len(sizes)} prompts are more than --max-queue {self.max_queue}", param="prompt")
-        waiting = llm.num_waiting + self.num_entering
-        tokens = llm.num_waiting_tokens + self.num_entering_tokens
-        if waiting + len(sizes) > self.max_queue or (waiting and tokens + sum(sizes) > self.max_queue_tokens):
-            seconds = max(1, min(MAX_RETRY_AFTER, round(llm.seconds_per_request * waiting)))
-            raise ApiError(429, f"{waiting} requests are waiting already", code="queue_full", retry_after=seconds)
-        self.num_entering += len(sizes)
-        self.num_entering_tokens += sum(sizes)
-
-    def leave(self, sizes: list[int]) -> None:
-        """Give back the first of these places."""
-        self.num_entering -= 1
-        self.num_entering_tokens -= sizes.pop(0)
-
-    def metrics(self) -> list[Metric]:
-        return [] if self.llm is None else self.llm.get_metrics()
 
 
 def create_app(
@@ -274,11 +168,13 @@ def create_routes(state: ServerState) -> FastAPI:
 
         @app.post("/v1/load_lora_adapter", response_class=PlainTextResponse)
         async def load_lora_adapter(body: LoadBody) -> Response:
-            return Response(await state.adapters.load(state, body), media_type="text/plain")
+            return Response(
+                await state.adapters.load(state.require(), state.model_names, body), media_type="text/plain"
+            )
 
         @app.post("/v1/unload_lora_adapter", response_class=PlainTextResponse)
         async def unload_lora_adapter(body: UnloadBody) -> Response:
-            return Response(state.adapters.unload(state, body), media_type="text/plain")
+            return Response(state.adapters.unload(state.require(), body), media_type="text/plain")
 
     @app.post("/tokenize", responses=replies(TokenizeReply))
     async def tokenize(body: TokenizeBody) -> Response:
@@ -338,7 +234,7 @@ def create_routes(state: ServerState) -> FastAPI:
 
     not_served = dict(NOT_SERVED)
     if state.view is not None:
-        add_view(app, state, state.view)
+        add_view(app, state.view, state.require, state.model_names[0])
     else:
         not_served |= dict.fromkeys(VIEW_PATHS, state.no_view)
     if not state.allow_runtime_lora_updating:

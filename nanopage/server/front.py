@@ -29,12 +29,13 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from nanopage.distributed import ray_cluster
-from nanopage.server.app import ServerState, create_routes
+from nanopage.server.app import create_routes
 from nanopage.server.errors import ApiError
 from nanopage.server.metrics import CONTENT_TYPE, ServerMetrics
 from nanopage.server.replica import CANNOT_START, Call, FrontAlive, Replica, Settings
 from nanopage.server.route import ReplicaRouter, Route, num_output_tokens, prompt_parts
 from nanopage.server.routing import Router
+from nanopage.server.state import ServerState
 from nanopage.server.streaming import DONE, encode_event, until_gone
 from nanopage.vllm import metrics
 

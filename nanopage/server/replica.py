@@ -17,8 +17,9 @@ from ray.exceptions import RayError
 from starlette.types import Message, Scope, Send
 
 import nanopage
-from nanopage.server.app import ServerState, create_routes, load_engine
+from nanopage.server.app import create_routes, load_engine
 from nanopage.server.errors import ApiError
+from nanopage.server.state import ServerState
 from nanopage.vllm import metrics
 from nanopage.vllm.engine_args import EngineArgs
 

@@ -25,9 +25,10 @@ from nanopage.files import hub
 from nanopage.files.lossy_output import lose_output
 from nanopage.grammar.tool_formats import FORMATS
 from nanopage.server.adapters import parse_modules
-from nanopage.server.app import ServerState, create_app, guard, load_engine
+from nanopage.server.app import create_app, guard, load_engine
 from nanopage.server.connection import Connection
 from nanopage.server.middleware import LOCAL_HOSTS
+from nanopage.server.state import ServerState
 from nanopage.server.tools import FINISH_REASONS, ToolOptions
 from nanopage.view.live_view import LiveView
 from nanopage.vllm.engine_args import EngineArgs, FlexibleArgumentParser

@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import msgspec
 from fastapi import FastAPI, Request
@@ -32,9 +32,6 @@ from nanopage.server.errors import ApiError, json_response
 from nanopage.server.pages import page_reply
 from nanopage.server.streaming import HEADERS, KEEP_ALIVE, KEEP_ALIVE_SECONDS
 from nanopage.view.frames import Frame, Frames
-
-if TYPE_CHECKING:
-    from nanopage.server.app import ServerState
 
 logger = logging.getLogger("nanopage")
 
@@ -223,8 +220,11 @@ class LiveView:
                 watcher.restart(key)
 
 
-def add_view(app: FastAPI, state: "ServerState", view: LiveView) -> None:
-    """Add the routes of the live view."""
+def add_view(app: FastAPI, view: LiveView, require: Callable[[], AsyncLLM], model_name: str) -> None:
+    """Add the routes of the live view.
+
+    Args: require: returns the engine. Raises: ApiError while there is none.
+    """
 
     @app.get("/view", include_in_schema=False)
     async def page() -> Response:
@@ -233,7 +233,7 @@ def add_view(app: FastAPI, state: "ServerState", view: LiveView) -> None:
     @app.get("/view/events", include_in_schema=False)
     async def events(request: Request) -> Response:
         _check_site(request)
-        stream = view.watch(_engine(state), state.model_names[0])
+        stream = view.watch(_with_blocks(require()), model_name)
         first = await anext(stream)  # an error is a reply of its own
         return StreamingResponse(_after(first, stream), headers=HEADERS, media_type="text/event-stream")
 
@@ -243,7 +243,7 @@ def add_view(app: FastAPI, state: "ServerState", view: LiveView) -> None:
         # Nor can a page of another site send this type without asking, in a browser that says nothing of sites.
         if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
             raise ApiError(415, "the content type must be application/json", code="unsupported_media_type")
-        llm = _engine(state)
+        llm = _with_blocks(require())
         view.control(llm, body.action, body.steps)
         return json_response({"paused": llm.paused})
 
@@ -266,9 +266,8 @@ def _check_site(request: Request) -> None:
         raise ApiError(403, "a page of another site may neither watch nor pause the engine", code="foreign_site")
 
 
-def _engine(state: "ServerState") -> AsyncLLM:
-    """Raises: ApiError while there is none, or if it has no blocks to show."""
-    llm = state.require()
+def _with_blocks(llm: AsyncLLM) -> AsyncLLM:
+    """The engine. Raises: ApiError if it has no blocks to show."""
     if not isinstance(llm.engine, LLMEngine):
         raise ApiError(404, "an encoder has no queues and no blocks to show", code="not_served")
     return llm

@@ -10,8 +10,9 @@ from test_lora import save_adapter
 
 from nanopage import AsyncLLM, EngineArgs
 from nanopage.server.adapters import parse_modules
-from nanopage.server.app import ServerState, create_app
+from nanopage.server.app import create_app
 from nanopage.server.serve import check_adapters, parser
+from nanopage.server.state import ServerState
 
 ASK = {"prompt": "the cat", "temperature": 0, "max_tokens": 8, "ignore_eos": True}
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"

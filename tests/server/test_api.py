@@ -20,11 +20,12 @@ from nanopage.grammar.tool_formats import MISTRAL
 from nanopage.grammar.tool_reply import ReplyReader
 from nanopage.outputs import CompletionOutput, StepStats
 from nanopage.server import chat, completions, middleware, protocol, responses, streaming
-from nanopage.server.app import NOT_SERVED, ServerState, create_app
+from nanopage.server.app import NOT_SERVED, create_app
 from nanopage.server.chat import LOOK, Thinking
 from nanopage.server.fields import REFUSED
 from nanopage.server.metrics import ServerMetrics
 from nanopage.server.protocol import ChatBody, CompletionBody, ResponsesBody
+from nanopage.server.state import ServerState
 from nanopage.server.tools import ToolOptions, ToolUse, read_tool_use
 from nanopage.server.tracing import Tracer
 from nanopage.vllm.metrics import Metrics

@@ -12,7 +12,8 @@ from encoders import texts, tiny_encoder, write_modules
 from server_process import OPTIONS
 
 from nanopage import LLM, AsyncLLM, EngineArgs, PoolingParams
-from nanopage.server.app import ServerState, create_app
+from nanopage.server.app import create_app
+from nanopage.server.state import ServerState
 
 EMBEDDINGS, TEXTS = "/v1/embeddings", texts(6)
 

@@ -11,7 +11,8 @@ from test_api import CHAT, HELLO, TEXT, post
 
 from nanopage import SamplingParams, StructuredOutputsParams
 from nanopage.grammar import structured as structured_module
-from nanopage.server.app import ServerState, create_app
+from nanopage.server.app import create_app
+from nanopage.server.state import ServerState
 
 RESPONSES = "/v1/responses"
 SCHEMA = {

@@ -11,7 +11,7 @@ from encoders import tiny_encoder
 from nanopage import AsyncLLM, EngineArgs
 from nanopage.server import json_body
 from nanopage.server.adapters import LoadBody, UnloadBody
-from nanopage.server.app import ServerState, create_app
+from nanopage.server.app import create_app
 from nanopage.server.protocol import (
     ChatBody,
     CompletionBody,
@@ -22,6 +22,7 @@ from nanopage.server.protocol import (
     ScoreBody,
     TokenizeBody,
 )
+from nanopage.server.state import ServerState
 
 DEEP = "[" * 940 + "]" * 940
 # As JSON, because Python cannot write some of them.

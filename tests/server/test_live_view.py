@@ -13,8 +13,9 @@ from fake_executor import FakeExecutor, fake_engine, tokens
 
 from nanopage import AsyncLLM, EngineArgs
 from nanopage.async_llm import EngineDeadError
-from nanopage.server.app import ServerState, create_app
+from nanopage.server.app import create_app
 from nanopage.server.serve import OneEngine, main, parser, why_no_view
+from nanopage.server.state import ServerState
 from nanopage.view.live_view import LEASE_SECONDS, MAX_BEHIND, MAX_WATCHERS, LiveView, Watcher
 
 PROMPT = {"prompt_token_ids": [10] * 9}

@@ -19,10 +19,10 @@ from nanopage import LLM, SamplingParams
 from nanopage.distributed import ray_cluster
 from nanopage.server import front
 from nanopage.server import route as routes
-from nanopage.server.app import ServerState
 from nanopage.server.errors import ApiError
 from nanopage.server.routing import Router
 from nanopage.server.serve import main
+from nanopage.server.state import ServerState
 
 HELLO = [{"role": "user", "content": "Hello there"}]
 GREEDY = {"temperature": 0, "extra_body": {"ignore_eos": True}}

@@ -9,7 +9,8 @@ from server_process import OPTIONS
 
 from nanopage import AsyncLLM, EngineArgs
 from nanopage.server import chat
-from nanopage.server.app import ServerState, create_app
+from nanopage.server.app import create_app
+from nanopage.server.state import ServerState
 
 HELLO = [{"role": "user", "content": "Hello there"}]
 CHAT = "/v1/chat/completions"

@@ -16,7 +16,8 @@ from pydantic import BaseModel
 from server_process import OPTIONS
 
 from nanopage import AsyncLLM, EngineArgs
-from nanopage.server.app import ServerState, create_app
+from nanopage.server.app import create_app
+from nanopage.server.state import ServerState
 
 CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 SDK = {

@@ -18,7 +18,8 @@ import uvicorn
 
 from nanopage import LLM, AsyncLLM, EngineArgs, SamplingParams
 from nanopage.async_llm import RequestStream
-from nanopage.server.app import ServerState, create_app
+from nanopage.server.app import create_app
+from nanopage.server.state import ServerState
 
 SECONDS = float(os.environ.get("NANOPAGE_SOAK", "3"))
 NUM_CLIENTS = int(os.environ.get("NANOPAGE_SOAK_CLIENTS", "60"))

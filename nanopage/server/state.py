@@ -1,0 +1,119 @@
+"""ServerState: what the routes share."""
+
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from nanopage.async_llm import AsyncLLM
+from nanopage.server.adapters import ServedAdapters
+from nanopage.server.errors import ApiError
+from nanopage.server.tools import ToolOptions
+from nanopage.view.live_view import LiveView
+from nanopage.vllm.metrics import Metric
+
+if TYPE_CHECKING:
+    from nanopage.server.tracing import Tracer
+
+MAX_RETRY_AFTER = 120  # seconds: OpenAI's SDK gives up above
+
+
+@dataclass
+class ServerState:
+    """What the routes share.
+
+    Args:
+        model_names: the names of the model; the first is in replies to requests that name none.
+        max_queue: most requests that wait for their first step, and of one call.
+        max_queue_tokens: most prompt tokens of requests that wait, unless there is only one call.
+        stall_seconds: after how long a step counts as hung.
+        strict_fields: refuse fields that are not known.
+        default_max_tokens: most tokens of a reply whose request has no limit. None: as many as the context holds.
+        salt_per_key: keep the cached prefixes of clients with different API keys apart.
+        allow_runtime_lora_updating: clients may load adapters from any directory, and unload them.
+        tool_options: how calls of tools are read.
+        tracer: gets every request whose last output has been read.
+        view: the live view, if it is served.
+        no_view: why it is not.
+        llm: None while the model loads.
+        adapters: the LoRA adapters that clients may name as models.
+        error: why it could not be loaded.
+    """
+
+    model_names: list[str]
+    max_queue: int = 1024
+    max_queue_tokens: int = 1_000_000
+    stall_seconds: float = 120.0
+    strict_fields: bool = False
+    default_max_tokens: int | None = None
+    salt_per_key: bool = False
+    allow_runtime_lora_updating: bool = False
+    tool_options: ToolOptions = field(default_factory=ToolOptions)
+    tracer: "Tracer | None" = None
+    view: LiveView | None = None
+    no_view: str = "it is off"
+    llm: AsyncLLM | None = None
+    adapters: ServedAdapters = field(default_factory=ServedAdapters)
+    error: str | None = None
+    draining: bool = False
+    created: int = field(default_factory=lambda: int(time.time()))
+    replies: Counter[tuple[str, str, str]] = field(default_factory=Counter)
+    num_active: int = 0  # calls that make text
+    num_entering: int = 0  # requests on their way into the engine
+    num_entering_tokens: int = 0  # of their prompts, estimated
+    num_disconnects: int = 0
+
+    def check_open(self, loaded: bool) -> None:
+        """Raises: ApiError while no request can run: at shutdown, and before the model is loaded."""
+        if self.draining:
+            raise ApiError(503, "the server is shutting down", code="shutting_down", retry_after=30)
+        if self.error is not None:
+            raise ApiError(503, f"the model could not be loaded: {self.error}", code="load_failed")
+        if not loaded:
+            raise ApiError(503, "the model is loading", code="loading", retry_after=5)
+
+    def require(self) -> AsyncLLM:
+        """The engine, for a request that is to run now. Raises: ApiError while it cannot."""
+        self.check_open(self.llm is not None)
+        assert self.llm is not None
+        if self.llm.dead_error is not None:
+            raise ApiError(503, str(self.llm.dead_error), code="engine_dead", retry_after=30)
+        return self.llm
+
+    def check_health(self) -> None:
+        """Raises: ApiError if the server cannot answer requests."""
+        llm = self.require()
+        if llm.seconds_without_progress > self.stall_seconds:
+            raise ApiError(503, f"no step has ended for {self.stall_seconds:g} s", code="stalled", retry_after=30)
+
+    def model_name(self, name: str | None) -> str:
+        """The name for a reply. Raises: ApiError for the name of another model."""
+        if name is not None and name not in self.model_names and name not in self.adapters.requests:
+            known = ", ".join([*self.model_names, *self.adapters.requests][:100])
+            message = f"The model {name[:200]!r} does not exist. This server has {known}."
+            raise ApiError(404, message, param="model", code="model_not_found")
+        return name or self.model_names[0]
+
+    def enter(self, llm: AsyncLLM, sizes: list[int]) -> None:
+        """Reserve places in the queue, before any prompt is encoded.
+
+        Args: sizes: an estimate of the tokens of each prompt.
+        Raises: ApiError if there are not that many places.
+        """
+        if len(sizes) > self.max_queue:
+            raise ApiError(400, f"{len(sizes)} prompts are more than --max-queue {self.max_queue}", param="prompt")
+        waiting = llm.num_waiting + self.num_entering
+        tokens = llm.num_waiting_tokens + self.num_entering_tokens
+        if waiting + len(sizes) > self.max_queue or (waiting and tokens + sum(sizes) > self.max_queue_tokens):
+            seconds = max(1, min(MAX_RETRY_AFTER, round(llm.seconds_per_request * waiting)))
+            raise ApiError(429, f"{waiting} requests are waiting already", code="queue_full", retry_after=seconds)
+        self.num_entering += len(sizes)
+        self.num_entering_tokens += sum(sizes)
+
+    def leave(self, sizes: list[int]) -> None:
+        """Give back the first of these places."""
+        self.num_entering -= 1
+        self.num_entering_tokens -= sizes.pop(0)
+
+    def metrics(self) -> list[Metric]:
+        return [] if self.llm is None else self.llm.get_metrics()
