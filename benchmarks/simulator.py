@@ -241,7 +241,7 @@ class SimulatedReplica:
             )
             stats = StepStats(running=len(scheduler.running), prefill_tokens=prefill, seconds=executor.clock - started)
             self.budget(stats)
-        scheduler.events.clear()
+        scheduler.queues.events.clear()
         blocked = len(batch.rows) == len(scheduler.running) and not (schedule.preempted or schedule.chunks)
         # The last tokens of a prompt may have extended the cached prefix of a waiting request.
         blocked = blocked and all(len(seq.token_ids) > seq.num_prompt_tokens + 1 for seq in schedule.sequences)
@@ -341,10 +341,10 @@ class SimulatedReplica:
             if len(token_ids) >= seq.max_total_tokens:
                 ended.append(seq)
         for seq in ended:
-            scheduler.finish(seq.group, seq, "length")
+            scheduler.queues.finish(seq.group, seq, "length")
             self._finish(seq)
         if ended:
-            scheduler.events.clear()
+            scheduler.queues.events.clear()
             if self.budget is not None:
                 self.budget(StepStats(running=len(scheduler.running)))
         self._jumped = self._jump_limit = 0

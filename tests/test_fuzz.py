@@ -398,7 +398,7 @@ def fail_at_times(engine: LLMEngine, rng: random.Random) -> None:
 
     def failing_launch(batch):
         nonlocal culprit
-        fails = rng.random() < 0.1 and not engine.scheduler.suspects
+        fails = rng.random() < 0.1 and not engine.scheduler.queues.suspects
         culprit = rng.choice(["before", "moves", "model", "launch"]) if fails else None
         happened["steps that failed"] += culprit is not None
         happened["steps that failed with copies or swaps"] += culprit is not None and bool(
@@ -810,7 +810,7 @@ def test_nor_do_windows(world, windowed):
     manager = engine.scheduler.block_manager
     kinds = divide_layers(oracle.model_config.sliding_windows, engine.max_model_len)
     assert manager.windows == kinds.windows and any(manager.windows)
-    happened["worlds with windows that preempted"] += engine.scheduler.num_preemptions > 0
+    happened["worlds with windows that preempted"] += engine.scheduler.queues.num_preemptions > 0
     happened["worlds with windows that swapped"] += engine.executor.worker.kv_cache.host is not None
     happened["worlds with windows and prefix-cache hits"] += manager.num_hit_tokens > 0
 
@@ -897,7 +897,7 @@ def fail_between_processes(engine: LLMEngine, rng: random.Random) -> None:
     submit, result = executor.submit, executor.result
 
     def failing(function, *arguments):
-        fails = rng.random() < 0.05 and not engine.scheduler.suspects
+        fails = rng.random() < 0.05 and not engine.scheduler.queues.suspects
         happened["steps of several workers that failed"] += fails
         if fails and rng.random() < 0.5:
             raise RuntimeError("before")
@@ -1060,8 +1060,8 @@ def test_a_crowd_changes_no_answer(world, model, oracle, monkeypatch):
     happened["requests with several completions"] += sum(not p.searches and p.params.num_sequences > 1 for p in plans)
     happened["beam searches"] += sum(plan.searches for plan in plans)
     happened["tokens"] += sum(len(completion.token_ids) for completion in completions)
-    happened["worlds that preempted"] += engine.scheduler.num_preemptions > 0
-    happened["preemptions"] += engine.scheduler.num_preemptions
+    happened["worlds that preempted"] += engine.scheduler.queues.num_preemptions > 0
+    happened["preemptions"] += engine.scheduler.queues.num_preemptions
     happened["worlds that swapped"] += engine.executor.worker.kv_cache.host is not None
     happened["worlds with prefix-cache hits"] += manager.num_hit_tokens > 0
     happened["tokens found in the prefix cache"] += manager.num_hit_tokens

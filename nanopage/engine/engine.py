@@ -16,6 +16,7 @@ from nanopage.config.model import EngineConfig, ModelConfig
 from nanopage.engine.block_manager import BlockManager
 from nanopage.engine.input_processor import InputProcessor, Prompt, default_sampling_params
 from nanopage.engine.output_processor import OutputProcessor, Request
+from nanopage.engine.recovery import restart
 from nanopage.engine.schedule import Schedule
 from nanopage.engine.scheduler import Scheduler
 from nanopage.engine.sequence import SequenceGroup
@@ -204,13 +205,13 @@ class LLMEngine:
                 raise ValueError(f"index={index}: completions that compete can only be aborted all together")
             if not 0 <= index < len(request.completions) or request.completions[index].seq.finished:
                 return None
-        if self._scheduled is not None and (index is not None or self.scheduler.suspects):
+        if self._scheduled is not None and (index is not None or self.scheduler.queues.suspects):
             # A step is planned in which a sibling, or the blame for a failure, depends on what ends here: plan anew.
             self._in_call = True
         with self._call():
             if request is not None:
                 seq = None if index is None else request.completions[index].seq
-                self.scheduler.finish(request.group, seq, "abort")
+                self.scheduler.queues.finish(request.group, seq, "abort")
                 self.output_processor.read_aborted(request_id)
                 self.output_processor.report()
         self._rest_if_idle()
@@ -276,7 +277,7 @@ class LLMEngine:
         """The sentences of `explain` with what they are about."""
         planned = None
         if self._scheduled is not None:
-            planned = Explained(self._scheduled, events=self.scheduler.events)
+            planned = Explained(self._scheduled, events=self.scheduler.queues.events)
         return explain(self.scheduler, planned or self.last_decided, name)
 
     def step(self) -> list[RequestOutput]:
@@ -303,7 +304,7 @@ class LLMEngine:
         step = Explained()
         unfinished = len(self.output_processor.requests)
         with self._call():
-            suspect = next(iter(self.scheduler.suspects), None)
+            suspect = next(iter(self.scheduler.queues.suspects), None)
             try:
                 if self.scheduler.has_unfinished() or self._in_flight or self._scheduled is not None:
                     self._run_batch(stats, step)
@@ -346,7 +347,7 @@ class LLMEngine:
         self.scheduler.advance(schedule)
         self._in_flight.append(schedule)
         self._scheduled = None
-        if schedule.must_be_awaited or self.scheduler.suspects:
+        if schedule.must_be_awaited or self.scheduler.queues.suspects:
             while self._in_flight:
                 self._complete(stats, step)
         elif len(self._in_flight) == self._most_in_flight:
@@ -431,7 +432,7 @@ class LLMEngine:
         self.executor.discard()
         if self.scheduler.drafter is not None:
             self.scheduler.drafter.restart()
-        self.scheduler.restart([request.group for request in self.output_processor.requests.values()])
+        restart(self.scheduler.queues, [request.group for request in self.output_processor.requests.values()])
         for group, error in self.output_processor.recover():
             self._fail(group, f"making its text failed: {type(error).__name__}: {error}")
         self._in_call = False
@@ -448,8 +449,8 @@ class LLMEngine:
         if suspect is not None:
             self._fail(suspect, message)
             return
-        self.scheduler.suspects = [group for group in groups if not group.finished]
-        count = len(self.scheduler.suspects)
+        self.scheduler.queues.suspects = [group for group in groups if not group.finished]
+        count = len(self.scheduler.queues.suspects)
         logger.warning(f"a step failed: {message}; running its {count} requests one at a time", exc_info=error)
 
     def _die(self, error: WorkerDiedError) -> None:
@@ -464,5 +465,5 @@ class LLMEngine:
     def _fail(self, group: SequenceGroup, message: str) -> None:
         """End a request because of an error."""
         logger.warning(f"request {group.request_id} ended by an error: {message}")
-        self.scheduler.fail(group, message)
+        self.scheduler.queues.fail(group, message)
         self.output_processor.read_aborted(group.request_id)

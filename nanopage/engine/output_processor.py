@@ -173,7 +173,7 @@ class OutputProcessor:
         if seq.finished:  # the length, or a later token of the same step, has ended it, but a stop string wins
             seq.finish_reason, seq.stop_reason = "stop", stop
         else:
-            self.scheduler.finish(request.group, seq, "stop", stop)
+            self.scheduler.queues.finish(request.group, seq, "stop", stop)
         # A step with a draft may have appended more.
         if seq.logprobs:
             kept = zip(seq.output_token_ids[:number], seq.logprobs[:number], strict=True)

@@ -8,15 +8,15 @@ overwrite its K and V. So the output does not depend on drafts, only the number 
 A `Drafter` makes the guesses (see lookup.py and draft_model.py). The rest of the engine only knows the rows.
 """
 
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
-from nanopage.engine.schedule import Schedule
+from nanopage.engine.block_manager import BlockManager
+from nanopage.engine.preemption import recompute
+from nanopage.engine.queues import Queues
+from nanopage.engine.schedule import BatchWriter, Schedule
 from nanopage.engine.sequence import Sequence, Status
 from nanopage.outputs import StepStats
 from nanopage.step import NO_TOKEN, BatchResult, LogprobTable
-
-if TYPE_CHECKING:
-    from nanopage.engine.scheduler import Scheduler
 
 SAMPLES_IN_ANY_CASE = 16  # tokens that a step may sample if `max_num_seqs` is smaller: their logits take little memory
 
@@ -48,23 +48,23 @@ class Drafter(Protocol):
         """An exception or Ctrl-C has ended a step, perhaps within `propose`."""
 
 
-def choose_drafts(scheduler: "Scheduler", schedule: Schedule) -> Drafts:
+def choose_drafts(manager: BlockManager, drafter: Drafter, schedule: Schedule, max_num_seqs: int) -> Drafts:
     """Draft further tokens for decodes of a step that has only rows with one token so far, and chunks.
 
     Drafts take only what is left of the token budget and of the free blocks. `accept` gives back the blocks of refused
     drafts before the next step is scheduled.
     """
-    batch, manager = schedule.batch, scheduler.block_manager
+    batch = schedule.batch
     num_tokens = len(batch.rows) + sum(num_tokens for _, num_tokens in schedule.chunks)
     num_samples = len(batch.sampled_rows) + len(schedule.chunks)
-    most_samples = max(scheduler.admission.max_num_seqs, SAMPLES_IN_ANY_CASE)
-    budget = min(scheduler.max_num_batched_tokens - num_tokens, most_samples - num_samples)
+    most_samples = max(max_num_seqs, SAMPLES_IN_ANY_CASE)
+    budget = min(schedule.budget - num_tokens, most_samples - num_samples)
     drafts: Drafts = {}
     decodes = [seq for seq in schedule.sequences if takes_drafts(seq)]
-    if not decodes or budget <= 0 or scheduler.drafter is None or scheduler.suspects or schedule.preempted:
+    if not decodes or budget <= 0:
         return drafts
     free = manager.num_free_blocks
-    for seq, draft in scheduler.drafter.propose(decodes, budget, schedule).items():
+    for seq, draft in drafter.propose(decodes, budget, schedule).items():
         held, known = len(manager.block_tables[seq.seq_id]), len(seq.token_ids)
         room = min((held + free) // manager.num_kinds * manager.block_size, seq.max_total_tokens - 1) - known
         draft = draft[: max(0, min(budget, room))]
@@ -109,12 +109,12 @@ def take_out(schedule: Schedule, drafts: Drafts) -> None:
     schedule.sequences = [schedule.sequences[i] for i in kept]
 
 
-def add(scheduler: "Scheduler", schedule: Schedule, drafts: Drafts) -> None:
+def add(writer: BatchWriter, schedule: Schedule, drafts: Drafts) -> None:
     """Add decodes with drafts at the end of a batch. The blocks of their last known tokens have been prepared."""
     batch = schedule.batch
     for seq, draft in drafts.items():
         start, count, first = seq.num_computed_tokens, 1 + len(draft), batch.num_tokens
-        scheduler.writer.grow(batch, seq, count)
+        writer.grow(batch, seq, count)
         assert seq.row is not None
         batch.tokens += [(seq.row, start + i, token_id) for i, token_id in enumerate(draft, 1)]
         batch.rows.append(seq.row)
@@ -128,7 +128,7 @@ def add(scheduler: "Scheduler", schedule: Schedule, drafts: Drafts) -> None:
         schedule.drafted.append((seq, draft))
 
 
-def accept(scheduler: "Scheduler", schedule: Schedule, result: BatchResult, now: float) -> list[Sequence]:
+def accept(queues: Queues, drafter: Drafter, schedule: Schedule, result: BatchResult, now: float) -> list[Sequence]:
     """Take in the samples of the decodes with drafts. Returns the sequence of each token that was appended.
 
     Args: result: of the step; the samples of decodes with drafts are its last ones. now: when it came.
@@ -141,19 +141,18 @@ def accept(scheduler: "Scheduler", schedule: Schedule, result: BatchResult, now:
         if seq.finish_reason is None and NO_TOKEN in sampled:
             # Perhaps only because of the draft: K and V that are not finite change what other tokens attend to.
             seq.takes_drafts, seq.num_in_flight = False, 0
-            scheduler.recompute(seq.group)
+            recompute(queues, seq.group)
         elif seq.finish_reason is None:
             while accepted < len(draft) and draft[accepted] == sampled[accepted]:
                 accepted += 1
             tables = [result.logprobs.get(index) for index in range(first, end)]
-            appended = _append(scheduler, seq, sampled[: accepted + 1], tables, now)
+            appended = _append(queues, seq, sampled[: accepted + 1], tables, now)
             taken += [seq] * appended
             ends_early = appended <= accepted and appended < len(draft)  # nothing is known of the rest of the draft
             accepted = min(accepted, appended)
             if ends_early:
                 schedule.cut.append(seq)
-            assert scheduler.drafter is not None
-            scheduler.drafter.learn(seq, accepted if ends_early else len(draft), accepted)
+            drafter.learn(seq, accepted if ends_early else len(draft), accepted)
         else:
             schedule.cut.append(seq)
         schedule.num_accepted.append(accepted)
@@ -161,10 +160,10 @@ def accept(scheduler: "Scheduler", schedule: Schedule, result: BatchResult, now:
 
 
 def _append(
-    scheduler: "Scheduler", seq: Sequence, token_ids: list[int], logprobs: list[LogprobTable | None], now: float
+    queues: Queues, seq: Sequence, token_ids: list[int], logprobs: list[LogprobTable | None], now: float
 ) -> int:
     """Append tokens to a sequence up to one that ends it. Returns how many were appended."""
-    group, manager, number, ending = seq.group, scheduler.block_manager, 0, None
+    group, manager, number, ending = seq.group, queues.block_manager, 0, None
     if group.metrics.token_times[-1:] != [now]:
         group.metrics.token_times.append(now)
     seq.num_in_flight = len(token_ids)
@@ -179,5 +178,5 @@ def _append(
         manager.shrink(seq.seq_id, len(seq.token_ids))
         seq.num_sent_blocks = min(seq.num_sent_blocks, len(manager.block_tables[seq.seq_id]))
     if ending is not None:
-        scheduler.finish(group, seq, *ending)
+        queues.finish(group, seq, *ending)
     return number

@@ -254,7 +254,7 @@ class Frames:
                 touched.update(update.blocks)
         slides = manager.windows != (None,)  # tables then change at their beginnings as well
         moved: set[int] | None = None  # sequences whose tables the step may have changed, besides those of `changed`
-        if submitted is not None and not self.engine.scheduler.suspects:  # after a failure, any may have changed
+        if submitted is not None and not self.engine.scheduler.queues.suspects:  # after a failure, any may have changed
             moved = self._moved(submitted, slides)
             if not changed:
                 tables = {seq_id: tables[seq_id] for seq_id in moved if seq_id in tables}

@@ -185,7 +185,7 @@ def test_preemption_forks_and_beams(model, adapters, mode):
         finished |= {output.request_id: output for output in engine.step() if output.finished}
         running = {group.adapter for group in engine.scheduler.running} - {None}
         assert len(running) <= 2
-    assert engine.scheduler.num_preemptions > 0
+    assert engine.scheduler.queues.num_preemptions > 0
     for i, (prompt, param, request) in enumerate(zip(prompts, params, requests, strict=True)):
         run = roomy.beam_search if isinstance(param, BeamSearchParams) else roomy.generate
         (expected,) = run([{"prompt_token_ids": prompt}], param, lora_request=request, use_tqdm=False)

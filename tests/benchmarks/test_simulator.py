@@ -173,7 +173,7 @@ def test_a_replica_does_what_the_engine_does(model, monkeypatch, one_thread, bud
     replica.advance(math.inf)
     assert replica.executor.batches == executor.batches
     served = replica.served
-    assert (engine.scheduler.num_preemptions > 0) == (gib < 0.001) and served.preemptions == run.preemptions
+    assert (engine.scheduler.queues.num_preemptions > 0) == (gib < 0.001) and served.preemptions == run.preemptions
     for number, first, last in zip(served.numbers, served.first_token, served.last_token, strict=True):
         times = run.requests[number].token_times
         assert (first, last) == pytest.approx((times[0], times[-1]), abs=1e-9)

@@ -556,7 +556,7 @@ def test_a_request_that_is_interrupted_goes_on_as_it_began(model, not_ready, mon
         engine.step()
     else:
         schedule = Schedule()
-        scheduler._preempt(victim := scheduler.running.pop(), schedule, "blocks", victim, 1)
+        scheduler._preempt(victim := scheduler.running.pop(), schedule, victim, 1)
         engine.executor.submit(schedule.batch)
         engine.executor.result()
     assert not scheduler.running

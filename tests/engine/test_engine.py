@@ -217,7 +217,7 @@ def test_a_step_that_fails_can_be_run_again(model, monkeypatch, overlap):
     def failing(batch):
         calls.append(batch)
         launched = launch(batch)  # the cache is written, but nobody hears of it
-        if len(calls) % 3 == 0 and not engine.scheduler.suspects:
+        if len(calls) % 3 == 0 and not engine.scheduler.queues.suspects:
             raise RuntimeError("out of memory")
         return launched
 
@@ -418,7 +418,7 @@ def test_prompt_logprobs_are_the_same_in_one_go_in_chunks_and_after_preemption(m
     assert all(token in table for token, table in zip(prompt[1:], whole.prompt_logprobs[1:], strict=True))
     tight = make_engine(model, block_size=4, max_model_len=64, num_gpu_blocks_override=17, max_num_batched_tokens=7)
     crowded = run(tight, b=([5] * 10, GREEDY), a=(prompt, params), c=([6] * 20, GREEDY))["a"]
-    assert tight.scheduler.num_preemptions > 0
+    assert tight.scheduler.queues.num_preemptions > 0
     for one, other in zip(whole.prompt_logprobs[1:], crowded.prompt_logprobs[1:], strict=True):
         assert one.keys() == other.keys()
         for token in one:

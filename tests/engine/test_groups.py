@@ -359,7 +359,7 @@ def test_an_admitted_group_keeps_the_blocks_it_has_yet_to_take(model):
         assert engine.last_step.preempted == 0
     assert engine.last_step.waiting == 1
     assert finish(engine).keys() == {"four", "next"}
-    assert engine.scheduler.num_preemptions == 0
+    assert engine.scheduler.queues.num_preemptions == 0
 
 
 def test_an_older_request_is_not_overtaken_by_a_swapped_one(model):
@@ -406,7 +406,7 @@ def test_admission_leaves_one_percent_of_the_pool_to_those_that_run(model):
     engine.step()
     assert (engine.last_step.running, engine.last_step.waiting) == (1, 1)
     assert finish(engine).keys() == {"old", "young"}
-    assert engine.scheduler.num_preemptions == 0
+    assert engine.scheduler.queues.num_preemptions == 0
 
 
 # Prefix cache, statistics, memory

@@ -208,7 +208,7 @@ class Scene:
         self.expected = play(self.engine, first)
         again = Disturbance(self.files)
         compare(play(self.engine, again), self.expected)
-        assert self.engine.scheduler.num_preemptions > 0
+        assert self.engine.scheduler.queues.num_preemptions > 0
         self.lines = again.seen
         self.lines_of_first_use = sorted(first.seen.keys() - again.seen.keys())
 
@@ -321,7 +321,9 @@ def play(engine, disturbance) -> dict:
     manager = engine.scheduler.block_manager
     manager.check_invariants()
     assert manager.num_free_blocks == manager.num_blocks
-    assert not (engine.has_unfinished_requests() or engine.scheduler.has_unfinished() or engine.scheduler.suspects)
+    assert not (
+        engine.has_unfinished_requests() or engine.scheduler.has_unfinished() or engine.scheduler.queues.suspects
+    )
     assert sorted(engine.scheduler.writer.free_rows) == list(range(engine.config.max_num_seqs))
     engine.reset_prefix_cache()
     return done

@@ -203,7 +203,7 @@ class World:
         return seqs
 
     def finish(self, seq: Sequence, *reason) -> None:
-        self.scheduler.finish(seq.group, seq, *reason)
+        self.scheduler.queues.finish(seq.group, seq, *reason)
 
     @property
     def running(self) -> list[Sequence]:
@@ -514,7 +514,7 @@ def test_in_any_world_every_request_ends_as_if_it_were_alone(
         assert len(seq.group.metrics.token_times) == seq.num_output_tokens
     assert world.manager.num_free_blocks == num_blocks
     assert world.manager.block_tables == {}
-    assert sum(seq.group.metrics.num_preemptions for seq in world.sequences) == world.scheduler.num_preemptions
+    assert sum(seq.group.metrics.num_preemptions for seq in world.sequences) == world.scheduler.queues.num_preemptions
 
 
 # Who runs, and how much
@@ -650,7 +650,7 @@ def test_the_youngest_is_preempted_and_runs_again_from_its_tokens():
     assert work(world.step()) == [(0, 4, 1)]
     assert world.sequences[0].finished
     assert work(world.step()) == [(1, 0, 4)]
-    assert (young.group.metrics.num_preemptions, world.scheduler.num_preemptions) == (1, 1)
+    assert (young.group.metrics.num_preemptions, world.scheduler.queues.num_preemptions) == (1, 1)
 
 
 def test_the_preempted_go_before_those_who_never_ran_and_keep_their_order():
@@ -1167,7 +1167,7 @@ def test_a_pool_that_holds_only_the_windows_of_a_request_is_enough():
     world = World(num_blocks, block_size=4, budget=8, windows=(6,))
     seq = world.add([1, 2, 3] * 20, limit=1000, max_tokens=100)
     world.run()
-    assert seq.num_output_tokens == 100 and world.scheduler.num_preemptions == 0
+    assert seq.num_output_tokens == 100 and world.scheduler.queues.num_preemptions == 0
 
 
 def test_a_prefix_is_found_if_the_blocks_are_left_that_its_next_token_sees():
@@ -1302,7 +1302,7 @@ def test_siblings_with_tokens_in_flight_do_not_count_as_equal():
     schedule = ahead(world)
     assert [(seq.token_ids, seq.num_in_flight) for seq in seqs] == [([1, 2], 1)] * 2
     group = world.scheduler.running.pop()
-    world.scheduler._preempt(group, schedule, "blocks", group, 1)
+    world.scheduler._preempt(group, schedule, group, 1)
     world.manager.check_invariants()
     world.scheduler.preemption_mode = "recompute"
     again = world.scheduler.schedule()

@@ -253,7 +253,7 @@ def test_a_crowd_changes_no_answer(model, alone, world):
     if world in ("plain", "async"):
         engine.executor = BytesExecutor(engine.executor)
     assert answers(run(engine, crowd())) == alone
-    assert engine.scheduler.num_preemptions > 0 or not world.startswith(("recomputed", "swapped"))
+    assert engine.scheduler.queues.num_preemptions > 0 or not world.startswith(("recomputed", "swapped"))
 
 
 @pytest.mark.parametrize("option", ["pipeline_parallel_size", "tensor_parallel_size"])
@@ -273,7 +273,7 @@ def test_nor_do_failing_steps(model, alone, monkeypatch):
     def failing(batch):
         nonlocal num_failed
         result = launch(batch)
-        if not engine.scheduler.suspects and next(calls) % 7 == 0:
+        if not engine.scheduler.queues.suspects and next(calls) % 7 == 0:
             num_failed += 1
             raise RuntimeError("now and then")
         return result

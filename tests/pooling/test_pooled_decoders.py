@@ -86,7 +86,7 @@ def test_a_preemption_changes_no_embedding(model, preemption_mode, pooling):
     engine.add_request("1", prompts[1], PoolingParams(), priority=0)
     while engine.has_unfinished_requests():
         outputs |= {output.request_id: output for output in engine.step()}
-    assert engine.scheduler.num_preemptions == 1
+    assert engine.scheduler.queues.num_preemptions == 1
     for i in range(2):
         assert np.abs(outputs[str(i)].pooled - expected[i]).max() < 1e-5
 
