@@ -12,7 +12,8 @@ from typing import Any, NoReturn
 import typer
 
 from benchmarks.report import errors_by_name
-from nanopage.config.model import EngineConfig, ModelConfig
+from nanopage.config.model import ModelConfig
+from nanopage.config.options import EngineConfig
 from nanopage.terminal.text import printable
 
 MAX_REQUESTS = 1_000_000

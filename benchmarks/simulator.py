@@ -32,7 +32,7 @@ import numpy as np
 from benchmarks import traces
 from benchmarks.costs import Costs
 from benchmarks.traces import Request, Trace
-from nanopage.config.model import EngineConfig
+from nanopage.config.options import EngineConfig
 from nanopage.engine.block_manager import BlockManager
 from nanopage.engine.scheduler import Scheduler
 from nanopage.engine.sequence import Sequence, SequenceGroup

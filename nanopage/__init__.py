@@ -23,7 +23,7 @@ _HOME = {
     "LLM": "llm",
     "AsyncLLM": "async_llm",
     "LLMEngine": "engine.engine",
-    "EngineConfig": "config.model",
+    "EngineConfig": "config.options",
     "EngineArgs": "vllm.engine_args",
     "TextPrompt": "inputs",
     "TokensPrompt": "inputs",

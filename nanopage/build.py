@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import cast
 
 from nanopage.config.encoder import EncoderConfig, read_encoder
-from nanopage.config.model import EngineConfig, ModelConfig, SpeculativeConfig
+from nanopage.config.model import ModelConfig
+from nanopage.config.options import EngineConfig
 from nanopage.config.pooling import NOT_FOR_POOLING, PoolingConfig, choose_pooling
+from nanopage.config.speculation import SpeculativeConfig
 from nanopage.cpu.threads import default_threads
 from nanopage.distributed import ray_cluster
 from nanopage.distributed.process_executor import Link, ProcessExecutor, start_processes

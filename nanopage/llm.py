@@ -20,7 +20,7 @@ import torch
 
 from nanopage.adapters.files import LoRARequest
 from nanopage.build import build_engine
-from nanopage.config.model import EngineConfig
+from nanopage.config.options import EngineConfig
 from nanopage.config.pooling import PoolingConfig
 from nanopage.engine.engine import LLMEngine
 from nanopage.engine.input_processor import Prompt

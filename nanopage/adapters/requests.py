@@ -3,7 +3,8 @@
 from pathlib import Path
 
 from nanopage.adapters.files import LoRARequest, read_adapter
-from nanopage.config.model import EngineConfig, ModelConfig
+from nanopage.config.model import ModelConfig
+from nanopage.config.options import EngineConfig
 from nanopage.engine.sequence import Adapter
 
 

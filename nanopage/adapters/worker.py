@@ -12,7 +12,8 @@ from torch import Tensor
 from nanopage.adapters.layers import TokenAdapters, lora_buffers
 from nanopage.adapters.model import AdaptedDecoder
 from nanopage.adapters.weights import AdapterLoader
-from nanopage.config.model import EngineConfig, ModelConfig
+from nanopage.config.model import ModelConfig
+from nanopage.config.options import EngineConfig
 from nanopage.cpu.aot_products import adapter_product
 from nanopage.cpu.lora import GroupedAdapters, OperatorAdapters
 from nanopage.device import GIB, to_device

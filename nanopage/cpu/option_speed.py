@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nanopage.config.model import EngineConfig, ModelConfig
+from nanopage.config.model import ModelConfig
+from nanopage.config.options import EngineConfig
 from nanopage.cpu import tile_linear
 from nanopage.cpu.aot_products import CompiledProduct
 from nanopage.cpu.packed import PackedLinear

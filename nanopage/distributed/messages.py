@@ -23,7 +23,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from nanopage.config.model import EngineConfig
+from nanopage.config.options import EngineConfig
 from nanopage.step import Batch, BatchResult, Capacity
 
 

@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nanopage.config.model import EngineConfig, ModelConfig
+from nanopage.config.model import ModelConfig
+from nanopage.config.options import EngineConfig
 from nanopage.distributed.part import Part, keep_layers, sums
 from nanopage.layers.exchanged import Received, SlicedEmbedding, SlicedHead, Summed
 from nanopage.models.decoder import Decoder

@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 import nanopage
-from nanopage.config.model import EngineConfig, ModelConfig
+from nanopage.config.model import ModelConfig
+from nanopage.config.options import EngineConfig
 from nanopage.cpu.threads import default_threads
 from nanopage.distributed import messages
 from nanopage.step import Batch, BatchResult, Capacity, WorkerDiedError

@@ -23,7 +23,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 import nanopage
-from nanopage.config.model import EngineConfig
+from nanopage.config.options import EngineConfig
 from nanopage.cpu.threads import default_threads
 from nanopage.distributed import worker_process
 from nanopage.distributed.process_executor import Link

@@ -11,7 +11,8 @@ from typing import cast
 from nanopage.adapters.files import LoRARequest
 from nanopage.adapters.requests import Adapters
 from nanopage.config.encoder import EncoderConfig
-from nanopage.config.model import EngineConfig, ModelConfig
+from nanopage.config.model import ModelConfig
+from nanopage.config.options import EngineConfig
 from nanopage.engine.beam_search import BeamSearch
 from nanopage.engine.output_processor import Completion, Request
 from nanopage.engine.sequence import Adapter, Sequence, SequenceGroup

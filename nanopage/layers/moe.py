@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nanopage.config.model import ExpertsConfig
+from nanopage.config.fields import ExpertsConfig
 from nanopage.kernels.routing import route
 from nanopage.layers.mlp import MLP
 

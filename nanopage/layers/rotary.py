@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from nanopage.config.model import RopeConfig
+from nanopage.config.rope import RopeConfig
 
 
 class RotaryEmbedding(nn.Module):

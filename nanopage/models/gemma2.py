@@ -8,7 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from nanopage.config.model import Fields, ModelConfig
+from nanopage.config.fields import Fields
+from nanopage.config.model import ModelConfig
 from nanopage.layers.mlp import MLP
 from nanopage.models.decoder import DecoderLayer, SelfAttention, make_norm
 

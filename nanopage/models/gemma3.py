@@ -5,7 +5,9 @@ Five layers of six have a window, and a rope of their own.
 
 from typing import Any
 
-from nanopage.config.model import Fields, ModelConfig, RopeConfig, read_rope
+from nanopage.config.fields import Fields
+from nanopage.config.model import ModelConfig
+from nanopage.config.rope import RopeConfig, read_rope
 from nanopage.layers.norm import RMSNorm
 from nanopage.models.decoder import DecoderLayer, SelfAttention, make_norm
 from nanopage.models.gemma2 import GGUF_TENSORS as GEMMA2_TENSORS

@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from nanopage.config.model import Fields, ModelConfig
+from nanopage.config.fields import Fields
+from nanopage.config.model import ModelConfig
 from nanopage.layers.mlp import MLP
 from nanopage.layers.norm import RMSNorm
 from nanopage.models.decoder import DecoderLayer, SelfAttention

@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from nanopage.config.model import Fields, ModelConfig
+from nanopage.config.fields import Fields
+from nanopage.config.model import ModelConfig
 from nanopage.models.decoder import DecoderLayer
 from nanopage.models.qwen2_moe import make_mlp
 from nanopage.models.qwen3 import Qwen3Attention

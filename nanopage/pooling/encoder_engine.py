@@ -19,7 +19,7 @@ import numpy as np
 
 from nanopage.adapters.files import LoRARequest
 from nanopage.config.encoder import EncoderConfig
-from nanopage.config.model import EngineConfig
+from nanopage.config.options import EngineConfig
 from nanopage.config.pooling import finish, is_finite
 from nanopage.engine.input_processor import InputProcessor, Prompt
 from nanopage.engine.output_processor import Request

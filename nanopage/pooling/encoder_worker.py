@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from nanopage.config.encoder import EncoderConfig
-from nanopage.config.model import EngineConfig
+from nanopage.config.options import EngineConfig
 from nanopage.cpu.packed import pack
 from nanopage.cpu.packed_linear import can_pack
 from nanopage.cpu.threads import limit_threads

@@ -19,7 +19,9 @@ import numpy as np
 from einops import rearrange
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
-from nanopage.config.model import MAX_MATRICES, MAX_SIZES, RANGES, ModelConfig, RopeConfig
+from nanopage.config.fields import MAX_MATRICES, MAX_SIZES, RANGES
+from nanopage.config.model import ModelConfig
+from nanopage.config.rope import RopeConfig
 from nanopage.files.model_files import rust_errors, shown
 from nanopage.quantization.gguf_reader import TensorInfo, read_header, read_rows
 

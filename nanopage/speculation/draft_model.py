@@ -16,7 +16,7 @@ import logging
 import time
 from dataclasses import dataclass
 
-from nanopage.config.model import SpeculativeConfig
+from nanopage.config.speculation import SpeculativeConfig
 from nanopage.engine.block_manager import BlockManager
 from nanopage.engine.schedule import Schedule
 from nanopage.engine.sequence import Sequence

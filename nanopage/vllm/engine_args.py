@@ -7,7 +7,7 @@ import sys
 import types
 import typing
 
-from nanopage.config.model import EngineConfig
+from nanopage.config.options import EngineConfig
 from nanopage.vllm.options import accept_engine
 
 if typing.TYPE_CHECKING:

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from nanopage.config.model import MAX_MATRICES, MAX_SIZES
+from nanopage.config.fields import MAX_MATRICES, MAX_SIZES
 from nanopage.files.model_files import check_file, exists, is_plain_name, memory_errors, parse_json, read_json, shown
 
 if TYPE_CHECKING:

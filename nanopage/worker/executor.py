@@ -3,7 +3,8 @@
 from collections import deque
 from collections.abc import Callable
 
-from nanopage.config.model import EngineConfig, ModelConfig
+from nanopage.config.model import ModelConfig
+from nanopage.config.options import EngineConfig
 from nanopage.step import Batch, BatchResult, Capacity
 from nanopage.weights.loader import Checkpoint
 from nanopage.worker.model_runner import Launched

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import torch
 
-from nanopage.config.model import EngineConfig, ModelConfig
+from nanopage.config.model import ModelConfig
+from nanopage.config.options import EngineConfig
 
 
 def check_experts(config: EngineConfig, model_config: ModelConfig, device: torch.device, path: Path) -> None:

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from nanopage.adapters.worker import adapters_of
-from nanopage.config.model import EngineConfig, ModelConfig
+from nanopage.config.model import ModelConfig
+from nanopage.config.options import EngineConfig
 from nanopage.device import GIB, free_bytes, total_ram
 from nanopage.layers.attention import Attention
 from nanopage.models.decoder import Decoder

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from nanopage.adapters.weights import AdapterLoader
 from nanopage.adapters.worker import choose_ways, eager_on_cpu, make_slots
-from nanopage.config.model import STORED_QUANTIZATIONS, EngineConfig, ModelConfig
+from nanopage.config.model import STORED_QUANTIZATIONS, ModelConfig
+from nanopage.config.options import EngineConfig
 from nanopage.cpu.aot import Compiled
 from nanopage.cpu.aot_products import CompiledProduct, tile_product
 from nanopage.cpu.gguf_tiles import is_quantized

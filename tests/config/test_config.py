@@ -11,26 +11,21 @@ from pathlib import Path
 import pytest
 
 from nanopage import EngineConfig
-from nanopage.config.model import (
+from nanopage.config.fields import DTYPES, MAX_SIZES, RANGES
+from nanopage.config.model import ModelConfig, StoredQuantization
+from nanopage.config.options import (
     BACKENDS,
     CONVERSIONS,
     DEVICES,
-    DTYPES,
     GENERATION_CONFIGS,
     KV_CACHE_DTYPES,
     LOAD_FORMATS,
-    MAX_SIZES,
     POLICIES,
     PREEMPTION_MODES,
     QUANTIZATIONS,
-    RANGES,
-    ROPE_NUMBERS,
-    ROPE_TYPES,
     RUNNERS,
-    ModelConfig,
-    RopeConfig,
-    StoredQuantization,
 )
+from nanopage.config.rope import ROPE_NUMBERS, ROPE_TYPES, RopeConfig
 from nanopage.layers.rotary import inverse_frequencies
 from nanopage.models import find_family
 from nanopage.weights import loader
@@ -46,7 +41,7 @@ ARCHITECTURES = {
     "Olmo2ForCausalLM": "olmo2",
     "GraniteForCausalLM": "granite",
 }
-CONFIGS = Path(__file__).parent.parent / "benchmarks" / "configs"
+CONFIGS = Path(__file__).parents[2] / "benchmarks" / "configs"
 PUBLISHED_BILLIONS = {  # parameters; a matrix that is tied counts once
     "Qwen3-0.6B": 0.596,
     "Llama-3.2-1B": 1.236,

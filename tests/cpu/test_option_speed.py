@@ -7,7 +7,7 @@ import torch
 from helpers import tiny_model
 
 from nanopage.build import build_engine
-from nanopage.config.model import EngineConfig
+from nanopage.config.options import EngineConfig
 from nanopage.cpu import option_speed
 from nanopage.cpu.packed import PackedLinear
 from nanopage.cpu.tiled import TiledLinear

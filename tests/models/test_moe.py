@@ -10,7 +10,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from nanopage import EngineConfig
-from nanopage.config.model import ExpertsConfig, ModelConfig
+from nanopage.config.fields import ExpertsConfig
+from nanopage.config.model import ModelConfig
 from nanopage.cpu.packed import PackedLinear
 from nanopage.cpu.tile_linear import round_activations
 from nanopage.cpu.tiled import TiledLinear, tile

@@ -223,4 +223,4 @@ def test_the_view_needs_no_torch():
     import sys
 
     script = "import sys; sys.modules['torch'] = None; import nanopage.view.frames"
-    subprocess.run([sys.executable, "-c", script], cwd=Path(__file__).parent.parent, check=True)
+    subprocess.run([sys.executable, "-c", script], cwd=Path(__file__).parents[2], check=True)

@@ -9,7 +9,7 @@ import torch
 from helpers import tiny_hf_model, tiny_model
 from safetensors.torch import load_file, save_file
 
-from nanopage.config.model import MAX_SIZES
+from nanopage.config.fields import MAX_SIZES
 from nanopage.weights import loader, safetensors_checkpoint
 
 pytestmark = pytest.mark.usefixtures("one_thread")

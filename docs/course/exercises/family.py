@@ -19,7 +19,8 @@ parts of such a file. The test makes small random models with transformers and c
 
 from typing import Any
 
-from nanopage.config.model import Fields, ModelConfig
+from nanopage.config.fields import Fields
+from nanopage.config.model import ModelConfig
 from nanopage.models.decoder import DecoderLayer
 
 ARCHITECTURES = ("SeedOssForCausalLM",)

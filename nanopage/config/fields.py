@@ -1,0 +1,236 @@
+"""Fields of config.json, checked.
+
+Sizes and numbers have bounds, because they are read before the weights, and a wrong one must not allocate much memory
+or start a long loop.
+"""
+
+from dataclasses import dataclass, replace
+
+from nanopage.files.model_files import shown
+
+DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
+ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu2")  # layers/mlp.py
+
+# The largest accepted sizes, by their names in config.json: several times the sizes of any known model. The loader can
+# still build a model of these sizes without allocating its weights, to compare it with its files.
+MAX_SIZES = {
+    "vocab_size": 2**24,
+    "hidden_size": 2**18,
+    "intermediate_size": 2**20,
+    "num_hidden_layers": 2**10,
+    "num_attention_heads": 2**12,
+    "num_key_value_heads": 2**12,
+    "head_dim": 2**12,
+    "max_position_embeddings": 2**31 - 1,
+    "sliding_window": 2**31 - 1,
+    "sliding_window_pattern": 2**10,
+    "num_experts": 2**12,
+    "num_local_experts": 2**12,
+    "num_experts_per_tok": 2**12,
+    "moe_intermediate_size": 2**20,
+    "shared_expert_intermediate_size": 2**20,
+    "decoder_sparse_step": 2**10,
+    "type_vocab_size": 2**10,
+    "num_labels": 2**16,
+}
+MAX_EXPERTS = 2**16  # of all layers together
+MAX_MATRICES = 2**20  # of a checkpoint, each expert's counted: a small file must not become many objects
+
+# The accepted range of each number. Outside it float32 overflows, or no trained model has such a value.
+RANGES = {
+    "rms_norm_eps": (1e-30, 1.0),
+    "layer_norm_eps": (1e-30, 1.0),
+    "rope_theta": (2.0, 1e15),
+    "factor": (1e-3, 1e6),
+    "low_freq_factor": (1e-3, 1e6),
+    "high_freq_factor": (1e-3, 1e6),
+    "original_max_position_embeddings": (1, 2**31 - 1),
+    "beta_fast": (1e-3, 1e6),
+    "beta_slow": (1e-3, 1e6),
+    "attention_factor": (1e-3, 1e3),
+    "mscale": (0.0, 1e3),
+    "mscale_all_dim": (0.0, 1e3),
+    "rope_local_base_freq": (2.0, 1e15),
+    "partial_rotary_factor": (1e-3, 1.0),
+    "query_pre_attn_scalar": (1e-3, 1e6),
+    "attn_logit_softcapping": (1e-3, 1e6),
+    "final_logit_softcapping": (1e-3, 1e6),
+    "embedding_multiplier": (1e-6, 1e6),
+    "residual_multiplier": (1e-6, 1e6),
+    "attention_multiplier": (1e-6, 1e6),
+    "logits_scaling": (1e-6, 1e6),
+}
+
+
+@dataclass(frozen=True)
+class ExpertsConfig:
+    """The mixtures of experts of a model (see layers/moe.py).
+
+    num_experts: of each mixture. num_chosen: how many of them compute a token.
+    intermediate_size: of each expert.
+    shared_size: the intermediate size of an expert that computes all tokens; 0: there is none.
+    normalize: whether the weights of a token's experts are divided by their sum.
+    layers: whether each layer of the model has a mixture. Others have a plain feed-forward layer.
+    """
+
+    num_experts: int
+    num_chosen: int
+    intermediate_size: int
+    shared_size: int
+    normalize: bool
+    layers: tuple[bool, ...]
+
+    def divided(self, tp_size: int, expert_parallel: bool) -> "ExpertsConfig":
+        """As `ModelConfig.divided`. `num_experts` stays: experts keep their numbers."""
+        if expert_parallel and self.num_experts % tp_size:
+            raise ValueError(
+                f"tensor_parallel_size={tp_size} with enable_expert_parallel does not divide num_experts="
+                f"{self.num_experts}"
+            )
+        if not expert_parallel and self.intermediate_size % tp_size:
+            raise ValueError(
+                f"tensor_parallel_size={tp_size} does not divide intermediate_size={self.intermediate_size} of each "
+                "expert: enable_expert_parallel divides the number of experts instead"
+            )
+        if self.shared_size % tp_size:
+            raise ValueError(
+                f"tensor_parallel_size={tp_size} does not divide shared_expert_intermediate_size={self.shared_size}"
+            )
+        size = self.intermediate_size if expert_parallel else self.intermediate_size // tp_size
+        return replace(self, intermediate_size=size, shared_size=self.shared_size // tp_size)
+
+
+@dataclass(frozen=True)
+class Fields:
+    """Reads a JSON object field by field; a value of the wrong kind is a ValueError that names the file and field."""
+
+    values: dict
+    source: str  # the file
+
+    def error(self, name: str, problem: str) -> ValueError:
+        return ValueError(f"{self.source}: {name} {problem}")
+
+    def size(self, name: str, default: int | None = None) -> int:
+        """A positive integer. Null counts as missing here: several fields are written as null to say "the default"."""
+        value = self.values.get(name)
+        value = default if value is None else value
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise self.error(name, f"must be a positive integer, got {shown(value)}")
+        if value > MAX_SIZES[name]:
+            raise self.error(name, f"must be at most {MAX_SIZES[name]:,}, got {shown(value)}")
+        return value
+
+    def number(self, name: str, default: float | None = None) -> float:
+        """A number within its range."""
+        value = self.values.get(name, default)
+        low, high = RANGES[name]
+        if not isinstance(value, int | float) or isinstance(value, bool) or not low <= value <= high:
+            raise self.error(name, f"must be a number from {low:g} to {high:g}, got {shown(value)}")
+        return float(value)
+
+    def choice(self, name: str, supported: tuple[int, ...]) -> int:
+        """One of several integers."""
+        value = self.values.get(name)
+        if not isinstance(value, int) or isinstance(value, bool) or value not in supported:
+            choices = ", ".join(map(str, supported))
+            raise self.error(name, f"{shown(value)} is not supported; supported: {choices}")
+        return value
+
+    def optional_number(self, name: str, default: float | None = None) -> float | None:
+        """A number within its range, or None where it is null, or missing without a default."""
+        return None if self.values.get(name, default) is None else self.number(name, default)
+
+    def activation(self, name: str, default: str = "silu") -> str:
+        """One of ACTIVATIONS, of which silu has another name, swish."""
+        value = self.values.get(name, default)
+        value = "silu" if value == "swish" else value
+        if value not in ACTIVATIONS:
+            raise self.error(name, f"{shown(value)} is not supported; supported: {', '.join(ACTIVATIONS)}")
+        return value
+
+    def flag(self, name: str, default: bool = False) -> bool:
+        value = self.values.get(name, default)
+        if not isinstance(value, bool):
+            raise self.error(name, f"must be true or false, got {shown(value)}")
+        return value
+
+    def object(self, name: str) -> "Fields":
+        value = self.values.get(name)
+        if value is not None and not isinstance(value, dict):
+            raise self.error(name, f"must be an object, got {shown(value)}")
+        return Fields(dict(value or {}), self.source)
+
+    def windows(
+        self, num_layers: int, default: int | None, from_layer: int = 0, kinds: list[str] | None = None
+    ) -> tuple[int | None, ...]:
+        """The sliding window of each layer, or None for a layer that attends to everything.
+
+        `layer_types` or `max_window_layers` says which layers have a window.
+
+        Args:
+            default: where config.json has no `sliding_window`. Null there is no window.
+            kinds: in place of `layer_types`.
+            from_layer: the first layer with a window, if config.json does not say. 0 ignores `max_window_layers`.
+        """
+        if self.values.get("sliding_window", default) is None:
+            return (None,) * num_layers
+        window = self.size("sliding_window", default)
+        kinds = self.values.get("layer_types") if kinds is None else kinds
+        if kinds is not None:
+            known = isinstance(kinds, list) and all(kind in ("full_attention", "sliding_attention") for kind in kinds)
+            if not known or len(kinds) != num_layers:
+                raise self.error("layer_types", f"{shown(kinds)} is not supported for {num_layers} layers")
+            return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+        first = self.values.get("max_window_layers", from_layer) if from_layer else 0
+        if not isinstance(first, int) or isinstance(first, bool) or first < 0:
+            raise self.error("max_window_layers", f"must be an integer of at least 0, got {shown(first)}")
+        return tuple(window if layer >= first else None for layer in range(num_layers))
+
+    def experts(
+        self, num_experts: int, num_chosen: int, intermediate_size: int, shared_size: int = 0, normalize: bool = True
+    ) -> ExpertsConfig:
+        """A mixture of these sizes in the layers that `mlp_only_layers` and `decoder_sparse_step` leave."""
+        num_layers, step = self.size("num_hidden_layers"), self.size("decoder_sparse_step", 1)
+        plain = self.values.get("mlp_only_layers") or []
+        if not isinstance(plain, list) or any(not isinstance(i, int) or isinstance(i, bool) for i in plain):
+            raise self.error("mlp_only_layers", f"must be a list of integers, got {shown(plain)}")
+        if num_experts * num_layers > MAX_EXPERTS:
+            problem = f"{num_experts:,} in {num_layers:,} layers is more than {MAX_EXPERTS:,} experts"
+            raise self.error("num_experts", problem)
+        if num_chosen > num_experts:
+            raise self.error("num_experts_per_tok", f"must be at most num_experts={num_experts}, got {num_chosen}")
+        layers = tuple(index not in plain and (index + 1) % step == 0 for index in range(num_layers))
+        return ExpertsConfig(num_experts, num_chosen, intermediate_size, shared_size, normalize, layers)
+
+    def num_labels(self) -> int:
+        """How many classes a model has: transformers writes their names, unless they are two without names."""
+        labels = self.object("id2label").values
+        return len(labels) if labels else self.size("num_labels", 2)
+
+    def special_ids(self, vocab_size: int) -> frozenset[int]:
+        """The end-of-sequence ids. Checks the other special ids, too."""
+        self._token_ids("bos_token_id", vocab_size)
+        if self.values.get("pad_token_id") != -1:  # how old Llama checkpoints say that there is none
+            self._token_ids("pad_token_id", vocab_size)
+        return self._token_ids("eos_token_id", vocab_size)
+
+    def _token_ids(self, name: str, vocab_size: int) -> frozenset[int]:
+        value = self.values.get(name)
+        ids = [] if value is None else value if isinstance(value, list) else [value]
+        for token_id in ids:
+            if not isinstance(token_id, int) or isinstance(token_id, bool):
+                raise self.error(name, f"must be a token id or a list of them, got {shown(value)}")
+            if not 0 <= token_id < vocab_size:
+                raise self.error(name, f"{shown(token_id)} is not in the vocabulary of {vocab_size:,} tokens")
+        return frozenset(ids)
+
+
+def read_dtype(fields: Fields) -> str:
+    value = fields.values.get("dtype")
+    name = "torch_dtype" if value is None else "dtype"  # transformers 4 wrote torch_dtype
+    value = fields.values.get(name)
+    value = "float32" if value is None else value
+    dtype = value.removeprefix("torch.") if isinstance(value, str) else ""
+    if dtype not in DTYPES[1:]:
+        raise fields.error(name, f"{shown(value)} is not supported; supported: {', '.join(DTYPES[1:])}")
+    return dtype

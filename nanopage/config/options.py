@@ -1,0 +1,318 @@
+"""EngineConfig: what the user sets."""
+
+import math
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from nanopage.config.fields import DTYPES
+from nanopage.config.model import STORED_QUANTIZATIONS
+from nanopage.config.pooling import check_pooling_options
+from nanopage.config.speculation import SpeculativeConfig
+
+DEFAULT_TOKEN_BUDGET = {"cpu": 2048, "cuda": 8192}  # by device type
+DEVICES = ("auto", "cpu", "cuda")
+KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3")
+PREEMPTION_MODES = ("recompute", "swap")
+POLICIES = ("fcfs", "priority")
+QUANTIZATIONS = (None, "int8", "int4", "fp8", "awq", "gptq")
+LOAD_FORMATS = ("auto", "dummy")
+BACKENDS = (None, "mp", "ray")
+MAX_RANKS = 1024
+MAX_LORA_RANK = 512
+GENERATION_CONFIGS = ("auto", "vllm")
+RUNNERS = ("auto", "generate", "pooling")
+CONVERSIONS = ("auto", "none", "embed", "classify")
+
+
+@dataclass(kw_only=True)
+class EngineConfig:
+    """Everything a user can set on an engine. Names and defaults are vLLM's where the meaning is the same.
+
+    Args:
+        model: a Hugging Face directory, a .gguf file, a hub id, or None for SmolLM2-135M-Instruct (see files/hub.py).
+        dtype: of weights, activations and KV; "auto" is the checkpoint's if the device computes in it natively. That of
+            a .gguf file is bfloat16. Where a CPU does not compute in the checkpoint's 16 bits, "auto" is float32, but K
+            and V keep the 16 bits. On a CPU, compiled layers in float32 keep weights that the checkpoint has in
+            bfloat16 or float16 as they are, and widen them as they read them; weights that a .gguf file has as Q4_0,
+            Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K or Q6_K stay integers, and the activations that they multiply are rounded
+            to int8 (see cpu/gguf_tiles.py).
+        device: "auto" is CUDA if present, else the CPU.
+        max_model_len: most tokens (prompt + output) of a sequence; None is the model's own limit, or what the
+            KV cache holds if that is less.
+        max_num_seqs: most sequences that run at once; each completion of `n` and each beam counts.
+        max_num_batched_tokens: most tokens in one step; longer prompts are prefilled in chunks. None: 8,192 on a GPU;
+            on a CPU 2,048, and 512 for `LLM`. For AsyncLLM and the server it follows the time that steps take, up to
+            these numbers (see engine/token_budget.py).
+        block_size: tokens per KV cache block; on a GPU a power of two.
+        kv_cache_dtype: "auto" keeps K and V as `dtype` says. "fp8", or "fp8_e4m3", keeps them in 8 bits (e4m3), so that
+            twice as many tokens fit as in 16 bits. They are divided by the checkpoint's k_scale and v_scale of each
+            layer, or by 1 if it has none. On a GPU of compute capability 8.9 or later, and on a CPU with
+            `enforce_eager`.
+        kv_cache_gib: most GiB for the KV cache. None: see `gpu_memory_utilization`.
+        gpu_memory_utilization: the share of the device's memory (on a CPU: of the RAM) that weights and KV cache may
+            take together; on a GPU the memory of a step counts, too. None: 0.9 on a GPU; on a CPU the KV cache gets a
+            quarter of the available RAM, at most 4 GiB. That is a limit for large batches and long contexts: the system
+            gives memory to a part of the cache when it is first written. The cache is never larger than `max_num_seqs`
+            sequences of `max_model_len` tokens, so `nanopage chat`, which has one at a time, has a small one.
+        num_gpu_blocks_override: size of the KV cache in blocks, on any device; for tests. If a model's layers differ in
+            their windows, a block belongs to those of one kind (layer_kinds.py).
+        enable_prefix_caching: share the KV of equal prefixes between requests.
+        preemption_mode: what happens to a request's KV when another needs its blocks: "recompute" or "swap". None: see
+            the rule in scheduler.py.
+        swap_space: GiB of host memory for swapped KV, taken when first needed. None: as much as the KV cache, but at
+            most a quarter of the available RAM and 4 GiB. When it is full, requests are recomputed. With 0, all are,
+            and preemption_mode="swap" is refused.
+        scheduling_policy: "fcfs", or "priority": requests with a lower `priority` go first, and may take the blocks of
+            requests with a higher one.
+        enforce_eager: True compiles and captures nothing. False: on a CPU, in float32, and in bfloat16 where oneDNN
+            computes in it, decoder layers are compiled in the background once the first requests have ended, and used
+            once the engine is idle (see cpu/aot.py). On a GPU they are compiled at start, and decode steps,
+            and the compiled parts of other small steps, are captured as CUDA graphs (see worker/jit.py,
+            worker/cuda_graphs.py and worker/piecewise_graphs.py).
+        quantization: "int8" stores each weight of linear layers, and of an embedding tied to the head, in one byte.
+            "int4" stores the weights of the decoder layers in half a byte, with a scale and an offset for each 32
+            inputs, and those of the head in one byte. On a CPU (cpu/tiled.py), the activations that they multiply
+            are rounded to one byte; on a GPU (quantization/quantized.py) they are not. "fp8", only on a GPU, stores the
+            weights of the decoder layers as float8_e4m3fn; where the GPU multiplies fp8, steps of 64 tokens or more
+            round activations to fp8, too, if `dtype` is bfloat16. Everything else, such as KV, is as `dtype` says.
+            "awq" and "gptq" say how the checkpoint is quantized, which config.json says as well. None: the weights as
+            the checkpoint has them.
+        async_scheduling: submit a step before the results of the previous one have been read, so that a GPU need not
+            wait for Python. Outputs are the same, but come one call of `step` later. It needs one worker. None: only
+            with one worker on a GPU.
+        tensor_parallel_size: workers that share each layer: each computes some heads of attention, some inputs of the
+            feed-forward layer and a part of the vocabulary. Must divide these numbers. On a GPU, each worker has a GPU
+            of its own.
+        enable_expert_parallel: divide whole experts among the `tensor_parallel_size` workers of a stage, instead of the
+            columns of every expert. Their number must divide the number of experts. Attention and a shared expert are
+            divided as before.
+        pipeline_parallel_size: stages of `tensor_parallel_size` workers, each with a range of layers. As many batches
+            are in flight as there are stages.
+        distributed_executor_backend: "mp": workers are processes on this machine. "ray": they are actors of a Ray
+            cluster, also on other machines, where the model must have the same path (see docs/deploy.md). None: "mp" if
+            there are several workers, and otherwise a worker in this process.
+        speculative_config: guess the next tokens of a sequence and check several of them in one step, for example
+            {"method": "ngram", "num_speculative_tokens": 5}: see `SpeculativeConfig` and speculation/lookup.py. The
+            output is the same. Not with async_scheduling=True or pipeline_parallel_size above 1. None: one token at a
+            time.
+        enable_lora: requests may have LoRA adapters (see docs/lora.md). With one worker for the whole model. On a GPU,
+            layers are then not compiled; decode steps are still captured as CUDA graphs.
+        max_loras: adapters in memory, and so the most that running requests may have.
+        max_lora_rank: the highest rank of an adapter, at most 512. All adapters take as much memory as that.
+        load_format: "auto" reads the model's weights. "dummy" draws random ones, to measure speed: a directory with
+            config.json is enough then (see benchmarks/configs), and without tokenizer.json prompts are token ids.
+        generation_config: where `LLM` and `AsyncLLM` get the parameters of requests that have none: "auto" is
+            generation_config.json of the model, "vllm" is SamplingParams(). LLMEngine.add_request always takes
+            SamplingParams(). The end-of-sequence ids in generation_config.json count with both.
+        seed: for requests without a seed of their own.
+        runner: "generate" makes text, "pooling" embeddings, classes and scores (see docs/embeddings.md). "auto" is what
+            the model is for: pooling for an encoder, and where config.json names a model without a language-model head
+            or modules.json is there; otherwise generate.
+        convert: what pooling makes: "embed" or "classify". "auto" is what the model is for. "none" is "auto".
+        pooler_config: how an embedding model pools, instead of what its files say: {"pooling_type": "CLS", "LAST" or
+            "MEAN", "normalize": True or False}, one of them or both.
+        hf_overrides: fields of config.json that make a reranker of a decoder that answers yes or no, as Qwen3-Reranker:
+            {"architectures": ["Qwen3ForSequenceClassification"], "classifier_from_token": ["no", "yes"],
+            "is_original_qwen3_reranker": True}. No other fields.
+
+    Raises:
+        ValueError, TypeError: an option out of range, by name.
+    """
+
+    model: str | None = None
+    dtype: str = "auto"
+    device: str = "auto"
+    max_model_len: int | None = None
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int | None = None
+    block_size: int = 16
+    kv_cache_dtype: str = "auto"
+    kv_cache_gib: float | None = None
+    gpu_memory_utilization: float | None = None
+    num_gpu_blocks_override: int | None = None
+    enable_prefix_caching: bool = True
+    preemption_mode: str | None = None
+    swap_space: float | None = None
+    scheduling_policy: str = "fcfs"
+    enforce_eager: bool = False
+    quantization: str | None = None
+    async_scheduling: bool | None = None
+    tensor_parallel_size: int = 1
+    enable_expert_parallel: bool = False
+    pipeline_parallel_size: int = 1
+    distributed_executor_backend: str | None = None
+    speculative_config: dict | None = None
+    enable_lora: bool = False
+    max_loras: int = 1
+    max_lora_rank: int = 16
+    load_format: str = "auto"
+    generation_config: str = "auto"
+    seed: int = 0
+    runner: str = "auto"
+    convert: str = "auto"
+    pooler_config: dict | None = None
+    hf_overrides: dict | None = None
+
+    def __post_init__(self):
+        for name, known in (("runner", RUNNERS), ("convert", CONVERSIONS)):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name}={getattr(self, name)!r} is not one of {', '.join(known)}")
+        for name in ("pooler_config", "hf_overrides"):
+            if getattr(self, name) is not None and not isinstance(getattr(self, name), dict):
+                raise TypeError(f"{name} must be a dict or None, not {getattr(self, name)!r}")
+        check_pooling_options(self.runner, self.convert, self.pooler_config, self.hf_overrides)
+        if self.model is not None and not isinstance(self.model, str | Path):
+            raise TypeError(f"model must be a path or a name, not {self.model!r}")
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype={self.dtype!r} is not one of {', '.join(DTYPES)}")
+        if self.device not in DEVICES:
+            raise ValueError(f"device={self.device!r} is not one of {', '.join(DEVICES)}")
+        if self.kv_cache_dtype not in KV_CACHE_DTYPES:
+            raise ValueError(f"kv_cache_dtype={self.kv_cache_dtype!r} is not one of {', '.join(KV_CACHE_DTYPES)}")
+        if self.preemption_mode not in (None, *PREEMPTION_MODES):
+            raise ValueError(f"preemption_mode={self.preemption_mode!r} is not one of {', '.join(PREEMPTION_MODES)}")
+        if self.scheduling_policy not in POLICIES:
+            raise ValueError(f"scheduling_policy={self.scheduling_policy!r} is not one of {', '.join(POLICIES)}")
+        if self.quantization not in QUANTIZATIONS:
+            names = ", ".join(filter(None, QUANTIZATIONS))
+            raise ValueError(f"quantization={self.quantization!r} is not one of {names}")
+        if self.load_format not in LOAD_FORMATS:
+            raise ValueError(f"load_format={self.load_format!r} is not one of {', '.join(LOAD_FORMATS)}")
+        if self.generation_config not in GENERATION_CONFIGS:
+            choices = ", ".join(GENERATION_CONFIGS)
+            raise ValueError(f"generation_config={self.generation_config!r} is not one of {choices}")
+        lora = ("max_loras", "max_lora_rank")
+        optional = ("max_model_len", "max_num_batched_tokens", "num_gpu_blocks_override")
+        for name in ("max_num_seqs", "block_size", "tensor_parallel_size", "pipeline_parallel_size", *lora, *optional):
+            value = getattr(self, name)
+            if value is None and name in optional:
+                continue
+            if not isinstance(value, int) or isinstance(value, bool):
+                raise TypeError(f"{name} must be an integer, not {value!r}")
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        if self.distributed_executor_backend not in BACKENDS:
+            names = ", ".join(filter(None, BACKENDS))
+            raise ValueError(
+                f"distributed_executor_backend={self.distributed_executor_backend!r} is not one of {names}"
+            )
+        if self.num_ranks > MAX_RANKS:
+            raise ValueError(
+                f"tensor_parallel_size={self.tensor_parallel_size} times pipeline_parallel_size="
+                f"{self.pipeline_parallel_size} is more than {MAX_RANKS} workers"
+            )
+        if self.async_scheduling and self.num_ranks > 1:
+            raise ValueError(
+                "async_scheduling=True needs one worker: tensor_parallel_size and pipeline_parallel_size must be 1"
+            )
+        self._check_lora()
+        speculates = self.speculation is not None
+        if speculates and self.async_scheduling:
+            raise ValueError(
+                "speculative_config and async_scheduling=True exclude each other: drafts need the results of the "
+                "previous step"
+            )
+        if speculates and self.pipeline_parallel_size > 1:
+            raise ValueError(
+                f"speculative_config and pipeline_parallel_size={self.pipeline_parallel_size} exclude each other"
+            )
+        if self.num_ranks > 1 and self.speculation is not None and self.speculation.method == "draft_model":
+            raise ValueError(
+                f"speculative_config with method='draft_model' and tensor_parallel_size={self.tensor_parallel_size} "
+                "exclude each other"
+            )
+        for name, limit in (("kv_cache_gib", math.inf), ("gpu_memory_utilization", 1.0)):
+            value = getattr(self, name)
+            if value is None:
+                continue
+            if not isinstance(value, int | float) or isinstance(value, bool):
+                raise TypeError(f"{name} must be a number, not {value!r}")
+            if not 0 < value <= min(limit, sys.float_info.max):
+                most = "finite" if limit == math.inf else "at most 1"
+                raise ValueError(f"{name} must be above 0 and {most}, got {value}")
+        if self.swap_space is not None:
+            if not isinstance(self.swap_space, int | float) or isinstance(self.swap_space, bool):
+                raise TypeError(f"swap_space must be a number, not {self.swap_space!r}")
+            if not 0 <= self.swap_space <= sys.float_info.max:
+                raise ValueError(f"swap_space must be finite and at least 0, got {self.swap_space}")
+            if self.preemption_mode == "recompute" and self.swap_space:
+                raise ValueError("swap_space is of no use with preemption_mode='recompute'")
+            if self.preemption_mode == "swap" and not self.swap_space:
+                raise ValueError(
+                    "preemption_mode='swap' needs host memory, but swap_space=0 gives it none: raise swap_space, or "
+                    "use preemption_mode='recompute'"
+                )
+        sized_by = [
+            name
+            for name in ("kv_cache_gib", "gpu_memory_utilization", "num_gpu_blocks_override")
+            if getattr(self, name) is not None
+        ]
+        if len(sized_by) > 1:
+            raise ValueError(f"{' and '.join(sized_by)} both set the size of the KV cache: give one")
+        for name in ("enable_prefix_caching", "enforce_eager", "enable_lora", "enable_expert_parallel"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name} must be True or False, not {getattr(self, name)!r}")
+        if self.enable_expert_parallel and self.tensor_parallel_size == 1:
+            raise ValueError(
+                "enable_expert_parallel=True divides experts among workers: it needs tensor_parallel_size above 1"
+            )
+        if self.async_scheduling is not None and not isinstance(self.async_scheduling, bool):
+            raise TypeError(f"async_scheduling must be True, False or None, not {self.async_scheduling!r}")
+        if not isinstance(self.seed, int) or isinstance(self.seed, bool):
+            raise TypeError(f"seed must be an integer, not {self.seed!r}")
+
+    def _check_lora(self) -> None:
+        if self.max_lora_rank > MAX_LORA_RANK:
+            raise ValueError(f"max_lora_rank={self.max_lora_rank} is more than {MAX_LORA_RANK}")
+        if not self.enable_lora:
+            for name, default in (("max_loras", 1), ("max_lora_rank", 16)):
+                if getattr(self, name) != default:
+                    raise ValueError(f"{name}={getattr(self, name)} needs enable_lora=True")
+            return
+        for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+            if getattr(self, name) > 1:
+                raise ValueError(f"enable_lora and {name}={getattr(self, name)} exclude each other: give one worker")
+
+    @property
+    def quantize_to(self) -> str | None:
+        """What the weights are rounded to when they are loaded; None if they stay as the checkpoint has them."""
+        return None if self.quantization in STORED_QUANTIZATIONS else self.quantization
+
+    def for_draft_model(self, model: str, num_blocks: int, max_model_len: int) -> "EngineConfig":
+        """The options of the draft model's worker."""
+        return replace(
+            self,
+            model=model,
+            max_model_len=max_model_len,
+            num_gpu_blocks_override=num_blocks,
+            kv_cache_gib=None,
+            gpu_memory_utilization=None,
+            preemption_mode=None,
+            swap_space=0,
+            quantization=None,
+            speculative_config=None,
+            enable_lora=False,
+            max_loras=1,
+            max_lora_rank=16,
+            distributed_executor_backend=None,
+        )
+
+    @property
+    def speculation(self) -> "SpeculativeConfig | None":
+        """`speculative_config`, checked."""
+        return None if self.speculative_config is None else SpeculativeConfig.from_dict(self.speculative_config)
+
+    @property
+    def num_ranks(self) -> int:
+        """How many workers there are."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether the workers are processes of their own."""
+        return self.num_ranks > 1 or self.distributed_executor_backend is not None
+
+    def token_budget(self, device_type: str) -> int:
+        """The most tokens that a step ever has on a device of this type."""
+        return self.max_num_batched_tokens or DEFAULT_TOKEN_BUDGET[device_type]

@@ -1,0 +1,116 @@
+"""RopeConfig: rotary position embeddings, read from config.json."""
+
+from dataclasses import dataclass, field, replace
+
+from nanopage.config.fields import RANGES, Fields
+from nanopage.files.model_files import shown
+
+ROPE_TYPES = ("default", "linear", "llama3", "yarn", "dynamic", "longrope")
+
+# rope type -> (required numbers, optional numbers)
+ROPE_NUMBERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "default": ((), ()),
+    "linear": (("factor",), ()),
+    "llama3": (("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"), ()),
+    "yarn": (
+        ("factor", "original_max_position_embeddings"),
+        ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim"),
+    ),
+    "dynamic": (("factor",), ()),
+    "longrope": (("original_max_position_embeddings",), ("factor", "attention_factor")),
+}
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """Rotary embedding parameters; `params` holds what is particular to `rope_type`, under config.json's names.
+
+    partial: the share of each head's dimensions that is rotated, the first ones.
+    """
+
+    theta: float
+    rope_type: str = "default"
+    params: dict = field(default_factory=dict)
+    partial: float = 1.0
+
+    def num_rotated(self, head_dim: int) -> int:
+        """How many dimensions of a head are rotated."""
+        return int(head_dim * self.partial)
+
+    def for_length(self, length: int) -> "RopeConfig":
+        """The same for sequences of up to `length` tokens, on which the frequencies of longrope depend."""
+        return replace(self, params=self.params | {"length": length}) if "length" in self.params else self
+
+
+def read_rope(
+    config: Fields, layer_type: str | None = None, default_theta: float = 10000.0, partial: bool = False
+) -> RopeConfig:
+    """The rope of a model. transformers 5 writes rope_parameters, 4 wrote rope_theta beside rope_scaling (whose key was
+    once "type").
+
+    Args:
+        layer_type: whose rope it is, where rope_parameters has one for each layer type. None: the model has one rope.
+        default_theta: where config.json has no rope_theta.
+        partial: whether the family knows partial_rotary_factor. Others refuse it.
+    """
+    name = "rope_parameters" if config.values.get("rope_parameters") else "rope_scaling"
+    rope, max_position_embeddings = config.object(name), config.size("max_position_embeddings")
+    if any(isinstance(value, dict) for value in rope.values.values()):
+        if layer_type is None:
+            raise config.error("rope_parameters", "per layer type are not supported")
+        name, rope = f"{name}: {layer_type}", rope.object(layer_type)
+    owner = rope if rope.values.get("rope_theta") is not None else config
+    theta = owner.number("rope_theta") if owner.values.get("rope_theta") is not None else default_theta
+    rope_type = rope.values.get("rope_type", rope.values.get("type", "default"))
+    rope_type = "longrope" if rope_type == "su" else rope_type  # its first name
+    if rope_type not in ROPE_TYPES:
+        raise config.error(name, f"of type {shown(rope_type)} is not supported; supported: {', '.join(ROPE_TYPES)}")
+    owner = rope if rope.values.get("partial_rotary_factor") is not None else config
+    rotated = 1.0
+    if owner.values.get("partial_rotary_factor") is not None:
+        rotated = owner.number("partial_rotary_factor")
+    if rotated != 1 and not partial:
+        raise config.error("partial_rotary_factor", f"{rotated:g} is not supported; supported: 1.0")
+    others = ("rope_theta", "rope_type", "type", "partial_rotary_factor")
+    params = {key: value for key, value in rope.values.items() if key not in others}
+    if config.values.get("original_max_position_embeddings") is not None:  # transformers gives it priority
+        params["original_max_position_embeddings"] = config.values["original_max_position_embeddings"]
+    if rope_type == "yarn" and params.get("original_max_position_embeddings") is None:
+        params["original_max_position_embeddings"] = max_position_embeddings
+    if params.get("mrope_section") is not None:
+        raise config.error(name, "with mrope_section (mrope) is not supported")
+    numbers = Fields(params, f"{config.source}: {name} of type {rope_type!r}")
+    needed, optional = ROPE_NUMBERS[rope_type]
+    for key in needed:
+        params[key] = numbers.number(key)
+    for key in optional:
+        if params.get(key) is not None:
+            numbers.number(key)
+    if rope_type == "llama3" and params["low_freq_factor"] >= params["high_freq_factor"]:
+        raise numbers.error("low_freq_factor", "must be less than high_freq_factor")
+    if rope_type == "yarn":
+        numbers.flag("truncate", True)
+    if rope_type == "longrope":
+        params["max_position_embeddings"] = params["length"] = max_position_embeddings
+    return RopeConfig(theta, rope_type, params, rotated)
+
+
+def check_rope(config: Fields, rope: RopeConfig, head_dim: int) -> None:
+    """Raises: ValueError for a rope that does not fit heads of this size."""
+    rotated = rope.num_rotated(head_dim)
+    if rotated < 2 or rotated % 2:
+        problem = f"{rope.partial:g} rotates {rotated} of {head_dim} dimensions: rotary embeddings need pairs"
+        raise config.error("partial_rotary_factor", problem)
+    if rope.rope_type != "longrope":
+        return
+    if rope.params["original_max_position_embeddings"] < 2:
+        raise config.error("original_max_position_embeddings", "of a rope of type 'longrope' must be at least 2")
+    low, high = RANGES["factor"]
+    for name in ("short_factor", "long_factor"):
+        values = rope.params.get(name)
+        numbers = isinstance(values, list) and all(
+            isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high for value in values
+        )
+        if not isinstance(values, list) or not numbers or len(values) != rotated // 2:
+            problem = f"of a rope of type 'longrope' must be {rotated // 2} numbers from {low:g} to {high:g}"
+            raise config.error(name, f"{problem}, got {shown(values)}")

@@ -1,0 +1,70 @@
+"""SpeculativeConfig: where guessed tokens come from, and how many."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from nanopage.files.model_files import shown
+
+MAX_DRAFT = 64  # tokens
+
+
+@dataclass(frozen=True)
+class SpeculativeConfig:
+    """How drafts are made. Names are vLLM's.
+
+    method: "ngram": the last tokens of a sequence have occurred in it before, and the draft is what followed them there
+        (prompt lookup). "draft_model": a smaller model with the same vocabulary guesses.
+    num_speculative_tokens: most tokens of a draft.
+    model: the draft model: a directory, a .gguf file or a hub id. Its dtype, device and block size are the engine's. It
+        has as many blocks of KV cache as the engine has.
+    prompt_lookup_max, prompt_lookup_min: with "ngram", the most and the fewest last tokens that are looked up, the most
+        first. By default 4 and 2. If only one is given, the default of the other adapts to it.
+    """
+
+    method: str
+    num_speculative_tokens: int
+    prompt_lookup_max: int = 4
+    prompt_lookup_min: int = 2
+    model: str | None = None
+
+    @classmethod
+    def from_dict(cls, values: dict) -> "SpeculativeConfig":
+        """Raises: TypeError, ValueError naming the key."""
+        if not isinstance(values, dict):
+            raise TypeError(f"speculative_config must be a dict or None, not {shown(values)}")
+        values = {key: value for key, value in values.items() if value is not None}
+        names = list(cls.__dataclass_fields__)
+        if unknown := [key for key in values if key not in names]:
+            raise ValueError(
+                f"speculative_config has {', '.join(map(shown, unknown))}, which is not supported; supported: "
+                f"{', '.join(names)}"
+            )
+        method = values.get("method")
+        if method not in ("ngram", "draft_model"):
+            raise ValueError(
+                f"speculative_config: method={shown(method)} is not supported; supported: 'ngram', 'draft_model'"
+            )
+        if "num_speculative_tokens" not in values:
+            raise ValueError("speculative_config: num_speculative_tokens is missing")
+        for name in ("num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min"):
+            value = values.get(name, 1)
+            if not isinstance(value, int) or isinstance(value, bool):
+                raise TypeError(f"speculative_config: {name} must be an integer, not {shown(value)}")
+            if not 1 <= value <= MAX_DRAFT:
+                raise ValueError(f"speculative_config: {name} must be from 1 to {MAX_DRAFT}, got {value}")
+        others = ("prompt_lookup_max", "prompt_lookup_min") if method == "draft_model" else ("model",)
+        for name in others:
+            if name in values:
+                raise ValueError(f"speculative_config: {name} is not for method={method!r}")
+        if method == "draft_model":
+            model = values.get("model")
+            if model is None:
+                raise ValueError("speculative_config: method='draft_model' needs model")
+            if not isinstance(model, str | Path) or not str(model):
+                raise TypeError(f"speculative_config: model must be a path or a hub id, not {shown(model)}")
+            return cls("draft_model", values["num_speculative_tokens"], model=str(model))
+        most = values.get("prompt_lookup_max", max(4, values.get("prompt_lookup_min", 1)))
+        least = values.get("prompt_lookup_min", min(2, most))
+        if least > most:
+            raise ValueError(f"speculative_config: prompt_lookup_min={least} is more than prompt_lookup_max={most}")
+        return cls("ngram", values["num_speculative_tokens"], most, least)
