@@ -27,7 +27,7 @@ _HOME = {
     "EngineArgs": "vllm.engine_args",
     "TextPrompt": "inputs",
     "TokensPrompt": "inputs",
-    "LoRARequest": "adapters.files",
+    "LoRARequest": "inputs",
     "SamplingParams": "params",
     "BeamSearchParams": "params",
     "PoolingParams": "params",

@@ -29,11 +29,10 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from nanopage import __version__
-from nanopage.adapters.files import LoRARequest
 from nanopage.engine.engine import LLMEngine
-from nanopage.engine.input_processor import Prompt
 from nanopage.engine.output_processor import Request
 from nanopage.engine.token_budget import SECONDS, TokenBudget
+from nanopage.inputs import LoRARequest, Prompt
 from nanopage.outputs import RequestOutput
 from nanopage.params import BeamSearchParams, PoolingParams, SamplingParams
 from nanopage.vllm.metrics import Metric, Metrics

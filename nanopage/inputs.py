@@ -1,11 +1,20 @@
-"""Prompts as dicts, under vLLM's names, and the arguments of `LLM`'s methods, checked and paired."""
+"""Prompts and adapters of requests, under vLLM's names, and the arguments of `LLM`'s methods, checked and paired."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import NotRequired, TypedDict, cast
 
-from nanopage.adapters.files import LoRARequest
-from nanopage.engine.input_processor import Prompt
+from nanopage.files.model_files import shown
 from nanopage.params import BeamSearchParams, PoolingParams, SamplingParams
+
+INT_MAX = 2**63 - 1
+
+Prompt = str | list[int] | dict
+"""Text, token ids, or a dict with "prompt" or "prompt_token_ids", and optionally "cache_salt" (vLLM's forms).
+
+A dict with both is of token ids; the text is only returned as `RequestOutput.prompt`. The prompt of a conversation also
+has "reasoning": whether it ends within the model's reasoning; None if the model does not think."""
 
 AnyParams = SamplingParams | BeamSearchParams | PoolingParams
 
@@ -23,6 +32,36 @@ class TokensPrompt(TypedDict):
     prompt_token_ids: list[int]
     prompt: NotRequired[str]
     cache_salt: NotRequired[str]
+
+
+@dataclass(frozen=True)
+class LoRARequest:
+    """The adapter of a request. Names are vLLM's.
+
+    lora_name: for messages, and for clients of a server.
+    lora_int_id: from 1; two adapters of an engine have different ones.
+    lora_path: a directory with adapter_config.json and adapter_model.safetensors.
+
+    Raises: TypeError, ValueError naming the field.
+    """
+
+    lora_name: str
+    lora_int_id: int
+    lora_path: str
+
+    def __post_init__(self):
+        for name in ("lora_name", "lora_path"):
+            value = getattr(self, name)
+            if name == "lora_path" and isinstance(value, Path):
+                object.__setattr__(self, name, str(value))
+            elif not isinstance(value, str):
+                raise TypeError(f"{name} must be a string, not {shown(value)}")
+            if not getattr(self, name):
+                raise ValueError(f"{name} is empty")
+        if not isinstance(self.lora_int_id, int) or isinstance(self.lora_int_id, bool):
+            raise TypeError(f"lora_int_id must be an integer, not {shown(self.lora_int_id)}")
+        if not 1 <= self.lora_int_id <= INT_MAX:
+            raise ValueError(f"lora_int_id must be from 1 to {INT_MAX}, got {self.lora_int_id}")
 
 
 def list_prompts(prompts: Prompt | list[Prompt]) -> list[Prompt]:

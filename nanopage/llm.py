@@ -18,19 +18,17 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from nanopage.adapters.files import LoRARequest
 from nanopage.build import build_engine
 from nanopage.config.options import EngineConfig
 from nanopage.config.pooling import PoolingConfig
 from nanopage.engine.engine import LLMEngine
-from nanopage.engine.input_processor import Prompt
 from nanopage.engine.output_processor import Request
 from nanopage.grammar.tool_definitions import read_tools
 from nanopage.grammar.tool_formats import find_format
 from nanopage.grammar.tool_pieces import Reply
 from nanopage.grammar.tool_prompt import make_prompt
 from nanopage.grammar.tool_reply import ReplyReader
-from nanopage.inputs import AnyParams, list_prompts, match_parameters, prompts_of_token_ids
+from nanopage.inputs import AnyParams, LoRARequest, Prompt, list_prompts, match_parameters, prompts_of_token_ids
 from nanopage.outputs import (
     BeamSearchSequence,
     ClassificationOutput,

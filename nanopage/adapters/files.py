@@ -1,4 +1,4 @@
-"""LoRA adapters (Hu et al. 2021) as PEFT saves them: what a request names, and what the files of one say.
+"""LoRA adapters (Hu et al. 2021) as PEFT saves them: what the files of one say.
 
 An adapter adds scale * B A to the weights of some linear layers. Its directory has adapter_config.json, which is read
 as data, and adapter_model.safetensors. `read_adapter` checks both against the model without reading the weights, so a
@@ -18,7 +18,6 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 FLOATS = ("F64", "F32", "F16", "BF16")
 MAX_RANK = 512
 MAX_ALPHA = 1e6
-INT_MAX = 2**63 - 1
 TENSOR = re.compile(
     r"base_model\.model\.model\.layers\.(\d{1,4})\.(self_attn|mlp)\.(\w{1,20})\.lora_([AB])(?:\.default)?\.weight"
 )
@@ -68,36 +67,6 @@ KNOWN = {
 }
 # The other values subtract something from the base model's weights, which PEFT does when it loads the adapter.
 INITS = (True, False, None, "gaussian", "orthogonal", "eva")
-
-
-@dataclass(frozen=True)
-class LoRARequest:
-    """The adapter of a request. Names are vLLM's.
-
-    lora_name: for messages, and for clients of a server.
-    lora_int_id: from 1; two adapters of an engine have different ones.
-    lora_path: a directory with adapter_config.json and adapter_model.safetensors.
-
-    Raises: TypeError, ValueError naming the field.
-    """
-
-    lora_name: str
-    lora_int_id: int
-    lora_path: str
-
-    def __post_init__(self):
-        for name in ("lora_name", "lora_path"):
-            value = getattr(self, name)
-            if name == "lora_path" and isinstance(value, Path):
-                object.__setattr__(self, name, str(value))
-            elif not isinstance(value, str):
-                raise TypeError(f"{name} must be a string, not {shown(value)}")
-            if not getattr(self, name):
-                raise ValueError(f"{name} is empty")
-        if not isinstance(self.lora_int_id, int) or isinstance(self.lora_int_id, bool):
-            raise TypeError(f"lora_int_id must be an integer, not {shown(self.lora_int_id)}")
-        if not 1 <= self.lora_int_id <= INT_MAX:
-            raise ValueError(f"lora_int_id must be from 1 to {INT_MAX}, got {self.lora_int_id}")
 
 
 @dataclass(frozen=True)

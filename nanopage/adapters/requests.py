@@ -2,10 +2,11 @@
 
 from pathlib import Path
 
-from nanopage.adapters.files import LoRARequest, read_adapter
+from nanopage.adapters.files import read_adapter
 from nanopage.config.model import ModelConfig
 from nanopage.config.options import EngineConfig
 from nanopage.engine.sequence import Adapter
+from nanopage.inputs import LoRARequest
 
 
 class Adapters:

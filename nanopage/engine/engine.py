@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING, Any
 from nanopage.config.model import ModelConfig
 from nanopage.config.options import EngineConfig
 from nanopage.engine.block_manager import BlockManager
-from nanopage.engine.input_processor import InputProcessor, Prompt, default_sampling_params
+from nanopage.engine.input_processor import InputProcessor, default_sampling_params
 from nanopage.engine.output_processor import OutputProcessor, Request
 from nanopage.engine.recovery import restart
 from nanopage.engine.schedule import Schedule
 from nanopage.engine.scheduler import Scheduler
 from nanopage.engine.sequence import SequenceGroup
+from nanopage.inputs import Prompt
 from nanopage.outputs import RequestOutput, StepStats
 from nanopage.params import BeamSearchParams, PoolingParams, SamplingParams
 from nanopage.speculation.drafts import Drafter
@@ -30,7 +31,7 @@ from nanopage.text.tokenizer import Tokenizer
 from nanopage.view.explain import Explained, Sentence, explain
 
 if TYPE_CHECKING:
-    from nanopage.adapters.files import LoRARequest
+    from nanopage.inputs import LoRARequest
 
 logger = logging.getLogger("nanopage")
 

@@ -8,7 +8,6 @@ import re
 from pathlib import Path
 from typing import cast
 
-from nanopage.adapters.files import LoRARequest
 from nanopage.adapters.requests import Adapters
 from nanopage.config.encoder import EncoderConfig
 from nanopage.config.model import ModelConfig
@@ -18,6 +17,7 @@ from nanopage.engine.output_processor import Completion, Request
 from nanopage.engine.sequence import Adapter, Sequence, SequenceGroup
 from nanopage.files.model_files import exists, read_json, shown
 from nanopage.grammar.structured import CompiledGrammar, Grammars
+from nanopage.inputs import LoRARequest, Prompt
 from nanopage.params import (
     MAX_INTEGER,
     RECOMMENDED,
@@ -33,13 +33,6 @@ from nanopage.text.bad_words import bad_word_ids
 from nanopage.text.detokenizer import IncrementalDetokenizer
 from nanopage.text.stop_strings import StopStrings
 from nanopage.text.tokenizer import Tokenizer
-
-Prompt = str | list[int] | dict
-"""Text, token ids, or a dict with "prompt" or "prompt_token_ids", and optionally "cache_salt" (vLLM's forms).
-
-A dict with both is of token ids; the text is only returned as `RequestOutput.prompt`. The prompt of a conversation also
-has "reasoning": whether it ends within the model's reasoning; None if the model does not think."""
-
 
 MAX_SALT = 1024  # characters
 

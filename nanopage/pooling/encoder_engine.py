@@ -17,12 +17,12 @@ from typing import Protocol
 
 import numpy as np
 
-from nanopage.adapters.files import LoRARequest
 from nanopage.config.encoder import EncoderConfig
 from nanopage.config.options import EngineConfig
 from nanopage.config.pooling import finish, is_finite
-from nanopage.engine.input_processor import InputProcessor, Prompt
+from nanopage.engine.input_processor import InputProcessor
 from nanopage.engine.output_processor import Request
+from nanopage.inputs import LoRARequest, Prompt
 from nanopage.outputs import RequestEvent, RequestOutput, StepStats
 from nanopage.params import PoolingParams, SamplingParams
 from nanopage.step import Capacity, EncoderBatch

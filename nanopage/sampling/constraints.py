@@ -1,13 +1,12 @@
 """Constraints on the tokens that may be sampled: allowed ids, bad words, minimum length and logit bias.
 
-The constraints of a sequence are sent to the device once, when it begins to run (`Rules`). Those of a batch are joined
+The constraints of a sequence are sent to the device once, when it begins to run (rules.py). Those of a batch are joined
 there into a few lists of places in the logits (`Lists`), and each list is applied with one operation. The lists are
 kept until the batch or the settings of a row change, or a sequence reaches its minimum length. Only bad words of
 several tokens depend on the tokens sampled so far, and these are compared on the device, too.
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -15,16 +14,14 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from nanopage.device import to_device
-from nanopage.step import SamplingSettings
-
-if TYPE_CHECKING:
-    from nanopage.state.sequence_table import SequenceTable
+from nanopage.sampling.rules import Rules
+from nanopage.state.sequence_table import SequenceTable
 
 
 class Constraints:
     """Applies the constraints of rows of a sequence table to their logits."""
 
-    def __init__(self, table: "SequenceTable"):
+    def __init__(self, table: SequenceTable):
         self.table = table
         self._key: tuple | None = None  # of the batch that the lists are for
         self._lists: Lists | None = None
@@ -81,34 +78,6 @@ class Constraints:
         places = position - length + torch.arange(length, device=self.table.device)
         equal = self.table.tokens[row, places.clamp(min=0)] == lists.beginnings
         return ((equal & (places >= num_prompt)) | (lists.beginnings < 0)).all(dim=1)
-
-
-class Rules:
-    """The constraints of a sequence, on the device. Forks share them. All are int64, except the biases.
-
-    allowed         [n], or None  if all tokens are allowed
-    banned          [n]           bad words of one token
-    endings         [n]           banned until the sequence has `min_tokens` tokens
-    biased, biases  [n]           tokens, and what to add to their logits, float64
-    beginnings      [W, L]        bad words of several tokens, without the last one, padded in front with -1
-    lasts           [W]           the last token of each of them
-    """
-
-    def __init__(self, settings: SamplingSettings, device: torch.device):
-        def tensor(values: list, dtype: torch.dtype = torch.int64) -> Tensor:
-            return to_device(values, device, dtype)
-
-        words = settings.bad_words_token_ids
-        longer = [word for word in words if len(word) > 1]
-        longest = max(map(len, longer), default=1)
-        beginnings = [[-1] * (longest - len(word)) + word[:-1] for word in longer]
-        self.allowed = None if settings.allowed_token_ids is None else tensor(settings.allowed_token_ids)
-        self.banned = tensor([word[0] for word in words if len(word) == 1])
-        self.endings = tensor(settings.ending_token_ids)
-        self.biased = tensor(list(settings.logit_bias))
-        self.biases = tensor(list(settings.logit_bias.values()), torch.float64)
-        self.beginnings = tensor(beginnings).view(len(longer), longest - 1)
-        self.lasts = tensor([word[-1] for word in longer])
 
 
 @dataclass(slots=True)

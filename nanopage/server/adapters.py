@@ -5,8 +5,8 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
-from nanopage.adapters.files import LoRARequest
 from nanopage.async_llm import AsyncLLM
+from nanopage.inputs import LoRARequest
 from nanopage.server.errors import ApiError
 
 MAX_ADAPTERS = 10_000

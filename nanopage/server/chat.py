@@ -6,10 +6,10 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, replace
 
-from nanopage.adapters.files import LoRARequest
 from nanopage.async_llm import AsyncLLM
 from nanopage.grammar.tool_pieces import Call, Content, Piece, Reasoning, Reply
 from nanopage.grammar.tool_reply import ReplyReader
+from nanopage.inputs import LoRARequest
 from nanopage.outputs import CompletionOutput, RequestOutput
 from nanopage.server.choices import Change, changes, usage
 from nanopage.server.errors import ApiError

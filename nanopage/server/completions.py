@@ -5,9 +5,9 @@ import uuid
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
-from nanopage.adapters.files import LoRARequest
 from nanopage.async_llm import AsyncLLM
 from nanopage.engine.input_processor import PromptTooLongError
+from nanopage.inputs import LoRARequest
 from nanopage.outputs import CompletionOutput, Logprob, RequestOutput
 from nanopage.params import SamplingParams
 from nanopage.server.choices import changes, usage

@@ -8,9 +8,9 @@ import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
-from nanopage.adapters.files import LoRARequest
 from nanopage.async_llm import AsyncLLM, EngineDeadError, RequestStream
 from nanopage.engine.input_processor import PromptTooLongError
+from nanopage.inputs import LoRARequest
 from nanopage.outputs import RequestOutput
 from nanopage.params import PoolingParams, SamplingParams
 from nanopage.server.errors import ApiError

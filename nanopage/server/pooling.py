@@ -9,9 +9,9 @@ from typing import Any, cast
 
 import numpy as np
 
-from nanopage.adapters.files import LoRARequest
 from nanopage.async_llm import AsyncLLM
 from nanopage.config.pooling import PoolingConfig
+from nanopage.inputs import LoRARequest
 from nanopage.outputs import RequestOutput
 from nanopage.params import PoolingParams
 from nanopage.pooling.scoring import Pair, pair_texts, read_scores, scoring_prompts

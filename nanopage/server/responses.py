@@ -6,9 +6,9 @@ import uuid
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
-from nanopage.adapters.files import LoRARequest
 from nanopage.async_llm import AsyncLLM
 from nanopage.grammar.tool_pieces import Arguments, Call, Content, Piece, Reasoning
+from nanopage.inputs import LoRARequest
 from nanopage.outputs import CompletionOutput, RequestOutput
 from nanopage.params import SamplingParams
 from nanopage.server.chat import Chat
