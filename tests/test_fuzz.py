@@ -42,6 +42,7 @@ from nanopage.distributed.process_executor import ProcessExecutor
 from nanopage.engine.beam_search import Beam, BeamSearch
 from nanopage.engine.block_manager import BlockManager
 from nanopage.engine.input_processor import branch_seed
+from nanopage.engine.invariants import check_blocks
 from nanopage.kernels import paged_attention
 from nanopage.outputs import RequestEvent
 from nanopage.params import RequestOutputKind
@@ -480,7 +481,7 @@ def run_world(engine: LLMEngine, plans: list[Planned]) -> None:
         for output in engine.step():
             assert output.error is None
             by_id[output.request_id].receive(output)
-        manager.check_invariants()
+        check_blocks(manager)
         check_queues(scheduler)
         stats = engine.last_step
         follow(states, stats.events)
@@ -1013,14 +1014,14 @@ def test_nor_does_a_draft_model(world, model, oracle, draft_models, monkeypatch)
     def counted_learn(seq, num_drafted, num_accepted):
         happened["tokens of draft models"] += num_drafted
         happened["tokens of draft models that were accepted"] += num_accepted
-        manager.check_invariants()
+        check_blocks(manager)
 
     drafter.executor.worker.launch = failing_launch
     monkeypatch.setattr(drafter.gains, "choose", choose)
     monkeypatch.setattr(drafter.gains, "learn", counted_learn)
     monkeypatch.setattr(drafter.gains.costs, "of", lambda num_rows: StepTimes(1.0, 0, 0.0))
     run_world(engine, plans)
-    happened["evictions of draft models"] += manager.num_evictions
+    happened["evictions of draft models"] += manager.prefixes.num_evictions
     assert not drafter.rows and manager.num_free_blocks == manager.num_blocks and len(drafter.free_rows) == num_rows
     for plan in plans:
         check = check_search if plan.searches else check_completions
@@ -1065,7 +1066,7 @@ def test_a_crowd_changes_no_answer(world, model, oracle, monkeypatch):
     happened["worlds that swapped"] += engine.executor.worker.kv_cache.host is not None
     happened["worlds with prefix-cache hits"] += manager.num_hit_tokens > 0
     happened["tokens found in the prefix cache"] += manager.num_hit_tokens
-    happened["worlds that evicted"] += manager.num_evictions > 0
+    happened["worlds that evicted"] += manager.prefixes.num_evictions > 0
     happened["worlds with aborts"] += any(plan.aborted for plan in plans)
     happened["aborted completions"] += sum(completion.finish_reason == "abort" for completion in completions)
     happened["completions ended by a stop"] += sum(completion.finish_reason == "stop" for completion in completions)

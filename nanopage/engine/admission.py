@@ -50,7 +50,7 @@ class Admission:
         one. In the next step, that block is in the prefix cache."""
         leader, size = group.live[0], self.block_manager.block_size
         end = (len(prefix) + 1) * size
-        if not self.block_manager.enable_prefix_caching or leader.settings.needs_all_positions:
+        if not self.block_manager.prefixes.enabled or leader.settings.needs_all_positions:
             return None
         if end >= common_length(group.live):  # the last token has to be computed anyway
             return None

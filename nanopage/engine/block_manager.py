@@ -11,15 +11,13 @@ a first reading, assume one kind, without a window. A block is always one of
 
 `num_free_blocks` counts both free and cached blocks, because both can be given out.
 
-Prefix caching: a *full* block whose K and V are written is registered under a chained hash of all tokens up to its end:
-sha256(parent hash, its tokens). The root of the chain is the hash of the request's salt. A hash only finds a candidate:
-the tokens of the whole chain are compared before a block is shared.
+Prefix caching: see prefix_cache.py.
 
 Forking: a child's table is a copy of its parent's. Only the last block, partly filled, can still be written to. A
 sequence that writes to it while others share it gets a copy first (copy-on-write). The last owner writes in place.
 
 Windows: as a sequence grows, `slide` gives back the blocks that the window of a kind does not reach any more. NO_BLOCK
-takes their place in the table. A prefix is found in the cache if the blocks are there that its next token sees.
+takes their place in the table.
 
 Swapping: a second pool of `num_host_blocks` in host memory takes the blocks of preempted sequences, sharing included.
 
@@ -27,42 +25,12 @@ The manager moves no data. `take_copies`, `swap_out` and `swap_in` return which 
 the tensors, copy them before the next forward pass.
 """
 
-from array import array
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
-from hashlib import sha256
 
-from nanopage.state.layer_kinds import first_block
+from nanopage.engine.prefix_cache import Prefix, PrefixCache
+from nanopage.state.layer_kinds import first_blocks
 from nanopage.step import NO_BLOCK
-
-
-@dataclass(slots=True, eq=False)
-class Prefix:
-    """A registered logical block and, through `parent`, all the tokens before it. `parent` is None for a sequence's
-    first. `blocks` are the physical blocks, one for each kind of layers, NO_BLOCK where there is none."""
-
-    hash: bytes
-    parent: "Prefix | None"
-    tokens: tuple[int, ...]
-    salt: str
-    blocks: list[int]
-
-    def same_as(self, parent: "Prefix | None", tokens: tuple[int, ...], salt: str) -> bool:
-        """Whether this is the prefix `parent` + `tokens`, by comparing tokens, not hashes."""
-        if self.tokens != tokens or self.salt != salt:
-            return False
-        ours = self.parent
-        # An ancestor may have been evicted and registered anew: then the chains are equal without being identical.
-        while ours is not parent:
-            if ours is None or parent is None or ours.tokens != parent.tokens:
-                return False
-            ours, parent = ours.parent, parent.parent
-        return True
-
-
-def hash_block(parent_hash: bytes, tokens: tuple[int, ...]) -> bytes:
-    return sha256(parent_hash + array("q", tokens).tobytes()).digest()
 
 
 class BlockManager:
@@ -87,12 +55,11 @@ class BlockManager:
         self.windows, self.num_kinds = tuple(windows), len(windows)
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self.enable_prefix_caching = enable_prefix_caching
+        self.prefixes = PrefixCache(block_size, windows, enable_prefix_caching)
         self.num_host_blocks = num_host_blocks
         # Totals. A request that was preempted looks up its prefix again, and counts again.
         self.num_query_tokens = 0
         self.num_hit_tokens = 0
-        self.num_evictions = 0
         self.reset()
 
     def reset(self) -> None:
@@ -102,13 +69,10 @@ class BlockManager:
         self.host_tables: dict[int, list[int]] = {}  # of the swapped sequences
         self.host_ref_counts: list[int] = [0] * self.num_host_blocks
         self.copies: list[tuple[int, int]] = []  # since the last take_copies()
-        self.evicted: list[int] = []  # since the last take_evicted()
 
         # A stack: the block freed last is the most likely to be in the processor's cache.
         self._free: list[int] = list(range(self.num_blocks - 1, -1, -1))
-        self._cached: OrderedDict[int, Prefix] = OrderedDict()  # in no table, least recently used first
-        self._by_hash: dict[bytes, Prefix] = {}
-        self._by_block: dict[int, Prefix] = {}
+        self.prefixes.clear()
         # seq_id -> the prefixes of its first full blocks; None if the sequence registers no more blocks
         self._chains: dict[int, list[Prefix] | None] = {}
         self._host_free: list[int] = list(range(self.num_host_blocks - 1, -1, -1))
@@ -116,11 +80,11 @@ class BlockManager:
     @property
     def num_free_blocks(self) -> int:
         """Blocks that can be given out: free ones and cached ones."""
-        return len(self._free) + len(self._cached)
+        return len(self._free) + len(self.prefixes.cached)
 
     @property
     def num_cached_blocks(self) -> int:
-        return len(self._cached)
+        return len(self.prefixes.cached)
 
     @property
     def num_free_host_blocks(self) -> int:
@@ -129,7 +93,7 @@ class BlockManager:
     @property
     def cached_blocks(self) -> Collection[int]:
         """The cached blocks, the next to be evicted first."""
-        return self._cached.keys()
+        return self.prefixes.cached.keys()
 
     def blocks_for(self, num_tokens: int) -> int:
         """The length of a table for so many tokens."""
@@ -138,76 +102,25 @@ class BlockManager:
     # Prefix cache
 
     def lookup(self, token_ids: list[int], salt: str = "", hashes: list[bytes] | None = None) -> list[Prefix]:
-        """The longest cached prefix of `token_ids`, block by block. It leaves at least one token to compute, because
-        sampling needs the last token's logits.
-
-        Args: hashes: the hashes of the first blocks, kept between calls. This adds the hashes it computes.
-        """
-        chain: list[Prefix] = []
-        if not self.enable_prefix_caching:
-            return chain
-        hashes = [] if hashes is None else hashes
-        parent, num_blocks = None, (len(token_ids) - 1) // self.block_size
-        if None not in self.windows:  # no block that is missing ends the search, so it needs an end
-            self._add_hashes(hashes, token_ids, num_blocks, salt)
-            num_blocks = next((i + 1 for i in reversed(range(num_blocks)) if hashes[i] in self._by_hash), 0)
-        for i in range(num_blocks):
-            tokens = self._tokens_of_block(token_ids, i)
-            if i == len(hashes):
-                self._add_hashes(hashes, token_ids, i + 1, salt)
-            prefix = self._by_hash.get(hashes[i])
-            if prefix is None or not prefix.same_as(parent, tokens, salt):
-                prefix = Prefix(hashes[i], parent, tokens, salt, [NO_BLOCK] * self.num_kinds)
-            if NO_BLOCK in prefix.blocks and (NO_BLOCK, None) in zip(prefix.blocks, self.windows, strict=True):
-                break  # without a window, all tokens behind this block see it
-            chain.append(prefix)
-            parent = prefix
-        return chain if not any(self.windows) else self._cut(chain)
+        """The longest cached prefix of `token_ids`, block by block (see `PrefixCache.lookup`)."""
+        return self.prefixes.lookup(token_ids, salt, hashes)
 
     def register(self, seq_id: int, token_ids: list[int], num_written: int, salt: str = "") -> None:
         """Register the full blocks among the first `num_written` tokens, whose K and V are written."""
-        if not self.enable_prefix_caching:
-            return
-        chain, table = self._chains[seq_id], self.block_tables[seq_id]
-        if chain is None:
-            return
-        for i in range(len(chain), num_written // self.block_size):
-            parent = chain[-1] if chain else None
-            tokens = self._tokens_of_block(token_ids, i)
-            key = hash_block(parent.hash if parent else _root_hash(salt), tokens)
-            prefix = self._by_hash.get(key)
-            collides = prefix is not None and not prefix.same_as(parent, tokens, salt)
-            if prefix is None or collides:
-                prefix = Prefix(key, parent, tokens, salt, [NO_BLOCK] * self.num_kinds)
-            chain.append(prefix)
-            if collides:
-                continue  # this block is in its sequence's chain, but not in the index that lookups read
-            # Where another sequence has registered the same prefix first, its blocks stay the cached ones.
-            for kind, block in enumerate(table[i * self.num_kinds : (i + 1) * self.num_kinds]):
-                if prefix.blocks[kind] == NO_BLOCK and block != NO_BLOCK:
-                    prefix.blocks[kind] = block
-                    self._by_hash[key] = self._by_block[block] = prefix
+        chain = self._chains[seq_id]
+        if chain is not None:
+            self.prefixes.register(chain, self.block_tables[seq_id], token_ids, num_written, salt)
 
     def forget(self, token_ids: list[int], salt: str = "") -> None:
         """Forget all prefixes of these tokens: their K and V are wrong. Sequences keep their blocks."""
-        key = _root_hash(salt)
-        for i in range(len(token_ids) // self.block_size):
-            key = hash_block(key, self._tokens_of_block(token_ids, i))
-            prefix = self._by_hash.pop(key, None)
-            for kind, block in enumerate(prefix.blocks if prefix else ()):
-                if block == NO_BLOCK or prefix is None:
-                    continue
-                del self._by_block[block]
-                if self._cached.pop(block, None) is not None:
-                    self._free.append(block)
-                prefix.blocks[kind] = NO_BLOCK
+        self._free += self.prefixes.forget(token_ids, salt)
 
     def reset_prefix_cache(self) -> None:
         """Forget all prefixes. Sequences keep their blocks, but register no more of them."""
-        self._free += reversed(self._cached)
-        self._cached.clear()
-        self._by_hash.clear()
-        self._by_block.clear()
+        self._free += reversed(self.prefixes.cached)
+        evicted = self.prefixes.evicted
+        self.prefixes.clear()
+        self.prefixes.evicted = evicted
         self._chains = dict.fromkeys(self._chains)
 
     # Tables
@@ -222,7 +135,7 @@ class BlockManager:
         prefix = prefix or []
         self.block_tables[seq_id] = table = self.table_of(prefix)
         for block in table:
-            self._cached.pop(block, None)  # in use again: nothing may evict it
+            self.prefixes.cached.pop(block, None)  # in use again: nothing may evict it
         self._share(table)
         self._chains[seq_id] = list(prefix)
         self.num_query_tokens += num_tokens
@@ -231,7 +144,7 @@ class BlockManager:
 
     def table_of(self, prefix: list[Prefix]) -> list[int]:
         """The table that a sequence with this cached prefix starts with."""
-        firsts = self._first_blocks(len(prefix) * self.block_size)
+        firsts = first_blocks(self.windows, len(prefix) * self.block_size, self.block_size)
         return [
             block if i >= first else NO_BLOCK
             for i, entry in enumerate(prefix)
@@ -299,7 +212,7 @@ class BlockManager:
     def slide(self, seq_id: int, num_written: int) -> None:
         """Give back the blocks that no window reaches from token `num_written` on, where the next step begins."""
         table = self.block_tables[seq_id]
-        for kind, first in enumerate(self._first_blocks(num_written)):
+        for kind, first in enumerate(first_blocks(self.windows, num_written, self.block_size)):
             begin = end = first * self.num_kinds + kind
             while begin >= self.num_kinds and table[begin - self.num_kinds] != NO_BLOCK:
                 begin -= self.num_kinds
@@ -314,7 +227,7 @@ class BlockManager:
 
     def take_evicted(self) -> list[int]:
         """The cached blocks that have been given out for other tokens, since the last call."""
-        evicted, self.evicted = self.evicted, []
+        evicted, self.prefixes.evicted = self.prefixes.evicted, []
         return evicted
 
     def free(self, seq_id: int) -> None:
@@ -343,21 +256,14 @@ class BlockManager:
     def _drop(self, block: int) -> None:
         """Count one owner less of a block."""
         self.ref_counts[block] -= 1
-        if self.ref_counts[block] == 0:
-            if block in self._by_block:
-                self._cached[block] = self._by_block[block]
-            else:
-                self._free.append(block)
+        if self.ref_counts[block] == 0 and not self.prefixes.keep(block):
+            self._free.append(block)
 
     def _shared_entries(self, table: list[int], num_written: int) -> list[int]:
         """Where a table has blocks that others share and that token `num_written` is written to."""
         first = num_written // self.block_size * self.num_kinds
         entries = range(first, min(first + self.num_kinds, len(table)))
         return [index for index in entries if self.ref_counts[table[index]] > 1]
-
-    def _first_blocks(self, position: int) -> list[int]:
-        """For each kind of layers, the first logical block that queries from `position` on see."""
-        return [first_block(window, position, self.block_size) for window in self.windows]
 
     # Swapping
 
@@ -404,76 +310,10 @@ class BlockManager:
         return list(moved.items())
 
     def _take_block(self) -> int:
-        if self._free:
-            return self._free.pop()
-        block, prefix = self._cached.popitem(last=False)
-        del self._by_block[block]
-        prefix.blocks[prefix.blocks.index(block)] = NO_BLOCK
-        if set(prefix.blocks) == {NO_BLOCK}:
-            del self._by_hash[prefix.hash]
-        self.num_evictions += 1
-        self.evicted.append(block)
-        return block
-
-    def _cut(self, chain: list[Prefix]) -> list[Prefix]:
-        """The longest part of a chain, from its start on, of which all blocks are cached that the next token sees."""
-        length = 0
-        missing = [-1] * self.num_kinds  # of each kind, the last block so far that is not cached
-        for i, prefix in enumerate(chain):
-            missing = [i if block == NO_BLOCK else last for block, last in zip(prefix.blocks, missing, strict=True)]
-            firsts = self._first_blocks((i + 1) * self.block_size)
-            if all(last < first for last, first in zip(missing, firsts, strict=True)):
-                length = i + 1
-        return chain[:length]
-
-    def _add_hashes(self, hashes: list[bytes], token_ids: list[int], num_blocks: int, salt: str) -> None:
-        """Add the hashes that are not there yet, up to those of `num_blocks` blocks."""
-        for i in range(len(hashes), num_blocks):
-            parent_hash = hashes[-1] if hashes else _root_hash(salt)
-            hashes.append(hash_block(parent_hash, self._tokens_of_block(token_ids, i)))
-
-    def _tokens_of_block(self, token_ids: list[int], index: int) -> tuple[int, ...]:
-        return tuple(token_ids[index * self.block_size : (index + 1) * self.block_size])
-
-    # For tests and debugging
-
-    def check_invariants(self) -> None:
-        """Raise AssertionError if the tables, counts and lists disagree. Takes time linear in the pool."""
-        counts = self.blocks_of(list(self.block_tables))
-        owners = [counts[block] for block in range(self.num_blocks)]
-        assert owners == self.ref_counts, "reference counts differ from owners"
-        for table in (*self.block_tables.values(), *self.host_tables.values()):
-            blocks = [block for block in table if block != NO_BLOCK]
-            assert len(set(blocks)) == len(blocks), f"a block twice in one table: {table}"
-            assert len(table) % self.num_kinds == 0
-            for kind in range(self.num_kinds):  # only the first blocks of a kind are given back
-                gone = [block == NO_BLOCK for block in table[kind :: self.num_kinds]]
-                assert gone == sorted(gone, reverse=True) and (self.windows[kind] is not None or not any(gone))
-        free, cached = set(self._free), set(self._cached)
-        used = {block for block, count in enumerate(owners) if count}
-        assert len(free) == len(self._free), "a block twice on the free list"
-        assert not (free & cached or free & used or cached & used), "a block in two states"
-        assert len(free) + len(cached) + len(used) == self.num_blocks, "a block is lost"
-        assert self._chains.keys() == self.block_tables.keys() | self.host_tables.keys()
-        assert not self.block_tables.keys() & self.host_tables.keys(), "a sequence in both pools"
-        host_owners = self.host_blocks_of(list(self.host_tables))
-        assert [host_owners[block] for block in range(len(self.host_ref_counts))] == self.host_ref_counts
-        host_free = set(self._host_free)
-        assert len(host_free) == len(self._host_free) and not host_free & host_owners.keys()
-        assert len(host_free) + len(host_owners) == len(self.host_ref_counts), "a host block is lost"
-        assert cached <= self._by_block.keys() <= cached | used, "a registered block is free"
-        for block, prefix in self._by_block.items():
-            assert block in prefix.blocks and self._by_hash[prefix.hash] is prefix
-        registered = [block for prefix in self._by_hash.values() for block in prefix.blocks if block != NO_BLOCK]
-        assert sorted(registered) == sorted(self._by_block)
-        assert {id(prefix) for prefix in self._by_block.values()} == {id(prefix) for prefix in self._by_hash.values()}
+        return self._free.pop() if self._free else self.prefixes.evict()
 
 
 def _count_blocks(tables: dict[int, list[int]], seq_ids: list[int]) -> Counter[int]:
     blocks = Counter(block for seq_id in seq_ids for block in tables.get(seq_id, ()))
     del blocks[NO_BLOCK]
     return blocks
-
-
-def _root_hash(salt: str) -> bytes:
-    return sha256(salt.encode()).digest()

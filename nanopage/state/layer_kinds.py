@@ -89,6 +89,11 @@ def first_block(window: int | None, position: int, block_size: int) -> int:
     return 0 if window is None else max(0, position + 1 - window) // block_size
 
 
+def first_blocks(windows: Sequence[int | None], position: int, block_size: int) -> list[int]:
+    """The same for each kind of layers."""
+    return [first_block(window, position, block_size) for window in windows]
+
+
 @dataclass(frozen=True, slots=True)
 class BlockNeeds:
     """How many blocks sequences take.

@@ -19,12 +19,14 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from nanopage.engine import block_manager
+from nanopage.engine import prefix_cache
 from nanopage.engine.block_manager import BlockManager
+from nanopage.engine.invariants import check_blocks
+from nanopage.engine.prefix_cache import PrefixCache
 from nanopage.step import NO_BLOCK
 
 HASHES = {
-    "sha256": block_manager.hash_block,
+    "sha256": prefix_cache.hash_block,
     "constant": lambda parent_hash, tokens: b"",
     "one_bit": lambda parent_hash, tokens: bytes([sum(tokens) & 1]),
 }
@@ -88,7 +90,7 @@ class Books(RuleBasedStateMachine):
     def hash_of(self, salt, tokens):
         value = b"root of " + salt.encode()
         for i in range(0, len(tokens), self.block_size):
-            value = block_manager.hash_block(value, tuple(tokens[i : i + self.block_size]))
+            value = prefix_cache.hash_block(value, tuple(tokens[i : i + self.block_size]))
         return value
 
     def owners_of(self, block):
@@ -329,14 +331,14 @@ class Books(RuleBasedStateMachine):
     @invariant()
     def books_balance(self):
         manager = self.manager
-        manager.check_invariants()
+        check_blocks(manager)
         assert manager.block_tables == {owner.seq_id: owner.table for owner in self.live}
         assert manager.ref_counts == [self.owners_of(block) for block in range(self.num_blocks)]
         used = {block for owner in self.live for block in owner.table}
         assert used | self.free | self.idle.keys() == set(range(self.num_blocks))
         assert len(used) + len(self.free) + len(self.idle) == self.num_blocks
         assert manager.num_free_blocks == self.num_blocks - len(used)
-        assert (manager.num_hit_tokens, manager.num_evictions) == (self.hit_tokens, self.evictions)
+        assert (manager.num_hit_tokens, manager.prefixes.num_evictions) == (self.hit_tokens, self.evictions)
         assert (manager.num_query_tokens, manager.num_cached_blocks) == (self.query_tokens, len(self.idle))
         assert manager.host_tables == {owner.seq_id: owner.table for owner in self.swapped}
         held = {block for owner in self.swapped for block in owner.table}
@@ -357,7 +359,7 @@ class Books(RuleBasedStateMachine):
 
 @pytest.mark.parametrize("name", HASHES)
 def test_any_sequence_of_calls_keeps_the_books_and_shares_only_equal_prefixes(name, monkeypatch):
-    monkeypatch.setattr(block_manager, "hash_block", HASHES[name])
+    monkeypatch.setattr(prefix_cache, "hash_block", HASHES[name])
     options = settings(max_examples=examples(100), stateful_step_count=40, deadline=None)
     run_state_machine_as_test(Books, settings=options)
 
@@ -394,7 +396,7 @@ def test_a_new_pool_is_all_free():
     manager = BlockManager(5, 4)
     assert manager.num_free_blocks == 5
     assert manager.lookup([1] * 40) == []
-    manager.check_invariants()
+    check_blocks(manager)
 
 
 def test_a_block_is_found_only_after_it_is_written_and_registered():
@@ -487,9 +489,9 @@ def test_a_free_block_is_taken_before_a_cached_one():
     manager.free(0)
     manager.allocate(1)
     assert grow(manager, 1, 2)
-    assert manager.num_evictions == 0
+    assert manager.prefixes.num_evictions == 0
     assert grow(manager, 1, 3)
-    assert manager.num_evictions == 1
+    assert manager.prefixes.num_evictions == 1
 
 
 def test_two_writers_of_one_prefix_keep_their_own_blocks_and_the_first_is_shared():
@@ -503,7 +505,7 @@ def test_two_writers_of_one_prefix_keep_their_own_blocks_and_the_first_is_shared
     assert first != second
     assert found(manager, [1, 2]) == [first]
     manager.free(1)
-    manager.check_invariants()
+    check_blocks(manager)
     manager.allocate(2)
     assert grow(manager, 2, 6), "the second copy is free, not cached"
     assert second in manager.block_tables[2]
@@ -522,16 +524,16 @@ def test_a_descendant_is_found_again_when_its_evicted_ancestor_is_written_anew()
     manager.free(0)
     manager.allocate(2)
     assert grow(manager, 2, 1)
-    assert manager.num_evictions == 1
+    assert manager.prefixes.num_evictions == 1
     assert found(manager, [1, 2]) == []
     manager.free(2)
     (anew,) = put(manager, 3, [1])
     assert found(manager, [1, 2]) == [anew, descendant]
-    manager.check_invariants()
+    check_blocks(manager)
 
 
 def test_a_descendant_is_not_found_behind_another_ancestor_with_the_same_hash(monkeypatch):
-    monkeypatch.setattr(block_manager, "hash_block", lambda parent_hash, tokens: bytes([tokens[0] % 10]))
+    monkeypatch.setattr(prefix_cache, "hash_block", lambda parent_hash, tokens: bytes([tokens[0] % 10]))
     manager = BlockManager(3, 1)
     for seq_id, tokens in ((0, [1]), (1, [1, 2])):
         manager.allocate(seq_id)
@@ -540,13 +542,13 @@ def test_a_descendant_is_not_found_behind_another_ancestor_with_the_same_hash(mo
     manager.register(1, [1, 2], 2)
     manager.free(0)
     (impostor,) = put(manager, 2, [11])
-    assert manager.num_evictions == 1
+    assert manager.prefixes.num_evictions == 1
     assert found(manager, [11, 2]) == [impostor]
     assert found(manager, [1, 2]) == []
 
 
 def test_what_follows_a_collision_is_not_found_behind_the_other_prefix(monkeypatch):
-    monkeypatch.setattr(block_manager, "hash_block", lambda parent_hash, tokens: bytes([tokens[0] % 10]))
+    monkeypatch.setattr(prefix_cache, "hash_block", lambda parent_hash, tokens: bytes([tokens[0] % 10]))
     manager = BlockManager(4, 1)
     first = put(manager, 0, [1])
     put(manager, 1, [11, 2])  # its block of [11] is not registered, that of [11, 2] is
@@ -555,7 +557,7 @@ def test_what_follows_a_collision_is_not_found_behind_the_other_prefix(monkeypat
 
 
 def test_a_prefix_with_the_hash_of_another_has_its_own_block_and_is_never_found(monkeypatch):
-    monkeypatch.setattr(block_manager, "hash_block", HASHES["constant"])
+    monkeypatch.setattr(prefix_cache, "hash_block", HASHES["constant"])
     manager = BlockManager(4, 2)
     first = put(manager, 0, [1, 2])
     second = put(manager, 1, [3, 4])
@@ -564,7 +566,7 @@ def test_a_prefix_with_the_hash_of_another_has_its_own_block_and_is_never_found(
     assert found(manager, [3, 4]) == []
     assert found(manager, [1, 2], "salt") == []
     manager.free(1)
-    manager.check_invariants()
+    check_blocks(manager)
     assert manager.num_free_blocks == 3
     manager.free(0)
     assert manager.num_free_blocks == 4
@@ -575,10 +577,10 @@ def test_grow_that_is_short_of_blocks_changes_nothing():
     put(manager, 0, [1, 2, 3])
     put(manager, 1, [5, 6])
     manager.free(1)
-    before = copy.deepcopy((manager.block_tables, manager.ref_counts, manager.num_evictions))
+    before = copy.deepcopy((manager.block_tables, manager.ref_counts, manager.prefixes.num_evictions))
     assert manager.num_free_blocks == 2
     assert not grow(manager, 0, 9)
-    after = (manager.block_tables, manager.ref_counts, manager.num_evictions)
+    after = (manager.block_tables, manager.ref_counts, manager.prefixes.num_evictions)
     assert after == before
     assert len(found(manager, [5, 6])) == 1
     assert grow(manager, 0, 8)
@@ -600,7 +602,7 @@ def test_hashes_that_are_kept_find_what_fresh_ones_find(monkeypatch):
     assert [prefix.blocks[0] for prefix in manager.lookup(tokens, "", hashes)] == table[:2]
     assert len(hashes) == 2
     calls = []
-    monkeypatch.setattr(block_manager, "hash_block", lambda *arguments: calls.append(arguments))
+    monkeypatch.setattr(prefix_cache, "hash_block", lambda *arguments: calls.append(arguments))
     assert [prefix.blocks[0] for prefix in manager.lookup(tokens, "", hashes)] == table[:2]
     assert calls == [], "nothing is hashed twice"
 
@@ -613,8 +615,8 @@ def test_without_prefix_caching_nothing_is_shared_or_kept():
     manager.free(1)
     assert found(manager, [1, 2, 3, 4]) == []
     put(manager, 2, [1, 2, 3, 4, 5, 6, 7, 8])
-    assert (manager.num_hit_tokens, manager.num_evictions) == (0, 0)
-    manager.check_invariants()
+    assert (manager.num_hit_tokens, manager.prefixes.num_evictions) == (0, 0)
+    check_blocks(manager)
 
 
 def test_hit_tokens_are_counted():
@@ -639,7 +641,7 @@ def slid(manager: BlockManager, seq_id: int, tokens: list[int], position: int, s
     """`put` a sequence, and go on to a later position. Returns its table before that."""
     table = put(manager, seq_id, tokens, salt)
     manager.slide(seq_id, position)
-    manager.check_invariants()
+    check_blocks(manager)
     return table
 
 
@@ -674,17 +676,17 @@ def test_a_prefix_needs_only_the_blocks_that_its_next_token_sees():
     assert len(hit) == 4
     assert manager.table_of(hit) == [table[0], NO_BLOCK, table[2], NO_BLOCK, table[4], NO_BLOCK, table[6], table[7]]
     assert manager.allocate(1, hit) == 8
-    manager.check_invariants()
+    check_blocks(manager)
     assert manager.num_cached_blocks == 3
 
 
 def evict(manager: BlockManager, block: int) -> None:
     """Have a cached block evicted."""
-    manager._cached.move_to_end(block, last=False)
+    manager.prefixes.cached.move_to_end(block, last=False)
     manager._free, free = [], manager._free
     assert manager._take_block() == block
     manager._free = [*free, block]
-    manager.check_invariants()
+    check_blocks(manager)
 
 
 @pytest.mark.parametrize(("windows", "evicted", "num_found"), [
@@ -718,7 +720,7 @@ def test_the_longest_prefix_of_which_everything_is_left_that_is_seen(windows, ev
     assert grow(manager, 1, 9)
     manager.register(1, [*tokens, 9], 8)
     manager.slide(1, 8)
-    manager.check_invariants()
+    check_blocks(manager)
     manager.free(1)
     assert len(manager.lookup([*tokens, 9])) == 4, "what was evicted has been registered anew"
     assert manager.num_free_blocks == 12
@@ -729,8 +731,8 @@ def test_a_lookup_that_finds_nothing_looks_at_no_tokens_again(monkeypatch, windo
     manager, hashes, looked = BlockManager(40, 2, windows=windows), [], []
     tokens = list(range(20))
     assert manager.lookup(tokens, "", hashes) == []
-    read = BlockManager._tokens_of_block
-    monkeypatch.setattr(BlockManager, "_tokens_of_block", lambda *args: looked.append(args[2]) or read(*args))
+    read = PrefixCache._tokens_of_block
+    monkeypatch.setattr(PrefixCache, "_tokens_of_block", lambda *args: looked.append(args[2]) or read(*args))
     assert manager.lookup(tokens, "", hashes) == [] and looked in ([], [0])
     slid(manager, 0, tokens[:8], 8)
     looked.clear()
@@ -739,7 +741,7 @@ def test_a_lookup_that_finds_nothing_looks_at_no_tokens_again(monkeypatch, windo
 
 
 def test_a_prefix_behind_evicted_blocks_is_compared_token_by_token(monkeypatch):
-    monkeypatch.setattr(block_manager, "hash_block", lambda parent_hash, tokens: bytes([tokens[-1]]))
+    monkeypatch.setattr(prefix_cache, "hash_block", lambda parent_hash, tokens: bytes([tokens[-1]]))
     manager = BlockManager(12, 2, windows=(3,))
     table = slid(manager, 0, [1, 2, 3, 4, 5, 6], 6)
     manager.free(0)
@@ -752,7 +754,7 @@ def test_forks_share_what_is_left_and_copy_what_they_write_to_for_each_kind():
     manager = BlockManager(12, 2, windows=(None, 3))
     table = slid(manager, 0, [1, 2, 3, 4, 5], 5)
     manager.fork(0, 1)
-    manager.check_invariants()
+    check_blocks(manager)
     assert manager.blocks_to_grow([(1, 5, 6)]) == 2
     assert manager.grow(1, 5, 6)
     new = manager.block_tables[1][4:]
@@ -760,7 +762,7 @@ def test_forks_share_what_is_left_and_copy_what_they_write_to_for_each_kind():
     manager.slide(1, 6)
     assert manager.block_tables[0][3] == table[3] and manager.block_tables[1][3] == NO_BLOCK
     assert manager.ref_counts[table[3]] == 1
-    manager.check_invariants()
+    check_blocks(manager)
 
 
 def test_a_swap_takes_what_is_left():
@@ -770,14 +772,14 @@ def test_a_swap_takes_what_is_left():
     kept = [block for block in table if block not in (table[1], table[3])]
     moved = manager.swap_out([0, 1])
     assert sorted(block for block, _ in moved) == sorted(kept)
-    manager.check_invariants()
+    check_blocks(manager)
     back = manager.swap_in([0, 1])
     assert [host for host, _ in back] == sorted(host for _, host in moved)
-    manager.check_invariants()
+    check_blocks(manager)
     assert [block == NO_BLOCK for block in manager.block_tables[0]] == [False, True, False, True, False, False]
     assert manager.block_tables[0] == manager.block_tables[1]
     manager.register(0, [1, 2, 3, 4, 5, 6], 6)
-    manager.check_invariants()
+    check_blocks(manager)
     assert len(manager.lookup([1, 2, 3, 4, 5, 6, 7])) == 3
 
 
@@ -803,11 +805,11 @@ def repeat_a_block(manager):
 
 
 def forget_a_hash(manager):
-    manager._by_hash.popitem()
+    manager.prefixes.by_hash.popitem()
 
 
 def forget_a_registration(manager):
-    del manager._by_block[manager.block_tables[0][0]]
+    del manager.prefixes.by_block[manager.block_tables[0][0]]
 
 
 def forget_a_chain(manager):
@@ -816,7 +818,9 @@ def forget_a_chain(manager):
 
 def register_a_free_block(manager):
     block = manager._free[-1]
-    manager._by_block[block] = manager._by_hash[b"x"] = block_manager.Prefix(b"x", None, (8, 9), "", [block])
+    manager.prefixes.by_block[block] = manager.prefixes.by_hash[b"x"] = prefix_cache.Prefix(
+        b"x", None, (8, 9), "", [block]
+    )
 
 
 @pytest.mark.parametrize(
@@ -834,13 +838,13 @@ def register_a_free_block(manager):
     ],
     ids=lambda damage: damage.__name__,
 )
-def test_check_invariants_sees_damage(damage):
+def test_check_blocks_sees_damage(damage):
     manager = BlockManager(5, 2)
     put(manager, 0, [1, 2, 3])
-    manager.check_invariants()
+    check_blocks(manager)
     damage(manager)
     with pytest.raises((AssertionError, KeyError)):
-        manager.check_invariants()
+        check_blocks(manager)
 
 
 def test_forgotten_prefixes_are_not_found_and_their_blocks_are_free():
@@ -856,7 +860,7 @@ def test_forgotten_prefixes_are_not_found_and_their_blocks_are_free():
         manager.forget(tokens, salt)
         assert manager.lookup([*tokens, 99], salt) == []
     assert manager.num_cached_blocks == 0
-    manager.check_invariants()
+    check_blocks(manager)
     manager.free(0)
     assert (manager.num_cached_blocks, manager.num_free_blocks) == (0, 8)
-    manager.check_invariants()
+    check_blocks(manager)

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from nanopage import BeamSearchParams, EngineConfig, LLMEngine, SamplingParams
 from nanopage.build import build_engine
 from nanopage.device import resolve_dtype, resolve_kv_dtype, set_cuda_precision
+from nanopage.engine.invariants import check_blocks
 from nanopage.params import RequestOutputKind
 from nanopage.state.kv_cache import KVCache
 from nanopage.state.pages import views
@@ -53,7 +54,7 @@ def fail_once(monkeypatch, engine) -> None:
 
 def idle(engine) -> bool:
     manager = engine.scheduler.block_manager
-    manager.check_invariants()
+    check_blocks(manager)
     return manager.num_free_blocks == manager.num_blocks and not engine.output_processor.requests
 
 
@@ -225,7 +226,7 @@ def test_a_step_that_fails_can_be_run_again(model, monkeypatch, overlap):
     done = {}
     while engine.has_unfinished_requests():
         done |= {output.request_id: output for output in engine.step() if output.finished}
-        engine.scheduler.block_manager.check_invariants()
+        check_blocks(engine.scheduler.block_manager)
     assert len(calls) > 12
     for name in ("a", "b"):
         assert done[name].outputs[0].token_ids == expected[name].outputs[0].token_ids
@@ -764,7 +765,7 @@ def test_a_reset_of_the_prefix_cache_that_is_interrupted_loses_no_block(model):
     expected = run(engine, a=(prompt, GREEDY))["a"].outputs[0].token_ids
     manager = engine.scheduler.block_manager
     assert manager.num_cached_blocks
-    manager._by_hash = Interrupted(manager._by_hash)
+    manager.prefixes.by_hash = Interrupted(manager.prefixes.by_hash)
     with pytest.raises(KeyboardInterrupt):
         engine.reset_prefix_cache()
     assert run(engine, b=(prompt, GREEDY))["b"].outputs[0].token_ids == expected

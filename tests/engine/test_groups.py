@@ -12,6 +12,7 @@ from nanopage import LLM, BeamSearchParams, EngineConfig, LLMEngine, SamplingPar
 from nanopage.build import build_engine
 from nanopage.engine.beam_search import Beam, BeamSearch
 from nanopage.engine.input_processor import branch_seed
+from nanopage.engine.invariants import check_blocks
 from nanopage.worker.memory import GIB, block_bytes
 
 SAMPLED = SamplingParams(temperature=1.0, seed=7, max_tokens=12, ignore_eos=True)
@@ -32,7 +33,7 @@ def finish(engine) -> dict:
     done = {}
     while engine.has_unfinished_requests():
         done |= {output.request_id: output for output in engine.step() if output.finished}
-        engine.scheduler.block_manager.check_invariants()
+        check_blocks(engine.scheduler.block_manager)
     manager = engine.scheduler.block_manager
     assert manager.num_free_blocks == manager.num_blocks and not manager.host_tables
     return done

@@ -7,6 +7,7 @@ from helpers import EOS
 
 from nanopage import EngineConfig, SamplingParams
 from nanopage.build import build_engine
+from nanopage.engine.invariants import check_blocks
 from nanopage.engine.output_processor import OutputProcessor
 from nanopage.params import RequestOutputKind
 from nanopage.step import SamplingSettings
@@ -31,7 +32,7 @@ def engine(request, model):
     )
     yield engine
     manager = engine.scheduler.block_manager
-    manager.check_invariants()
+    check_blocks(manager)
     assert manager.num_free_blocks == manager.num_blocks
     assert not engine.has_unfinished_requests()
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 import nanopage
 from nanopage.engine.block_manager import BlockManager
+from nanopage.engine.invariants import check_blocks
 from nanopage.engine.schedule import Schedule
 from nanopage.engine.scheduler import Scheduler
 from nanopage.engine.sequence import Sequence, SequenceGroup, Status
@@ -240,7 +241,7 @@ class World:
         return schedule
 
     def submit(self, schedule: Schedule) -> None:
-        self.manager.check_invariants()
+        check_blocks(self.manager)
         batch = schedule.batch
         assert batch.rows == [seq.row for seq in schedule.sequences]
         assert batch.sampled_rows == [seq.row for seq in schedule.samplers]
@@ -258,7 +259,7 @@ class World:
     def update(self, schedule: Schedule) -> None:
         self.scheduler.advance(schedule)
         self.scheduler.update(schedule, self.results.pop(id(schedule)))
-        self.manager.check_invariants()
+        check_blocks(self.manager)
         self.check_queues()
 
     def step_ahead(self) -> Schedule:
@@ -267,7 +268,7 @@ class World:
         self.submit(schedule)
         self.complete()
         self.scheduler.advance(schedule)
-        self.manager.check_invariants()
+        check_blocks(self.manager)
         self.in_flight = schedule
         return schedule
 
@@ -275,7 +276,7 @@ class World:
         if self.in_flight is not None:
             self.scheduler.update(self.in_flight, self.results.pop(id(self.in_flight)))
             self.in_flight = None
-            self.manager.check_invariants()
+            check_blocks(self.manager)
             self.check_rows()
 
     def check_rows(self):
@@ -342,7 +343,7 @@ class World:
 
     def computes_next_block_of(self, seq, num_cached_blocks, schedule):
         """Whether the batch writes, in a chunk of a prompt, the block that `seq` would have to compute first."""
-        if seq.settings.prompt_logprobs is not None or not self.manager.enable_prefix_caching:
+        if seq.settings.prompt_logprobs is not None or not self.manager.prefixes.enabled:
             return False
         first = num_cached_blocks * self.manager.block_size
         end = first + self.manager.block_size
@@ -1190,7 +1191,7 @@ def ahead(world: World) -> Schedule:
     """Schedule a step and submit it, its tokens unknown."""
     schedule = world.scheduler.schedule()
     world.scheduler.advance(schedule)
-    world.manager.check_invariants()
+    check_blocks(world.manager)
     return schedule
 
 
@@ -1303,7 +1304,7 @@ def test_siblings_with_tokens_in_flight_do_not_count_as_equal():
     assert [(seq.token_ids, seq.num_in_flight) for seq in seqs] == [([1, 2], 1)] * 2
     group = world.scheduler.running.pop()
     world.scheduler._preempt(group, schedule, group, 1)
-    world.manager.check_invariants()
+    check_blocks(world.manager)
     world.scheduler.preemption_mode = "recompute"
     again = world.scheduler.schedule()
     assert again.sequences == [], "it waits for its tokens"

@@ -13,6 +13,7 @@ from fake_executor import FakeExecutor, fake_engine, tokens
 
 from nanopage import AsyncLLM, EngineArgs
 from nanopage.async_llm import EngineDeadError
+from nanopage.engine.invariants import check_blocks
 from nanopage.server.app import create_app
 from nanopage.server.serve import OneEngine, main, parser, why_no_view
 from nanopage.server.state import ServerState
@@ -318,7 +319,7 @@ def test_requests_wait_in_a_pause_and_can_be_aborted_and_health_stays_good():
                 assert not tasks[0].done()
                 assert (await control(app, "resume")).json == {"paused": False}
                 assert [len((await task).outputs[0].token_ids) for task in (tasks[0], tasks[2])] == [4, 4]
-                llm.engine.scheduler.block_manager.check_invariants()
+                check_blocks(llm.engine.scheduler.block_manager)
 
     asyncio.run(main())
 

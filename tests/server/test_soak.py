@@ -18,6 +18,7 @@ import uvicorn
 
 from nanopage import LLM, AsyncLLM, EngineArgs, SamplingParams
 from nanopage.async_llm import RequestStream
+from nanopage.engine.invariants import check_blocks
 from nanopage.server.app import create_app
 from nanopage.server.state import ServerState
 
@@ -128,7 +129,7 @@ def test_a_crowd_of_streaming_clients(model, caplog):
         while (watched.state.num_active or watched.llm._streams) and time.monotonic() < deadline:
             time.sleep(0.01)
         manager = watched.llm.engine.scheduler.block_manager
-        manager.check_invariants()
+        check_blocks(manager)
         assert manager.num_free_blocks == manager.num_blocks
         assert watched.state.num_active == watched.state.num_entering == 0
         assert watched.llm.num_waiting == watched.llm.num_waiting_tokens == 0 and not watched.llm._streams

@@ -13,6 +13,7 @@ from helpers import VOCAB_SIZE, tiny_model
 from nanopage import EngineConfig, LLMEngine, SamplingParams, StructuredOutputsParams
 from nanopage.build import build_engine
 from nanopage.config.speculation import SpeculativeConfig
+from nanopage.engine.invariants import check_blocks
 from nanopage.engine.schedule import Schedule, Wait
 from nanopage.engine.sequence import Sequence, SequenceGroup
 from nanopage.outputs import StepStats
@@ -362,7 +363,7 @@ def run(engine: LLMEngine, params: SamplingParams, prompt=PROMPT, told: Told | N
     while engine.has_unfinished_requests():
         outputs = engine.step()
         steps.append(engine.last_step)
-        engine.scheduler.block_manager.check_invariants()
+        check_blocks(engine.scheduler.block_manager)
     (output,) = outputs
     return output, steps
 

@@ -5,6 +5,7 @@ import pytest
 from fake_executor import add, fake_engine, tokens
 
 from nanopage import BeamSearchParams, LLMEngine
+from nanopage.engine.invariants import check_blocks
 from nanopage.outputs import StepStats
 from nanopage.speculation.drafts import Drafts
 
@@ -218,7 +219,7 @@ def test_a_planned_step_is_one_that_requests_can_leave_and_join():
     engine.abort("a")
     tokens_of = {output.request_id: len(output.outputs[0].token_ids) for output in engine.step()}
     assert tokens_of == {"b": 2}
-    engine.scheduler.block_manager.check_invariants()
+    check_blocks(engine.scheduler.block_manager)
     assert "A token of request a is dropped: it had ended before the token came." in engine.explain()
     run(engine)
     assert engine.scheduler.block_manager.num_free_blocks == 14
@@ -233,7 +234,7 @@ def test_one_completion_can_leave_a_planned_step(index):
     outputs = []
     while engine.has_unfinished_requests():
         outputs += engine.step()
-        engine.scheduler.block_manager.check_invariants()
+        check_blocks(engine.scheduler.block_manager)
     reasons = [completion.finish_reason for completion in outputs[-1].outputs]
     assert reasons == (["abort", "length"] if index == 0 else ["length", "abort"])
     assert len(outputs[-1].outputs[1 - index].token_ids) == 4

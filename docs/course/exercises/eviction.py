@@ -50,7 +50,7 @@ class FrequencyBlockManager(BlockManager):
 
     def _take_block(self) -> int:
         if not self._free:
-            victim = choose(list(self._cached.values()), self.hits)
+            victim = choose(list(self.prefixes.cached.values()), self.hits)
             (block,) = victim.blocks  # one for each kind of layers: here all are alike
-            self._cached.move_to_end(block, last=False)  # the next one that BlockManager evicts
+            self.prefixes.cached.move_to_end(block, last=False)  # the next one that BlockManager evicts
         return super()._take_block()

@@ -3,6 +3,7 @@ import random
 import pytest
 
 from nanopage.engine.block_manager import BlockManager, Prefix
+from nanopage.engine.invariants import check_blocks
 
 SIZE = 4
 
@@ -13,7 +14,7 @@ def serve(manager, seq_id, tokens):
     assert manager.grow(seq_id, hit, len(tokens))
     manager.register(seq_id, tokens, len(tokens))
     manager.free(seq_id)
-    manager.check_invariants()
+    check_blocks(manager)
     return hit
 
 
@@ -57,7 +58,7 @@ def test_random_requests(exercise, seed):
     for number in range(300):
         beginning = [rng.randrange(3)] * (SIZE * rng.randrange(4))
         serve(manager, number, [*beginning, *(rng.randrange(2) for _ in range(rng.randint(1, 3 * SIZE)))])
-        for entry in manager._cached.values():  # every cached block can be found
+        for entry in manager.prefixes.cached.values():  # every cached block can be found
             parent = entry.parent
-            assert parent is None or parent.hash in manager._by_hash, "a block went before one that continues it"
-    assert manager.num_evictions > 0
+            assert parent is None or parent.hash in manager.prefixes.by_hash, "a block went before its child"
+    assert manager.prefixes.num_evictions > 0

@@ -49,7 +49,7 @@ def run(num_blocks: int = 6) -> list[State]:
     def state_of(block: int) -> str:
         if manager.ref_counts[block]:
             return str(manager.ref_counts[block])
-        return "cached" if block in manager._cached else "free"
+        return "cached" if block in manager.prefixes.cached else "free"
 
     start("A")
     start("B")
