@@ -356,7 +356,7 @@ def test_what_fails_for_a_request_outside_a_step_fails_that_request_alone(llm, m
         "count": (metrics, "add_params"),
         "count its end": (metrics, "add_finished"),
         "count its step": (metrics, "add_step"),
-        "abort": (engine.scheduler, "finish"),
+        "abort": (engine.scheduler.queues, "finish"),
     }[place]
     fail_for_bad(owner, name)
 

@@ -120,7 +120,6 @@ def _read(data: dict) -> tuple[str, str | None, list[dict], SamplingParams]:
         raise TypeError(f"model must be a string, not {model!r}")
     if not (system is None or isinstance(system, str)):
         raise TypeError(f"system must be a string or null, not {system!r}")
-    check_text("system", system or "")
     if not isinstance(messages, list) or len(messages) % 2:
         raise ValueError("messages must be a list of pairs, a user's and an assistant's")
     for i, message in enumerate(messages):
@@ -132,7 +131,6 @@ def _read(data: dict) -> tuple[str, str | None, list[dict], SamplingParams]:
             _check_steps(message["steps"], f"messages[{i}]['steps']")
         if not isinstance(message["content"], str):
             raise TypeError(f"messages[{i}]['content'] must be a string, not {message['content']!r}")
-        check_text(f"messages[{i}]['content']", message["content"])
     if not isinstance(settings, dict):
         raise TypeError(f"settings must be an object, not {settings!r}")
     params = SamplingParams(**{check_setting(name): _setting(name, value) for name, value in settings.items()})
@@ -166,17 +164,11 @@ def _setting(name: str, value):
     if name == "logit_bias" and isinstance(value, dict):
         return {int(key) if str(key).lstrip("-").isdecimal() else key: bias for key, bias in value.items()}
     for text in value if isinstance(value, list) else [value]:
-        if isinstance(text, str):
-            check_text(name, text)
+        try:
+            text.encode() if isinstance(text, str) else None
+        except UnicodeEncodeError as error:
+            raise ValueError(f"{name} has a lone surrogate, U+{ord(text[error.start]):04X}: it is no text") from None
     return value
-
-
-def check_text(name: str, text: str) -> None:
-    """Raises ValueError if `text` has a lone surrogate, which a tokenizer cannot read."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(f"{name} has a lone surrogate, U+{ord(text[error.start]):04X}: it is no text") from None
 
 
 def check_setting(name: str) -> str:

@@ -21,7 +21,7 @@ COMPILE = """
 import sys, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from nanopage.kernels import lora
+from nanopage.adapters import kernels as lora
 for dtype in ("fp32", "fp16", "bf16"):
     for kernel, pointers, constants in (
         (lora.lora_shrink_kernel, {"x_ptr": dtype, "a_ptr": dtype, "h_ptr": "fp32"}, {"RANKS": 16, "INPUTS": 128}),

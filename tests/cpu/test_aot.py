@@ -897,7 +897,7 @@ def test_compiling_ends_after_its_time(model, tmp_path):
     slow.chmod(0o700)
     made = tmp_path / "made"
     made.mkdir(mode=0o700)
-    code = "import sys; from nanopage.worker import aot, aot_compile as c; c.TIME_LIMIT = 6; "
+    code = "import sys; from nanopage.cpu import aot, aot_compile as c; c.TIME_LIMIT = 6; "
     code += "c._probe_compiler = lambda: None; import json, pathlib; "
     code += "c.main(json.loads(sys.argv[1]), pathlib.Path(sys.argv[2]))"
     process = subprocess.Popen(

@@ -456,5 +456,7 @@ def test_a_stopped_process_does_not_outlive_its_program(start):
     with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as program:
         process = psutil.Process(int(program.stdout.readline()))
         process.suspend()
+        while process.status() != psutil.STATUS_STOPPED:
+            time.sleep(0.01)
         program.kill()
     assert not psutil.wait_procs([process], timeout=30)[1]

@@ -418,7 +418,7 @@ class TestMakingTheDefaultModel:
         script = """if True:
             import os, sys, time
             from pathlib import Path
-            from nanopage.weights import hub
+            from nanopage.files import hub
 
             meeting, convert = Path(sys.argv[2]), hub.convert_gguf
             hub.WHEEL_SHA256 = sys.argv[1]

@@ -30,7 +30,7 @@ from nanopage.engine.block_manager import BlockManager
 from nanopage.engine.scheduler import Scheduler
 from nanopage.engine.sequence import Sequence, SequenceGroup
 from nanopage.layers.linear import Linear
-from nanopage.models import ENCODERS, FAMILIES, find_family, load_families
+from nanopage.models import FAMILIES, find_family, load_families
 from nanopage.state.kv_cache import KVCache
 from nanopage.state.sequence_table import SequenceTable
 from nanopage.step import Batch, BlockUpdate, Fork, NewSequence, SamplingSettings
@@ -316,9 +316,7 @@ def test_each_layer_gets_its_own_cache_and_only_the_last_is_told_the_rows(tmp_pa
 def test_a_family_is_a_file_and_a_name():
     """CONTRIBUTING.md says so: a file in models/, its name in models/__init__.py, a line in docs/map.md, cases here."""
     folder = Path(models.__file__).parent
-    assert {*FAMILIES, *ENCODERS, "decoder", "encoder", "adapted", "__init__"} == {
-        file.stem for file in folder.glob("*.py")
-    }
+    assert {*FAMILIES, "decoder", "__init__"} == {file.stem for file in folder.glob("*.py")}
     families = load_families()
     assert [family.__name__ for family in families] == [f"nanopage.models.{name}" for name in FAMILIES]
     architectures = [name for family in families for name in family.ARCHITECTURES]

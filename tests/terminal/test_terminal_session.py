@@ -118,13 +118,9 @@ def test_text_that_no_tokenizer_can_read_is_refused_by_name(tmp_path):
     session().save(tmp_path / "s.json")
     data = json.loads((tmp_path / "s.json").read_text())
     messages = [{"role": "user", "content": "\udfff"}, MESSAGES[1]]
-    for change, name in (
-        ({"system": "\ud800"}, "system"),
-        ({"settings": {"stop": ["\udc80"]}}, "stop"),
-        ({"messages": messages}, r"messages\[0\]"),
-    ):
+    for change in ({"system": "\ud800"}, {"settings": {"stop": ["\udc80"]}}, {"messages": messages}):
         (tmp_path / "s.json").write_text(json.dumps(data | change))
-        with pytest.raises(ValueError, match=f"s.json is damaged: {name}.* has a lone surrogate"):
+        with pytest.raises(ValueError, match=r"s\.json is not valid JSON: it has the lone surrogate"):
             session().load(tmp_path / "s.json")
 
 

@@ -64,7 +64,7 @@ def test_a_layer_launches_four_products_and_three_kernels_between_attentions():
     configs = ROOT / "benchmarks" / "configs"
     pairs = ["Llama-3.1-8B=32", "Qwen3-0.6B=1", *(["Llama-3.1-8B=1", "Qwen3-0.6B=32"] if LONG else [])]
     done = subprocess.run(
-        [sys.executable, Path(__file__).with_name("generated_code.py"), *(configs / pair for pair in pairs)],
+        [sys.executable, ROOT / "tests" / "cpu" / "generated_code.py", *(configs / pair for pair in pairs)],
         env=env | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
