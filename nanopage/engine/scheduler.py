@@ -57,7 +57,7 @@ class Scheduler:
         block_manager: its pool must hold the largest group that is ever added.
         max_num_seqs: most sequences running at once.
         max_num_batched_tokens: most tokens in one step.
-        preemption_mode: "recompute", "swap" or None, the rule above.
+        preemption_mode: "recompute", "swap" or None (see preemption.py).
         num_stages: of pipeline parallelism. If there are several, a sequence in flight does not run again before its
             token has arrived, and a batch has at most its share of the running groups, so that each stage has work.
         sends_tokens: whether batches carry all sampled tokens (see `Batch.tokens`).

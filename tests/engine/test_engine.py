@@ -755,18 +755,17 @@ def test_outputs_that_a_failing_step_could_not_return_come_with_the_next_or_with
     assert idle(engine)
 
 
-def test_a_reset_of_the_prefix_cache_that_is_interrupted_loses_no_block(model):
-    class Interrupted(dict):
-        def clear(self):
-            raise KeyboardInterrupt
+def test_a_reset_of_the_prefix_cache_that_is_interrupted_loses_no_block(model, monkeypatch):
+    def interrupt():
+        raise KeyboardInterrupt
 
     engine = make_engine(model)
     prompt = {"prompt_token_ids": list(range(5, 60))}
     expected = run(engine, a=(prompt, GREEDY))["a"].outputs[0].token_ids
     manager = engine.scheduler.block_manager
     assert manager.num_cached_blocks
-    manager.prefixes.by_hash = Interrupted(manager.prefixes.by_hash)
-    with pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(manager.prefixes, "clear", interrupt)
         engine.reset_prefix_cache()
     assert run(engine, b=(prompt, GREEDY))["b"].outputs[0].token_ids == expected
     assert idle(engine)

@@ -235,7 +235,7 @@ def test_the_width_of_a_search_has_vllms_name_too():
         ("outputs", ["BeamSearchSequence", "CompletionOutput", "Logprob", "RequestMetrics", "RequestOutput"]),
         ("inputs", ["TextPrompt", "TokensPrompt"]),
         ("utils", ["FlexibleArgumentParser"]),
-        ("metrics", ["Counter", "Gauge", "Histogram", "Vector"]),
+        ("vllm.metrics", ["Counter", "Gauge", "Histogram", "Vector"]),
     ],
 )
 def test_names_are_where_scripts_import_them_from(module, names):
