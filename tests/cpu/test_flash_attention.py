@@ -5,6 +5,7 @@ from ctypes import c_void_p
 
 import pytest
 import torch
+from helpers import LONG
 from test_kernels import Pool, attention
 
 from nanopage.cpu import aot_compile
@@ -82,7 +83,7 @@ def check(made, sequences, window):
         torch.testing.assert_close(out.double(), torch.cat(exact), rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("window", [None, 1, 100])
+@pytest.mark.parametrize("window", [None, 1, 5, 100] if LONG else [None, 5])
 def test_it_equals_attention(made, window):
     """Decodes, prompts and later chunks of them, with lengths around the edges of pages, blocks of keys and tiles."""
     check(made, [(1, 1), (7, 1), (64, 1), (9, 9), (65, 64), (40, 3), (150, 150), (131, 20)], window)

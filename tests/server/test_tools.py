@@ -38,7 +38,7 @@ def client(default_model, tmp_path_factory):
 
 
 def ask(client, **options):
-    options = {"messages": QUESTION, "tools": TOOLS, "temperature": 0, "max_tokens": 100} | options
+    options = {"messages": QUESTION, "tools": TOOLS, "temperature": 0, "max_tokens": 60} | options
     return client.chat.completions.create(model=MODEL, **options)
 
 

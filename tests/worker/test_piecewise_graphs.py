@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from helpers import CPU, Paged, assert_all_close, random_tokens, reference_logits, tiny_hf_model, tiny_model
+from helpers import CPU, LONG, Paged, assert_all_close, random_tokens, reference_logits, tiny_hf_model, tiny_model
 from test_cuda_graphs import make_engine, outputs_of, record_launches
 
 from nanopage import SamplingParams
@@ -209,20 +209,23 @@ def test_what_a_layer_launches_beside_compiled_code(model, fake_cuda, monkeypatc
     assert launches == ["replay", "decode_kernel", "prefill_kernel"] * layers
 
 
+FAMILIES = [
+    ("qwen2", {}),
+    ("gemma2", {"attn_logit_softcapping": 3.0, "query_pre_attn_scalar": 9}),
+    ("phi3", {"rope_parameters": {"rope_theta": 1e4, "rope_type": "default", "partial_rotary_factor": 0.75}}),
+    ("llama", {}),
+    ("qwen3", {}),
+    ("mistral", {"sliding_window": 5}),
+    ("gemma3_text", {"layer_types": ["sliding_attention", "full_attention"]}),
+    ("olmo2", {}),
+]
+
+
 @pytest.mark.interpreter
 @pytest.mark.usefixtures("uncompiled")
 @pytest.mark.parametrize(
     ("family", "overrides"),
-    [
-        ("llama", {}),
-        ("qwen2", {}),
-        ("qwen3", {}),
-        ("mistral", {"sliding_window": 5}),
-        ("gemma2", {"attn_logit_softcapping": 3.0, "query_pre_attn_scalar": 9}),
-        ("gemma3_text", {"layer_types": ["sliding_attention", "full_attention"]}),
-        ("phi3", {"rope_parameters": {"rope_theta": 1e4, "rope_type": "default", "partial_rotary_factor": 0.75}}),
-        ("olmo2", {}),
-    ],
+    FAMILIES if LONG else FAMILIES[:3],
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_logits_with_the_triton_kernels(family, overrides, tmp_path):
