@@ -158,7 +158,7 @@ class AsyncLLM:
 
     @classmethod
     def from_engine_args(cls, engine_args: Any) -> "AsyncLLM":
-        """Load the model and start. Raises: as `nanopage.build.build_engine`."""
+        """Load the model of an `EngineArgs` and start. Raises: as `nanopage.build.build_engine`."""
         return cls(engine_args.create_engine())
 
     # Requests

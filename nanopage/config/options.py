@@ -59,7 +59,7 @@ class EngineConfig:
             their windows, a block belongs to those of one kind (layer_kinds.py).
         enable_prefix_caching: share the KV of equal prefixes between requests.
         preemption_mode: what happens to a request's KV when another needs its blocks: "recompute" or "swap". None: see
-            the rule in scheduler.py.
+            the rule in engine/preemption.py.
         swap_space: GiB of host memory for swapped KV, taken when first needed. None: as much as the KV cache, but at
             most a quarter of the available RAM and 4 GiB. When it is full, requests are recomputed. With 0, all are,
             and preemption_mode="swap" is refused.

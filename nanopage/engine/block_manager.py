@@ -73,6 +73,7 @@ class BlockManager:
         # A stack: the block freed last is the most likely to be in the processor's cache.
         self._free: list[int] = list(range(self.num_blocks - 1, -1, -1))
         self.prefixes.clear()
+        self.prefixes.evicted = []
         # seq_id -> the prefixes of its first full blocks; None if the sequence registers no more blocks
         self._chains: dict[int, list[Prefix] | None] = {}
         self._host_free: list[int] = list(range(self.num_host_blocks - 1, -1, -1))
@@ -118,9 +119,7 @@ class BlockManager:
     def reset_prefix_cache(self) -> None:
         """Forget all prefixes. Sequences keep their blocks, but register no more of them."""
         self._free += reversed(self.prefixes.cached)
-        evicted = self.prefixes.evicted
         self.prefixes.clear()
-        self.prefixes.evicted = evicted
         self._chains = dict.fromkeys(self._chains)
 
     # Tables

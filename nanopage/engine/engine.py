@@ -127,7 +127,7 @@ class LLMEngine:
 
     @staticmethod
     def from_engine_args(engine_args: Any) -> "LLMEngine":
-        """Make an engine, as in vLLM. Raises: as `nanopage.build.build_engine`."""
+        """Make an engine of an `EngineArgs`, as in vLLM. Raises: as `nanopage.build.build_engine`."""
         return engine_args.create_engine()
 
     # Requests

@@ -48,12 +48,13 @@ def hash_block(parent_hash: bytes, tokens: tuple[int, ...]) -> bytes:
 class PrefixCache:
     """The registered blocks. Those in no table are `cached`.
 
-    Args: as of BlockManager.
+    Args: enabled: whether any block is registered. The others as of BlockManager.
     """
 
     def __init__(self, block_size: int, windows: Sequence[int | None] = (None,), enabled: bool = True):
         self.block_size, self.windows, self.num_kinds, self.enabled = block_size, tuple(windows), len(windows), enabled
         self.num_evictions = 0
+        self.evicted: list[int] = []  # since the last BlockManager.take_evicted()
         self.clear()
 
     def clear(self) -> None:
@@ -61,7 +62,6 @@ class PrefixCache:
         self.cached: OrderedDict[int, Prefix] = OrderedDict()  # least recently used first
         self.by_hash: dict[bytes, Prefix] = {}
         self.by_block: dict[int, Prefix] = {}
-        self.evicted: list[int] = []  # since the last BlockManager.take_evicted()
 
     def lookup(self, token_ids: list[int], salt: str = "", hashes: list[bytes] | None = None) -> list[Prefix]:
         """The longest cached prefix of `token_ids`, block by block. It leaves at least one token to compute, because

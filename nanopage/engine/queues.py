@@ -18,6 +18,7 @@ class Queues:
     """The groups of a scheduler.
 
     Args:
+        block_manager: has the blocks of running and swapped groups.
         writer: gives sequences their rows of the workers' tables.
         adapter_slots: which adapter is in which slot of the workers.
     """
@@ -85,6 +86,7 @@ class Queues:
             self.block_manager.forget(seq.token_ids, seq.cache_salt)
 
     def end_if_finished(self, group: SequenceGroup) -> None:
+        """Take a group out of its queue if all of its sequences have ended."""
         if group.finished or group.num_unfinished:
             return
         self.of(group).remove(group)
@@ -96,6 +98,7 @@ class Queues:
             self.record("finished", group, reason=group.seqs[0].finish_reason or "")
 
     def record_added(self, group: SequenceGroup) -> None:
+        """Record the event that a group has been added."""
         self.record("added", group, tokens=group.seqs[0].num_prompt_tokens)
 
     def record(self, kind: str, group: SequenceGroup, **why: Any) -> None:

@@ -10,7 +10,8 @@ from nanopage.engine.sequence import Sequence, SequenceGroup, Status
 
 
 def restart(queues: Queues, groups: list[SequenceGroup]) -> None:
-    """Start all groups again from the tokens that are known. Takes back all blocks and forgets all prefixes.
+    """After an exception, start all groups again from the tokens that are known. Takes back all blocks and forgets all
+    prefixes.
 
     Args: groups: all unfinished groups. The queues are not read: the exception may have left them inconsistent.
     """

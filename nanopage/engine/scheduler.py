@@ -22,8 +22,8 @@ run by preempting the others. Within one priority, no group is admitted before a
 waits for as long as groups of a higher priority keep coming. The output does not depend on any of this, but for
 near-ties in dtypes smaller than float64; the fuzz suite tests that.
 
-Beside the plain case, one line each leads to preemption.py, forks.py (several sequences of a prompt, and beams),
-recovery.py (after an exception) and drafts.py.
+Everything beside the plain case is in a file of its own, called in one line: preemption.py, forks.py (several sequences
+of a prompt, and beams), recovery.py (after an exception) and drafts.py.
 
 For a first reading, assume one sequence per group: then `forked` is always true and the only sequence is the leader.
 """
@@ -338,9 +338,8 @@ class Scheduler:
         return drafts.choose_drafts(self.block_manager, self.drafter, schedule, self.admission.max_num_seqs)
 
     def _preempt(self, victim: SequenceGroup, schedule: Schedule, cause: SequenceGroup, needed: int) -> None:
-        why = {"reason": "blocks", "cause": cause.request_id, "needed": needed}
-        free = self.block_manager.num_free_blocks
-        preempt(self.queues, victim, schedule, self.preemption_mode, **why, free=free)
+        why = {"cause": cause.request_id, "needed": needed, "free": self.block_manager.num_free_blocks}
+        preempt(self.queues, victim, schedule, self.preemption_mode, reason="blocks", **why)
 
     def _schedule_alone(self, group: SequenceGroup, schedule: Schedule) -> None:
         """Run one group that may have caused an exception."""

@@ -90,7 +90,7 @@ def first_block(window: int | None, position: int, block_size: int) -> int:
 
 
 def first_blocks(windows: Sequence[int | None], position: int, block_size: int) -> list[int]:
-    """The same for each kind of layers."""
+    """For each kind of layers, the first logical block that queries from `position` on see."""
     return [first_block(window, position, block_size) for window in windows]
 
 

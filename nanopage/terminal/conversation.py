@@ -23,7 +23,7 @@ from nanopage.weights import loader
 WARN_AT = 0.8  # of the context
 MAX_CALLS = 8  # replies with calls of tools to one message; the one after them is the last
 Load = Callable[[str | None], tuple[LLM, str, SamplingParams]]
-Command = tuple[str, str, Callable[["Conversation", str | None], None]]  # argument, in words, what does it
+Command = tuple[str, str, Callable[["Conversation", str | None], None]]  # form of its argument, description, function
 RULE = (
     "when the context is full the oldest turns are left out, whole, until a quarter of it is free; "
     "the system message stays"
@@ -157,7 +157,7 @@ class Conversation:
 
     def _do(self, name: str, argument: str | None = None) -> None:
         if name not in self.commands:
-            hint = (nearest(name, self.commands) if len(name) > 1 else "") or ": see /help"
+            hint = nearest(name, [known for known in self.commands if known[1:].isalpha()]) or ": see /help"
             raise ValueError(f"there is no command {name}{hint} (// begins a message with a slash)")
         form, _, run = self.commands[name]
         if argument is not None and not form:

@@ -165,7 +165,8 @@ def _setting(name: str, value):
         return {int(key) if str(key).lstrip("-").isdecimal() else key: bias for key, bias in value.items()}
     for text in value if isinstance(value, list) else [value]:
         try:
-            text.encode() if isinstance(text, str) else None
+            if isinstance(text, str):
+                text.encode()
         except UnicodeEncodeError as error:
             raise ValueError(f"{name} has a lone surrogate, U+{ord(text[error.start]):04X}: it is no text") from None
     return value

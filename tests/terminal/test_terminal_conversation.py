@@ -83,6 +83,7 @@ def test_an_unknown_command_is_never_sent_and_two_slashes_are_a_message(chat):
         (" /sav e", "did you mean /save"),
         ("/xyzzy now", "see /help"),
         ("/", "no command /: see"),
+        ("/z", "no command /z: see"),
         ("/help\nme", "/help takes no argument"),
         ("/undo 3", "/undo takes no argument"),
     ):
