@@ -1,4 +1,5 @@
 import gc
+import logging
 import os
 import secrets
 import signal
@@ -71,6 +72,15 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def _own_log():
+    """Programs that run in the process of a test replace the handlers of the engine's log."""
+    logger = logging.getLogger("nanopage")
+    handlers = logger.handlers
+    yield
+    logger.handlers = handlers
 
 
 @pytest.fixture(autouse=True)

@@ -24,7 +24,6 @@ from test_gguf import MODELS, VOCABULARIES, llama3_divisors, model_for, write_gg
 from tokenizers import Regex, Tokenizer, decoders, normalizers, pre_tokenizers, processors
 from tokenizers.models import Unigram
 
-import nanopage
 from nanopage import escaped
 from nanopage.terminal.text import say_error
 
@@ -182,8 +181,7 @@ def test_what_a_file_says_is_shown_without_control_characters(models, tmp_path, 
     assert attack("encoder" if model == "bert" else "json", target) == "ValueError"
 
 
-def test_a_long_message_is_cut_where_it_is_printed(capsys, monkeypatch):
-    monkeypatch.setattr(logging.getLogger("nanopage"), "handlers", [nanopage._handler])
+def test_a_long_message_is_cut_where_it_is_printed(capsys):
     logging.getLogger("nanopage").warning("begin" + "x" * 10**6 + "end")
     say_error("begin" + "x" * 10**6 + "end")
     for line in capsys.readouterr().err.splitlines():

@@ -7,7 +7,6 @@ import signal
 
 import pytest
 
-import nanopage
 from nanopage import escaped
 from nanopage.files import model_files
 from nanopage.files.model_files import check_file, read_json, read_text, shown
@@ -122,8 +121,7 @@ def test_values_are_shown_shortened():
     assert len(shown([["x" * 1000] * 1000] * 1000)) < 5000
 
 
-def test_what_a_terminal_would_obey_is_escaped_in_the_log(capsys, monkeypatch):
-    monkeypatch.setattr(logging.getLogger("nanopage"), "handlers", [nanopage._handler])
+def test_what_a_terminal_would_obey_is_escaped_in_the_log(capsys):
     assert escaped("a\tb\n\x1b[2J\x9b\u202e\udc80é你") == "a\tb\n\\x1b[2J\\x9b\\u202e\\udc80é你"
     logging.getLogger("nanopage").error("a file says \x1b]0;title\x07")
     assert capsys.readouterr().err == "nanopage: a file says \\x1b]0;title\\x07\n"
