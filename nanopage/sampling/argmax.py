@@ -24,6 +24,7 @@ def argmax(logits: Tensor) -> Tensor:
         blocks = logits.unflatten(-1, (-1, size))
         largest = blocks.amax(dim=-1)
         block = largest.argmax(dim=-1, keepdim=True)  # [B, 1]
-        within = blocks.take_along_dim(block[..., None], dim=1).argmax(dim=-1)
+        # Not take_along_dim: torch 2.11 compiles it for this number of rows alone.
+        within = blocks.gather(1, block[..., None].expand(-1, -1, size)).argmax(dim=-1)
         best, largest = block * size + within, largest.gather(1, block)
     return torch.where(largest.isfinite(), best, NO_TOKEN).squeeze(1)
