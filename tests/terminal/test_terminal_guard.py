@@ -2,6 +2,7 @@
 
 import random
 from pathlib import Path
+from string import ascii_uppercase
 
 import pytest
 
@@ -33,6 +34,13 @@ def lines(form: str, count: int = 60) -> str:
     return "".join(form.format(i=i + 1, word=WORDS[i % 60], other=WORDS[i * 7 % 60]) for i in range(count))
 
 
+def circles(seed: int, count: int = 500) -> str:
+    """Sentences of any form, of few words."""
+    rng = random.Random(seed)
+    words = ["they", "are", "a", "being", "their", "own", "and", "never", "created", "it", "by", "the", "law", "is"]
+    return " ".join(rng.choice(words) + rng.choice(["", "", "", ",", "."]) for _ in range(count))
+
+
 @pytest.mark.parametrize(
     "text",
     [
@@ -56,6 +64,11 @@ def lines(form: str, count: int = 60) -> str:
         "a" * 1200,
         "=" * 1200,
         "日本語の文章です。" * 130,
+        "".join(f"I hope you passed {letter}, " for letter in ascii_uppercase * 3),
+        "".join(f"It's {word}. You're {word}.\n" for word in WORDS[:20] * 3),
+        lines("and they are the {word} of their own {word} and the {word} of nobody else but that of the {word} "),
+        circles(0),
+        circles(1),
     ],
     ids=lambda text: text[:24],
 )
@@ -81,6 +94,7 @@ def test_loops_are_found(text):
         "".join(f"{i} bottles of beer on the wall, {i} bottles of beer.\nTake one down and pass it around, {i - 1} "
                 "bottles of beer on the wall.\n\n" for i in range(99, 92, -1)),
         "".join(f"- {word}: {other}\n" for word, other in zip(WORDS, WORDS[::-1], strict=True)),
+        "".join(f"if (a[{i}] > b[{i}]) {{ swap(a[{i}], b[{i}]); }}\n" for i in (3, 1, 4, 1, 5, 9, 2, 6) * 4),
     ],
     ids=lambda text: text[:24] or "nothing",
 )  # fmt: skip
