@@ -18,7 +18,7 @@ from nanopage.terminal.log import held_log
 from nanopage.terminal.signals import Interrupt
 from nanopage.terminal.spinner import spinner
 from nanopage.terminal.text import printable
-from nanopage.text.reasoning import THINK, last_mark
+from nanopage.text.reasoning import THINK, knows_reasoning, last_mark
 
 COLUMNS = 80  # the footer's greatest width
 SPINNER_DELAY = 0.2  # seconds
@@ -133,7 +133,11 @@ def generate(
     Raises: ValueError, TypeError for a prompt that cannot be answered, before anything is shown.
     """
     prompt = [*token_ids, *begun_ids]
-    stream = cast(Generator[RequestOutput], llm.stream(prompt, params))
+    tokenizer = llm.get_tokenizer()
+    thinking = last_mark(tokenizer, prompt, tail=8) == THINK
+    thinks = thinking or knows_reasoning(tokenizer.template_for(reader is not None))
+    reasoning = {"reasoning": thinking if thinks else None}  # where no stop string is searched for
+    stream = cast(Generator[RequestOutput], llm.stream({"prompt_token_ids": prompt} | reasoning, params))
     printer, output, loops, guard = None, None, False, LoopGuard()
     markdown, on_terminal = shows_markdown(plain), sys.stdout.isatty()
     with held_log(), contextlib.closing(stream):

@@ -163,6 +163,16 @@ def test_set_shows_one_takes_an_equals_sign_and_resets(chat, capsys):
     assert "repetition_penalty" in capsys.readouterr().err
 
 
+def test_a_stop_string_is_searched_in_the_answer_and_not_in_the_reasoning(chat, monkeypatch):
+    prompts, stream = [], chat.llm.stream
+    monkeypatch.setattr(chat.llm, "stream", lambda prompt, params: prompts.append(prompt) or stream(prompt, params))
+    template = chat.llm.get_tokenizer().chat_template
+    for form in (template, template + "{# <think> #}", template + "<think>"):
+        monkeypatch.setattr(chat.llm.get_tokenizer(), "chat_template", form)
+        chat.take("a cat?")
+    assert [prompt["reasoning"] for prompt in prompts] == [None, False, True]
+
+
 def test_aliases(chat, capsys):
     chat.take("/?")
     shown = " ".join(capsys.readouterr().err.split())
