@@ -5,10 +5,11 @@ or start a long loop.
 """
 
 from dataclasses import dataclass, replace
+from typing import Literal, get_args
 
 from nanopage.files.model_files import shown
 
-DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
+Dtype = Literal["float32", "bfloat16", "float16", "float64"]
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu2")  # layers/mlp.py
 
 # The largest accepted sizes, by their names in config.json: several times the sizes of any known model. The loader can
@@ -231,6 +232,6 @@ def read_dtype(fields: Fields) -> str:
     value = fields.values.get(name)
     value = "float32" if value is None else value
     dtype = value.removeprefix("torch.") if isinstance(value, str) else ""
-    if dtype not in DTYPES[1:]:
-        raise fields.error(name, f"{shown(value)} is not supported; supported: {', '.join(DTYPES[1:])}")
+    if dtype not in get_args(Dtype):
+        raise fields.error(name, f"{shown(value)} is not supported; supported: {', '.join(get_args(Dtype))}")
     return dtype

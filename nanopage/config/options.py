@@ -1,28 +1,19 @@
 """EngineConfig: what the user sets."""
 
-import math
-import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Annotated, Literal, get_type_hints
 
-from nanopage.config.fields import DTYPES
+from msgspec import Meta
+
+from nanopage.config.checked import Count, Flag, Gib, Share, SwapGib, check
+from nanopage.config.fields import Dtype
 from nanopage.config.model import STORED_QUANTIZATIONS
-from nanopage.config.pooling import check_pooling_options
+from nanopage.config.pooling import Conversion, Runner, check_pooling_options
 from nanopage.config.speculation import SpeculativeConfig
 
 DEFAULT_TOKEN_BUDGET = {"cpu": 2048, "cuda": 8192}  # by device type
-DEVICES = ("auto", "cpu", "cuda")
-KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3")
-PREEMPTION_MODES = ("recompute", "swap")
-POLICIES = ("fcfs", "priority")
-QUANTIZATIONS = (None, "int8", "int4", "fp8", "awq", "gptq")
-LOAD_FORMATS = ("auto", "dummy")
-BACKENDS = (None, "mp", "ray")
 MAX_RANKS = 1024
-MAX_LORA_RANK = 512
-GENERATION_CONFIGS = ("auto", "vllm")
-RUNNERS = ("auto", "generate", "pooling")
-CONVERSIONS = ("auto", "none", "embed", "classify")
 
 
 @dataclass(kw_only=True)
@@ -121,82 +112,51 @@ class EngineConfig:
     """
 
     model: str | None = None
-    dtype: str = "auto"
-    device: str = "auto"
-    max_model_len: int | None = None
-    max_num_seqs: int = 256
-    max_num_batched_tokens: int | None = None
-    block_size: int = 16
-    kv_cache_dtype: str = "auto"
-    kv_cache_gib: float | None = None
-    gpu_memory_utilization: float | None = None
-    num_gpu_blocks_override: int | None = None
-    enable_prefix_caching: bool = True
-    preemption_mode: str | None = None
-    swap_space: float | None = None
-    scheduling_policy: str = "fcfs"
-    enforce_eager: bool = False
-    quantization: str | None = None
-    async_scheduling: bool | None = None
-    tensor_parallel_size: int = 1
-    enable_expert_parallel: bool = False
-    pipeline_parallel_size: int = 1
-    distributed_executor_backend: str | None = None
+    dtype: Literal["auto", Dtype] = "auto"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    max_model_len: Count | None = None
+    max_num_seqs: Count = 256
+    max_num_batched_tokens: Count | None = None
+    block_size: Count = 16
+    kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3"] = "auto"
+    kv_cache_gib: Gib | None = None
+    gpu_memory_utilization: Share | None = None
+    num_gpu_blocks_override: Count | None = None
+    enable_prefix_caching: Flag = True
+    preemption_mode: Literal["recompute", "swap"] | None = None
+    swap_space: SwapGib | None = None
+    scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
+    enforce_eager: Flag = False
+    quantization: Literal["int8", "int4", "fp8", "awq", "gptq"] | None = None
+    async_scheduling: Flag | None = None
+    tensor_parallel_size: Count = 1
+    enable_expert_parallel: Flag = False
+    pipeline_parallel_size: Count = 1
+    distributed_executor_backend: Literal["mp", "ray"] | None = None
     speculative_config: dict | None = None
-    enable_lora: bool = False
-    max_loras: int = 1
-    max_lora_rank: int = 16
-    load_format: str = "auto"
-    generation_config: str = "auto"
+    enable_lora: Flag = False
+    max_loras: Count = 1
+    max_lora_rank: Annotated[int, Meta(ge=1, le=512, description="an integer from 1 to 512")] = 16
+    load_format: Literal["auto", "dummy"] = "auto"
+    generation_config: Literal["auto", "vllm"] = "auto"
     seed: int = 0
-    runner: str = "auto"
-    convert: str = "auto"
+    runner: Runner = "auto"
+    convert: Conversion = "auto"
     pooler_config: dict | None = None
     hf_overrides: dict | None = None
 
     def __post_init__(self):
-        for name, known in (("runner", RUNNERS), ("convert", CONVERSIONS)):
-            if getattr(self, name) not in known:
-                raise ValueError(f"{name}={getattr(self, name)!r} is not one of {', '.join(known)}")
-        for name in ("pooler_config", "hf_overrides"):
-            if getattr(self, name) is not None and not isinstance(getattr(self, name), dict):
-                raise TypeError(f"{name} must be a dict or None, not {getattr(self, name)!r}")
-        check_pooling_options(self.runner, self.convert, self.pooler_config, self.hf_overrides)
         if self.model is not None and not isinstance(self.model, str | Path):
             raise TypeError(f"model must be a path or a name, not {self.model!r}")
-        if self.dtype not in DTYPES:
-            raise ValueError(f"dtype={self.dtype!r} is not one of {', '.join(DTYPES)}")
-        if self.device not in DEVICES:
-            raise ValueError(f"device={self.device!r} is not one of {', '.join(DEVICES)}")
-        if self.kv_cache_dtype not in KV_CACHE_DTYPES:
-            raise ValueError(f"kv_cache_dtype={self.kv_cache_dtype!r} is not one of {', '.join(KV_CACHE_DTYPES)}")
-        if self.preemption_mode not in (None, *PREEMPTION_MODES):
-            raise ValueError(f"preemption_mode={self.preemption_mode!r} is not one of {', '.join(PREEMPTION_MODES)}")
-        if self.scheduling_policy not in POLICIES:
-            raise ValueError(f"scheduling_policy={self.scheduling_policy!r} is not one of {', '.join(POLICIES)}")
-        if self.quantization not in QUANTIZATIONS:
-            names = ", ".join(filter(None, QUANTIZATIONS))
-            raise ValueError(f"quantization={self.quantization!r} is not one of {names}")
-        if self.load_format not in LOAD_FORMATS:
-            raise ValueError(f"load_format={self.load_format!r} is not one of {', '.join(LOAD_FORMATS)}")
-        if self.generation_config not in GENERATION_CONFIGS:
-            choices = ", ".join(GENERATION_CONFIGS)
-            raise ValueError(f"generation_config={self.generation_config!r} is not one of {choices}")
-        lora = ("max_loras", "max_lora_rank")
-        optional = ("max_model_len", "max_num_batched_tokens", "num_gpu_blocks_override")
-        for name in ("max_num_seqs", "block_size", "tensor_parallel_size", "pipeline_parallel_size", *lora, *optional):
-            value = getattr(self, name)
-            if value is None and name in optional:
-                continue
-            if not isinstance(value, int) or isinstance(value, bool):
-                raise TypeError(f"{name} must be an integer, not {value!r}")
-            if value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
-        if self.distributed_executor_backend not in BACKENDS:
-            names = ", ".join(filter(None, BACKENDS))
-            raise ValueError(
-                f"distributed_executor_backend={self.distributed_executor_backend!r} is not one of {names}"
-            )
+        for name, kind in get_type_hints(EngineConfig, include_extras=True).items():
+            if name != "model":
+                check(name, getattr(self, name), kind)
+        check_pooling_options(self.runner, self.convert, self.pooler_config, self.hf_overrides)
+        self._check_workers()
+        self._check_memory()
+        self._check_lora()
+
+    def _check_workers(self) -> None:
         if self.num_ranks > MAX_RANKS:
             raise ValueError(
                 f"tensor_parallel_size={self.tensor_parallel_size} times pipeline_parallel_size="
@@ -206,65 +166,42 @@ class EngineConfig:
             raise ValueError(
                 "async_scheduling=True needs one worker: tensor_parallel_size and pipeline_parallel_size must be 1"
             )
-        self._check_lora()
-        speculates = self.speculation is not None
-        if speculates and self.async_scheduling:
-            raise ValueError(
-                "speculative_config and async_scheduling=True exclude each other: drafts need the results of the "
-                "previous step"
-            )
-        if speculates and self.pipeline_parallel_size > 1:
-            raise ValueError(
-                f"speculative_config and pipeline_parallel_size={self.pipeline_parallel_size} exclude each other"
-            )
-        if self.num_ranks > 1 and self.speculation is not None and self.speculation.method == "draft_model":
-            raise ValueError(
-                f"speculative_config with method='draft_model' and tensor_parallel_size={self.tensor_parallel_size} "
-                "exclude each other"
-            )
-        for name, limit in (("kv_cache_gib", math.inf), ("gpu_memory_utilization", 1.0)):
-            value = getattr(self, name)
-            if value is None:
-                continue
-            if not isinstance(value, int | float) or isinstance(value, bool):
-                raise TypeError(f"{name} must be a number, not {value!r}")
-            if not 0 < value <= min(limit, sys.float_info.max):
-                most = "finite" if limit == math.inf else "at most 1"
-                raise ValueError(f"{name} must be above 0 and {most}, got {value}")
-        if self.swap_space is not None:
-            if not isinstance(self.swap_space, int | float) or isinstance(self.swap_space, bool):
-                raise TypeError(f"swap_space must be a number, not {self.swap_space!r}")
-            if not 0 <= self.swap_space <= sys.float_info.max:
-                raise ValueError(f"swap_space must be finite and at least 0, got {self.swap_space}")
-            if self.preemption_mode == "recompute" and self.swap_space:
-                raise ValueError("swap_space is of no use with preemption_mode='recompute'")
-            if self.preemption_mode == "swap" and not self.swap_space:
-                raise ValueError(
-                    "preemption_mode='swap' needs host memory, but swap_space=0 gives it none: raise swap_space, or "
-                    "use preemption_mode='recompute'"
-                )
-        sized_by = [
-            name
-            for name in ("kv_cache_gib", "gpu_memory_utilization", "num_gpu_blocks_override")
-            if getattr(self, name) is not None
-        ]
-        if len(sized_by) > 1:
-            raise ValueError(f"{' and '.join(sized_by)} both set the size of the KV cache: give one")
-        for name in ("enable_prefix_caching", "enforce_eager", "enable_lora", "enable_expert_parallel"):
-            if not isinstance(getattr(self, name), bool):
-                raise TypeError(f"{name} must be True or False, not {getattr(self, name)!r}")
         if self.enable_expert_parallel and self.tensor_parallel_size == 1:
             raise ValueError(
                 "enable_expert_parallel=True divides experts among workers: it needs tensor_parallel_size above 1"
             )
-        if self.async_scheduling is not None and not isinstance(self.async_scheduling, bool):
-            raise TypeError(f"async_scheduling must be True, False or None, not {self.async_scheduling!r}")
-        if not isinstance(self.seed, int) or isinstance(self.seed, bool):
-            raise TypeError(f"seed must be an integer, not {self.seed!r}")
+        speculation = self.speculation
+        if speculation is None:
+            return
+        if self.async_scheduling:
+            raise ValueError(
+                "speculative_config and async_scheduling=True exclude each other: drafts need the results of the "
+                "previous step"
+            )
+        if self.pipeline_parallel_size > 1:
+            raise ValueError(
+                f"speculative_config and pipeline_parallel_size={self.pipeline_parallel_size} exclude each other"
+            )
+        if self.num_ranks > 1 and speculation.method == "draft_model":
+            raise ValueError(
+                f"speculative_config with method='draft_model' and tensor_parallel_size={self.tensor_parallel_size} "
+                "exclude each other"
+            )
+
+    def _check_memory(self) -> None:
+        if self.preemption_mode == "recompute" and self.swap_space:
+            raise ValueError("swap_space is of no use with preemption_mode='recompute'")
+        if self.preemption_mode == "swap" and self.swap_space == 0:
+            raise ValueError(
+                "preemption_mode='swap' needs host memory, but swap_space=0 gives it none: raise swap_space, or use "
+                "preemption_mode='recompute'"
+            )
+        sizes = ("kv_cache_gib", "gpu_memory_utilization", "num_gpu_blocks_override")
+        sized_by = [name for name in sizes if getattr(self, name) is not None]
+        if len(sized_by) > 1:
+            raise ValueError(f"{' and '.join(sized_by)} both set the size of the KV cache: give one")
 
     def _check_lora(self) -> None:
-        if self.max_lora_rank > MAX_LORA_RANK:
-            raise ValueError(f"max_lora_rank={self.max_lora_rank} is more than {MAX_LORA_RANK}")
         if not self.enable_lora:
             for name, default in (("max_loras", 1), ("max_lora_rank", 16)):
                 if getattr(self, name) != default:

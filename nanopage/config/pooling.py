@@ -10,14 +10,17 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Literal, Protocol, cast
 
 import numpy as np
 
+from nanopage.config.checked import Flag, check
 from nanopage.files.model_files import exists, is_plain_name, read_json, read_json_list, shown
 from nanopage.params import PoolingParams
 
-POOLING_TYPES = ("CLS", "LAST", "MEAN")
+Runner = Literal["auto", "generate", "pooling"]
+Conversion = Literal["auto", "none", "embed", "classify"]
+POOLER_CONFIG = {"pooling_type": Literal["CLS", "LAST", "MEAN"], "normalize": Flag}
 # How 1_Pooling/config.json names them: a flag each in older files, one of the strings in newer files.
 FLAGS = {"pooling_mode_cls_token": "CLS", "pooling_mode_lasttoken": "LAST", "pooling_mode_mean_tokens": "MEAN"}
 MODES = {"cls": "CLS", "lasttoken": "LAST", "mean": "MEAN"}
@@ -138,14 +141,11 @@ def check_pooling_options(runner: str, convert: str, pooler_config: dict | None,
             if value:
                 raise ValueError(f"{name}={value!r} and runner='generate' exclude each other")
     for key, value in (pooler_config or {}).items():
-        if key not in ("pooling_type", "normalize"):
+        if key not in POOLER_CONFIG:
             raise ValueError(
-                f"pooler_config has {shown(key)}, which is not supported; supported: pooling_type, normalize"
+                f"pooler_config has {shown(key)}, which is not supported; supported: {', '.join(POOLER_CONFIG)}"
             )
-        if key == "pooling_type" and value not in POOLING_TYPES:
-            raise ValueError(f"pooler_config: pooling_type={value!r} is not one of {', '.join(POOLING_TYPES)}")
-        if key == "normalize" and not isinstance(value, bool):
-            raise TypeError(f"pooler_config: normalize must be True or False, not {value!r}")
+        check(f"pooler_config: {key}", value, POOLER_CONFIG[key])
     if convert == "classify" and pooler_config:
         raise ValueError("pooler_config is for embeddings, and convert='classify' makes none")
     overrides = hf_overrides or {}
@@ -164,15 +164,15 @@ def check_pooling_options(runner: str, convert: str, pooler_config: dict | None,
     tokens = overrides.get("classifier_from_token")
     if not (isinstance(tokens, list) and len(tokens) == 2 and all(isinstance(token, str) for token in tokens)):
         raise ValueError(f"hf_overrides: classifier_from_token must be two tokens, not {shown(tokens)}")
-    if not isinstance(overrides.get("is_original_qwen3_reranker", False), bool):
-        raise TypeError("hf_overrides: is_original_qwen3_reranker must be True or False")
+    name = "is_original_qwen3_reranker"
+    check(f"hf_overrides: {name}", overrides.get(name, False), Flag)
 
 
 class PoolingOptions(Protocol):
     """The options of EngineConfig that say what a model makes."""
 
-    runner: str
-    convert: str
+    runner: Runner
+    convert: Conversion
     pooler_config: dict | None
     hf_overrides: dict | None
 

@@ -2,10 +2,14 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, Literal, get_type_hints
 
+from msgspec import Meta
+
+from nanopage.config.checked import check
 from nanopage.files.model_files import shown
 
-MAX_DRAFT = 64  # tokens
+DraftLength = Annotated[int, Meta(ge=1, le=64, description="an integer from 1 to 64")]  # tokens
 
 
 @dataclass(frozen=True)
@@ -21,10 +25,10 @@ class SpeculativeConfig:
         first. By default 4 and 2. If only one is given, the default of the other adapts to it.
     """
 
-    method: str
-    num_speculative_tokens: int
-    prompt_lookup_max: int = 4
-    prompt_lookup_min: int = 2
+    method: Literal["ngram", "draft_model"]
+    num_speculative_tokens: DraftLength
+    prompt_lookup_max: DraftLength = 4
+    prompt_lookup_min: DraftLength = 2
     model: str | None = None
 
     @classmethod
@@ -39,19 +43,13 @@ class SpeculativeConfig:
                 f"speculative_config has {', '.join(map(shown, unknown))}, which is not supported; supported: "
                 f"{', '.join(names)}"
             )
-        method = values.get("method")
-        if method not in ("ngram", "draft_model"):
-            raise ValueError(
-                f"speculative_config: method={shown(method)} is not supported; supported: 'ngram', 'draft_model'"
-            )
-        if "num_speculative_tokens" not in values:
-            raise ValueError("speculative_config: num_speculative_tokens is missing")
-        for name in ("num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min"):
-            value = values.get(name, 1)
-            if not isinstance(value, int) or isinstance(value, bool):
-                raise TypeError(f"speculative_config: {name} must be an integer, not {shown(value)}")
-            if not 1 <= value <= MAX_DRAFT:
-                raise ValueError(f"speculative_config: {name} must be from 1 to {MAX_DRAFT}, got {value}")
+        for name in ("method", "num_speculative_tokens"):
+            if name not in values:
+                raise ValueError(f"speculative_config: {name} is missing")
+        for name, kind in get_type_hints(cls, include_extras=True).items():
+            if name in values and name != "model":
+                check(f"speculative_config: {name}", values[name], kind)
+        method = values["method"]
         others = ("prompt_lookup_max", "prompt_lookup_min") if method == "draft_model" else ("model",)
         for name in others:
             if name in values:

@@ -4,7 +4,6 @@ import argparse
 import dataclasses
 import json
 import sys
-import types
 import typing
 
 from nanopage.config.options import EngineConfig
@@ -62,10 +61,11 @@ def option_names() -> list[str]:
 
 
 def _kind(annotation) -> type:
-    """The type of an option that may be None."""
-    if isinstance(annotation, types.UnionType):
-        (annotation,) = (kind for kind in annotation.__args__ if kind is not types.NoneType)
-    return annotation
+    """The type of an option that may be None, or one of several names."""
+    for kind in (str, bool, int, float, dict):
+        if annotation is kind or kind in typing.get_args(annotation):
+            return kind
+    return str  # a Literal
 
 
 def _json_object(text: str) -> dict:

@@ -410,8 +410,8 @@ def test_requests_and_options(llm, adapters, model):
         LLM(str(model), **OPTIONS).generate(["the"], lora_request=first, use_tqdm=False)
     for options, message in (
         ({"max_loras": 2}, "max_loras=2 needs enable_lora"),
-        ({"enable_lora": True, "max_loras": 0}, "max_loras must be at least 1"),
-        ({"enable_lora": True, "max_lora_rank": 1000}, "max_lora_rank=1000 is more than 512"),
+        ({"enable_lora": True, "max_loras": 0}, "max_loras must be an integer of at least 1"),
+        ({"enable_lora": True, "max_lora_rank": 1000}, "max_lora_rank must be an integer from 1 to 512, not 1000"),
         ({"enable_lora": True, "tensor_parallel_size": 2}, "enable_lora and tensor_parallel_size=2"),
         ({"enable_lora": True, "pipeline_parallel_size": 2}, "enable_lora and pipeline_parallel_size=2"),
     ):

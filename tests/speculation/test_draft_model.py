@@ -156,7 +156,7 @@ CONFIG = {"method": "draft_model", "num_speculative_tokens": 4}
         (CONFIG | {"model": ""}, "model must be"),
         (CONFIG | {"model": "x", "prompt_lookup_max": 3}, "prompt_lookup_max"),
         ({"method": "ngram", "num_speculative_tokens": 4, "model": "x"}, "model is not for"),
-        ({"method": "eagle", "num_speculative_tokens": 4}, "'ngram', 'draft_model'"),
+        ({"method": "eagle", "num_speculative_tokens": 4}, "method='eagle' is not one of ngram, draft_model"),
     ],
 )
 def test_options_that_do_not_fit_are_named(values, message):
