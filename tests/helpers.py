@@ -262,7 +262,8 @@ class Paged:
     ):
         config = loader.read_config(directory)
         keep_integers = {"blocks": "tiles", "packed": "packed"}.get(tiles)
-        model = loader.load_model(directory, config, dtype, CPU, keep_integers=keep_integers, group=group)
+        how = loader.Loading(keep_integers=keep_integers, group=group)
+        model = loader.load_model(directory, config, dtype, CPU, how)
         if keep_integers is None and tiles is not None:
             tile(model, tiles)
         if join:

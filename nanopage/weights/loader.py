@@ -14,7 +14,7 @@ import math
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
@@ -73,28 +73,36 @@ def read_config(checkpoint: Checkpoint) -> ModelConfig:
     return ModelConfig.from_directory(checkpoint)
 
 
+@dataclass(frozen=True)
+class Loading:
+    """How a model is loaded.
+
+    load_format: as in EngineConfig.
+    keep_integers: keep the matrices of a quantized checkpoint in its own integers: in "tiles" for a CPU, where those of
+        an AWQ or GPTQ checkpoint must be in order (without desc_act), or "packed" for a GPU. None: floats.
+    on_host: leave the weights on the CPU, from where they are moved to the device later.
+    part: what is built. Only its slices of the tensors are read.
+    group: fuse the weights of experts, as a GPU needs them (see layers/moe.py).
+    """
+
+    load_format: str = "auto"
+    keep_integers: str | None = None
+    on_host: bool = False
+    part: Part = WHOLE
+    group: bool = False
+
+
 def load_model(
     checkpoint: Checkpoint,
     config: ModelConfig,
     dtype: torch.dtype,
     device: torch.device,
-    load_format: str = "auto",
+    how: Loading = Loading(),
     on_progress: Callable[[int, int], None] | None = None,
-    keep_integers: str | None = None,
-    on_host: bool = False,
-    part: Part = WHOLE,
-    group: bool = False,
 ) -> Decoder:
     """Build the model of `config`, or a part of it, and fill it from `checkpoint`, or with `dummy_tensors`.
 
-    Args:
-        load_format: as in EngineConfig.
-        keep_integers: keep the matrices of a quantized checkpoint in its own integers: in "tiles" for a CPU, where
-            those of an AWQ or GPTQ checkpoint must be in order (without desc_act), or "packed" for a GPU. None: floats.
-        on_host: leave the weights on the CPU, from where they are moved to `device` later.
-        on_progress: called while weights load, with the number of weights read so far and the total.
-        part: what is built. Only its slices of the tensors are read.
-        group: fuse the weights of experts, as a GPU needs them (see layers/moe.py).
+    Args: on_progress: called while weights load, with the number of weights read so far and the total.
 
     Raises:
         ValueError: missing, unexpected or mis-shaped tensors; a value that is not finite; a broken file; weights in a
@@ -105,17 +113,17 @@ def load_model(
     checkpoint = open_checkpoint(checkpoint) if isinstance(checkpoint, Path) else checkpoint
     source = path_of(checkpoint)
     whole = meta_model(config)
-    model = whole if part == WHOLE else part.model(config)
-    if group:
+    model = whole if how.part == WHOLE else how.part.model(config)
+    if how.group:
         if model is whole:
             whole = meta_model(config)
         group_experts(model)
-    slices = _slices(model, whole, part)
+    slices = _slices(model, whole, how.part)
     stored: list[StoredTensor] = []  # by the names of a model with a head
     found: list[StoredTensor] = []  # by their own names
     scales: set[str] = set()
     pieces: Pieces
-    if load_format != "dummy":
+    if how.load_format != "dummy":
         found = stored = stored_tensors_of(checkpoint)
         wanted = slots(whole)
         if config.pooling is not None:
@@ -126,17 +134,17 @@ def load_model(
         check_fit(wanted, stored, source)
         scales = {tensor.name for tensor in stored if KV_SCALE.fullmatch(tensor.name)}
     with memory_errors(source):
-        if keep_integers is not None:
+        if how.keep_integers is not None:
             if config.quantization is not None:
-                make = _maker(config.quantization, device, keep_integers)
+                make = _maker(config.quantization, device, how.keep_integers)
                 quantized_checkpoint.place(model, stored, config.quantization, make, device, on_progress)
-            elif isinstance(checkpoint, GGUFCheckpoint) and keep_integers == "packed":
+            elif isinstance(checkpoint, GGUFCheckpoint) and how.keep_integers == "packed":
                 gguf_tiles.place_on_gpu(model, checkpoint, dtype, device, on_progress)
             elif isinstance(checkpoint, GGUFCheckpoint):
                 gguf_tiles.place(model, whole, checkpoint, dtype, on_progress)
             on_progress = None  # the rest is small
-        part.strip(model, config.tie_word_embeddings)
-        if load_format == "dummy":
+        how.part.strip(model, config.tie_word_embeddings)
+        if how.load_format == "dummy":
             pieces = _sliced(((name, 0, tensor) for name, tensor in dummy_tensors(config, dtype, device)), slices)
         elif config.pooling is not None:
             used = [tensor for tensor in found if tensor.name in names]
@@ -144,11 +152,11 @@ def load_model(
         else:
             read = _wanted(model).keys() | scales
             pieces = pieces_of(checkpoint, [tensor for tensor in stored if tensor.name in read], slices)
-        if keep_integers is None and config.quantization is not None and stored:
+        if how.keep_integers is None and config.quantization is not None and stored:
             pieces = chain(pieces, quantized_checkpoint.dequantized(model, stored, config.quantization))
-        materialize(model, dtype, torch.device("cpu") if on_host else device, for_use=not on_host)
+        materialize(model, dtype, torch.device("cpu") if how.on_host else device, for_use=not how.on_host)
         fill(model, pieces, stored, on_progress)
-    if load_format == "dummy" and device.type == "cuda":
+    if how.load_format == "dummy" and device.type == "cuda":
         torch.cuda.empty_cache()  # the KV cache gets the free memory, and torch still caches that of the draws
     return model.eval().requires_grad_(False)
 
@@ -317,7 +325,7 @@ def _sliced(pieces: Pieces, slices: Mapping[str, Slice]) -> Pieces:
 def _maker(
     stored_as: StoredQuantization, device: torch.device, keep_integers: str
 ) -> Callable[[Linear, quantized_checkpoint.Matrix], nn.Module]:
-    """A function that makes the linear layers of an AWQ or GPTQ checkpoint. Args: as in `load_model`."""
+    """A function that makes the linear layers of an AWQ or GPTQ checkpoint. Args: as in `Loading`."""
     bits = stored_as.bits
 
     def packed(linear: Linear, matrix: quantized_checkpoint.Matrix) -> QuantizedLinear:

@@ -101,18 +101,8 @@ class Worker:
         integers = None if self.tiles != BLOCKS else "packed" if self.device.type == "cuda" else "tiles"
         # A GPU that has no room for the weights may have room for the quantized ones.
         on_host = self.device.type == "cuda" and config.quantize_to is not None
-        self.model = loader.load_model(
-            checkpoint,
-            model_config,
-            self.dtype,
-            self.device,
-            config.load_format,
-            on_progress,
-            integers,
-            on_host,
-            self.part,
-            group=self.device.type == "cuda",
-        )
+        how = loader.Loading(config.load_format, integers, on_host, self.part, group=self.device.type == "cuda")
+        self.model = loader.load_model(checkpoint, model_config, self.dtype, self.device, how, on_progress)
         if (pooling := model_config.pooling) is not None and pooling.answers is not None:
             self.model.answer_with(*pooling.answers)
         self.adapters: AdapterLoader | None = None

@@ -77,9 +77,8 @@ def quantized(file):
 
 
 def load(file, tiled=True):
-    return loader.load_model(
-        file, loader.read_config(file), torch.float32, CPU, keep_integers="tiles" if tiled else None
-    )
+    how = loader.Loading(keep_integers="tiles" if tiled else None)
+    return loader.load_model(file, loader.read_config(file), torch.float32, CPU, how)
 
 
 def kept_files():
@@ -143,9 +142,8 @@ def test_packed_for_a_gpu_weights_are_those_of_the_file(file, monkeypatch, famil
     vocabulary = SMOLLM if arch == "llama" else VOCABULARIES["qwen2"]
     write_gguf(file, model_for(vocabulary, family, **options), arch, vocabulary, types=STORED[stored])
     plain, config, calls = load(file, tiled=False), loader.read_config(file), []
-    packed = loader.load_model(
-        file, config, torch.float32, CPU, on_progress=lambda *now: calls.append(now), keep_integers="packed"
-    )
+    how = loader.Loading(keep_integers="packed")
+    packed = loader.load_model(file, config, torch.float32, CPU, how, lambda *now: calls.append(now))
     kinds = set()
     for (name, ours), theirs in zip(plain.named_modules(), packed.modules(), strict=True):
         kinds.add(type(theirs))
@@ -169,12 +167,12 @@ def test_packed_weights_that_do_not_fit_or_are_not_finite_are_refused(file, monk
     write_gguf(file, hf_model, "llama", SMOLLM, types={"": Kind.Q4_1})
     with monkeypatch.context() as patch, pytest.raises(MemoryError, match=r"the weights take .* GiB"):
         patch.setattr("nanopage.device.free_bytes", lambda device: 1000)
-        loader.load_model(file, loader.read_config(file), torch.float32, CPU, keep_integers="packed")
+        loader.load_model(file, loader.read_config(file), torch.float32, CPU, loader.Loading(keep_integers="packed"))
     with torch.no_grad():
         hf_model.model.layers[0].mlp.down_proj.weight[0, 0] = 1e9
     write_gguf(file, hf_model, "llama", SMOLLM, types={"": Kind.Q4_1})
     with pytest.raises(ValueError, match=r"down_proj.weight has values that are NaN, infinite or too large"):
-        loader.load_model(file, loader.read_config(file), torch.float32, CPU, keep_integers="packed")
+        loader.load_model(file, loader.read_config(file), torch.float32, CPU, loader.Loading(keep_integers="packed"))
 
 
 def test_logits_are_those_of_rounded_activations(quantized):
@@ -187,7 +185,8 @@ def test_logits_are_those_of_rounded_activations(quantized):
 def test_they_are_repacked_once(quantized, monkeypatch):
     calls = []
     config, on_progress = loader.read_config(quantized), lambda *now: calls.append(now)
-    first = loader.load_model(quantized, config, torch.float32, CPU, "auto", on_progress, keep_integers="tiles")
+    how = loader.Loading(keep_integers="tiles")
+    first = loader.load_model(quantized, config, torch.float32, CPU, how, on_progress)
     assert calls and calls == sorted(calls) and calls[-1][0] == calls[-1][1]
     monkeypatch.setattr(gguf_tiles, "_write", None)
     second = load(quantized)

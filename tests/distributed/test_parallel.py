@@ -257,7 +257,7 @@ def test_ranks_are_numbered_stage_by_stage():
 
 
 def load(model, part):
-    return loader.load_model(model, loader.read_config(model), torch.float32, CPU, part=part)
+    return loader.load_model(model, loader.read_config(model), torch.float32, CPU, loader.Loading(part=part))
 
 
 def test_slices_of_all_workers_make_the_whole_weights(tmp_path):

@@ -124,7 +124,8 @@ def test_parts_of_fused_tensors_are_those_of_separate_ones(tmp_path, family, par
     found = []
     for fused in (False, True):
         for group in (False, True):
-            model = loader.load_model(tmp_path / str(fused), config, torch.float32, CPU, part=part, group=group)
+            how = loader.Loading(part=part, group=group)
+            model = loader.load_model(tmp_path / str(fused), config, torch.float32, CPU, how)
             found.append(loader.slots(model))
     for others in found[1:]:
         assert found[0].keys() == others.keys()
@@ -314,8 +315,8 @@ def test_random_weights_need_no_files(tmp_path):
     (model / "model.safetensors").unlink()
     worker = make_worker(model, load_format="dummy", enforce_eager=True)
     separate, fused = (
-        loader.slots(loader.load_model(model, worker.model_config, torch.float32, CPU, "dummy", group=group))
-        for group in (False, True)
+        loader.slots(loader.load_model(model, worker.model_config, torch.float32, CPU, how))
+        for how in (loader.Loading("dummy"), loader.Loading("dummy", group=True))
     )
     assert all(torch.equal(separate[name], fused[name]) for name in separate)
 

@@ -567,7 +567,7 @@ def test_the_integers_of_experts_become_tiles_or_floats(file, family, arch, tmp_
     hf_model = model_for(SMOLLM, family, **sizes)
     write_gguf(file, hf_model, arch, SMOLLM, types={"": Quantization.Q8_0})
     config, cpu = loader.read_config(file), torch.device("cpu")
-    tiled = loader.load_model(file, config, torch.float32, cpu, keep_integers="tiles")
+    tiled = loader.load_model(file, config, torch.float32, cpu, loader.Loading(keep_integers="tiles"))
     floats = loader.load_model(file, config, torch.float32, cpu)
     mixture, plain = (getattr(m.layers[1], "mlp" if sizes else "block_sparse_moe") for m in (tiled, floats))
     for expert, same in zip(mixture.experts, plain.experts, strict=True):

@@ -25,7 +25,7 @@ def directory(tmp_path):
 
 
 def load(directory, dtype=torch.float32, **options):
-    return loader.load_model(directory, loader.read_config(directory), dtype, CPU, **options)
+    return loader.load_model(directory, loader.read_config(directory), dtype, CPU, loader.Loading(**options))
 
 
 def dense(linear):
@@ -108,7 +108,8 @@ def test_weights_that_will_be_quantized_wait_on_the_cpu(directory, load_format, 
     monkeypatch.setattr(loader, "dummy_tensors", lambda config, dtype, device: drawn_on(device, config, dtype))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     config = loader.read_config(directory)
-    model = loader.load_model(directory, config, torch.float32, torch.device("cuda"), load_format, on_host=True)
+    how = loader.Loading(load_format, on_host=True)
+    model = loader.load_model(directory, config, torch.float32, torch.device("cuda"), how)
     assert {parameter.device for parameter in model.parameters()} == {CPU}
 
 

@@ -130,7 +130,8 @@ def test_quantized_experts_are_floats_or_tiles(tmp_path, kind):
 
 
 def load(directory, keep_integers=None, dtype=torch.float32):
-    return loader.load_model(directory, loader.read_config(directory), dtype, CPU, keep_integers=keep_integers)
+    how = loader.Loading(keep_integers=keep_integers)
+    return loader.load_model(directory, loader.read_config(directory), dtype, CPU, how)
 
 
 def matrices(model, weights):
@@ -228,7 +229,7 @@ def test_progress_ends_at_the_total(tmp_path):
     for keep_integers in (None, "tiles", "packed"):
         calls = []
         config, on_progress = loader.read_config(tmp_path), lambda *now, calls=calls: calls.append(now)
-        loader.load_model(tmp_path, config, torch.float32, CPU, "auto", on_progress, keep_integers)
+        loader.load_model(tmp_path, config, torch.float32, CPU, loader.Loading("auto", keep_integers), on_progress)
         assert len(calls) > 4 and calls == sorted(calls) and calls[-1][0] == calls[-1][1]
 
 

@@ -363,18 +363,18 @@ class TestMemory:
         for free, fits in ((4 * parameters, True), (4 * parameters - 1, False)):
             monkeypatch.setattr("nanopage.device.free_bytes", lambda device, free=free: free)
             if fits:
-                loader.load_model(model_dir, config, torch.float32, CPU, load_format)
+                loader.load_model(model_dir, config, torch.float32, CPU, loader.Loading(load_format))
                 continue
             with pytest.raises(MemoryError, match=r"take 0\.00 GiB in float32, and 0\.00 GiB are free") as caught:
-                loader.load_model(model_dir, config, torch.float32, CPU, load_format)
+                loader.load_model(model_dir, config, torch.float32, CPU, loader.Loading(load_format))
             assert str(model_dir) in str(caught.value)
-            loader.load_model(model_dir, config, torch.bfloat16, CPU, load_format)
+            loader.load_model(model_dir, config, torch.bfloat16, CPU, loader.Loading(load_format))
 
     def test_a_model_beyond_any_computer_is_an_error_that_says_its_size(self, model_dir):
         set_config(model_dir, **{name: MAX_SIZES[name] for name in MAX_SIZES if name not in POSITIONS})
         config = loader.read_config(model_dir)
         with pytest.raises(MemoryError, match=r"the weights take 70,287,362.00 GiB in float32, and [0-9.,]+ GiB are"):
-            loader.load_model(model_dir, config, torch.float32, CPU, "dummy")
+            loader.load_model(model_dir, config, torch.float32, CPU, loader.Loading("dummy"))
 
 
 class TestValuesThatAreNotFinite:
@@ -411,7 +411,8 @@ class TestValuesThatAreNotFinite:
 def test_progress_is_reported_up_to_the_number_of_weights(model_dir, load_format):
     calls = []
     config = loader.read_config(model_dir)
-    model = loader.load_model(model_dir, config, torch.float32, CPU, load_format, lambda *now: calls.append(now))
+    how = loader.Loading(load_format)
+    model = loader.load_model(model_dir, config, torch.float32, CPU, how, lambda *now: calls.append(now))
     total = sum(parameter.numel() for parameter in model.parameters())
     assert calls[-1] == (total, total)
     assert [done for done, _ in calls] == sorted({done for done, _ in calls})
@@ -668,7 +669,7 @@ class TestIndex:
 class TestDummyWeights:
     @staticmethod
     def load(directory, dtype=torch.float32):
-        return loader.load_model(directory, loader.read_config(directory), dtype, CPU, load_format="dummy")
+        return loader.load_model(directory, loader.read_config(directory), dtype, CPU, loader.Loading("dummy"))
 
     @BY_FAMILY
     def test_need_no_more_than_a_config_and_have_a_checkpoints_names_and_shapes(self, tmp_path, family, overrides):
