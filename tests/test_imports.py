@@ -39,7 +39,7 @@ MAX_LINES = 400  # of a file
 LONGER = {
     *("async_llm.py", "llm.py", "cpu/aot.py", "engine/engine.py"),
     *("engine/input_processor.py", "kernels/paged_attention.py", "quantization/gguf_checkpoint.py", "server/front.py"),
-    *("server/serve.py", "view/frames.py", "weights/loader.py", "worker/worker.py"),
+    *("server/serve.py", "view/frames.py", "weights/loader.py"),
 }
 
 # What the files of a folder, or a file, may never import, at their top or in a function.

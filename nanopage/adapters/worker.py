@@ -93,10 +93,8 @@ def make_slots(
 ) -> tuple[Any, AdapterLoader]:
     """Give a loaded model slots for adapters. Returns: the model with slots, and what loads adapters into them.
 
-    Raises: ValueError for a model or a dtype that does not work with adapters.
+    Raises: ValueError for a model that does not work with adapters.
     """
-    if device.type == "cuda" and dtype == torch.float64:
-        raise ValueError("enable_lora on a GPU does not work in float64")
     model = AdaptedDecoder(decoder, config.max_loras, config.max_lora_rank, dtype, device)
     size = sum(buffer.nbytes for buffer in lora_buffers(model)) / GIB
     logger.info(f"{config.max_loras} slots for adapters of rank {config.max_lora_rank}: {size:.3f} GiB")

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from nanopage.adapters.weights import AdapterLoader
 from nanopage.adapters.worker import choose_ways, eager_on_cpu, make_slots
-from nanopage.config.model import STORED_QUANTIZATIONS, ModelConfig
+from nanopage.config.model import ModelConfig
 from nanopage.config.options import EngineConfig
 from nanopage.cpu.aot import Compiled
 from nanopage.cpu.aot_products import CompiledProduct, tile_product
@@ -39,10 +39,10 @@ from nanopage.step import Batch, Capacity
 from nanopage.weights import loader
 from nanopage.worker.cuda_graphs import CUDAGraphs, make_sample_all, no_wrap
 from nanopage.worker.eager import Eager, Pages
-from nanopage.worker.experts import check_experts
 from nanopage.worker.jit import CompiledDecoder, compile_afresh, compile_model, warm_up_sampling
 from nanopage.worker.memory import block_bytes, fit_length, measure_step, num_blocks_that_fit, num_host_blocks
 from nanopage.worker.model_runner import Launched, ModelRunner, Way
+from nanopage.worker.options import check_options
 from nanopage.worker.piecewise_graphs import PiecewiseGraphs
 
 logger = logging.getLogger("nanopage")
@@ -83,8 +83,8 @@ class Worker:
         self.path = loader.path_of(checkpoint)
         self.device = resolve_device(config.device) if ranks is None else ranks.device
         self.uses_triton = self.device.type == "cuda"
-        self._check_options()
         self.dtype, why = resolve_dtype(config.dtype, model_config.dtype, self.device)
+        check_options(config, model_config, self.device, self.dtype, self.path)
         if why:
             logger.info(why)
         self.kv_dtype = resolve_kv_dtype(
@@ -268,7 +268,7 @@ class Worker:
 
     def _choose_tiles(self, checkpoint: loader.Checkpoint) -> str | None:
         """Choose how weights are stored: a kind that tiled.py (on a GPU: quantized.py) knows, or BLOCKS;
-        None for floats. Sets `self.product`. Raises: ValueError for a dtype that a GPU does not multiply them by."""
+        None for floats. Sets `self.product`."""
         compiles = can_pack(self.dtype) and not self.config.enforce_eager
         divided = self.part.tp_size > 1
         on_gpu = self.device.type == "cuda"
@@ -282,8 +282,6 @@ class Worker:
             logger.info(f"on a GPU, the integers of the experts of {self.path.name} become floats")
         blocks = quantized and not divided and not self.config.quantize_to and self.config.load_format != "dummy"
         if on_gpu:
-            if self.config.quantize_to and self.dtype == torch.float64:
-                raise ValueError(f"quantization={self.config.quantization!r} on a GPU does not work in float64")
             return BLOCKS if blocks and self.dtype != torch.float64 else self.config.quantize_to
         # In float32, reading the weights takes most of the time of a decode. The checkpoint's 16 bits lose nothing.
         halves = self.dtype == torch.float32 and self.model_config.dtype in ("bfloat16", "float16") and stored is None
@@ -371,37 +369,6 @@ class Worker:
             for rows, counts in (([0], [1]), ([0, 1], [1, 2])):  # no sequence has these rows yet: they name block 0
                 batch = Batch(rows=rows, starts=[context - 1, max(0, context - 2)][: len(rows)], counts=counts)
                 self.runner.launch(batch).result()
-
-    def _check_options(self) -> None:
-        config, stored = self.config, self.model_config.quantization
-        has = None if stored is None else stored.method
-        if config.quantization in STORED_QUANTIZATIONS and config.quantization != has:
-            kind = "are not quantized" if has is None else f"are quantized by {has}"
-            raise ValueError(f"quantization={config.quantization!r}, but the weights of {self.path} {kind}")
-        if config.quantize_to and has is not None:
-            raise ValueError(
-                f"quantization={config.quantization!r}, but the weights of {self.path} already are ({has})"
-            )
-        if has is not None and self.part.tp_size > 1:
-            raise ValueError(
-                f"tensor_parallel_size={self.part.tp_size} does not divide quantized weights, and those of {self.path} "
-                f"are ({has}): use pipeline_parallel_size"
-            )
-        if has is not None and config.load_format == "dummy":
-            raise ValueError(
-                f"load_format='dummy' draws weights that are not quantized, but {self.path} is ({has}): give a "
-                "config.json without quantization_config, and quantization='int4'"
-            )
-        if config.quantize_to == "fp8" and self.device.type == "cpu":
-            raise ValueError("quantization='fp8' works on a GPU only, but this engine runs on a CPU: use 'int8'")
-        check_experts(config, self.model_config, self.device, self.path)
-        if config.kv_cache_dtype != "auto" and self.device.type == "cpu" and not config.enforce_eager:
-            raise ValueError(
-                f"kv_cache_dtype={config.kv_cache_dtype!r} on a CPU needs enforce_eager=True: compiled layers do not "
-                "read fp8"
-            )
-        if self.uses_triton and config.block_size & (config.block_size - 1):
-            raise ValueError(f"block_size={config.block_size} must be a power of two on a GPU")
 
     def _log_start(self) -> None:
         config, capacity = self.config, self.capacity

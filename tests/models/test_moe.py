@@ -21,6 +21,7 @@ from nanopage.layers.linear import Linear
 from nanopage.layers.mlp import MLP
 from nanopage.layers.moe import Experts, Gate, GroupedExperts, MixtureOfExperts, route
 from nanopage.weights import loader, safetensors_checkpoint
+from nanopage.worker.options import check_options
 from nanopage.worker.worker import Worker
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -345,7 +346,7 @@ def test_what_does_not_work_with_experts_is_refused_by_name(tmp_path, options, m
 )
 def test_what_does_not_work_on_a_gpu_is_refused_by_name(tmp_path, options, message):
     """Before anything is loaded. Here without a GPU."""
-    worker = make_worker(tiny_model(tmp_path, "qwen3_moe"), enforce_eager=True)
-    worker.config, worker.device = EngineConfig(**options), torch.device("cuda")
+    model, gpu = tiny_model(tmp_path, "qwen3_moe"), torch.device("cuda")
+    dtype = getattr(torch, options.get("dtype", "float32"))
     with pytest.raises(ValueError, match=message):
-        worker._check_options()
+        check_options(EngineConfig(**options), loader.read_config(model), gpu, dtype, model)
