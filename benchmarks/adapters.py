@@ -67,7 +67,7 @@ def measure(
             worker: Any = engine.executor.worker  # type: ignore[attr-defined]
             row["slots_mib"] = sum(buffer.nbytes for buffer in lora_buffers(worker.model)) / 2**20
             started = time.perf_counter()
-            worker.adapters.load([AdapterLoad(0, adapters[0].lora_path)])
+            worker.wings.load_adapters([AdapterLoad(0, adapters[0].lora_path)])
             row["load_seconds"] = time.perf_counter() - started
         params = SamplingParams(temperature=0, max_tokens=lengths[1], ignore_eos=True, detokenize=False)
         for _ in range(2):  # the first round loads the adapters

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -26,6 +27,7 @@ from nanopage.state.layer_kinds import BlockNeeds, divide_layers
 from nanopage.step import Capacity, Executor
 from nanopage.text.tokenizer import Tokenizer
 from nanopage.weights import loader
+from nanopage.weights.attach import build_worker
 from nanopage.worker.executor import LocalExecutor
 
 logger = logging.getLogger("nanopage")
@@ -68,7 +70,7 @@ def build_engine(config: EngineConfig, on_progress: Callable[[int, int], None] |
         start_links = _start_actors if config.distributed_executor_backend == "ray" else start_processes
         executor = ProcessExecutor(config, model_config, path, on_progress, start_links)
     else:
-        executor = LocalExecutor(config, model_config, checkpoint, on_progress)
+        executor = LocalExecutor(partial(build_worker, config, model_config, checkpoint, on_progress))
     del checkpoint
     make_drafter: Callable[[Capacity], Drafter] | None = None
     if config.speculation is not None:
@@ -152,7 +154,7 @@ def _choose_drafter(
         max_model_len = min(capacity.max_model_len, draft_config.max_position_embeddings)
         num_blocks = _blocks_for_drafts(config, capacity, draft_config, max_model_len)
         options = config.for_draft_model(str(path), num_blocks, max_model_len)
-        executor = LocalExecutor(options, draft_config, checkpoint, on_progress)
+        executor = LocalExecutor(partial(build_worker, options, draft_config, checkpoint, on_progress))
         held = executor.start()
         return ModelDrafter(
             speculation,

@@ -344,11 +344,11 @@ def run_as_on_a_gpu(engine: LLMEngine, uses_triton: bool = False) -> None:
     worker = engine.executor.worker
     runner = worker.runner
     sample_all = make_sample_all(uses_triton)
-    make_attention = worker._make_attention if uses_triton else reference_attention
+    make_attention = worker.setup.make_attention if uses_triton else reference_attention
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jit, "compile_afresh", lambda function: function)
         made = jit.CompiledDecoder(worker.model, uses_triton), worker.kv_cache, runner.table
-    graphs = CUDAGraphs(*made, engine.max_model_len, uses_triton, sample_all)
+    graphs = CUDAGraphs(*made, uses_triton, sample_all)
     pieces = PiecewiseGraphs(*made, make_attention, most=engine.scheduler.max_num_batched_tokens // 2 + 1)
     runner.ways = [graphs, pieces, Eager(*made, make_attention)]
     runner.sampler.sample_all = sample_all
@@ -867,7 +867,7 @@ def test_nor_do_adapters(world, model, oracle, adapted):
     if world % 3 == 1:
         engine.executor = BytesExecutor(engine.executor)
     if world % 3:  # what a GPU captures
-        made = runner.model, runner.kv_cache, runner.table, engine.max_model_len, False, make_sample_all(False)
+        made = runner.model, runner.kv_cache, runner.table, False, make_sample_all(False)
         graphs = CUDAGraphs(*made, adapters_of=adapters_of(runner.table, False))
         count_steps(graphs, "steps on static buffers")
         runner.ways = [graphs, *runner.ways]

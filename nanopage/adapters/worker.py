@@ -1,9 +1,8 @@
-"""A worker with adapters: slots in its model, and the ways to run steps."""
+"""A worker with adapters: slots in its model, and the eager way to run steps."""
 
 import logging
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
@@ -12,8 +11,6 @@ from torch import Tensor
 from nanopage.adapters.layers import TokenAdapters, lora_buffers
 from nanopage.adapters.model import AdaptedDecoder
 from nanopage.adapters.weights import AdapterLoader
-from nanopage.config.model import ModelConfig
-from nanopage.config.options import EngineConfig
 from nanopage.cpu.aot_products import adapter_product
 from nanopage.cpu.lora import GroupedAdapters, OperatorAdapters
 from nanopage.device import GIB, to_device
@@ -22,34 +19,30 @@ from nanopage.models.decoder import Decoder
 from nanopage.state.kv_cache import KVCache
 from nanopage.state.sequence_table import SequenceTable
 from nanopage.step import Batch
-from nanopage.worker.cuda_graphs import CUDAGraphs
 from nanopage.worker.eager import Output, Pages, attention_of_layers, head_of, prepare, reference_attention, run_model
-from nanopage.worker.jit import compile_afresh
-from nanopage.worker.model_runner import Way
+from nanopage.worker.setup import Setup
+from nanopage.worker.ways import Wings
 
 logger = logging.getLogger("nanopage")
 
 
 class AdaptedEager:
-    """Runs any batch with the model's own modules, as Eager does.
-
-    Args:
-        make_attention: as in Eager.
-        uses_triton, product: as in `adapters_of`.
-    """
+    """Runs any batch with the model's own modules, as Eager does. On a CPU, the products of adapters are compiled on
+    first use, except if enforce_eager forbids it or for other dtypes than float32 and bfloat16."""
 
     def __init__(
         self,
+        setup: Setup,
         model: AdaptedDecoder,
         kv_cache: KVCache,
         table: SequenceTable,
         make_attention: Callable[[Pages], Attention] | None = None,
-        uses_triton: bool = False,
-        product: Callable[..., Tensor] | None = None,
     ):
         self.model, self.kv_cache, self.table = model, kv_cache, table
         self.make_attention = make_attention or reference_attention
-        self.adapters_of = adapters_of(table, uses_triton, product)
+        compiles = not setup.config.enforce_eager and setup.dtype in (torch.float32, torch.bfloat16)
+        product = adapter_product(setup.dtype) if compiles and not setup.on_gpu else None
+        self.adapters_of = adapters_of(table, setup.on_gpu, product)
 
     def fits(self, batch: Batch) -> bool:
         return True
@@ -88,47 +81,16 @@ def adapters_of(
     return on_cpu
 
 
-def make_slots(
-    decoder: Decoder, config: EngineConfig, model_config: ModelConfig, dtype: torch.dtype, device: torch.device
-) -> tuple[Any, AdapterLoader]:
-    """Give a loaded model slots for adapters. Returns: the model with slots, and what loads adapters into them.
+def attach_adapters(setup: Setup, decoder: Decoder, wings: Wings) -> AdaptedDecoder:
+    """Give a loaded model slots for adapters. Returns: the model with slots.
 
     Raises: ValueError for a model that does not work with adapters.
     """
-    model = AdaptedDecoder(decoder, config.max_loras, config.max_lora_rank, dtype, device)
+    config = setup.config
+    model = AdaptedDecoder(decoder, config.max_loras, config.max_lora_rank, setup.dtype, setup.device)
     size = sum(buffer.nbytes for buffer in lora_buffers(model)) / GIB
     logger.info(f"{config.max_loras} slots for adapters of rank {config.max_lora_rank}: {size:.3f} GiB")
-    return model, AdapterLoader(model, model_config, config.max_lora_rank)
-
-
-def eager_on_cpu(
-    model: Any, kv_cache: KVCache, table: SequenceTable, dtype: torch.dtype, enforce_eager: bool
-) -> AdaptedEager:
-    """The eager way on a CPU. Compiles the products of adapters on first use, except if enforce_eager forbids it or
-    for other dtypes than float32 and bfloat16."""
-    compiles = not enforce_eager and dtype in (torch.float32, torch.bfloat16)
-    return AdaptedEager(model, kv_cache, table, product=adapter_product(dtype) if compiles else None)
-
-
-def choose_ways(
-    model: Any,
-    kv_cache: KVCache,
-    table: SequenceTable,
-    config: EngineConfig,
-    max_model_len: int,
-    make_attention: Callable[[Pages], Attention],
-    sample_all: Callable[..., Tensor] | None,
-) -> tuple[list[Way], str]:
-    """The ways to run a step on a GPU, in the order in which they are tried, and words for them.
-
-    Args:
-        make_attention: as in Eager.
-        sample_all: as in CUDAGraphs.
-    """
-    eager = AdaptedEager(model, kv_cache, table, make_attention, uses_triton=True)
-    if config.enforce_eager or sample_all is None:
-        return [eager], "eagerly: layers with adapters are not compiled on a GPU"
-    made = model, kv_cache, table, max_model_len, True, sample_all, compile_afresh
-    graphs = CUDAGraphs(*made, adapters_of(table, True))
-    graphs.capture(graphs.sizes)
-    return [graphs, eager], "decodes as CUDA graphs, others eagerly: layers with adapters are not compiled on a GPU"
+    wings.load_adapters = AdapterLoader(model, setup.model_config, config.max_lora_rank).load
+    wings.adapters_of = partial(adapters_of, uses_triton=setup.on_gpu)
+    wings.make_eager = partial(AdaptedEager, setup)
+    return model

@@ -96,8 +96,8 @@ def _serve(mailbox: Mailbox) -> None:
     from nanopage.distributed.parallel import Ranks, part_of
     from nanopage.step import Capacity
     from nanopage.weights import loader
+    from nanopage.weights.attach import build_worker
     from nanopage.worker.model_runner import Launched
-    from nanopage.worker.worker import Worker
 
     def report(done: int, total: int) -> None:
         if start.rank == 0:
@@ -126,7 +126,7 @@ def _serve(mailbox: Mailbox) -> None:
     part = part_of(start.config, start.rank)
     part.config(model_config)  # raises before the workers wait for each other
     ranks = Ranks(part, start.address, device)
-    worker = Worker(start.config, model_config, checkpoint, report, ranks, agree)
+    worker = build_worker(start.config, model_config, checkpoint, report, ranks, agree)
     mailbox.send(messages.Ready())
     number, launched = 0, None  # the last step
     while True:

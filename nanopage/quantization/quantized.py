@@ -39,6 +39,12 @@ class QuantizedLinear(nn.Module):
             self.register_buffer(name, tensor, persistent=False)
         self.bias = linear.bias
 
+    @property
+    def format(self) -> tuple:
+        """What compiled code depends on, beside the type."""
+        tensors = self.packed.dtype, self.packed.shape, self.offsets is None, self.order is None
+        return (*tensors, self.bits, self.group, self.zero_points)
+
     def forward(self, x: Tensor) -> Tensor:
         x = x if self.order is None else x[:, self.order]
         return torch.ops.nanopage.quantized_linear(
@@ -84,20 +90,3 @@ def quantize(module: nn.Module, kind: str, device: torch.device) -> None:
         return QuantizedEmbedding(made[head], embedding.weight.dtype)
 
     replace_linears(module, replace, replace_tied)
-
-
-def format_of(module: nn.Module) -> tuple:
-    """What compiled code of a module depends on, beside its type: the formats of its weights."""
-    linears = (child for child in module.modules() if isinstance(child, QuantizedLinear))
-    return tuple(
-        (
-            own.packed.dtype,
-            own.packed.shape,
-            own.bits,
-            own.group,
-            own.zero_points,
-            own.offsets is None,
-            own.order is None,
-        )
-        for own in linears
-    )

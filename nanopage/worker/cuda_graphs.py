@@ -78,7 +78,6 @@ class CUDAGraphs:
         model: its layers may be compiled.
         kv_cache: the pages of K and V.
         table: the state of each running sequence. Its last row is for padding.
-        max_model_len: the most tokens of a context.
         uses_triton: whether Triton kernels compute attention.
         sample_all: samples all rows after the model (see `make_sample_all`).
         wrap: compiles the function that runs before the model.
@@ -91,7 +90,6 @@ class CUDAGraphs:
         model: Decoder,
         kv_cache: KVCache,
         table: SequenceTable,
-        max_model_len: int,
         uses_triton: bool,
         sample_all: Callable[..., Tensor],
         wrap: Callable[[Callable], Callable] = no_wrap,
@@ -100,7 +98,7 @@ class CUDAGraphs:
         self.adapters_of = adapters_of
         self.model, self.kv_cache, self.table, self.uses_triton = model, kv_cache, table, uses_triton
         self.look_up, self.sample_all = wrap(look_up), sample_all
-        self.device, self.max_model_len = table.device, max_model_len
+        self.device, self.max_model_len = table.device, table.tokens.shape[1] - 1
         self.sizes = batch_sizes(len(table.tokens) - 1)
         most, dtype = self.sizes[-1], model.norm.weight.dtype
         self.ints = torch.zeros(2 * most, dtype=torch.int64, device=self.device)

@@ -2,9 +2,7 @@
 GPU the model may be compiled (jit.py).
 
 Each way to run a step has two methods: `fits(batch)` says whether the way can run a batch, and `run(batch)` runs it.
-ModelRunner takes the first way that fits. The other ways are in `aot.py`, for a CPU, `cuda_graphs.py` and
-`piecewise_graphs.py`, for a GPU, and `adapters/worker.py`, which replaces this one where there are adapters.
-`parallel.py` wraps the ways of a worker that has a part of the model.
+ways.py lists the others.
 """
 
 from collections.abc import Callable

@@ -3,10 +3,7 @@
 from collections import deque
 from collections.abc import Callable
 
-from nanopage.config.model import ModelConfig
-from nanopage.config.options import EngineConfig
 from nanopage.step import Batch, BatchResult, Capacity
-from nanopage.weights.loader import Checkpoint
 from nanopage.worker.model_runner import Launched
 from nanopage.worker.worker import Worker
 
@@ -14,25 +11,17 @@ from nanopage.worker.worker import Worker
 class LocalExecutor:
     """Runs one worker in this process. Messages are passed as objects.
 
-    Args:
-        checkpoint: the weights of the model that `model_config` describes.
-        on_progress: called while weights load, with the number of weights read so far and the total.
+    Args: make_worker: loads the model.
     """
 
-    def __init__(
-        self,
-        config: EngineConfig,
-        model_config: ModelConfig,
-        checkpoint: Checkpoint,
-        on_progress: Callable[[int, int], None] | None = None,
-    ):
-        self._arguments = config, model_config, checkpoint, on_progress
+    def __init__(self, make_worker: Callable[[], Worker]):
+        self._make_worker = make_worker
         self.worker: Worker
         self._launched: deque[Launched] = deque()
 
     def start(self) -> Capacity:
-        self.worker = Worker(*self._arguments)
-        del self._arguments  # frees the vocabulary of a .gguf file, tens of megabytes
+        self.worker = self._make_worker()
+        del self._make_worker  # frees the vocabulary of a .gguf file, tens of megabytes
         return self.worker.capacity
 
     def submit(self, batch: Batch) -> None:

@@ -36,7 +36,6 @@ from nanopage.config.model import ModelConfig
 from nanopage.layers.attention import Attention
 from nanopage.layers.moe import has_experts
 from nanopage.models.decoder import Decoder
-from nanopage.quantization.quantized import format_of
 from nanopage.sampling.table import SamplingTable
 from nanopage.state import pages
 
@@ -96,7 +95,7 @@ class CompiledDecoder(Decoder):
         self.take(decoder)
         self.uses_triton = uses_triton
         self.first, self.last, self.head = map(compile_afresh, (first, last, head))
-        formats = [(has_experts(layer), format_of(layer)) for layer in decoder.layers]
+        formats = [(has_experts(layer), formats_of(layer)) for layer in decoder.layers]
         made = {pair: compile_afresh(between) for pair in set(pairwise(formats))}
         self.betweens = [made[pair] for pair in pairwise(formats)]  # what comes after each layer but the last
 
@@ -179,6 +178,11 @@ class CompiledDecoder(Decoder):
         written = slots >= 0
         pages.write(k[written], v[written], kv_cache, slots[written], *part.kv_scales)
         q.copy_(rotated)
+
+
+def formats_of(layer: nn.Module) -> tuple:
+    """The formats of a layer's weights, where they are not floats: compiled code depends on them."""
+    return tuple(module.format for module in layer.modules() if hasattr(module, "format"))
 
 
 def first(

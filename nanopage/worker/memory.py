@@ -1,11 +1,6 @@
 """How much memory a worker uses: what a step takes on a GPU, and the sizes of the KV cache and of the host pool.
 
-A worker calls these functions once it has loaded the weights, in this order:
-
-    measure_step          on a GPU: runs the largest possible step and returns the memory it takes
-    num_blocks_that_fit   the size of the KV cache
-    fit_length            max_model_len, so that one request always fits the KV cache
-    num_host_blocks       the size of the host pool, which takes swapped blocks
+Once the weights are loaded, a worker calls `measure_step`, on a GPU, and then `measure_capacity`.
 """
 
 import logging
@@ -15,22 +10,22 @@ import psutil
 import torch
 from torch import Tensor
 
-from nanopage.adapters.worker import adapters_of
 from nanopage.config.model import ModelConfig
 from nanopage.config.options import EngineConfig
 from nanopage.device import GIB, free_bytes, total_ram
-from nanopage.layers.attention import Attention
 from nanopage.models.decoder import Decoder
 from nanopage.params import MAX_LOGPROBS
 from nanopage.state.kv_cache import KVCache
-from nanopage.state.layer_kinds import BlockNeeds, LayerKinds, one_kind
+from nanopage.state.layer_kinds import BlockNeeds
 from nanopage.state.sequence_table import SequenceTable
-from nanopage.step import Batch, BlockUpdate, NewSequence, SamplingSettings
-from nanopage.worker.cuda_graphs import CUDAGraphs, no_wrap
-from nanopage.worker.eager import Eager, Pages
-from nanopage.worker.jit import CompiledDecoder, compile_afresh
-from nanopage.worker.model_runner import ModelRunner, Way
+from nanopage.step import Batch, BlockUpdate, Capacity, NewSequence, SamplingSettings
+from nanopage.worker.cuda_graphs import CUDAGraphs
+from nanopage.worker.eager import Eager
+from nanopage.worker.jit import CompiledDecoder
+from nanopage.worker.model_runner import ModelRunner
 from nanopage.worker.piecewise_graphs import PiecewiseGraphs
+from nanopage.worker.setup import Setup
+from nanopage.worker.ways import Wings, captures, wrapper
 
 logger = logging.getLogger("nanopage")
 
@@ -38,28 +33,8 @@ MANY_TOKENS = 2**31  # more than any sequence has
 CPU_SHARE, CPU_MOST = 0.25, 4 * GIB  # of the RAM that is free once the weights are loaded
 
 
-def measure_step(
-    config: EngineConfig,
-    model_config: ModelConfig,
-    model: Decoder,
-    max_model_len: int,
-    kv_dtype: torch.dtype,
-    device: torch.device,
-    make_attention: Callable[[Pages], Attention],
-    sample_all: Callable[..., Tensor],
-    vocab_size: int,
-    partial: Callable[[list[Way]], list[Way]],
-    captures_only: bool = False,
-    kinds: LayerKinds | None = None,
-) -> int:
+def measure_step(setup: Setup, wings: Wings, model: Decoder, sample_all: Callable[..., Tensor]) -> int:
     """Bytes of GPU memory that steps take in addition to the weights and the KV cache.
-
-    Args:
-        model_config: the shape of this worker's part of the model.
-        vocab_size: of the whole model.
-        partial: makes ways to run this part (see `Worker._partial`).
-        captures_only: whether decodes are captured without being compiled (see `Worker._captures_only`).
-        kinds: of this worker's layers. None: one.
 
     Runs the largest possible step eagerly, on a KV cache of one block. With CUDA graphs, also captures the largest
     decode step and then the smallest, and the pieces of the largest and of the smallest other step. All graphs share
@@ -69,16 +44,16 @@ def measure_step(
     from nanopage.kernels.paged_attention import PROMPT_SPLIT_BYTES  # imports Triton
 
     # Not in inference mode: torch would compile the sampler again for tensors that are made there.
-    kinds = kinds or one_kind(model_config.num_layers)
-    cache = KVCache(model_config, 1, config.block_size, kv_dtype, device, kinds=kinds)
-    table = SequenceTable(
-        config.max_num_seqs + 1, max_model_len, config.block_size, vocab_size, device, config.enable_lora, kinds.windows
-    )
+    config, device, kinds, most = setup.config, setup.device, setup.kinds, setup.longest
+    vocab_size, budget = setup.model_config.vocab_size, config.token_budget(device.type)
+    cache = KVCache(setup.part, 1, config.block_size, setup.kv_dtype, device, kinds=kinds)
+    shape = config.max_num_seqs + 1, most, config.block_size, vocab_size
+    table = SequenceTable(*shape, device, config.enable_lora, kinds.windows)
     table_bytes = table.num_bytes
-    runner = ModelRunner(model, cache, table, partial([Eager(model, cache, table, make_attention)]), sample_all)
-    budget = config.token_budget(device.type)
-    batch = largest_batch(budget, config.max_num_seqs, max_model_len, config.block_size, vocab_size, len(kinds.windows))
-    if model_config.pooling is not None:
+    eager = wings.partial(Eager(model, cache, table, setup.make_attention))
+    runner = ModelRunner(model, cache, table, [eager], sample_all)
+    batch = largest_batch(budget, config.max_num_seqs, most, config.block_size, vocab_size, len(kinds.windows))
+    if setup.part.pooling is not None:
         for new in batch.new:
             new.sampling = SamplingSettings(pooling_type="MEAN")
     cache.clear([0])
@@ -86,15 +61,12 @@ def measure_step(
     before = torch.cuda.memory_allocated(device)
     runner.launch(batch).result()
     eager_bytes = torch.cuda.max_memory_allocated(device) - before + table_bytes + PROMPT_SPLIT_BYTES
-    del runner
+    del runner, eager
     torch.cuda.empty_cache()
-    adapted = config.enable_lora and not config.enforce_eager  # only decodes are captured
-    if not (adapted or captures_only or isinstance(model, CompiledDecoder)):
+    if not captures(setup):
         return eager_bytes
     free = [torch.cuda.mem_get_info(device)[0]]
-    wrap = no_wrap if captures_only else compile_afresh
-    graphs = CUDAGraphs(model, cache, table, max_model_len, True, sample_all, wrap)
-    graphs.adapters_of = adapters_of(table, True) if adapted else None
+    graphs = CUDAGraphs(model, cache, table, True, sample_all, wrapper(setup), wings.adapters_of(table))
     for sizes in (graphs.sizes[-1:], graphs.sizes[:1]):
         graphs.capture(sizes)
         torch.cuda.empty_cache()
@@ -104,7 +76,7 @@ def measure_step(
     decode_bytes = free[0] - free[1] + each * others
     piece_bytes = 0
     if isinstance(model, CompiledDecoder):
-        pieces = PiecewiseGraphs(model, cache, table, make_attention, budget)
+        pieces = PiecewiseGraphs(model, cache, table, setup.make_attention, budget)
         for sizes in (pieces.sizes[-1:], pieces.sizes[:1]):
             pieces.capture(sizes, graphs.pool)
             torch.cuda.empty_cache()
@@ -159,32 +131,30 @@ def block_bytes(model_config: ModelConfig, block_size: int, dtype: torch.dtype, 
     return num_rows * 2 * block_size * model_config.num_kv_heads * model_config.head_dim * dtype.itemsize
 
 
-def num_blocks_that_fit(
-    config: EngineConfig,
-    size: int,
-    needs: BlockNeeds,
-    max_model_len: int,
-    device: torch.device,
-    step_bytes: int = 0,
-) -> int:
-    """How many blocks the KV cache of a worker can have, given the options and the memory that is free now. Several
+def measure_capacity(setup: Setup, step_bytes: int) -> Capacity:
+    """What the worker can hold. Args: step_bytes: as `measure_step` returns it. Raises: as the functions below."""
+    config, longest = setup.config, setup.longest
+    size = block_bytes(setup.part, config.block_size, setup.kv_dtype, setup.kinds.num_rows)
+    num_blocks = num_blocks_that_fit(setup, size, step_bytes)
+    max_model_len = fit_length(config, longest, setup.needs.longest(num_blocks, longest))
+    host_blocks, dtype = num_host_blocks(config, num_blocks, size), str(setup.dtype).removeprefix("torch.")
+    return Capacity(setup.device.type, dtype, num_blocks, host_blocks, max_model_len, setup.kinds.windows)
+
+
+def num_blocks_that_fit(setup: Setup, size: int, step_bytes: int) -> int:
+    """How many blocks of `size` bytes the KV cache can have, given the options and the memory that is free now. Several
     workers on CPUs are taken to share one machine.
 
-    At most as many as `max_num_seqs` sequences of `max_model_len` tokens can use, unless `num_gpu_blocks_override` sets
-    the number.
-
-    Args:
-        size: bytes of a block.
-        needs: how many blocks sequences take.
-        step_bytes: GPU memory that steps take, as `measure_step` returns it.
+    At most as many as `max_num_seqs` sequences of the longest kind can use, unless `num_gpu_blocks_override` sets the
+    number.
 
     Raises: MemoryError if not even one token fits, and where `gpu_memory_utilization` sizes the cache of a GPU also if
         a `max_model_len` that the user has set does not fit. The message has the sizes and the options that help.
     """
+    config, needs, device = setup.config, setup.needs, setup.device
     if config.num_gpu_blocks_override is not None:
         return config.num_gpu_blocks_override
-    useful = config.max_num_seqs * needs.of([max_model_len])
-    free = free_bytes(device)
+    useful, free = config.max_num_seqs * needs.of([setup.longest]), free_bytes(device)
     if config.kv_cache_gib is not None:
         budget = config.kv_cache_gib * GIB
         if budget > free:

@@ -25,7 +25,7 @@ PROMPT_LOGPROB_ROWS = 256  # prompt positions whose logits are in memory at once
 
 
 class Way(Protocol):
-    """A way to run a step. The head of eager.py lists them."""
+    """A way to run a step. ways.py lists them."""
 
     def fits(self, batch: Batch) -> bool:
         """Whether this way can run a batch now. Called once before `run`; may load or start compiling code."""

@@ -199,7 +199,7 @@ def test_static_buffers_of_cuda_graphs(model, adapters):
     static = LLM(str(model), **OPTIONS, **LORA)
     runner, ran = static.engine.executor.worker.runner, []
     graphs = CUDAGraphs(
-        runner.model, runner.kv_cache, runner.table, 64, False, make_sample_all(False),
+        runner.model, runner.kv_cache, runner.table, False, make_sample_all(False),
         adapters_of=adapters_of(runner.table, False),
     )  # fmt: skip
     run = graphs.run
@@ -250,7 +250,7 @@ def adapters_of_slot(llm, request, num_tokens):
 
 def test_without_adapters_nothing_is_added(model):
     worker = LLM(str(model), **OPTIONS).engine.executor.worker
-    assert type(worker.model).__name__ == "Decoder" and worker.adapters is None
+    assert type(worker.model).__name__ == "Decoder" and worker.wings.load_adapters([]) == {}
     assert type(worker.runner.ways[0]).__name__ == "Eager" and worker.runner.table.adapter_slots is None
 
 

@@ -48,7 +48,6 @@ from nanopage.kernels import paged_attention
 from nanopage.outputs import StepStats
 from nanopage.step import Batch
 from nanopage.weights import loader
-from nanopage.worker import worker
 from nanopage.worker.model_runner import Launched, record_event
 
 ROOT = Path(__file__).parents[2]
@@ -618,7 +617,7 @@ def test_requests_that_do_not_fit_are_refused_before_the_model_is_loaded(model, 
 
 
 def test_requests_that_do_not_fit_in_the_cache_are_an_error(model, monkeypatch):
-    monkeypatch.setattr(worker, "num_blocks_that_fit", lambda *_: 4)
+    monkeypatch.setattr("nanopage.worker.memory.num_blocks_that_fit", lambda *_: 4)
     for command in ("latency", "serve"):
         done = run_bench(command, "--model", model, "--input-len", 60, "--output-len", 5, "--eager")
         assert done.exit_code == 1

@@ -56,10 +56,10 @@ def test_it_is_compiled_once(cache, monkeypatch):
 
 def test_a_quantized_file_keeps_its_integers(cache, file):
     worker = worker_of(file)
-    assert worker.tiles == "block-quantized"
+    assert worker.wings.stored_as == "block-quantized"
     layer = worker.model.layers[0].self_attn
     assert layer.qkv_proj.tiles.dtype == torch.uint8
-    assert layer.qkv_proj.product is worker.product is not None
+    assert isinstance(layer.qkv_proj.product, aot_products.CompiledProduct)
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_a_quantized_file_keeps_its_integers(cache, file):
 )
 def test_options_that_need_other_weights_get_them(cache, file, options):
     expected = {"quantization": "int8", "load_format": "bfloat16"}.get(*options)
-    assert worker_of(file, **options).tiles == expected
+    assert worker_of(file, **options).wings.stored_as == expected
 
 
 @pytest.mark.parametrize(
@@ -83,17 +83,18 @@ def test_options_that_need_other_weights_get_them(cache, file, options):
 def test_awq_and_gptq_keep_their_integers(cache, tmp_path, kind, options, expected):
     write_quantized(tmp_path, KINDS[kind])
     worker = worker_of(tmp_path, **options)
-    assert worker.tiles == expected
+    assert worker.wings.stored_as == expected
     layer = worker.model.layers[0].self_attn
     if expected:
-        assert layer.qkv_proj.tiles.dtype == torch.uint8 and layer.qkv_proj.product is worker.product
+        assert layer.qkv_proj.tiles.dtype == torch.uint8
+        assert isinstance(layer.qkv_proj.product, aot_products.CompiledProduct)
         assert worker.model.lm_head.tiles.dtype == torch.float16  # as the checkpoint stores it
     else:
         assert not hasattr(layer.qkv_proj, "scales")
 
 
 def assert_widened(worker):
-    assert worker.tiles is None and worker.product is None
+    assert worker.wings.stored_as is None
     assert isinstance(worker.model.layers[0].self_attn.qkv_proj, PackedLinear)
 
 
@@ -111,7 +112,7 @@ def test_with_any_umask_only_the_user_can_write_what_is_kept(file, tmp_path, mon
         workers = [worker_of(file) for _ in range(2)]
     finally:
         os.umask(before)
-    assert [worker.tiles for worker in workers] == ["block-quantized"] * 2
+    assert [worker.wings.stored_as for worker in workers] == ["block-quantized"] * 2
     kept = [path for path in (tmp_path / "nanopage").rglob("*") if path.is_file()]
     assert {".so", ".safetensors"} <= {path.suffix for path in kept}
     assert not [path for path in kept if path.stat().st_mode & 0o022]

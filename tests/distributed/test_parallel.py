@@ -19,9 +19,9 @@ from nanopage.cpu.packed import PackedEmbedding, pack
 from nanopage.distributed.parallel import part_of
 from nanopage.distributed.part import WHOLE, Part, keep_layers, sums
 from nanopage.weights import loader
+from nanopage.worker import worker
 from nanopage.worker.cuda_graphs import CUDAGraphs, make_sample_all
 from nanopage.worker.eager import Eager
-from nanopage.worker.worker import Worker
 
 SIZES = {"hidden_size": 24, "intermediate_size": 36, "num_hidden_layers": 3, "head_dim": 8}
 FAMILIES = {
@@ -104,11 +104,11 @@ def test_a_divided_model_gives_the_same_answers(family, tp_size, pp_size):
     assert_same(answers(model, **options), expected)
 
 
-def on_static_buffers(worker, table, max_model_len):
-    """What `Worker._choose_ways` returns on a GPU for a worker that shares layers, but without capturing."""
-    worker.way, worker.sample_all = "on static buffers", make_sample_all(False)
-    graphs = CUDAGraphs(worker.model, worker.kv_cache, table, max_model_len, False, worker.sample_all)
-    return [graphs, Eager(worker.model, worker.kv_cache, table)]
+def on_static_buffers(setup, wings, *made):
+    """What `list_ways` returns on a GPU for a worker that shares layers, but without capturing."""
+    made = made[:3]
+    ways = CUDAGraphs(*made, False, make_sample_all(False)), Eager(*made)
+    return [wings.partial(way) for way in ways], "on static buffers", None
 
 
 def test_decodes_on_static_buffers_exchange_within_the_step(family, monkeypatch):
@@ -116,7 +116,7 @@ def test_decodes_on_static_buffers_exchange_within_the_step(family, monkeypatch)
     takes the tokens from the first one."""
     model, expected = family
     with monkeypatch.context() as patched:
-        patched.setattr(Worker, "_choose_ways", on_static_buffers)
+        patched.setattr(worker, "list_ways", on_static_buffers)
         tp_size = {1: 2, 2: 6}.get(loader.read_config(model).num_kv_heads, 3)  # with 1 and 2, workers share KV heads
         assert_same(answers(model, tensor_parallel_size=tp_size), expected)
 

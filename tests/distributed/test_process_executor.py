@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch.distributed as dist
 from helpers import ForkedLink, random_tokens, tiny_model
 
 from nanopage import AsyncLLM, EngineArgs, EngineConfig, LLMEngine, SamplingParams
@@ -21,7 +22,8 @@ from nanopage.distributed import messages, process_executor
 from nanopage.distributed.process_executor import ProcessExecutor
 from nanopage.outputs import RequestOutput
 from nanopage.step import Batch, WorkerDiedError
-from nanopage.weights import loader
+from nanopage.weights import attach, loader
+from nanopage.weights.attach import build_worker
 from nanopage.worker.worker import Worker
 
 ROOT = Path(__file__).parents[2]
@@ -150,7 +152,7 @@ def test_an_exception_in_a_worker_is_the_error_of_every_request(model, forked, v
     launch = Worker.launch
 
     def failing(self, batch):
-        if self.ranks.rank == victim and batch.starts and batch.starts[0] > 8:
+        if dist.get_rank() == victim and batch.starts and batch.starts[0] > 8:
             raise ZeroDivisionError("made up")
         return launch(self, batch)
 
@@ -165,14 +167,12 @@ def test_an_exception_in_a_worker_is_the_error_of_every_request(model, forked, v
 
 @pytest.mark.parametrize("kind", [ValueError, MemoryError, FileNotFoundError, ZeroDivisionError])
 def test_an_exception_at_start_names_the_rank_and_leaves_nothing(model, forked, kind, monkeypatch):
-    init = Worker.__init__
-
-    def failing(self, config, model_config, checkpoint, on_progress, ranks, agree):
+    def failing(config, model_config, checkpoint, on_progress, ranks, agree):
         if ranks.rank == 1:
             raise kind("made up")
-        init(self, config, model_config, checkpoint, on_progress, ranks, agree)
+        return build_worker(config, model_config, checkpoint, on_progress, ranks, agree)
 
-    monkeypatch.setattr(Worker, "__init__", failing)
+    monkeypatch.setattr(attach, "build_worker", failing)
     before = {child.pid for child in psutil.Process().children()}
     expected = WorkerDiedError if kind is ZeroDivisionError else kind
     with pytest.raises(expected, match=r"rank 1.*made up"):
@@ -183,14 +183,13 @@ def test_an_exception_at_start_names_the_rank_and_leaves_nothing(model, forked, 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_worker_that_dies_or_hangs_at_start_is_noticed(model, forked, how, monkeypatch):
     monkeypatch.setattr(process_executor, "START_LIMIT", 2.0)
-    init = Worker.__init__
 
-    def dying(self, *arguments):
+    def dying(*arguments):
         if arguments[4].rank == 1:
             os.kill(os.getpid(), how)
-        init(self, *arguments)
+        return build_worker(*arguments)
 
-    monkeypatch.setattr(Worker, "__init__", dying)
+    monkeypatch.setattr(attach, "build_worker", dying)
     executor = ProcessExecutor(config(model), loader.read_config(model), model)
     with pytest.raises(WorkerDiedError, match=r"rank 1 of 2: (was killed by SIGKILL|it has not answered)"):
         executor.start()
@@ -206,9 +205,8 @@ def test_workers_that_load_different_files_are_refused(model, forked, monkeypatc
 
 def test_workers_that_compute_in_different_dtypes_are_refused(model, forked, monkeypatch):
     """As on two machines, of which one has a processor with bfloat16."""
-    init = Worker.__init__
 
-    def other_dtype(self, *arguments):
+    def other_dtype(*arguments):
         *before, ranks, agree = arguments
 
         def measured(capacity):
@@ -216,9 +214,9 @@ def test_workers_that_compute_in_different_dtypes_are_refused(model, forked, mon
                 capacity.dtype = "float16"
             return agree(capacity)
 
-        init(self, *before, ranks, measured)
+        return build_worker(*before, ranks, measured)
 
-    monkeypatch.setattr(Worker, "__init__", other_dtype)
+    monkeypatch.setattr(attach, "build_worker", other_dtype)
     with pytest.raises(ValueError, match=r"rank 1 computes in float16, and rank 0 in \w+: give dtype"):
         build_engine(config(model))
 
@@ -253,14 +251,12 @@ def test_a_fingerprint_depends_on_the_contents(tmp_path):
 
 
 def test_every_worker_has_as_many_blocks_as_the_smallest(model, forked, monkeypatch):
-    from nanopage.worker import worker
+    from nanopage.worker import memory
 
     def blocks_of_rank(*arguments):
-        import torch.distributed as dist
-
         return 20 + dist.get_rank()
 
-    monkeypatch.setattr(worker, "num_blocks_that_fit", blocks_of_rank)
+    monkeypatch.setattr(memory, "num_blocks_that_fit", blocks_of_rank)
     engine = build_engine(config(model, num_gpu_blocks_override=None, max_model_len=None, preemption_mode="swap"))
     assert engine.capacity.num_blocks == 20
     assert engine.max_model_len == 320

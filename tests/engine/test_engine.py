@@ -523,7 +523,7 @@ def test_k_and_v_in_fp8_are_divided_by_the_checkpoints_scales(tmp_path):
         engine = make_engine(path, dtype="float32", enforce_eager=True, **options)
         run(engine, a=([3, 4, 5, 6], GREEDY))
         worker = engine.executor.worker
-        k_pages, v_pages = views(worker.kv_cache.tensor[0], worker.model_config.head_dim)
+        k_pages, v_pages = views(worker.kv_cache.tensor[0], worker.setup.part.head_dim)
         block = int(worker.runner.table.block_tables[0, 0])
         return k_pages[block, :, :, :4].float(), v_pages[block, :, :4].float()
 
@@ -603,7 +603,7 @@ def test_products_on_a_gpu_are_exact_and_a_cpu_engine_touches_no_setting(coarse,
 
     make_engine(model)
     assert settings() == ("medium", True, True, True, True)
-    monkeypatch.setattr("nanopage.worker.worker.resolve_device", lambda name: torch.device("cuda"))
+    monkeypatch.setattr("nanopage.weights.attach.resolve_device", lambda name: torch.device("cuda"))
     monkeypatch.setattr("nanopage.weights.loader.load_model", lambda *_, **__: pytest.fail("no GPU is needed so far"))
     with pytest.raises(pytest.fail.Exception):
         make_engine(model, dtype="float32")
@@ -626,14 +626,13 @@ def test_fp8_weights_are_refused_on_a_cpu(model):
 
 
 def test_quantized_weights_in_float64_are_refused_on_a_gpu(model, monkeypatch):
-    monkeypatch.setattr("nanopage.worker.worker.resolve_device", lambda name: torch.device("cuda"))
-    monkeypatch.setattr("nanopage.worker.worker.set_cuda_precision", lambda: None)
+    monkeypatch.setattr("nanopage.weights.attach.resolve_device", lambda name: torch.device("cuda"))
     with pytest.raises(ValueError, match="quantization='int8' on a GPU does not work in float64"):
         make_engine(model, quantization="int8", dtype="float64")
 
 
 def test_pages_that_the_kernels_of_a_gpu_can_not_read_are_refused(model, monkeypatch):
-    monkeypatch.setattr("nanopage.worker.worker.resolve_device", lambda name: torch.device("cuda"))
+    monkeypatch.setattr("nanopage.weights.attach.resolve_device", lambda name: torch.device("cuda"))
     with pytest.raises(ValueError, match="block_size=12 must be a power of two on a GPU"):
         make_engine(model, block_size=12)
 

@@ -237,7 +237,7 @@ class Scene:
             worker = engine.executor.worker
             made = worker.model, worker.kv_cache, worker.runner.table
             sample_all = make_sample_all(uses_triton=False)
-            worker.runner.ways = [CUDAGraphs(*made, engine.max_model_len, False, sample_all), Eager(*made)]
+            worker.runner.ways = [CUDAGraphs(*made, False, sample_all), Eager(*made)]
             worker.runner.sampler.sample_all = sample_all
         return engine
 

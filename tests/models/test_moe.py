@@ -1,6 +1,7 @@
 """Mixtures of experts: routing, any balance of the experts, fused and separate weights, quantized ones, and what is
 refused. test_models.py compares whole models with transformers."""
 
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -21,8 +22,8 @@ from nanopage.layers.linear import Linear
 from nanopage.layers.mlp import MLP
 from nanopage.layers.moe import Experts, Gate, GroupedExperts, MixtureOfExperts, route
 from nanopage.weights import loader, safetensors_checkpoint
-from nanopage.worker.options import check_options
-from nanopage.worker.worker import Worker
+from nanopage.weights.attach import build_worker
+from nanopage.worker.options import refused
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -230,7 +231,7 @@ def test_a_model_with_quantized_experts_answers(tmp_path, kind):
 
 
 def test_weights_of_experts_are_packed_for_a_cpu(tmp_path, monkeypatch):
-    monkeypatch.setattr("nanopage.worker.worker.tile_product", lambda _: None)
+    monkeypatch.setattr("nanopage.weights.storage.tile_product", lambda _: None)
     model = tiny_model(tmp_path, "qwen3_moe")
     worker = make_worker(model, dtype="float32")
     assert all(isinstance(e.down_proj, PackedLinear) for m in mixtures_of(worker.model) for e in m.experts)
@@ -249,9 +250,9 @@ class PlainProducts:
 def experts_of(model, **options):
     """A worker as if there were compiled products, its mixtures, and those of a worker without them."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("nanopage.worker.worker.tile_product", lambda _: None)
+        patch.setattr("nanopage.weights.storage.tile_product", lambda _: None)
         expected = mixtures_of(make_worker(model, **options).model)
-        patch.setattr("nanopage.worker.worker.tile_product", lambda _: PlainProducts())
+        patch.setattr("nanopage.weights.storage.tile_product", lambda _: PlainProducts())
         worker = make_worker(model, **options)
     return worker, mixtures_of(worker.model), expected
 
@@ -265,7 +266,7 @@ def test_experts_of_a_cpu_compute_the_same_in_tiles(tmp_path, family, dtype):
     assert worker.way == "eagerly: NANOPAGE_COMPILE=never"
     x = torch.randn(9, 64, generator=torch.Generator().manual_seed(0))
     for mixture, plain in zip(mixtures, expected, strict=True):
-        assert isinstance(mixture.experts, TiledExperts) and mixture.experts.product is worker.product.experts
+        assert isinstance(mixture.experts, TiledExperts) and mixture.experts.product is PlainProducts.experts
         assert mixture.experts.first.gate_up_proj.tiles.dtype == getattr(torch, dtype)
         assert mixture.shared_expert is None or not hasattr(mixture.shared_expert.down_proj, "weight")
         torch.testing.assert_close(mixture(x), plain(x), rtol=1e-4, atol=1e-5)
@@ -308,15 +309,15 @@ def test_experts_without_compiled_products_stay_apart(tmp_path):
 
 def make_worker(model, **options):
     config = EngineConfig(model=str(model), device="cpu", max_model_len=64, num_gpu_blocks_override=8, **options)
-    return Worker(config, loader.read_config(model), model)
+    return build_worker(config, loader.read_config(model), model)
 
 
 def test_random_weights_need_no_files(tmp_path):
     model = tiny_model(tmp_path, "qwen2_moe")
     (model / "model.safetensors").unlink()
-    worker = make_worker(model, load_format="dummy", enforce_eager=True)
+    make_worker(model, load_format="dummy", enforce_eager=True)
     separate, fused = (
-        loader.slots(loader.load_model(model, worker.model_config, torch.float32, CPU, how))
+        loader.slots(loader.load_model(model, loader.read_config(model), torch.float32, CPU, how))
         for how in (loader.Loading("dummy"), loader.Loading("dummy", group=True))
     )
     assert all(torch.equal(separate[name], fused[name]) for name in separate)
@@ -348,5 +349,5 @@ def test_what_does_not_work_on_a_gpu_is_refused_by_name(tmp_path, options, messa
     """Before anything is loaded. Here without a GPU."""
     model, gpu = tiny_model(tmp_path, "qwen3_moe"), torch.device("cuda")
     dtype = getattr(torch, options.get("dtype", "float32"))
-    with pytest.raises(ValueError, match=message):
-        check_options(EngineConfig(**options), loader.read_config(model), gpu, dtype, model)
+    (found,) = refused(EngineConfig(**options), loader.read_config(model), gpu, dtype, model)
+    assert re.match(message, found)

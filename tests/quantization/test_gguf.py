@@ -1171,7 +1171,7 @@ def test_an_engine_reads_the_metadata_once_and_reports_progress(file, monkeypatc
     assert calls == [file]
     gc.collect()
     assert opened() is None, "the engine keeps the file's vocabulary, which takes tens of megabytes"
-    assert engine.executor.worker.path == file
+    assert engine.executor.worker.setup.path == file
     total = sum(parameter.numel() for parameter in model_for(SMOLLM).parameters())
     assert progress[-1] == (total, total)
     assert all(before < after for (before, _), (after, _) in pairwise(progress))

@@ -10,7 +10,7 @@ from helpers import CPU, Paged, assert_all_close, random_tokens, tiny_model
 
 from nanopage.layers.linear import Linear
 from nanopage.quantization import quantized_weights
-from nanopage.quantization.quantized import QuantizedEmbedding, QuantizedLinear, format_of, quantize
+from nanopage.quantization.quantized import QuantizedEmbedding, QuantizedLinear, quantize
 from nanopage.quantization.quantized_weights import QuantizedWeight, dequantize
 from nanopage.weights import loader
 from nanopage.worker import jit
@@ -128,7 +128,7 @@ def test_layers_of_several_formats_are_compiled_at_start(tmp_path, compiled_grap
     for model in (paged.model, plain.model):
         for layer, kind in zip(model.layers, ("int8", "int8", "int4", "int8", "int8"), strict=True):
             quantize(layer, kind, CPU)
-    assert format_of(paged.model.layers[1]) != format_of(paged.model.layers[2])
+    assert jit.formats_of(paged.model.layers[1]) != jit.formats_of(paged.model.layers[2])
     compiled = jit.compile_model(paged.model, loader.read_config(directory), torch.float32, CPU, uses_triton=False)
     # The first and the last piece, those between layers of the formats int8, int8; int8, int4; and int4, int8, and the
     # head; of many tokens and of one.

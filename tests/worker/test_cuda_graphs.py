@@ -17,11 +17,12 @@ from nanopage.sampling.table import SamplingTable
 from nanopage.state.layer_kinds import BlockNeeds
 from nanopage.step import Batch, BlockUpdate, Fork, NewSequence, SamplingSettings
 from nanopage.worker import jit
-from nanopage.worker.cuda_graphs import CUDAGraphs, batch_sizes, look_up, make_sample_all, no_wrap
+from nanopage.worker.cuda_graphs import CUDAGraphs, batch_sizes, look_up, make_sample_all
 from nanopage.worker.eager import Eager
 from nanopage.worker.memory import GIB, blocks_of_gpu, largest_batch, measure_step
 from nanopage.worker.model_runner import ModelRunner
 from nanopage.worker.piecewise_graphs import PiecewiseGraphs
+from nanopage.worker.ways import Wings
 
 MIXED = [
     SamplingParams(temperature=0, max_tokens=12, ignore_eos=True),
@@ -46,14 +47,15 @@ def make_engine(model, **options):
 
 
 def make_graphs(worker, uses_triton=False):
-    made = worker.model, worker.kv_cache, worker.runner.table, worker.capacity.max_model_len, uses_triton
+    made = worker.model, worker.kv_cache, worker.runner.table, uses_triton
     return CUDAGraphs(*made, make_sample_all(uses_triton))
 
 
 def static(engine, uses_triton=False):
     """Have an engine on a CPU run decodes as one on a GPU does. Returns the engine."""
     worker = engine.executor.worker
-    eager = Eager(worker.model, worker.kv_cache, worker.runner.table, worker._make_attention if uses_triton else None)
+    made = worker.model, worker.kv_cache, worker.runner.table
+    eager = Eager(*made, worker.setup.make_attention if uses_triton else None)
     graphs = make_graphs(worker, uses_triton)
     worker.runner.ways = [graphs, eager]
     worker.runner.sampler.sample_all = graphs.sample_all
@@ -358,17 +360,17 @@ def test_nothing_is_compiled_while_serving(model, fake_cuda, monkeypatch, compil
     monkeypatch.setattr(paged_attention, "SPLIT_TOKENS", 128)  # a short context is split, too
     engine = make_engine(model, max_num_seqs=2, max_model_len=200)
     worker = engine.executor.worker
-    compiled = jit.compile_model(worker.model, worker.model_config, worker.dtype, worker.device, uses_triton=True)
+    setup = worker.setup
+    compiled = jit.compile_model(worker.model, setup.model_config, setup.dtype, setup.device, uses_triton=True)
     made, table = (compiled, worker.kv_cache, worker.runner.table), worker.runner.table
     # A kernel in Triton's interpreter cannot be compiled into the sampler, so truncation sorts here.
     sample_all = make_sample_all(False, jit.compile_afresh)
-    sampling = SamplingTable(len(table.tokens), worker.model_config.vocab_size, worker.device)
-    jit.warm_up_sampling(sample_all, sampling, worker.dtype, worker.device)
+    sampling = SamplingTable(len(table.tokens), setup.model_config.vocab_size, setup.device)
+    jit.warm_up_sampling(sample_all, sampling, setup.dtype, setup.device)
     with torch.compiler.set_stance("fail_on_recompile"):
-        made_of = worker.kv_dtype, worker.device, worker._make_attention, sample_all, 300, list
-        measure_step(worker.config, worker.model_config, worker.model, 200, *made_of)
+        measure_step(setup, Wings(), worker.model, sample_all)
     variants.clear()
-    ways = [CUDAGraphs(*made, 200, True, sample_all, jit.compile_afresh), Eager(*made, worker._make_attention)]
+    ways = [CUDAGraphs(*made, True, sample_all, jit.compile_afresh), Eager(*made, worker.setup.make_attention)]
     worker.runner.ways, worker.runner.sampler.sample_all = ways, sample_all
     ways[0].capture(ways[0].sizes)
     for graph in ways[0].graphs.values():
@@ -424,12 +426,11 @@ def test_another_error_while_capturing_comes_out_as_it_is(model, fake_cuda, monk
 @pytest.mark.interpreter
 def test_the_largest_step_there_can_be_is_measured(model, fake_cuda, monkeypatch):
     worker = make_engine(model, max_num_seqs=6, num_gpu_blocks_override=4, max_num_batched_tokens=100).executor.worker
-    made = worker.kv_dtype, worker.device, worker._make_attention, make_sample_all(True), 300, list
-    arguments = worker.model_config, worker.model, 64, *made
+    setup, sample_all = worker.setup, make_sample_all(True)
     launch, batches = ModelRunner.launch, []
     monkeypatch.setattr(ModelRunner, "launch", lambda self, batch: batches.append(batch) or launch(self, batch))
     table_bytes = worker.runner.table.num_bytes + paged_attention.PROMPT_SPLIT_BYTES
-    assert measure_step(worker.config, *arguments) == 250 + table_bytes
+    assert measure_step(setup, Wings(), worker.model, sample_all) == 250 + table_bytes
     (batch,) = batches
     assert batch.num_tokens == 100
     assert batch.counts == [1, 1, 1, 1, 32, 64]
@@ -439,13 +440,13 @@ def test_the_largest_step_there_can_be_is_measured(model, fake_cuda, monkeypatch
     # Then with the pieces of 100 tokens; with those of 8, too. The others are 8, 16, 32, 64 and 96.
     free = iter([9000, 7000, 6900, 6500, 6480])
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (next(free), 10_000))
-    monkeypatch.setattr("nanopage.worker.memory.compile_afresh", no_wrap)
+    monkeypatch.setattr("nanopage.worker.memory.captures", lambda setup: True)
     monkeypatch.setattr(CUDAGraphs, "splits_of", lambda self, size: [1] if size == 1 else [1, 2])
     monkeypatch.setattr(jit, "compile_afresh", lambda function: function)
     monkeypatch.setattr(PiecewiseGraphs, "_capture", lambda self, size, pool: captured.append((size, pool)))
     model, captured = jit.CompiledDecoder(worker.model, uses_triton=True), []
-    arguments = worker.model_config, model, *arguments[2:]
-    assert measure_step(worker.config, *arguments) == 250 + table_bytes + 2000 + 5 * 100 + 400 + 5 * 20
+    expected = 250 + table_bytes + 2000 + 5 * 100 + 400 + 5 * 20
+    assert measure_step(setup, Wings(), model, sample_all) == expected
     assert captured == [(100, "pool"), (8, "pool")], "in the memory of the decode steps"
     assert len(batches) == 2
 

@@ -77,10 +77,10 @@ def in_pieces(engine, most=512, uses_triton=False):
     """Have an engine on a CPU run steps as one on a GPU does. Returns the engine."""
     worker = engine.executor.worker
     model, made = CompiledDecoder(worker.model, uses_triton), (worker.kv_cache, worker.runner.table)
-    make_attention = worker._make_attention if uses_triton else reference_attention
+    make_attention = worker.setup.make_attention if uses_triton else reference_attention
     worker.runner.sampler.sample_all = sample_all = make_sample_all(uses_triton)
     worker.runner.ways = [
-        CUDAGraphs(model, *made, worker.capacity.max_model_len, uses_triton, sample_all),
+        CUDAGraphs(model, *made, uses_triton, sample_all),
         PiecewiseGraphs(model, *made, make_attention, most),
         Eager(model, *made, make_attention),
     ]
@@ -261,9 +261,10 @@ def test_nothing_is_compiled_while_serving(model, fake_cuda, monkeypatch, compil
     monkeypatch.setattr(paged_attention, "SPLIT_TOKENS", 128)  # a short context is split, too
     engine = make_engine(model, max_num_seqs=2, max_model_len=200, max_num_batched_tokens=40)
     worker = engine.executor.worker
-    compiled = compile_model(worker.model, worker.model_config, worker.dtype, worker.device, uses_triton=True)
+    setup = worker.setup
+    compiled = compile_model(worker.model, setup.model_config, setup.dtype, setup.device, uses_triton=True)
     assert len(compiled_graphs) == 8
-    made, make_attention = (compiled, worker.kv_cache, worker.runner.table), worker._make_attention
+    made, make_attention = (compiled, worker.kv_cache, worker.runner.table), worker.setup.make_attention
     worker.runner.ways = [PiecewiseGraphs(*made, make_attention, 24), Eager(*made, make_attention)]
     capture(engine)
     assert {name for name, *_ in variants} == {"rotate_kernel"}, "attention is not captured"

@@ -1,0 +1,95 @@
+"""The one place that attaches wings to a worker: it looks at the options, loads the model and attaches what they ask
+for. build.py calls it for a worker in this process, distributed/worker_process.py for one in another."""
+
+import logging
+import os
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from nanopage.adapters.worker import attach_adapters
+from nanopage.config.model import ModelConfig
+from nanopage.config.options import EngineConfig
+from nanopage.cpu.aot import Compiled
+from nanopage.cpu.option_speed import warn_of_slow_options
+from nanopage.cpu.threads import ThreadCount, limit_threads
+from nanopage.device import resolve_device, resolve_dtype, resolve_kv_dtype, set_cuda_precision
+from nanopage.distributed.parallel import PartialWay, Ranks
+from nanopage.distributed.part import WHOLE, Part
+from nanopage.state.layer_kinds import divide_layers
+from nanopage.step import Capacity
+from nanopage.weights import loader
+from nanopage.weights.storage import BLOCKS, choose_storage, store, why_eager
+from nanopage.worker.options import refused
+from nanopage.worker.setup import Setup
+from nanopage.worker.ways import Wings
+from nanopage.worker.worker import Worker
+
+logger = logging.getLogger("nanopage")
+
+
+def set_up(config: EngineConfig, model_config: ModelConfig, part: Part, path: Path, device: torch.device) -> Setup:
+    """What a worker computes. Raises: ValueError for an option that does not fit the model or the device."""
+    longest = config.max_model_len or model_config.max_position_embeddings
+    kinds = divide_layers(model_config.sliding_windows, longest)
+    kinds = kinds.stage(model_config.stage(part.pp_rank, part.pp_size))
+    dtype, why = resolve_dtype(config.dtype, model_config.dtype, device)
+    for message in refused(config, model_config, device, dtype, path):
+        raise ValueError(message)
+    if why:
+        logger.info(why)
+    kv_dtype = resolve_kv_dtype(config.kv_cache_dtype, config.dtype, model_config.dtype, dtype, device)
+    return Setup(config, model_config, part.config(model_config), kinds, longest, path, device, dtype, kv_dtype)
+
+
+def build_worker(
+    config: EngineConfig,
+    model_config: ModelConfig,
+    checkpoint: loader.Checkpoint,
+    on_progress: Callable[[int, int], None] | None = None,
+    ranks: Ranks | None = None,
+    agree: Callable[[Capacity], Capacity] = lambda mine: mine,
+) -> Worker:
+    """Load the model and start a worker for it.
+
+    Args:
+        checkpoint: the weights of the model that `model_config` describes.
+        on_progress: called while weights load, with the number of weights read so far and the total.
+        ranks: connects this worker with others, if each has a part of the model. None: it has the whole model.
+        agree: as in Worker.
+
+    Raises:
+        ValueError: the model or the device does not allow an option, or a weight is broken. The message names it.
+        MemoryError: the device has too little memory for the weights or the KV cache.
+    """
+    model_config, path = model_config.for_length(config.max_model_len), loader.path_of(checkpoint)
+    part, device = (WHOLE, resolve_device(config.device)) if ranks is None else (ranks.part, ranks.device)
+    setup, wings = set_up(config, model_config, part, path, device), Wings()
+    if setup.on_gpu:
+        set_cuda_precision()
+    else:
+        limit_threads()
+        wings.threads = ThreadCount(torch.get_num_threads(), None if ranks is None else os.getppid())
+    kind, product = choose_storage(setup, checkpoint)
+    integers = None if kind != BLOCKS else "packed" if setup.on_gpu else "tiles"
+    # A GPU that has no room for the weights may have room for the quantized ones.
+    on_host = setup.on_gpu and config.quantize_to is not None
+    how = loader.Loading(config.load_format, integers, on_host, part, group=setup.on_gpu)
+    model = loader.load_model(checkpoint, model_config, setup.dtype, device, how, on_progress)
+    if (pooling := model_config.pooling) is not None and pooling.answers is not None:
+        model.answer_with(*pooling.answers)
+    if config.enable_lora:
+        model = attach_adapters(setup, model, wings)
+    wings.stored_as, product = store(setup, model, kind, product)
+    if ranks is not None:
+        ranks.connect(model, model_config, setup.dtype)
+        wings.partial = partial(PartialWay, ranks=ranks)
+    if not setup.on_gpu:
+        if part.samples:
+            warn_of_slow_options(config, model_config, model.layers[0], setup.dtype, product)
+        tiled = wings.stored_as is not None
+        compiled = partial(Compiled, model, path=path, config=setup.part, dtype=setup.dtype, tiled=tiled)
+        wings.compiled = why_eager(setup, model) or compiled
+    return Worker(setup, model, wings, agree)

@@ -1,0 +1,104 @@
+"""How weights are stored: the one place that chooses, and that replaces a model's modules accordingly.
+
+floats                 as they are; on a CPU in oneDNN's layout (cpu/packed.py)
+16 bits                on a CPU that computes in float32, in tiles (cpu/tiled.py)
+fewer bits             rounded as `quantization` says; on a CPU in tiles, on a GPU as in quantization/quantized.py
+the checkpoint's own   integers of a .gguf, AWQ or GPTQ checkpoint, which the loader places as they are
+"""
+
+import logging
+
+import torch
+
+from nanopage.cpu.aot_products import CompiledProduct, tile_product
+from nanopage.cpu.gguf_tiles import is_quantized
+from nanopage.cpu.packed import pack
+from nanopage.cpu.packed_linear import can_pack
+from nanopage.cpu.tiled import TiledLinear, has_only_float16, tile
+from nanopage.cpu.tiled_experts import TiledExperts, can_join, join_experts
+from nanopage.models.decoder import Decoder
+from nanopage.quantization.gguf_checkpoint import GGUFCheckpoint
+from nanopage.quantization.quantized import quantize
+from nanopage.quantization.quantized_checkpoint import fits_tiles
+from nanopage.weights.loader import Checkpoint
+from nanopage.worker.setup import Setup
+
+logger = logging.getLogger("nanopage")
+
+BLOCKS = "block-quantized"  # weights of a .gguf, AWQ or GPTQ checkpoint in its own integers
+Storage = tuple[str | None, CompiledProduct | None]
+"""What `tile` (on a GPU: `quantize`) makes of floats, or BLOCKS; None: they stay floats. And, on a CPU, what multiplies
+by weights in tiles, among which are those of all experts."""
+
+
+def choose_storage(setup: Setup, checkpoint: Checkpoint) -> Storage:
+    """Choose, before the weights are loaded."""
+    config, model_config, name = setup.config, setup.model_config, setup.path.name
+    if (stored := model_config.quantization) is not None:
+        quantized = setup.on_gpu or fits_tiles(model_config)
+    else:
+        quantized = isinstance(checkpoint, GGUFCheckpoint) and is_quantized(checkpoint)
+    divided = config.tensor_parallel_size > 1
+    if divided and quantized:
+        logger.info(f"tensor_parallel_size={config.tensor_parallel_size}: the integers of {name} become floats")
+    if setup.on_gpu and quantized and model_config.experts is not None:
+        logger.info(f"on a GPU, the integers of the experts of {name} become floats")
+    blocks = quantized and not divided and not config.quantize_to and config.load_format != "dummy"
+    if setup.on_gpu:
+        return BLOCKS if blocks and setup.dtype != torch.float64 else config.quantize_to, None
+    # In float32, reading the weights takes most of the time of a decode. The checkpoint's 16 bits lose nothing.
+    halves = setup.dtype == torch.float32 and model_config.dtype in ("bfloat16", "float16") and stored is None
+    compiles = can_pack(setup.dtype) and not config.enforce_eager
+    product = None
+    if compiles and (blocks or halves or config.quantize_to or joins_experts(setup)):
+        product = tile_product(setup.dtype)
+    if blocks and product is not None:
+        return BLOCKS, product
+    # Without a compiled product, every step would widen the 16 bits anew, which takes longer than reading 32.
+    return config.quantize_to or (model_config.dtype if halves and product is not None else None), product
+
+
+def joins_experts(setup: Setup) -> bool:
+    """Whether one operator may compute all experts of a layer (cpu/tiled_experts.py)."""
+    return not setup.on_gpu and setup.model_config.experts is not None and setup.config.tensor_parallel_size == 1
+
+
+def store(setup: Setup, model: Decoder, kind: str | None, product: CompiledProduct | None) -> Storage:
+    """Replace the modules of a loaded model by packed or quantized ones. Returns: how its weights are stored now."""
+    if setup.on_gpu:
+        if setup.config.quantize_to is not None:
+            quantize(model, setup.config.quantize_to, setup.device)
+            model.to(setup.device)
+        torch.cuda.empty_cache()  # of what rounding took
+        return kind, None
+    if kind == "float16" and setup.config.load_format != "dummy" and not has_only_float16(model):
+        # config.json says float16, but the file has other numbers
+        kind, product = None, product if joins_experts(setup) else None
+    if kind == BLOCKS:  # the head of an AWQ or GPTQ checkpoint is not quantized
+        tile(model, "float16" if has_only_float16(model) else "bfloat16")
+    elif kind is not None:
+        tile(model, kind)
+    if product is not None and joins_experts(setup) and can_join(model):
+        join_experts(model, setup.dtype)
+    if kind is None and can_pack(setup.dtype):
+        pack(model)
+    if product is None:
+        return kind, None
+    for module in model.modules():
+        if isinstance(module, TiledLinear):
+            module.product = product
+        elif isinstance(module, TiledExperts):
+            module.product = product.experts
+    return kind, product
+
+
+def why_eager(setup: Setup, model: Decoder) -> str | None:
+    """How steps run on a CPU where layers with these weights are not compiled, and why. None: they are."""
+    if not can_pack(setup.dtype):
+        return f"eagerly: {str(setup.dtype).removeprefix('torch.')} is not compiled on this CPU"
+    if (experts := setup.model_config.experts) is not None:
+        if not any(isinstance(module, TiledExperts) for module in model.modules()):
+            return "eagerly: the experts of this model are not compiled"
+        if not all(experts.layers):
+            return "eagerly, but for the products of experts: layers of two kinds are not compiled"
+    return None

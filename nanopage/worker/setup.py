@@ -1,0 +1,53 @@
+"""Setup: what a worker computes, on which device and in which types. It is settled before anything is loaded."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from nanopage.config.model import ModelConfig
+from nanopage.config.options import EngineConfig
+from nanopage.layers.attention import Attention
+from nanopage.state.layer_kinds import BlockNeeds, LayerKinds
+from nanopage.worker.eager import Pages
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a worker computes, on which device and in which types.
+
+    model_config  the whole model
+    part          this worker's part of it
+    kinds         of this worker's layers
+    longest       the most tokens of a sequence, if the KV cache holds them
+    dtype         of weights and activations
+    kv_dtype      of K and V
+    """
+
+    config: EngineConfig
+    model_config: ModelConfig
+    part: ModelConfig
+    kinds: LayerKinds
+    longest: int
+    path: Path
+    device: torch.device
+    dtype: torch.dtype
+    kv_dtype: torch.dtype
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.device.type == "cuda"
+
+    @property
+    def needs(self) -> BlockNeeds:
+        """How many blocks sequences take."""
+        config = self.config
+        return BlockNeeds(self.kinds.windows, config.block_size, config.token_budget(self.device.type))
+
+    def make_attention(self, pages: Pages) -> Attention:
+        """The attention of a step on a GPU, for the layers of one kind."""
+        from nanopage.kernels import paged_attention  # imports Triton, which would double the time to start on a CPU
+
+        tensors = pages.slot_mapping, pages.block_tables, pages.query_lens, pages.seq_lens
+        sizes = self.part.num_heads, self.part.num_kv_heads, self.part.head_dim
+        return paged_attention.make_attention(*tensors, *sizes, self.dtype, self.device)
