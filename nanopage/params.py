@@ -15,9 +15,9 @@ LONGEST_MATCH = 32  # tokens, which DRY compares with earlier ones
 MAX_LOGPROBS = 20  # vLLM's default `max_logprobs`: bounds the top-k that SamplingParams can ask for
 
 
-# What a model's generation_config.json may recommend. The names that begin with dry are nanopage's own.
+# What a model's generation_config.json may recommend; frequency_penalty and DRY only for nanopage.
 RECOMMENDED = (
-    *("temperature", "top_p", "top_k", "min_p", "repetition_penalty"),
+    *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty"),
     *("dry_multiplier", "dry_base", "dry_allowed_length", "dry_sequence_breakers"),
 )
 

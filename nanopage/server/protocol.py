@@ -73,7 +73,7 @@ class CommonBody(Body):
     temperature: float | None = None
     top_p: float | None = None
     presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
+    frequency_penalty: float | None = None
     logit_bias: dict[str, Any] | None = None
     stop: str | Texts | None = None
     seed: Integer | None = None
@@ -169,7 +169,6 @@ class SamplingBody(CommonBody):
                 default,
                 **given,
                 presence_penalty=self.presence_penalty,
-                frequency_penalty=self.frequency_penalty,
                 logit_bias=_token_ids(self.logit_bias),
                 stop=self.stop,
                 seed=self.seed,
