@@ -67,6 +67,7 @@ from benchmarks.datasets import Dataset, Requests, dataset, parse_range, read_tr
 from benchmarks.machine import cpu_has, cpu_name, versions
 from benchmarks.outputs import check_outputs, check_plot, exit_unless, recorded, stopped_by_signals
 from benchmarks.report import console, describe, errors_by_name, plain, show_header, table_of
+from nanopage.vllm.engine_args import takes_engine_options
 
 app = typer.Typer(help=__doc__, no_args_is_help=True, rich_markup_mode=None, add_completion=False)
 
@@ -75,24 +76,8 @@ DIVISIBLE = Path(__file__).parent / "benchmarks" / "configs" / "SmolLM2-135M-8-h
 ModelOption = Annotated[
     str | None, typer.Option(help="Directory, .gguf file or hub id [default: SmolLM2-135M-Instruct].")
 ]
-DtypeOption = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
-DeviceOption = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
-EagerOption = Annotated[
-    bool, typer.Option("--eager", help="Without compiled code: the first run on a machine waits a minute for it.")
-]
 QuantizationOption = Annotated[
     str | None, typer.Option(help="int8 or int4: bits of the weights [default: as they are].")
-]
-LoadFormatOption = Annotated[
-    str,
-    typer.Option(help="auto, or dummy: random weights; config.json is enough, as in benchmarks/configs/Qwen3-0.6B."),
-]
-AsyncSchedulingOption = Annotated[
-    bool | None,
-    typer.Option(
-        "--async-scheduling/--no-async-scheduling",
-        help="Submit a step before the results of the previous one are read [default: on a GPU].",
-    ),
 ]
 ItersOption = Annotated[int, typer.Option(min=1, max=MAX_ITERATIONS, help="Measured iterations; medians are reported.")]
 WarmupOption = Annotated[int, typer.Option(min=0, max=MAX_ITERATIONS, help="Iterations before them that do not count.")]
@@ -133,20 +118,6 @@ PrefixLenOption = Annotated[
 ]
 
 
-def engine_options(
-    dtype: str, device: str, eager: bool, quantization: str | None, load_format: str, async_scheduling: bool | None
-) -> dict[str, Any]:
-    """What the options that several commands share are called in EngineConfig."""
-    return {
-        "dtype": dtype,
-        "device": device,
-        "enforce_eager": eager,
-        "quantization": quantization,
-        "load_format": load_format,
-        "async_scheduling": async_scheduling,
-    }
-
-
 def length_of_either(option: str, ours: str | None, vllms: str | None, dataset_name: str) -> str | None:
     """The length of `option`, or of its other name in vLLM, which is for random prompts alone."""
     vllm_option = option.replace("--", "--random-")
@@ -184,17 +155,14 @@ def json_or_saved(
 
 
 @app.command()
+@takes_engine_options("dtype", "device", "enforce_eager", "quantization", "load_format", "async_scheduling")
 def latency(
     model: ModelOption = None,
     input_len: LengthOption = "128",
     output_len: LengthOption = "128",
     batch_size: Annotated[int, typer.Option(min=1, max=MAX_REQUESTS, help="Requests that run together.")] = 1,
-    dtype: DtypeOption = "auto",
-    device: DeviceOption = "auto",
-    eager: EagerOption = False,
-    quantization: QuantizationOption = None,
-    load_format: LoadFormatOption = "auto",
-    async_scheduling: AsyncSchedulingOption = None,
+    *,
+    switches: dict[str, Any],
     num_iters: ItersOption = 5,
     num_iters_warmup: WarmupOption = 1,
     seed: SeedOption = 0,
@@ -209,11 +177,11 @@ def latency(
     """
     check_outputs({"--json": json_file, "--profile": profile_file})
     data = dataset("random", None, batch_size, input_len, output_len, 0)
-    switches = engine_options(dtype, device, eager, quantization, load_format, async_scheduling)
     offline.bench("latency", data, model, switches, num_iters, num_iters_warmup, seed, compare, json_file, profile_file)
 
 
 @app.command()
+@takes_engine_options("dtype", "device", "enforce_eager", "quantization", "load_format", "async_scheduling")
 def throughput(
     model: ModelOption = None,
     num_prompts: NumPromptsOption = None,
@@ -224,12 +192,8 @@ def throughput(
     random_input_len: RandomInputLenOption = None,
     random_output_len: RandomOutputLenOption = None,
     prefix_len: PrefixLenOption = 0,
-    dtype: DtypeOption = "auto",
-    device: DeviceOption = "auto",
-    eager: EagerOption = False,
-    quantization: QuantizationOption = None,
-    load_format: LoadFormatOption = "auto",
-    async_scheduling: AsyncSchedulingOption = None,
+    *,
+    switches: dict[str, Any],
     num_iters: ItersOption = 3,
     num_iters_warmup: WarmupOption = 1,
     seed: SeedOption = 0,
@@ -250,12 +214,12 @@ def throughput(
     input_len = length_of_either("--input-len", input_len, random_input_len, dataset_name)
     output_len = length_of_either("--output-len", output_len, random_output_len, dataset_name)
     data = dataset(dataset_name, dataset_path, num_prompts, input_len, output_len, prefix_len)
-    switches = engine_options(dtype, device, eager, quantization, load_format, async_scheduling)
     files = json_file, profile_file, plot_file
     offline.bench("throughput", data, model, switches, num_iters, num_iters_warmup, seed, compare, *files)
 
 
 @app.command()
+@takes_engine_options("dtype", "device", "enforce_eager", "quantization", "load_format", "async_scheduling")
 def serve(
     model: ModelOption = None,
     num_prompts: NumPromptsOption = None,
@@ -293,12 +257,8 @@ def serve(
     more_goodput: Annotated[list[str] | None, typer.Argument(hidden=True, metavar="KEY:MS")] = None,  # as vLLM has it
     percentile_metrics: Annotated[str, typer.Option(help="The metrics in the table.")] = "ttft,tpot,itl,e2el",
     metric_percentiles: Annotated[str, typer.Option(help="Their percentiles, as in 50,90,99.")] = "99",
-    dtype: DtypeOption = "auto",
-    device: DeviceOption = "auto",
-    eager: EagerOption = False,
-    quantization: QuantizationOption = None,
-    load_format: LoadFormatOption = "auto",
-    async_scheduling: AsyncSchedulingOption = None,
+    *,
+    switches: dict[str, Any],
     num_warmups: Annotated[
         int, typer.Option(min=0, max=MAX_REQUESTS, help="Warm-up requests, all at once, that do not count.")
     ] = 8,
@@ -378,7 +338,6 @@ def serve(
         what = f"{source.what}, request rate {', '.join(f'{rate:g}' for rate in rates)}"
         what += f", burstiness {burstiness or 1:g}" if min(rates) < math.inf else ""
     what += f", at most {max_concurrency} at once" if max_concurrency else ""
-    switches = engine_options(dtype, device, eager, quantization, load_format, async_scheduling)
     if base_url is None:
         check_engine(switches)
     else:
@@ -505,13 +464,11 @@ def simulate(
 
 
 @app.command()
+@takes_engine_options("dtype", "device", "enforce_eager", "quantization", "load_format")
 def costs(
     model: ModelOption = None,
-    dtype: DtypeOption = "auto",
-    device: DeviceOption = "auto",
-    eager: EagerOption = False,
-    quantization: QuantizationOption = None,
-    load_format: LoadFormatOption = "auto",
+    *,
+    switches: dict[str, Any],
     validate: Annotated[
         bool, typer.Option("--validate", help="Also serve three workloads at three rates, and simulate them.")
     ] = False,
@@ -539,22 +496,22 @@ def costs(
             if value is not None:
                 refuse("needs --validate", option)
     check_outputs({"--json": json_file}, {"--costs": costs_file})
-    switches = engine_options(dtype, device, eager, quantization, load_format, False)
+    switches["async_scheduling"] = False
     check_engine(switches)
     given = None if costs_file is None else read_costs(costs_file)
     cost_runs.costs(model, switches, given, validate, num_prompts or 40, seed, json_file)
 
 
 @app.command()
+@takes_engine_options("dtype", "device", "enforce_eager")
 def lora(
     model: ModelOption = None,
     rank: Annotated[int, typer.Option(min=1, max=512, help="Rank of the random adapters.")] = 16,
     input_len: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 128,
     output_len: Annotated[int, typer.Option(min=1, help="Tokens of each output.")] = 64,
     num_prompts: Annotated[int, typer.Option(min=1, max=MAX_REQUESTS, help="Requests at once.")] = 32,
-    dtype: DtypeOption = "auto",
-    device: DeviceOption = "auto",
-    eager: EagerOption = False,
+    *,
+    switches: dict[str, Any],
     seed: SeedOption = 0,
     json_file: JsonOption = None,
 ) -> None:
@@ -570,7 +527,6 @@ def lora(
     from benchmarks import adapters as benchmark
 
     check_outputs({"--json": json_file})
-    switches = engine_options(dtype, device, eager, None, "auto", None)
     check_engine(switches)
     path, config = find_model(model)
     check_lengths([(input_len, output_len)] * num_prompts, config, ["--input-len", "--output-len"])
@@ -602,6 +558,7 @@ def lora(
 
 
 @app.command()
+@takes_engine_options("dtype", "device", "enforce_eager")
 def speculate(
     model: ModelOption = None,
     draft: Annotated[str | None, typer.Option(metavar="MODEL", help="A draft model, instead of n-grams.")] = None,
@@ -614,9 +571,8 @@ def speculate(
         typer.Option(metavar="PEERS", help="Measure the greedy tasks on vllm, llamacpp, too."),
     ] = None,
     environments: EnvironmentsOption = None,
-    dtype: DtypeOption = "auto",
-    device: DeviceOption = "auto",
-    eager: EagerOption = False,
+    *,
+    switches: dict[str, Any],
     seed: SeedOption = 0,
     json_file: JsonOption = None,
 ) -> None:
@@ -641,7 +597,6 @@ def speculate(
         refuse("is for --compare", "--environments")
     home = find_environments(environments)
     pythons = python_of_engines(names, home, "cpu", None, False, False, "--compare")
-    switches = engine_options(dtype, device, eager, None, "auto", None)
     check_engine(switches)
     sizes = parse_sizes(batch_sizes)
     path, config = find_model(model)
@@ -702,15 +657,15 @@ def parse_sizes(text: str) -> list[int]:
 
 
 @app.command()
+@takes_engine_options("dtype", "device", "enforce_eager")
 def structured(
     model: ModelOption = None,
     schemas: Annotated[Path | None, typer.Option(help="A directory with JSON schemas, one in each .json file.")] = None,
     max_tokens: Annotated[int, typer.Option(min=1, max=4096, help="Of an output for each schema.")] = 160,
     num_requests: Annotated[int, typer.Option(min=1, max=256, help="Requests in a step.")] = 32,
     num_steps: Annotated[int, typer.Option(min=8, max=1000, help="Decode steps of each measurement.")] = 64,
-    dtype: DtypeOption = "auto",
-    device: DeviceOption = "auto",
-    eager: EagerOption = False,
+    *,
+    switches: dict[str, Any],
     json_file: JsonOption = None,
 ) -> None:
     """Measure structured output: schemas, masks and steps.
@@ -723,7 +678,6 @@ def structured(
     check_outputs({"--json": json_file})
     if schemas is not None and not (files := sorted(schemas.glob("*.json"))):
         raise typer.BadParameter(f"{schemas} has no .json file", param_hint="--schemas")
-    switches = engine_options(dtype, device, eager, None, "auto", None)
     check_engine(switches)
     path, _ = find_model(model)
     with errors_by_name():
@@ -756,12 +710,13 @@ def structured(
 
 
 @app.command()
+@takes_engine_options("dtype", "device")
 def embed(
     model: Annotated[str | None, typer.Option(help="Directory or hub id of a model that makes embeddings.")] = None,
     num_prompts: Annotated[int, typer.Option(min=1, max=MAX_REQUESTS, help="Texts.")] = 1000,
     words: Annotated[str, typer.Option(help="Words of a text: a number, or LOW-HIGH drawn uniformly.")] = "4-100",
-    dtype: DtypeOption = "auto",
-    device: DeviceOption = "auto",
+    *,
+    switches: dict[str, Any],
     max_num_batched_tokens: Annotated[
         int | None, typer.Option(min=1, max=MAX_TOKENS, help="Most tokens of a batch [default: the engine's].")
     ] = None,
@@ -785,12 +740,12 @@ def embed(
     if model is None:
         raise typer.BadParameter("give a model that makes embeddings", param_hint="--model")
     lengths = parse_range("--words", words)
-    check_engine({"dtype": dtype, "device": device})
+    check_engine(switches)
     path = find_path(model)
     with errors_by_name():
         from nanopage import LLM
 
-        llm = LLM(str(path), dtype=dtype, device=device, max_num_batched_tokens=max_num_batched_tokens)
+        llm = LLM(str(path), **switches, max_num_batched_tokens=max_num_batched_tokens)
         engine = llm.engine
         pooling = engine.model_config.pooling
         if pooling is None or pooling.task != "embed":
@@ -818,15 +773,14 @@ def embed(
 
 
 @app.command()
+@takes_engine_options("dtype", "device", "enforce_eager", "load_format")
 def memory(
     model: ModelOption = None,
     input_len: LengthOption = "32-512",
     output_len: LengthOption = "32-256",
     num_prompts: Annotated[int, typer.Option(min=1, max=MAX_REQUESTS, help="Requests of the waste trace.")] = 500,
-    dtype: DtypeOption = "auto",
-    device: DeviceOption = "auto",
-    eager: EagerOption = False,
-    load_format: LoadFormatOption = "auto",
+    *,
+    switches: dict[str, Any],
     num_iters: ItersOption = 3,
     seed: SeedOption = 0,
     json_file: JsonOption = None,
@@ -843,7 +797,6 @@ def memory(
 
     check_outputs({"--json": json_file})
     inputs, outputs = parse_range("--input-len", input_len), parse_range("--output-len", output_len)
-    switches = engine_options(dtype, device, eager, None, load_format, None)
     check_engine(switches)
     path, config = find_model(model)
     check_lengths([(inputs[1], outputs[1])] * num_prompts, config, ["--input-len", "--output-len"])
@@ -879,10 +832,12 @@ def memory(
 
 
 @app.command()
+@takes_engine_options("device")
 def host(
     model: ModelOption = None,
     num_seqs: Annotated[int, typer.Option(min=1, max=MAX_REQUESTS, help="Sequences that decode together.")] = 256,
-    device: DeviceOption = "auto",
+    *,
+    switches: dict[str, Any],
     num_iters: ItersOption = 3,
     json_file: JsonOption = None,
 ) -> None:
@@ -897,7 +852,7 @@ def host(
     from benchmarks import host as benchmark
 
     check_outputs({"--json": json_file})
-    check_engine({"device": device})
+    check_engine(switches)
     path, config = find_model(model)
     if path.suffix == ".gguf":
         refuse(f"{path.name}: its tokenizer is needed as a file of its own; give a directory", "--model")
@@ -908,7 +863,7 @@ def host(
         from nanopage.build import build_engine
 
         options: dict[str, Any] = {"max_num_seqs": num_seqs, "max_num_batched_tokens": max(8192, num_seqs)}
-        options |= {"max_model_len": 128, "load_format": "dummy", "dtype": "float32", "device": device}
+        options |= {"max_model_len": 128, "load_format": "dummy", "dtype": "float32"} | switches
         with errors_by_name():
             made = build_engine(EngineConfig(model=str(path), enforce_eager=True, **options))
         results["header"] = describe(made, f"host, {num_seqs} sequences")
@@ -922,11 +877,13 @@ def host(
 
 
 @app.command()
+@takes_engine_options("device")
 def parallel(
     model: ModelOption = None,
     workers: Annotated[int, typer.Option(min=2, max=64, help="How many share the model.")] = 2,
     output_len: Annotated[int, typer.Option(min=2, max=MAX_TOKENS, help="Tokens.")] = 64,
-    device: DeviceOption = "auto",
+    *,
+    switches: dict[str, Any],
     num_iters: ItersOption = 3,
     json_file: JsonOption = None,
 ) -> None:
@@ -942,7 +899,7 @@ def parallel(
     from benchmarks import parallel as benchmark
 
     check_outputs({"--json": json_file})
-    check_engine({"device": device})
+    check_engine(switches)
     path, config = find_model(str(DIVISIBLE) if model is None else model)
     check_lengths([(benchmark.PROMPT_LEN, output_len)], config, "--model")
     try:
@@ -954,7 +911,7 @@ def parallel(
         from nanopage import EngineConfig
         from nanopage.build import build_engine
 
-        options |= {"max_model_len": 512, "load_format": "dummy", "dtype": "float32", "device": device}
+        options |= {"max_model_len": 512, "load_format": "dummy", "dtype": "float32"} | switches
         with errors_by_name():
             made = build_engine(EngineConfig(model=str(path), **options))
         if "header" not in results:
@@ -969,6 +926,7 @@ def parallel(
 
 
 @app.command()
+@takes_engine_options("device", "enforce_eager")
 def compare(
     model: ModelOption = None,
     workloads: Annotated[str | None, typer.Option(help="Which, as in W1,W2 [default: W1 to W6].")] = None,
@@ -977,9 +935,9 @@ def compare(
     ] = None,
     environments: EnvironmentsOption = None,
     mt_bench: Annotated[Path | None, typer.Option(help="mt_bench's question file (JSON lines), for W6.")] = None,
-    device: DeviceOption = "auto",
+    *,
+    switches: dict[str, Any],
     dtype: Annotated[str, typer.Option(help="bfloat16 or float32; W5 is always float32.")] = "bfloat16",
-    eager: EagerOption = False,
     quantization: QuantizationOption = None,
     num_iters: ItersOption = 3,
     num_iters_warmup: WarmupOption = 1,
@@ -1013,9 +971,9 @@ def compare(
     check_choice(dtype, ["bfloat16", "float32"], "--dtype")
     check_choice(quantization, ["int8", "int4"], "--quantization")
     check_choice(isa, ["avx2"], "--isa")
-    check_engine({"device": device})
+    check_engine(switches)
     try:
-        device = resolve_device(device).type
+        device = resolve_device(switches["device"]).type
     except ValueError as error:
         refuse(str(error), "--device")
     if device == "cuda":
@@ -1048,7 +1006,7 @@ def compare(
         mt_bench,
         device,
         dtype,
-        eager,
+        switches["enforce_eager"],
         quantization,
         num_iters,
         num_iters_warmup,
@@ -1061,6 +1019,7 @@ def compare(
 
 
 @app.command()
+@takes_engine_options("enforce_eager")
 def experts(
     model: ModelOption = None,
     num_experts: Annotated[int, typer.Option(min=2, max=1024, help="Experts of each layer.")] = 8,
@@ -1071,7 +1030,8 @@ def experts(
     engines: Annotated[str, typer.Option(help="nanopage, or with llama.cpp.")] = "nanopage,llamacpp",
     environments: EnvironmentsOption = None,
     dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
-    eager: EagerOption = False,
+    *,
+    switches: dict[str, Any],
     quantization: QuantizationOption = None,
     num_iters: ItersOption = 3,
     num_iters_warmup: WarmupOption = 1,
@@ -1110,7 +1070,9 @@ def experts(
     pythons = comparison.python_of_engines(names, folder, "cpu", quantization, False, False)
     check_lengths([(input_len, output_len)] * max(sizes), config, ["--input-len", "--output-len"])
     threads = threads or default_threads()
-    setup = comparison.Setup(path, config, pythons, "cpu", quantization, eager, threads, num_iters_warmup, 0)
+    setup = comparison.Setup(
+        path, config, pythons, "cpu", quantization, switches["enforce_eager"], threads, num_iters_warmup, 0
+    )
     with errors_by_name():
         mixture = benchmark.write_mixture(path, config, num_experts, num_chosen)
     header = comparison.header(

@@ -36,8 +36,8 @@ class EngineConfig:
             on a CPU 2,048, and 512 for `LLM`. For AsyncLLM and the server it follows the time that steps take, up to
             these numbers (see engine/token_budget.py).
         block_size: tokens per KV cache block; on a GPU a power of two.
-        kv_cache_dtype: "auto" keeps K and V as `dtype` says. "fp8", or "fp8_e4m3", keeps them in 8 bits (e4m3), so that
-            twice as many tokens fit as in 16 bits. They are divided by the checkpoint's k_scale and v_scale of each
+        kv_cache_dtype: "auto" keeps K and V as `dtype` says, "fp8" (or "fp8_e4m3") in 8 bits (e4m3), so that twice as
+            many tokens fit as in 16 bits. They are divided by the checkpoint's k_scale and v_scale of each
             layer, or by 1 if it has none. On a GPU of compute capability 8.9 or later, and on a CPU with
             `enforce_eager`.
         kv_cache_gib: most GiB for the KV cache. None: see `gpu_memory_utilization`.
@@ -56,19 +56,19 @@ class EngineConfig:
             and preemption_mode="swap" is refused.
         scheduling_policy: "fcfs", or "priority": requests with a lower `priority` go first, and may take the blocks of
             requests with a higher one.
-        enforce_eager: True compiles and captures nothing. False: on a CPU, in float32, and in bfloat16 where oneDNN
-            computes in it, decoder layers are compiled in the background once the first requests have ended, and used
+        enforce_eager: compile and capture nothing. False: on a CPU, in float32, and in bfloat16 where oneDNN computes
+            in it, decoder layers are compiled in the background once the first requests have ended, and used
             once the engine is idle (see cpu/aot.py). On a GPU they are compiled at start, and decode steps,
             and the compiled parts of other small steps, are captured as CUDA graphs (see worker/jit.py,
             worker/cuda_graphs.py and worker/piecewise_graphs.py).
-        quantization: "int8" stores each weight of linear layers, and of an embedding tied to the head, in one byte.
-            "int4" stores the weights of the decoder layers in half a byte, with a scale and an offset for each 32
-            inputs, and those of the head in one byte. On a CPU (cpu/tiled.py), the activations that they multiply
-            are rounded to one byte; on a GPU (quantization/quantized.py) they are not. "fp8", only on a GPU, stores the
-            weights of the decoder layers as float8_e4m3fn; where the GPU multiplies fp8, steps of 64 tokens or more
-            round activations to fp8, too, if `dtype` is bfloat16. Everything else, such as KV, is as `dtype` says.
-            "awq" and "gptq" say how the checkpoint is quantized, which config.json says as well. None: the weights as
-            the checkpoint has them.
+        quantization: how weights are stored, if not as in the checkpoint. "int8" stores each weight of linear layers,
+            and of an embedding tied to the head, in one byte. "int4" stores the weights of the decoder layers in half a
+            byte, with a scale and an offset for each 32 inputs, and those of the head in one byte. On a CPU
+            (cpu/tiled.py), the activations that they multiply are rounded to one byte; on a GPU
+            (quantization/quantized.py) they are not. "fp8", only on a GPU, stores the weights of the decoder layers as
+            float8_e4m3fn; where the GPU multiplies fp8, steps of 64 tokens or more round activations to fp8, too, if
+            `dtype` is bfloat16. Everything else, such as KV, is as `dtype` says. "awq" and "gptq" say how the
+            checkpoint is quantized, which config.json says as well.
         async_scheduling: submit a step before the results of the previous one have been read, so that a GPU need not
             wait for Python. Outputs are the same, but come one call of `step` later. It needs one worker. None: only
             with one worker on a GPU.
@@ -91,8 +91,8 @@ class EngineConfig:
             layers are then not compiled; decode steps are still captured as CUDA graphs.
         max_loras: adapters in memory, and so the most that running requests may have.
         max_lora_rank: the highest rank of an adapter, at most 512. All adapters take as much memory as that.
-        load_format: "auto" reads the model's weights. "dummy" draws random ones, to measure speed: a directory with
-            config.json is enough then (see benchmarks/configs), and without tokenizer.json prompts are token ids.
+        load_format: "auto" reads the model's weights, "dummy" draws random ones, to measure speed: a directory with
+            config.json is enough then (see benchmarks/configs). Without tokenizer.json, prompts are token ids.
         generation_config: where `LLM` and `AsyncLLM` get the parameters of requests that have none: "auto" is
             generation_config.json of the model, "vllm" is SamplingParams(). LLMEngine.add_request always takes
             SamplingParams(). The end-of-sequence ids in generation_config.json count with both.

@@ -222,7 +222,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="T",
         help=f"requests that each of them should have then (default: {TARGET_ONGOING_REQUESTS})",
     )
-    EngineArgs.add_cli_args(parser.add_argument_group("engine (see EngineConfig)"))
+    EngineArgs.add_cli_args(parser.add_argument_group("engine"))
     return parser
 
 

@@ -14,7 +14,7 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -23,10 +23,15 @@ from nanopage.terminal.program import exit_code
 from nanopage.terminal.signals import interruptible, orderly_exit, unechoed
 from nanopage.terminal.spinner import spinner
 from nanopage.terminal.text import say, say_error
+from nanopage.vllm.engine_args import takes_engine_options
 
 CHUNK = 256  # tokens of a prompt that a CPU reads between two checks for Ctrl-C
 
 
+@takes_engine_options(
+    *("dtype", "device", "max_model_len", "kv_cache_gib", "kv_cache_dtype", "quantization", "enforce_eager"),
+    "async_scheduling",
+)
 def chat(
     ctx: typer.Context,
     words: Annotated[list[str] | None, typer.Argument(metavar="PROMPT", help="Answer this and leave.")] = None,
@@ -47,16 +52,8 @@ def chat(
         Path | None, typer.Option(help="Python file: the model may call its functions, which you confirm.")
     ] = None,
     verbose: Annotated[bool, typer.Option("--verbose", help="What the engine does, and tracebacks.")] = False,
-    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    max_model_len: Annotated[int | None, typer.Option(help="Most tokens of a conversation.")] = None,
-    kv_cache_gib: Annotated[float | None, typer.Option(help="Size of the KV cache in GiB.")] = None,
-    kv_cache_dtype: Annotated[str, typer.Option(help="auto, or fp8: 8 bits for K and V.")] = "auto",
-    quantization: Annotated[str | None, typer.Option(help="int8, int4, or fp8 on a GPU: bits of the weights.")] = None,
-    eager: Annotated[bool, typer.Option("--eager", help="Use no compiled code, and compile none.")] = False,
-    async_scheduling: Annotated[
-        bool | None, typer.Option(help="Launch a step before the last one's token is seen [default: on a GPU].")
-    ] = None,
+    *,
+    switches: dict[str, Any],
 ) -> None:  # fmt: skip
     """Talk to a model in the terminal. With a prompt (arguments, -p or a pipe) answer once and leave.
 
@@ -82,16 +79,8 @@ def chat(
             refuse("--system needs a chat template, and --raw goes without")
         given = {"temperature": temperature, "top_p": top_p, "max_tokens": max_tokens, "seed": seed}
         asked = {name: value for name, value in given.items() if value is not None}
-        options = {
-            "dtype": dtype,
-            "device": device,
-            "max_model_len": max_model_len,
-            "kv_cache_gib": kv_cache_gib,
-            "kv_cache_dtype": kv_cache_dtype,
-            "enforce_eager": eager,
-            "async_scheduling": async_scheduling,
+        options = switches | {
             "max_num_seqs": 4,  # a conversation has one request at a time: this bounds the KV cache
-            "quantization": quantization,
             "seed": random.getrandbits(32) if seed is None else seed,
         }
         load = loader(options, asked, raw)

@@ -1,6 +1,6 @@
 """`nanopage compile`: compiles the layers of a model for this machine, so that its first answer already uses them."""
 
-from typing import Annotated, cast
+from typing import Annotated, Any, cast
 
 import typer
 
@@ -8,18 +8,16 @@ from nanopage.terminal.log import say_log
 from nanopage.terminal.program import exit_code
 from nanopage.terminal.signals import orderly_exit
 from nanopage.terminal.text import say
+from nanopage.vllm.engine_args import takes_engine_options
 
 
+@takes_engine_options("dtype", "quantization", "block_size", "enable_lora")
 def compile_layers(
     model: Annotated[
         str | None, typer.Argument(help="Directory, .gguf file or hub id [default: SmolLM2-135M-Instruct].")
     ] = None,
-    dtype: Annotated[str, typer.Option(help="auto, bfloat16 or float32.")] = "auto",
-    quantization: Annotated[str | None, typer.Option(help="int8, int4, or nothing.")] = None,
-    block_size: Annotated[int, typer.Option(help="Tokens per KV cache block.")] = 16,
-    enable_lora: Annotated[
-        bool, typer.Option("--enable-lora", help="Also layers with LoRA adapters, of any number and rank.")
-    ] = False,
+    *,
+    switches: dict[str, Any],
     verbose: Annotated[bool, typer.Option("--verbose", help="Show the engine's log and tracebacks.")] = False,
 ) -> None:
     """Compile the layers of a model for this CPU now. Engines with the same dtype, quantization, block size and number
@@ -37,9 +35,12 @@ def compile_layers(
 
         # The code depends neither on the context nor on the size of the KV cache, so both are small. Nor does it depend
         # on the number and the rank of adapters.
-        options = {"dtype": dtype, "quantization": quantization, "block_size": block_size, "enable_lora": enable_lora}
         config = EngineConfig(
-            model=str(hub.resolve(model)), device="cpu", max_model_len=block_size, num_gpu_blocks_override=4, **options
+            model=str(hub.resolve(model)),
+            device="cpu",
+            max_model_len=switches["block_size"],
+            num_gpu_blocks_override=4,
+            **switches,
         )
         engine = build_engine(config)
         if engine.model_config.pooling is not None:

@@ -1,11 +1,21 @@
-"""EngineArgs and FlexibleArgumentParser: an EngineConfig from vLLM's options or from a command line."""
+"""EngineConfig's options on a command line: of argparse, as vLLM has them, and of typer.
+
+Their names, types, defaults and help come from EngineConfig and its docstring.
+"""
 
 import argparse
 import dataclasses
+import functools
+import inspect
 import json
+import re
 import sys
 import typing
+from collections.abc import Callable
 
+import typer
+
+from nanopage.config.checked import choices_of
 from nanopage.config.options import EngineConfig
 from nanopage.vllm.options import accept_engine
 
@@ -31,13 +41,16 @@ class EngineArgs(EngineConfig):
     @staticmethod
     def add_cli_args(parser):
         """Add the options of EngineConfig to a parser, or to an argument group. Returns `parser`."""
-        kinds = typing.get_type_hints(EngineConfig)
-        for field in dataclasses.fields(EngineConfig):
-            kind, option = _kind(kinds[field.name]), "--" + field.name.replace("_", "-")
+        for name, (kind, default, metavar, text) in _options().items():
+            option = "--" + name.replace("_", "-")
+            given: dict = {"default": default, "help": text.replace("%", "%%")}
             if kind is bool:
-                parser.add_argument(option, action=argparse.BooleanOptionalAction, default=field.default)
+                given["action"] = argparse.BooleanOptionalAction
             else:
-                parser.add_argument(option, type=_json_object if kind is dict else kind, default=field.default)
+                given |= {"type": _json_object if kind is dict else kind, "metavar": metavar}
+            if default is not None:
+                given["help"] += " (default: %(default)s)"
+            parser.add_argument(option, **given)
         return parser
 
     @classmethod
@@ -55,9 +68,57 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
         return super().parse_known_args([_with_dashes(argument) for argument in arguments], namespace)
 
 
+def takes_engine_options(*names: str) -> Callable[[Callable], Callable]:
+    """Decorate a command of typer. Options of EngineConfig take the place of its parameter `switches`, which gets their
+    values by name. Their help is the first sentence of the docstring; `enforce_eager` is --eager.
+    """
+    options = _options()
+
+    def decorate(command: Callable) -> Callable:
+        parameters = []
+        for parameter in inspect.signature(command).parameters.values():
+            if parameter.name != "switches":
+                parameters.append(parameter)
+                continue
+            for name in names:
+                kind, default, metavar, text = options[name]
+                option = "--" + ("eager" if name == "enforce_eager" else name.replace("_", "-"))
+                declared = [option] if default is False else []  # others get typer's: --x, or --x/--no-x
+                first = text.partition(". ")[0].removesuffix(".") + "."
+                annotation: typing.Any = typing.Annotated
+                annotation = annotation[kind | None, typer.Option(*declared, metavar=metavar, help=first)]
+                parameters.append(parameter.replace(name=name, default=default, annotation=annotation))
+
+        @functools.wraps(command)
+        def run(**values):
+            return command(switches={name: values.pop(name) for name in names}, **values)
+
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        return run
+
+    return decorate
+
+
 def option_names() -> list[str]:
     """The names of EngineConfig's options."""
     return [field.name for field in dataclasses.fields(EngineConfig)]
+
+
+def _options() -> dict[str, tuple[type, typing.Any, str | None, str]]:
+    """The type of each option apart from None, its default, its choices if it has some, and what the docstring says."""
+    entries = re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", inspect.getdoc(EngineConfig) or "", re.MULTILINE)
+    texts = {name: " ".join(text.split()) for name, text in entries}
+    kinds = typing.get_type_hints(EngineConfig)
+    return {
+        field.name: (
+            _kind(kinds[field.name]),
+            field.default,
+            "|".join(choices_of(kinds[field.name])) or None,
+            (text := texts.get(field.name, ""))[:1].upper() + text[1:],
+        )
+        for field in dataclasses.fields(EngineConfig)
+    }
 
 
 def _kind(annotation) -> type:

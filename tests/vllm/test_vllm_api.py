@@ -5,10 +5,13 @@ import gzip
 import importlib
 import json
 import re
+from functools import partial
 from pathlib import Path
 
 import pytest
+import typer
 from helpers import CHAT_TEMPLATE, tiny_model
+from typer.testing import CliRunner
 
 import nanopage
 from nanopage import (
@@ -24,6 +27,7 @@ from nanopage import (
 from nanopage.outputs import StepStats
 from nanopage.utils import FlexibleArgumentParser
 from nanopage.vllm import options as vllm_options
+from nanopage.vllm.engine_args import takes_engine_options
 from nanopage.vllm.metrics import Counter, Gauge, Histogram, Vector
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
@@ -518,6 +522,29 @@ def test_engine_arguments_come_from_a_command_line():
         enforce_eager=True,
         dtype="float16",
     )
+
+
+def test_the_help_of_every_option_is_what_engine_configs_docstring_says():
+    parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
+    assert all(action.help for action in parser._actions)
+    words = " ".join(parser.format_help().split())
+    assert "--block-size BLOCK_SIZE Tokens per KV cache block; on a GPU a power of two. (default: 16)" in words
+    assert "--preemption-mode recompute|swap What happens to a request's KV" in words
+    app = typer.Typer(rich_markup_mode=None)
+
+    @app.command()
+    @takes_engine_options("device", "block_size", "enforce_eager", "async_scheduling", "enable_prefix_caching")
+    def command(*, switches: dict, other: int = 1) -> None:
+        print(switches, other)
+
+    run = partial(CliRunner().invoke, app)
+    words = " ".join(run(["--help"], env={"COLUMNS": "80"}).output.split())
+    assert '--device auto|cpu|cuda "auto" is CUDA if present, else the CPU. [default: auto]' in words
+    assert "--eager Compile and capture nothing. --async-scheduling / --no-async-scheduling Submit" in words
+    line = "--device cpu --block-size 8 --eager --no-async-scheduling --no-enable-prefix-caching --other 2"
+    given = {"device": "cpu", "block_size": 8, "enforce_eager": True, "async_scheduling": False}
+    assert run(line.split()).output == f"{given | {'enable_prefix_caching': False}} 2\n"
+    assert "'async_scheduling': None, 'enable_prefix_caching': True} 1" in run([]).output
 
 
 def test_a_dict_on_a_command_line_is_json(capsys):
