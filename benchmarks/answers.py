@@ -20,9 +20,9 @@ from benchmarks.datasets import read_json_lines
 from benchmarks.machine import cpu_name, versions
 from benchmarks.outputs import check_outputs
 from nanopage import LLM, RequestOutput, SamplingParams
-from nanopage.grammar.tool_prompt import render_chat
 from nanopage.params import RequestOutputKind
 from nanopage.terminal.guard import LoopGuard
+from nanopage.text.tool_prompt import render_chat
 
 QUESTIONS = Path(__file__).parent / "simple_questions.jsonl"
 SETTINGS: dict[str, dict[str, Any]] = {

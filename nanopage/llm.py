@@ -26,7 +26,6 @@ from nanopage.engine.output_processor import Request
 from nanopage.grammar.tool_definitions import read_tools
 from nanopage.grammar.tool_formats import find_format
 from nanopage.grammar.tool_pieces import Reply
-from nanopage.grammar.tool_prompt import make_prompt
 from nanopage.grammar.tool_reply import ReplyReader
 from nanopage.inputs import AnyParams, LoRARequest, Prompt, list_prompts, match_parameters, prompts_of_token_ids
 from nanopage.outputs import (
@@ -46,6 +45,7 @@ from nanopage.outputs import (
 from nanopage.params import BeamSearchParams, PoolingParams, RequestOutputKind, SamplingParams
 from nanopage.pooling.scoring import pair_texts, read_scores, scoring_prompts
 from nanopage.text.reasoning import THINK, knows_reasoning, last_mark
+from nanopage.text.tool_prompt import make_prompt
 from nanopage.vllm.engine_args import option_names
 from nanopage.vllm.metrics import Metric, Metrics
 from nanopage.vllm.options import CALL, POOLING_CALL, accept, accept_engine

@@ -7,13 +7,14 @@
     mistral      [TOOL_CALLS][{"name": "find", "arguments": {...}}]    Mistral; newer ones: [TOOL_CALLS]find[ARGS]{...}
 
 A chat template shows which of them a model was trained on. Without tools in its template, a model is told about hermes
-(see tool_prompt.py).
+(see text/tool_prompt.py).
 """
 
-import re
 import secrets
 import string
 from dataclasses import dataclass
+
+from nanopage.text.tool_prompt import CALL, END_CALL, reads_tools
 
 
 @dataclass(frozen=True)
@@ -46,16 +47,11 @@ class ToolFormat:
         return self.id_prefix + "".join(secrets.choice(_ID_CHARACTERS) for _ in range(self.id_length))
 
 
-HERMES = ToolFormat("hermes", "<tool_call>", "</tool_call>")
+HERMES = ToolFormat("hermes", CALL, END_CALL)
 LLAMA3_JSON = ToolFormat("llama3_json", "<|python_tag|>", separator=";", key="parameters", bare=True)
 MISTRAL = ToolFormat("mistral", "[TOOL_CALLS]", named=True, id_prefix="", id_length=9)  # its templates demand 9
 FORMATS = {each.name: each for each in (HERMES, LLAMA3_JSON, MISTRAL)}
 _ID_CHARACTERS = string.ascii_letters + string.digits
-
-
-def reads_tools(template: str) -> bool:
-    """Whether a chat template describes tools itself."""
-    return re.search(r"\btools\b", template) is not None
 
 
 def find_format(template: str, name: str | None = None) -> ToolFormat:

@@ -6,11 +6,11 @@ from typing import Any
 from nanopage.async_llm import AsyncLLM
 from nanopage.engine.input_processor import PromptTooLongError
 from nanopage.grammar.tool_definitions import Tool
-from nanopage.grammar.tool_prompt import make_prompt
 from nanopage.server.errors import ApiError, invalid
 from nanopage.server.generation import too_long
 from nanopage.server.protocol import ChatBody, ResponsesBody, TokenizeBody
 from nanopage.text.chat_template import MESSAGE_FIELDS
+from nanopage.text.tool_prompt import make_prompt
 
 TEMPLATE_KWARGS = ("enable_thinking", "thinking", "reasoning_effort", "date_string")  # that a client may set
 TEMPLATE_FIELDS = ("chat_template_kwargs", "enable_thinking", "reasoning_effort", "reasoning")  # of bodies

@@ -8,7 +8,6 @@ from collections.abc import Generator, Iterator, Sequence
 from typing import cast
 
 from nanopage.grammar.tool_pieces import Content
-from nanopage.grammar.tool_prompt import render_chat
 from nanopage.grammar.tool_reply import ReplyReader
 from nanopage.llm import LLM
 from nanopage.outputs import CompletionOutput, RequestOutput, StepStats
@@ -19,6 +18,7 @@ from nanopage.terminal.signals import Interrupt
 from nanopage.terminal.spinner import spinner
 from nanopage.terminal.text import printable
 from nanopage.text.reasoning import THINK, knows_reasoning, last_mark
+from nanopage.text.tool_prompt import render_chat
 
 COLUMNS = 80  # the footer's greatest width
 SPINNER_DELAY = 0.2  # seconds

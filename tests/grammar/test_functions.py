@@ -5,8 +5,8 @@ import json
 import pytest
 
 from nanopage.grammar.tool_functions import MAX_RESULT, describe_function, load_functions, read_arguments, run_function
-from nanopage.grammar.tool_prompt import render_chat
 from nanopage.text.tokenizer import Tokenizer
+from nanopage.text.tool_prompt import render_chat
 
 MODULE = '''
 from dataclasses import dataclass

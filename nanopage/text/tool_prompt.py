@@ -3,14 +3,15 @@ descriptions, the calls and the results as text.
 """
 
 import json
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from nanopage.grammar.tool_formats import HERMES, reads_tools
 from nanopage.text.chat_template import check_final_message, normalize_messages
 from nanopage.text.reasoning import END_THINK, THINK, knows_reasoning, last_mark
 from nanopage.text.tokenizer import Tokenizer
 
+CALL, END_CALL = "<tool_call>", "</tool_call>"
 INSTRUCTIONS = """# Tools
 
 You may call functions to help with the user's request. These are their signatures:
@@ -68,6 +69,11 @@ def render_chat(tokenizer: Tokenizer, messages: list[dict], tools: list[dict] | 
     return tokenizer.render_chat(messages, tools=tools, **options)
 
 
+def reads_tools(template: str) -> bool:
+    """Whether a chat template describes tools itself."""
+    return re.search(r"\btools\b", template) is not None
+
+
 def with_tools_as_text(messages: Sequence[dict], tools: Sequence[dict]) -> list[dict]:
     """Messages for a template without tools: their descriptions in the system message, and calls and results as text.
 
@@ -84,7 +90,7 @@ def with_tools_as_text(messages: Sequence[dict], tools: Sequence[dict]) -> list[
             if not isinstance(arguments, str):  # what is no JSON is written as the model has written it
                 arguments = json.dumps(arguments, ensure_ascii=False)
             text = f'{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": {arguments}}}'
-            content += f"\n{HERMES.begin}\n{text}\n{HERMES.end}"
+            content += f"\n{CALL}\n{text}\n{END_CALL}"
         if message["role"] == "tool":
             content = f"<tool_response>\n{content}\n</tool_response>"
             if plain and plain[-1].get("results"):  # those of one turn are one message
