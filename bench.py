@@ -683,8 +683,10 @@ def structured(
     with errors_by_name():
         from nanopage import EngineConfig
         from nanopage.build import build_engine
+        from nanopage.engine.engine import LLMEngine
 
         engine = build_engine(EngineConfig(model=str(path), max_num_seqs=max(num_requests, 32), **switches))
+        assert isinstance(engine, LLMEngine)
         engine.executor.compile()
     header = describe(engine, "structured output")
     show_header(header)

@@ -121,6 +121,7 @@ def record(scenario: Scenario, file: Path, model: str | None = None, **options: 
             model=model, **{"block_size": 8, "enforce_eager": True} | options | scenario.common | each
         )
         engine = build_engine(config)
+        assert isinstance(engine, LLMEngine)
         try:
             recorder = Recorder(engine, lines, engine.model_path.name if model else "SmolLM2-135M-Instruct", started)
             engine.listeners.append(recorder)

@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from nanopage import __version__
 from nanopage.engine.engine import LLMEngine
+from nanopage.engine.interface import Engine
 from nanopage.engine.output_processor import Request
 from nanopage.engine.token_budget import SECONDS, TokenBudget
 from nanopage.inputs import LoRARequest, Prompt
@@ -118,7 +119,7 @@ class AsyncLLM:
         engine: a new engine. AsyncLLM is its only user from now on.
     """
 
-    def __init__(self, engine: LLMEngine):
+    def __init__(self, engine: Engine):
         self.engine = engine
         # For clients that compare seeded answers: another version, or other options, may give others.
         options = hashlib.sha256(repr(engine.config).encode()).hexdigest()
@@ -546,7 +547,7 @@ class AsyncLLM:
 
 
 def _run(
-    this: weakref.ref[AsyncLLM], engine: LLMEngine, changed: threading.Condition, end_at_exit: Callable[[], None]
+    this: weakref.ref[AsyncLLM], engine: Engine, changed: threading.Condition, end_at_exit: Callable[[], None]
 ) -> None:
     """What the engine's thread does, until the AsyncLLM ends or is garbage."""
     try:

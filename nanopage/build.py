@@ -5,7 +5,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import cast
 
 from nanopage.config.encoder import EncoderConfig, read_encoder
 from nanopage.config.model import ModelConfig
@@ -16,10 +15,13 @@ from nanopage.cpu.threads import default_threads
 from nanopage.distributed import ray_cluster
 from nanopage.distributed.process_executor import Link, ProcessExecutor, start_processes
 from nanopage.engine.engine import LLMEngine
+from nanopage.engine.interface import Engine
 from nanopage.files import hub
 from nanopage.files.model_files import exists
+from nanopage.grammar.replies import read_replies
 from nanopage.pooling.encoder_engine import EncoderEngine
 from nanopage.pooling.encoder_worker import EncoderWorker
+from nanopage.pooling.offline import classify, embed, encode, score
 from nanopage.speculation.draft_model import ModelDrafter
 from nanopage.speculation.drafts import Drafter
 from nanopage.speculation.lookup import NgramDrafter
@@ -30,10 +32,12 @@ from nanopage.weights import loader
 from nanopage.weights.attach import build_worker
 from nanopage.worker.executor import LocalExecutor
 
+__all__ = ["build_engine", "classify", "embed", "encode", "read_replies", "score"]  # all but the first: LLM's methods
+
 logger = logging.getLogger("nanopage")
 
 
-def build_engine(config: EngineConfig, on_progress: Callable[[int, int], None] | None = None) -> LLMEngine:
+def build_engine(config: EngineConfig, on_progress: Callable[[int, int], None] | None = None) -> Engine:
     """Find the model, read its configuration and tokenizer, and start an engine for it.
 
     Args:
@@ -45,8 +49,7 @@ def build_engine(config: EngineConfig, on_progress: Callable[[int, int], None] |
     """
     path = hub.resolve(None if config.model is None else str(config.model))
     if (encoder_config := read_encoder(path, config)) is not None:
-        # It has the methods and attributes of an LLMEngine that LLM, AsyncLLM and the server use.
-        return cast(LLMEngine, _build_encoder(config, encoder_config, path, on_progress))
+        return _build_encoder(config, encoder_config, path, on_progress)
     checkpoint = loader.open_checkpoint(path)
     model_config = loader.read_config(checkpoint)
     limit = model_config.max_position_embeddings

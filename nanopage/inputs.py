@@ -64,8 +64,21 @@ class LoRARequest:
             raise ValueError(f"lora_int_id must be from 1 to {INT_MAX}, got {self.lora_int_id}")
 
 
-def list_prompts(prompts: Prompt | list[Prompt]) -> list[Prompt]:
-    """A list or tuple as it is, and a single prompt as a list of one. Raises TypeError for anything else."""
+AnyAdapter = LoRARequest | Sequence[LoRARequest | None] | None
+
+
+def list_prompts(
+    prompts: Prompt | list[Prompt] | None, token_ids: list[int] | list[list[int]] | None = None
+) -> list[Prompt]:
+    """A list or tuple as it is, and a single prompt as a list of one.
+
+    Args:
+        token_ids: those of one prompt, or of each prompt in a list. `prompts` are then their texts, or None.
+
+    Raises: TypeError, ValueError: arguments of another type, or another number of texts than of prompts.
+    """
+    if token_ids is not None:
+        return _pair_texts(token_ids, None if prompts is None else list_prompts(prompts))
     if isinstance(prompts, str | dict) or (isinstance(prompts, list) and prompts and isinstance(prompts[0], int)):
         prompts = [cast(Prompt, prompts)]
     if not isinstance(prompts, list | tuple):
@@ -73,22 +86,12 @@ def list_prompts(prompts: Prompt | list[Prompt]) -> list[Prompt]:
     return cast(list[Prompt], prompts)
 
 
-def prompts_of_token_ids(
-    token_ids: list[int] | list[list[int]], texts: Prompt | list[Prompt] | None = None
-) -> list[Prompt]:
-    """Prompts from the token ids of one prompt, or of a list of them.
-
-    Args:
-        texts: the text of each prompt, or None.
-
-    Raises: TypeError, ValueError: arguments of another type, or another number of texts than of prompts.
-    """
+def _pair_texts(token_ids: list[int] | list[list[int]], texts: list[Prompt] | None) -> list[Prompt]:
     if not isinstance(token_ids, list | tuple):
         raise TypeError(f"prompt_token_ids must be token ids or a list of them, not {token_ids!r}")
     one = bool(token_ids) and isinstance(token_ids[0], int)
     prompts: list[dict] = [{"prompt_token_ids": ids} for ids in ([token_ids] if one else token_ids)]
     if texts is not None:
-        texts = list_prompts(texts)
         if not all(isinstance(text, str) for text in texts):
             raise TypeError("prompts beside prompt_token_ids must be their texts")
         if len(texts) != len(prompts):
@@ -102,8 +105,8 @@ def match_parameters(
     prompts: list[Prompt],
     params: AnyParams | Sequence[AnyParams],
     priority: int | Sequence[int] | None = None,
+    lora_request: AnyAdapter = None,
     kind: type[AnyParams] = SamplingParams,
-    lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
 ) -> list[tuple[Prompt, AnyParams, int, LoRARequest | None]]:
     """Each prompt with its parameters, its priority and its adapter.
 

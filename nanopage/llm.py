@@ -15,47 +15,25 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any, cast
 
-import numpy as np
-import torch
-
-from nanopage.build import build_engine
+from nanopage import build
 from nanopage.config.options import EngineConfig
-from nanopage.config.pooling import PoolingConfig
-from nanopage.engine.engine import LLMEngine
+from nanopage.engine.interface import Engine
 from nanopage.engine.output_processor import Request
-from nanopage.grammar.tool_definitions import read_tools
-from nanopage.grammar.tool_formats import find_format
-from nanopage.grammar.tool_pieces import Reply
-from nanopage.grammar.tool_reply import ReplyReader
-from nanopage.inputs import AnyParams, LoRARequest, Prompt, list_prompts, match_parameters, prompts_of_token_ids
-from nanopage.outputs import (
-    BeamSearchSequence,
-    ClassificationOutput,
-    ClassificationRequestOutput,
-    EmbeddingOutput,
-    EmbeddingRequestOutput,
-    GenerationError,
-    GenerationInterrupted,
-    PoolingOutput,
-    PoolingRequestOutput,
-    RequestOutput,
-    ScoringOutput,
-    ScoringRequestOutput,
-)
-from nanopage.params import BeamSearchParams, PoolingParams, RequestOutputKind, SamplingParams
-from nanopage.pooling.scoring import pair_texts, read_scores, scoring_prompts
-from nanopage.text.reasoning import THINK, knows_reasoning, last_mark
+from nanopage.inputs import AnyAdapter, AnyParams, LoRARequest, Prompt, list_prompts, match_parameters
+from nanopage.outputs import GenerationError, GenerationInterrupted, RequestOutput
+from nanopage.params import BeamSearchParams, RequestOutputKind, SamplingParams
+from nanopage.text.tokenizer import Tokenizer
 from nanopage.text.tool_prompt import make_prompt
+from nanopage.vllm.beam_search import read_sequences
 from nanopage.vllm.engine_args import option_names
 from nanopage.vllm.metrics import Metric, Metrics
-from nanopage.vllm.options import CALL, POOLING_CALL, accept, accept_engine
+from nanopage.vllm.options import CALL, accept, accept_engine
 from nanopage.vllm.profiler import Profiler
 from nanopage.vllm.progress import progress_bar
 
 # The default of max_num_batched_tokens on a CPU. Steps of 512 tokens instead of 2,048 give 32 prompts at once their
 # first tokens 15 % earlier on average, at the same throughput (SmolLM2-135M, AVX512-BF16).
 CPU_TOKEN_BUDGET = 512
-AnyAdapter = LoRARequest | Sequence[LoRARequest | None] | None
 
 
 class LLM:
@@ -74,6 +52,10 @@ class LLM:
         Others: as `build_engine`.
     """
 
+    # Methods of wings, which build.py attaches.
+    read_replies = build.read_replies
+    encode, embed, classify, score = build.encode, build.embed, build.classify, build.score
+
     def __init__(
         self,
         model: str | None = None,
@@ -84,22 +66,21 @@ class LLM:
     ):
         self._profiler = Profiler(profiler_config)
         options = accept_engine("LLM()", options | {"model": model}, option_names())
-        self.engine = build_engine(EngineConfig(**options), on_progress)
-        on_cpu = self.engine.capacity.device == "cpu"
-        if self.engine.config.max_num_batched_tokens is None and on_cpu and isinstance(self.engine, LLMEngine):
+        self.engine: Engine = build.build_engine(EngineConfig(**options), on_progress)
+        if self.engine.config.max_num_batched_tokens is None and self.engine.capacity.device == "cpu":
             self.engine.scheduler.max_num_batched_tokens = CPU_TOKEN_BUDGET
-        self._ids = itertools.count()
+        self.ids = itertools.count()  # of requests
         self._metrics = Metrics(self.engine.model_path.name, self.engine.cache_config, self.engine.max_draft)
         self._lock = threading.RLock()  # guards the engine and the inboxes
         # request_id -> the inbox for its outputs. A reader (a call of generate, a stream) has one for all its requests.
         self._inboxes: dict[str, deque[RequestOutput]] = {}
 
     @property
-    def llm_engine(self) -> LLMEngine:
+    def llm_engine(self) -> Engine:
         """vLLM's name for `engine`."""
         return self.engine
 
-    def get_tokenizer(self):
+    def get_tokenizer(self) -> Tokenizer | None:
         """The model's tokenizer; None if it has none, which only load_format="dummy" allows."""
         return self.engine.tokenizer
 
@@ -166,10 +147,8 @@ class LLM:
         accept("generate()", {"tokenization_kwargs": tokenization_kwargs}, (), CALL)
         if prompts is None and prompt_token_ids is None:
             raise TypeError("generate() needs prompts")
-        if prompt_token_ids is not None:
-            prompts = prompts_of_token_ids(prompt_token_ids, prompts)
-        listed = list_prompts(cast(Prompt, prompts))
-        return self._run(self._requests(listed, sampling_params, priority, lora_request=lora_request), use_tqdm)
+        listed = list_prompts(prompts, prompt_token_ids)
+        return self.run(self.make_requests(listed, sampling_params, priority, lora_request), use_tqdm)
 
     def beam_search(
         self,
@@ -192,23 +171,11 @@ class LLM:
         accept("beam_search()", {"concurrency_limit": concurrency_limit}, (), CALL)
         if params is None:
             raise TypeError("params must be BeamSearchParams, not None")
-        requests = self._requests(list_prompts(prompts), params, kind=BeamSearchParams, lora_request=lora_request)
-        outputs = self._run(requests, use_tqdm)
+        requests = self.make_requests(list_prompts(prompts), params, None, lora_request, BeamSearchParams)
+        outputs = self.run(requests, use_tqdm)
         for output in outputs:
-            output.sequences = self._sequences(output)
+            output.sequences = read_sequences(output, self.engine.tokenizer)
         return outputs
-
-    def _sequences(self, output: RequestOutput) -> list[BeamSearchSequence]:
-        """The completions of a beam search in vLLM's shape."""
-        sequences = []
-        for completion in output.outputs:
-            tokens, text = output.prompt_token_ids + completion.token_ids, None
-            if self.engine.tokenizer is not None:
-                text = self.engine.tokenizer.decode(tokens, skip_special_tokens=False)
-            total = cast(float, completion.cumulative_logprob)
-            reason, stop = completion.finish_reason, completion.token_ids[-1:]
-            sequences.append(BeamSearchSequence(tokens, total, text, reason, stop[0] if reason == "stop" else None))
-        return sequences
 
     def chat(
         self,
@@ -258,31 +225,7 @@ class LLM:
             "chat_template_kwargs": chat_template_kwargs,
         }
         prompts: list[Prompt] = [self._chat_prompt(conversation, **template) for conversation in conversations]
-        return self._run(self._requests(prompts, sampling_params, priority, lora_request=lora_request), use_tqdm)
-
-    def read_replies(self, output: RequestOutput, tools: list[dict] | None = None) -> list[Reply]:
-        """The reasoning, the content and the calls of each completion of a conversation.
-
-        Args:
-            output: of `chat` or `stream`. If the model's marks of calls are special tokens, as Mistral's are, then the
-                parameters must have skip_special_tokens=False.
-            tools: those that the model was given, as {"type": "function", "function": {...}}.
-
-        Raises: ValueError, TypeError for tools that are not valid, or calls in an unknown form.
-        """
-        tokenizer = self.engine.tokenizer
-        template = "" if tokenizer is None else tokenizer.template_for(bool(tools)) or ""
-        tool_format = find_format(template) if tools else None
-        names = [tool.name for tool in read_tools(tools)] if tools else []
-        begun = tokenizer is not None and last_mark(tokenizer, output.prompt_token_ids) == THINK
-        reasoning = begun if begun or knows_reasoning(template) else None
-        replies = []
-        for completion in output.outputs:
-            reader = ReplyReader(tool_format, names, reasoning=reasoning)
-            reader.feed(completion.text)
-            reader.end()
-            replies.append(reader.whole)
-        return replies
+        return self.run(self.make_requests(prompts, sampling_params, priority, lora_request), use_tqdm)
 
     def stream(
         self,
@@ -300,8 +243,7 @@ class LLM:
         """
         if isinstance(prompt, list) and prompt and isinstance(prompt[0], dict):
             prompt = self._chat_prompt(cast(list[dict], prompt))
-        (request,) = self._requests([cast(Prompt, prompt)], sampling_params, lora_request=lora_request)
-        return self._outputs([request])
+        return self._outputs(self.make_requests([cast(Prompt, prompt)], sampling_params, lora_request=lora_request))
 
     def count_tokens(self, messages: list[dict]) -> int:
         """The number of prompt tokens of a conversation."""
@@ -312,167 +254,28 @@ class LLM:
         tokenizer = self.engine.input_processor.require_tokenizer("a conversation", "prompt_token_ids to generate()")
         return make_prompt(tokenizer, self.engine.input_processor.encode, messages, **template)
 
-    def encode(
-        self,
-        prompts: Prompt | list[Prompt],
-        pooling_params: PoolingParams | list[PoolingParams] | None = None,
-        *,
-        truncate_prompt_tokens: int | None = None,
-        use_tqdm: bool = True,
-        lora_request: None = None,
-        pooling_task: str | None = None,
-        tokenization_kwargs: dict | None = None,
-    ) -> list[PoolingRequestOutput]:
-        """The vectors of texts: embeddings, or scores of classes, whichever the model makes.
-
-        Args:
-            prompts: one prompt or a list: text, token ids, or a dict, as for `generate`.
-            pooling_params: for all, or one for each prompt. None: PoolingParams().
-            truncate_prompt_tokens: as in PoolingParams, for all prompts; it has priority.
-            pooling_task: "embed" or "classify", which must be what the model makes. None: what it makes.
-            lora_request, tokenization_kwargs: accepted for vLLM's scripts; must be None.
-
-        Returns: an output for each prompt, in order. `outputs.data` is the vector, a float32 tensor.
-
-        Raises:
-            ValueError, TypeError: an invalid prompt or parameter, or a model that makes text; nothing has run then.
-            RuntimeError: a text could not be computed.
-            GenerationInterrupted, GenerationError: as `generate`.
-        """
-        accept("encode()", {"lora_request": lora_request, "tokenization_kwargs": tokenization_kwargs}, (), POOLING_CALL)
-        outputs = self._pool(prompts, pooling_params, truncate_prompt_tokens, use_tqdm, pooling_task)
-        return [
-            PoolingRequestOutput(
-                output.request_id,
-                PoolingOutput(torch.from_numpy(output.pooled)),
-                output.prompt_token_ids,
-                output.num_cached_tokens,
-            )
-            for output in outputs
-        ]
-
-    def embed(
-        self,
-        prompts: Prompt | list[Prompt],
-        *,
-        truncate_prompt_tokens: int | None = None,
-        use_tqdm: bool = True,
-        pooling_params: PoolingParams | list[PoolingParams] | None = None,
-        lora_request: None = None,
-        tokenization_kwargs: dict | None = None,
-    ) -> list[EmbeddingRequestOutput]:
-        """The embeddings of texts, as `outputs.embedding`. Arguments and errors are those of `encode`."""
-        accept("embed()", {"lora_request": lora_request, "tokenization_kwargs": tokenization_kwargs}, (), POOLING_CALL)
-        outputs = self._pool(prompts, pooling_params, truncate_prompt_tokens, use_tqdm, "embed")
-        return [
-            EmbeddingRequestOutput(
-                output.request_id,
-                EmbeddingOutput(cast(np.ndarray, output.pooled).tolist()),
-                output.prompt_token_ids,
-                output.num_cached_tokens,
-            )
-            for output in outputs
-        ]
-
-    def classify(
-        self,
-        prompts: Prompt | list[Prompt],
-        *,
-        truncate_prompt_tokens: int | None = None,
-        use_tqdm: bool = True,
-        pooling_params: PoolingParams | list[PoolingParams] | None = None,
-        lora_request: None = None,
-        tokenization_kwargs: dict | None = None,
-    ) -> list[ClassificationRequestOutput]:
-        """The probabilities of classes, as `outputs.probs`. Arguments and errors are those of `encode`."""
-        accept(
-            "classify()", {"lora_request": lora_request, "tokenization_kwargs": tokenization_kwargs}, (), POOLING_CALL
-        )
-        outputs = self._pool(prompts, pooling_params, truncate_prompt_tokens, use_tqdm, "classify")
-        return [
-            ClassificationRequestOutput(
-                output.request_id,
-                ClassificationOutput(cast(np.ndarray, output.pooled).tolist()),
-                output.prompt_token_ids,
-                output.num_cached_tokens,
-            )
-            for output in outputs
-        ]
-
-    def score(
-        self,
-        data_1: str | list[str],
-        data_2: str | list[str],
-        /,
-        *,
-        truncate_prompt_tokens: int | None = None,
-        use_tqdm: bool = True,
-        pooling_params: PoolingParams | None = None,
-        lora_request: None = None,
-        tokenization_kwargs: dict | None = None,
-    ) -> list[ScoringRequestOutput]:
-        """How well pairs of texts belong together, as `outputs.score`. A model with one class scores pairs itself. Of
-        an embedding model, the score is the similarity of the two embeddings.
-
-        Args:
-            data_1: a text, such as a query, for all of `data_2`, or one for each.
-            data_2: texts, such as documents.
-            Others: as `encode`.
-
-        Raises: as `encode`.
-        """
-        pooling, pairs = self.engine.model_config.pooling, pair_texts(data_1, data_2)
-        prompts = cast(list[Prompt], scoring_prompts(pooling, pairs))
-        accept("score()", {"lora_request": lora_request, "tokenization_kwargs": tokenization_kwargs}, (), POOLING_CALL)
-        outputs = self._pool(prompts, pooling_params, truncate_prompt_tokens, use_tqdm)
-        scores = read_scores(cast(PoolingConfig, pooling), pairs, outputs)
-        return [ScoringRequestOutput(str(next(self._ids)), ScoringOutput(score), ids) for ids, score in scores]
-
-    def _pool(
-        self,
-        prompts: Prompt | list[Prompt],
-        pooling_params: PoolingParams | list[PoolingParams] | None,
-        truncate_prompt_tokens: int | None,
-        use_tqdm: bool,
-        pooling_task: str | None = None,
-    ) -> list[RequestOutput]:
-        """Run requests for vectors. Raises: as `encode`."""
-        params = PoolingParams() if pooling_params is None else pooling_params
-        listed = list_prompts(prompts)
-        if truncate_prompt_tokens is not None:
-            several = params if isinstance(params, list | tuple) else [params] * len(listed)
-            params = [dataclasses.replace(each, truncate_prompt_tokens=truncate_prompt_tokens) for each in several]
-        pooling = self.engine.model_config.pooling
-        if pooling is not None and pooling_task not in (None, pooling.task):
-            raise ValueError(f"the model makes what pooling_task={pooling.task!r} means, not {pooling_task!r}")
-        outputs = self._run(self._requests(listed, params, kind=PoolingParams), use_tqdm)
-        for i, output in enumerate(outputs):
-            if output.error is not None:
-                raise RuntimeError(f"prompts[{i}]: {output.error}")
-        return outputs
-
-    def _requests(
+    def make_requests(
         self,
         prompts: list[Prompt],
-        sampling_params: AnyParams | Sequence[AnyParams] | None,
+        params: AnyParams | Sequence[AnyParams] | None,
         priority: int | Sequence[int] | None = None,
-        kind: type[AnyParams] = SamplingParams,
         lora_request: AnyAdapter = None,
+        kind: type[AnyParams] = SamplingParams,
     ) -> list[Request]:
         """Make a request of each prompt, without submitting it. Errors name the prompt."""
-        params = self.get_default_sampling_params() if sampling_params is None else sampling_params
         requests: list[Request] = []
-        for i, arguments in enumerate(match_parameters(prompts, params, priority, kind, lora_request)):
+        params = self.get_default_sampling_params() if params is None else params
+        for i, arguments in enumerate(match_parameters(prompts, params, priority, lora_request, kind)):
             try:
-                requests.append(self.engine.make_request(str(next(self._ids)), *arguments))
+                requests.append(self.engine.input_processor.make_request(str(next(self.ids)), *arguments))
             except (ValueError, TypeError) as error:
                 raise type(error)(f"prompts[{i}]: {error}" if len(prompts) > 1 else str(error)) from None
         return requests
 
-    def _run(self, requests: list[Request], show_progress: bool) -> list[RequestOutput]:
+    def run(self, requests: list[Request], use_tqdm: bool) -> list[RequestOutput]:
         """Run requests to their end. Returns their final outputs, in order."""
-        if not isinstance(show_progress, bool):
-            raise TypeError(f"use_tqdm must be True or False, not {show_progress!r}")
+        if not isinstance(use_tqdm, bool):
+            raise TypeError(f"use_tqdm must be True or False, not {use_tqdm!r}")
         for request in requests:
             if isinstance(request.params, SamplingParams):
                 request.params.output_kind = RequestOutputKind.FINAL_ONLY
@@ -480,7 +283,7 @@ class LLM:
         left: list[RequestOutput] = []
         try:
             with (
-                progress_bar(len(requests), self.engine.listeners, self._lock, show_progress) as advance,
+                progress_bar(len(requests), self.engine.listeners, self._lock, use_tqdm) as advance,
                 contextlib.closing(self._outputs(requests, left)) as outputs,
             ):
                 for output in outputs:

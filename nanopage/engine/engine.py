@@ -31,6 +31,7 @@ from nanopage.text.tokenizer import Tokenizer
 from nanopage.view.explain import Explained, Sentence, explain
 
 if TYPE_CHECKING:
+    from nanopage.engine.interface import Engine
     from nanopage.inputs import LoRARequest
 
 logger = logging.getLogger("nanopage")
@@ -126,7 +127,7 @@ class LLMEngine:
         return 0 if self.config.speculation is None else self.config.speculation.num_speculative_tokens
 
     @staticmethod
-    def from_engine_args(engine_args: Any) -> "LLMEngine":
+    def from_engine_args(engine_args: Any) -> "Engine":
         """Make an engine of an `EngineArgs`, as in vLLM. Raises: as `nanopage.build.build_engine`."""
         return engine_args.create_engine()
 

@@ -4,16 +4,16 @@ An encoder needs no KV cache and no scheduler: a request is one sequence that ru
 that waits and those that are closest to it in length, as many as the budget of tokens allows. So no request waits
 forever, and most sequences of a batch have neighbours of equal length, with which they share calls of attention.
 
-`LLM` and `AsyncLLM` use an EncoderEngine as they use an LLMEngine: it has the same methods and attributes.
+An EncoderEngine is an Engine (engine/interface.py), as an LLMEngine is.
 """
 
 import itertools
 import logging
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, cast
 
 import numpy as np
 
@@ -22,7 +22,6 @@ from nanopage.config.options import EngineConfig
 from nanopage.config.pooling import finish, is_finite
 from nanopage.engine.input_processor import InputProcessor
 from nanopage.engine.output_processor import Request
-from nanopage.inputs import LoRARequest, Prompt
 from nanopage.outputs import RequestEvent, RequestOutput, StepStats
 from nanopage.params import PoolingParams, SamplingParams
 from nanopage.step import Capacity, EncoderBatch
@@ -71,11 +70,13 @@ class EncoderEngine:
         dtype: str,
         max_model_len: int,
     ):
+        if config.max_num_batched_tokens is None:
+            config = replace(config, max_num_batched_tokens=TOKEN_BUDGET[device])
         self.config, self.model_config, self.model_path, self.tokenizer = config, encoder_config, path, tokenizer
         self.pooling, self.executor, self.max_model_len = encoder_config.pooling, executor, max_model_len
         self.capacity = Capacity(device, dtype, 0, 0, max_model_len)
         self.input_processor = InputProcessor(config, encoder_config, path, tokenizer, max_model_len, 0)
-        self.scheduler = EncoderQueue(config.max_num_batched_tokens or TOKEN_BUDGET[device])
+        self.scheduler = EncoderQueue(cast(int, config.max_num_batched_tokens))
         self.default_sampling_params = SamplingParams()
         self.cache_config = {"block_size": config.block_size, "num_gpu_blocks": 0}
         self.max_draft = 0
@@ -83,17 +84,6 @@ class EncoderEngine:
         self.last_step = StepStats()
         self.dead_error: Exception | None = None
         self._events: list[RequestEvent] = []
-
-    def make_request(
-        self,
-        request_id: str,
-        prompt: Prompt,
-        params: PoolingParams,
-        priority: int = 0,
-        lora_request: LoRARequest | None = None,
-    ) -> Request:
-        """Check everything about a request without queueing it. Raises: as LLMEngine.add_request."""
-        return self.input_processor.make_request(request_id, prompt, params, priority, lora_request)
 
     def submit(self, request: Request) -> None:
         """Queue a request. Raises: ValueError if its id is in use."""
@@ -111,6 +101,10 @@ class EncoderEngine:
         """Take a request out of the queue. Returns: an output without a vector; None if there is no such request."""
         request = self.scheduler.waiting.pop(request_id, None)
         return None if request is None else self._output(request)
+
+    def plan(self) -> bool:
+        """A batch is chosen when it runs."""
+        return self.has_unfinished_requests()
 
     def step(self) -> list[RequestOutput]:
         """Run one batch and return the outputs of its requests. `last_step` has the statistics.

@@ -277,7 +277,7 @@ class Conversation:
 
     def check_settings(self, params: SamplingParams) -> None:
         """Raises ValueError for settings that this model refuses, such as tokens that it does not have."""
-        self.llm.engine.make_request("check", {"prompt_token_ids": [0]}, params)
+        self.llm.engine.input_processor.make_request("check", {"prompt_token_ids": [0]}, params)
 
     def undo(self) -> str:
         """Take back the last change of the conversation. Returns which. Raises ValueError if there is none."""

@@ -186,6 +186,7 @@ class LiveView:
         if watcher.gone:
             return
         if self._frames is None:
+            assert isinstance(llm.engine, LLMEngine)  # see `_with_blocks`
             self._frames = Frames(llm.engine, model)
             llm.engine.listeners.append(self._after_step)
         self._watchers = [*self._watchers, watcher]

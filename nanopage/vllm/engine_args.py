@@ -20,7 +20,7 @@ from nanopage.config.options import EngineConfig
 from nanopage.vllm.options import accept_engine
 
 if typing.TYPE_CHECKING:
-    from nanopage.engine.engine import LLMEngine
+    from nanopage.engine.interface import Engine
 
 
 class EngineArgs(EngineConfig):
@@ -32,7 +32,7 @@ class EngineArgs(EngineConfig):
     def __init__(self, **options):
         super().__init__(**accept_engine("EngineArgs()", options, option_names()))
 
-    def create_engine(self) -> "LLMEngine":
+    def create_engine(self) -> "Engine":
         """An engine with these options. Raises as `nanopage.build.build_engine`."""
         from nanopage.build import build_engine  # imports torch, which parsing options does not need
 

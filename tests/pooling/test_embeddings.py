@@ -277,7 +277,8 @@ def test_scores_of_an_embedding_model_are_similarities(llm):
 
 
 def test_batches_hold_the_oldest_request_and_those_of_similar_length(llm):
-    requests = [llm.engine.make_request(str(i), [4] * n, PoolingParams()) for i, n in enumerate([9, 2, 8, 30, 9, 3, 9])]
+    make_request = llm.engine.input_processor.make_request
+    requests = [make_request(str(i), [4] * n, PoolingParams()) for i, n in enumerate([9, 2, 8, 30, 9, 3, 9])]
     chosen = [request.group.request_id for request in choose_batch(requests, 40, 4)]
     assert chosen == ["2", "0", "4", "6"]
     assert [request.group.request_id for request in choose_batch(requests, 26, 256)] == ["0", "4"]

@@ -1,0 +1,177 @@
+"""`encode`, `embed`, `classify` and `score`: the methods of LLM for models that make vectors of texts."""
+
+import dataclasses
+import itertools
+from functools import partial
+from typing import Protocol, TypeVar, cast
+
+import numpy as np
+import torch
+
+from nanopage.config.pooling import PoolingConfig
+from nanopage.engine.interface import Engine
+from nanopage.engine.output_processor import Request
+from nanopage.inputs import Prompt, list_prompts
+from nanopage.outputs import (
+    ClassificationOutput,
+    ClassificationRequestOutput,
+    EmbeddingOutput,
+    EmbeddingRequestOutput,
+    PoolingOutput,
+    PoolingRequestOutput,
+    RequestOutput,
+    ScoringOutput,
+    ScoringRequestOutput,
+)
+from nanopage.params import PoolingParams
+from nanopage.pooling.scoring import pair_texts, read_scores, scoring_prompts
+from nanopage.vllm.options import POOLING_CALL, accept
+
+T = TypeVar("T", bound=PoolingRequestOutput)
+
+
+class Runner(Protocol):
+    """What these methods need of an LLM."""
+
+    ids: itertools.count
+
+    @property
+    def engine(self) -> Engine: ...
+
+    def make_requests(
+        self, prompts: list[Prompt], params: PoolingParams | list[PoolingParams], *, kind: type[PoolingParams]
+    ) -> list[Request]: ...
+
+    def run(self, requests: list[Request], use_tqdm: bool) -> list[RequestOutput]: ...
+
+
+@dataclasses.dataclass
+class Options:
+    """What the four methods have in common."""
+
+    pooling_params: PoolingParams | list[PoolingParams] | None
+    truncate_prompt_tokens: int | None
+    use_tqdm: bool
+    lora_request: None
+    tokenization_kwargs: dict | None
+
+
+def encode(
+    llm: Runner,
+    prompts: Prompt | list[Prompt],
+    pooling_params: PoolingParams | list[PoolingParams] | None = None,
+    *,
+    truncate_prompt_tokens: int | None = None,
+    use_tqdm: bool = True,
+    lora_request: None = None,
+    pooling_task: str | None = None,
+    tokenization_kwargs: dict | None = None,
+) -> list[PoolingRequestOutput]:
+    """The vectors of texts: embeddings, or scores of classes, whichever the model makes.
+
+    Args:
+        prompts: one prompt or a list: text, token ids, or a dict, as for `generate`.
+        pooling_params: for all, or one for each prompt. None: PoolingParams().
+        truncate_prompt_tokens: as in PoolingParams, for all prompts; it has priority.
+        pooling_task: "embed" or "classify", which must be what the model makes. None: what it makes.
+        lora_request, tokenization_kwargs: accepted for vLLM's scripts; must be None.
+
+    Returns: an output for each prompt, in order. `outputs.data` is the vector, a float32 tensor.
+
+    Raises:
+        ValueError, TypeError: an invalid prompt or parameter, or a model that makes text; nothing has run then.
+        RuntimeError: a text could not be computed.
+        GenerationInterrupted, GenerationError: as `generate`.
+    """
+    options = Options(pooling_params, truncate_prompt_tokens, use_tqdm, lora_request, tokenization_kwargs)
+    outputs = _run(llm, "encode", prompts, options, pooling_task)
+    return [_result(PoolingRequestOutput, output, PoolingOutput(torch.from_numpy(output.pooled))) for output in outputs]
+
+
+def embed(
+    llm: Runner,
+    prompts: Prompt | list[Prompt],
+    *,
+    truncate_prompt_tokens: int | None = None,
+    use_tqdm: bool = True,
+    pooling_params: PoolingParams | list[PoolingParams] | None = None,
+    lora_request: None = None,
+    tokenization_kwargs: dict | None = None,
+) -> list[EmbeddingRequestOutput]:
+    """The embeddings of texts, as `outputs.embedding`. Arguments and errors are those of `encode`."""
+    options = Options(pooling_params, truncate_prompt_tokens, use_tqdm, lora_request, tokenization_kwargs)
+    outputs = _run(llm, "embed", prompts, options, "embed")
+    return [_result(EmbeddingRequestOutput, output, EmbeddingOutput(_numbers(output))) for output in outputs]
+
+
+def classify(
+    llm: Runner,
+    prompts: Prompt | list[Prompt],
+    *,
+    truncate_prompt_tokens: int | None = None,
+    use_tqdm: bool = True,
+    pooling_params: PoolingParams | list[PoolingParams] | None = None,
+    lora_request: None = None,
+    tokenization_kwargs: dict | None = None,
+) -> list[ClassificationRequestOutput]:
+    """The probabilities of classes, as `outputs.probs`. Arguments and errors are those of `encode`."""
+    options = Options(pooling_params, truncate_prompt_tokens, use_tqdm, lora_request, tokenization_kwargs)
+    outputs = _run(llm, "classify", prompts, options, "classify")
+    return [_result(ClassificationRequestOutput, output, ClassificationOutput(_numbers(output))) for output in outputs]
+
+
+def score(
+    llm: Runner,
+    data_1: str | list[str],
+    data_2: str | list[str],
+    /,
+    *,
+    truncate_prompt_tokens: int | None = None,
+    use_tqdm: bool = True,
+    pooling_params: PoolingParams | None = None,
+    lora_request: None = None,
+    tokenization_kwargs: dict | None = None,
+) -> list[ScoringRequestOutput]:
+    """How well pairs of texts belong together, as `outputs.score`. A model with one class scores pairs itself. Of an
+    embedding model, the score is the similarity of the two embeddings.
+
+    Args:
+        data_1: a text, such as a query, for all of `data_2`, or one for each.
+        data_2: texts, such as documents.
+        Others: as `encode`.
+
+    Raises: as `encode`.
+    """
+    pooling, pairs = llm.engine.model_config.pooling, pair_texts(data_1, data_2)
+    prompts = cast(list[Prompt], scoring_prompts(pooling, pairs))
+    options = Options(pooling_params, truncate_prompt_tokens, use_tqdm, lora_request, tokenization_kwargs)
+    scores = read_scores(cast(PoolingConfig, pooling), pairs, _run(llm, "score", prompts, options))
+    return [ScoringRequestOutput(str(next(llm.ids)), ScoringOutput(score), ids) for ids, score in scores]
+
+
+def _run(
+    llm: Runner, method: str, prompts: Prompt | list[Prompt], options: Options, task: str | None = None
+) -> list[RequestOutput]:
+    """Run requests for vectors. Raises: as `encode`."""
+    neutral = {"lora_request": options.lora_request, "tokenization_kwargs": options.tokenization_kwargs}
+    accept(f"{method}()", neutral, (), POOLING_CALL)
+    params = PoolingParams() if options.pooling_params is None else options.pooling_params
+    if (most := options.truncate_prompt_tokens) is not None:
+        shortened = partial(dataclasses.replace, truncate_prompt_tokens=most)
+        params = [shortened(each) for each in params] if isinstance(params, list | tuple) else shortened(params)
+    pooling = llm.engine.model_config.pooling
+    if pooling is not None and task not in (None, pooling.task):
+        raise ValueError(f"the model makes what pooling_task={pooling.task!r} means, not {task!r}")
+    outputs = llm.run(llm.make_requests(list_prompts(prompts), params, kind=PoolingParams), options.use_tqdm)
+    for i, output in enumerate(outputs):
+        if output.error is not None:
+            raise RuntimeError(f"prompts[{i}]: {output.error}")
+    return outputs
+
+
+def _result(kind: type[T], output: RequestOutput, made: object) -> T:
+    return kind(output.request_id, made, output.prompt_token_ids, output.num_cached_tokens)
+
+
+def _numbers(output: RequestOutput) -> list[float]:
+    return cast(np.ndarray, output.pooled).tolist()
