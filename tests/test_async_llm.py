@@ -12,7 +12,8 @@ import weakref
 import pytest
 
 from nanopage import LLM, AsyncLLM, BeamSearchParams, EngineArgs, SamplingParams
-from nanopage.async_llm import EngineDeadError, RequestStream
+from nanopage.async_llm import EngineDeadError
+from nanopage.engine.engine_thread import Inbox
 
 OPTIONS = {"dtype": "float64", "device": "cpu", "max_model_len": 128, "num_gpu_blocks_override": 64, "block_size": 8}
 GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
@@ -29,15 +30,15 @@ def running(model, **options):
         asyncio.run(at_rest(llm))
         manager = llm.engine.scheduler.block_manager
         assert manager.num_free_blocks == manager.num_blocks
-        assert not llm._streams
+        assert not llm.engine_thread.inboxes
     finally:
         llm.shutdown()
-        assert not llm._thread.is_alive()
+        assert not llm.engine_thread.thread.is_alive()
 
 
 async def at_rest(llm) -> None:
     """Wait until the engine has nothing to do."""
-    while llm._mail or not llm._idle:
+    while llm.engine_thread.mail or not llm.engine_thread.idle:
         await asyncio.sleep(0.001)
 
 
@@ -181,10 +182,10 @@ def test_cancelling_aborts_in_every_state(model, state):
             assert [output.outputs[0].text for output in outputs] == alone[: len(others)]
             assert (await final(llm, "one", LONG, "victim")).outputs[0].text == alone[0]  # the id is free again
 
-        at, steps, post, abort = {}, [], llm._post, llm.engine.abort  # at: the number of steps by then
+        at, steps, post, abort = {}, [], llm.engine_thread.post, llm.engine.abort  # at: the number of steps by then
 
         def watched_post(message):
-            if isinstance(message, RequestStream):
+            if isinstance(message, Inbox):
                 at["cancel"] = len(steps)
             post(message)
 
@@ -192,7 +193,7 @@ def test_cancelling_aborts_in_every_state(model, state):
             at["abort"] = len(steps)
             return abort(request_id)
 
-        llm._post, llm.engine.abort = watched_post, watched_abort
+        llm.engine_thread.post, llm.engine.abort = watched_post, watched_abort
         llm.engine.listeners.append(steps.append)
         asyncio.run(crowd())
 
@@ -205,7 +206,7 @@ def test_leaving_the_loop_aborts(llm):
             break
         await outputs.aclose()
         await at_rest(llm)
-        assert llm._metrics.ended["abort"] == 1 and llm._metrics.ended["length"] == 0
+        assert llm.engine_thread.metrics.ended["abort"] == 1 and llm.engine_thread.metrics.ended["length"] == 0
 
     asyncio.run(leave())
 
@@ -309,7 +310,7 @@ def test_requests_of_a_loop_that_was_closed_are_aborted(llm):
 
     asyncio.run(begin())
     asyncio.run(at_rest(llm))
-    assert "a" not in llm._streams
+    assert "a" not in llm.engine_thread.inboxes
 
 
 def test_a_request_that_makes_every_step_fail_ends_with_an_error_and_the_others_go_on(llm):
@@ -349,7 +350,7 @@ def test_what_fails_for_a_request_outside_a_step_fails_that_request_alone(llm, m
 
         monkeypatch.setattr(owner, name, failing)
 
-    engine, metrics = llm.engine, llm._metrics
+    engine, metrics = llm.engine, llm.engine_thread.metrics
     owner, name = {
         "submit": (engine, "submit"),
         "half a submit": (engine.scheduler, "add"),
@@ -396,9 +397,9 @@ def test_when_the_engine_dies_every_reader_is_told_and_new_requests_are_refused(
 
     assert llm.is_running and not llm.errored and llm.dead_error is None
     asyncio.run(crowd())
-    assert llm.errored and not llm.is_running and not llm._streams
+    assert llm.errored and not llm.is_running and not llm.engine_thread.inboxes
     llm.shutdown()
-    assert not llm._thread.is_alive()
+    assert not llm.engine_thread.thread.is_alive()
 
 
 def test_a_step_that_raises_once_loses_nothing(llm):
@@ -434,14 +435,14 @@ def test_an_idle_engine_takes_no_steps_and_no_cpu_time(llm):
     llm.engine.listeners.append(steps.append)
     time.sleep(0.3)
     assert not steps and usage(llm) == (switches, cpu)
-    assert llm.seconds_without_progress == 0
+    assert llm.engine_thread.seconds_without_progress == 0
 
 
 @pytest.mark.parametrize("used", ["not", "once", "while it is paused", "by a reader"])
 def test_dropped_without_a_shutdown_it_ends(model, llm, used):
     """Another engine, beside it, goes on."""
     dropped = AsyncLLM.from_engine_args(EngineArgs(model=str(model), **OPTIONS))
-    thread, engine = dropped._thread, weakref.ref(dropped.engine)
+    thread, engine = dropped.engine_thread.thread, weakref.ref(dropped.engine)
 
     async def use():
         nonlocal dropped
@@ -457,7 +458,7 @@ def test_dropped_without_a_shutdown_it_ends(model, llm, used):
         output = asyncio.run(use())
         assert output.outputs[0].text == asyncio.run(final(llm, "the cat", GREEDY, "a")).outputs[0].text
     if used == "while it is paused":
-        dropped.pause(lambda: None)
+        dropped.engine_thread.pause(lambda: None)
         asyncio.run(dropped.add_request("a", "the cat", GREEDY))
     dropped = None
     deadline = time.monotonic() + 30
@@ -472,9 +473,9 @@ def test_dropped_without_a_shutdown_it_ends(model, llm, used):
 
 def usage(llm) -> tuple[str, str]:
     """How often the engine's thread has waited, and its CPU time, as Linux counts them."""
-    with open(f"/proc/self/task/{llm._thread.native_id}/status") as file:
+    with open(f"/proc/self/task/{llm.engine_thread.thread.native_id}/status") as file:
         switches = next(line for line in file if line.startswith("voluntary"))
-    with open(f"/proc/self/task/{llm._thread.native_id}/stat") as file:
+    with open(f"/proc/self/task/{llm.engine_thread.thread.native_id}/stat") as file:
         return switches, file.read().split()[13]
 
 
@@ -483,7 +484,7 @@ def test_a_step_that_hangs_is_seen(llm):
 
     async def hang():
         task = asyncio.create_task(final(llm, "the cat", GREEDY, "a"))
-        while llm.seconds_without_progress < 0.05:
+        while llm.engine_thread.seconds_without_progress < 0.05:
             await asyncio.sleep(0.01)
         may_go_on.set()
         await task
@@ -497,13 +498,14 @@ def test_a_step_that_hangs_is_seen_after_a_pause_that_ended_at_once(llm):
     async def hang():
         task = asyncio.create_task(final(llm, "the cat", GREEDY, "a"))
         await asyncio.to_thread(in_step.wait, 20)
-        llm.pause(lambda: (in_step.clear(), may_go_on.clear(), llm.resume()))  # before the engine's thread can wait
+        thread = llm.engine_thread
+        thread.pause(lambda: (in_step.clear(), may_go_on.clear(), thread.resume()))  # before the thread can wait
         may_go_on.set()
         while may_go_on.is_set():
             await asyncio.sleep(0.001)
         assert await asyncio.to_thread(in_step.wait, 20)
         try:
-            assert not llm._idle
+            assert not llm.engine_thread.idle
         finally:
             may_go_on.set()
         await task

@@ -10,7 +10,7 @@ first token of the last prompt 7 % later, and first tokens on average 20 % earli
 from 1.2 to 0.32 seconds. The number of output tokens per second hardly changes (medians of nine runs in turn).
 """
 
-from nanopage.engine.scheduler import Scheduler
+from nanopage.engine.interface import Queues
 from nanopage.outputs import StepStats
 
 SECONDS = {"cpu": 0.3, "cuda": 0.05}  # the longest that a step should take
@@ -26,7 +26,7 @@ class TokenBudget:
         seconds: the longest that a step should take.
     """
 
-    def __init__(self, scheduler: Scheduler, seconds: float):
+    def __init__(self, scheduler: Queues, seconds: float):
         self.scheduler, self.seconds, self.most = scheduler, seconds, scheduler.max_num_batched_tokens
         self.prompt_tokens = START  # that a step may have
         self._set(0)

@@ -453,7 +453,7 @@ class Server(uvicorn.Server):
 
     def _begin_draining(self) -> None:
         if self.state.view is not None and self.state.llm is not None:
-            self.state.llm.resume()  # so that paused requests can end
+            self.state.llm.engine_thread.resume()  # so that paused requests can end
         self._draining = asyncio.ensure_future(self._drain())
 
     async def _drain(self) -> None:

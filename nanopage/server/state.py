@@ -83,7 +83,7 @@ class ServerState:
     def check_health(self) -> None:
         """Raises: ApiError if the server cannot answer requests."""
         llm = self.require()
-        if llm.seconds_without_progress > self.stall_seconds:
+        if llm.engine_thread.seconds_without_progress > self.stall_seconds:
             raise ApiError(503, f"no step has ended for {self.stall_seconds:g} s", code="stalled", retry_after=30)
 
     def model_name(self, name: str | None) -> str:
@@ -102,10 +102,10 @@ class ServerState:
         """
         if len(sizes) > self.max_queue:
             raise ApiError(400, f"{len(sizes)} prompts are more than --max-queue {self.max_queue}", param="prompt")
-        waiting = llm.num_waiting + self.num_entering
-        tokens = llm.num_waiting_tokens + self.num_entering_tokens
+        waiting = llm.engine_thread.num_waiting + self.num_entering
+        tokens = llm.engine_thread.num_waiting_tokens + self.num_entering_tokens
         if waiting + len(sizes) > self.max_queue or (waiting and tokens + sum(sizes) > self.max_queue_tokens):
-            seconds = max(1, min(MAX_RETRY_AFTER, round(llm.seconds_per_request * waiting)))
+            seconds = max(1, min(MAX_RETRY_AFTER, round(llm.engine_thread.seconds_per_request * waiting)))
             raise ApiError(429, f"{waiting} requests are waiting already", code="queue_full", retry_after=seconds)
         self.num_entering += len(sizes)
         self.num_entering_tokens += sum(sizes)

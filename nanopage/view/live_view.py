@@ -142,12 +142,12 @@ class LiveView:
         if not self.num_watching:
             raise ApiError(409, "nobody watches: open /view first", code="nobody_watches")
         if action == "pause":
-            llm.pause(partial(self._send, lambda frames: frames.plan()))
+            llm.engine_thread.pause(partial(self._send, lambda frames: frames.plan()))
         elif action == "resume":
             self._resume(llm)
         elif action == "step":
-            llm.allow_steps(steps)
-        if llm.paused:
+            llm.engine_thread.allow_steps(steps)
+        if llm.engine_thread.paused:
             self._renew(llm)
         if action != "renew":
             self._tell(llm)
@@ -158,7 +158,7 @@ class LiveView:
         self._lease = asyncio.get_running_loop().call_later(LEASE_SECONDS, self._lapse, llm)
 
     def _lapse(self, llm: AsyncLLM) -> None:
-        if llm.paused:
+        if llm.engine_thread.paused:
             logger.info(f"no page has renewed the pause for {LEASE_SECONDS:g} s: the engine goes on")
         self._resume(llm)
         self._tell(llm)
@@ -167,12 +167,12 @@ class LiveView:
         if self._lease is not None:
             self._lease.cancel()
             self._lease = None
-        llm.resume()
+        llm.engine_thread.resume()
 
     def _tell(self, llm: AsyncLLM) -> None:
         """Tell all watchers whether the engine is paused."""
         for watcher in self._watchers:
-            watcher.put(_encode({"frame": "state", "paused": llm.paused}))
+            watcher.put(_encode({"frame": "state", "paused": llm.engine_thread.paused}))
 
     async def _leave(self, llm: AsyncLLM) -> None:
         try:
@@ -190,7 +190,7 @@ class LiveView:
             self._frames = Frames(llm.engine, model)
             llm.engine.listeners.append(self._after_step)
         self._watchers = [*self._watchers, watcher]
-        key = _encode(self._frames.key() | {"paused": llm.paused})
+        key = _encode(self._frames.key() | {"paused": llm.engine_thread.paused})
         for each in self._watchers:  # the later frames go on from this one
             each.put(key)
 
@@ -246,7 +246,7 @@ def add_view(app: FastAPI, view: LiveView, require: Callable[[], AsyncLLM], mode
             raise ApiError(415, "the content type must be application/json", code="unsupported_media_type")
         llm = _with_blocks(require())
         view.control(llm, body.action, body.steps)
-        return json_response({"paused": llm.paused})
+        return json_response({"paused": llm.engine_thread.paused})
 
     @app.get("/view/runs/{name}", include_in_schema=False)
     async def run(name: str) -> Response:

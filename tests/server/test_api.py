@@ -15,6 +15,7 @@ from opentelemetry.trace import SpanKind
 from server_process import OPTIONS
 
 from nanopage import AsyncLLM, EngineArgs, SamplingParams
+from nanopage.engine.engine_thread import EngineThread
 from nanopage.grammar.tool_definitions import ToolChoice
 from nanopage.grammar.tool_formats import MISTRAL
 from nanopage.grammar.tool_reply import ReplyReader
@@ -40,7 +41,8 @@ def state(llm):
     state = ServerState(["tiny", "alias"], llm=llm)
     yield state
     asyncio.run(at_rest(llm))
-    assert state.num_active == state.num_entering == llm.num_waiting == llm.num_waiting_tokens == 0
+    thread = llm.engine_thread
+    assert state.num_active == state.num_entering == thread.num_waiting == thread.num_waiting_tokens == 0
     manager = llm.engine.scheduler.block_manager
     assert manager.num_free_blocks == manager.num_blocks
 
@@ -51,7 +53,7 @@ def app(state):
 
 
 async def at_rest(llm) -> None:
-    while llm._mail or not llm._idle:
+    while llm.engine_thread.mail or not llm.engine_thread.idle:
         await asyncio.sleep(0.001)
 
 
@@ -998,7 +1000,7 @@ def group_of(llm, predicate):
 @pytest.mark.parametrize("moment", ["at once", "prefilling", "decoding", "late"])
 def test_a_client_that_goes_away_aborts_its_request_and_no_other(llm, state, app, monkeypatch, stream, moment):
     long = {"ignore_eos": True, "temperature": 0, "max_tokens": 100}
-    before = dict(llm._metrics.ended)
+    before = dict(llm.engine_thread.metrics.ended)
 
     reached, gone = threading.Event(), threading.Event()
 
@@ -1030,7 +1032,7 @@ def test_a_client_that_goes_away_aborts_its_request_and_no_other(llm, state, app
     monkeypatch.setattr(llm.engine, "listeners", [*llm.engine.listeners, wait_at_the_moment])
     assert len(asyncio.run(crowd()).json["choices"][0]["text"]) > 0
     asyncio.run(at_rest(llm))
-    after = llm._metrics.ended
+    after = llm.engine_thread.metrics.ended
     assert after["length"] == before["length"] + 1
     assert state.num_disconnects == 1
     assert after["abort"] - before["abort"] in ((0, 2) if moment == "at once" else (2,))
@@ -1090,7 +1092,7 @@ def test_a_draining_server_refuses(state, app):
 
 def test_a_hung_step_is_not_healthy(state, app, monkeypatch):
     assert get(app, "/health").status == 200
-    monkeypatch.setattr(AsyncLLM, "seconds_without_progress", 1000)
+    monkeypatch.setattr(EngineThread, "seconds_without_progress", 1000)
     assert get(app, "/health").error["code"] == "stalled"
 
 

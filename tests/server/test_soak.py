@@ -17,7 +17,7 @@ import psutil
 import uvicorn
 
 from nanopage import LLM, AsyncLLM, EngineArgs, SamplingParams
-from nanopage.async_llm import RequestStream
+from nanopage.engine.engine_thread import Inbox
 from nanopage.engine.invariants import check_blocks
 from nanopage.server.app import create_app
 from nanopage.server.state import ServerState
@@ -57,10 +57,10 @@ class Watched:
         self.lags, self.steps_to_abort, self.num_steps = [], [], 0
         self._posted: dict[str, int] = {}
         self.llm.engine.listeners.append(self._count_step)
-        post, abort = self.llm._post, self.llm.engine.abort
+        post, abort = self.llm.engine_thread.post, self.llm.engine.abort
 
         def watched_post(message):
-            if isinstance(message, RequestStream):
+            if isinstance(message, Inbox):
                 self._posted[message.request_id] = self.num_steps
             post(message)
 
@@ -68,7 +68,7 @@ class Watched:
             self.steps_to_abort.append(self.num_steps - self._posted.pop(request_id))
             return abort(request_id)
 
-        self.llm._post, self.llm.engine.abort = watched_post, watched_abort
+        self.llm.engine_thread.post, self.llm.engine.abort = watched_post, watched_abort
         config = uvicorn.Config(create_app(self.state), port=0, log_level="warning", backlog=2048)
         self.server = uvicorn.Server(config)
         self.thread = threading.Thread(target=lambda: asyncio.run(self._serve()))
@@ -126,13 +126,14 @@ def test_a_crowd_of_streaming_clients(model, caplog):
             time.sleep(min(1, SECONDS / 10))
         result = json.loads(client.stdout.read())
         deadline = time.monotonic() + 30
-        while (watched.state.num_active or watched.llm._streams) and time.monotonic() < deadline:
+        while (watched.state.num_active or watched.llm.engine_thread.inboxes) and time.monotonic() < deadline:
             time.sleep(0.01)
         manager = watched.llm.engine.scheduler.block_manager
         check_blocks(manager)
         assert manager.num_free_blocks == manager.num_blocks
         assert watched.state.num_active == watched.state.num_entering == 0
-        assert watched.llm.num_waiting == watched.llm.num_waiting_tokens == 0 and not watched.llm._streams
+        thread = watched.llm.engine_thread
+        assert thread.num_waiting == thread.num_waiting_tokens == 0 and not thread.inboxes
         assert result["num_wrong"] == 0, result["wrong"]
         assert result["complete"] > 20 and result["cut"] > 20
         assert watched.steps_to_abort and max(watched.steps_to_abort) <= 2
