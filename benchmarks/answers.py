@@ -40,7 +40,7 @@ def ask(llm: LLM, asked: list[tuple[str, SamplingParams]]) -> list[RequestOutput
     guards = [LoopGuard() for _ in asked]
     for number, (question, params) in enumerate(asked):
         prompt = render_chat(tokenizer, [{"role": "user", "content": question}], None)
-        ids = engine.input_processor.encode(prompt, add_special_tokens=False)
+        ids = engine.input_processor.prompts.encode(prompt, add_special_tokens=False)
         engine.add_request(str(number), {"prompt_token_ids": ids}, params)
     while engine.has_unfinished_requests():
         for output in engine.step():

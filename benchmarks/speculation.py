@@ -97,12 +97,12 @@ def run(decodes: list[Decodes], prompts: list[str], params: SamplingParams) -> l
 
 def token_ids(engine: LLMEngine, prompts: list[str]) -> list[list[int]]:
     """The prompts through the chat template, if there is one."""
-    processor = engine.input_processor
-    tokenizer = processor.require_tokenizer("this benchmark", "a model with a tokenizer")
+    reader = engine.input_processor.prompts
+    tokenizer = reader.require_tokenizer("this benchmark", "a model with a tokenizer")
     texts = prompts
     if tokenizer.chat_template:
         texts = [tokenizer.render_chat([{"role": "user", "content": prompt}]) for prompt in prompts]
-    return [processor.encode(text, add_special_tokens=not tokenizer.chat_template) for text in texts]
+    return [reader.encode(text, add_special_tokens=not tokenizer.chat_template) for text in texts]
 
 
 def measure(

@@ -35,7 +35,7 @@ ENDLESS = {
 
 def compile_all(engine: LLMEngine, files: Iterable[Path], results: dict[str, Any]) -> dict[Path, Any]:
     """Compile each schema and fill `results["schemas"]`. Returns those that compiled."""
-    tokenizer = engine.input_processor.require_tokenizer("this benchmark", "a model with a tokenizer")
+    tokenizer = engine.input_processor.prompts.require_tokenizer("this benchmark", "a model with a tokenizer")
     grammars = Grammars(tokenizer, engine.model_config.vocab_size, engine.model_config.eos_token_ids)
     grammars.compile(StructuredOutputsParams(json_object=True))  # makes the vocabulary
     seconds, compiled = [], {}
@@ -108,7 +108,7 @@ def generate_all(engine: LLMEngine, schemas: dict[Path, Any], max_tokens: int, r
 
 def time_masks(engine: LLMEngine, schema: dict, text: str) -> float:
     """Seconds for each mask of a text that follows a schema: the median."""
-    tokenizer = engine.input_processor.require_tokenizer("this benchmark", "a model with a tokenizer")
+    tokenizer = engine.input_processor.prompts.require_tokenizer("this benchmark", "a model with a tokenizer")
     grammar = engine.input_processor.compile_grammar(StructuredOutputsParams(json=schema))
     seconds, token_ids = [], tokenizer.encode(text, add_special_tokens=False)
     for _ in range(5):

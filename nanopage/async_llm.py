@@ -102,7 +102,7 @@ class AsyncLLM:
         `delta` what is new in it. Cancelling, or leaving the loop and closing the iterator, aborts the request.
 
         Args:
-            prompt: text, token ids, or a dict (see `Prompt` in input_processor.py).
+            prompt: text, token ids, or a dict (see `Prompt` in inputs.py).
             sampling_params: None uses `LLMEngine.default_sampling_params`.
             request_id: any non-empty string that no unfinished request has.
             priority: lower goes first, with scheduling_policy="priority".

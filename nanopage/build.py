@@ -6,6 +6,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from nanopage.adapters.requests import Adapters
 from nanopage.config.encoder import EncoderConfig, read_encoder
 from nanopage.config.model import ModelConfig
 from nanopage.config.options import EngineConfig
@@ -19,9 +20,11 @@ from nanopage.engine.interface import Engine
 from nanopage.files import hub
 from nanopage.files.model_files import exists
 from nanopage.grammar.replies import read_replies
+from nanopage.grammar.structured import Grammars
 from nanopage.pooling.encoder_engine import EncoderEngine
 from nanopage.pooling.encoder_worker import EncoderWorker
 from nanopage.pooling.offline import classify, embed, encode, score
+from nanopage.pooling.requests import PoolingRequests
 from nanopage.speculation.draft_model import ModelDrafter
 from nanopage.speculation.drafts import Drafter
 from nanopage.speculation.lookup import NgramDrafter
@@ -78,7 +81,15 @@ def build_engine(config: EngineConfig, on_progress: Callable[[int, int], None] |
     make_drafter: Callable[[Capacity], Drafter] | None = None
     if config.speculation is not None:
         make_drafter = _choose_drafter(config, config.speculation, model_config, tokenizer, on_progress)
-    return LLMEngine(config, model_config, path, tokenizer, executor, make_drafter)
+    engine = LLMEngine(config, model_config, path, tokenizer, executor, make_drafter)
+    processor = engine.input_processor
+    if tokenizer is not None:
+        processor.grammars = Grammars(tokenizer, model_config.vocab_size, model_config.eos_token_ids)
+    if config.enable_lora:
+        processor.adapters = Adapters(config, model_config)
+    if pooling is not None:
+        processor.pooling = PoolingRequests(processor, pooling)
+    return engine
 
 
 def _start_actors(config: EngineConfig, scratch: str) -> tuple[list[Link], str]:
@@ -116,8 +127,8 @@ def _build_encoder(
         max_model_len = config.max_model_len
     tokenizer = Tokenizer(path, encoder_config.vocab_size)
     worker = EncoderWorker(config, encoder_config, path, on_progress)
-    device, dtype = worker.device.type, str(worker.dtype).removeprefix("torch.")
-    return EncoderEngine(config, encoder_config, path, tokenizer, worker, device, dtype, max_model_len)
+    capacity = Capacity(worker.device.type, str(worker.dtype).removeprefix("torch."), 0, 0, max_model_len)
+    return EncoderEngine(config, encoder_config, path, tokenizer, worker, capacity)
 
 
 def _choose_drafter(

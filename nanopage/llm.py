@@ -22,7 +22,6 @@ from nanopage.engine.output_processor import Request
 from nanopage.inputs import AnyAdapter, AnyParams, LoRARequest, Prompt, list_prompts, match_parameters
 from nanopage.outputs import GenerationError, GenerationInterrupted, RequestOutput
 from nanopage.params import BeamSearchParams, RequestOutputKind, SamplingParams
-from nanopage.text.tokenizer import Tokenizer
 from nanopage.text.tool_prompt import make_prompt
 from nanopage.vllm.beam_search import read_sequences
 from nanopage.vllm.engine_args import option_names
@@ -80,7 +79,7 @@ class LLM:
         """vLLM's name for `engine`."""
         return self.engine
 
-    def get_tokenizer(self) -> Tokenizer | None:
+    def get_tokenizer(self):
         """The model's tokenizer; None if it has none, which only load_format="dummy" allows."""
         return self.engine.tokenizer
 
@@ -251,8 +250,9 @@ class LLM:
 
     def _chat_prompt(self, messages: list[dict], **template: Any) -> dict:
         """The prompt of a conversation. `template`: further arguments of `Tokenizer.render_chat`."""
-        tokenizer = self.engine.input_processor.require_tokenizer("a conversation", "prompt_token_ids to generate()")
-        return make_prompt(tokenizer, self.engine.input_processor.encode, messages, **template)
+        reader = self.engine.input_processor.prompts
+        tokenizer = reader.require_tokenizer("a conversation", "prompt_token_ids to generate()")
+        return make_prompt(tokenizer, reader.encode, messages, **template)
 
     def make_requests(
         self,

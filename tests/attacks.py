@@ -316,7 +316,7 @@ def attack(kind: str, path: Path) -> str:
             engine.add_request("a", TEXT, params)
         else:
             prompt = {"prompt": TEXT, "text_pair": TEXT} if pooling.scores else TEXT
-            engine.submit(engine.make_request("a", prompt, PoolingParams()))
+            engine.submit(engine.input_processor.make_request("a", prompt, PoolingParams()))
         loaded = False
         outputs = []
         while engine.has_unfinished_requests():

@@ -598,7 +598,7 @@ def check_queues(scheduler) -> None:
 
 
 def run_alone(oracle: LLMEngine, prompt: dict, params: SamplingParams, max_model_len: int) -> RequestOutput:
-    request = oracle.make_request("alone", prompt, params)
+    request = oracle.input_processor.make_request("alone", prompt, params)
     (seq,) = request.group.seqs
     seq.max_total_tokens = min(seq.max_total_tokens, max_model_len)
     oracle.submit(request)

@@ -16,17 +16,11 @@ class Adapters:
         self.config, self.model_config = config, model_config
         self._checked: dict[int, LoRARequest] = {}  # by lora_int_id
 
-    def check(self, request: LoRARequest | None) -> Adapter | None:
+    def check(self, request: LoRARequest) -> Adapter:
         """The adapter of a request. Its files are read only the first time.
 
-        Raises: TypeError, ValueError naming what is wrong with it. A ValueError if there is no such file, too.
+        Raises: ValueError naming what is wrong with it, also if there is no such file.
         """
-        if request is None:
-            return None
-        if not isinstance(request, LoRARequest):
-            raise TypeError(f"lora_request must be a LoRARequest or None, not {request!r}")
-        if not self.config.enable_lora:
-            raise ValueError("lora_request needs enable_lora=True")
         known = self._checked.get(request.lora_int_id)
         try:
             path = Path(request.lora_path).expanduser().absolute()
@@ -46,10 +40,7 @@ class Adapters:
         return Adapter(request.lora_int_id, str(path))
 
     def salt(self, adapter: Adapter | None, salt: str) -> str:
-        """What keeps cached prefixes apart: of requests with different adapters, or none, and different salts. Without
-        enable_lora, the salt itself."""
-        if not self.config.enable_lora:
-            return salt
+        """What keeps cached prefixes apart: of requests with different adapters, or none, and different salts."""
         return f"{0 if adapter is None else adapter.adapter_id} {salt}"
 
     def forget(self, adapter_id: int) -> None:

@@ -154,23 +154,10 @@ class LLMEngine:
                 outside the vocabulary, more completions than could ever run, text without a tokenizer, an adapter that
                 does not fit the model. The message names the argument. Nothing is queued.
         """
-        self.submit(self.make_request(request_id, prompt, params, priority, lora_request))
-
-    def make_request(
-        self,
-        request_id: str,
-        prompt: Prompt,
-        params: SamplingParams | BeamSearchParams | PoolingParams | None = None,
-        priority: int = 0,
-        lora_request: "LoRARequest | None" = None,
-    ) -> Request:
-        """Check everything about a request without queueing it. Raises as `add_request`."""
-        if isinstance(request_id, str):
-            self._check_id(request_id)
-        return self.input_processor.make_request(request_id, prompt, params, priority, lora_request)
+        self.submit(self.input_processor.make_request(request_id, prompt, params, priority, lora_request))
 
     def submit(self, request: Request) -> None:
-        """Queue a request of `make_request`.
+        """Queue a request of `input_processor.make_request`.
 
         Raises: ValueError if its id has come into use since; WorkerDiedError if no step can run any more.
         """

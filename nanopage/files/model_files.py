@@ -132,6 +132,15 @@ def rust_errors(place: str) -> Iterator[None]:
         raise ValueError(f"{place}: {escaped(str(error)[:300])}") from error
 
 
+def find_surrogate(text: str) -> int:
+    """The place of the first lone surrogate, which cannot be encoded; -1 if there is none."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        return error.start
+    return -1
+
+
 def shown(value: object) -> str:
     """A value for an error message: its repr, shortened."""
     short = reprlib.Repr()

@@ -24,6 +24,7 @@ from nanopage.engine.input_processor import InputProcessor
 from nanopage.engine.output_processor import Request
 from nanopage.outputs import RequestEvent, RequestOutput, StepStats
 from nanopage.params import PoolingParams, SamplingParams
+from nanopage.pooling.requests import PoolingRequests
 from nanopage.step import Capacity, EncoderBatch
 from nanopage.text.tokenizer import Tokenizer
 
@@ -53,10 +54,7 @@ class EncoderQueue:
 class EncoderEngine:
     """Runs requests with PoolingParams on an encoder. `nanopage.build.build_engine` makes an engine from options.
 
-    Args:
-        device: the type of the executor's device.
-        dtype: what it computes in.
-        max_model_len: most tokens of a text.
+    Args: capacity: what the executor computes on and in, and the most tokens of a text.
     """
 
     def __init__(
@@ -66,16 +64,15 @@ class EncoderEngine:
         path: Path,
         tokenizer: Tokenizer,
         executor: EncoderExecutor,
-        device: str,
-        dtype: str,
-        max_model_len: int,
+        capacity: Capacity,
     ):
         if config.max_num_batched_tokens is None:
-            config = replace(config, max_num_batched_tokens=TOKEN_BUDGET[device])
+            config = replace(config, max_num_batched_tokens=TOKEN_BUDGET[capacity.device])
         self.config, self.model_config, self.model_path, self.tokenizer = config, encoder_config, path, tokenizer
-        self.pooling, self.executor, self.max_model_len = encoder_config.pooling, executor, max_model_len
-        self.capacity = Capacity(device, dtype, 0, 0, max_model_len)
-        self.input_processor = InputProcessor(config, encoder_config, path, tokenizer, max_model_len, 0)
+        self.pooling, self.executor, self.capacity = encoder_config.pooling, executor, capacity
+        self.max_model_len = capacity.max_model_len
+        self.input_processor = InputProcessor(config, encoder_config, path, tokenizer, self.max_model_len, 0)
+        self.input_processor.pooling = PoolingRequests(self.input_processor, encoder_config.pooling)
         self.scheduler = EncoderQueue(cast(int, config.max_num_batched_tokens))
         self.default_sampling_params = SamplingParams()
         self.cache_config = {"block_size": config.block_size, "num_gpu_blocks": 0}

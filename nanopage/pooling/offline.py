@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 from functools import partial
-from typing import Protocol, TypeVar, cast
+from typing import Protocol, TypedDict, TypeVar, Unpack, cast
 
 import numpy as np
 import torch
@@ -28,6 +28,7 @@ from nanopage.pooling.scoring import pair_texts, read_scores, scoring_prompts
 from nanopage.vllm.options import POOLING_CALL, accept
 
 T = TypeVar("T", bound=PoolingRequestOutput)
+AnyPoolingParams = PoolingParams | list[PoolingParams] | None
 
 
 class Runner(Protocol):
@@ -45,11 +46,9 @@ class Runner(Protocol):
     def run(self, requests: list[Request], use_tqdm: bool) -> list[RequestOutput]: ...
 
 
-@dataclasses.dataclass
-class Options:
-    """What the four methods have in common."""
+class Options(TypedDict, total=False):
+    """What all four methods take, too; `encode` says what it is."""
 
-    pooling_params: PoolingParams | list[PoolingParams] | None
     truncate_prompt_tokens: int | None
     use_tqdm: bool
     lora_request: None
@@ -59,13 +58,10 @@ class Options:
 def encode(
     llm: Runner,
     prompts: Prompt | list[Prompt],
-    pooling_params: PoolingParams | list[PoolingParams] | None = None,
+    pooling_params: AnyPoolingParams = None,
     *,
-    truncate_prompt_tokens: int | None = None,
-    use_tqdm: bool = True,
-    lora_request: None = None,
     pooling_task: str | None = None,
-    tokenization_kwargs: dict | None = None,
+    **options: Unpack[Options],
 ) -> list[PoolingRequestOutput]:
     """The vectors of texts: embeddings, or scores of classes, whichever the model makes.
 
@@ -83,8 +79,7 @@ def encode(
         RuntimeError: a text could not be computed.
         GenerationInterrupted, GenerationError: as `generate`.
     """
-    options = Options(pooling_params, truncate_prompt_tokens, use_tqdm, lora_request, tokenization_kwargs)
-    outputs = _run(llm, "encode", prompts, options, pooling_task)
+    outputs = _run(llm, "encode", prompts, pooling_params, options, pooling_task)
     return [_result(PoolingRequestOutput, output, PoolingOutput(torch.from_numpy(output.pooled))) for output in outputs]
 
 
@@ -92,15 +87,11 @@ def embed(
     llm: Runner,
     prompts: Prompt | list[Prompt],
     *,
-    truncate_prompt_tokens: int | None = None,
-    use_tqdm: bool = True,
-    pooling_params: PoolingParams | list[PoolingParams] | None = None,
-    lora_request: None = None,
-    tokenization_kwargs: dict | None = None,
+    pooling_params: AnyPoolingParams = None,
+    **options: Unpack[Options],
 ) -> list[EmbeddingRequestOutput]:
     """The embeddings of texts, as `outputs.embedding`. Arguments and errors are those of `encode`."""
-    options = Options(pooling_params, truncate_prompt_tokens, use_tqdm, lora_request, tokenization_kwargs)
-    outputs = _run(llm, "embed", prompts, options, "embed")
+    outputs = _run(llm, "embed", prompts, pooling_params, options, "embed")
     return [_result(EmbeddingRequestOutput, output, EmbeddingOutput(_numbers(output))) for output in outputs]
 
 
@@ -108,15 +99,11 @@ def classify(
     llm: Runner,
     prompts: Prompt | list[Prompt],
     *,
-    truncate_prompt_tokens: int | None = None,
-    use_tqdm: bool = True,
-    pooling_params: PoolingParams | list[PoolingParams] | None = None,
-    lora_request: None = None,
-    tokenization_kwargs: dict | None = None,
+    pooling_params: AnyPoolingParams = None,
+    **options: Unpack[Options],
 ) -> list[ClassificationRequestOutput]:
     """The probabilities of classes, as `outputs.probs`. Arguments and errors are those of `encode`."""
-    options = Options(pooling_params, truncate_prompt_tokens, use_tqdm, lora_request, tokenization_kwargs)
-    outputs = _run(llm, "classify", prompts, options, "classify")
+    outputs = _run(llm, "classify", prompts, pooling_params, options, "classify")
     return [_result(ClassificationRequestOutput, output, ClassificationOutput(_numbers(output))) for output in outputs]
 
 
@@ -126,11 +113,8 @@ def score(
     data_2: str | list[str],
     /,
     *,
-    truncate_prompt_tokens: int | None = None,
-    use_tqdm: bool = True,
     pooling_params: PoolingParams | None = None,
-    lora_request: None = None,
-    tokenization_kwargs: dict | None = None,
+    **options: Unpack[Options],
 ) -> list[ScoringRequestOutput]:
     """How well pairs of texts belong together, as `outputs.score`. A model with one class scores pairs itself. Of an
     embedding model, the score is the similarity of the two embeddings.
@@ -144,25 +128,28 @@ def score(
     """
     pooling, pairs = llm.engine.model_config.pooling, pair_texts(data_1, data_2)
     prompts = cast(list[Prompt], scoring_prompts(pooling, pairs))
-    options = Options(pooling_params, truncate_prompt_tokens, use_tqdm, lora_request, tokenization_kwargs)
-    scores = read_scores(cast(PoolingConfig, pooling), pairs, _run(llm, "score", prompts, options))
+    scores = read_scores(cast(PoolingConfig, pooling), pairs, _run(llm, "score", prompts, pooling_params, options))
     return [ScoringRequestOutput(str(next(llm.ids)), ScoringOutput(score), ids) for ids, score in scores]
 
 
 def _run(
-    llm: Runner, method: str, prompts: Prompt | list[Prompt], options: Options, task: str | None = None
+    llm: Runner,
+    method: str,
+    prompts: Prompt | list[Prompt],
+    params: AnyPoolingParams,
+    options: Options,
+    task: str | None = None,
 ) -> list[RequestOutput]:
     """Run requests for vectors. Raises: as `encode`."""
-    neutral = {"lora_request": options.lora_request, "tokenization_kwargs": options.tokenization_kwargs}
-    accept(f"{method}()", neutral, (), POOLING_CALL)
-    params = PoolingParams() if options.pooling_params is None else options.pooling_params
-    if (most := options.truncate_prompt_tokens) is not None:
+    given = accept(f"{method}()", {**options}, Options.__annotations__, POOLING_CALL)
+    params = PoolingParams() if params is None else params
+    if (most := given.get("truncate_prompt_tokens")) is not None:
         shortened = partial(dataclasses.replace, truncate_prompt_tokens=most)
         params = [shortened(each) for each in params] if isinstance(params, list | tuple) else shortened(params)
     pooling = llm.engine.model_config.pooling
     if pooling is not None and task not in (None, pooling.task):
         raise ValueError(f"the model makes what pooling_task={pooling.task!r} means, not {task!r}")
-    outputs = llm.run(llm.make_requests(list_prompts(prompts), params, kind=PoolingParams), options.use_tqdm)
+    outputs = llm.run(llm.make_requests(list_prompts(prompts), params, kind=PoolingParams), given.get("use_tqdm", True))
     for i, output in enumerate(outputs):
         if output.error is not None:
             raise RuntimeError(f"prompts[{i}]: {output.error}")

@@ -6,6 +6,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict
 
 from nanopage.async_llm import AsyncLLM
+from nanopage.engine.input_processor import Adapters
 from nanopage.inputs import LoRARequest
 from nanopage.server.errors import ApiError
 
@@ -47,7 +48,7 @@ class ServedAdapters:
         except RuntimeError as error:  # ~ of a user that does not exist
             raise ValueError(f"lora_path={path[:MAX_NAME]!r}: {error}") from None
         request = LoRARequest(name, number, str(directory))
-        llm.engine.input_processor.adapters.check(request)
+        _adapters(llm).check(request)
         return request
 
     async def load(self, llm: AsyncLLM, model_names: list[str], body: LoadBody) -> str:
@@ -67,7 +68,7 @@ class ServedAdapters:
         try:
             self._check_free(model_names, body.lora_name)  # another call may have taken it meanwhile
         except ApiError:
-            llm.engine.input_processor.adapters.forget(request.lora_int_id)
+            _adapters(llm).forget(request.lora_int_id)
             raise
         self.requests[body.lora_name] = request
         return f"Success: LoRA adapter '{body.lora_name}' added successfully."
@@ -78,12 +79,19 @@ class ServedAdapters:
         if request is None or body.lora_int_id not in (None, request.lora_int_id):
             raise ApiError(404, f"there is no adapter {body.lora_name[:MAX_NAME]!r}", param="lora_name")
         del self.requests[body.lora_name]
-        llm.engine.input_processor.adapters.forget(request.lora_int_id)
+        _adapters(llm).forget(request.lora_int_id)
         return f"Success: LoRA adapter '{body.lora_name}' removed successfully."
 
     def _check_free(self, model_names: list[str], name: str) -> None:
         if name in self.requests or name in model_names:
             raise ApiError(400, f"the name {name!r} is in use", param="lora_name")
+
+
+def _adapters(llm: AsyncLLM) -> Adapters:
+    """The engine's. Raises: ValueError if it has none."""
+    if (adapters := llm.engine.input_processor.adapters) is None:
+        raise ValueError("lora_request needs enable_lora=True")
+    return adapters
 
 
 def parse_modules(values: list[str]) -> dict[str, str]:

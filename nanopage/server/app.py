@@ -16,7 +16,7 @@ from starlette.types import ASGIApp
 
 import nanopage
 from nanopage.async_llm import AsyncLLM, EngineDeadError
-from nanopage.engine.input_processor import PromptTooLongError
+from nanopage.engine.prompts import PromptTooLongError
 from nanopage.params import SamplingParams
 from nanopage.server.adapters import LoadBody, UnloadBody
 from nanopage.server.chat import Chat
@@ -184,7 +184,8 @@ def create_routes(state: ServerState) -> FastAPI:
         ids = await llm.in_thread(_tokenize, llm, body, state.tool_options)
         reply = {"count": len(ids), "max_model_len": llm.engine.max_model_len, "tokens": ids}
         if body.return_token_strs:
-            tokenizer = llm.engine.input_processor.require_tokenizer("return_token_strs", "a model with a tokenizer")
+            reader = llm.engine.input_processor.prompts
+            tokenizer = reader.require_tokenizer("return_token_strs", "a model with a tokenizer")
             reply["token_strs"] = [tokenizer.backend.id_to_token(token_id) for token_id in ids]
         return json_response(reply, headers=_ignored_header(ignored))
 
@@ -349,7 +350,7 @@ def _tokenize(llm: AsyncLLM, body: TokenizeBody, options: ToolOptions) -> list[i
         tools = read_tool_use(llm, body, options).offered
         return chat_prompt(llm, body, tools)["prompt_token_ids"]
     try:
-        return llm.engine.input_processor.encode(body.prompt or "", body.add_special_tokens is not False)
+        return llm.engine.input_processor.prompts.encode(body.prompt or "", body.add_special_tokens is not False)
     except PromptTooLongError as error:
         raise too_long(llm, error, "prompt") from None
     except (ValueError, TypeError) as error:

@@ -6,8 +6,8 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from nanopage.async_llm import AsyncLLM
-from nanopage.engine.input_processor import PromptTooLongError
-from nanopage.inputs import LoRARequest
+from nanopage.engine.prompts import PromptTooLongError
+from nanopage.inputs import LoRARequest, list_prompts
 from nanopage.outputs import CompletionOutput, Logprob, RequestOutput
 from nanopage.params import SamplingParams
 from nanopage.server.choices import changes, usage
@@ -101,19 +101,19 @@ class Completions:
 
     def _prompt(self, prompt: str | list[int]) -> dict:
         """A prompt as the engine takes it, with its tokens."""
-        processor = self.llm.engine.input_processor
+        reader = self.llm.engine.input_processor.prompts
         if isinstance(prompt, list):
             if self.body.suffix is not None:
                 raise ApiError(400, "suffix needs prompts of text", param="suffix")
             if self.body.echo:  # its text is returned
-                tokenizer = processor.require_tokenizer("echo", "echo=false")
+                tokenizer = reader.require_tokenizer("echo", "echo=false")
                 return {"prompt": tokenizer.decode(prompt, skip_special_tokens=False), "prompt_token_ids": prompt}
             return {"prompt_token_ids": prompt}
         text = prompt if self.body.suffix is None else self._with_gap(prompt, self.body.suffix)
-        return {"prompt": prompt, "prompt_token_ids": processor.encode(text, self.body.add_special_tokens)}
+        return {"prompt": prompt, "prompt_token_ids": reader.encode(text, self.body.add_special_tokens)}
 
     def _with_gap(self, prompt: str, suffix: str) -> str:
-        tokenizer = self.llm.engine.input_processor.require_tokenizer("suffix", "a prompt of token ids")
+        tokenizer = self.llm.engine.input_processor.prompts.require_tokenizer("suffix", "a prompt of token ids")
         for before, after, gap in FILL_IN_THE_MIDDLE:
             if tokenizer.backend.token_to_id(gap) is not None:
                 return before + prompt + after + suffix + gap
@@ -154,7 +154,7 @@ class Completions:
 
 def read_prompts(prompt: str | list, field: str = "prompt") -> list[str | list[int]]:
     """The prompts in a field of a body, each a text or token ids. Raises: ApiError."""
-    prompts: list = [prompt] if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)) else list(prompt)
+    prompts: list = list_prompts(prompt)
     if not prompts:
         raise ApiError(400, f"{field} is empty", param=field)
     if len(prompts) > MAX_PROMPTS:

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 from nanopage.async_llm import AsyncLLM, EngineDeadError, RequestStream
-from nanopage.engine.input_processor import PromptTooLongError
+from nanopage.engine.prompts import PromptTooLongError
 from nanopage.inputs import LoRARequest
 from nanopage.outputs import RequestOutput
 from nanopage.params import PoolingParams, SamplingParams

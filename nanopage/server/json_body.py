@@ -15,7 +15,7 @@ from fastapi import Request, Response
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 
-from nanopage.engine.input_processor import is_unicode
+from nanopage.files.model_files import find_surrogate
 from nanopage.server.errors import ApiError
 
 MAX_DEPTH = 64  # of arrays and objects
@@ -88,7 +88,7 @@ def _is_plain(value: Any) -> bool:
 def _find_fault(value: Any, place: str, depth: int = 0) -> tuple[str, str] | None:
     """(place, what is wrong there) of the first thing that is out of bounds."""
     if isinstance(value, str):
-        return None if is_unicode(value) else (place, "has a lone surrogate, which is not valid Unicode")
+        return None if find_surrogate(value) < 0 else (place, "has a lone surrogate, which is not valid Unicode")
     if isinstance(value, float):
         return None if math.isfinite(value) else (place, "is not a finite number")
     if isinstance(value, int):
@@ -102,7 +102,7 @@ def _find_fault(value: Any, place: str, depth: int = 0) -> tuple[str, str] | Non
             inner = f"{place}[{key}]"
         else:
             inner = f"{place}.{key[:50]}" if place else key[:50]
-            if not is_unicode(key):
+            if find_surrogate(key) >= 0:
                 return place, "has a field whose name has a lone surrogate, which is not valid Unicode"
         if (fault := _find_fault(item, inner, depth + 1)) is not None:
             return fault

@@ -4,7 +4,7 @@ import re
 from typing import Any
 
 from nanopage.async_llm import AsyncLLM
-from nanopage.engine.input_processor import PromptTooLongError
+from nanopage.engine.prompts import PromptTooLongError
 from nanopage.grammar.tool_definitions import Tool
 from nanopage.server.errors import ApiError, invalid
 from nanopage.server.generation import too_long
@@ -30,14 +30,14 @@ def chat_prompt(llm: AsyncLLM, body: ChatBody | TokenizeBody, tools: list[Tool])
             param="continue_final_message",
         )
     kwargs, _ = template_kwargs(llm, body)
-    processor = llm.engine.input_processor
+    reader = llm.engine.input_processor.prompts
     try:
-        tokenizer = processor.require_tokenizer("a conversation", "prompt_token_ids to /v1/completions")
+        tokenizer = reader.require_tokenizer("a conversation", "prompt_token_ids to /v1/completions")
         has_developer = "developer" in (tokenizer.template_for(bool(tools)) or "")
         messages = [_plain_message(message, has_developer) for message in body.messages or []]
         return make_prompt(
             tokenizer,
-            processor.encode,
+            reader.encode,
             messages,
             [tool.describe() for tool in tools] or None,
             add_generation_prompt=not body.continue_final_message and body.add_generation_prompt is not False,

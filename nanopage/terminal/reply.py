@@ -105,7 +105,7 @@ def encode(llm: LLM, prompt: str | list[dict], tools: list[dict] | None = None) 
 
     Args: tools: that the model may call.
     """
-    encode = llm.engine.input_processor.encode
+    encode = llm.engine.input_processor.prompts.encode
     if isinstance(prompt, str):
         return encode(prompt)
     return encode(render_chat(llm.get_tokenizer(), prompt, tools), add_special_tokens=False)

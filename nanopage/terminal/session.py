@@ -10,6 +10,7 @@ import tempfile
 from pathlib import Path
 
 from nanopage.config.model import read_json
+from nanopage.files.model_files import find_surrogate
 from nanopage.params import SamplingParams
 from nanopage.text.chat_template import normalize_messages
 
@@ -164,11 +165,8 @@ def _setting(name: str, value):
     if name == "logit_bias" and isinstance(value, dict):
         return {int(key) if str(key).lstrip("-").isdecimal() else key: bias for key, bias in value.items()}
     for text in value if isinstance(value, list) else [value]:
-        try:
-            if isinstance(text, str):
-                text.encode()
-        except UnicodeEncodeError as error:
-            raise ValueError(f"{name} has a lone surrogate, U+{ord(text[error.start]):04X}: it is no text") from None
+        if isinstance(text, str) and (at := find_surrogate(text)) >= 0:
+            raise ValueError(f"{name} has a lone surrogate, U+{ord(text[at]):04X}: it is no text")
     return value
 
 

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from nanopage import escaped
 from nanopage.files.limited_process import LimitedProcess, Limits
-from nanopage.files.model_files import shown
+from nanopage.files.model_files import find_surrogate, shown
 
 MAX_CHARACTERS = 8_000_000  # of a template's output. JSON writes a character as at most six bytes
 
@@ -223,12 +223,12 @@ def _check_json(value, name: str):
     """The value after a round trip through JSON, so that the rendering process gets plain JSON only."""
     try:
         text = json.dumps(value, ensure_ascii=False, allow_nan=False)
-        text.encode()
-        return json.loads(text)
-    except UnicodeEncodeError:
-        raise ValueError(f"{name} has a lone surrogate, which cannot be encoded") from None
+        plain = json.loads(text)
     except (TypeError, ValueError, RecursionError) as error:
         raise TypeError(f"{name} must be plain JSON: {error!s:.200}") from None
+    if find_surrogate(text) >= 0:
+        raise ValueError(f"{name} has a lone surrogate, which cannot be encoded")
+    return plain
 
 
 def _before_end_mark(text: str) -> str:
@@ -242,7 +242,5 @@ def _before_end_mark(text: str) -> str:
 def _check_text(text, name: str) -> None:
     if not isinstance(text, str):
         raise TypeError(f"{name} must be a string, not {shown(text)}")
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(f"{name} has a lone surrogate at character {error.start}, which cannot be encoded") from None
+    if (at := find_surrogate(text)) >= 0:
+        raise ValueError(f"{name} has a lone surrogate at character {at}, which cannot be encoded")

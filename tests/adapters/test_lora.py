@@ -422,7 +422,7 @@ def test_requests_and_options(llm, adapters, model):
 def test_files_that_vanish_after_the_check(llm, model, adapter, adapters):
     """Their requests end with an error, and no others."""
     gone = LoRARequest("gone", 60, str(adapter))
-    llm.engine.make_request("checked", "the", None, lora_request=gone)
+    llm.engine.input_processor.make_request("checked", "the", None, lora_request=gone)
     shutil.rmtree(adapter)
     outputs = llm.generate([[5, 6], [7, 8], [9]], GREEDY, lora_request=[gone, adapters[0], None], use_tqdm=False)
     assert str(adapter) in outputs[0].error

@@ -297,7 +297,7 @@ def test_any_valid_parameters_can_be_sent(tmp_path):
         frequency_penalty=half, logit_bias={3: half, 4: 1}, top_k=2**63 - 1, min_tokens=2**63 - 1, max_tokens=None,
         seed=-(2**63), allowed_token_ids=[3, 4], bad_words=["the cat"], stop_token_ids=[5],
     )  # fmt: skip
-    (seq,) = engine.make_request("a", [1, 2, 3], params).group.seqs
+    (seq,) = engine.input_processor.make_request("a", [1, 2, 3], params).group.seqs
     batch = Batch(new=[NewSequence(0, seq.token_ids, seq.num_prompt_tokens, seq.seed, seq.settings)])
     assert sent(batch) == batch
     assert seq.settings.top_k == engine.model_config.vocab_size, "all of them, as before"

@@ -272,7 +272,7 @@ def test_a_request_that_makes_every_step_fail_ends_with_an_error_and_the_others_
         watched = fail_for_bad(worker.launch, lambda batch, step: launched.append((in_batch(batch), step)))
         monkeypatch.setattr(worker, "launch", watched)
     monkeypatch.setattr(owner, name, fail_for_bad(getattr(owner, name), is_bad))
-    requests = {name: engine.make_request(name, prompt, GREEDY) for name, prompt in prompts.items()}
+    requests = {name: engine.input_processor.make_request(name, prompt, GREEDY) for name, prompt in prompts.items()}
     bad = requests["bad"]
     for request in requests.values():
         engine.submit(request)

@@ -167,7 +167,9 @@ def test_every_sampling_parameter_of_a_request_reaches_the_worker(engine):
         "dry_base": 1.5,
         "dry_allowed_length": 3,
     }
-    request = engine.make_request("a", "the", SamplingParams(**asked, bad_words=["zz"], stop_token_ids=[9], seed=11))
+    request = engine.input_processor.make_request(
+        "a", "the", SamplingParams(**asked, bad_words=["zz"], stop_token_ids=[9], seed=11)
+    )
     (seq,) = request.group.seqs
     settings = dataclasses.asdict(seq.settings)
     assert {name: settings.pop(name) for name in asked} == asked
@@ -177,5 +179,5 @@ def test_every_sampling_parameter_of_a_request_reaches_the_worker(engine):
     assert set(engine.tokenizer.encode('\n:"*')) <= set(settings.pop("dry_breaker_ids"))
     assert settings == {"pooling_type": None}
     assert seq.seed == 11
-    defaults = engine.make_request("b", "the", SamplingParams()).group.seqs[0].settings
+    defaults = engine.input_processor.make_request("b", "the", SamplingParams()).group.seqs[0].settings
     assert defaults == SamplingSettings(ending_token_ids=sorted(ends))

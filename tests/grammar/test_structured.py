@@ -303,7 +303,7 @@ def test_with_async_scheduling_only_constrained_requests_wait_for_their_tokens(m
 
 def test_masks_are_found_while_the_model_runs(model):
     engine, order = make_engine(model), []
-    request = engine.make_request("one", "the cat", ask(KINDS["json"][0]))
+    request = engine.input_processor.make_request("one", "the cat", ask(KINDS["json"][0]))
     mask = request.group.seqs[0].token_mask
     find, submit, add_masks = mask._find, engine.executor.submit, engine.executor.add_masks
     mask._find = lambda token_ids: order.append("found") or find(token_ids)
@@ -322,7 +322,7 @@ def test_an_interrupt_between_two_tokens_leaves_the_text_right(model, monkeypatc
     expected = complete(make_engine(model), ask(KINDS["json"][0])).outputs[0].text
     for interrupted in range(1, 6):
         engine = make_engine(model, distributed_executor_backend=backend)
-        request = engine.make_request("one", "the cat", ask(KINDS["json"][0]))
+        request = engine.input_processor.make_request("one", "the cat", ask(KINDS["json"][0]))
         mask, calls = request.group.seqs[0].token_mask, 0
         find = mask._find
 
@@ -565,7 +565,7 @@ ENDLESS = {
 @pytest.mark.parametrize("name", ENDLESS)
 def test_a_grammar_that_would_compile_for_minutes_is_ended_with_its_process(engine, monkeypatch, name):
     constraint, kind = ENDLESS[name]
-    process, before = engine.input_processor._grammars.process, peak_memory()
+    process, before = engine.input_processor.grammars.process, peak_memory()
     process.stop()
     monkeypatch.setattr(process.limits, "cpu_seconds", 0.5)
     with pytest.raises(ValueError, match=rf"^structured_outputs.{kind}: too complex to compile: it (took|needs) more"):
@@ -583,12 +583,12 @@ def peak_memory() -> int:
 
 def test_trying_out_a_grammar_takes_no_more_work_than_compiling_it(engine, monkeypatch):
     """The limits on the process do not make it slow: this takes it 10 MiB, and 0.03 s instead of 2."""
-    process = engine.input_processor._grammars.process
+    process = engine.input_processor.grammars.process
     process.stop()
     monkeypatch.setattr(process.limits, "cpu_seconds", 1.5)
     with pytest.raises(ValueError, match="fuel exhausted"):
         engine.add_request("a", "a", ask({"grammar": "start: T\nT: /.*a.{30}/ & /.*b.{31}/ & /.*c.{32}/"}))
-    engine.make_request("b", "a", ask({"json": {"type": "integer", "multipleOf": 1009}}))
+    engine.input_processor.make_request("b", "a", ask({"json": {"type": "integer", "multipleOf": 1009}}))
 
 
 def test_masks_of_a_hostile_grammar_are_bounded_together(engine, monkeypatch):
@@ -596,7 +596,7 @@ def test_masks_of_a_hostile_grammar_are_bounded_together(engine, monkeypatch):
     clock = itertools.count()
     monkeypatch.setattr(structured_module.time, "thread_time", lambda: next(clock) * 0.05)  # of which a mask takes one
     params = ask({"regex": "[a-z]{50}x"}, n=8, max_tokens=40)
-    request = engine.make_request("hostile", "a", params)
+    request = engine.input_processor.make_request("hostile", "a", params)
     engine.submit(request)
     assert "oo complex: finding the tokens that may come next has taken" in run(engine, {})["hostile"].error
     grammar = request.group.seqs[0].token_mask.grammar
@@ -736,7 +736,7 @@ def test_every_complete_text_validates_against_its_random_schema(model):
         bias = EAGER_TO_END | {engine.tokenizer.encode(character)[0]: 3.0 for character in '"}],'}
         params = ask(constraint, seed=number, max_tokens=150, temperature=1.5, logit_bias=bias)
         try:
-            engine.make_request("check", "a", params)
+            engine.input_processor.make_request("check", "a", params)
         except ValueError as error:
             assert "nsatisfiable" in str(error) or "no text satisfies" in str(error), error
             num_refused += 1

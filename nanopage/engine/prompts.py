@@ -1,0 +1,108 @@
+"""PromptReader: every form of prompt to token ids, for LLM and for the server."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from nanopage.files.model_files import find_surrogate, shown
+from nanopage.inputs import Prompt
+from nanopage.text.tokenizer import Tokenizer
+
+MAX_SALT = 1024  # characters
+
+
+class PromptTooLongError(ValueError):
+    """A prompt that leaves no room for output in max_model_len."""
+
+
+@dataclass(slots=True)
+class TokenizedPrompt:
+    """A prompt that has been read.
+
+    text: to return as `RequestOutput.prompt`; None for token ids alone.
+    reasoning: see `Prompt`.
+    """
+
+    text: str | None
+    token_ids: list[int]
+    cache_salt: str = ""
+    reasoning: bool | None = None
+
+
+class PromptReader:
+    """Reads prompts.
+
+    Args:
+        tokenizer: None if the model has none: prompts are then token ids, and text is refused.
+        path: the model's, for messages.
+        vocab_size: token ids are less.
+        max_model_len: the most tokens that a sequence may have.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None, path: Path, vocab_size: int, max_model_len: int):
+        self.tokenizer, self.path, self.vocab_size, self.max_model_len = tokenizer, path, vocab_size, max_model_len
+
+    def require_tokenizer(self, what: str, instead: str) -> Tokenizer:
+        """The tokenizer. Raises ValueError, saying `what` needs it and what to give `instead`, if there is none."""
+        if self.tokenizer is None:
+            raise ValueError(f"{what} needs a tokenizer, and {self.path} has no tokenizer.json: give {instead}")
+        return self.tokenizer
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """The tokens of a prompt.
+
+        Raises: ValueError if the model has no tokenizer, if the text holds a lone surrogate, which cannot be encoded,
+            or if it is longer than max_model_len tokens of the greatest length.
+        """
+        return self.check_text(text).encode(text, add_special_tokens)
+
+    def check_text(self, text: str, truncated: bool = False) -> Tokenizer:
+        """Raises: as `encode`; a text that is truncated may have any length. Returns the tokenizer."""
+        tokenizer = self.require_tokenizer("a prompt of text", "prompt_token_ids")
+        if not truncated and len(text) > max(1, tokenizer.max_chars_per_token) * self.max_model_len:
+            raise PromptTooLongError(
+                f"the prompt has {len(text):,} characters, more than max_model_len={self.max_model_len:,} tokens of "
+                f"at most {tokenizer.max_chars_per_token} characters each"
+            )
+        if (at := find_surrogate(text)) >= 0:
+            raise ValueError(
+                f"the prompt is not valid Unicode: it has a lone surrogate, U+{ord(text[at]):04X}, at character {at}"
+            )
+        return tokenizer
+
+    def read(self, prompt: Prompt) -> TokenizedPrompt:
+        """Raises: TypeError, ValueError naming what is wrong; as `encode`."""
+        fields = prompt if isinstance(prompt, dict) else {}
+        if unknown := fields.keys() - {"prompt", "prompt_token_ids", "cache_salt", "reasoning"}:
+            raise ValueError(f"the prompt has fields that are not supported: {', '.join(sorted(map(str, unknown)))}")
+        text, token_ids, salt = fields.get("prompt"), fields.get("prompt_token_ids"), fields.get("cache_salt") or ""
+        reasoning = fields.get("reasoning")
+        if isinstance(prompt, str):
+            text = prompt
+        elif not isinstance(prompt, dict):
+            token_ids = prompt
+        elif text is None and token_ids is None:
+            raise ValueError("a prompt dict has 'prompt' or 'prompt_token_ids'")
+        if not isinstance(reasoning, bool | None):
+            raise TypeError(f"reasoning must be True, False or None, not {reasoning!r:.100}")
+        if not isinstance(salt, str):
+            raise TypeError(f"cache_salt must be a string, not {shown(salt)}")
+        if len(salt) > MAX_SALT or find_surrogate(salt) >= 0:
+            raise ValueError(f"cache_salt must be valid Unicode of at most {MAX_SALT:,} characters")
+        if token_ids is None or text is not None:
+            if not isinstance(text, str):
+                raise TypeError(f"a prompt must be a string, token ids or a dict, not {shown(text)}")
+            token_ids = self.encode(text) if token_ids is None else token_ids
+        if not isinstance(token_ids, list):
+            raise TypeError(f"a prompt must be a string, token ids or a dict, not {shown(token_ids)}")
+        if not token_ids:
+            raise ValueError("the prompt is empty")
+        self.check_ids("prompt_token_ids", token_ids)
+        return TokenizedPrompt(text, list(token_ids), salt, reasoning)
+
+    def check_ids(self, name: str, token_ids) -> None:
+        """Raises: TypeError, ValueError for what is no token, naming the parameter."""
+        for token_id in token_ids:
+            if not isinstance(token_id, int) or isinstance(token_id, bool):
+                raise TypeError(f"{name} must be integers, not {shown(token_id)}")
+            if not 0 <= token_id < self.vocab_size:
+                raise ValueError(f"{name}: {shown(token_id)} is not in the vocabulary of {self.vocab_size} tokens")
