@@ -103,6 +103,11 @@ class RequestOutput:
     sequences: list[BeamSearchSequence] | None = None
     pooled: np.ndarray | None = None
 
+    def supersede(self, unread: "RequestOutput") -> None:
+        """Take the place of the previous output, which nobody has read: what is new since then includes its deltas."""
+        for completion, before in zip(self.outputs, unread.outputs, strict=False):
+            completion.delta = before.delta + completion.delta
+
 
 @dataclass(slots=True)
 class PoolingOutput:

@@ -210,8 +210,8 @@ class LLMEngine:
         if not mine:
             return None
         *earlier, output = mine  # the earlier ones are of steps that an exception ended
-        for i, completion in enumerate(output.outputs):
-            completion.delta = "".join(before.outputs[i].delta for before in earlier) + completion.delta
+        for before in reversed(earlier):
+            output.supersede(before)
         self.output_processor.outputs = [output for output in outputs if output.request_id != request_id]
         return output
 

@@ -62,8 +62,7 @@ class Inbox:
 
     def put(self, output: RequestOutput) -> None:
         if self._output is not None:
-            for completion, unread in zip(output.outputs, self._output.outputs, strict=False):
-                completion.delta = unread.delta + completion.delta
+            output.supersede(self._output)
         self._output = output
         self._news.set()
 

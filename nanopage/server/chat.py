@@ -182,8 +182,8 @@ class Chat:
             self.readers[change.index] = self.use.make_reader(self.reasoning)
         reader = self.readers[change.index]
         if reader is None:
-            return [Content(change.text)] if change.text else []
-        pieces = reader.feed(change.text)
+            return [Content(change.completion.delta)] if change.completion.delta else []
+        pieces = reader.feed(change.completion.delta)
         return pieces if change.completion.finish_reason is None else pieces + reader.end()
 
     def _message(self, index: int, whole: Reply) -> dict:

@@ -1,5 +1,6 @@
 """What the endpoints for text have in common: choices, their changes while they stream, and usage."""
 
+from collections import defaultdict
 from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass
 
@@ -12,21 +13,14 @@ class Change:
     """What is new in one choice.
 
     index: of the choice: prompt * n + completion.
+    completion: its `delta` is the text.
     num_seen: output tokens that earlier changes had.
     """
 
     index: int
     output: RequestOutput
     completion: CompletionOutput
-    text: str
     num_seen: int
-
-
-@dataclass(slots=True)
-class _Seen:
-    num_chars: int = 0
-    num_tokens: int = 0
-    finished: bool = False
 
 
 async def changes(generation: Generation, n: int, copies: int) -> AsyncIterator[Change]:
@@ -36,18 +30,18 @@ async def changes(generation: Generation, n: int, copies: int) -> AsyncIterator[
         n: completions that a prompt has.
         copies: choices that each completion stands for.
     """
-    seen: dict[tuple[int, int], _Seen] = {}
+    num_seen: defaultdict[int, int] = defaultdict(int)  # of each completion
+    finished = set()
     async for prompt, output in generation:
         for completion in output.outputs:
-            state = seen.setdefault((prompt, completion.index), _Seen())
-            text = completion.text[state.num_chars :]
-            if state.finished or not (text or completion.finish_reason):
+            number = prompt * n + completion.index
+            if number in finished or not (completion.delta or completion.finish_reason):
                 continue
             for copy in range(copies):
-                index = (prompt * n + completion.index) * copies + copy
-                yield Change(index, output, completion, text, state.num_tokens)
-            state.num_chars, state.num_tokens = len(completion.text), len(completion.token_ids)
-            state.finished = completion.finish_reason is not None
+                yield Change(number * copies + copy, output, completion, num_seen[number])
+            num_seen[number] = len(completion.token_ids)
+            if completion.finish_reason is not None:
+                finished.add(number)
 
 
 def usage(outputs: Iterable[RequestOutput], copies: int = 1, num_dropped: int = 0) -> dict:

@@ -84,7 +84,7 @@ class Completions:
         async for change in changes(generation, self.params.n, self.copies):
             prompt = change.index // self.body.n
             self.outputs[prompt] = change.output
-            text = "" if self.only_scores else change.text
+            text = "" if self.only_scores else change.completion.delta
             if change.index not in begun:
                 begun.add(change.index)
                 text = self._echoed(change.output) + text
