@@ -89,10 +89,9 @@ def parse_json(text: str) -> Any:
     """The value of a JSON text, with the errors of `read_json`. Raises: ValueError, RecursionError."""
     value = json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_unique)
     if SURROGATE.search(text):
-        try:
-            json.dumps(value, ensure_ascii=False).encode()
-        except UnicodeEncodeError as error:
-            raise ValueError(f"it has the lone surrogate {error.object[error.start]!a}") from None
+        plain = json.dumps(value, ensure_ascii=False)
+        if (at := find_surrogate(plain)) >= 0:
+            raise ValueError(f"it has the lone surrogate {plain[at]!a}")
     return value
 
 
