@@ -238,3 +238,13 @@ def test_files_are_short_and_few_are_at_the_top():
     lengths = {name: len(file.read_text().splitlines()) for file, name in places(ROOT.glob("nanopage/**/*.py")).items()}
     assert {name for name, length in lengths.items() if length > MAX_LINES} == LONGER
     assert sum("/" not in name for name in lengths) <= 12
+
+
+def test_functions_take_few_arguments():
+    """In the rooms that have come so far, without `self`."""
+    for file, name in places(ROOT.glob("nanopage/**/*.py")).items():
+        if name.split("/")[0] in ("worker", "state", "sampling", "weights", "distributed"):
+            for node in ast.walk(ast.parse(file.read_text())):
+                if isinstance(node, ast.FunctionDef):
+                    arguments = [each.arg for each in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
+                    assert len({*arguments} - {"self"}) <= 7, f"{node.name} in {name}"

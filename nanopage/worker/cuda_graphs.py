@@ -81,8 +81,7 @@ class CUDAGraphs:
         uses_triton: whether Triton kernels compute attention.
         sample_all: samples all rows after the model (see `make_sample_all`).
         wrap: compiles the function that runs before the model.
-        adapters_of: makes what the model needs to know of the adapters of the rows (see adapters/worker.py). None: the
-            model has no adapters.
+        adapters_of: makes what the model needs to know of the adapters of rows (adapters/worker.py). None: it has none.
     """
 
     def __init__(

@@ -7,6 +7,7 @@ ways.py lists the others.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -75,7 +76,9 @@ class Output:
 class Eager:
     """Runs any batch with the model's own modules.
 
-    Args: make_attention: makes the attention of a step, for the layers of one kind. None: plain attention.
+    Args:
+        make_attention: makes the attention of a step, for the layers of one kind. None: plain attention.
+        adapters_of: as in CUDAGraphs, of the row of each token.
     """
 
     def __init__(
@@ -84,9 +87,10 @@ class Eager:
         kv_cache: KVCache,
         table: SequenceTable,
         make_attention: Callable[[Pages], Attention] | None = None,
+        adapters_of: Callable[[Tensor], Any] | None = None,
     ):
         self.model, self.kv_cache, self.table = model, kv_cache, table
-        self.make_attention = make_attention or reference_attention
+        self.make_attention, self.adapters_of = make_attention or reference_attention, adapters_of
 
     def fits(self, batch: Batch) -> bool:
         return True
@@ -94,7 +98,11 @@ class Eager:
     def run(self, batch: Batch) -> Output:
         inputs = prepare(batch, self.table)
         attentions = attention_of_layers(inputs, self.kv_cache, self.make_attention)
-        return run_model(self.model, batch, inputs, attentions, self.kv_cache, self.table, head_of(self.model))
+        model: Callable[..., Tensor] = self.model
+        if self.adapters_of is not None:
+            rows = to_device(torch.from_numpy(np.repeat(batch.rows, batch.counts)), self.table.device)
+            model = partial(self.model, adapters=self.adapters_of(rows))
+        return run_model(model, batch, inputs, attentions, self.kv_cache, self.table, head_of(self.model))
 
 
 def prepare(batch: Batch, table: SequenceTable) -> Inputs:

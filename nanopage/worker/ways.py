@@ -3,7 +3,7 @@
     decodes as CUDA graphs            GPU   cuda_graphs.py
     others as graphs of pieces        GPU   piecewise_graphs.py; if they are too large, they call compiled code (jit.py)
     with layers compiled beforehand   CPU   cpu/aot.py
-    eagerly                                 eager.py, or adapters/worker.py
+    eagerly                                 eager.py
 
 ModelRunner takes the first one that fits a batch.
 """
@@ -38,8 +38,7 @@ class Wings:
     """What wings attach to a worker (see weights/attach.py). The defaults add nothing.
 
     stored_as      how weights are stored, for the log; None: as floats (weights/storage.py)
-    make_eager     makes the eager way: takes the arguments of Eager
-    adapters_of    makes what CUDA graphs need to know of adapters, from a sequence table (see CUDAGraphs)
+    adapters_of    makes `adapters_of` of Eager and CUDAGraphs, from a sequence table
     load_adapters  loads adapters into slots. Returns why some could not be loaded, by their indexes
     compiled       makes the way with compiled layers on a CPU (cpu/aot.py); or says how steps run instead, and why
     partial        makes a way to run a part of the model, from a way to run the model (distributed/parallel.py)
@@ -47,7 +46,6 @@ class Wings:
     """
 
     stored_as: str | None = None
-    make_eager: Callable[..., Way] = Eager
     adapters_of: Callable[[SequenceTable], Callable[[Tensor], Any] | None] = lambda table: None
     load_adapters: Callable[[list[AdapterLoad]], dict[int, str]] = lambda loads: {}
     compiled: Callable[[KVCache, SequenceTable], Any] | str = "eagerly"
@@ -93,14 +91,15 @@ def list_ways(
         the way with layers compiled beforehand, if there is one.
     """
     made = model, kv_cache, table
-    eager = wings.make_eager(*made, setup.make_attention if setup.on_gpu else None)
+    adapters_of = wings.adapters_of(table)
+    eager = Eager(*made, setup.make_attention if setup.on_gpu else None, adapters_of)
     ways: list[Way] = []
     compiled, why = None, why_not_compiled(setup)
     words = f"eagerly: {why}" if why else "eagerly"
     started, free = time.perf_counter(), torch.cuda.mem_get_info(setup.device)[0] if setup.on_gpu else 0
     if captures(setup):
         assert sample_all is not None
-        graphs = CUDAGraphs(*made, True, sample_all, wrapper(setup), wings.adapters_of(table))
+        graphs = CUDAGraphs(*made, True, sample_all, wrapper(setup), adapters_of)
         graphs.capture(graphs.sizes)
         ways, words = [graphs], f"decodes as CUDA graphs, others {words}"
     if why is None and setup.on_gpu:
