@@ -498,8 +498,9 @@ def make_work(
     if name in PROCESSES:
         return [Work(tokens(32), 64) for _ in range(PROCESSES[name])]
     from nanopage.text.tokenizer import Tokenizer
+    from nanopage.weights.loader import open_checkpoint
 
-    tokenizer = Tokenizer(path)
+    tokenizer = Tokenizer(open_checkpoint(path))
     work = []
     for question in questions:
         # The number makes the prompts new in every iteration, after the few tokens that the template puts first.

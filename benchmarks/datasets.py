@@ -92,9 +92,10 @@ class Dataset:
         from nanopage.text.tokenizer import Tokenizer
         from nanopage.weights import loader
 
-        vocab_size = loader.read_config(model_path).vocab_size
+        checkpoint = loader.open_checkpoint(model_path)
+        vocab_size = loader.read_config(checkpoint).vocab_size
         has_text = any(isinstance(entry.prompt, str) for entry in entries)
-        encode = Tokenizer(model_path).encode if has_text else None
+        encode = Tokenizer(checkpoint).encode if has_text else None
         for entry in entries:
             prompt = encode(entry.prompt) if encode and isinstance(entry.prompt, str) else entry.prompt
             assert isinstance(prompt, list)

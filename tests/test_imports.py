@@ -58,7 +58,7 @@ RULES = {
     "nanopage/state/layer_kinds.py": ("torch", "nanopage"),
     "nanopage/params.py": ("torch", "nanopage.engine", "nanopage.worker"),
     "nanopage/outputs.py": ("torch", "nanopage.engine", "nanopage.worker"),
-    "nanopage/text": ("torch", "nanopage.engine", "nanopage.worker"),
+    "nanopage/text": ("torch", "nanopage.engine", "nanopage.worker", "nanopage.quantization"),
     "nanopage/grammar": ("torch", "nanopage.engine", "nanopage.worker"),
     "nanopage/grammar/matcher.py": ("torch", "nanopage"),
     "nanopage/grammar/schema.py": ("torch", "nanopage"),

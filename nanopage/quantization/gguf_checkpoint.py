@@ -24,6 +24,7 @@ from nanopage.config.model import ModelConfig
 from nanopage.config.rope import RopeConfig
 from nanopage.files.model_files import rust_errors, shown
 from nanopage.quantization.gguf_reader import TensorInfo, read_header, read_rows
+from nanopage.text.tokenizer_bounds import SPLITS
 
 TENSORS = {
     "token_embd": "model.embed_tokens",
@@ -42,19 +43,7 @@ LAYER_TENSORS = {
     "ffn_down": "mlp.down_proj",
 }
 
-# How byte-level BPE vocabularies split text before merging; llama.cpp records only the name (`tokenizer.ggml.pre`).
-_LLAMA3_SPLIT = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_QWEN2_SPLIT = _LLAMA3_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")
-_GPT_4O_SPLIT = (
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-SPLITS = {"llama-bpe": _LLAMA3_SPLIT, "qwen2": _QWEN2_SPLIT, "dbrx": _LLAMA3_SPLIT, "gpt-4o": _GPT_4O_SPLIT}
-PRE_TOKENIZERS = ("gpt-2", "smollm", "refact", *SPLITS)
+PRE_TOKENIZERS = ("gpt-2", "smollm", "refact", *SPLITS)  # tokenizer.ggml.pre
 
 UNDEFINED, NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(7)  # tokenizer.ggml.token_type
 MAX_PIECE = 256  # characters of a SentencePiece token; SentencePiece's own limit is 16 unless a trainer raises it

@@ -340,8 +340,9 @@ class Conversation:
     def _check_model(self, model: str | None) -> None:
         """Raises ValueError, OSError if its files show that it cannot be loaded."""
         path = hub.resolve(model)
-        loader.read_config(path)
-        if Tokenizer(path).chat_template is None and not self.raw:
+        checkpoint = loader.open_checkpoint(path)
+        loader.read_config(checkpoint)
+        if Tokenizer(checkpoint).chat_template is None and not self.raw:
             raise ValueError(f"{path} has no chat template: it is a base model, and needs --raw")
 
     def _load_model(self, model: str | None, changed: dict) -> None:

@@ -3,12 +3,11 @@
 import re
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from tokenizers import Tokenizer as BackendTokenizer
 
 from nanopage.files.model_files import exists, read_json, read_text, rust_errors, shown
-from nanopage.quantization.gguf_checkpoint import GGUFCheckpoint
 from nanopage.text import tokenizer_bounds
 from nanopage.text.chat_template import TemplateRenderer
 
@@ -47,12 +46,21 @@ ENDS = (
 MAX_TOKENIZER = 2**27  # bytes of tokenizer.json; those of 260,000 tokens have about 2**25
 
 
+class TokenizerSource(Protocol):
+    """A file that has a tokenizer in it, such as quantization/gguf_checkpoint.py's."""
+
+    path: Path
+
+    def tokenizer(self) -> BackendTokenizer: ...
+
+    def tokenizer_config(self) -> dict: ...
+
+
 class Tokenizer:
     """The tokenizer and chat template of a model. Names are those of transformers' tokenizers where there is one.
 
     Args:
-        source: a directory with tokenizer.json (and tokenizer_config.json, chat_template.jinja), or a .gguf file, as
-            its path or opened.
+        source: a directory with tokenizer.json (and tokenizer_config.json, chat_template.jinja), or an open .gguf file.
         num_embeddings: the size of the model's vocabulary, if it is known. It may be larger than the tokenizer's.
             Tokens that were added to the tokenizer may lie beyond it: a text with one of them cannot be encoded.
 
@@ -67,15 +75,14 @@ class Tokenizer:
             very much of a short text.
     """
 
-    def __init__(self, source: Path | GGUFCheckpoint, num_embeddings: int | None = None):
-        checkpoint = GGUFCheckpoint(source) if isinstance(source, Path) and source.suffix == ".gguf" else source
-        if isinstance(checkpoint, GGUFCheckpoint):
-            self.path = checkpoint.path
-            self.backend, self._trial, config = checkpoint.tokenizer(), None, checkpoint.tokenizer_config()
-            config["chat_templates"] = _named_templates(self.path, config.get("chat_template"))
+    def __init__(self, source: Path | TokenizerSource, num_embeddings: int | None = None):
+        if isinstance(source, Path):
+            self.path = source / "tokenizer.json"
+            (self.backend, self._trial), config = _read_tokenizer(self.path), _read_tokenizer_config(source)
         else:
-            self.path = checkpoint / "tokenizer.json"
-            (self.backend, self._trial), config = _read_tokenizer(self.path), _read_tokenizer_config(checkpoint)
+            self.path = source.path
+            self.backend, self._trial, config = source.tokenizer(), None, source.tokenizer_config()
+            config["chat_templates"] = _named_templates(self.path, config.get("chat_template"))
         self._growth = tokenizer_bounds.growth(self.backend, str(self.path))
         self.max_chars_per_token = tokenizer_bounds.check(self.backend, str(self.path))
         self.num_embeddings = num_embeddings

@@ -21,7 +21,6 @@ from tokenizers import Tokenizer
 
 from nanopage.files.limited_process import LimitedProcess, Limits
 from nanopage.files.model_files import parse_json, rust_errors, shown
-from nanopage.quantization.gguf_checkpoint import SPLITS
 
 MAX_STEPS = 256  # of a part of a tokenizer
 MAX_GROWTH = 1024.0  # of a text, by a tokenizer that is loaded at all
@@ -46,8 +45,21 @@ NEUTRAL = {
 # CTC may insert a space between all characters, BertNormalizer puts Chinese ones between spaces.
 FACTORS = {"ByteLevel": 2.0, "Metaspace": 2.0, "WordPiece": 2.0, "BPEDecoder": 2.0, "CTC": 2.0, "BertNormalizer": 3.0}
 
-# Regular expressions that take time in proportion to any text: those of Llama 3, Qwen 2 and GPT-4o, then those of
-# Qwen 3.5, Tekken, DeepSeek V3, CLIP and converted SentencePiece models.
+# How byte-level BPE vocabularies split text before merging, by the names that llama.cpp has for them.
+_LLAMA3_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_QWEN2_SPLIT = _LLAMA3_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")
+_GPT_4O_SPLIT = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+SPLITS = {"llama-bpe": _LLAMA3_SPLIT, "qwen2": _QWEN2_SPLIT, "dbrx": _LLAMA3_SPLIT, "gpt-4o": _GPT_4O_SPLIT}
+
+# Regular expressions that take time in proportion to any text: these, then those of Qwen 3.5, Tekken, DeepSeek V3, CLIP
+# and converted SentencePiece models.
 LINEAR = {
     *SPLITS.values(),
     SPLITS["qwen2"].replace(r"\p{L}+", r"[\p{L}\p{M}]+").replace(r"[^\s\p{L}\p{N}]", r"[^\s\p{L}\p{M}\p{N}]"),

@@ -542,7 +542,7 @@ def test_dummy_weights_leave_the_files_own_alone_and_keep_its_tokenizer(file):
     write_gguf(file, model_for(SMOLLM), "llama", SMOLLM)
     options = {"device": "cpu", "max_model_len": 64, "num_gpu_blocks_override": 8, "enforce_eager": True}
     engine = LLM(str(file), load_format="dummy", **options).engine
-    assert engine.tokenizer.encode("the cat") == NanopageTokenizer(file).encode("the cat")
+    assert engine.tokenizer.encode("the cat") == NanopageTokenizer(GGUFCheckpoint(file)).encode("the cat")
     norm = engine.executor.worker.model.norm.weight
     assert torch.equal(norm, torch.ones_like(norm))
     assert not torch.equal(gguf_tensors(file)["model.norm.weight"], torch.ones(len(norm)))
@@ -721,7 +721,7 @@ def tokenizers(request, tmp_path_factory):
     fields = {} if request.param != "llama-bpe" else {"tokenizer__ggml__add_bos_token": True}
     path = tmp_path_factory.mktemp("tokenizer") / "t.gguf"
     write_gguf(path, model_for(vocabulary), "llama", vocabulary, **fields)
-    return vocabulary, NanopageTokenizer(path)
+    return vocabulary, NanopageTokenizer(GGUFCheckpoint(path))
 
 
 def original_ids(vocabulary, text, add_special_tokens=True):
@@ -801,7 +801,7 @@ class TestTokenizer:
 
 def tokenizer_of(file, vocabulary, **fields):
     write_gguf(file, model_for(vocabulary), "llama", vocabulary, **fields)
-    return NanopageTokenizer(file)
+    return NanopageTokenizer(GGUFCheckpoint(file))
 
 
 class TestBeginningOfSequence:
@@ -891,7 +891,7 @@ class TestFilesThatDoNotFit:
 
     def read_all(self, file):
         config = loader.read_config(file)
-        NanopageTokenizer(file)
+        NanopageTokenizer(GGUFCheckpoint(file))
         loader.load_model(file, config, torch.float32, torch.device("cpu"))
 
     def test_a_good_file_is_read(self, plain_file):
