@@ -501,7 +501,7 @@ def run_world(engine: LLMEngine, plans: list[Planned]) -> None:
         step += 1
         assert step < 5000, "no progress"
     assert manager.num_free_blocks == manager.num_blocks
-    assert manager.num_free_host_blocks == len(manager.host_ref_counts)
+    assert len(manager.host.free_blocks) == manager.host.num_blocks
 
 
 def follow(states: dict[str, str], events: list[RequestEvent]) -> None:
@@ -592,7 +592,7 @@ def check_queues(scheduler) -> None:
     ids = {seq.seq_id for group in scheduler.running for seq in (group.live if group.forked else group.live[:1])}
     assert manager.block_tables.keys() == ids
     ids = {seq.seq_id for group in scheduler.swapped for seq in (group.live if group.forked else group.live[:1])}
-    assert manager.host_tables.keys() == ids
+    assert manager.host.tables.keys() == ids
     assert sum(group.num_unfinished for group in scheduler.running) <= scheduler.admission.max_num_seqs
     assert all(seq.num_computed_tokens == 0 for group in scheduler.waiting for seq in group.live)
 

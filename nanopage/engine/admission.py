@@ -92,11 +92,11 @@ class Admission:
         kept = self.watermark + reserved if running else 0
         wanted = self.blocks_wanted(group)
         if group.status is Status.SWAPPED:
-            present = len(manager.host_blocks_of([seq.seq_id for seq in group.live]))
+            present = len(manager.host.blocks_of([seq.seq_id for seq in group.live]))
             # Beside others, it must have blocks to grow, or it would be swapped out again at once.
             needed = max(wanted, present + len(group.live) * manager.num_kinds) if running else present
         else:
-            cached = [block for block in manager.table_of(prefix) if block != NO_BLOCK]
+            cached = [block for block in manager.prefixes.table_of(prefix) if block != NO_BLOCK]
             needed = wanted - sum(manager.ref_counts[block] > given_up[block] for block in cached)
         return Wait(group, "blocks", needed, max(0, free - kept), kept) if needed > free - kept else None
 

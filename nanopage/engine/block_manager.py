@@ -11,25 +11,21 @@ a first reading, assume one kind, without a window. A block is always one of
 
 `num_free_blocks` counts both free and cached blocks, because both can be given out.
 
-Prefix caching: see prefix_cache.py.
-
 Forking: a child's table is a copy of its parent's. Only the last block, partly filled, can still be written to. A
 sequence that writes to it while others share it gets a copy first (copy-on-write). The last owner writes in place.
 
-Windows: as a sequence grows, `slide` gives back the blocks that the window of a kind does not reach any more. NO_BLOCK
-takes their place in the table.
-
-Swapping: a second pool of `num_host_blocks` in host memory takes the blocks of preempted sequences, sharing included.
-
 The manager moves no data. `take_copies`, `swap_out` and `swap_in` return which blocks to copy; the workers, which have
 the tensors, copy them before the next forward pass.
+
+Beside it: prefix_cache.py (which blocks hold known prefixes), host_pool.py (the tables of swapped sequences).
 """
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
+from nanopage.engine.host_pool import HostPool, Tables, count_blocks
 from nanopage.engine.prefix_cache import Prefix, PrefixCache
-from nanopage.state.layer_kinds import first_blocks
+from nanopage.engine.windows import entries_behind
 from nanopage.step import NO_BLOCK
 
 
@@ -52,31 +48,25 @@ class BlockManager:
         num_host_blocks: int = 0,
         windows: Sequence[int | None] = (None,),
     ):
+        self.num_blocks, self.block_size = num_blocks, block_size
         self.windows, self.num_kinds = tuple(windows), len(windows)
-        self.num_blocks = num_blocks
-        self.block_size = block_size
         self.prefixes = PrefixCache(block_size, windows, enable_prefix_caching)
-        self.num_host_blocks = num_host_blocks
+        self.host = HostPool(num_host_blocks)
         # Totals. A request that was preempted looks up its prefix again, and counts again.
-        self.num_query_tokens = 0
-        self.num_hit_tokens = 0
+        self.num_query_tokens = self.num_hit_tokens = 0
         self.reset()
 
     def reset(self) -> None:
         """Take back all blocks, on the host as well, and forget all prefixes. Works in any state."""
-        self.block_tables: dict[int, list[int]] = {}  # seq_id -> physical blocks
+        self.block_tables: Tables = {}
         self.ref_counts: list[int] = [0] * self.num_blocks
-        self.host_tables: dict[int, list[int]] = {}  # of the swapped sequences
-        self.host_ref_counts: list[int] = [0] * self.num_host_blocks
+        self.host.reset()
         self.copies: list[tuple[int, int]] = []  # since the last take_copies()
-
         # A stack: the block freed last is the most likely to be in the processor's cache.
         self._free: list[int] = list(range(self.num_blocks - 1, -1, -1))
         self.prefixes.clear()
-        self.prefixes.evicted = []
         # seq_id -> the prefixes of its first full blocks; None if the sequence registers no more blocks
         self._chains: dict[int, list[Prefix] | None] = {}
-        self._host_free: list[int] = list(range(self.num_host_blocks - 1, -1, -1))
 
     @property
     def num_free_blocks(self) -> int:
@@ -87,20 +77,9 @@ class BlockManager:
     def num_cached_blocks(self) -> int:
         return len(self.prefixes.cached)
 
-    @property
-    def num_free_host_blocks(self) -> int:
-        return len(self._host_free)
-
-    @property
-    def cached_blocks(self) -> Collection[int]:
-        """The cached blocks, the next to be evicted first."""
-        return self.prefixes.cached.keys()
-
     def blocks_for(self, num_tokens: int) -> int:
         """The length of a table for so many tokens."""
         return -(-num_tokens // self.block_size) * self.num_kinds
-
-    # Prefix cache
 
     def lookup(self, token_ids: list[int], salt: str = "", hashes: list[bytes] | None = None) -> list[Prefix]:
         """The longest cached prefix of `token_ids`, block by block (see `PrefixCache.lookup`)."""
@@ -122,46 +101,28 @@ class BlockManager:
         self.prefixes.clear()
         self._chains = dict.fromkeys(self._chains)
 
-    # Tables
-
     def allocate(self, seq_id: int, prefix: list[Prefix] | None = None, num_tokens: int = 0) -> int:
         """Start a block table with the blocks of `prefix`, which `lookup` has found for `num_tokens` tokens.
 
         Returns: the number of tokens in these blocks.
         """
-        if seq_id in self.block_tables or seq_id in self.host_tables:
-            raise ValueError(f"sequence {seq_id} already has a block table")
         prefix = prefix or []
-        self.block_tables[seq_id] = table = self.table_of(prefix)
+        table = self.prefixes.table_of(prefix)
+        self._start(seq_id, table, list(prefix))
         for block in table:
             self.prefixes.cached.pop(block, None)  # in use again: nothing may evict it
-        self._share(table)
-        self._chains[seq_id] = list(prefix)
         self.num_query_tokens += num_tokens
         self.num_hit_tokens += len(prefix) * self.block_size
         return len(prefix) * self.block_size
 
-    def table_of(self, prefix: list[Prefix]) -> list[int]:
-        """The table that a sequence with this cached prefix starts with."""
-        firsts = first_blocks(self.windows, len(prefix) * self.block_size, self.block_size)
-        return [
-            block if i >= first else NO_BLOCK
-            for i, entry in enumerate(prefix)
-            for block, first in zip(entry.blocks, firsts, strict=True)
-        ]
-
     def fork(self, parent_id: int, child_id: int) -> None:
         """Start the child's table as a copy of the parent's."""
-        if child_id in self.block_tables or child_id in self.host_tables:
-            raise ValueError(f"sequence {child_id} already has a block table")
-        self.block_tables[child_id] = list(self.block_tables[parent_id])
-        self._share(self.block_tables[child_id])
         chain = self._chains[parent_id]
-        self._chains[child_id] = None if chain is None else list(chain)
+        self._start(child_id, list(self.block_tables[parent_id]), None if chain is None else list(chain))
 
     def rename(self, seq_id: int, new_id: int) -> bool:
         """Give a sequence's table, on the device or the host, to another that has none. Returns whether it had one."""
-        for tables in (self.block_tables, self.host_tables):
+        for tables in (self.block_tables, self.host.tables):
             if seq_id in tables:
                 tables[new_id] = tables.pop(seq_id)
                 self._chains[new_id] = self._chains.pop(seq_id)
@@ -209,25 +170,17 @@ class BlockManager:
             self._free.append(block)
 
     def slide(self, seq_id: int, num_written: int) -> None:
-        """Give back the blocks that no window reaches from token `num_written` on, where the next step begins."""
+        """Give back the blocks that no window reaches from token `num_written` on, where the next step begins. NO_BLOCK
+        takes their place in the table."""
         table = self.block_tables[seq_id]
-        for kind, first in enumerate(first_blocks(self.windows, num_written, self.block_size)):
-            begin = end = first * self.num_kinds + kind
-            while begin >= self.num_kinds and table[begin - self.num_kinds] != NO_BLOCK:
-                begin -= self.num_kinds
-            for index in range(begin, end, self.num_kinds):
-                self._drop(table[index])
-                table[index] = NO_BLOCK
+        for index, block in entries_behind(table, self.windows, num_written, self.block_size):
+            self._drop(block)
+            table[index] = NO_BLOCK
 
     def take_copies(self) -> list[tuple[int, int]]:
         """(from, to) of the blocks to copy, since the last call. All are read before any is written or cleared."""
         copies, self.copies = self.copies, []
         return copies
-
-    def take_evicted(self) -> list[int]:
-        """The cached blocks that have been given out for other tokens, since the last call."""
-        evicted, self.prefixes.evicted = self.prefixes.evicted, []
-        return evicted
 
     def free(self, seq_id: int) -> None:
         """Drop the sequence's table, if it has one. Blocks in no other table become cached if registered, else free."""
@@ -236,18 +189,17 @@ class BlockManager:
             if block != NO_BLOCK:
                 self._drop(block)
         self._chains.pop(seq_id, None)
-        for block in reversed(self.host_tables.pop(seq_id, [])):
-            if block != NO_BLOCK:
-                self.host_ref_counts[block] -= 1
-                if self.host_ref_counts[block] == 0:
-                    self._host_free.append(block)
+        self.host.drop(seq_id)
 
     def blocks_of(self, seq_ids: list[int]) -> Counter[int]:
         """The blocks in these sequences' tables, and in how many of them each is."""
-        return _count_blocks(self.block_tables, seq_ids)
+        return count_blocks(self.block_tables, seq_ids)
 
-    def _share(self, table: list[int]) -> None:
-        """Count one more owner of the blocks in a table."""
+    def _start(self, seq_id: int, table: list[int], chain: list[Prefix] | None) -> None:
+        """Give a sequence a table, and count one more owner of the blocks in it."""
+        if seq_id in self.block_tables or seq_id in self.host.tables:
+            raise ValueError(f"sequence {seq_id} already has a block table")
+        self.block_tables[seq_id], self._chains[seq_id] = table, chain
         for block in table:
             if block != NO_BLOCK:
                 self.ref_counts[block] += 1
@@ -264,55 +216,32 @@ class BlockManager:
         entries = range(first, min(first + self.num_kinds, len(table)))
         return [index for index in entries if self.ref_counts[table[index]] > 1]
 
-    # Swapping
-
     def swap_out(self, seq_ids: list[int]) -> list[tuple[int, int]] | None:
         """Move the tables of these sequences to the host pool. Sequences without a table are skipped.
 
         Returns: (block, host block) of every block to copy; None, changing nothing, if the host pool has too few.
         """
-        blocks = self.blocks_of(seq_ids)
-        if len(blocks) > len(self._host_free):
+        tables = {seq_id: self.block_tables[seq_id] for seq_id in seq_ids if seq_id in self.block_tables}
+        if not self.host.fits(tables):
             return None
-        moved = {block: self._host_free.pop() for block in sorted(blocks)}
-        for seq_id in seq_ids:
-            if seq_id in self.block_tables:
-                host_table = [moved.get(block, NO_BLOCK) for block in self.block_tables[seq_id]]
-                registers = self._chains[seq_id] is not None
-                self.free(seq_id)
-                self.host_tables[seq_id] = host_table
-                self._chains[seq_id] = [] if registers else None  # registers from the first block again after swap_in
-                for block in host_table:
-                    if block != NO_BLOCK:
-                        self.host_ref_counts[block] += 1
-        return list(moved.items())
-
-    def host_blocks_of(self, seq_ids: list[int]) -> Counter[int]:
-        return _count_blocks(self.host_tables, seq_ids)
+        for seq_id in tables:
+            registers = self._chains[seq_id] is not None
+            self.free(seq_id)
+            self._chains[seq_id] = [] if registers else None  # registers from the first block again after swap_in
+        return self.host.add(tables)
 
     def swap_in(self, seq_ids: list[int]) -> list[tuple[int, int]]:
-        """Move the tables of these sequences back from the host pool.
-
-        The pool must have `len(host_blocks_of(seq_ids))` free blocks.
+        """Move the tables of these sequences back from the host pool, into as many free blocks as they have there.
 
         Returns: (host block, block) of every block to copy.
         """
-        moved = {block: self._take_block() for block in sorted(self.host_blocks_of(seq_ids))}
+        moved = {block: self._take_block() for block in sorted(self.host.blocks_of(seq_ids))}
         for seq_id in seq_ids:
-            if seq_id in self.host_tables:
-                table = [moved.get(block, NO_BLOCK) for block in self.host_tables[seq_id]]
-                chain = self._chains[seq_id]
-                self.free(seq_id)
-                self.block_tables[seq_id] = table
-                self._chains[seq_id] = chain
-                self._share(table)
+            if seq_id in self.host.tables:
+                table = [moved.get(block, NO_BLOCK) for block in self.host.tables[seq_id]]
+                self.host.drop(seq_id)
+                self._start(seq_id, table, self._chains[seq_id])
         return list(moved.items())
 
     def _take_block(self) -> int:
         return self._free.pop() if self._free else self.prefixes.evict()
-
-
-def _count_blocks(tables: dict[int, list[int]], seq_ids: list[int]) -> Counter[int]:
-    blocks = Counter(block for seq_id in seq_ids for block in tables.get(seq_id, ()))
-    del blocks[NO_BLOCK]
-    return blocks

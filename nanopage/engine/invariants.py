@@ -10,7 +10,7 @@ def check_blocks(manager: BlockManager) -> None:
     counts = manager.blocks_of(list(manager.block_tables))
     owners = [counts[block] for block in range(manager.num_blocks)]
     assert owners == manager.ref_counts, "reference counts differ from owners"
-    for table in (*manager.block_tables.values(), *manager.host_tables.values()):
+    for table in (*manager.block_tables.values(), *manager.host.tables.values()):
         blocks = [block for block in table if block != NO_BLOCK]
         assert len(set(blocks)) == len(blocks), f"a block twice in one table: {table}"
         assert len(table) % manager.num_kinds == 0
@@ -22,13 +22,13 @@ def check_blocks(manager: BlockManager) -> None:
     assert len(free) == len(manager._free), "a block twice on the free list"
     assert not (free & cached or free & used or cached & used), "a block in two states"
     assert len(free) + len(cached) + len(used) == manager.num_blocks, "a block is lost"
-    assert manager._chains.keys() == manager.block_tables.keys() | manager.host_tables.keys()
-    assert not manager.block_tables.keys() & manager.host_tables.keys(), "a sequence in both pools"
-    host_owners = manager.host_blocks_of(list(manager.host_tables))
-    assert [host_owners[block] for block in range(len(manager.host_ref_counts))] == manager.host_ref_counts
-    host_free = set(manager._host_free)
-    assert len(host_free) == len(manager._host_free) and not host_free & host_owners.keys()
-    assert len(host_free) + len(host_owners) == len(manager.host_ref_counts), "a host block is lost"
+    assert manager._chains.keys() == manager.block_tables.keys() | manager.host.tables.keys()
+    assert not manager.block_tables.keys() & manager.host.tables.keys(), "a sequence in both pools"
+    host_owners = manager.host.blocks_of(list(manager.host.tables))
+    assert [host_owners[block] for block in range(len(manager.host.ref_counts))] == manager.host.ref_counts
+    host_free = set(manager.host.free_blocks)
+    assert len(host_free) == len(manager.host.free_blocks) and not host_free & host_owners.keys()
+    assert len(host_free) + len(host_owners) == len(manager.host.ref_counts), "a host block is lost"
     assert cached <= by_block.keys() <= cached | used, "a registered block is free"
     for block, prefix in by_block.items():
         assert block in prefix.blocks and by_hash[prefix.hash] is prefix

@@ -46,7 +46,7 @@ def hash_block(parent_hash: bytes, tokens: tuple[int, ...]) -> bytes:
 
 
 class PrefixCache:
-    """The registered blocks. Those in no table are `cached`.
+    """The registered blocks. Those in no table are `cached`, the next to be evicted first.
 
     Args: enabled: whether any block is registered. The others as of BlockManager.
     """
@@ -54,12 +54,12 @@ class PrefixCache:
     def __init__(self, block_size: int, windows: Sequence[int | None] = (None,), enabled: bool = True):
         self.block_size, self.windows, self.num_kinds, self.enabled = block_size, tuple(windows), len(windows), enabled
         self.num_evictions = 0
-        self.evicted: list[int] = []  # since the last BlockManager.take_evicted()
         self.clear()
 
     def clear(self) -> None:
         """Forget all prefixes."""
-        self.cached: OrderedDict[int, Prefix] = OrderedDict()  # least recently used first
+        self.evicted: list[int] = []  # since `take_evicted`
+        self.cached: OrderedDict[int, Prefix] = OrderedDict()
         self.by_hash: dict[bytes, Prefix] = {}
         self.by_block: dict[int, Prefix] = {}
 
@@ -89,6 +89,15 @@ class PrefixCache:
             chain.append(prefix)
             parent = prefix
         return chain if not any(self.windows) else self._cut(chain)
+
+    def table_of(self, chain: list[Prefix]) -> list[int]:
+        """The table that a sequence with this cached prefix starts with."""
+        firsts = first_blocks(self.windows, len(chain) * self.block_size, self.block_size)
+        return [
+            block if i >= first else NO_BLOCK
+            for i, prefix in enumerate(chain)
+            for block, first in zip(prefix.blocks, firsts, strict=True)
+        ]
 
     def register(
         self, chain: list[Prefix], table: list[int], token_ids: list[int], num_written: int, salt: str = ""
@@ -147,6 +156,11 @@ class PrefixCache:
         self.num_evictions += 1
         self.evicted.append(block)
         return block
+
+    def take_evicted(self) -> list[int]:
+        """The blocks that have been evicted since the last call."""
+        evicted, self.evicted = self.evicted, []
+        return evicted
 
     def _cut(self, chain: list[Prefix]) -> list[Prefix]:
         """The longest part of a chain, from its start on, of which all blocks are cached that the next token sees."""

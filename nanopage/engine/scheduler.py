@@ -126,7 +126,7 @@ class Scheduler:
         if drafted:
             drafts.add(self.writer, schedule, drafted)
         schedule.batch.copies = self.block_manager.take_copies()
-        schedule.evicted = self.block_manager.take_evicted()
+        schedule.evicted = self.block_manager.prefixes.take_evicted()
         schedule.batch.awaits_masks = bool(schedule.masked)
         return schedule
 

@@ -94,8 +94,8 @@ class Frames:
         requests = self._add_new(sorted(self._groups(), key=lambda group: group.order))
         self._queues = self._read_queues()
         self._tables = {seq_id: _held(table) for seq_id, table in manager.block_tables.items()}
-        self._host = dict(manager.host_tables)
-        self._cached = set(manager.cached_blocks)
+        self._host = dict(manager.host.tables)
+        self._cached = set(manager.prefixes.cached)
         return {
             "frame": "key",
             "version": VERSION,
@@ -104,14 +104,14 @@ class Frames:
             "model": self.model,
             "block_size": manager.block_size,
             "num_blocks": manager.num_blocks,
-            "num_host_blocks": manager.num_host_blocks,
+            "num_host_blocks": manager.host.num_blocks,
             "max_num_seqs": scheduler.admission.max_num_seqs,
             "why": self._sentences(),
             "queues": self._queues,
             "requests": requests,
             "tables": [[seq_id, self._owners[seq_id], table] for seq_id, table in self._tables.items()],
             "host": [[seq_id, self._owners[seq_id], _held(table)] for seq_id, table in self._host.items()],
-            "cached": list(manager.cached_blocks),
+            "cached": list(manager.prefixes.cached),
         }
 
     def plan(self) -> Frame:
@@ -278,14 +278,14 @@ class Frames:
             frame["gone"] = [seq_id for seq_id in sent if seq_id not in manager.block_tables]
             for seq_id in frame["gone"]:
                 touched.update(sent.pop(seq_id))
-        host, shown = manager.host_tables, self._host
+        host, shown = manager.host.tables, self._host
         if host or shown:
             new = [seq_id for seq_id, table in host.items() if shown.get(seq_id) is not table]
             frame["host"] = [[seq_id, self._owners[seq_id], _held(host[seq_id])] for seq_id in new]
             frame["host_gone"] = [seq_id for seq_id in shown if seq_id not in host]
             self._host = dict(host)
         if touched:
-            cached = {block for block in touched if block in manager.cached_blocks}
+            cached = {block for block in touched if block in manager.prefixes.cached}
             frame["cached"] = sorted(cached - self._cached)
             frame["uncached"] = sorted((touched & self._cached) - cached)
             self._cached.difference_update(frame["uncached"])

@@ -340,9 +340,9 @@ class Books(RuleBasedStateMachine):
         assert manager.num_free_blocks == self.num_blocks - len(used)
         assert (manager.num_hit_tokens, manager.prefixes.num_evictions) == (self.hit_tokens, self.evictions)
         assert (manager.num_query_tokens, manager.num_cached_blocks) == (self.query_tokens, len(self.idle))
-        assert manager.host_tables == {owner.seq_id: owner.table for owner in self.swapped}
+        assert manager.host.tables == {owner.seq_id: owner.table for owner in self.swapped}
         held = {block for owner in self.swapped for block in owner.table}
-        assert manager.num_free_host_blocks == len(self.host_contents) - len(held)
+        assert len(manager.host.free_blocks) == len(self.host_contents) - len(held)
         for owner in self.live:
             slots = [slot for block in owner.table for slot in self.contents[block]]
             assert slots[: owner.written] == [(owner.salt, tuple(owner.tokens[: i + 1])) for i in range(owner.written)]
@@ -674,7 +674,16 @@ def test_a_prefix_needs_only_the_blocks_that_its_next_token_sees():
     manager.free(0)
     hit = manager.lookup([*tokens, 9])
     assert len(hit) == 4
-    assert manager.table_of(hit) == [table[0], NO_BLOCK, table[2], NO_BLOCK, table[4], NO_BLOCK, table[6], table[7]]
+    assert manager.prefixes.table_of(hit) == [
+        table[0],
+        NO_BLOCK,
+        table[2],
+        NO_BLOCK,
+        table[4],
+        NO_BLOCK,
+        table[6],
+        table[7],
+    ]
     assert manager.allocate(1, hit) == 8
     check_blocks(manager)
     assert manager.num_cached_blocks == 3

@@ -35,7 +35,7 @@ def finish(engine) -> dict:
         done |= {output.request_id: output for output in engine.step() if output.finished}
         check_blocks(engine.scheduler.block_manager)
     manager = engine.scheduler.block_manager
-    assert manager.num_free_blocks == manager.num_blocks and not manager.host_tables
+    assert manager.num_free_blocks == manager.num_blocks and not manager.host.tables
     return done
 
 
@@ -303,7 +303,7 @@ def test_a_swapped_request_can_be_aborted(model):
     step_until(engine, "swapped")
     assert not engine.abort("young", 0).finished
     assert engine.abort("young", 1).finished
-    assert not engine.scheduler.block_manager.host_tables
+    assert not engine.scheduler.block_manager.host.tables
     assert finish(engine).keys() == {"old"}
 
 

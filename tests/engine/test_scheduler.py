@@ -1134,7 +1134,7 @@ def test_what_batches_say_is_all_that_a_worker_needs_to_know(
             else:
                 assert (seq.output_token_ids, seq.finish_reason) == (output, finish_reason)
     assert world.manager.num_free_blocks == num_blocks
-    assert world.manager.num_free_host_blocks == num_host_blocks
+    assert len(world.manager.host.free_blocks) == num_host_blocks
 
 
 # Windows

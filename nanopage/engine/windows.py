@@ -1,0 +1,21 @@
+"""Sliding windows: which blocks of a table no later token sees."""
+
+from collections.abc import Iterator, Sequence
+
+from nanopage.state.layer_kinds import first_blocks
+from nanopage.step import NO_BLOCK
+
+
+def entries_behind(
+    table: list[int], windows: Sequence[int | None], position: int, block_size: int
+) -> Iterator[tuple[int, int]]:
+    """(index, block) of each block in a table that queries from `position` on do not see.
+
+    Each is replaced by NO_BLOCK before the next call: the search ends where it meets one.
+    """
+    num_kinds = len(windows)
+    for kind, first in enumerate(first_blocks(windows, position, block_size)):
+        begin = end = first * num_kinds + kind
+        while begin >= num_kinds and table[begin - num_kinds] != NO_BLOCK:
+            begin -= num_kinds
+        yield from ((index, table[index]) for index in range(begin, end, num_kinds))
