@@ -99,7 +99,7 @@ def measure(engine: Any, header: dict[str, str], rng: random.Random) -> Costs:
     plan = loads(engine)
     with remembering(engine) as executor, progress(engine, "steps", sum(load.count for load in plan)):
         for number, load in enumerate([plan[0], *plan]):
-            with token_budget(engine, load.budget):
+            with token_budget(engine, TokenBudget(load.budget)):
                 run_load(engine, load, rng)
             if number == 0:  # warm-up
                 executor.forget()
@@ -122,7 +122,7 @@ def measure(engine: Any, header: dict[str, str], rng: random.Random) -> Costs:
 
 def loads(engine: Any) -> list[Load]:
     """What to run: every kind of step that the terms tell apart, as far as this engine can run it."""
-    most_tokens, limit = engine.scheduler.max_num_batched_tokens, engine.max_model_len
+    most_tokens, limit = engine.scheduler.token_budget.most, engine.max_model_len
     num_blocks = engine.capacity.num_blocks // len(engine.capacity.windows)
     most_seqs, pool = engine.config.max_num_seqs, num_blocks * engine.config.block_size
     long, short = min(LONG, limit - 65), min(256, limit - 65)
@@ -153,14 +153,14 @@ def remembering(engine: Any) -> Iterator[RememberingExecutor]:
 
 
 @contextmanager
-def token_budget(engine: Any, tokens: int) -> Iterator[None]:
-    """Set the most tokens of a step until the block ends."""
-    before = engine.scheduler.max_num_batched_tokens
-    engine.scheduler.max_num_batched_tokens = tokens
+def token_budget(engine: Any, budget: TokenBudget) -> Iterator[None]:
+    """Set the tokens of a step until the block ends."""
+    before = engine.scheduler.token_budget
+    engine.scheduler.token_budget = budget
     try:
         yield
     finally:
-        engine.scheduler.max_num_batched_tokens = before
+        engine.scheduler.token_budget = before
 
 
 def show_costs(found: Costs) -> None:
@@ -205,7 +205,7 @@ def validate(engine: Any, found: Costs, num_prompts: int, seed: int, results: li
 
 
 def workloads(engine: Any, num_prompts: int) -> dict[str, Load]:
-    limit, most = engine.max_model_len, engine.scheduler.max_num_batched_tokens
+    limit, most = engine.max_model_len, engine.scheduler.token_budget.most
     short, long = min(256, limit - 128), min(LONG, limit - 64)
     return {
         "mixed prompts": Load(num_prompts, num_prompts, (short // 8, short), (32, 128), most),
@@ -234,10 +234,9 @@ def observe(
     work = [Work(prefix + random_prompt(rng, engine, i - load.prefix_len), o) for i, o in lengths]
     engine.reset_prefix_cache()
     run = serve.planned(work, arrivals)
-    with token_budget(engine, load.budget), progress(engine, title, len(work)):
-        server_budget = TokenBudget(engine.scheduler, SECONDS[engine.capacity.device])
-        with listening(engine, server_budget):
-            serve.drive(run, engine, work)
+    budget = TokenBudget(load.budget, SECONDS[engine.capacity.device])
+    with token_budget(engine, budget), listening(engine, budget.observe), progress(engine, title, len(work)):
+        serve.drive(run, engine, work)
     result = measured_summary(run, [50, 99], {})
     if result["errors"]:
         raise RuntimeError(result["errors"][0])

@@ -157,11 +157,10 @@ class SimulatedReplica:
         self.executor = SimulatedExecutor(setup.costs, setup.num_blocks, device=setup.device)
         self.block_manager = BlockManager(setup.num_blocks, setup.block_size)
         config = EngineConfig(max_num_batched_tokens=setup.max_num_batched_tokens)
-        budget = config.token_budget(setup.device)
-        self.scheduler = Scheduler(self.block_manager, setup.max_num_seqs, budget)
-        self.budget = None
+        most = config.token_budget(setup.device)
+        self.scheduler = Scheduler(self.block_manager, setup.max_num_seqs, most)
         if setup.max_num_batched_tokens is None:
-            self.budget = TokenBudget(self.scheduler, SECONDS[setup.device])
+            self.scheduler.token_budget = TokenBudget(most, SECONDS[setup.device])
         self.priority = POLICIES[setup.policy]
         self.settings = SamplingSettings()
         self.served = Served()
@@ -233,14 +232,14 @@ class SimulatedReplica:
             if seq.finish_reason is not None:
                 self._finish(seq)
         self._computed, self._last_computed = self._computed + computed, computed
-        if self.budget is not None:
+        if scheduler.token_budget.seconds is not None:
             prefill = sum(
                 count
                 for seq, start, count in zip(schedule.sequences, batch.starts, batch.counts, strict=True)
                 if start < seq.num_prompt_tokens
             )
             stats = StepStats(running=len(scheduler.running), prefill_tokens=prefill, seconds=executor.clock - started)
-            self.budget(stats)
+            scheduler.token_budget.observe(stats)
         scheduler.queues.events.clear()
         blocked = len(batch.rows) == len(scheduler.running) and not (schedule.preempted or schedule.chunks)
         # The last tokens of a prompt may have extended the cached prefix of a waiting request.
@@ -269,7 +268,7 @@ class SimulatedReplica:
         running = scheduler.running
         if not (self.setup.jumps and running) or scheduler.swapped:
             return
-        if len(running) > scheduler.max_num_batched_tokens:
+        if len(running) > scheduler.token_budget.tokens:
             return
         if scheduler.waiting and not (blocked and running[-1].priority <= scheduler.waiting[0].priority):
             return  # a group with a higher priority could preempt as soon as that frees enough blocks
@@ -345,8 +344,7 @@ class SimulatedReplica:
             self._finish(seq)
         if ended:
             scheduler.queues.events.clear()
-            if self.budget is not None:
-                self.budget(StepStats(running=len(scheduler.running)))
+            scheduler.token_budget.observe(StepStats(running=len(scheduler.running)))
         self._jumped = self._jump_limit = 0
 
 

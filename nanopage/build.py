@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from nanopage.adapters.requests import Adapters
+from nanopage.adapters.slots import AdapterSlots
 from nanopage.config.encoder import EncoderConfig, read_encoder
 from nanopage.config.model import ModelConfig
 from nanopage.config.options import EngineConfig
@@ -26,7 +27,7 @@ from nanopage.pooling.encoder_worker import EncoderWorker
 from nanopage.pooling.offline import classify, embed, encode, score
 from nanopage.pooling.requests import PoolingRequests
 from nanopage.speculation.draft_model import ModelDrafter
-from nanopage.speculation.drafts import Drafter
+from nanopage.speculation.drafts import Drafts
 from nanopage.speculation.lookup import NgramDrafter
 from nanopage.state.layer_kinds import BlockNeeds, divide_layers
 from nanopage.step import Capacity, Executor
@@ -78,10 +79,11 @@ def build_engine(config: EngineConfig, on_progress: Callable[[int, int], None] |
     else:
         executor = LocalExecutor(partial(build_worker, config, model_config, checkpoint, on_progress))
     del checkpoint
-    make_drafter: Callable[[Capacity], Drafter] | None = None
+    make_drafts: Callable[[Capacity], Drafts] | None = None
     if config.speculation is not None:
-        make_drafter = _choose_drafter(config, config.speculation, model_config, tokenizer, on_progress)
-    engine = LLMEngine(config, model_config, path, tokenizer, executor, make_drafter)
+        make_drafts = _choose_drafts(config, config.speculation, model_config, tokenizer, on_progress)
+    adapter_slots = AdapterSlots(config.max_loras) if config.enable_lora else None
+    engine = LLMEngine(config, model_config, path, tokenizer, executor, make_drafts, adapter_slots)
     processor = engine.input_processor
     if tokenizer is not None:
         processor.grammars = Grammars(tokenizer, model_config.vocab_size, model_config.eos_token_ids)
@@ -131,19 +133,19 @@ def _build_encoder(
     return EncoderEngine(config, encoder_config, path, tokenizer, worker, capacity)
 
 
-def _choose_drafter(
+def _choose_drafts(
     config: EngineConfig,
     speculation: SpeculativeConfig,
     model_config: ModelConfig,
     tokenizer: Tokenizer | None,
     on_progress: Callable[[int, int], None] | None,
-) -> Callable[[Capacity], Drafter]:
-    """What makes the drafter of an engine.
+) -> Callable[[Capacity], Drafts]:
+    """What makes the drafts of an engine.
 
     Raises: ValueError, FileNotFoundError for a draft model that is not there or does not fit.
     """
     if speculation.method == "ngram":
-        return lambda capacity: NgramDrafter(speculation)
+        return lambda capacity: Drafts(NgramDrafter(speculation))
     path = hub.resolve(speculation.model)
     checkpoint = loader.open_checkpoint(path)
     draft_config = loader.read_config(checkpoint)
@@ -159,7 +161,7 @@ def _choose_drafter(
             f"{model_config.vocab_size}"
         )
 
-    def make(capacity: Capacity) -> Drafter:
+    def make(capacity: Capacity) -> Drafts:
         if capacity.device != "cpu" and config.kv_cache_gib is None and config.num_gpu_blocks_override is None:
             raise ValueError(
                 "speculative_config: on a GPU, method='draft_model' needs kv_cache_gib or num_gpu_blocks_override, so "
@@ -170,7 +172,7 @@ def _choose_drafter(
         options = config.for_draft_model(str(path), num_blocks, max_model_len)
         executor = LocalExecutor(partial(build_worker, options, draft_config, checkpoint, on_progress))
         held = executor.start()
-        return ModelDrafter(
+        drafter = ModelDrafter(
             speculation,
             executor,
             held.num_blocks,
@@ -182,6 +184,7 @@ def _choose_drafter(
             draft_config.vocab_size == model_config.vocab_size,
             held.windows,
         )
+        return Drafts(drafter)
 
     return make
 

@@ -201,7 +201,7 @@ class RequestEvent:
     kind: "added" to the queue; "started", with blocks of its own, for the first time or again; "preempted", without
         blocks again; "swapped out" to host memory, "swapped in" from there; "finished", whatever the reason.
 
-    The other fields say what decided it, where that applies; `LLMEngine.explain` makes sentences of them. They do not
+    The other fields say what decided it, where that applies; view/explain.py makes sentences of them. They do not
     count when events are compared.
 
     reason: of a preemption, "blocks"; "priority, blocks", "priority, sequences" or "priority, adapter" for a request of

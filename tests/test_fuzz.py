@@ -46,9 +46,11 @@ from nanopage.engine.invariants import check_blocks
 from nanopage.kernels import paged_attention
 from nanopage.outputs import RequestEvent
 from nanopage.params import RequestOutputKind
+from nanopage.speculation.drafts import Drafts
 from nanopage.speculation.lookup import StepTimes
 from nanopage.state.layer_kinds import BlockNeeds, divide_layers
 from nanopage.step import WorkerDiedError
+from nanopage.view.explain import make_sentences, told
 from nanopage.view.frames import Frames, Picture
 from nanopage.weights import loader
 from nanopage.worker import jit
@@ -349,7 +351,7 @@ def run_as_on_a_gpu(engine: LLMEngine, uses_triton: bool = False) -> None:
         patch.setattr(jit, "compile_afresh", lambda function: function)
         made = jit.CompiledDecoder(worker.model, uses_triton), worker.kv_cache, runner.table
     graphs = CUDAGraphs(*made, uses_triton, sample_all)
-    pieces = PiecewiseGraphs(*made, make_attention, most=engine.scheduler.max_num_batched_tokens // 2 + 1)
+    pieces = PiecewiseGraphs(*made, make_attention, most=engine.scheduler.token_budget.most // 2 + 1)
     runner.ways = [graphs, pieces, Eager(*made, make_attention)]
     runner.sampler.sample_all = sample_all
 
@@ -536,24 +538,25 @@ SENTENCES = {
 
 def check_sentences(engine: LLMEngine) -> None:
     """Each decision of the last step has a sentence, and no other has."""
-    last, scheduler = engine.last_decided, engine.scheduler
-    sentences = engine.sentences()
-    expected = Counter((SENTENCES[event.kind], event.request_id) for event in last.events)
-    told = Counter((s.kind, s.request_id) for s in sentences if s.kind in SENTENCES.values())
-    assert told == expected
+    last, scheduler = engine.last, engine.scheduler
+    sentences = make_sentences(engine)
+    expected = Counter((SENTENCES[event.kind], event.request_id) for event in last.stats.events)
+    assert Counter((s.kind, s.request_id) for s in sentences if s.kind in SENTENCES.values()) == expected
     kinds = Counter(s.kind for s in sentences)
     schedule = last.scheduled
     if schedule is not None:
         assert kinds["copy"] == len(schedule.batch.copies) and kinds["run"] == 1
         told_blocks = [int(number) for s in sentences if s.kind == "evict" for number in re.findall(r"\d+", s.text)]
-        assert len(schedule.evicted) > 8 or set(schedule.evicted) <= set(told_blocks)
+        evicted = {block for (blocks,) in told(schedule, "evicted") for block in blocks}
+        assert len(evicted) > 8 or evicted <= set(told_blocks)
         stopped = [group for group in (*scheduler.waiting, *scheduler.swapped) if group.status.value != "finished"]
         waits = [s for s in sentences if s.kind == "wait"]
-        arrived = {event.request_id for event in last.events if event.kind == "added"}
+        arrived = {event.request_id for event in last.stats.events if event.kind == "added"}
         assert waits or all(group.request_id in arrived or group.last_event == "preempted" for group in stopped)
-    beams = sum(len(batch.beam_forks) for batch in last.completed)
-    assert kinds["fork"] == beams + (0 if schedule is None else len(schedule.forked))
-    drops = sum(len(batch.dropped) + len(batch.beam_ends) for batch in last.completed)
+    beams = [about for batch in last.completed for about in told(batch, "beams")]
+    forked = 0 if schedule is None else len(told(schedule, "forked"))
+    assert kinds["fork"] == sum(len(forks) for _, forks in beams) + forked
+    drops = sum(len(told(batch, "dropped")) for batch in last.completed) + sum(len(ending) for ending, _ in beams)
     refused = sum(
         len(draft) > accepted
         for batch in last.completed
@@ -736,7 +739,7 @@ def test_nor_do_the_triton_kernels(world, model, oracle, monkeypatch):
         engine = build_engine(EngineConfig(model=str(model), dtype="float64", device="cpu", **options))
         run_as_on_a_gpu(engine, uses_triton=True)
         if not engine.async_scheduling:
-            engine.scheduler.drafter = Guesser(oracle, plans, options["max_model_len"], rng)
+            engine.scheduler.drafts = Drafts(Guesser(oracle, plans, options["max_model_len"], rng))
         run_world(engine, plans)
     for plan in plans:
         check = check_search if plan.searches else check_completions
@@ -770,7 +773,7 @@ def check_world(model, oracle, world, rng, as_on_a_gpu, fails=False, pressed=Fal
     if prepare is not None:
         prepare(engine)
     if not engine.async_scheduling:
-        engine.scheduler.drafter = Guesser(oracle, plans, options["max_model_len"], rng)
+        engine.scheduler.drafts = Drafts(Guesser(oracle, plans, options["max_model_len"], rng))
     run_world(engine, plans)
     for plan in plans:
         check = check_search if plan.searches else check_completions
@@ -874,16 +877,17 @@ def test_nor_do_adapters(world, model, oracle, adapted):
     if world % 4 == 0:
         fail_at_times(engine, rng)
     if not engine.async_scheduling:
-        engine.scheduler.drafter = Guesser(oracle, plans, options["max_model_len"], rng)
+        engine.scheduler.drafts = Drafts(Guesser(oracle, plans, options["max_model_len"], rng))
     slots = engine.scheduler.adapter_slots
     take = slots.take
 
-    def counted_take(adapter, running):
-        slot, loads = take(adapter, running)
-        happened["adapters loaded"] += len(loads)
-        happened["adapters found in their slots"] += not loads
+    def counted_take(group, running, schedule):
+        before = len(schedule.loading)
+        take(group, running, schedule)
+        if group.adapter is not None:
+            happened["adapters loaded"] += len(schedule.loading) - before
+            happened["adapters found in their slots"] += len(schedule.loading) == before
         assert len({*slots.held.values()}) == len(slots.held) <= options["max_loras"]
-        return slot, loads
 
     slots.take = counted_take
     run_world(engine, plans)
@@ -959,7 +963,7 @@ def test_nor_do_several_workers(ranks, world, model, oracle, windowed, monkeypat
         if world % 2:
             fail_between_processes(engine, rng)
         if pp_size == 1 and not engine.async_scheduling and world % 4 != 1:
-            engine.scheduler.drafter = Guesser(oracle, plans, options["max_model_len"], rng)
+            engine.scheduler.drafts = Drafts(Guesser(oracle, plans, options["max_model_len"], rng))
         run_world(engine, plans)
     finally:
         engine.shutdown()
@@ -990,7 +994,7 @@ def test_nor_does_a_draft_model(world, model, oracle, draft_models, monkeypatch)
     speculation = {"method": "draft_model", "model": str(path), "num_speculative_tokens": rng.choice([1, 3, 8])}
     options |= {"speculative_config": speculation, "enforce_eager": True}
     engine = build_engine(EngineConfig(model=str(model), dtype="float64", device="cpu", **options))
-    drafter = engine.scheduler.drafter
+    drafter = engine.scheduler.drafts.drafter
     num_blocks = min(drafter.manager.num_blocks, rng.choice([4, 16, 1000]))
     manager = drafter.manager = BlockManager(num_blocks, options["block_size"], windows=drafter.manager.windows)
     drafter.free_rows = list(range(min(options["max_num_seqs"], rng.choice([1, 3, 100]))))
@@ -1047,7 +1051,7 @@ def test_a_crowd_changes_no_answer(world, model, oracle, monkeypatch):
         if overlap == static:
             fail_at_times(engine, rng)
         if not overlap and world % 4 != 1:
-            engine.scheduler.drafter = Guesser(oracle, plans, options["max_model_len"], rng)
+            engine.scheduler.drafts = Drafts(Guesser(oracle, plans, options["max_model_len"], rng))
         run_world(engine, plans)
         for plan in plans:
             check = check_search if plan.searches else check_completions

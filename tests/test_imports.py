@@ -22,18 +22,10 @@ WINGS = (
     *("server", "terminal", "view", "cpu", "quantization", "distributed", "adapters", "speculation", "grammar"),
     "pooling",
 )
-# Files of the core that still import wings. The table only shrinks.
-UNTIED_NEXT = {
-    "engine/admission.py": {"adapters"},
-    "engine/engine.py": {"speculation", "view"},
-    "engine/queues.py": {"adapters"},
-    "engine/scheduler.py": {"adapters", "speculation"},
-}
 MAX_LINES = 400  # of a file
 # Files that are still longer; the table only shrinks.
 LONGER = {
-    *("cpu/aot.py", "engine/engine.py"),
-    *("kernels/paged_attention.py", "quantization/gguf_checkpoint.py", "server/front.py"),
+    *("cpu/aot.py", "kernels/paged_attention.py", "quantization/gguf_checkpoint.py", "server/front.py"),
     *("server/serve.py", "view/frames.py", "weights/loader.py"),
 }
 
@@ -75,21 +67,7 @@ RULES = {
     ),
     # Features plug in elsewhere.
     "nanopage/adapters/files.py": ("torch", "nanopage.engine", "nanopage.worker"),
-    "nanopage/engine/scheduler.py": (
-        "nanopage.grammar.structured",
-        "nanopage.speculation.lookup",
-        "nanopage.adapters.files",
-    ),
-    "nanopage/engine/admission.py": (
-        "nanopage.grammar.structured",
-        "nanopage.speculation.lookup",
-        "nanopage.adapters.files",
-    ),
     "nanopage/adapters/slots.py": ("nanopage.adapters.files",),
-    "nanopage/engine/schedule.py": ("nanopage.grammar.structured", "nanopage.speculation.lookup"),
-    "nanopage/engine/sequence.py": ("nanopage.grammar.structured", "nanopage.speculation.lookup"),
-    "nanopage/speculation/drafts.py": ("nanopage.grammar.structured", "nanopage.speculation.lookup"),
-    "nanopage/engine/block_manager.py": ("nanopage.grammar.structured", "nanopage.speculation.lookup"),
     "nanopage/state/sequence_table.py": ("nanopage.adapters.files", "nanopage.adapters.layers"),
     "nanopage/worker/model_runner.py": (
         "nanopage.adapters.files",
@@ -207,14 +185,14 @@ def places(paths):
     return {path: "/".join(path.relative_to(ROOT / "nanopage").parts) for path in paths}
 
 
-def test_the_core_imports_no_wing_but_where_it_is_still_tied():
+def test_the_core_imports_no_wing():
     tied = {}
     for file, name in places(ROOT.glob("nanopage/**/*.py")).items():
         if name in CORE or name.split("/")[0] in CORE:
             modules = [module.split(".")[1] for module in runtime_imports(file) if module.startswith("nanopage.")]
             if wings := {*modules} & {*WINGS}:
                 tied[name] = wings
-    assert tied == UNTIED_NEXT
+    assert not tied
 
 
 def test_no_files_import_each_other():

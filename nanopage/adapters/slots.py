@@ -6,12 +6,14 @@ slot is in use while a running group has its adapter. The least recently used of
 
 from collections.abc import Iterable
 
-from nanopage.engine.sequence import Adapter, SequenceGroup
+from nanopage.engine.queues import Queues
+from nanopage.engine.schedule import Schedule
+from nanopage.engine.sequence import SequenceGroup
 from nanopage.step import AdapterLoad
 
 
 class AdapterSlots:
-    """Gives out the slots.
+    """Gives out the slots (the scheduler's `AdapterSlots`, see engine/admission.py).
 
     Args: num_slots: how many adapters the workers can hold.
     """
@@ -25,33 +27,41 @@ class AdapterSlots:
         self.free = list(range(self.num_slots - 1, -1, -1))
         self.held: dict[int, int] = {}  # adapter id -> slot, the least recently used first
 
-    def fits(self, adapter: Adapter | None, running: Iterable[SequenceGroup]) -> bool:
-        """Whether a group with this adapter may run beside those that run."""
-        if adapter is None or adapter.adapter_id in self.held or self.free:
+    def fits(self, group: SequenceGroup, running: Iterable[SequenceGroup]) -> bool:
+        """Whether there is a slot for a group's adapter beside those of the groups that run."""
+        if group.adapter is None or group.adapter.adapter_id in self.held or self.free:
             return True
         return len(in_use(running) & self.held.keys()) < self.num_slots
 
-    def take(self, adapter: Adapter, running: Iterable[SequenceGroup]) -> tuple[int, list[AdapterLoad]]:
-        """Give a slot to an adapter that fits.
-
-        Returns: the slot, and what the workers have to load first: nothing, if they have the adapter already.
-        """
-        slot, loads = self.held.pop(adapter.adapter_id, None), []
+    def take(self, group: SequenceGroup, running: Iterable[SequenceGroup], schedule: Schedule) -> None:
+        """Give a group that is about to run a slot for its adapter, if it has one. The step loads the adapter first, if
+        the workers do not have it."""
+        if (adapter := group.adapter) is None:
+            return
+        slot = self.held.pop(adapter.adapter_id, None)
         if slot is None:
             if not self.free:
                 used = in_use(running)
                 oldest = next(adapter_id for adapter_id in self.held if adapter_id not in used)
                 self.free.append(self.held.pop(oldest))
             slot = self.free.pop()
-            loads.append(AdapterLoad(slot, adapter.path))
-        self.held[adapter.adapter_id] = slot
-        return slot, loads
+            schedule.batch.loads.append(AdapterLoad(slot, adapter.path))
+            schedule.loading.append(adapter)
+        self.held[adapter.adapter_id] = group.adapter_slot = slot
 
-    def drop(self, adapter: Adapter, slot: int) -> None:
-        """Forget that a slot holds an adapter, which could not be loaded."""
-        if self.held.get(adapter.adapter_id) == slot:
-            del self.held[adapter.adapter_id]
-            self.free.append(slot)
+    def fail(self, queues: Queues, schedule: Schedule, failed_loads: dict[int, str]) -> None:
+        """End the groups that run with adapters that could not be loaded. A later request loads them again.
+
+        Args: failed_loads: index in the batch's `loads` -> why.
+        """
+        for index, cause in failed_loads.items():
+            adapter, slot = schedule.loading[index], schedule.batch.loads[index].slot
+            if self.held.get(adapter.adapter_id) == slot:
+                del self.held[adapter.adapter_id]
+                self.free.append(slot)
+            for group in [group for group in queues.running if group.adapter == adapter]:
+                queues.forget_prefixes(group)
+                queues.fail(group, f"the adapter {adapter.path} could not be loaded: {cause}")
 
 
 def in_use(running: Iterable[SequenceGroup]) -> set[int]:

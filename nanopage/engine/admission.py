@@ -7,13 +7,23 @@ running groups can grow. If nothing runs, both are ignored. A group with an adap
 """
 
 from collections.abc import Iterable
+from typing import Protocol
 
-from nanopage.adapters.slots import AdapterSlots
 from nanopage.engine.block_manager import BlockManager, Prefix
-from nanopage.engine.schedule import Wait, Work, missing_blocks, next_work
+from nanopage.engine.queues import Queues
+from nanopage.engine.schedule import Schedule, Wait, Work, missing_blocks, next_work
 from nanopage.engine.sequence import SequenceGroup, Status, common_length
 from nanopage.state.layer_kinds import BlockNeeds
 from nanopage.step import NO_BLOCK
+
+
+class AdapterSlots(Protocol):
+    """Which adapter is in which of the workers' slots. adapters/slots.py says what the methods do."""
+
+    def fits(self, group: SequenceGroup, running: Iterable[SequenceGroup]) -> bool: ...
+    def take(self, group: SequenceGroup, running: Iterable[SequenceGroup], schedule: Schedule) -> None: ...
+    def fail(self, queues: Queues, schedule: Schedule, failed_loads: dict[int, str]) -> None: ...
+    def reset(self) -> None: ...
 
 
 class Admission:
@@ -21,16 +31,16 @@ class Admission:
 
     Args:
         max_num_seqs: most sequences running at once.
-        adapter_slots: the workers' slots for adapters.
         max_num_batched_tokens: most tokens in one step.
+        adapter_slots: the workers' slots for adapters, if groups may have any.
     """
 
     def __init__(
         self,
         block_manager: BlockManager,
         max_num_seqs: int,
-        adapter_slots: AdapterSlots,
         max_num_batched_tokens: int,
+        adapter_slots: AdapterSlots | None = None,
     ):
         self.adapter_slots = adapter_slots
         self.needs = BlockNeeds(block_manager.windows, block_manager.block_size, max_num_batched_tokens)
@@ -63,6 +73,24 @@ class Admission:
                 return seq.group
         return None
 
+    def find_wait(
+        self,
+        group: SequenceGroup,
+        prefix: list[Prefix],
+        schedule: Schedule,
+        running: list[SequenceGroup],
+        reserved: int,
+    ) -> Wait | None:
+        """Why the first group of the queues cannot be admitted in this step, if it cannot. Args: as of `find_lack`."""
+        if group.status is Status.SWAPPED:
+            if schedule.batch.swap_out:  # blocks that this step swaps out cannot come back in the same step
+                return Wait(group, "swap")
+        elif computing := self.find_computing(group, prefix, schedule.chunks):
+            return Wait(group, "prefix", other=computing)
+        elif any(seq.num_in_flight for seq in group.live):  # it has just been preempted
+            return Wait(group, "tokens")
+        return self.find_lack(group, prefix, running, reserved)
+
     def find_lack(
         self,
         group: SequenceGroup,
@@ -84,7 +112,7 @@ class Admission:
         num_running = sum(other.num_unfinished for other in running)
         if num_running + group.num_unfinished > self.max_num_seqs:
             return Wait(group, "sequences", group.num_unfinished, self.max_num_seqs - num_running)
-        if group.adapter is not None and not self.adapter_slots.fits(group.adapter, running):
+        if self.adapter_slots is not None and not self.adapter_slots.fits(group, running):
             return Wait(group, "adapter")
         given_up = manager.blocks_of([seq.seq_id for victim in victims for seq in victim.live])
         free = manager.num_free_blocks - growth

@@ -4,37 +4,33 @@ InputProcessor ─▶ Scheduler ─▶ Batch ─▶ executor ─▶ BatchResult 
    requests        what runs            (workers)      tokens       what ends       outputs
 """
 
-import contextlib
-import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanopage.config.model import ModelConfig
 from nanopage.config.options import EngineConfig
+from nanopage.engine.admission import AdapterSlots
 from nanopage.engine.block_manager import BlockManager
 from nanopage.engine.input_processor import InputProcessor, default_sampling_params
 from nanopage.engine.output_processor import OutputProcessor, Request
-from nanopage.engine.recovery import restart
+from nanopage.engine.recovery import changing, die, isolate, recover
 from nanopage.engine.schedule import Schedule
 from nanopage.engine.scheduler import Scheduler
-from nanopage.engine.sequence import SequenceGroup
+from nanopage.engine.statistics import StepRecord, count_batch, count_result, count_state
+from nanopage.engine.verdicts import Drafts
 from nanopage.inputs import Prompt
 from nanopage.outputs import RequestOutput, StepStats
 from nanopage.params import BeamSearchParams, PoolingParams, SamplingParams
-from nanopage.speculation.drafts import Drafter
 from nanopage.state.layer_kinds import BlockNeeds
 from nanopage.step import Capacity, Executor, WorkerDiedError
 from nanopage.text.tokenizer import Tokenizer
-from nanopage.view.explain import Explained, Sentence, explain
 
 if TYPE_CHECKING:
     from nanopage.engine.interface import Engine
     from nanopage.inputs import LoRARequest
-
-logger = logging.getLogger("nanopage")
 
 
 class LLMEngine:
@@ -52,7 +48,8 @@ class LLMEngine:
         model_path: a directory or a .gguf file. Used for messages and for the sampling parameters it recommends.
         tokenizer: None if the model has none, which only load_format="dummy" allows.
         executor: runs the steps. The constructor starts it.
-        make_drafter: makes what guesses tokens, with `config.speculation`, once it is known how much the workers hold.
+        make_drafts: makes what guesses tokens, with `config.speculation`, once it is known how much the workers hold.
+        adapter_slots: of the workers, with `config.enable_lora`.
 
     Raises: as `Executor.start`; ValueError for recommended sampling parameters that are not valid.
     """
@@ -64,7 +61,8 @@ class LLMEngine:
         model_path: Path,
         tokenizer: Tokenizer | None,
         executor: Executor,
-        make_drafter: Callable[[Capacity], Drafter] | None = None,
+        make_drafts: Callable[[Capacity], Drafts] | None = None,
+        adapter_slots: AdapterSlots | None = None,
     ):
         self.config, self.model_config, self.model_path, self.tokenizer = config, model_config, model_path, tokenizer
         self.default_sampling_params = SamplingParams()
@@ -90,7 +88,6 @@ class LLMEngine:
             capacity.num_host_blocks,
             capacity.windows,
         )
-        drafter = None if make_drafter is None else make_drafter(capacity)
         self.scheduler = Scheduler(
             block_manager,
             config.max_num_seqs,
@@ -98,28 +95,32 @@ class LLMEngine:
             config.preemption_mode,
             config.pipeline_parallel_size,
             config.num_ranks > 1,
-            drafter,
-            config.max_loras if config.enable_lora else 0,
+            adapter_slots,
         )
+        self.scheduler.drafts = drafts = None if make_drafts is None else make_drafts(capacity)
         self.output_processor = OutputProcessor(self.scheduler, tokenizer, model_config.pooling)
         self.async_scheduling = config.async_scheduling
         if self.async_scheduling is None:
-            self.async_scheduling = capacity.device == "cuda" and config.num_ranks == 1 and drafter is None
-        self.last_step = StepStats()
+            self.async_scheduling = capacity.device == "cuda" and config.num_ranks == 1 and drafts is None
         self.listeners: list[Callable[[StepStats], None]] = []
-        self._scheduled: Schedule | None = None  # by `plan` or this call of step, until `advance` is done
-        self.last_decided = Explained()  # what `last_step` has decided, for `explain`
-        self._in_flight: deque[Schedule] = deque()  # submitted batches, oldest first, until `update` is done
-        self._plan_seconds = 0.0  # that `plan` has taken for `_scheduled`; they count as the step's
+        self.planned: Schedule | None = None  # by `plan` or this call of step, until `advance` is done
+        self.last = StepRecord()
+        self.in_flight: deque[Schedule] = deque()  # submitted batches, oldest first, until `update` is done
+        self._plan_seconds = 0.0  # that `plan` has taken for `planned`; they count as the step's
         self._num_batches = 0  # that have been submitted
         self._most_in_flight = 2 if self.async_scheduling else config.pipeline_parallel_size
         self.dead_error: WorkerDiedError | None = None  # why no step can run any more
-        self._in_call = False  # still true between calls if an exception ended the last call
+        self.in_call = False  # still true between calls if an exception ended the last call
 
     @property
     def cache_config(self) -> dict[str, int]:
         """The size of the KV cache, under vLLM's names."""
         return {"block_size": self.config.block_size, "num_gpu_blocks": self.capacity.num_blocks}
+
+    @property
+    def last_step(self) -> StepStats:
+        """The statistics of the last step."""
+        return self.last.stats
 
     @property
     def max_draft(self) -> int:
@@ -164,10 +165,10 @@ class LLMEngine:
         group = request.group
         if self.dead_error is not None:
             raise self.dead_error
-        self._recover()
+        recover(self)
         self._check_id(group.request_id)
         group.metrics.arrival_time = time.perf_counter()
-        with self._call():
+        with changing(self):
             self.output_processor.add(request)
             self.scheduler.add(group)
 
@@ -188,17 +189,17 @@ class LLMEngine:
         Raises: ValueError for an `index` with beam search or with `best_of` larger than `n`: these completions compete,
             and have no index before all have ended.
         """
-        self._recover()
+        recover(self)
         request = self.output_processor.requests.get(request_id)
         if request is not None and index is not None:
             if request.group.beam_search is not None or request.group.ranks:
                 raise ValueError(f"index={index}: completions that compete can only be aborted all together")
             if not 0 <= index < len(request.completions) or request.completions[index].seq.finished:
                 return None
-        if self._scheduled is not None and (index is not None or self.scheduler.queues.suspects):
+        if self.planned is not None and (index is not None or self.scheduler.queues.suspects):
             # A step is planned in which a sibling, or the blame for a failure, depends on what ends here: plan anew.
-            self._in_call = True
-        with self._call():
+            self.in_call = True
+        with changing(self):
             if request is not None:
                 seq = None if index is None else request.completions[index].seq
                 self.scheduler.queues.finish(request.group, seq, "abort")
@@ -220,7 +221,7 @@ class LLMEngine:
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes, for instance after a change of the weights. Running requests continue."""
-        with self._call():
+        with changing(self):
             self.scheduler.block_manager.reset_prefix_cache()
 
     def check_workers(self) -> None:
@@ -228,11 +229,11 @@ class LLMEngine:
 
         Raises: WorkerDiedError if a worker has ended. `dead_error` says the same from then on.
         """
-        with self._call():
+        with changing(self):
             try:
                 self.executor.check()
             except WorkerDiedError as error:
-                self._die(error)
+                die(self, error)
                 raise
 
     def shutdown(self) -> None:
@@ -242,33 +243,18 @@ class LLMEngine:
     # Steps
 
     def plan(self) -> bool:
-        """Decide what the next call of `step` does, without running it. `explain` says what that is. Until then,
+        """Decide what the next call of `step` does, without running it (view/explain.py says what that is). Until then,
         requests can be added, and wait, or aborted: the tokens of those are dropped.
 
         Returns: whether there is anything to do.
         Raises: what the scheduler raises; the next call recovers, as after a failed `step`.
         """
-        with self._call():
-            if self._scheduled is None and self.scheduler.has_unfinished():
+        with changing(self):
+            if self.planned is None and self.scheduler.has_unfinished():
                 started = time.perf_counter()
-                self._scheduled = self.scheduler.schedule()
+                self.planned = self.scheduler.schedule()
                 self._plan_seconds = time.perf_counter() - started
-        return self._scheduled is not None or bool(self._in_flight)
-
-    def explain(self, name: Callable[[str], str] = str) -> list[str]:
-        """What the last step did and why, or what the step of `plan` is about to do: a sentence for each decision.
-        They are made when asked for, from the step's Schedule, its events and the state of the engine now.
-
-        Args: name: what a sentence calls the request with this id.
-        """
-        return [sentence.text for sentence in self.sentences(name)]
-
-    def sentences(self, name: Callable[[str], str] = str) -> list[Sentence]:
-        """The sentences of `explain` with what they are about."""
-        planned = None
-        if self._scheduled is not None:
-            planned = Explained(self._scheduled, events=self.scheduler.queues.events)
-        return explain(self.scheduler, planned or self.last_decided, name)
+        return self.planned is not None or bool(self.in_flight)
 
     def step(self) -> list[RequestOutput]:
         """Run one batch. Returns an output for each request that got a token. A beam search, a request with `best_of`
@@ -289,83 +275,78 @@ class LLMEngine:
         change `listeners`, or block. If one raises, the later ones miss this step. The step itself is complete, and the
         next call of `step` or `abort` returns its outputs.
         """
-        stats, started = StepStats(), time.perf_counter()
+        record, started = StepRecord(), time.perf_counter()
+        stats = record.stats
         planned, self._plan_seconds = self._plan_seconds, 0.0
-        step = Explained()
         unfinished = len(self.output_processor.requests)
-        with self._call():
+        with changing(self):
             suspect = next(iter(self.scheduler.queues.suspects), None)
             try:
-                if self.scheduler.has_unfinished() or self._in_flight or self._scheduled is not None:
-                    self._run_batch(stats, step)
+                if self.scheduler.has_unfinished() or self.in_flight or self.planned is not None:
+                    self._run_batch(record)
                 self._report(stats)
             except WorkerDiedError as error:
-                self._die(error)
+                die(self, error)
             except Exception as error:
-                self._isolate(error, suspect)
-            self._count_state(stats)
+                isolate(self, error, suspect)
+            count_state(stats, self.scheduler)
         stats.finished = unfinished - len(self.output_processor.requests)
         self._rest_if_idle()
-        stats.events = step.events = self.scheduler.take_events()
-        step.in_flight = list(self._in_flight)
-        self.last_decided = step
+        stats.events = self.scheduler.take_events()
+        record.in_flight = list(self.in_flight)
+        self.last = record
         stats.seconds = time.perf_counter() - started + planned
-        if self.scheduler.drafter is not None:
-            self.scheduler.drafter.observe(stats)
+        if self.scheduler.drafts is not None:
+            self.scheduler.drafts.observe(stats)
         for listener in self.listeners:
             listener(stats)
         return self.output_processor.take()
 
-    def _run_batch(self, stats: StepStats, step: Explained) -> None:
+    def _run_batch(self, record: StepRecord) -> None:
+        """Decide on a batch, unless `plan` has, and submit it. Take in the results of the oldest batch in flight."""
         started = time.perf_counter()
-        if self._scheduled is None:
-            self._scheduled = self.scheduler.schedule()
-        step.scheduled = schedule = self._scheduled
-        schedule.submitted = time.perf_counter()
-        stats.schedule_seconds = schedule.submitted - started
+        if self.planned is None:
+            self.planned = self.scheduler.schedule()
+        record.scheduled = schedule = self.planned
+        submitted = time.perf_counter()
+        record.stats.schedule_seconds = submitted - started
         if schedule.is_empty:
-            self._complete(stats, step)
-            self._scheduled = None
+            self._complete(record)
+            self.planned = None
             return
         self._num_batches += 1
-        schedule.number = self._num_batches
+        schedule.tell("submitted", self._num_batches, submitted)
         self.executor.submit(schedule.batch)
         if schedule.masked:
             self.executor.add_masks(schedule.find_masks())
         if self.async_scheduling:
-            self._complete(stats, step)
+            self._complete(record)
         self.scheduler.advance(schedule)
-        self._in_flight.append(schedule)
-        self._scheduled = None
+        self.in_flight.append(schedule)
+        self.planned = None
         if schedule.must_be_awaited or self.scheduler.queues.suspects:
-            while self._in_flight:
-                self._complete(stats, step)
-        elif len(self._in_flight) == self._most_in_flight:
-            self._complete(stats, step)
-        self._count_batch(schedule, stats)
+            while self.in_flight:
+                self._complete(record)
+        elif len(self.in_flight) == self._most_in_flight:
+            self._complete(record)
+        count_batch(record.stats, schedule)
 
-    def _complete(self, stats: StepStats, step: Explained) -> None:
+    def _complete(self, record: StepRecord) -> None:
         """Wait for the oldest batch in flight, update the sequences with its tokens, and make text of them."""
-        if not self._in_flight:
+        if not self.in_flight:
             return
-        schedule = self._in_flight[0]
+        schedule, stats = self.in_flight[0], record.stats
         result = self.executor.result()
-        arrived = schedule.arrived = time.perf_counter()
+        arrived = time.perf_counter()
+        schedule.tell("arrived", arrived)
         taken = self.scheduler.update(schedule, result)
-        self._in_flight.popleft()
-        step.completed.append(schedule)
+        self.in_flight.popleft()
+        record.completed.append(schedule)
         updated = time.perf_counter()
         self.output_processor.read(schedule.groups)
-        stats.prepare_seconds += result.prepare_seconds
-        stats.model_seconds += result.model_seconds
-        stats.sample_seconds += result.sample_seconds
-        stats.wait_seconds += result.wait_seconds
-        stats.device_seconds += result.device_seconds
         stats.update_seconds += updated - arrived
         stats.output_seconds += time.perf_counter() - updated
-        stats.output_tokens += len(taken)
-        for (_, draft), accepted in zip(schedule.drafted, schedule.num_accepted, strict=True):
-            stats.count_draft(len(draft), accepted)
+        count_result(stats, schedule, result, len(taken))
 
     def _report(self, stats: StepStats) -> None:
         started = time.perf_counter()
@@ -375,85 +356,5 @@ class LLMEngine:
     def _rest_if_idle(self) -> None:
         if not self.output_processor.requests:
             self.executor.rest()
-            if self.scheduler.drafter is not None:
-                self.scheduler.drafter.rest()
-
-    def _count_batch(self, schedule: Schedule, stats: StepStats) -> None:
-        batch = schedule.batch
-        stats.decode_tokens = sum(
-            count
-            for seq, start, count in zip(schedule.sequences, batch.starts, batch.counts, strict=True)
-            if start >= seq.num_prompt_tokens
-        )
-        stats.prefill_tokens = batch.num_tokens - stats.decode_tokens
-        stats.context_tokens = sum(batch.starts) + batch.num_tokens
-        stats.cached_tokens = schedule.num_cached_tokens
-        stats.preempted = len(schedule.preempted)
-        stats.swapped_out, stats.swapped_in = len(batch.swap_out), len(batch.swap_in)
-        stats.copied = len(batch.copies)
-
-    def _count_state(self, stats: StepStats) -> None:
-        scheduler, manager = self.scheduler, self.scheduler.block_manager
-        running = [seq for group in scheduler.running for seq in group.live]
-        stats.running, stats.stored_tokens = len(running), sum(seq.num_computed_tokens for seq in running)
-        stats.waiting = sum(len(group.live) for group in scheduler.waiting)
-        stats.swapped = sum(len(group.live) for group in scheduler.swapped)
-        stats.cached_blocks = manager.num_cached_blocks
-        stats.free_blocks = manager.num_free_blocks - stats.cached_blocks
-        stats.used_blocks = manager.num_blocks - manager.num_free_blocks
-        self.last_step = stats
-
-    # Failures
-
-    @contextlib.contextmanager
-    def _call(self) -> Iterator[None]:
-        """Surrounds every change of the engine's state. If an exception ends it, the next call recovers first."""
-        self._recover()
-        self._in_call = True
-        yield
-        self._in_call = False
-
-    def _recover(self) -> None:
-        """If an exception has ended the last call, start every request again from the tokens it has."""
-        if not self._in_call:
-            return
-        self._in_flight.clear()
-        self._scheduled, self._plan_seconds = None, 0.0
-        self.executor.discard()
-        if self.scheduler.drafter is not None:
-            self.scheduler.drafter.restart()
-        restart(self.scheduler.queues, [request.group for request in self.output_processor.requests.values()])
-        for group, error in self.output_processor.recover():
-            self._fail(group, f"making its text failed: {type(error).__name__}: {error}")
-        self._in_call = False
-
-    def _isolate(self, error: Exception, suspect: SequenceGroup | None) -> None:
-        """A batch has failed: run each of its requests, and of the step in flight, alone. If it was the batch of a
-        suspect, end that request."""
-        message = f"{type(error).__name__}: {error}"
-        schedules = [schedule for schedule in (self._scheduled, *self._in_flight) if schedule is not None]
-        groups = list(dict.fromkeys(seq.group for schedule in schedules for seq in schedule.sequences))
-        groups = groups or [request.group for request in self.output_processor.requests.values()]
-        self._recover()
-        self._in_call = True
-        if suspect is not None:
-            self._fail(suspect, message)
-            return
-        self.scheduler.queues.suspects = [group for group in groups if not group.finished]
-        count = len(self.scheduler.queues.suspects)
-        logger.warning(f"a step failed: {message}; running its {count} requests one at a time", exc_info=error)
-
-    def _die(self, error: WorkerDiedError) -> None:
-        """No step can run any more: end every request."""
-        self.dead_error = error
-        self._recover()
-        self._in_call = True
-        for request in list(self.output_processor.requests.values()):
-            self._fail(request.group, str(error))
-        self.output_processor.report()
-
-    def _fail(self, group: SequenceGroup, message: str) -> None:
-        """End a request because of an error."""
-        logger.warning(f"request {group.request_id} ended by an error: {message}")
-        self.scheduler.queues.fail(group, message)
-        self.output_processor.read_aborted(group.request_id)
+            if self.scheduler.drafts is not None:
+                self.scheduler.drafts.rest()

@@ -86,7 +86,9 @@ class EngineThread:
         self.engine = engine
         self.metrics = Metrics(engine.model_path.name, engine.cache_config, engine.max_draft)
         if engine.config.max_num_batched_tokens is None:
-            engine.listeners.append(TokenBudget(engine.scheduler, SECONDS[engine.capacity.device]))
+            budget = TokenBudget(engine.scheduler.token_budget.most, SECONDS[engine.capacity.device])
+            engine.scheduler.token_budget = budget
+            engine.listeners.append(budget.observe)
         self.idle = True
         self._last_progress = time.monotonic()  # when a step ended, or work arrived at an idle engine
         self.num_waiting = 0  # requests that have not begun to run
@@ -164,7 +166,7 @@ class EngineThread:
 
     def pause(self, announce: Callable[[], None]) -> None:
         """Make no more steps but those that `allow_steps` allows. The engine decides on its next step, and waits before
-        it runs it; `LLMEngine.explain` says what it is. New requests wait, aborted ones end at once, and it does not
+        it runs it; view/explain.py says what it is. New requests wait, aborted ones end at once, and it does not
         count as a hang. `shutdown` works.
 
         Args: announce: called by the engine's thread when a step has been decided, and when requests have come or gone

@@ -14,12 +14,22 @@ def fork_siblings(queues: Queues, leader: Sequence) -> None:
             seq.num_computed_tokens = leader.num_computed_tokens
 
 
-def advance_beams(queues: Queues, group: SequenceGroup, schedule: Schedule) -> None:
-    """All beams have their candidates: fork those that continue more than once, free those that end."""
+def advance_beams(queues: Queues, schedule: Schedule, taken: list[Sequence]) -> None:
+    """Choose the next beams of each search whose beams all have their candidates.
+
+    Args: taken: the sequences that took tokens or candidates in this step.
+    """
+    if any(seq.candidates for seq in taken):
+        for group in schedule.groups:
+            if group.beam_search is not None and not group.finished and all(seq.candidates for seq in group.live):
+                _take_beams(queues, group, schedule)
+
+
+def _take_beams(queues: Queues, group: SequenceGroup, schedule: Schedule) -> None:
+    """Fork the beams that continue more than once, and free those that end."""
     assert group.beam_search is not None
     ending, forks = group.choose_beams()
-    schedule.beam_ends += ending
-    schedule.beam_forks += forks
+    schedule.tell("beams", ending, forks)
     for seq in ending:
         queues.block_manager.free(seq.seq_id)
         queues.writer.leave(seq)

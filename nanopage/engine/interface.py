@@ -9,6 +9,7 @@ from nanopage.config.model import ModelConfig
 from nanopage.config.options import EngineConfig
 from nanopage.engine.input_processor import InputProcessor
 from nanopage.engine.output_processor import Request
+from nanopage.engine.token_budget import TokenBudget
 from nanopage.outputs import RequestOutput, StepStats
 from nanopage.params import SamplingParams
 from nanopage.step import Capacity
@@ -18,7 +19,7 @@ from nanopage.text.tokenizer import Tokenizer
 class Queues(Protocol):
     """The requests of an engine (engine/scheduler.py)."""
 
-    max_num_batched_tokens: int
+    token_budget: TokenBudget
 
     @property
     def waiting(self) -> Sized: ...
@@ -38,8 +39,9 @@ class Engine(Protocol):
     input_processor: InputProcessor
     default_sampling_params: SamplingParams
     listeners: list[Callable[[StepStats], None]]
-    last_step: StepStats
 
+    @property
+    def last_step(self) -> StepStats: ...
     @property
     def model_config(self) -> ModelConfig | EncoderConfig: ...
     @property

@@ -61,6 +61,15 @@ def preempt(queues: Queues, group: SequenceGroup, schedule: Schedule, mode: str 
     schedule.preempted.append(group)
 
 
+def swap_in(queues: Queues, group: SequenceGroup, schedule: Schedule) -> None:
+    """Bring back the blocks of a swapped group, for which there are enough free ones."""
+    free = queues.block_manager.num_free_blocks
+    moved = queues.block_manager.swap_in([seq.seq_id for seq in group.live])
+    schedule.batch.swap_in += moved
+    group.status = Status.RUNNING
+    queues.record("swapped in", group, needed=len(moved), free=free)
+
+
 def recompute(queues: Queues, group: SequenceGroup) -> None:
     """Put a running group back into `waiting`, to compute its tokens again."""
     if group.status is Status.RUNNING:

@@ -7,10 +7,9 @@ queue is ordered by (priority, arrival).
 import time
 from typing import Any
 
-from nanopage.adapters.slots import AdapterSlots
 from nanopage.engine.block_manager import BlockManager
 from nanopage.engine.schedule import BatchWriter
-from nanopage.engine.sequence import Adapter, Sequence, SequenceGroup, Status
+from nanopage.engine.sequence import Sequence, SequenceGroup, Status
 from nanopage.outputs import RequestEvent
 
 
@@ -20,11 +19,10 @@ class Queues:
     Args:
         block_manager: has the blocks of running and swapped groups.
         writer: gives sequences their rows of the workers' tables.
-        adapter_slots: which adapter is in which slot of the workers.
     """
 
-    def __init__(self, block_manager: BlockManager, writer: BatchWriter, adapter_slots: AdapterSlots):
-        self.block_manager, self.writer, self.adapter_slots = block_manager, writer, adapter_slots
+    def __init__(self, block_manager: BlockManager, writer: BatchWriter):
+        self.block_manager, self.writer = block_manager, writer
         self.waiting: list[SequenceGroup] = []
         self.running: list[SequenceGroup] = []
         self.swapped: list[SequenceGroup] = []
@@ -35,6 +33,13 @@ class Queues:
 
     def __bool__(self) -> bool:
         return bool(self.waiting or self.running or self.swapped)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether any request has begun. Preempted requests are waiting again, with the tokens that they have."""
+        return bool(self.running or self.swapped) or any(
+            seq.num_output_tokens for group in self.waiting for seq in group.seqs
+        )
 
     def first(self) -> SequenceGroup:
         """The swapped or waiting group that is admitted next."""
@@ -71,14 +76,6 @@ class Queues:
         """End a group because of an error."""
         group.error = error
         self.finish(group, None, "error")
-
-    def fail_adapter(self, adapter: Adapter, slot: int, cause: str) -> None:
-        """End the groups that run with an adapter that could not be loaded. A later request loads it again."""
-        self.adapter_slots.drop(adapter, slot)
-        for group in list(self.running):
-            if group.adapter == adapter:
-                self.forget_prefixes(group)
-                self.fail(group, f"the adapter {adapter.path} could not be loaded: {cause}")
 
     def forget_prefixes(self, group: SequenceGroup) -> None:
         """K and V of a group are not finite, or perhaps not: nothing may find them in the prefix cache."""

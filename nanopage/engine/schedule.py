@@ -5,6 +5,7 @@ starts to run, takes the row back when the sequence leaves, and sends only what 
 """
 
 from dataclasses import dataclass, field
+from typing import Any, cast
 
 from nanopage.engine.block_manager import BlockManager
 from nanopage.engine.sequence import Adapter, Sequence, SequenceGroup
@@ -40,55 +41,42 @@ class Schedule:
 
     sequences     those of `batch.rows`, in the same order
     samplers      those of `batch.sampled_rows`, in the same order, but without those in `drafted`
-    chunks        work of several tokens, added to the batch after all single tokens
-    drafted       decodes with their drafts, at the end of the batch (see drafts.py)
+    budget, left  tokens that the step may have, in all and besides the work so far
+    singles       work of one token; `BatchWriter.write` writes it before `chunks`, work of several tokens
+    drafted       decodes with their drafts, at the end of the batch (see verdicts.py)
+    num_accepted  for each of `drafted`, how many tokens of its draft were appended; from `Scheduler.update` on
     masked        index in `batch.sampled_rows` -> a sequence whose next token depends on its mask (see `find_masks`)
     mask_errors   those of `masked` that have no mask, and why
     draft_masks   for those of `drafted` that have masks: the mask of each token that they sample (see `TokenMask`)
-    num_accepted  for each of `drafted`, how many tokens of its draft were appended; from `Scheduler.update` on
-    cut           those of `drafted` that ended before the end of their drafts was looked at
     loading       the adapters of the batch's `loads`
     wait          why the first group that is not admitted waits
     preempted     groups that have given up their blocks
-
-    Only for `LLMEngine.explain`, `StepStats` and the live view:
-
-    budget        tokens that the step may have
-    skipped       running groups that the step leaves out, and why: "mask" or "stage", their next step depends on tokens
-                  in flight; "share", the batch has its share of the groups, and other stages get the rest
-    evicted       blocks that the prefix cache has lost
-    forked        leaders whose siblings share their blocks from now on; from `Scheduler.advance` on
-    dropped       sequences that had ended when their tokens came; from `Scheduler.update` on, like the next two
-    beam_forks    (parent, beam) of beams that fork from others
-    beam_ends     beams that the search does not continue
-    number        of the batch, from 1
-    submitted, arrived  when the workers got it and when its results came, on `time.perf_counter`'s clock
+    num_cached_tokens  that admitted sequences found in the prefix cache
+    events        what else was decided, and happened: tuples that begin with a kind. The engine reads none of them.
+                  view/explain.py lists the kinds, and makes sentences of them.
     """
 
     batch: Batch = field(default_factory=Batch)
     sequences: list[Sequence] = field(default_factory=list)
     samplers: list[Sequence] = field(default_factory=list)
+    budget: int = field(default=0, compare=False)
+    left: int = field(default=0, compare=False)
+    singles: list[Sequence] = field(default_factory=list)
     chunks: Work = field(default_factory=list)
     drafted: list[tuple[Sequence, list[int]]] = field(default_factory=list)
+    num_accepted: list[int] = field(default_factory=list)
     masked: dict[int, Sequence] = field(default_factory=dict)
     mask_errors: dict[Sequence, str] = field(default_factory=dict)
     draft_masks: dict[Sequence, list[bytes]] = field(default_factory=dict)
-    num_accepted: list[int] = field(default_factory=list)
-    cut: list[Sequence] = field(default_factory=list)
-    preempted: list[SequenceGroup] = field(default_factory=list)
-    num_cached_tokens: int = 0  # that admitted sequences found in the prefix cache
-    budget: int = field(default=0, compare=False)
-    wait: Wait | None = None
-    skipped: list[tuple[SequenceGroup, str]] = field(default_factory=list)
-    evicted: list[int] = field(default_factory=list)
-    forked: list[Sequence] = field(default_factory=list)
-    dropped: list[Sequence] = field(default_factory=list)
     loading: list[Adapter] = field(default_factory=list)
-    beam_forks: list[tuple[Sequence, Sequence]] = field(default_factory=list)
-    beam_ends: list[Sequence] = field(default_factory=list)
-    number: int = 0
-    submitted: float = 0.0
-    arrived: float = 0.0
+    wait: Wait | None = None
+    preempted: list[SequenceGroup] = field(default_factory=list)
+    num_cached_tokens: int = 0
+    events: list[tuple] = field(default_factory=list, compare=False)
+
+    def tell(self, kind: str, *about: Any) -> None:
+        """Add an event."""
+        self.events.append((kind, *about))
 
     @property
     def must_be_awaited(self) -> bool:
@@ -100,6 +88,10 @@ class Schedule:
         """Whether there is nothing for the workers to do."""
         batch = self.batch
         return not (batch.rows or batch.swap_out or batch.swap_in or batch.copies or batch.loads)
+
+    def group_of(self, row: int) -> SequenceGroup:
+        """The group whose sequence computes tokens in a row."""
+        return self.sequences[self.batch.rows.index(row)].group
 
     @property
     def groups(self) -> list[SequenceGroup]:
@@ -136,10 +128,10 @@ class BatchWriter:
         """Take back all rows."""
         self.free_rows = list(range(self.num_rows - 1, -1, -1))
 
-    def add_decode(self, schedule: Schedule, group: SequenceGroup) -> bool:
-        """Add the common case: a single sequence with one more token in a block that it has already.
+    def take_decode(self, schedule: Schedule, group: SequenceGroup) -> bool:
+        """Schedule the common case: a single sequence with one more token in a block that it has already.
 
-        Returns: False, adding nothing, if the group is not such a case.
+        Returns: False, changing nothing, if the group is not such a case.
         """
         seq = group.seqs[0]
         start = len(seq.token_ids) + seq.num_in_flight - 1
@@ -152,20 +144,21 @@ class BatchWriter:
             or group.beam_search is not None
         ):
             return False
-        batch = schedule.batch
-        index = len(batch.rows)
-        batch.rows.append(seq.row)
-        batch.starts.append(start)
-        batch.counts.append(1)
-        if seq.token_mask is not None:
-            self._add_mask(schedule, seq)
-        batch.sampled_from.append(index)
-        batch.sampled_rows.append(seq.row)
         if self.sends_tokens:
-            batch.tokens.append((seq.row, start, seq.token_ids[start]))
-        schedule.sequences.append(seq)
-        schedule.samplers.append(seq)
+            schedule.batch.tokens.append((seq.row, start, seq.token_ids[start]))
+        schedule.singles.append(seq)
+        schedule.left -= 1
         return True
+
+    def take(self, schedule: Schedule, work: Work) -> None:
+        """Schedule work for which there are enough free blocks."""
+        for seq, num_tokens in work:
+            self.grow(schedule.batch, seq, num_tokens)
+            if num_tokens > 1:
+                schedule.chunks.append((seq, num_tokens))
+            else:
+                schedule.singles.append(seq)
+            schedule.left -= num_tokens
 
     def grow(self, batch: Batch, seq: Sequence, num_tokens: int) -> None:
         """Give a sequence the blocks for its next tokens, and send what the workers do not know of it yet."""
@@ -188,30 +181,51 @@ class BatchWriter:
         if num_tokens == 1 and (chosen_by_search or self.sends_tokens):
             batch.tokens.append((seq.row, start, seq.token_ids[start]))
 
-    def add(self, schedule: Schedule, seq: Sequence, num_tokens: int) -> None:
-        """Add the next tokens of a sequence. If they reach its last token, its next token is sampled. If its siblings
-        are about to fork from it, their next tokens are sampled from the same logits."""
-        batch, group = schedule.batch, seq.group
-        end = seq.num_computed_tokens + num_tokens
+    def write(self, schedule: Schedule, drafts: dict[Sequence, list[int]]) -> None:
+        """Write the work of a step into its batch. Where it reaches the last token of a sequence, the next token is
+        sampled. Where siblings are about to fork from it, their next tokens are sampled from the same logits.
+
+        Args: drafts: of some of its decodes (see verdicts.py).
+        """
+        batch, samplers = schedule.batch, schedule.samplers
+        singles = [seq for seq in schedule.singles if seq not in drafts] if drafts else schedule.singles
+        schedule.sequences = [*singles, *(seq for seq, _ in schedule.chunks)]
+        batch.rows = rows_of(schedule.sequences)
+        batch.starts = [seq.num_computed_tokens for seq in schedule.sequences]
+        batch.counts = [1] * len(singles) + [num_tokens for _, num_tokens in schedule.chunks]
+        last = -1  # token of a row, in the batch
+        for seq, start, count in zip(schedule.sequences, batch.starts, batch.counts, strict=True):
+            last, end, group = last + count, start + count, seq.group
+            for sampler in (seq,) if group.forked else group.live if end == group.shared_len else ():
+                if len(sampler.token_ids) + sampler.num_in_flight == end and not sampler.candidates:
+                    if sampler is not seq:
+                        sampler.parent = seq
+                        self._enter(batch, sampler, end)
+                    if sampler.token_mask is not None:
+                        self._add_mask(schedule, sampler)
+                    samplers.append(sampler)
+                    batch.sampled_from.append(last)
+        batch.sampled_rows = rows_of(samplers)
+        batch.awaits_masks = bool(schedule.masked)
+        for seq, draft in drafts.items():
+            self._add_draft(schedule, seq, draft)
+
+    def _add_draft(self, schedule: Schedule, seq: Sequence, draft: list[int]) -> None:
+        """Add a decode with a draft: a token is sampled behind its last known token and behind each of the draft."""
+        batch, start, count = schedule.batch, seq.num_computed_tokens, 1 + len(draft)
+        first = batch.num_tokens
+        self.grow(batch, seq, count)
         assert seq.row is not None
-        schedule.sequences.append(seq)
+        batch.tokens += [(seq.row, start + i, token_id) for i, token_id in enumerate(draft, 1)]
         batch.rows.append(seq.row)
-        batch.starts.append(seq.num_computed_tokens)
-        batch.counts.append(num_tokens)
-        if not (group.forked or end == group.shared_len):
-            return
-        for sampler in [seq] if group.forked else group.live:
-            if sampler.num_tokens == end and not sampler.candidates:
-                if sampler is not seq:
-                    sampler.parent = seq
-                    self._enter(batch, sampler, end)
-                assert sampler.row is not None
-                if sampler.token_mask is not None:
-                    self._add_mask(schedule, sampler)
-                schedule.samplers.append(sampler)
-                # Rows with one token come first, so the number of tokens up to one of them is that of the rows.
-                batch.sampled_from.append((len(batch.rows) if num_tokens == 1 else batch.num_tokens) - 1)
-                batch.sampled_rows.append(sampler.row)
+        batch.starts.append(start)
+        batch.counts.append(count)
+        if seq.token_mask is not None:
+            batch.masks |= dict(enumerate(schedule.draft_masks[seq], len(batch.sampled_rows)))
+        batch.sampled_from += range(first, first + count)
+        batch.sampled_rows += [seq.row] * count
+        schedule.sequences.append(seq)
+        schedule.drafted.append((seq, draft))
 
     def leave(self, seq: Sequence) -> None:
         """Take back the row of a sequence, if it has one."""
@@ -223,7 +237,7 @@ class BatchWriter:
         """Have the token that is to be sampled next depend on a mask."""
         if seq.num_in_flight:
             raise RuntimeError(f"{seq} has a mask and a token in flight, on which its mask depends")
-        schedule.masked[len(schedule.batch.sampled_rows)] = seq
+        schedule.masked[len(schedule.samplers)] = seq
 
     def _enter(self, batch: Batch, seq: Sequence, num_shared: int) -> None:
         """Make sure that a sequence has a row.
@@ -241,6 +255,11 @@ class BatchWriter:
             new.adapter_slot = seq.group.adapter_slot
             batch.new.append(new)
         seq.parent = None
+
+
+def rows_of(seqs: list[Sequence]) -> list[int]:
+    """The rows of running sequences."""
+    return cast(list[int], [seq.row for seq in seqs])
 
 
 def next_work(group: SequenceGroup, budget: int) -> Work:

@@ -10,7 +10,7 @@ decodes and chunks of prompts together (Orca, OSDI 2022; chunked prefill: Sarath
   3. Then, unless blocks ran out, admit swapped and waiting groups in order, as long as they fit (see admission.py). A
      prompt whose next block another group computes in this step waits until it can share that block. Everything behind
      it waits too.
-  4. Decodes may get drafts, out of the tokens and the blocks that are left (see drafts.py).
+  4. Decodes may get drafts, out of the tokens and the blocks that are left (see speculation/drafts.py).
 
 A running group whose sequences have masks (see `TokenMask`) waits for its tokens in flight, on which they depend. A
 group also waits if it would exceed `max_num_seqs`, when the budget is used up, behind an earlier group that does not
@@ -23,7 +23,7 @@ waits for as long as groups of a higher priority keep coming. The output does no
 near-ties in dtypes smaller than float64; the fuzz suite tests that.
 
 Everything beside the plain case is in a file of its own, called in one line: preemption.py, forks.py (several sequences
-of a prompt, and beams), recovery.py (after an exception) and drafts.py.
+of a prompt, and beams), stages.py (of a pipeline), verdicts.py (on drafts) and suspects.py (after an exception).
 
 For a first reading, assume one sequence per group: then `forked` is always true and the only sequence is the leader.
 """
@@ -31,18 +31,19 @@ For a first reading, assume one sequence per group: then `forked` is always true
 import time
 from bisect import insort
 
-from nanopage.adapters.slots import AdapterSlots
-from nanopage.engine.admission import Admission
+from nanopage.engine.admission import AdapterSlots, Admission
 from nanopage.engine.block_manager import BlockManager, Prefix
 from nanopage.engine.forks import advance_beams, fork_siblings
-from nanopage.engine.preemption import preempt, preempt_for_priority
+from nanopage.engine.preemption import preempt, preempt_for_priority, swap_in
 from nanopage.engine.queues import Queues, order
-from nanopage.engine.recovery import isolate
-from nanopage.engine.schedule import BatchWriter, Schedule, Wait, Work, missing_blocks, next_work
+from nanopage.engine.schedule import BatchWriter, Schedule, Wait, missing_blocks, next_work
 from nanopage.engine.sequence import Sequence, SequenceGroup, Status, common_length
+from nanopage.engine.stages import find_held
+from nanopage.engine.suspects import acquit, isolate
+from nanopage.engine.token_budget import TokenBudget
+from nanopage.engine.verdicts import Drafts, accept
 from nanopage.outputs import RequestEvent
-from nanopage.speculation import drafts
-from nanopage.step import NO_TOKEN, BatchResult
+from nanopage.step import NO_TOKEN, Batch, BatchResult
 
 NOT_FINITE = (
     "the logits of its next token are not finite: weights that are NaN or infinite, an overflow in float16, or "
@@ -61,9 +62,12 @@ class Scheduler:
         num_stages: of pipeline parallelism. If there are several, a sequence in flight does not run again before its
             token has arrived, and a batch has at most its share of the running groups, so that each stage has work.
         sends_tokens: whether batches carry all sampled tokens (see `Batch.tokens`).
-        drafter: guesses the next tokens of decodes (see drafts.py). It needs the results of each step before the next
-            step is scheduled.
-        num_adapter_slots: how many adapters the workers can hold.
+        adapter_slots: of the workers, if requests may have adapters.
+
+    Attributes:
+        token_budget: decides how many tokens each step may have; at first, `max_num_batched_tokens`.
+        drafts: guesses at the next tokens of decodes, if there are any. They need the results of each step before the
+            next step is scheduled.
     """
 
     def __init__(
@@ -74,16 +78,15 @@ class Scheduler:
         preemption_mode: str | None = None,
         num_stages: int = 1,
         sends_tokens: bool = False,
-        drafter: drafts.Drafter | None = None,
-        num_adapter_slots: int = 0,
+        adapter_slots: AdapterSlots | None = None,
     ):
-        self.block_manager, self.num_stages, self.drafter = block_manager, num_stages, drafter
-        self.max_num_batched_tokens = max_num_batched_tokens
+        self.block_manager, self.num_stages, self.adapter_slots = block_manager, num_stages, adapter_slots
+        self.token_budget = TokenBudget(max_num_batched_tokens)
         self.preemption_mode = preemption_mode
-        self.adapter_slots = AdapterSlots(num_adapter_slots)
-        self.admission = Admission(block_manager, max_num_seqs, self.adapter_slots, max_num_batched_tokens)
+        self.admission = Admission(block_manager, max_num_seqs, max_num_batched_tokens, adapter_slots)
         self.writer = BatchWriter(block_manager, max_num_seqs, sends_tokens)
-        self.queues = Queues(block_manager, self.writer, self.adapter_slots)
+        self.queues = Queues(block_manager, self.writer)
+        self.drafts: Drafts | None = None
 
     def add(self, group: SequenceGroup) -> None:
         self.queues.number(group)
@@ -112,22 +115,21 @@ class Scheduler:
 
     def schedule(self) -> Schedule:
         """Choose the next step's work and give it blocks. Computes nothing."""
-        schedule = Schedule(budget=self.max_num_batched_tokens)
-        schedule.batch.idle = not self._has_begun()
+        budget = self.token_budget.tokens
+        schedule = Schedule(Batch(idle=not self.queues.has_begun), budget=budget, left=budget)
         if self.queues.suspects:
-            self._schedule_alone(self.queues.suspects[0], schedule)
+            self._run_alone(self.queues.suspects[0], schedule)
         else:
-            self._schedule_together(schedule)
-        drafted = self._choose_drafts(schedule)
-        if drafted:
-            drafts.take_out(schedule, drafted)
-        for seq, num_tokens in schedule.chunks:
-            self.writer.add(schedule, seq, num_tokens)
-        if drafted:
-            drafts.add(self.writer, schedule, drafted)
+            preempt_for_priority(self.queues, self.admission, schedule, self.preemption_mode)
+            if self._continue(schedule):
+                self._admit(schedule)
+            else:
+                schedule.wait = Wait(self.queues.first(), "preemption")
+        drafts = self.drafts.choose(self.queues, schedule, self.admission.max_num_seqs) if self.drafts else {}
+        self.writer.write(schedule, drafts)
         schedule.batch.copies = self.block_manager.take_copies()
-        schedule.evicted = self.block_manager.prefixes.take_evicted()
-        schedule.batch.awaits_masks = bool(schedule.masked)
+        if evicted := self.block_manager.prefixes.take_evicted():
+            schedule.tell("evicted", evicted)
         return schedule
 
     def advance(self, schedule: Schedule) -> None:
@@ -148,7 +150,7 @@ class Scheduler:
                 manager.slide(seq.seq_id, end)
             if not seq.group.forked and end == seq.group.shared_len:
                 fork_siblings(self.queues, seq)
-                schedule.forked.append(seq)
+                schedule.tell("forked", seq)
         for seq in schedule.samplers:
             if seq.finish_reason is None and seq.group.beam_search is None:
                 seq.num_in_flight += 1
@@ -161,199 +163,117 @@ class Scheduler:
         The token of a sequence that has ended since the batch was scheduled is dropped. A group for which no token
         could be sampled ends with an error.
         """
-        taken = []
-        now = time.perf_counter()
+        queues, mask_errors, taken, now = self.queues, schedule.mask_errors, [], time.perf_counter()
         for prompt in result.prompt_logprobs:
-            group = schedule.sequences[schedule.batch.rows.index(prompt.row)].group
-            if not group.finished:
-                known = len(group.prompt_logprobs) - (prompt.start - 1)  # above 0 after a preemption
-                group.prompt_logprobs += prompt.tables[known:]
+            schedule.group_of(prompt.row).add_prompt_logprobs(prompt.start, prompt.tables)
         for pooled in result.pooled:
-            schedule.sequences[schedule.batch.rows.index(pooled.row)].group.add_pooled(pooled.start, pooled.values)
-        for index, cause in result.failed_loads.items():
-            self.queues.fail_adapter(schedule.loading[index], schedule.batch.loads[index].slot, cause)
-        logprobs, num_samplers = result.logprobs, len(schedule.samplers)
-        token_ids = result.token_ids[:num_samplers] if schedule.drafted else result.token_ids
-        for i, (seq, token_id) in enumerate(zip(schedule.samplers, token_ids, strict=True)):
-            if seq.finish_reason is not None:
-                schedule.dropped.append(seq)
-                continue
+            schedule.group_of(pooled.row).add_pooled(pooled.start, pooled.values)
+        if self.adapter_slots is not None:
+            self.adapter_slots.fail(queues, schedule, result.failed_loads)
+        logprobs = result.logprobs
+        for i, (seq, token_id) in enumerate(zip(schedule.samplers, result.token_ids, strict=not schedule.drafted)):
             group = seq.group
-            if token_id == NO_TOKEN or seq in schedule.mask_errors:
-                if seq not in schedule.mask_errors:
-                    self.queues.forget_prefixes(group)
-                self.queues.fail(group, schedule.mask_errors.get(seq, NOT_FINITE))
-                continue
-            taken.append(seq)
-            times = group.metrics.token_times
-            if not times or times[-1] != now:
-                times.append(now)
-            if group.beam_search is not None:
-                seq.candidates = {candidate: logprob for candidate, (logprob, _) in logprobs[i].items()}
-                continue
-            seq.append(token_id, logprobs.get(i) if logprobs else None)
-            if ending := seq.find_ending():
-                self.queues.finish(group, seq, *ending)
+            if seq.finish_reason is not None:
+                schedule.tell("dropped", seq)
+            elif seq in mask_errors:
+                queues.fail(group, mask_errors[seq])
+            elif token_id == NO_TOKEN:
+                queues.forget_prefixes(group)
+                queues.fail(group, NOT_FINITE)
+            else:
+                taken.append(seq)
+                times = group.metrics.token_times
+                if not times or times[-1] != now:
+                    times.append(now)
+                if group.beam_search is not None:
+                    seq.candidates = {candidate: logprob for candidate, (logprob, _) in logprobs[i].items()}
+                    continue
+                seq.append(token_id, logprobs.get(i) if logprobs else None)
+                if ending := seq.find_ending():
+                    queues.finish(group, seq, *ending)
         if schedule.drafted:
-            assert self.drafter is not None
-            taken += drafts.accept(self.queues, self.drafter, schedule, result, now)
-        if any(seq.candidates for seq in taken):
-            for group in schedule.groups:
-                if group.beam_search is not None and not group.finished and all(seq.candidates for seq in group.live):
-                    advance_beams(self.queues, group, schedule)
-        for group in schedule.groups if self.queues.suspects else ():
-            if group in self.queues.suspects:
-                self.queues.suspects.remove(group)
+            assert self.drafts is not None
+            taken += accept(queues, self.drafts, schedule, result, now)
+        advance_beams(queues, schedule, taken)
+        acquit(queues, schedule)
         return taken
 
-    # What runs
-
-    def _schedule_together(self, schedule: Schedule) -> None:
-        queues = self.queues
-        preempt_for_priority(queues, self.admission, schedule, self.preemption_mode)
-        budget = self.max_num_batched_tokens
-        num_preempted = len(schedule.preempted)
-        index = 0
-        share = -(-len(queues.running) // self.num_stages)
-        while index < len(queues.running) and budget > 0:
+    def _continue(self, schedule: Schedule) -> bool:
+        """Schedule running groups, in order. Returns whether there were enough blocks for those that come in time."""
+        queues, manager, index = self.queues, self.block_manager, 0
+        held, enough = find_held(queues.running, self.num_stages), True
+        while index < len(queues.running) and schedule.left > 0:
             group = queues.running[index]
-            if reason := "share" if self.num_stages > 1 and share == 0 else self._waits_for_tokens(group):
-                schedule.skipped.append((group, reason))
-                index += 1
-                continue
-            share -= 1
-            if self.writer.add_decode(schedule, group):
-                budget -= 1
-                index += 1
-                continue
-            work = next_work(group, budget)
-            # The victims are at the end of the list, so none of them is in the batch yet.
-            while (needed := missing_blocks(self.block_manager, work)) > self.block_manager.num_free_blocks:
-                victim = queues.running.pop()
-                self._preempt(victim, schedule, group, needed)
-                if victim is group:
-                    break
-            else:
-                budget -= self._add_work(schedule, work)
-                index += 1
-        if len(schedule.preempted) == num_preempted:
-            self._admit(schedule, budget)
-        else:
-            schedule.wait = Wait(queues.first(), "preemption")
+            if group in held:
+                schedule.tell("held", group, held[group])
+            elif not self.writer.take_decode(schedule, group):
+                work = next_work(group, schedule.left)
+                # The victims are at the end of the list, so none of them is in the batch yet.
+                while (needed := missing_blocks(manager, work)) > manager.num_free_blocks:
+                    enough, victim = False, queues.running.pop()
+                    why = {"cause": group.request_id, "needed": needed, "free": manager.num_free_blocks}
+                    preempt(queues, victim, schedule, self.preemption_mode, reason="blocks", **why)
+                    if victim is group:
+                        return False
+                self.writer.take(schedule, work)
+            index += 1
+        return enough
 
-    def _waits_for_tokens(self, group: SequenceGroup) -> str | None:
-        """Why the next step of a running group depends on tokens that are in flight, if it does (see
-        `Schedule.skipped`)."""
-        if not (self.num_stages > 1 or group.masked) or not any(seq.num_in_flight for seq in group.live):
-            return None
-        return "stage" if self.num_stages > 1 else "mask"
-
-    def _add_work(self, schedule: Schedule, work: Work) -> int:
-        """Schedule work whose blocks are known to be free. Returns the number of tokens."""
-        for seq, num_tokens in work:
-            self.writer.grow(schedule.batch, seq, num_tokens)
-            if num_tokens > 1:
-                schedule.chunks.append((seq, num_tokens))
-            else:
-                self.writer.add(schedule, seq, num_tokens)
-        return sum(num_tokens for _, num_tokens in work)
-
-    # Admission
-
-    def _admit(self, schedule: Schedule, budget: int) -> None:
-        queues = self.queues
+    def _admit(self, schedule: Schedule) -> None:
+        """Let swapped and waiting groups run, in order, as long as they fit."""
+        queues, manager, admission = self.queues, self.block_manager, self.admission
         if not (queues.swapped or queues.waiting):
             return
-        reserved = sum(map(self.admission.blocks_reserved, queues.running)) if budget > 0 else 0
+        reserved = sum(map(admission.blocks_reserved, queues.running)) if schedule.left > 0 else 0
         while queues.swapped or queues.waiting:
             group = queues.first()
-            if budget <= 0:
+            if schedule.left <= 0:
                 schedule.wait = Wait(group, "budget")
                 return
             swapped = group.status is Status.SWAPPED
-            prefix = [] if swapped else self.admission.find_prefix(group)
-            schedule.wait = self._find_wait(group, prefix, schedule, reserved)
+            prefix = [] if swapped else admission.find_prefix(group)
+            schedule.wait = admission.find_wait(group, prefix, schedule, queues.running, reserved)
             if schedule.wait is not None:
                 return
             queues.of(group).pop(0)
-            self._take_slot(group, schedule)
+            if self.adapter_slots is not None:
+                self.adapter_slots.take(group, queues.running, schedule)
             if swapped:
-                free = self.block_manager.num_free_blocks
-                moved = self.block_manager.swap_in([seq.seq_id for seq in group.live])
-                schedule.batch.swap_in += moved
-                queues.record("swapped in", group, needed=len(moved), free=free)
+                swap_in(queues, group, schedule)
             else:
                 self._start(group, prefix, schedule)
             insort(queues.running, group, key=order)
-            group.status = Status.RUNNING
-            work = next_work(group, budget)
-            if missing_blocks(self.block_manager, work) > self.block_manager.num_free_blocks:
+            work = next_work(group, schedule.left)
+            if missing_blocks(manager, work) > manager.num_free_blocks:
                 # A swapped group has taken the last blocks: it runs in the next step.
                 if queues.swapped or queues.waiting:
                     schedule.wait = Wait(queues.first(), "turn", other=group)
                 return
-            budget -= self._add_work(schedule, work)
-            reserved += self.admission.blocks_reserved(group)
-
-    def _find_wait(self, group: SequenceGroup, prefix: list[Prefix], schedule: Schedule, reserved: int) -> Wait | None:
-        """Why the first group of the queues cannot be admitted in this step, if it cannot."""
-        if group.status is Status.SWAPPED:
-            if schedule.batch.swap_out:  # blocks that this step swaps out cannot come back in the same step
-                return Wait(group, "swap")
-        elif computing := self.admission.find_computing(group, prefix, schedule.chunks):
-            return Wait(group, "prefix", other=computing)
-        elif any(seq.num_in_flight for seq in group.live):  # it has just been preempted
-            return Wait(group, "tokens")
-        return self.admission.find_lack(group, prefix, self.queues.running, reserved)
+            self.writer.take(schedule, work)
+            reserved += admission.blocks_reserved(group)
 
     def _start(self, group: SequenceGroup, prefix: list[Prefix], schedule: Schedule) -> None:
         """Start a waiting group: give its leader a block table with the cached prefix."""
-        live = group.live
-        group.forked = len(live) == 1
-        group.shared_len = common_length(live)
-        leader, manager = live[0], self.block_manager
+        live, manager = group.live, self.block_manager
+        group.status, group.forked, group.shared_len = Status.RUNNING, len(live) == 1, common_length(live)
+        leader = live[0]
         needed, free = self.admission.blocks_wanted(group), manager.num_free_blocks
         leader.num_computed_tokens = cached = manager.allocate(leader.seq_id, prefix, group.shared_len)
-        schedule.num_cached_tokens += leader.num_computed_tokens
+        schedule.num_cached_tokens += cached
         if group.metrics.first_scheduled_time is None:
             group.metrics.first_scheduled_time = time.perf_counter()
-            group.num_cached_tokens = leader.num_computed_tokens
+            group.num_cached_tokens = cached
         self.queues.record(
             "started", group, needed=needed - len(prefix), free=free, tokens=group.shared_len, cached_tokens=cached
         )
 
-    def _take_slot(self, group: SequenceGroup, schedule: Schedule) -> None:
-        """Give a group that is about to run a slot for its adapter, if it has one."""
-        if group.adapter is not None:
-            others = [other for other in self.queues.running if other is not group]
-            group.adapter_slot, loads = self.adapter_slots.take(group.adapter, others)
-            schedule.batch.loads += loads
-            schedule.loading += [group.adapter] * len(loads)
-
-    # Beside the plain case
-
-    def _choose_drafts(self, schedule: Schedule) -> drafts.Drafts:
-        if self.drafter is None or self.queues.suspects or schedule.preempted:
-            return {}
-        return drafts.choose_drafts(self.block_manager, self.drafter, schedule, self.admission.max_num_seqs)
-
-    def _preempt(self, victim: SequenceGroup, schedule: Schedule, cause: SequenceGroup, needed: int) -> None:
-        why = {"cause": cause.request_id, "needed": needed, "free": self.block_manager.num_free_blocks}
-        preempt(self.queues, victim, schedule, self.preemption_mode, reason="blocks", **why)
-
-    def _schedule_alone(self, group: SequenceGroup, schedule: Schedule) -> None:
-        """Run one group that may have caused an exception."""
+    def _run_alone(self, group: SequenceGroup, schedule: Schedule) -> None:
+        """Run one group that may have caused an exception (see suspects.py)."""
         if group.status is Status.WAITING:
             isolate(self.queues, group)
-            self._take_slot(group, schedule)
+            if self.adapter_slots is not None:
+                self.adapter_slots.take(group, self.queues.running, schedule)
             self._start(group, self.admission.find_prefix(group), schedule)
         if self.queues.swapped or self.queues.waiting:
             schedule.wait = Wait(self.queues.first(), "alone", other=group)
-        self._add_work(schedule, next_work(group, self.max_num_batched_tokens))
-
-    def _has_begun(self) -> bool:
-        """Whether any request has begun. Preempted requests are waiting again, with the tokens that they have."""
-        queues = self.queues
-        return bool(queues.running or queues.swapped) or any(
-            seq.num_output_tokens for group in queues.waiting for seq in group.seqs
-        )
+        self.writer.take(schedule, next_work(group, schedule.left))

@@ -235,6 +235,11 @@ class SequenceGroup:
     def finished(self) -> bool:
         return self.status is Status.FINISHED
 
+    def add_prompt_logprobs(self, start: int, tables: list[LogprobTable]) -> None:
+        """Take in those of the prompt's tokens from position `start` on. After a preemption, they may be known."""
+        if not self.finished:
+            self.prompt_logprobs += tables[len(self.prompt_logprobs) - (start - 1) :]
+
     def add_pooled(self, start: int, values: list[float]) -> None:
         """Take in what has been pooled of the prompt's tokens from position `start` on. From 0 on, it begins again."""
         vector = np.array(values)

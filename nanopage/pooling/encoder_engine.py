@@ -22,6 +22,7 @@ from nanopage.config.options import EngineConfig
 from nanopage.config.pooling import finish, is_finite
 from nanopage.engine.input_processor import InputProcessor
 from nanopage.engine.output_processor import Request
+from nanopage.engine.token_budget import TokenBudget
 from nanopage.outputs import RequestEvent, RequestOutput, StepStats
 from nanopage.params import PoolingParams, SamplingParams
 from nanopage.pooling.requests import PoolingRequests
@@ -45,7 +46,7 @@ class EncoderExecutor(Protocol):
 class EncoderQueue:
     """The requests of an engine, oldest first, under the names that a Scheduler has for them."""
 
-    max_num_batched_tokens: int
+    token_budget: TokenBudget
     waiting: dict[str, Request] = field(default_factory=dict)  # by id
     running: list[Request] = field(default_factory=list)
     swapped: tuple = ()
@@ -73,7 +74,7 @@ class EncoderEngine:
         self.max_model_len = capacity.max_model_len
         self.input_processor = InputProcessor(config, encoder_config, path, tokenizer, self.max_model_len, 0)
         self.input_processor.pooling = PoolingRequests(self.input_processor, encoder_config.pooling)
-        self.scheduler = EncoderQueue(cast(int, config.max_num_batched_tokens))
+        self.scheduler = EncoderQueue(TokenBudget(cast(int, config.max_num_batched_tokens)))
         self.default_sampling_params = SamplingParams()
         self.cache_config = {"block_size": config.block_size, "num_gpu_blocks": 0}
         self.max_draft = 0
@@ -110,7 +111,7 @@ class EncoderEngine:
         `RequestOutput.error`. An exception that is not an error, such as Ctrl-C, loses no request.
         """
         started, queue = time.perf_counter(), self.scheduler
-        batch = choose_batch(queue.waiting.values(), queue.max_num_batched_tokens, self.config.max_num_seqs)
+        batch = choose_batch(queue.waiting.values(), queue.token_budget.tokens, self.config.max_num_seqs)
         stats = StepStats(prefill_tokens=sum(len(request.prompt_token_ids) for request in batch))
         queue.running = batch
         try:

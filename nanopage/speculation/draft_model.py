@@ -89,7 +89,7 @@ class ModelDrafter:
     # Drafter
 
     def propose(self, decodes: list[Sequence], most: int, schedule: Schedule) -> dict[Sequence, list[int]]:
-        num_rows = len(schedule.sequences)
+        num_rows = len(schedule.singles)
         times = self.gains.costs.of(num_rows)
         if not self.works or schedule.chunks or num_rows > MOST_ROWS or times is None:
             return {}

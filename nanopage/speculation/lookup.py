@@ -64,7 +64,7 @@ class DraftGains:
             schedule: of the step.
             seconds_to_make: the time in which drafts of up to so many tokens are made.
         """
-        times = self.costs.of(len(schedule.sequences))
+        times = self.costs.of(len(schedule.singles))
         if times is None or self.may_lose <= 0:
             return {}
         a, b = times.line()
@@ -125,14 +125,14 @@ def worths_of(schedule: Schedule, row: float) -> dict[Sequence, float]:
 
     Args: row: the part of a step's time that a row more costs.
     """
-    num_rows = len(schedule.sequences)
+    num_rows = len(schedule.singles)
     if schedule.wait is not None:
-        return dict.fromkeys(schedule.sequences, 1 / num_rows)
-    left = [max(1, seq.max_total_tokens - len(seq.token_ids)) for seq in schedule.sequences]
+        return dict.fromkeys(schedule.singles, 1 / num_rows)
+    left = [max(1, seq.max_total_tokens - len(seq.token_ids)) for seq in schedule.singles]
     most, row = max(left), min(row, 1 / num_rows)
     shares = [(each / most) ** 8 for each in left]
     common = (1 - num_rows * row) / sum(shares)
-    return {seq: row + common * share for seq, share in zip(schedule.sequences, shares, strict=True)}
+    return {seq: row + common * share for seq, share in zip(schedule.singles, shares, strict=True)}
 
 
 class NgramDrafter:
@@ -142,7 +142,7 @@ class NgramDrafter:
         self.config, self.gains = config, DraftGains()
 
     def propose(self, decodes: list[Sequence], most: int, schedule: Schedule) -> dict[Sequence, list[int]]:
-        num_rows = len(schedule.sequences)
+        num_rows = len(schedule.singles)
         if schedule.chunks or num_rows > MOST_ROWS or self.gains.costs.of(num_rows) is None:
             return {}
         drafts = {seq: draft for seq in decodes if (draft := self._draft(seq))}

@@ -1,32 +1,33 @@
-"""What a step does and why, in sentences: `LLMEngine.explain`.
+"""What a step does and why, in sentences.
 
-The scheduler writes down what it decides as it goes: events, with the numbers that decided them, and a Schedule. Here
-they become sentences, only when somebody asks. Where something follows from the state of the engine (which sequences
-wait behind the first one, which blocks other sequences share), it is read from that.
+The engine tells what it decides as it goes: RequestEvents, with the numbers that decided them, and the events of a
+Schedule. Here they become sentences, only when somebody asks. Where something follows from the state of the engine
+(which sequences wait behind the first one, which blocks other sequences share), it is read from that.
+
+Events of a Schedule:
+
+    held, group, reason                   a running group that the step leaves out (see engine/stages.py)
+    evicted, blocks                       that the prefix cache has lost
+    submitted, number, time               its batch went to the workers; batches are numbered from 1
+    forked, leader                        siblings share the leader's blocks from now on
+    arrived, time                         its results came
+    dropped, sequence                     it had ended when its token came
+    beams, ending, forks                  beams that end; (parent, beam) of those that fork from others
+    draft, sequence, drafted, accepted, ends_early   tokens; whether the sequence ended before the end of its draft
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from nanopage.engine.engine import LLMEngine
 from nanopage.engine.schedule import Schedule, Wait
 from nanopage.engine.scheduler import Scheduler
 from nanopage.engine.sequence import SequenceGroup, Status
+from nanopage.engine.statistics import StepRecord
 from nanopage.outputs import RequestEvent
 from nanopage.step import NO_BLOCK
 
 MAX_NAMES = 8  # of requests or blocks that one sentence lists
-
-
-@dataclass(slots=True)
-class Explained:
-    """What is known of a step: its schedule, the batches whose results it has taken, those that are still in flight,
-    and what has happened to requests."""
-
-    scheduled: Schedule | None = None
-    completed: list[Schedule] = field(default_factory=list)
-    in_flight: list[Schedule] = field(default_factory=list)
-    events: list[RequestEvent] = field(default_factory=list)
 
 
 class Sentence(NamedTuple):
@@ -41,13 +42,22 @@ class Sentence(NamedTuple):
     text: str
 
 
-def explain(scheduler: Scheduler, step: Explained, name: Callable[[str], str] = str) -> list[Sentence]:
-    """The sentences of a step, in the order of its decisions.
+def explain(engine: LLMEngine, name: Callable[[str], str] = str) -> list[str]:
+    """What the last step did and why, or what the step of `LLMEngine.plan` is about to do: a sentence for each
+    decision, in order. They are made from what the step has told, and from the state of the engine now.
 
     Args: name: what a sentence calls the request with this id.
     """
+    return [sentence.text for sentence in make_sentences(engine, name)]
+
+
+def make_sentences(engine: LLMEngine, name: Callable[[str], str] = str) -> list[Sentence]:
+    """The sentences of `explain` with what they are about."""
+    scheduler, step, events = engine.scheduler, engine.last, engine.last.stats.events
+    if engine.planned is not None:
+        step, events = StepRecord(scheduled=engine.planned), scheduler.queues.events
     schedule = step.scheduled
-    sentences = [_event(event, name) for event in step.events if event.kind != "finished"]
+    sentences = [_event(event, name) for event in events if event.kind != "finished"]
     if schedule is not None:
         sentences += _evicted(scheduler, schedule, name)
         sentences += _copied(schedule, name)
@@ -57,8 +67,12 @@ def explain(scheduler: Scheduler, step: Explained, name: Callable[[str], str] = 
     for completed in step.completed:
         sentences += _beams(completed, name)
         sentences += _dropped(completed, name)
-    sentences += [_event(event, name) for event in step.events if event.kind == "finished"]
-    return sentences
+    return sentences + [_event(event, name) for event in events if event.kind == "finished"]
+
+
+def told(schedule: Schedule, kind: str) -> list[tuple]:
+    """What a schedule's events of a kind are about."""
+    return [event[1:] for event in schedule.events if event[0] == kind]
 
 
 # Requests
@@ -121,12 +135,13 @@ def _why_preempted(event: RequestEvent, name: Callable[[str], str]) -> str:
 
 def _waiting(scheduler: Scheduler, schedule: Schedule, name: Callable[[str], str]) -> Iterable[Sentence]:
     skipped: dict[str, list[str]] = {}
-    for group, reason in schedule.skipped:
+    held = told(schedule, "held")
+    for group, reason in held:
         if group.status is Status.RUNNING:
-            skipped.setdefault(SKIPPED[reason], []).append(group.request_id)
+            skipped.setdefault(HELD[reason], []).append(group.request_id)
     used_up = schedule.batch.num_tokens >= schedule.budget
     if used_up or len(schedule.sequences) < len(scheduler.running):
-        running = {id(seq.group) for seq in schedule.sequences} | {id(group) for group, _ in schedule.skipped}
+        running = {id(seq.group) for seq in schedule.sequences} | {id(group) for group, _ in held}
         why = f"the {schedule.budget} tokens of the step are used up" if used_up else "there is nothing to compute yet"
         for group in scheduler.running:
             if id(group) not in running:
@@ -146,7 +161,7 @@ def _waiting(scheduler: Scheduler, schedule: Schedule, name: Callable[[str], str
     yield Sentence("wait", wait.group.request_id, f"{text}.")
 
 
-SKIPPED = {
+HELD = {
     "mask": "the mask of the next token depends on a token in flight",
     "stage": "the next step depends on a token in flight, in another stage of the pipeline",
     "share": "this batch has its share of the running requests; the other stages get the rest",
@@ -178,13 +193,12 @@ def _why_waiting(scheduler: Scheduler, wait: Wait, name: Callable[[str], str]) -
 
 
 def _evicted(scheduler: Scheduler, schedule: Schedule, name: Callable[[str], str]) -> Iterable[Sentence]:
-    if not schedule.evicted:
-        return
-    owners = _owners(schedule)
-    for group in scheduler.running:  # some are swapped in and do not run
+    evicted = [block for (blocks,) in told(schedule, "evicted") for block in blocks]
+    owners = _owners(schedule) if evicted else {}
+    for group in scheduler.running if evicted else ():  # some are swapped in and do not run
         owners = dict.fromkeys(scheduler.block_manager.blocks_of([seq.seq_id for seq in group.live]), group) | owners
     by_owner: dict[str | None, list[int]] = {}
-    for block in schedule.evicted:
+    for block in evicted:
         owner = owners.get(block)
         by_owner.setdefault(None if owner is None else owner.request_id, []).append(block)
     for request_id, blocks in by_owner.items():
@@ -216,7 +230,7 @@ def _owners(schedule: Schedule) -> dict[int, SequenceGroup]:
 
 
 def _forked(scheduler: Scheduler, schedule: Schedule, name: Callable[[str], str]) -> Iterable[Sentence]:
-    for leader in schedule.forked:
+    for (leader,) in told(schedule, "forked"):
         group = leader.group
         others = len(group.seqs) - 1
         manager = scheduler.block_manager
@@ -227,12 +241,13 @@ def _forked(scheduler: Scheduler, schedule: Schedule, name: Callable[[str], str]
 
 
 def _beams(schedule: Schedule, name: Callable[[str], str]) -> Iterable[Sentence]:
-    for beam in schedule.beam_ends:
+    searches = told(schedule, "beams")
+    for beam in (beam for ending, _ in searches for beam in ending):
         group = beam.group
         which = f"Beam {group.seqs.index(beam)} of request {name(group.request_id)}"
         why = "the search has ended" if group.finished else "no continuation of it is among the best"
         yield Sentence("drop", group.request_id, f"{which} is dropped: {why}.")
-    for parent, beam in schedule.beam_forks:
+    for parent, beam in (fork for _, forks in searches for fork in forks):
         group = beam.group
         which = f"Beam {group.seqs.index(beam)} of request {name(group.request_id)}"
         text = f"{which} forks from beam {group.seqs.index(parent)}, of which two continuations are among the best."
@@ -240,17 +255,17 @@ def _beams(schedule: Schedule, name: Callable[[str], str]) -> Iterable[Sentence]
 
 
 def _dropped(schedule: Schedule, name: Callable[[str], str]) -> Iterable[Sentence]:
-    for seq in schedule.dropped:
+    for (seq,) in told(schedule, "dropped"):
         request_id = seq.group.request_id
         yield Sentence(
             "drop", request_id, f"A token of request {name(request_id)} is dropped: it had ended before the token came."
         )
-    for (seq, draft), accepted in zip(schedule.drafted, schedule.num_accepted, strict=True):
-        if refused := len(draft) - accepted:
+    for seq, drafted, accepted, ends_early in told(schedule, "draft"):
+        if refused := drafted - accepted:
             request_id = seq.group.request_id
-            why = "it has ended" if seq in schedule.cut else "the model has chosen otherwise"
+            why = "it has ended" if ends_early else "the model has chosen otherwise"
             text = (
-                f"{refused} of the {_count(len(draft), 'drafted token')} of request {name(request_id)} "
+                f"{refused} of the {_count(drafted, 'drafted token')} of request {name(request_id)} "
                 f"{_be(refused)} dropped: {why}."
             )
             yield Sentence("drop", request_id, text)

@@ -12,7 +12,7 @@ Fields of every frame:
     frame       "key", "step" or "plan" (a step that waits for a click has been decided; only in the live view)
     time        seconds since the first frame
     step        calls of `LLMEngine.step` since the first frame
-    why         [kind, request or null, sentence]: what `LLMEngine.explain` says, with numbers for names
+    why         [kind, request or null, sentence]: what `explain` says, with numbers for names
     queues      waiting, running and swapped requests in order; in a step frame, only if they have changed
     requests    of each request that is new: number, prompt tokens, most tokens, completions, whether it is a beam
                 search, priority, tokens, computed tokens, preemptions
@@ -57,6 +57,7 @@ from nanopage.engine.schedule import Schedule
 from nanopage.engine.sequence import SequenceGroup
 from nanopage.outputs import StepStats
 from nanopage.step import NO_BLOCK
+from nanopage.view.explain import make_sentences, told
 
 VERSION = 1
 PHASES = ("schedule", "prepare", "model", "sample", "wait", "update", "output")
@@ -130,9 +131,8 @@ class Frames:
             if event.kind == "finished":
                 self._ended.add(event.request_id)
                 self._shown.pop(event.request_id, None)
-        last = self.engine.last_decided
-        submitted = last.scheduled if last.scheduled is not None and last.scheduled.number else None
-        batches = {batch.number: batch for batch in (*last.completed, *last.in_flight)}
+        last = self.engine.last
+        submitted = last.scheduled if last.scheduled is not None and told(last.scheduled, "submitted") else None
         changed = {event.request_id for event in stats.events}
         frame: Frame = {
             "frame": "step",
@@ -142,7 +142,7 @@ class Frames:
             "seconds": round(stats.seconds, 6),
             "phases": [round(getattr(stats, f"{phase}_seconds"), 6) for phase in PHASES],
             "tokens": [getattr(stats, f"{kind}_tokens") for kind in TOKENS],
-            "batches": [self._batch(batch) for batch in batches.values()],
+            "batches": [self._batch(batch) for batch in (*last.completed, *last.in_flight)],
             "swaps": [stats.swapped_out, stats.swapped_in],
             "events": events,
         }
@@ -188,7 +188,7 @@ class Frames:
         self._forking &= self._owners.keys()
 
     def _sentences(self) -> list[list]:
-        sentences = self.engine.sentences(lambda request_id: str(self._numbers.get(request_id, "?")))
+        sentences = make_sentences(self.engine, lambda request_id: str(self._numbers.get(request_id, "?")))
         return [[kind, self._numbers.get(request_id or ""), text] for kind, request_id, text in sentences]
 
     def _read_queues(self) -> list[list[int]]:
@@ -248,8 +248,8 @@ class Frames:
         frame: Frame = {"tables": [], "hits": []}
         tables = manager.block_tables
         if submitted is not None:
-            frame["evicted"] = submitted.evicted
-            touched.update(submitted.evicted)
+            frame["evicted"] = [block for (blocks,) in told(submitted, "evicted") for block in blocks]
+            touched.update(frame["evicted"])
             for update in submitted.batch.blocks:
                 touched.update(update.blocks)
         slides = manager.windows != (None,)  # tables then change at their beginnings as well
@@ -317,8 +317,9 @@ class Frames:
         return chunks[::-1]
 
     def _batch(self, schedule: Schedule) -> list:
-        arrived = round(schedule.arrived - self.started, 6) if schedule.arrived else None
-        return [schedule.number, round(schedule.submitted - self.started, 6), arrived]
+        ((number, submitted),) = told(schedule, "submitted")
+        arrived = [round(when - self.started, 6) for (when,) in told(schedule, "arrived")]
+        return [number, round(submitted - self.started, 6), arrived[0] if arrived else None]
 
     def now(self) -> float:
         """The `time` of a frame that is made now."""

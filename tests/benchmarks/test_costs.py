@@ -198,9 +198,9 @@ def test_the_engine_is_as_it_was_after_measuring(model, monkeypatch, one_thread)
     monkeypatch.setattr(cost_runs, "CONTEXTS", ())
     monkeypatch.setattr(cost_runs, "BUDGETS", (64,))
     engine = build_engine(EngineConfig(model=str(model), enforce_eager=True))
-    executor, budget = engine.executor, engine.scheduler.max_num_batched_tokens
+    executor, budget = engine.executor, engine.scheduler.token_budget
     assert cost_runs.measure(engine, {}, random.Random(0)).seconds
-    assert engine.executor is executor and engine.scheduler.max_num_batched_tokens == budget and not engine.listeners
+    assert engine.executor is executor and engine.scheduler.token_budget == budget and not engine.listeners
 
 
 @pytest.mark.parametrize(

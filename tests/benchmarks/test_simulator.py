@@ -154,8 +154,9 @@ def test_a_replica_does_what_the_engine_does(model, monkeypatch, one_thread, bud
     work = [Work([names[token] for token in request.prompt(16)], request.output_len) for request in trace.requests]
     run = serve.planned(work, [request.arrival for request in trace.requests])
     monkeypatch.setattr(time, "perf_counter", lambda: executor.clock)
-    listener = TokenBudget(engine.scheduler, SECONDS["cpu"]) if budget is None else lambda stats: None
-    with listening(engine, listener):
+    if budget is None:
+        engine.scheduler.token_budget = TokenBudget(engine.scheduler.token_budget.most, SECONDS["cpu"])
+    with listening(engine, engine.scheduler.token_budget.observe):
         serve.drive(run, engine, work, now=lambda: executor.clock, sleep=executor.sleep)
     monkeypatch.undo()
 

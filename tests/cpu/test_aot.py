@@ -41,6 +41,7 @@ from nanopage.cpu.packed import pack
 from nanopage.cpu.packed_linear import can_pack
 from nanopage.cpu.tiled import tile
 from nanopage.cpu.tiled_experts import join_experts
+from nanopage.engine.preemption import preempt
 from nanopage.engine.schedule import Schedule
 from nanopage.files import hub
 from nanopage.state.kv_cache import KVCache
@@ -556,7 +557,7 @@ def test_a_request_that_is_interrupted_goes_on_as_it_began(model, not_ready, mon
         engine.step()
     else:
         schedule = Schedule()
-        scheduler._preempt(victim := scheduler.running.pop(), schedule, victim, 1)
+        preempt(scheduler.queues, scheduler.running.pop(), schedule, scheduler.preemption_mode, reason="blocks")
         engine.executor.submit(schedule.batch)
         engine.executor.result()
     assert not scheduler.running

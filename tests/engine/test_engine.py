@@ -13,6 +13,7 @@ from nanopage import BeamSearchParams, EngineConfig, LLMEngine, SamplingParams
 from nanopage.build import build_engine
 from nanopage.device import resolve_dtype, resolve_kv_dtype, set_cuda_precision
 from nanopage.engine.invariants import check_blocks
+from nanopage.engine.statistics import count_state
 from nanopage.params import RequestOutputKind
 from nanopage.state.kv_cache import KVCache
 from nanopage.state.pages import views
@@ -261,7 +262,7 @@ def test_a_request_that_makes_every_step_fail_ends_with_an_error_and_the_others_
     scheduler, worker, processor = engine.scheduler, engine.executor.worker, engine.output_processor
     launched = []  # (whether it is in the batch, what launching it has given)
     owner, name, is_bad = {
-        "schedule": (scheduler, "_add_work", lambda _, work, *__: any(seq.group is bad.group for seq, _ in work)),
+        "schedule": (scheduler.writer, "take", lambda _, work, *__: any(seq.group is bad.group for seq, _ in work)),
         "launch": (worker, "launch", lambda batch, _: in_batch(batch)),
         "result": (Launched, "result", lambda step, _: any(step is other and failing for failing, other in launched)),
         "update": (scheduler, "update", in_schedule),
@@ -727,7 +728,7 @@ def test_outputs_that_a_failing_step_could_not_return_come_with_the_next_or_with
     expected = run(make_engine(model), a=("the cat", GREEDY), b=("the dog", GREEDY))
     for request_id, prompt in (("a", "the cat"), ("b", "the dog")):
         engine.add_request(request_id, prompt, GREEDY)
-    count, failing, deltas, last = engine._count_state, True, {"a": "", "b": ""}, {}
+    count, failing, deltas, last = count_state, True, {"a": "", "b": ""}, {}
 
     def fails_every_other_time(*arguments):
         nonlocal failing
@@ -736,7 +737,7 @@ def test_outputs_that_a_failing_step_could_not_return_come_with_the_next_or_with
             raise KeyboardInterrupt
         count(*arguments)
 
-    monkeypatch.setattr(engine, "_count_state", fails_every_other_time)
+    monkeypatch.setattr("nanopage.engine.engine.count_state", fails_every_other_time)
     while engine.has_unfinished_requests():
         outputs = []
         try:

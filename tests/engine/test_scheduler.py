@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 import nanopage
 from nanopage.engine.block_manager import BlockManager
 from nanopage.engine.invariants import check_blocks
+from nanopage.engine.preemption import preempt
 from nanopage.engine.schedule import Schedule
 from nanopage.engine.scheduler import Scheduler
 from nanopage.engine.sequence import Sequence, SequenceGroup, Status
@@ -297,7 +298,7 @@ class World:
 
     def check_work(self, schedule):
         work = sorted(work_of(schedule), key=lambda w: w.seq.seq_id)
-        running, budget = self.running, self.scheduler.max_num_batched_tokens
+        running, budget = self.running, self.scheduler.token_budget.tokens
         assert bool(work) == self.scheduler.has_unfinished(), "a step without work"
         assert [w.seq for w in work] == running[: len(work)], "the oldest run first, and only running ones"
         assert schedule.batch.num_tokens == sum(w.num_tokens for w in work)
@@ -333,7 +334,7 @@ class World:
         elif (
             scheduler.waiting
             and len(scheduler.running) < scheduler.admission.max_num_seqs
-            and schedule.batch.num_tokens < scheduler.max_num_batched_tokens
+            and schedule.batch.num_tokens < scheduler.token_budget.tokens
         ):
             seq = self.waiting[0]
             prefix = [] if seq.settings.prompt_logprobs is not None else manager.lookup(seq.token_ids, seq.cache_salt)
@@ -1303,7 +1304,7 @@ def test_siblings_with_tokens_in_flight_do_not_count_as_equal():
     schedule = ahead(world)
     assert [(seq.token_ids, seq.num_in_flight) for seq in seqs] == [([1, 2], 1)] * 2
     group = world.scheduler.running.pop()
-    world.scheduler._preempt(group, schedule, group, 1)
+    preempt(world.scheduler.queues, group, schedule, None, reason="blocks")
     check_blocks(world.manager)
     world.scheduler.preemption_mode = "recompute"
     again = world.scheduler.schedule()

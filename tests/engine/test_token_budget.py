@@ -2,21 +2,18 @@
 
 import pytest
 
-from nanopage.engine.block_manager import BlockManager
-from nanopage.engine.scheduler import Scheduler
 from nanopage.engine.token_budget import LEAST, START, TokenBudget
 from nanopage.outputs import StepStats
 
 
 def run(seconds_of, num_running=0, steps=30, most=2048, target=1.0):
     """The budget after steps that are full of prompt tokens, on a machine where n tokens take seconds_of(n)."""
-    scheduler = Scheduler(BlockManager(64, 16), 256, most)
-    budget = TokenBudget(scheduler, target)
+    budget = TokenBudget(most, target)
     history = []
     for _ in range(steps):
-        tokens = max(1, scheduler.max_num_batched_tokens - num_running)
+        tokens = max(1, budget.tokens - num_running)
         history.append(tokens)
-        budget(StepStats(prefill_tokens=tokens, running=num_running, seconds=seconds_of(tokens + num_running)))
+        budget.observe(StepStats(prefill_tokens=tokens, running=num_running, seconds=seconds_of(tokens + num_running)))
     return history
 
 
@@ -48,8 +45,13 @@ def test_an_explicit_limit_is_never_exceeded():
 
 
 def test_steps_without_many_prompt_tokens_change_nothing():
-    scheduler = Scheduler(BlockManager(64, 16), 256, 2048)
-    budget = TokenBudget(scheduler, 1.0)
+    budget = TokenBudget(2048, 1.0)
     for prefill in (0, 1, START // 2):
-        budget(StepStats(prefill_tokens=prefill, decode_tokens=200, running=10, seconds=9.0))
-        assert scheduler.max_num_batched_tokens == START + 10
+        budget.observe(StepStats(prefill_tokens=prefill, decode_tokens=200, running=10, seconds=9.0))
+        assert budget.tokens == START + 10
+
+
+def test_without_a_time_every_step_may_have_the_most():
+    budget = TokenBudget(2048)
+    budget.observe(StepStats(prefill_tokens=2048, running=10, seconds=9.0))
+    assert budget.tokens == 2048

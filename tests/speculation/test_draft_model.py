@@ -32,7 +32,7 @@ def load(model, draft=None, **options) -> LLM:
 
 
 def drafter_of(llm) -> ModelDrafter:
-    return llm.engine.scheduler.drafter
+    return llm.engine.scheduler.drafts.drafter
 
 
 @pytest.fixture
@@ -72,7 +72,7 @@ def test_an_abort_leaves_nothing(model):
     engine.add_request("b", {"prompt_token_ids": PROMPTS[0]}, GREEDY)
     for _ in range(4):
         engine.step()
-    drafter = engine.scheduler.drafter
+    drafter = engine.scheduler.drafts.drafter
     assert len(drafter.rows) == 2
     engine.abort("a")
     engine.step()
@@ -206,9 +206,9 @@ def test_how_much_of_prompts_a_step_reads(model):
 @pytest.mark.usefixtures("always")
 def test_the_time_of_drafts_counts_in_the_step_that_plan_has_decided(model):
     engine = load(model, model).engine
-    drafter, seconds = engine.scheduler.drafter, []
-    observe = drafter.observe
-    drafter.observe = lambda stats: (seconds.append((stats.seconds, drafter.seconds)), observe(stats))[1]
+    drafts, seconds = engine.scheduler.drafts, []
+    drafter, observe = drafts.drafter, drafts.observe
+    drafts.observe = lambda stats: (seconds.append((stats.seconds, drafter.seconds)), observe(stats))[1]
     engine.add_request("0", {"prompt_token_ids": PROMPTS[1]}, GREEDY)
     while engine.has_unfinished_requests():
         engine.plan()
@@ -220,7 +220,7 @@ def test_the_time_of_drafts_counts_in_the_step_that_plan_has_decided(model):
 def test_the_time_of_reading_a_prompt_is_no_reason_to_make_no_drafts(model, monkeypatch):
     monkeypatch.setattr("nanopage.speculation.draft_model.EXPECTED_STEP", 0.0)
     engine = load(model, model).engine
-    drafter, lost = engine.scheduler.drafter, []
+    drafter, lost = engine.scheduler.drafts.drafter, []
     run = drafter._run
 
     def slow(batch):

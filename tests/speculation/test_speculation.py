@@ -17,6 +17,7 @@ from nanopage.engine.invariants import check_blocks
 from nanopage.engine.schedule import Schedule, Wait
 from nanopage.engine.sequence import Sequence, SequenceGroup
 from nanopage.outputs import StepStats
+from nanopage.speculation.drafts import Drafts
 from nanopage.speculation.lookup import (
     FORGET_AFTER,
     LOSS_PER_STEP,
@@ -32,6 +33,7 @@ from nanopage.speculation.lookup import (
     worths_of,
 )
 from nanopage.step import SamplingSettings
+from nanopage.view.explain import explain
 
 PROMPT = [5, 6, 7, 8, 9, 10, 11]
 CONFIG = SpeculativeConfig("ngram", 4, 4, 2)
@@ -98,7 +100,7 @@ def drafter_with(costs: dict[int, float], num_rows: int = 1) -> NgramDrafter:
 
 def propose(drafter: NgramDrafter, seqs: list[Sequence], most: int = 100) -> list[int]:
     """The lengths of the drafts."""
-    drafts = drafter.propose(seqs, most, Schedule(sequences=seqs))
+    drafts = drafter.propose(seqs, most, Schedule(singles=seqs))
     assert all(draft for draft in drafts.values())
     return [len(drafts.get(seq, [])) for seq in seqs]
 
@@ -170,8 +172,8 @@ def test_the_best_drafts_get_the_tokens():
 def test_steps_with_chunks_of_prompts_or_many_sequences_have_no_drafts():
     (seq,) = make_sequences(1, LOOP)
     drafter = drafter_with({0: 1.0})
-    assert drafter.propose([seq], 9, Schedule(sequences=[seq], chunks=[(seq, 5)])) == {}
-    assert drafter.propose([seq], 9, Schedule(sequences=[seq])) != {}
+    assert drafter.propose([seq], 9, Schedule(singles=[seq], chunks=[(seq, 5)])) == {}
+    assert drafter.propose([seq], 9, Schedule(singles=[seq])) != {}
     many, costs = make_sequences(MOST_ROWS + 1, LOOP), {0: 1.0, 96: 1.1}
     assert not any(propose(drafter_with(costs, MOST_ROWS + 1), many))
     assert any(propose(drafter_with(costs, MOST_ROWS), many[1:]))
@@ -245,7 +247,7 @@ def test_drafts_that_lose_time_are_given_up_until_the_account_is_balanced():
             gains.costs.times.pop(1, None)  # they are believed to be quick
             for _ in range(2):
                 gains.costs.add(1, 0, 1.0)
-            length = gains.choose({seq: 4}, 4, Schedule(sequences=[seq])).get(seq, 0)
+            length = gains.choose({seq: 4}, 4, Schedule(singles=[seq])).get(seq, 0)
             gains.observe(StepStats(decode_tokens=1 + length, draft_tokens=length), 2.0 if length else 1.0)
             drafted += length > 0
         return drafted
@@ -260,7 +262,7 @@ def test_what_drafts_save_may_be_lost_later_up_to_a_point():
     for _ in range(3):
         gains.observe(StepStats(decode_tokens=1), 1.0)
     gains.may_lose = 0.5
-    assert gains.choose({seq: 4}, 4, Schedule(sequences=[seq])) == {seq: 4}
+    assert gains.choose({seq: 4}, 4, Schedule(singles=[seq])) == {seq: 4}
     gains.learn(seq, 4, 1)
     gains.observe(StepStats(decode_tokens=5, draft_tokens=4), 1.25, seconds_to_make=0.25)
     assert gains.may_lose == pytest.approx(0.5 + LOSS_PER_STEP + 1 - 0.5)
@@ -273,19 +275,19 @@ def test_a_token_is_worth_more_to_the_sequence_that_the_others_wait_for():
     seqs = make_sequences(4, LOOP)
     for seq, most in zip(seqs, (20, 20, 30, 100), strict=True):
         seq.max_total_tokens = most
-    worths = worths_of(Schedule(sequences=seqs), row=0.05)
+    worths = worths_of(Schedule(singles=seqs), row=0.05)
     assert sum(worths.values()) == pytest.approx(1), "a token for all of them saves a step"
     assert [worths[seq] for seq in seqs[:3]] == pytest.approx([0.05] * 3, abs=1e-3)
     assert worths[seqs[3]] == pytest.approx(0.85, abs=1e-3)
     for seq in seqs:
         seq.max_total_tokens = 2**62
-    assert set(worths_of(Schedule(sequences=seqs), row=0.05).values()) == {0.25}
+    assert set(worths_of(Schedule(singles=seqs), row=0.05).values()) == {0.25}
 
 
 def test_while_requests_wait_a_token_is_worth_the_same_to_all():
     seqs = make_sequences(2, LOOP)
     seqs[0].max_total_tokens, seqs[1].max_total_tokens = 20, 100
-    schedule = Schedule(sequences=seqs, wait=Wait(seqs[0].group, "budget"))
+    schedule = Schedule(singles=seqs, wait=Wait(seqs[0].group, "budget"))
     assert worths_of(schedule, row=0.05) == {seqs[0]: 0.5, seqs[1]: 0.5}
 
 
@@ -300,7 +302,7 @@ def test_what_is_expected_of_a_draft_depends_on_the_length_of_its_n_gram():
         gains.costs.add(1, 0, 1.0)
     for reason, length in ((2, 0), (4, 4), (3, 4)):
         state_of(long).reason = reason
-        assert gains.choose({long: 4}, 4, Schedule(sequences=[long])).get(long, 0) == length, reason
+        assert gains.choose({long: 4}, 4, Schedule(singles=[long])).get(long, 0) == length, reason
 
 
 def test_numbers_of_tokens_are_rounded_to_three_digits():
@@ -357,7 +359,7 @@ class Told:
 
 def run(engine: LLMEngine, params: SamplingParams, prompt=PROMPT, told: Told | None = None):
     """The output of a request, and the statistics of its steps."""
-    engine.scheduler.drafter = told
+    engine.scheduler.drafts = None if told is None else Drafts(told)
     engine.add_request("0", {"prompt_token_ids": prompt}, params)
     steps = []
     while engine.has_unfinished_requests():
@@ -463,7 +465,8 @@ def test_sequences_with_masks_keep_them_beside_others_with_drafts(model):
             numbers = {seq: int(seq.group.request_id) for seq in decodes if seq.group.request_id != "1"}
             return {seq: alone[number][seq.num_output_tokens :][:2] for seq, number in numbers.items()}
 
-    engine.scheduler.drafter = told = ToldOfThree([], 2)
+    told = ToldOfThree([], 2)
+    engine.scheduler.drafts = Drafts(told)
     for number, params in enumerate(order):
         engine.add_request(str(number), {"prompt_token_ids": PROMPT}, params)
     found = {}
@@ -483,7 +486,7 @@ def test_a_stop_token_within_a_draft_ends_the_sequence_there(model):
     output, steps = run(engine, params, told=told)
     assert sum(sum(step.accepted_tokens) for step in steps) == 7  # all but the first, which the prompt's step sampled
     assert told.learned == [(7, 7)]
-    assert any("2 of the 9 drafted tokens of request 0 are dropped: it has ended." in text for text in engine.explain())
+    assert any("2 of the 9 drafted tokens of request 0 are dropped: it has ended." in text for text in explain(engine))
     (completion,) = output.outputs
     assert (completion.token_ids, completion.finish_reason, completion.stop_reason) == (answer[:8], "stop", stop)
     assert engine.scheduler.block_manager.num_free_blocks == 32
@@ -546,10 +549,10 @@ def test_drafts_take_only_blocks_and_tokens_that_are_free(model):
 
     class Both(Told):
         def propose(self, decodes, most, schedule):
-            assert most <= 14 - len(schedule.sequences)
+            assert most <= 14 - len(schedule.singles)
             return {seq: texts[tuple(seq.token_ids[:7])][len(seq.token_ids) :] for seq in decodes}
 
-    engine.scheduler.drafter = Both([], 0)
+    engine.scheduler.drafts = Drafts(Both([], 0))
     for number, prompt in enumerate(prompts):
         engine.add_request(str(number), {"prompt_token_ids": prompt}, params)
     finished = {}
@@ -610,7 +613,7 @@ def test_an_engine_with_drafts_from_its_own_tokens_says_the_same(model):
 def test_drafts_are_made_where_they_cost_nothing(model):
     """A sequence of one token repeats itself. Steps are said to be equally long whatever they do."""
     engine = make_engine(model, speculative_config={"method": "ngram", "num_speculative_tokens": 6})
-    drafter = engine.scheduler.drafter
+    drafter = engine.scheduler.drafts.drafter
     observe = drafter.observe
 
     def as_if_equally_long(stats):

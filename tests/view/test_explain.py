@@ -1,4 +1,4 @@
-"""LLMEngine.explain: each decision has a sentence, and the sentences are true. The fuzz suite checks that there is one
+"""explain: each decision has a sentence, and the sentences are true. The fuzz suite checks that there is one
 for each in random worlds (`check_sentences`)."""
 
 import pytest
@@ -8,6 +8,7 @@ from nanopage import BeamSearchParams, LLMEngine
 from nanopage.engine.invariants import check_blocks
 from nanopage.outputs import StepStats
 from nanopage.speculation.drafts import Drafts
+from nanopage.view.explain import explain
 
 PREFIX = list(range(10, 26))  # two blocks
 
@@ -17,7 +18,7 @@ def run(engine: LLMEngine, most: int = 200) -> list[list[str]]:
     told = []
     while engine.has_unfinished_requests():
         engine.step()
-        told.append(engine.explain())
+        told.append(explain(engine))
         assert len(told) < most
     return told
 
@@ -83,7 +84,7 @@ def test_a_higher_priority():
     engine.step()
     add(engine, "high", [2] * 40, tokens(4), 0)
     engine.step()
-    (text,) = [text for text in engine.explain() if "preempted" in text]
+    (text,) = [text for text in explain(engine) if "preempted" in text]
     assert text.startswith("Request low is preempted: request high has a higher priority (5 blocks needed, 4 free)")
 
 
@@ -93,13 +94,13 @@ def test_a_higher_priority_where_no_more_sequences_may_run():
     engine.step()
     add(engine, "high", [2] * 9, priority=0)
     engine.step()
-    (text,) = [text for text in engine.explain() if "preempted" in text]
+    (text,) = [text for text in explain(engine) if "preempted" in text]
     assert "request high has a higher priority, and no more sequences may run at once" in text
 
 
 def waits(engine: LLMEngine) -> list[str]:
     engine.step()
-    return [text for text in engine.explain() if "waits" in text or "wait " in text]
+    return [text for text in explain(engine) if "waits" in text or "wait " in text]
 
 
 def test_why_requests_wait():
@@ -132,13 +133,13 @@ def test_a_step_that_fails_runs_requests_alone():
     engine.step()
     engine.executor.error = RuntimeError("a fault")
     engine.step()
-    texts = engine.explain()
+    texts = explain(engine)
     assert (
         "Request a is preempted: an exception has ended a step, and all requests start again. Its tokens will be "
         in (" ".join(texts))
     )
     engine.step()
-    assert "Request b waits: a step has failed, and request a runs alone." in engine.explain()
+    assert "Request b waits: a step has failed, and request a runs alone." in explain(engine)
 
 
 def test_evictions_copies_forks_and_drops():
@@ -161,7 +162,7 @@ def test_evictions_copies_forks_and_drops():
 class Guesses:
     """A drafter that is always wrong about the last of three tokens, and right about the others by accident or not."""
 
-    def propose(self, decodes, most, schedule) -> Drafts:
+    def propose(self, decodes, most, schedule) -> dict:
         return {seq: [299, 299, 299] for seq in decodes}
 
     def learn(self, seq, num_drafted, num_accepted): ...
@@ -175,7 +176,7 @@ class Guesses:
 
 def test_refused_drafts_and_late_tokens_are_dropped():
     engine = fake_engine()
-    engine.scheduler.drafter = Guesses()
+    engine.scheduler.drafts = Drafts(Guesses())
     add(engine, "a", [1] * 9, tokens(8))
     assert matching(run(engine), "3 of the 3 drafted tokens of request a are dropped: the model has chosen otherwise.")
     engine = fake_engine(async_scheduling=True)
@@ -204,9 +205,9 @@ def test_a_plan_is_what_the_next_step_does():
     while engine.has_unfinished_requests():
         engine.plan()
         engine.plan()  # changes nothing
-        planned = engine.explain()
+        planned = explain(engine)
         engine.step()
-        assert engine.explain()[: len(planned)] == planned
+        assert explain(engine)[: len(planned)] == planned
 
 
 def test_a_planned_step_is_one_that_requests_can_leave_and_join():
@@ -220,7 +221,7 @@ def test_a_planned_step_is_one_that_requests_can_leave_and_join():
     tokens_of = {output.request_id: len(output.outputs[0].token_ids) for output in engine.step()}
     assert tokens_of == {"b": 2}
     check_blocks(engine.scheduler.block_manager)
-    assert "A token of request a is dropped: it had ended before the token came." in engine.explain()
+    assert "A token of request a is dropped: it had ended before the token came." in explain(engine)
     run(engine)
     assert engine.scheduler.block_manager.num_free_blocks == 14
 
@@ -242,6 +243,6 @@ def test_one_completion_can_leave_a_planned_step(index):
 
 def test_nothing_to_do_is_said_too():
     engine = fake_engine()
-    assert engine.explain() == [] and not engine.plan()
+    assert explain(engine) == [] and not engine.plan()
     engine.step()
-    assert engine.explain() == []
+    assert explain(engine) == []

@@ -3,6 +3,7 @@ from helpers import tiny_model
 
 from nanopage import EngineConfig, SamplingParams
 from nanopage.build import build_engine
+from nanopage.speculation.drafts import Drafts
 
 
 def test_a_draft_has_at_most_so_many_tokens(exercise):
@@ -74,7 +75,8 @@ def test_the_second_answer_takes_fewer_steps_and_is_the_same(exercise, tmp_path,
     params = SamplingParams(max_tokens=30, ignore_eos=True, **params)
     prompts = [[5, 6, 7, 8], [50, 60, 70]]
     first, steps_without = run(engine, prompts, params)
-    engine.scheduler.drafter = drafter = exercise.AnswerDrafter()
+    drafter = exercise.AnswerDrafter()
+    engine.scheduler.drafts = Drafts(drafter)
     second, _ = run(engine, prompts, params)
     third, steps_with = run(engine, prompts, params)
     assert first == second == third
