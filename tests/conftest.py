@@ -3,11 +3,13 @@ import logging
 import os
 import secrets
 import signal
+import sys
 from functools import partial
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported: no test asks the hub
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["NANOPAGE_COMPILE"] = "never"
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # programs that tests start need not compile nanopage again
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # for the tests share the cores with processes that they start
 os.environ["RAY_AUTH_MODE"] = "token"  # as Ray reads it, once in a process; its ports are open to others here
 os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
@@ -27,6 +29,7 @@ if not torch.cuda.is_available():
 
 from nanopage.files import hub
 
+sys.dont_write_bytecode = False  # the next run need not compile the tests again
 gc.disable()  # until all tests are collected: nothing that is imported becomes garbage
 
 COMPILES = {"test_aot", "test_aot_products", "test_default_model"}
@@ -87,6 +90,27 @@ def _own_log():
 def _seeded():
     """Random tensors are the same in every run, so that no test fails now and then by a rare rounding."""
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _quick_interpreter():
+    """At each call of a function in a kernel, Triton's interpreter replaces the whole language anew: once is enough."""
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        yield
+        return
+    from triton.runtime import interpreter
+
+    replaced = set()
+
+    def call(function, *arguments, **options):
+        if function.fn not in replaced:
+            replaced.add(function.fn)
+            interpreter._patch_lang(function.fn)
+        return function.rewrite()(*arguments, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interpreter.InterpretedFunction, "__call__", call)
+        yield
 
 
 @pytest.fixture
