@@ -61,7 +61,7 @@ from nanopage.worker.piecewise_graphs import PiecewiseGraphs
 
 RANK_WORLDS = int(os.environ.get("NANOPAGE_FUZZ_RANK_WORLDS", "2"))
 RANKS = os.environ.get("NANOPAGE_FUZZ_RANKS", "1x1,2x1,1x2,2x2").split(",")  # tensor x pipeline parallelism
-WORLDS = int(os.environ.get("NANOPAGE_FUZZ_WORLDS", "30"))
+WORLDS = int(os.environ.get("NANOPAGE_FUZZ_WORLDS", "20"))
 TRITON_WORLDS = int(os.environ.get("NANOPAGE_FUZZ_TRITON_WORLDS", "2"))
 SEED = int(os.environ.get("NANOPAGE_FUZZ_SEED", "0"))
 MAX_LEN = 64

@@ -44,6 +44,17 @@ FAMILIES = {
         },
     ),
 }
+DIVISIONS = [(2, 1), (3, 1), (1, 3), (2, 2), (6, 1), (1, 2)]  # tensor and pipeline parallelism
+# Each division of each number of KV heads. All of each family with NANOPAGE_LONG_TESTS=1.
+DIVIDED = {
+    "llama": [(2, 1), (1, 3)],
+    "llama, biases": [(3, 1), (2, 2)],
+    "llama, tied": [(2, 2), (3, 1)],
+    "mistral, window": [(3, 1), (1, 3)],
+    "qwen2": [(2, 1)],
+    "qwen3, tied": [(3, 1), (1, 3)],
+    "gemma3, tied": [(3, 1), (2, 2)],
+}
 EXPERTS = {"num_attention_heads": 6, "num_key_value_heads": 6, "head_dim": 4}
 PARAMS = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True, logprobs=3, prompt_logprobs=2)
 pytestmark = pytest.mark.usefixtures("one_thread", "forked")
@@ -84,14 +95,18 @@ def assert_same(some, others, tolerance=1e-9):
             assert mine[token] == pytest.approx(theirs[token], abs=tolerance)
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module")
 def family(request, tmp_path_factory):
     name, config = FAMILIES[request.param]
     model = tiny_model(tmp_path_factory.mktemp("family"), name, **SIZES | config)
     return model, answers(model)
 
 
-@pytest.mark.parametrize(("tp_size", "pp_size"), [(2, 1), (3, 1), (1, 3), (2, 2), *([(6, 1), (1, 2)] if LONG else [])])
+@pytest.mark.parametrize(
+    ("family", "tp_size", "pp_size"),
+    [(family, *sizes) for family in FAMILIES for sizes in (DIVISIONS if LONG else DIVIDED[family])],
+    indirect=["family"],
+)
 def test_a_divided_model_gives_the_same_answers(family, tp_size, pp_size):
     """With one KV head for each worker, several, or one for several workers; with stages of one layer and of two."""
     model, expected = family
@@ -111,6 +126,9 @@ def on_static_buffers(setup, wings, *made):
     return [wings.partial(way) for way in ways], "on static buffers", None
 
 
+@pytest.mark.parametrize(
+    "family", FAMILIES if LONG else ["llama", "mistral, window", "qwen2", "gemma3, tied"], indirect=True
+)
 def test_decodes_on_static_buffers_exchange_within_the_step(family, monkeypatch):
     """As in the CUDA graphs of a divided model, every worker runs the whole step, head and sampling included, and
     takes the tokens from the first one."""
@@ -129,23 +147,25 @@ def test_a_family_that_cannot_be_divided_has_stages_and_refuses_the_rest(tmp_pat
         answers(model, tensor_parallel_size=2)
 
 
+COLUMNS = {"tensor_parallel_size": 2}
+WHOLE_EXPERTS = {"tensor_parallel_size": 3, "enable_expert_parallel": True}
+STAGES = COLUMNS | {"pipeline_parallel_size": 2, "enable_expert_parallel": True}
+
+
 @pytest.mark.parametrize(
-    ("name", "config"),
+    ("name", "config", "divisions"),
     [
-        ("mixtral", {"num_local_experts": 6}),
-        ("qwen2_moe", {"shared_expert_intermediate_size": 30, "moe_intermediate_size": 12}),
-        ("qwen3_moe", {"moe_intermediate_size": 12, "mlp_only_layers": [1]}),
+        ("mixtral", {"num_local_experts": 6}, [COLUMNS, WHOLE_EXPERTS]),
+        ("qwen2_moe", {"shared_expert_intermediate_size": 30, "moe_intermediate_size": 12}, [COLUMNS, STAGES]),
+        ("qwen3_moe", {"moe_intermediate_size": 12, "mlp_only_layers": [1]}, [WHOLE_EXPERTS]),
     ],
+    ids=["mixtral", "qwen2_moe", "qwen3_moe"],
 )
-def test_experts_may_be_divided(tmp_path, name, config):
+def test_experts_may_be_divided(tmp_path, name, config, divisions):
     """Their columns, or, with enable_expert_parallel, whole experts; also in stages."""
     model = tiny_model(tmp_path, name, **SIZES | EXPERTS | config)
     expected = answers(model)
-    for options in (
-        {"tensor_parallel_size": 2},
-        {"tensor_parallel_size": 3, "enable_expert_parallel": True},
-        {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "enable_expert_parallel": True},
-    ):
+    for options in [COLUMNS, WHOLE_EXPERTS, STAGES] if LONG else divisions:
         assert_same(answers(model, **options), expected)
 
 
@@ -176,7 +196,7 @@ def test_a_mixture_is_added_up_once(tmp_path):
     assert not sums(Part(0, 1, 1, 2).model(config), config)
 
 
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", [0, 1] if LONG else [0])
 def test_forks_and_swaps_reach_every_worker(tmp_path, seed):
     model = tiny_model(tmp_path, **SIZES, num_attention_heads=6, num_key_value_heads=3)
 

@@ -32,7 +32,7 @@ from nanopage.worker.cuda_graphs import CUDAGraphs, make_sample_all
 from nanopage.worker.eager import Eager
 
 VISITS = 5 if os.environ.get("NANOPAGE_ATTACKS", "0") != "0" else 0  # of every line; 0: one visit of SOME
-SOME = 15
+SOME = 10
 PACKAGE = Path(nanopage.__file__).parent
 ENGINE = [PACKAGE / "engine", PACKAGE / "text"]
 WORKER = [PACKAGE / name for name in ("worker", "sampling", "models", "layers", "kernels", "device.py")]
