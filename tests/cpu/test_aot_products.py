@@ -19,10 +19,15 @@ from nanopage.cpu.packed import PackedLinear
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory):
-    """A cache of this module's own."""
+    """A cache of this module's own, which begins under a umask that lets the user's group write."""
     with pytest.MonkeyPatch.context() as patch:
         directory = tmp_path_factory.mktemp("cache")
         patch.setenv("XDG_CACHE_HOME", str(directory))
+        before = os.umask(0o002)
+        try:
+            assert aot_products.tile_product(torch.float32) is not None
+        finally:
+            os.umask(before)
         yield directory
 
 
@@ -105,15 +110,14 @@ def test_where_it_cannot_be_compiled_weights_are_widened(file, tmp_path, monkeyp
     assert "compiled products with weights in tiles cannot be used" in caplog.text
 
 
-def test_with_any_umask_only_the_user_can_write_what_is_kept(file, tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+def test_with_any_umask_only_the_user_can_write_what_is_kept(file, cache):
     before = os.umask(0o002)
     try:
         workers = [worker_of(file) for _ in range(2)]
     finally:
         os.umask(before)
     assert [worker.wings.stored_as for worker in workers] == ["block-quantized"] * 2
-    kept = [path for path in (tmp_path / "nanopage").rglob("*") if path.is_file()]
+    kept = [path for path in (cache / "nanopage").rglob("*") if path.is_file()]
     assert {".so", ".safetensors"} <= {path.suffix for path in kept}
     assert not [path for path in kept if path.stat().st_mode & 0o022]
 
@@ -132,8 +136,18 @@ def test_a_damaged_library_is_named_and_compiled_again(cache, tmp_path, monkeypa
     shutil.copytree(cache / "nanopage" / "compiled" / key, directory)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     library = find_file(directory, "tile_linear")
-    library.write_bytes(library.read_bytes() + b"x")
+    whole = library.read_bytes()
+    library.write_bytes(whole + b"x")
+    compiled = []
+
+    def compile_again(constants, sources, file):
+        assert not library.exists()
+        compiled.append(file)
+        library.write_bytes(whole)  # where the compiler would take seconds
+
+    monkeypatch.setattr(aot_products, "compile_library", compile_again)
     assert aot_products.tile_product(torch.float32) is not None
+    assert compiled == [directory / "tile_linear"]
     assert f"{library} is damaged" in caplog.text
 
 
