@@ -40,7 +40,7 @@ from nanopage.worker.model_runner import ModelRunner
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-LENGTHS = [1, 7, 8, 9, 40, 150]
+LENGTHS = [1, 7, 8, 9, 40, 80]
 
 
 def rope(rope_type, **params):
@@ -249,7 +249,7 @@ def test_logits_of_every_position_equal_transformers(case, plan):
     assert_all_close(paged.run(plan), case.expected)
 
 
-# Each takes 150 steps: without NANOPAGE_LONG_TESTS=1, the first case of each family and those with windows.
+# Each takes 80 steps: without NANOPAGE_LONG_TESTS=1, the first case of each family and those with windows.
 FIRST = {family: name for name, (family, _) in reversed(CASES.items())}
 DECODED = CASES if LONG else dict.fromkeys([*FIRST.values(), *WINDOWS])
 
