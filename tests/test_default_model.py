@@ -7,7 +7,7 @@ import os
 
 import pytest
 import torch
-from helpers import LONG
+from helpers import LONG, ForkedLink
 from transformers import AutoModelForCausalLM
 
 from nanopage import LLM, BeamSearchParams, SamplingParams
@@ -101,8 +101,9 @@ def test_prompts_are_continued_token_for_token_as_by_generate(default_model, gen
 @pytest.mark.parametrize(
     "options", [{"tensor_parallel_size": 3}, *([{"pipeline_parallel_size": 2}] if LONG else [])], ids=str
 )
-def test_a_divided_model_continues_them_as_well(default_model, generated, options):
+def test_a_divided_model_continues_them_as_well(default_model, generated, options, monkeypatch):
     """Its 9 heads and 3 KV heads on three workers; its 30 layers in two stages."""
+    monkeypatch.setattr("nanopage.distributed.process_executor.ProcessLink", ForkedLink)
     num_prompts, num_tokens = (NUM_PROMPTS, NUM_TOKENS) if LONG else (1, 12)
     llm = LLM(str(default_model), device="cpu", dtype="float32", kv_cache_gib=0.5, enforce_eager=True, **options)
     params = SamplingParams(temperature=0, max_tokens=num_tokens)

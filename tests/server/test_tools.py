@@ -1,4 +1,4 @@
-"""Tools through the API, with the default model: OpenAI's SDK, replies and streams, errors."""
+"""Tools through the API: OpenAI's SDK, replies and streams, errors. With NANOPAGE_LONG_TESTS=1 the default model's."""
 
 import dataclasses
 import json
@@ -6,11 +6,15 @@ import json
 import jsonschema
 import openai
 import pytest
+from helpers import EOS, LONG, tiny_model
 from server_process import serving
 
 from nanopage import LLM
 
-MODEL = "SmolLM2-135M-Instruct"
+MODEL = "tools"
+LENGTH = 1024 if LONG else 4096
+CUT = 16 if LONG else 70  # within the arguments
+EAGER_TO_END = {} if LONG else {"logit_bias": {EOS: 8}}
 QUESTION = [{"role": "user", "content": "What is 17 plus 25? Use the tool."}]
 
 
@@ -19,7 +23,8 @@ def function(name, **properties):
     return {"type": "function", "function": {"name": name, "description": name, "parameters": parameters}}
 
 
-ADD = function("add", a={"type": "integer"}, b={"type": "integer"})
+DIGIT = {"type": "integer", "minimum": 0, "maximum": 99}  # random weights would go on for long
+ADD = function("add", a=DIGIT, b=DIGIT)
 WEATHER = function("weather", city={"type": "string", "maxLength": 12}, unit={"enum": ["C", "F"]})
 NOW = {"type": "function", "function": {"name": "now"}}
 BAD_TYPE, BAD_REF = function("f", a={"type": "strin"}), function("g", a={"$ref": "#/no"})
@@ -28,17 +33,26 @@ NAMED = {"type": "function", "function": {"name": "add"}}
 
 
 @pytest.fixture(scope="module")
-def client(default_model, tmp_path_factory):
+def model(request, tmp_path_factory):
+    """A token of the tiny model is a byte or little more: prompts and replies have more of them."""
+    if LONG:
+        return request.getfixturevalue("default_model")
+    return tiny_model(tmp_path_factory.mktemp("model"), max_position_embeddings=4096)
+
+
+@pytest.fixture(scope="module")
+def client(model, tmp_path_factory):
     log = tmp_path_factory.mktemp("server") / "log"
+    options = "--dtype", "float32", "--max-model-len", LENGTH, "--served-model-name", MODEL
     with (
-        serving(default_model, "--dtype", "float32", "--max-model-len", 1024, log=log) as server,
+        serving(model, *options, log=log) as server,
         openai.OpenAI(base_url=server.wait_until_ready(), api_key="x", max_retries=0) as client,
     ):
         yield client
 
 
 def ask(client, **options):
-    options = {"messages": QUESTION, "tools": TOOLS, "temperature": 0, "max_tokens": 60} | options
+    options = {"messages": QUESTION, "tools": TOOLS, "temperature": 0, "max_tokens": 200} | EAGER_TO_END | options
     return client.chat.completions.create(model=MODEL, **options)
 
 
@@ -87,7 +101,8 @@ def test_a_loop_of_three_streamed_calls(client):
 
 
 def test_the_stream_helper_finds_several_calls(client):
-    options = {"model": MODEL, "messages": QUESTION, "tools": [ADD], "temperature": 0, "max_tokens": 300}
+    options = {"model": MODEL, "messages": QUESTION, "tools": [ADD], "temperature": 0, "max_tokens": 600}
+    options |= EAGER_TO_END
     with client.chat.completions.stream(tool_choice="required", **options) as stream:
         kinds = [event.type for event in stream]
         message = stream.get_final_completion().choices[0].message
@@ -97,8 +112,8 @@ def test_the_stream_helper_finds_several_calls(client):
 
 
 def test_a_cut_call_is_cut_in_its_arguments(client):
-    reply = ask(client, tool_choice=NAMED, max_tokens=16).choices[0]
-    _, calls, reason = join(ask(client, tool_choice=NAMED, max_tokens=16, stream=True))
+    reply = ask(client, tool_choice=NAMED, max_tokens=CUT).choices[0]
+    _, calls, reason = join(ask(client, tool_choice=NAMED, max_tokens=CUT, stream=True))
     assert (reply.finish_reason, reason) == ("length", "length")
     (call,), (whole,) = calls, reply.message.tool_calls
     assert call["function"] == whole.function.model_dump()
@@ -109,7 +124,7 @@ def test_a_reply_without_calls_may_have_a_form(client):
     form = {"type": "json_schema", "json_schema": {"name": "sum", "schema": schema | {"additionalProperties": False}}}
     message = ask(client, response_format=form, tools=[NOW]).choices[0].message
     if message.tool_calls:
-        assert message.tool_calls[0].function.arguments == "{}"
+        assert json.loads(message.tool_calls[0].function.arguments) == {}
     else:
         jsonschema.validate(json.loads(message.content), schema)
 
@@ -124,7 +139,7 @@ def test_strict_tools_leave_the_model_the_choice(client):
 
 def test_responses_call_functions(client):
     tools = [{"type": "function", **tool["function"]} for tool in TOOLS]
-    options = {"model": MODEL, "tools": tools, "temperature": 0, "max_output_tokens": 100}
+    options = {"model": MODEL, "tools": tools, "temperature": 0, "max_output_tokens": 200}
     question = {"role": "user", "content": QUESTION[0]["content"]}
     forced = {"tool_choice": {"type": "function", "name": "add"}}
     reply = client.responses.create(input=[question], **options, **forced)
@@ -169,11 +184,11 @@ def test_a_wrong_field_is_named(client, options, param):
         assert raised.value.body["param"] == param, raised.value.body
 
 
-def test_tools_offline_are_those_of_the_server(default_model, client):
-    llm = LLM(str(default_model), dtype="float32", device="cpu", max_model_len=1024, enforce_eager=True)
+def test_tools_offline_are_those_of_the_server(model, client):
+    llm = LLM(str(model), dtype="float32", device="cpu", max_model_len=LENGTH, enforce_eager=True)
     params = dataclasses.replace(llm.get_default_sampling_params(), temperature=0, max_tokens=16)
     (output,) = llm.chat(QUESTION, params, tools=TOOLS[:2], use_tqdm=False)
-    reply = ask(client, tools=TOOLS[:2], max_tokens=16)
+    reply = ask(client, tools=TOOLS[:2], max_tokens=16, logit_bias={})
     assert reply.usage.prompt_tokens == len(output.prompt_token_ids)
     (read,) = llm.read_replies(output, TOOLS[:2])
     assert read.content == (reply.choices[0].message.content or "")

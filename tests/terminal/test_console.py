@@ -1,6 +1,5 @@
 """The installed command `nanopage`, which answers as chat.py does."""
 
-import json
 import os
 import re
 import signal
@@ -50,6 +49,15 @@ def test_the_command_lists_its_subcommands_and_refuses_others():
     assert run([str(SCRIPT), "--help"]).stdout.startswith("Usage: nanopage [OPTIONS] COMMAND")
 
 
+@pytest.fixture
+def traps(tmp_path):
+    """A directory with files that end a program which imports them."""
+    for name in ("nanopage", "typer", "torch", "rich", "json"):
+        (tmp_path / f"{name}.py").write_text(f"raise SystemExit('{name}.py of the current directory was run')\n")
+    assert "was run" in run([sys.executable, "-c", "import torch"], tmp_path).stderr
+    return tmp_path
+
+
 @pytest.mark.parametrize(
     ("arguments", "code"),
     [
@@ -60,11 +68,12 @@ def test_the_command_lists_its_subcommands_and_refuses_others():
         (["--temperature", "0", "--max-tokens", "12", "where is"], 0),
     ],
 )
-def test_chat_is_the_same_program_however_it_is_called(model, arguments, code):
+def test_chat_is_the_same_program_however_it_is_called(model, arguments, code, traps):
+    """In a directory whose files have the names of modules; Python imports those itself if it is called with -m."""
     seen = {}
     for name, command in CHAT.items():
         options = [] if code == 2 or arguments == ["--help"] else ["--model", str(model), "--eager"]
-        done = run([*command, *options, *arguments], stdin="the cat?")
+        done = run([*command, *options, *arguments], ROOT if "-m" in command else traps, "the cat?")
         assert done.returncode == code, done.stderr
         shown = done.stdout + done.stderr
         assert ("Usage: " in shown) == (f"Usage: {name} [OPTIONS]" in shown)
@@ -74,24 +83,15 @@ def test_chat_is_the_same_program_however_it_is_called(model, arguments, code):
     assert any(seen["chat.py"])
 
 
-def test_an_answer_as_json(model):
-    options = ["--model", str(model), "--eager", "--temperature", "0", "--max-tokens", "12", "--json"]
-    done = run([*CHAT["nanopage chat"], *options, "-p", "hi"])
-    assert done.returncode == 0, done.stderr
-    reply = json.loads(done.stdout)
-    assert reply["text"] and (reply["num_output_tokens"], reply["finish_reason"]) == (12, "length")
-
-
 @pytest.mark.parametrize(
     ("command", "code", "err"),
     [
         ("chat --model {} -p hi >&-", 1, "error: stdout is closed"),
         ("--help >/dev/full", 1, "No space left on device"),
-        ("chat --model {} --eager -p hi --max-tokens 3000 | head -c 5", 0, ""),
     ],
 )
 def test_streams_that_are_closed_or_full_are_no_tracebacks(model, command, code, err):
-    command = f"set -o pipefail; {SCRIPT} {command.format(model)}"
+    command = f"{SCRIPT} {command.format(model)}"
     done = subprocess.run(
         ["bash", "-c", command], env=ENV, capture_output=True, text=True, errors="replace", timeout=120
     )
@@ -129,27 +129,3 @@ def test_a_conversation_says_how_the_program_goes_on_with_it(model, tmp_path):
     child.sendeof()
     child.expect("The conversation is kept: nanopage chat --continue goes on with it")
     assert exit_code(child) == 0
-    child = in_a_terminal(model, tmp_path, "--continue")
-    child.expect(r"1 turn\(s\)")
-    child.expect("> ")
-    child.sendeof()
-    assert exit_code(child) == 0
-
-
-def test_ctrl_c_ends_an_answer_with_130(model, tmp_path):
-    child = in_a_terminal(model, tmp_path, "--max-tokens", "15000", "talk")
-    child.expect(r"\S{3}")
-    child.sendintr()
-    child.expect("stopped by Ctrl-C")
-    assert exit_code(child) == 130
-
-
-def test_nothing_in_the_current_directory_is_imported(model, tmp_path):
-    for name in ("nanopage", "typer", "torch", "rich", "json"):
-        (tmp_path / f"{name}.py").write_text(f"raise SystemExit('{name}.py of the current directory was run')\n")
-    assert "was run" in run([sys.executable, "-c", "import torch"], tmp_path).stderr
-    options = ["--model", str(model), "--eager", "--temperature", "0", "--max-tokens", "5"]
-    done = run([*CHAT["nanopage chat"], *options, "-p", "hi"], tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip()
-    assert run([str(SCRIPT), "--help"], tmp_path).returncode == 0
