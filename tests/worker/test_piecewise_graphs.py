@@ -258,8 +258,8 @@ def test_nothing_is_compiled_while_serving(model, fake_cuda, monkeypatch, compil
     variants = set()
     record_launches(monkeypatch, variants)
     monkeypatch.setattr(paged_attention, "num_processors", lambda device: 132)
-    monkeypatch.setattr(paged_attention, "SPLIT_TOKENS", 128)  # a short context is split, too
-    engine = make_engine(model, max_num_seqs=2, max_model_len=200, max_num_batched_tokens=40)
+    monkeypatch.setattr(paged_attention, "SPLIT_TOKENS", 32)  # a short context is split, too
+    engine = make_engine(model, max_num_seqs=2, max_model_len=64, max_num_batched_tokens=40)
     worker = engine.executor.worker
     setup = worker.setup
     compiled = compile_model(worker.model, setup.model_config, setup.dtype, setup.device, uses_triton=True)
@@ -274,7 +274,7 @@ def test_nothing_is_compiled_while_serving(model, fake_cuda, monkeypatch, compil
     with torch.compiler.set_stance("fail_on_recompile"):
         for name, prompt, params in (
             ("beside", [3, 4], {"max_tokens": 3}),
-            ("long", [1] * 180, {"max_tokens": 3}),
+            ("long", [1] * 50, {"max_tokens": 3}),
             ("twice", [5], {"n": 2, "temperature": 1.0, "max_tokens": 2}),
         ):
             engine.add_request(name, prompt, SamplingParams(**{"temperature": 0, "ignore_eos": True} | params))
