@@ -77,7 +77,8 @@ def join(chunks):
 
 @pytest.mark.parametrize(("choice", "reason"), [("required", "tool_calls"), (NAMED, "stop")], ids=["required", "named"])
 def test_a_stream_adds_up_to_the_reply(client, choice, reason):
-    options = {"tool_choice": choice, "parallel_tool_calls": False}
+    # A reply goes on as long as it may.
+    options = {"tool_choice": choice, "parallel_tool_calls": False, "logit_bias": {EOS: -50}}
     reply = ask(client, **options).choices[0]
     content, calls, streamed_reason = join(ask(client, stream=True, **options))
     assert reply.finish_reason == streamed_reason == reason and reply.message.content is None and content == ""
