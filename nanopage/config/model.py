@@ -8,6 +8,7 @@ import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from nanopage.config.fields import ExpertsConfig, Fields, read_dtype
 from nanopage.config.pooling import PoolingConfig, read_classifier
@@ -109,13 +110,13 @@ class ModelConfig:
     max_position_embeddings: int
     rope: RopeConfig
     tie_word_embeddings: bool
-    attention_bias: bool
-    mlp_bias: bool
     sliding_windows: tuple[int | None, ...]  # one per layer; None attends to everything
     dtype: str
     eos_token_ids: frozenset[int]
     quantization: StoredQuantization | None = None
     experts: ExpertsConfig | None = None
+    attention_bias: bool = False
+    mlp_bias: bool = False
     activation: str = "silu"
     norm_offset: float | None = None
     attention_scale: float | None = None
@@ -210,38 +211,19 @@ class ModelConfig:
         for name, causal in (("is_causal", True), ("use_bidirectional_attention", False)):
             if fields.values.get(name) is not None and fields.flag(name, causal) != causal:
                 raise fields.error(name, f"{str(not causal).lower()} is not supported for decoders")
-        vocab_size = fields.size("vocab_size")
-        hidden_size, num_heads = fields.size("hidden_size"), fields.size("num_attention_heads")
-        special = family.read_config(fields, architecture)
+        special = _read_family(fields, architecture, family)
         quantization = None
         if config.get("quantization_config") is not None:
             stored = Fields(fields.object("quantization_config").values, f"{source}: quantization_config")
             quantization = StoredQuantization.from_fields(stored, "experts" in special)
-        if "activation" not in special:
-            special["activation"] = fields.activation("hidden_act")
-        if "experts" in special and special["activation"] != "silu":
-            raise fields.error(
-                "hidden_act", f"{special['activation']!r} is not supported with experts; supported: silu"
-            )
-        if "rope" not in special:
-            special["rope"] = read_rope(fields)
-        num_kv_heads, head_dim = special["num_kv_heads"], special["head_dim"]
-        if num_heads % num_kv_heads:
-            problem = f"{num_heads} is not a multiple of num_key_value_heads={num_kv_heads}"
-            raise fields.error("num_attention_heads", problem)
-        if head_dim % 2:
-            raise fields.error("head_dim", f"{head_dim} is odd: rotary embeddings need pairs")
-        special.setdefault("rms_norm_eps", fields.number("rms_norm_eps", 1e-6))
-        special.setdefault("tie_word_embeddings", fields.flag("tie_word_embeddings"))
-        for rope in filter(None, (special["rope"], special.get("local_rope"))):
-            check_rope(fields, rope, head_dim)
+        vocab_size = fields.size("vocab_size")
         return cls(
             architecture=architecture,
             vocab_size=vocab_size,
-            hidden_size=hidden_size,
+            hidden_size=fields.size("hidden_size"),
             intermediate_size=fields.size("intermediate_size"),
             num_layers=fields.size("num_hidden_layers"),
-            num_heads=num_heads,
+            num_heads=fields.size("num_attention_heads"),
             max_position_embeddings=fields.size("max_position_embeddings"),
             dtype=read_dtype(fields),
             eos_token_ids=fields.special_ids(vocab_size),
@@ -263,6 +245,33 @@ def _find_family(fields: Fields) -> tuple[str, ModuleType]:
             return name, family
     supported = ", ".join(name for family in load_families() for name in family.ARCHITECTURES)
     raise fields.error("architectures", f"{shown(names)} is not supported; supported: {supported}")
+
+
+def _read_family(fields: Fields, architecture: str, family: ModuleType) -> dict[str, Any]:
+    """The fields that the family's `read_config` returns, and for the others of them what most families have."""
+    num_heads = fields.size("num_attention_heads")
+    special = family.read_config(fields, architecture)
+    if "head_dim" not in special:
+        special["head_dim"] = fields.size("head_dim", fields.size("hidden_size") // num_heads)
+    if "activation" not in special:
+        special["activation"] = fields.activation("hidden_act")
+    if "rope" not in special:
+        special["rope"] = read_rope(fields)
+    special.setdefault("sliding_windows", (None,) * fields.size("num_hidden_layers"))
+    special.setdefault("rms_norm_eps", fields.number("rms_norm_eps", 1e-6))
+    special.setdefault("tie_word_embeddings", fields.flag("tie_word_embeddings"))
+    if "experts" in special and special["activation"] != "silu":
+        raise fields.error("hidden_act", f"{special['activation']!r} is not supported with experts; supported: silu")
+    num_kv_heads, head_dim = special["num_kv_heads"], special["head_dim"]
+    if num_heads % num_kv_heads:
+        raise fields.error(
+            "num_attention_heads", f"{num_heads} is not a multiple of num_key_value_heads={num_kv_heads}"
+        )
+    if head_dim % 2:
+        raise fields.error("head_dim", f"{head_dim} is odd: rotary embeddings need pairs")
+    for rope in filter(None, (special["rope"], special.get("local_rope"))):
+        check_rope(fields, rope, head_dim)
+    return special
 
 
 def _causal(architecture: str) -> str:

@@ -51,7 +51,6 @@ def gemma_config(fields: Fields, kinds: list[str]) -> dict[str, Any]:
         "num_kv_heads": fields.size("num_key_value_heads", 4),
         "head_dim": fields.size("head_dim", 256),
         "attention_bias": fields.flag("attention_bias"),
-        "mlp_bias": False,
         "tie_word_embeddings": fields.flag("tie_word_embeddings", True),
         "sliding_windows": fields.windows(fields.size("num_hidden_layers"), 4096, kinds=kinds),
         "activation": fields.activation("hidden_activation", "gelu_pytorch_tanh"),

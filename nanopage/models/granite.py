@@ -26,10 +26,8 @@ def read_config(fields: Fields, architecture: str) -> dict[str, Any]:
     num_heads = fields.size("num_attention_heads")
     return {
         "num_kv_heads": fields.size("num_key_value_heads", num_heads),
-        "head_dim": fields.size("head_dim", fields.size("hidden_size") // num_heads),
         "attention_bias": fields.flag("attention_bias"),
         "mlp_bias": fields.flag("mlp_bias"),
-        "sliding_windows": (None,) * fields.size("num_hidden_layers"),
         "attention_scale": fields.number("attention_multiplier", 1.0),
         "embedding_scale": fields.number("embedding_multiplier", 1.0),
         "residual_scale": fields.number("residual_multiplier", 1.0),

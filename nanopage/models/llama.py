@@ -23,7 +23,6 @@ def read_config(fields: Fields, architecture: str) -> dict[str, Any]:
     num_layers = fields.size("num_hidden_layers")
     return {
         "num_kv_heads": fields.size("num_key_value_heads", None if mistral else num_heads),
-        "head_dim": fields.size("head_dim", fields.size("hidden_size") // num_heads),
         "attention_bias": fields.flag("attention_bias"),
         "mlp_bias": fields.flag("mlp_bias"),
         "sliding_windows": fields.windows(num_layers, default=4096) if mistral else (None,) * num_layers,

@@ -24,13 +24,10 @@ GGUF_TENSORS = {
 
 def read_config(fields: Fields, architecture: str) -> dict[str, Any]:
     """As in llama.py."""
-    num_heads, num_layers = fields.size("num_attention_heads"), fields.size("num_hidden_layers")
+    num_layers = fields.size("num_hidden_layers")
     num_experts, num_chosen = fields.size("num_local_experts", 8), fields.size("num_experts_per_tok", 2)
     return {
         "num_kv_heads": fields.size("num_key_value_heads", 8),
-        "head_dim": fields.size("head_dim", fields.size("hidden_size") // num_heads),
-        "attention_bias": False,
-        "mlp_bias": False,
         "sliding_windows": (None,) * num_layers
         if fields.values.get("sliding_window") is None
         else fields.windows(num_layers, default=0),

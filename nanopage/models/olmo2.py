@@ -25,10 +25,7 @@ def read_config(fields: Fields, architecture: str) -> dict[str, Any]:
     num_heads = fields.size("num_attention_heads")
     return {
         "num_kv_heads": fields.size("num_key_value_heads", num_heads),
-        "head_dim": fields.size("head_dim", fields.size("hidden_size") // num_heads),
         "attention_bias": fields.flag("attention_bias"),
-        "mlp_bias": False,
-        "sliding_windows": (None,) * fields.size("num_hidden_layers"),
         "rms_norm_eps": fields.number("rms_norm_eps", 1e-5),
         "norm_offset": 0.0,
         "undivided": "it normalizes all heads of q together",

@@ -19,16 +19,11 @@ GGUF_FIELDS = {"attention.sliding_window": "sliding_window"}
 
 def read_config(fields: Fields, architecture: str) -> dict[str, Any]:
     """As in llama.py."""
-    num_heads = fields.size("num_attention_heads")
-    head_dim = fields.size("hidden_size") // num_heads
     rope = read_rope(fields, partial=True)
     if rope.rope_type not in ("default", "longrope"):
         raise fields.error("rope_scaling", f"of type {rope.rope_type!r} is not supported for Phi-3")
     return {
-        "num_kv_heads": fields.size("num_key_value_heads", num_heads),
-        "head_dim": fields.size("head_dim", head_dim),
-        "attention_bias": False,
-        "mlp_bias": False,
+        "num_kv_heads": fields.size("num_key_value_heads", fields.size("num_attention_heads")),
         "sliding_windows": fields.windows(fields.size("num_hidden_layers"), default=None),
         "rope": rope,
         "rms_norm_eps": fields.number("rms_norm_eps", 1e-5),

@@ -18,9 +18,6 @@ def read_config(fields: Fields, architecture: str) -> dict[str, Any]:
     windows = fields.windows(num_layers, default=4096, from_layer=28) if fields.flag("use_sliding_window") else None
     return {
         "num_kv_heads": fields.size("num_key_value_heads"),
-        "head_dim": fields.size("head_dim", fields.size("hidden_size") // fields.size("num_attention_heads")),
-        "attention_bias": False,
-        "mlp_bias": False,
         "sliding_windows": windows or (None,) * num_layers,
     }
 

@@ -32,9 +32,7 @@ def read_config(fields: Fields, architecture: str) -> dict[str, Any]:
         windows = fields.windows(num_layers, default=4096)
     return {
         "num_kv_heads": fields.size("num_key_value_heads", 16),
-        "head_dim": fields.size("head_dim", fields.size("hidden_size") // fields.size("num_attention_heads")),
         "attention_bias": fields.flag("qkv_bias", True),
-        "mlp_bias": False,
         "sliding_windows": windows,
         "experts": fields.experts(
             num_experts=fields.size("num_experts", 60),

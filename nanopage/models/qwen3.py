@@ -21,7 +21,6 @@ def read_config(fields: Fields, architecture: str) -> dict[str, Any]:
         "num_kv_heads": fields.size("num_key_value_heads"),
         "head_dim": fields.size("head_dim", 128),
         "attention_bias": fields.flag("attention_bias"),
-        "mlp_bias": False,
         "sliding_windows": windows or (None,) * num_layers,
     }
 

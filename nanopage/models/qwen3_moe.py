@@ -27,9 +27,7 @@ def read_config(fields: Fields, architecture: str) -> dict[str, Any]:
     name = "num_experts" if fields.values.get("num_experts") is not None else "num_local_experts"
     return {
         "num_kv_heads": fields.size("num_key_value_heads", 4),
-        "head_dim": fields.size("head_dim", fields.size("hidden_size") // fields.size("num_attention_heads")),
         "attention_bias": fields.flag("attention_bias"),
-        "mlp_bias": False,
         "sliding_windows": fields.windows(num_layers, default=4096)
         if fields.flag("use_sliding_window")
         else (None,) * num_layers,
