@@ -24,7 +24,6 @@ from nanopage.config.model import ModelConfig
 from nanopage.config.rope import RopeConfig
 from nanopage.files.model_files import rust_errors, shown
 from nanopage.quantization.gguf_reader import TensorInfo, read_header, read_rows
-from nanopage.text.tokenizer_bounds import SPLITS
 
 TENSORS = {
     "token_embd": "model.embed_tokens",
@@ -43,7 +42,6 @@ LAYER_TENSORS = {
     "ffn_down": "mlp.down_proj",
 }
 
-PRE_TOKENIZERS = ("gpt-2", "smollm", "refact", *SPLITS)  # tokenizer.ggml.pre
 
 UNDEFINED, NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(7)  # tokenizer.ggml.token_type
 MAX_PIECE = 256  # characters of a SentencePiece token; SentencePiece's own limit is 16 unless a trainer raises it
@@ -449,11 +447,11 @@ class GGUFCheckpoint:
         return scaling
 
     def _byte_level_bpe(self) -> Tokenizer:
-        pre = self._string("tokenizer.ggml.pre")
-        if pre not in PRE_TOKENIZERS:
-            raise ValueError(
-                f"{self.path}: pre-tokenizer {shown(pre)} is not supported; supported: {', '.join(PRE_TOKENIZERS)}"
-            )
+        from nanopage.text.tokenizer_bounds import SPLITS  # not for the processes that compile: they need no tokenizer
+
+        pre, known = self._string("tokenizer.ggml.pre"), ("gpt-2", "smollm", "refact", *SPLITS)
+        if pre not in known:
+            raise ValueError(f"{self.path}: pre-tokenizer {shown(pre)} is not supported; supported: {', '.join(known)}")
         merges = []
         for merge in self._strings("tokenizer.ggml.merges"):
             left, _, right = merge.partition(" ")
