@@ -23,7 +23,7 @@ from nanopage.engine.interface import Engine
 from nanopage.inputs import LoRARequest, Prompt
 from nanopage.outputs import RequestOutput
 from nanopage.params import BeamSearchParams, PoolingParams, SamplingParams
-from nanopage.vllm.metrics import Metric
+from nanopage.vllm.metrics import Metric, Metrics
 
 if TYPE_CHECKING:
     from nanopage.text.tokenizer import Tokenizer
@@ -77,7 +77,8 @@ class AsyncLLM:
         # For clients that compare seeded answers: another version, or other options, may give others.
         options = hashlib.sha256(repr(engine.config).encode()).hexdigest()
         self.system_fingerprint = f"nanopage-{__version__}-{options[:8]}"
-        self.engine_thread = EngineThread(engine)
+        self.metrics = Metrics(engine)
+        self.engine_thread = EngineThread(engine, self.metrics.count)
         self._tokenizing = ThreadPoolExecutor(2, "nanopage-tokenizer")
         self._compiling = ThreadPoolExecutor(1, "nanopage-grammars")
         weakref.finalize(self, self.engine_thread.stop).atexit = False  # the thread itself sees to the exit
@@ -223,9 +224,8 @@ class AsyncLLM:
         return self.engine_thread.error
 
     def get_metrics(self) -> list[Metric]:
-        """The metrics so far, under vLLM's names (see metrics.py)."""
-        queues = self.engine.scheduler
-        return self.engine_thread.metrics.snapshot(len(queues.running), len(queues.waiting) + len(queues.swapped))
+        """The metrics so far, under vLLM's names (see vllm/metrics.py)."""
+        return self.metrics.snapshot()
 
     def shutdown(self, timeout: float | None = None) -> bool:
         """End all requests, the thread and the workers. Readers of unfinished requests get an EngineDeadError.

@@ -66,7 +66,7 @@ class LLM:
         if self.engine.config.max_num_batched_tokens is None and self.engine.capacity.device == "cpu":
             self.engine.scheduler.token_budget = TokenBudget(OFFLINE_ON_CPU)
         self.ids = itertools.count()  # of requests
-        self._metrics = Metrics(self.engine.model_path.name, self.engine.cache_config, self.engine.max_draft)
+        self._metrics = Metrics(self.engine)
         self._lock = threading.RLock()  # guards the engine and the inboxes
         # request_id -> the inbox for its outputs. A reader (a call of generate, a stream) has one for all its requests.
         self._inboxes: dict[str, deque[RequestOutput]] = {}
@@ -91,11 +91,9 @@ class LLM:
         return True
 
     def get_metrics(self) -> list[Metric]:
-        """The metrics so far, under vLLM's names (see metrics.py)."""
+        """The metrics so far, under vLLM's names (see vllm/metrics.py)."""
         with self._lock:
-            scheduler = self.engine.scheduler
-            num_waiting = len(scheduler.waiting) + len(scheduler.swapped)
-            return self._metrics.snapshot(len(scheduler.running), num_waiting)
+            return self._metrics.snapshot()
 
     def start_profile(self, profile_prefix: str | None = None) -> None:
         """Record with torch's profiler what this thread computes, and the GPU if there is one, until `stop_profile`.
@@ -304,7 +302,7 @@ class LLM:
                 for request in requests:
                     self._inboxes[request.group.request_id] = inbox
                     self.engine.submit(request)
-                    self._metrics.add_params(request.params)
+                    self._metrics.count(request)
             while unfinished:
                 with self._lock:
                     if not inbox:
@@ -323,16 +321,14 @@ class LLM:
                 for request_id in unfinished:
                     self._inboxes.pop(request_id, None)
                     if (aborted := self.engine.abort(request_id)) is not None:
-                        self._metrics.add_finished(aborted)
+                        self._metrics.count(aborted)
                         left.append(aborted)
 
     def _step(self) -> None:
         """Run one step and hand its outputs to their readers. The caller holds the lock."""
-        outputs = self.engine.step()
-        self._metrics.add_step(self.engine.last_step)
-        for output in outputs:
+        for output in self.engine.step():
             if output.finished:
-                self._metrics.add_finished(output)
+                self._metrics.count(output)
             if (inbox := self._inboxes.get(output.request_id)) is not None:
                 inbox.append(output)
             else:  # its reader was interrupted before it could abort the request

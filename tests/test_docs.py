@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from fake_executor import fake_engine
 from helpers import Paged, assert_all_close, bench_command, random_tokens, reference_logits, tiny_hf_model
 from test_imports import CORE
 from typer.main import get_command
@@ -289,8 +290,8 @@ def test_environment_md_lists_every_variable_that_is_read():
 def test_vllm_md_lists_every_metric():
     text = (ROOT / "docs" / "vllm.md").read_text()
     table = text[text.index("| `vllm:` | |") :].split("\n\n")[0]
-    metrics = Metrics("model", {"block_size": 16}, num_speculative_tokens=3)
-    snapshot = metrics.snapshot(num_running=0, num_waiting=0)
+    engine = fake_engine(speculative_config={"method": "ngram", "num_speculative_tokens": 3})
+    snapshot = Metrics(engine).snapshot()
     assert set(re.findall(r"`(\w+)`", table)) - {"finished_reason"} == {m.name.removeprefix("vllm:") for m in snapshot}
 
 

@@ -38,6 +38,7 @@ RULES = {
         "nanopage.models",
         "nanopage.layers",
         "nanopage.kernels",
+        "nanopage.vllm",
     ),
     "nanopage/worker": (
         "nanopage.engine",

@@ -113,19 +113,9 @@ class LLMEngine:
         self.in_call = False  # still true between calls if an exception ended the last call
 
     @property
-    def cache_config(self) -> dict[str, int]:
-        """The size of the KV cache, under vLLM's names."""
-        return {"block_size": self.config.block_size, "num_gpu_blocks": self.capacity.num_blocks}
-
-    @property
     def last_step(self) -> StepStats:
         """The statistics of the last step."""
         return self.last.stats
-
-    @property
-    def max_draft(self) -> int:
-        """Most tokens of a draft; 0 without speculative decoding."""
-        return 0 if self.config.speculation is None else self.config.speculation.num_speculative_tokens
 
     @staticmethod
     def from_engine_args(engine_args: Any) -> "Engine":

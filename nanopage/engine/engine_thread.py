@@ -12,17 +12,13 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from typing import TypeVar
 
 from nanopage.engine.interface import Engine
 from nanopage.engine.output_processor import Request
 from nanopage.engine.token_budget import SECONDS, TokenBudget
 from nanopage.outputs import RequestOutput
-from nanopage.vllm.metrics import Metrics
 
 logger = logging.getLogger("nanopage")
-
-T = TypeVar("T")
 
 CHECK_SECONDS = 1.0  # between checks of the workers while there is no request
 MAX_FAILURES = 3  # after so many calls of `LLMEngine.step` in a row that raise, the engine is dead
@@ -80,11 +76,11 @@ class EngineThread:
 
     Args:
         engine: a new engine. EngineThread is its only user from now on.
+        listener: called with each request that has been queued, and with its last output. It must not raise.
     """
 
-    def __init__(self, engine: Engine):
-        self.engine = engine
-        self.metrics = Metrics(engine.model_path.name, engine.cache_config, engine.max_draft)
+    def __init__(self, engine: Engine, listener: Callable[[Request | RequestOutput], None]):
+        self.engine, self.listener = engine, listener
         if engine.config.max_num_batched_tokens is None:
             budget = TokenBudget(engine.scheduler.token_budget.most, SECONDS[engine.capacity.device])
             engine.scheduler.token_budget = budget
@@ -143,11 +139,6 @@ class EngineThread:
     def seconds_without_progress(self) -> float:
         """How long no step has ended although there is work; 0 if there is none."""
         return 0.0 if self.idle else time.monotonic() - self._last_progress
-
-    @property
-    def seconds_per_request(self) -> float:
-        """The time of all steps per completion that has ended. Before any has ended, the time of all steps."""
-        return self.metrics.busy_seconds / max(1, sum(self.metrics.ended.values()))
 
     def stop(self) -> None:
         """End all requests and the thread, after the step that is running."""
@@ -261,7 +252,6 @@ class EngineThread:
             return
         self._num_failures = 0
         self._last_progress = time.monotonic()
-        self._count(self.metrics.add_step, self.engine.last_step)
         for event in self.engine.last_step.events:
             if event.kind == "started":
                 self._count_started(self.inboxes.get(event.request_id))
@@ -280,7 +270,7 @@ class EngineThread:
             logger.exception(f"request {group.request_id} could not be queued")
             self._abort(group.request_id, f"it could not be queued: {type(error).__name__}: {error}")
             return
-        self._count(self.metrics.add_params, request.params)
+        self.listener(request)
 
     def _abort(self, request_id: str, error: str | None = None) -> None:
         """End a request, because of an error or because nobody reads it."""
@@ -298,13 +288,6 @@ class EngineThread:
             ids, times = request.prompt_token_ids, request.group.metrics
             output = RequestOutput(request_id, request.prompt, ids, [], True, times, error=error)
         self._deliver([] if output is None else [output])
-
-    def _count(self, add: Callable[[T], None], what: T) -> None:
-        """Count something for the metrics. A failure there is not one of the engine."""
-        try:
-            add(what)
-        except Exception:
-            logger.exception("the metrics have failed")
 
     def _has_work(self) -> bool:
         """Whether there is a step to make, or to plan."""
@@ -343,7 +326,7 @@ class EngineThread:
                 continue  # it could not be queued or aborted as it should
             ready[inbox.loop].append((inbox, output))
             if output.finished:
-                self._count(self.metrics.add_finished, output)
+                self.listener(output)
                 self._count_started(inbox)
                 with self._changed:
                     del self.inboxes[output.request_id]

@@ -76,8 +76,6 @@ class EncoderEngine:
         self.input_processor.pooling = PoolingRequests(self.input_processor, encoder_config.pooling)
         self.scheduler = EncoderQueue(TokenBudget(cast(int, config.max_num_batched_tokens)))
         self.default_sampling_params = SamplingParams()
-        self.cache_config = {"block_size": config.block_size, "num_gpu_blocks": 0}
-        self.max_draft = 0
         self.listeners: list[Callable[[StepStats], None]] = []
         self.last_step = StepStats()
         self.dead_error: Exception | None = None

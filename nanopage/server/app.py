@@ -24,7 +24,7 @@ from nanopage.server.completions import Completions
 from nanopage.server.errors import ApiError, from_http, from_validation, invalid, json_response
 from nanopage.server.generation import too_long
 from nanopage.server.json_body import JsonRoute
-from nanopage.server.metrics import CONTENT_TYPE, ServerMetrics
+from nanopage.server.metrics import CONTENT_TYPE, Page
 from nanopage.server.middleware import OPEN_PATHS, Gate
 from nanopage.server.pages import page_reply
 from nanopage.server.pooling import PoolingCall, check_task, embeddings, rerank, score
@@ -227,7 +227,7 @@ def create_routes(state: ServerState) -> FastAPI:
 
     @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
-        return Response(server_metrics.text(), media_type=CONTENT_TYPE)
+        return Response(Page(state, state.metrics()).text(), media_type=CONTENT_TYPE)
 
     @app.get("/", include_in_schema=False)
     async def page() -> Response:
@@ -268,7 +268,6 @@ def create_routes(state: ServerState) -> FastAPI:
     async def unexpected(request: Request, error: Exception) -> Response:
         return ApiError(500, "an error of the server: its log says more", code="internal_error").response()
 
-    server_metrics = ServerMetrics(state.metrics, state.replies, lambda: state.num_disconnects)
     return app
 
 

@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 import ray
 from fastapi import FastAPI
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from ray import serve
 from ray.exceptions import ActorDiedError, ObjectLostError, RayActorError
 from ray.serve.config import AutoscalingConfig, ProxyLocation
@@ -31,13 +32,12 @@ from starlette.types import Receive, Scope, Send
 from nanopage.distributed import ray_cluster
 from nanopage.server.app import create_routes
 from nanopage.server.errors import ApiError
-from nanopage.server.metrics import CONTENT_TYPE, ServerMetrics
+from nanopage.server.metrics import CONTENT_TYPE, Page
 from nanopage.server.replica import CANNOT_START, Call, FrontAlive, Replica, Settings
 from nanopage.server.route import ReplicaRouter, Route, num_output_tokens, prompt_parts
 from nanopage.server.routing import Router
 from nanopage.server.state import ServerState
 from nanopage.server.streaming import DONE, encode_event, until_gone
-from nanopage.vllm import metrics
 
 logger = logging.getLogger("nanopage")
 
@@ -396,14 +396,17 @@ class Front:
         await direct({"type": "http.response.body", "body": encode_event(event) + DONE, "more_body": False})
 
     async def _metrics(self) -> bytes:
-        found: list[metrics.Metric] = [
-            metrics.Gauge("nanopage:replicas_running", {}, len(self._running() - self.dead) if self.loaded else 0),
-            metrics.Counter("nanopage:replica_retries", {}, self.num_retried),
-            metrics.Counter("nanopage:replica_losses", {}, self.num_lost),
+        num_running = len(self._running() - self.dead) if self.loaded else 0
+        found: list[Metric] = [
+            GaugeMetricFamily("nanopage:replicas_running", "Replicas that take calls.", num_running),
+            CounterMetricFamily("nanopage:replica_retries", "Calls run again by another replica.", self.num_retried),
+            CounterMetricFamily("nanopage:replica_losses", "Calls lost with a replica.", self.num_lost),
         ]
+        engines: dict[str, Metric] = {}
         if self.loaded and self._running():
             response = self._handle.broadcast("metrics")
             for result in await response.results_async(timeout_s=5, return_exceptions=True):
-                if isinstance(result, list):
-                    found += result
-        return ServerMetrics(lambda: found, self.state.replies, lambda: self.state.num_disconnects).text()
+                for family in result if isinstance(result, list) else ():
+                    if engines.setdefault(family.name, family) is not family:
+                        engines[family.name].samples += family.samples
+        return Page(self.state, [*found, *engines.values()]).text()

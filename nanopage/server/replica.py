@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import ray
+from prometheus_client.core import Metric
 from ray import serve
 from ray.exceptions import RayError
 from starlette.types import Message, Scope, Send
@@ -20,7 +21,6 @@ import nanopage
 from nanopage.server.app import create_routes, load_engine
 from nanopage.server.errors import ApiError
 from nanopage.server.state import ServerState
-from nanopage.vllm import metrics
 from nanopage.vllm.engine_args import EngineArgs
 
 if TYPE_CHECKING:
@@ -147,11 +147,11 @@ class Replica:
             gone.set()
             await asyncio.wait([work])
 
-    async def metrics(self) -> list[metrics.Metric]:
+    async def metrics(self) -> list[Metric]:
         """The engine's metrics, with the replica's number as the engine's."""
-        found = self.state.metrics()
-        for metric in found:
-            metric.labels = metric.labels | {"engine": str(self.rank)}
+        found, engine = self.state.metrics(), {"engine": str(self.rank)}
+        for family in found:
+            family.samples = [sample._replace(labels=sample.labels | engine) for sample in family.samples]
         return found
 
     async def check_health(self) -> None:

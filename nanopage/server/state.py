@@ -5,12 +5,13 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from prometheus_client.core import Metric
+
 from nanopage.async_llm import AsyncLLM
 from nanopage.server.adapters import ServedAdapters
 from nanopage.server.errors import ApiError
 from nanopage.server.tools import ToolOptions
 from nanopage.view.live_view import LiveView
-from nanopage.vllm.metrics import Metric
 
 if TYPE_CHECKING:
     from nanopage.server.tracing import Tracer
@@ -105,7 +106,7 @@ class ServerState:
         waiting = llm.engine_thread.num_waiting + self.num_entering
         tokens = llm.engine_thread.num_waiting_tokens + self.num_entering_tokens
         if waiting + len(sizes) > self.max_queue or (waiting and tokens + sum(sizes) > self.max_queue_tokens):
-            seconds = max(1, min(MAX_RETRY_AFTER, round(llm.engine_thread.seconds_per_request * waiting)))
+            seconds = max(1, min(MAX_RETRY_AFTER, round(llm.metrics.seconds_per_request * waiting)))
             raise ApiError(429, f"{waiting} requests are waiting already", code="queue_full", retry_after=seconds)
         self.num_entering += len(sizes)
         self.num_entering_tokens += sum(sizes)
@@ -116,4 +117,5 @@ class ServerState:
         self.num_entering_tokens -= sizes.pop(0)
 
     def metrics(self) -> list[Metric]:
-        return [] if self.llm is None else self.llm.get_metrics()
+        """Those of the engine, as prometheus_client has them."""
+        return [] if self.llm is None else list(self.llm.metrics.collect())

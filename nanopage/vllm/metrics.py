@@ -1,37 +1,55 @@
-"""Metrics of an LLM, in the shape of vLLM's `LLM.get_metrics`.
+"""Metrics of an engine under vLLM's names. `Metrics` counts them, and is a collector of prometheus_client: the server's
+/metrics and `LLM.get_metrics` read what it collects.
 
-Everything is counted from the start of the LLM. What a request asks for is counted when it is added, and what becomes
-of it when it ends.
+Everything is counted from the start of the engine. What a request asks for is counted when it is added, and what
+becomes of it when it ends.
 """
 
 import bisect
 import itertools
+import logging
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
+from nanopage.engine.interface import Engine
+from nanopage.engine.output_processor import Request
 from nanopage.outputs import RequestOutput, StepStats
-from nanopage.params import BeamSearchParams, PoolingParams, SamplingParams
+from nanopage.params import PoolingParams, SamplingParams
 
-SECONDS = (
-    0.001,
-    0.005,
-    0.01,
-    0.025,
-    0.05,
-    0.1,
-    0.25,
-    0.5,
-    1.0,
-    2.5,
-    5.0,
-    10.0,
-    25.0,
-    50.0,
-    100.0,
-    250.0,
-    500.0,
-    1000.0,
-)
+if TYPE_CHECKING:
+    from prometheus_client.core import Metric as Family
+
+logger = logging.getLogger("nanopage")
+
+SECONDS = (0.001, 0.005, *(digit * 10.0**power for power in range(-2, 3) for digit in (1, 2.5, 5)), 1000.0)
 TOKENS = tuple(float(digit * 10**power) for power in range(7) for digit in (1, 2, 5))
+COUNTERS = ("prompt_tokens", "generation_tokens", "num_preemptions", "prefix_cache_queries", "prefix_cache_hits")
+DRAFT_COUNTERS = ("spec_decode_num_drafts", "spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens")
+ACCEPTED = "spec_decode_num_accepted_tokens_per_pos"
+HISTOGRAMS = dict.fromkeys(
+    (
+        "time_to_first_token_seconds",
+        "inter_token_latency_seconds",
+        "request_time_per_output_token_seconds",
+        "e2e_request_latency_seconds",
+        "request_queue_time_seconds",
+        "request_prefill_time_seconds",
+        "request_decode_time_seconds",
+        "request_inference_time_seconds",
+    ),
+    SECONDS,
+) | dict.fromkeys(
+    (
+        "iteration_tokens_total",
+        "request_prompt_tokens",
+        "request_generation_tokens",
+        "request_max_num_generation_tokens",
+        "request_params_n",
+        "request_params_max_tokens",
+    ),
+    TOKENS,
+)
 
 
 @dataclass
@@ -87,84 +105,70 @@ class Observations:
         self.counts[bisect.bisect_left(self.bounds, value)] += 1
         self.sum += value
 
-    def histogram(self, name: str, labels: dict[str, str]) -> Histogram:
-        totals = list(itertools.accumulate(self.counts))
-        names = [*map(str, self.bounds), "+Inf"]
-        return Histogram(name, labels, totals[-1], self.sum, dict(zip(names, totals, strict=True)))
+    @property
+    def buckets(self) -> list[tuple[str, int]]:
+        """The bound of each bucket, and how many values are at most that."""
+        return list(zip([*map(str, self.bounds), "+Inf"], itertools.accumulate(self.counts), strict=True))
 
 
 class Metrics:
-    """Counts what `snapshot` reports.
+    """Counts what an engine does, from now on. Metrics of drafts are missing without speculative decoding."""
 
-    Args:
-        model_name: a label of every metric.
-        cache_config: block_size and num_gpu_blocks, the labels of `cache_config_info`.
-        num_speculative_tokens: most tokens of a draft; 0 without speculative decoding, whose metrics are then missing.
-    """
-
-    def __init__(self, model_name: str, cache_config: dict[str, int], num_speculative_tokens: int = 0):
-        self.labels = {"model_name": model_name, "engine": "0"}
-        self.cache_labels = self.labels | {name: str(value) for name, value in cache_config.items()}
-        self.counters = dict.fromkeys(
-            ("prompt_tokens", "generation_tokens", "num_preemptions", "prefix_cache_queries", "prefix_cache_hits"), 0
-        )
-        self.drafts = dict.fromkeys(("num_drafts", "num_draft_tokens", "num_accepted_tokens"), 0)
-        self.accepted_per_position = [0] * num_speculative_tokens
+    def __init__(self, engine: Engine):
+        config, speculation = engine.config, engine.config.speculation
+        self.labels = {"model_name": engine.model_path.name, "engine": "0"}
+        self.cache = {"block_size": str(config.block_size), "num_gpu_blocks": str(engine.capacity.num_blocks)}
+        self.counters = dict.fromkeys(COUNTERS if speculation is None else COUNTERS + DRAFT_COUNTERS, 0)
+        self.accepted = [0] * (0 if speculation is None else speculation.num_speculative_tokens)  # by position
         self.ended = dict.fromkeys(("stop", "length", "abort", "error"), 0)  # completions, by finish_reason
-        self.histograms = {
-            **{
-                name: Observations(SECONDS)
-                for name in (
-                    "time_to_first_token_seconds",
-                    "inter_token_latency_seconds",
-                    "request_time_per_output_token_seconds",
-                    "e2e_request_latency_seconds",
-                    "request_queue_time_seconds",
-                    "request_prefill_time_seconds",
-                    "request_decode_time_seconds",
-                    "request_inference_time_seconds",
-                )
-            },
-            **{
-                name: Observations(TOKENS)
-                for name in (
-                    "iteration_tokens_total",
-                    "request_prompt_tokens",
-                    "request_generation_tokens",
-                    "request_max_num_generation_tokens",
-                    "request_params_n",
-                    "request_params_max_tokens",
-                )
-            },
-        }
+        self.histograms = {name: Observations(bounds) for name, bounds in HISTOGRAMS.items()}
         self.busy_seconds = 0.0  # of all steps
         self.last_step = StepStats()
+        self.queues = engine.scheduler
+        engine.listeners.append(self.count)
 
-    def add_step(self, stats: StepStats) -> None:
+    @property
+    def seconds_per_request(self) -> float:
+        """The time of all steps per completion that has ended. Before any has ended, the time of all steps."""
+        return self.busy_seconds / max(1, sum(self.ended.values()))
+
+    def count(self, what: StepStats | Request | RequestOutput) -> None:
+        """Count a step, a request that has been queued, or the last output of a request. A failure is only logged: it
+        must not end a request or the engine."""
+        try:
+            if isinstance(what, StepStats):
+                self._add_step(what)
+            elif isinstance(what, RequestOutput):
+                self._add_finished(what)
+            else:
+                self._add_request(what)
+        except Exception:
+            logger.exception("the metrics have failed")
+
+    def _add_step(self, stats: StepStats) -> None:
         self.counters["prompt_tokens"] += stats.prefill_tokens + stats.cached_tokens
         self.counters["generation_tokens"] += stats.output_tokens
         self.counters["num_preemptions"] += stats.preempted
-        self.drafts["num_drafts"] += stats.num_drafts
-        self.drafts["num_draft_tokens"] += stats.draft_tokens
-        self.drafts["num_accepted_tokens"] += sum(stats.accepted_tokens)
-        for position, count in enumerate(stats.accepted_tokens):
-            self.accepted_per_position[position] += count
+        if self.accepted:
+            drafts = stats.num_drafts, stats.draft_tokens, sum(stats.accepted_tokens)
+            for name, count in zip(DRAFT_COUNTERS, drafts, strict=True):
+                self.counters[name] += count
+            for position, count in enumerate(stats.accepted_tokens):
+                self.accepted[position] += count
         if num_tokens := stats.prefill_tokens + stats.output_tokens:
             self.histograms["iteration_tokens_total"].add(num_tokens)
         self.busy_seconds += stats.seconds
         self.last_step = stats
 
-    def add_params(self, params: SamplingParams | BeamSearchParams | PoolingParams) -> None:
-        """Count what a request asks for."""
+    def _add_request(self, request: Request) -> None:
+        params = request.params
         if isinstance(params, PoolingParams):
             return
-        n = params.n if isinstance(params, SamplingParams) else params.width
-        self.histograms["request_params_n"].add(n)
+        self.histograms["request_params_n"].add(params.n if isinstance(params, SamplingParams) else params.width)
         if params.max_tokens is not None:
             self.histograms["request_params_max_tokens"].add(params.max_tokens)
 
-    def add_finished(self, output: RequestOutput) -> None:
-        """Count a request that has ended."""
+    def _add_finished(self, output: RequestOutput) -> None:
         times, histograms = output.metrics, self.histograms
         num_prompt_tokens = len(output.prompt_token_ids)
         if times.first_scheduled_time is not None:
@@ -195,25 +199,46 @@ class Metrics:
             if completion.finish_reason is not None:
                 self.ended[completion.finish_reason] += 1
 
-    def snapshot(self, num_running: int, num_waiting: int) -> list[Metric]:
-        """All metrics under vLLM's names, given the numbers of requests that run and wait."""
-        step = self.last_step
+    def collect(self) -> Iterator["Family"]:
+        """All metrics: the interface of prometheus_client's collectors."""
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily  # takes 0.1 s
+
+        def family(kind: Any, name: str, *samples: tuple) -> "Family":
+            """Args: samples: further labels, and arguments of `add_metric`."""
+            found = kind(f"vllm:{name}", name.replace("_", " "), labels=[*self.labels, *samples[0][0]])
+            for labels, *values in samples:
+                found.add_metric([*self.labels.values(), *labels.values()], *values)
+            return found
+
+        step, queues = self.last_step, self.queues
         num_blocks = step.used_blocks + step.free_blocks + step.cached_blocks
-        gauges = {
-            "num_requests_running": float(num_running),
-            "num_requests_waiting": float(num_waiting),
-            "kv_cache_usage_perc": step.used_blocks / num_blocks if num_blocks else 0.0,
-        }
-        metrics: list[Metric] = [Gauge(f"vllm:{name}", self.labels, value) for name, value in gauges.items()]
-        metrics.append(Gauge("vllm:cache_config_info", self.cache_labels, 1.0))
-        metrics += [Counter(f"vllm:{name}", self.labels, value) for name, value in self.counters.items()]
-        if self.accepted_per_position:
-            metrics += [Counter(f"vllm:spec_decode_{name}", self.labels, value) for name, value in self.drafts.items()]
-            name = "vllm:spec_decode_num_accepted_tokens_per_pos"
-            metrics.append(Vector(name, self.labels, list(self.accepted_per_position)))
-        metrics += [
-            Counter("vllm:request_success", self.labels | {"finished_reason": reason}, count)
-            for reason, count in self.ended.items()
-        ]
-        metrics += [values.histogram(f"vllm:{name}", self.labels) for name, values in self.histograms.items()]
-        return metrics
+        yield family(GaugeMetricFamily, "num_requests_running", ({}, float(len(queues.running))))
+        num_waiting = len(queues.waiting) + len(queues.swapped)
+        yield family(GaugeMetricFamily, "num_requests_waiting", ({}, float(num_waiting)))
+        yield family(GaugeMetricFamily, "kv_cache_usage_perc", ({}, step.used_blocks / max(1, num_blocks)))
+        yield family(GaugeMetricFamily, "cache_config_info", (self.cache, 1.0))
+        for name, count in self.counters.items():
+            yield family(CounterMetricFamily, name, ({}, count))
+        if self.accepted:
+            by_position = [({"position": str(position)}, count) for position, count in enumerate(self.accepted)]
+            yield family(CounterMetricFamily, ACCEPTED, *by_position)
+        ended = [({"finished_reason": reason}, count) for reason, count in self.ended.items()]
+        yield family(CounterMetricFamily, "request_success", *ended)
+        for name, values in self.histograms.items():
+            yield family(HistogramMetricFamily, name, ({}, values.buckets, values.sum))
+
+    def snapshot(self) -> list[Metric]:
+        """All metrics in the shape of vLLM's `LLM.get_metrics`."""
+        found: list[Metric] = []
+        for family in self.collect():
+            if family.type == "histogram":
+                *buckets, count, total = family.samples
+                at_most = {bucket.labels["le"]: int(bucket.value) for bucket in buckets}
+                found.append(Histogram(family.name, count.labels, int(count.value), total.value, at_most))
+            elif family.name == f"vllm:{ACCEPTED}":
+                found.append(Vector(family.name, self.labels, [int(sample.value) for sample in family.samples]))
+            elif family.type == "counter":
+                found += [Counter(family.name, sample.labels, int(sample.value)) for sample in family.samples]
+            else:
+                found += [Gauge(family.name, sample.labels, sample.value) for sample in family.samples]
+        return found

@@ -6,10 +6,10 @@ import dataclasses
 import json
 import threading
 import time
-from collections import Counter
 
 import pytest
 from asgi import call
+from fake_executor import fake_engine
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind
 from server_process import OPTIONS
@@ -24,7 +24,7 @@ from nanopage.server import chat, completions, middleware, protocol, responses, 
 from nanopage.server.app import NOT_SERVED, create_app
 from nanopage.server.chat import LOOK, Thinking
 from nanopage.server.fields import REFUSED
-from nanopage.server.metrics import ServerMetrics
+from nanopage.server.metrics import Page
 from nanopage.server.protocol import ChatBody, CompletionBody, ResponsesBody
 from nanopage.server.state import ServerState
 from nanopage.server.tools import ToolOptions, ToolUse, read_tool_use
@@ -1000,7 +1000,7 @@ def group_of(llm, predicate):
 @pytest.mark.parametrize("moment", ["at once", "prefilling", "decoding", "late"])
 def test_a_client_that_goes_away_aborts_its_request_and_no_other(llm, state, app, monkeypatch, stream, moment):
     long = {"ignore_eos": True, "temperature": 0, "max_tokens": 100}
-    before = dict(llm.engine_thread.metrics.ended)
+    before = dict(llm.metrics.ended)
 
     reached, gone = threading.Event(), threading.Event()
 
@@ -1032,7 +1032,7 @@ def test_a_client_that_goes_away_aborts_its_request_and_no_other(llm, state, app
     monkeypatch.setattr(llm.engine, "listeners", [*llm.engine.listeners, wait_at_the_moment])
     assert len(asyncio.run(crowd()).json["choices"][0]["text"]) > 0
     asyncio.run(at_rest(llm))
-    after = llm.engine_thread.metrics.ended
+    after = llm.metrics.ended
     assert after["length"] == before["length"] + 1
     assert state.num_disconnects == 1
     assert after["abort"] - before["abort"] in ((0, 2) if moment == "at once" else (2,))
@@ -1177,12 +1177,12 @@ def test_an_engine_that_dies_ends_every_request_with_an_error(model):
 def test_metrics_count_accepted_drafts_at_each_position():
     from prometheus_client.parser import text_string_to_metric_families
 
-    counted = Metrics("model", {}, num_speculative_tokens=3)
+    counted = Metrics(fake_engine(speculative_config={"method": "ngram", "num_speculative_tokens": 3}))
     for accepted in (0, 2, 3, 1):
         stats = StepStats()
         stats.count_draft(3, accepted)
-        counted.add_step(stats)
-    page = ServerMetrics(lambda: counted.snapshot(0, 0), Counter(), lambda: 0).text().decode()
+        counted.count(stats)
+    page = Page(ServerState(["tiny"]), counted.collect()).text().decode()
     families = {f.name.removeprefix("vllm:spec_decode_"): f for f in text_string_to_metric_families(page)}
     positions = families["num_accepted_tokens_per_pos"].samples
     assert {sample.labels["position"]: sample.value for sample in positions} == {"0": 3, "1": 2, "2": 1}

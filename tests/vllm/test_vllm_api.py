@@ -440,7 +440,7 @@ def test_metrics_count_drafts_if_there_are_any(path):
     for accepted in (0, 2, 3, 1):
         stats = StepStats()
         stats.count_draft(3, accepted)
-        llm._metrics.add_step(stats)
+        llm._metrics.count(stats)
     by_name = {metric.name: metric for metric in llm.get_metrics()}
     assert by_name[name].values == [3, 2, 1]
     counts = [by_name[f"vllm:spec_decode_num_{what}"].value for what in ("drafts", "draft_tokens", "accepted_tokens")]
