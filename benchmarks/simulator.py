@@ -36,7 +36,7 @@ from nanopage.config.options import EngineConfig
 from nanopage.engine.block_manager import BlockManager
 from nanopage.engine.scheduler import Scheduler
 from nanopage.engine.sequence import Sequence, SequenceGroup
-from nanopage.engine.token_budget import SECONDS, TokenBudget
+from nanopage.engine.token_budget import choose_budget
 from nanopage.outputs import StepStats
 from nanopage.server.routing import MARGIN, Router
 from nanopage.step import Batch, BatchResult, Capacity, SamplingSettings
@@ -157,10 +157,8 @@ class SimulatedReplica:
         self.executor = SimulatedExecutor(setup.costs, setup.num_blocks, device=setup.device)
         self.block_manager = BlockManager(setup.num_blocks, setup.block_size)
         config = EngineConfig(max_num_batched_tokens=setup.max_num_batched_tokens)
-        most = config.token_budget(setup.device)
-        self.scheduler = Scheduler(self.block_manager, setup.max_num_seqs, most)
-        if setup.max_num_batched_tokens is None:
-            self.scheduler.token_budget = TokenBudget(most, SECONDS[setup.device])
+        self.scheduler = Scheduler(self.block_manager, setup.max_num_seqs, config.token_budget(setup.device))
+        self.scheduler.token_budget = choose_budget(config, setup.device, "AsyncLLM")
         self.priority = POLICIES[setup.policy]
         self.settings = SamplingSettings()
         self.served = Served()

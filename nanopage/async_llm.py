@@ -69,7 +69,7 @@ class AsyncLLM:
     """Runs requests of any number of coroutines on one engine, batched together.
 
     Args:
-        engine: a new engine. AsyncLLM is its only user from now on.
+        engine: a new engine, built for "AsyncLLM". AsyncLLM is its only user from now on.
     """
 
     def __init__(self, engine: Engine):
@@ -86,7 +86,7 @@ class AsyncLLM:
     @classmethod
     def from_engine_args(cls, engine_args: Any) -> "AsyncLLM":
         """Load the model of an `EngineArgs` and start. Raises: as `nanopage.build.build_engine`."""
-        return cls(engine_args.create_engine())
+        return cls(engine_args.create_engine("AsyncLLM"))
 
     # Requests
 

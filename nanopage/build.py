@@ -18,6 +18,7 @@ from nanopage.distributed import ray_cluster
 from nanopage.distributed.process_executor import Link, ProcessExecutor, start_processes
 from nanopage.engine.engine import LLMEngine
 from nanopage.engine.interface import Engine
+from nanopage.engine.token_budget import Use, choose_budget
 from nanopage.files import hub
 from nanopage.files.model_files import exists
 from nanopage.grammar.replies import read_replies
@@ -41,11 +42,14 @@ __all__ = ["build_engine", "classify", "embed", "encode", "read_replies", "score
 logger = logging.getLogger("nanopage")
 
 
-def build_engine(config: EngineConfig, on_progress: Callable[[int, int], None] | None = None) -> Engine:
+def build_engine(
+    config: EngineConfig, on_progress: Callable[[int, int], None] | None = None, use: Use = "steps"
+) -> Engine:
     """Find the model, read its configuration and tokenizer, and start an engine for it.
 
     Args:
         on_progress: called while weights load, with the number of weights read so far and the total.
+        use: who steps the engine; it decides how many tokens a step has (see `choose_budget`).
 
     Raises:
         FileNotFoundError, ValueError: a model that is not there, is broken or is not supported.
@@ -84,6 +88,9 @@ def build_engine(config: EngineConfig, on_progress: Callable[[int, int], None] |
         make_drafts = _choose_drafts(config, config.speculation, model_config, tokenizer, on_progress)
     adapter_slots = AdapterSlots(config.max_loras) if config.enable_lora else None
     engine = LLMEngine(config, model_config, path, tokenizer, executor, make_drafts, adapter_slots)
+    engine.scheduler.token_budget = budget = choose_budget(config, engine.capacity.device, use)
+    if budget.seconds is not None:
+        engine.listeners.append(budget.observe)
     processor = engine.input_processor
     if tokenizer is not None:
         processor.grammars = Grammars(tokenizer, model_config.vocab_size, model_config.eos_token_ids)

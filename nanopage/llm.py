@@ -19,7 +19,6 @@ from nanopage import build
 from nanopage.config.options import EngineConfig
 from nanopage.engine.interface import Engine
 from nanopage.engine.output_processor import Request
-from nanopage.engine.token_budget import OFFLINE_ON_CPU, TokenBudget
 from nanopage.inputs import AnyAdapter, AnyParams, LoRARequest, Prompt, list_prompts, match_parameters
 from nanopage.outputs import GenerationError, GenerationInterrupted, RequestOutput
 from nanopage.params import BeamSearchParams, RequestOutputKind, SamplingParams
@@ -62,9 +61,7 @@ class LLM:
     ):
         self._profiler = Profiler(profiler_config)
         options = accept_engine("LLM()", options | {"model": model}, option_names())
-        self.engine: Engine = build.build_engine(EngineConfig(**options), on_progress)
-        if self.engine.config.max_num_batched_tokens is None and self.engine.capacity.device == "cpu":
-            self.engine.scheduler.token_budget = TokenBudget(OFFLINE_ON_CPU)
+        self.engine: Engine = build.build_engine(EngineConfig(**options), on_progress, "LLM")
         self.ids = itertools.count()  # of requests
         self._metrics = Metrics(self.engine)
         self._lock = threading.RLock()  # guards the engine and the inboxes

@@ -547,6 +547,11 @@ def test_forgetting_the_prefixes_does_not_wait_for_an_engine_that_ends(model, ca
     assert "shut down" in str(llm.dead_error)
 
 
+def test_steps_are_kept_short(llm):
+    budget = llm.engine.scheduler.token_budget
+    assert budget.seconds is not None and budget.observe in llm.engine.listeners
+
+
 def test_metrics_count_what_ran(llm):
     for i in range(3):
         asyncio.run(final(llm, "the cat", GREEDY, str(i)))

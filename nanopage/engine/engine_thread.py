@@ -15,7 +15,6 @@ from collections.abc import Callable
 
 from nanopage.engine.interface import Engine
 from nanopage.engine.output_processor import Request
-from nanopage.engine.token_budget import SECONDS, TokenBudget
 from nanopage.outputs import RequestOutput
 
 logger = logging.getLogger("nanopage")
@@ -81,10 +80,6 @@ class EngineThread:
 
     def __init__(self, engine: Engine, listener: Callable[[Request | RequestOutput], None]):
         self.engine, self.listener = engine, listener
-        if engine.config.max_num_batched_tokens is None:
-            budget = TokenBudget(engine.scheduler.token_budget.most, SECONDS[engine.capacity.device])
-            engine.scheduler.token_budget = budget
-            engine.listeners.append(budget.observe)
         self.idle = True
         self._last_progress = time.monotonic()  # when a step ended, or work arrived at an idle engine
         self.num_waiting = 0  # requests that have not begun to run

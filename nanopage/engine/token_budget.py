@@ -1,5 +1,5 @@
-"""TokenBudget: how many tokens each step may have. `EngineConfig.token_budget` says the most; the server keeps steps
-shorter than that, so that a long prompt does not stall the streams beside it.
+"""TokenBudget: how many tokens each step may have. `choose_budget` decides it, once for each engine. The server keeps
+steps short, so that a long prompt does not stall the streams beside it.
 
 How long a step takes depends mostly on its number of prompt tokens, and on the machine: 2,048 tokens take 1.3 seconds
 on two cores with AVX512-BF16, and 4 seconds on slower ones. The number of prompt tokens that a step may have starts
@@ -11,11 +11,16 @@ first token of the last prompt 7 % later, and first tokens on average 20 % earli
 from 1.2 to 0.32 seconds. The number of output tokens per second hardly changes (medians of nine runs in turn).
 """
 
+from typing import Literal
+
+from nanopage.config.options import EngineConfig
 from nanopage.outputs import StepStats
 
+Use = Literal["steps", "LLM", "AsyncLLM", "encoder"]
 # Of `LLM` on a CPU. Steps of 512 tokens instead of 2,048 give 32 prompts at once their first tokens 15 % earlier on
 # average, at the same throughput (SmolLM2-135M, AVX512-BF16).
 OFFLINE_ON_CPU = 512
+OF_ENCODER = {"cpu": 2048, "cuda": 16384}
 SECONDS = {"cpu": 0.3, "cuda": 0.05}  # the longest that a step should take
 START = 512  # before anything is measured
 LEAST = 128
@@ -44,3 +49,18 @@ class TokenBudget:
             self.prompt_tokens = max(LEAST, min(int(self.prompt_tokens + fitting) // 2, self.most))
         # Each running sequence takes a token of the budget, before any prompt of the same priority does.
         self.tokens = min(self.most, self.prompt_tokens + stats.running)
+
+
+def choose_budget(config: EngineConfig, device_type: str, use: Use) -> TokenBudget:
+    """The token budget of a new engine.
+
+    Args: use: who steps it: the user ("steps"), `LLM` or `AsyncLLM`. An "encoder" has the same budget for all.
+    """
+    if use == "encoder":
+        return TokenBudget(config.max_num_batched_tokens or OF_ENCODER[device_type])
+    most = config.token_budget(device_type)
+    if config.max_num_batched_tokens is None and use == "AsyncLLM":
+        return TokenBudget(most, SECONDS[device_type])
+    if config.max_num_batched_tokens is None and use == "LLM" and device_type == "cpu":
+        return TokenBudget(OFFLINE_ON_CPU)
+    return TokenBudget(most)

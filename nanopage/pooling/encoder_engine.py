@@ -11,9 +11,9 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol, cast
+from typing import Protocol
 
 import numpy as np
 
@@ -22,7 +22,7 @@ from nanopage.config.options import EngineConfig
 from nanopage.config.pooling import finish, is_finite
 from nanopage.engine.input_processor import InputProcessor
 from nanopage.engine.output_processor import Request
-from nanopage.engine.token_budget import TokenBudget
+from nanopage.engine.token_budget import TokenBudget, choose_budget
 from nanopage.outputs import RequestEvent, RequestOutput, StepStats
 from nanopage.params import PoolingParams, SamplingParams
 from nanopage.pooling.requests import PoolingRequests
@@ -31,7 +31,6 @@ from nanopage.text.tokenizer import Tokenizer
 
 logger = logging.getLogger("nanopage")
 
-TOKEN_BUDGET = {"cpu": 2048, "cuda": 16384}  # tokens of a batch, by device type
 WINDOW = 4096  # the requests that wait among which a batch is chosen
 
 
@@ -67,14 +66,12 @@ class EncoderEngine:
         executor: EncoderExecutor,
         capacity: Capacity,
     ):
-        if config.max_num_batched_tokens is None:
-            config = replace(config, max_num_batched_tokens=TOKEN_BUDGET[capacity.device])
         self.config, self.model_config, self.model_path, self.tokenizer = config, encoder_config, path, tokenizer
         self.pooling, self.executor, self.capacity = encoder_config.pooling, executor, capacity
         self.max_model_len = capacity.max_model_len
         self.input_processor = InputProcessor(config, encoder_config, path, tokenizer, self.max_model_len, 0)
         self.input_processor.pooling = PoolingRequests(self.input_processor, encoder_config.pooling)
-        self.scheduler = EncoderQueue(TokenBudget(cast(int, config.max_num_batched_tokens)))
+        self.scheduler = EncoderQueue(choose_budget(config, capacity.device, "encoder"))
         self.default_sampling_params = SamplingParams()
         self.listeners: list[Callable[[StepStats], None]] = []
         self.last_step = StepStats()

@@ -21,6 +21,7 @@ from nanopage.vllm.options import accept_engine
 
 if typing.TYPE_CHECKING:
     from nanopage.engine.interface import Engine
+    from nanopage.engine.token_budget import Use
 
 
 class EngineArgs(EngineConfig):
@@ -32,11 +33,11 @@ class EngineArgs(EngineConfig):
     def __init__(self, **options):
         super().__init__(**accept_engine("EngineArgs()", options, option_names()))
 
-    def create_engine(self) -> "Engine":
-        """An engine with these options. Raises as `nanopage.build.build_engine`."""
+    def create_engine(self, use: "Use" = "steps") -> "Engine":
+        """An engine with these options. Arguments and errors are those of `nanopage.build.build_engine`."""
         from nanopage.build import build_engine  # imports torch, which parsing options does not need
 
-        return build_engine(self)
+        return build_engine(self, use=use)
 
     @staticmethod
     def add_cli_args(parser):

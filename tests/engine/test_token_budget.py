@@ -2,7 +2,8 @@
 
 import pytest
 
-from nanopage.engine.token_budget import LEAST, START, TokenBudget
+from nanopage.config.options import EngineConfig
+from nanopage.engine.token_budget import LEAST, START, TokenBudget, choose_budget
 from nanopage.outputs import StepStats
 
 
@@ -55,3 +56,20 @@ def test_without_a_time_every_step_may_have_the_most():
     budget = TokenBudget(2048)
     budget.observe(StepStats(prefill_tokens=2048, running=10, seconds=9.0))
     assert budget.tokens == 2048
+
+
+@pytest.mark.parametrize(
+    ("use", "on_cpu", "on_gpu"),
+    [
+        ("steps", (2048, None), (8192, None)),
+        ("LLM", (512, None), (8192, None)),
+        ("AsyncLLM", (2048, 0.3), (8192, 0.05)),
+        ("encoder", (2048, None), (16384, None)),
+    ],
+)
+def test_the_budget_depends_on_who_steps_the_engine_unless_it_is_given(use, on_cpu, on_gpu):
+    for device, expected in (("cpu", on_cpu), ("cuda", on_gpu)):
+        budget = choose_budget(EngineConfig(), device, use)
+        assert (budget.most, budget.seconds) == expected
+        given = choose_budget(EngineConfig(max_num_batched_tokens=7), device, use)
+        assert (given.most, given.seconds, given.tokens) == (7, None, 7)
