@@ -18,7 +18,7 @@ from nanopage import EngineConfig, SamplingParams
 from nanopage.build import build_engine
 from nanopage.engine.engine import LLMEngine
 from nanopage.params import BeamSearchParams
-from nanopage.view import live_view as view
+from nanopage.server import live_view as view
 from nanopage.view.frames import Recorder
 
 SYSTEM = (

@@ -22,8 +22,8 @@ from pathlib import Path
 
 from benchmarks.peers.protocol import Work
 from nanopage.config.model import ModelConfig
+from nanopage.files.safetensors_checkpoint import safetensors_files, stored_tensors
 from nanopage.quantization.gguf_checkpoint import GGUFCheckpoint
-from nanopage.weights.safetensors_checkpoint import safetensors_files, stored_tensors
 
 ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "float32": 4, "bfloat16": 2}
 INT4_BYTES = 1 / 2 + 2 / 32  # of a weight, with its share of a scale

@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PROGRAMS = ("nanopage.__main__", "chat", "bench", "benchmarks")
-PARTS_OF_PROGRAMS = ("nanopage.terminal", "nanopage.server", "nanopage.view.live_view")
+PARTS_OF_PROGRAMS = ("nanopage.terminal", "nanopage.server")
 
 # The core runs a decoder from safetensors on one device. Wings attach to it; build.py attaches them.
 CORE = (

@@ -9,7 +9,7 @@ import torch
 from nanopage import BeamSearchParams, SamplingParams, StructuredOutputsParams
 from nanopage.files.model_files import shown
 from nanopage.params import RequestOutputKind
-from nanopage.sampling.table import SamplingTable
+from nanopage.state.sampling_table import SamplingTable
 from nanopage.step import NewSequence, SamplingSettings
 
 NAN, INF, HUGE = math.nan, math.inf, 10**400  # HUGE has no float

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from nanopage.config.model import ModelConfig
 from nanopage.files.model_files import exists, read_json, shown
-from nanopage.weights.safetensors_checkpoint import StoredTensor, opened, stored_bytes
+from nanopage.files.safetensors_checkpoint import StoredTensor, opened, stored_bytes
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 FLOATS = ("F64", "F32", "F16", "BF16")

@@ -10,8 +10,8 @@ from torch import Tensor
 from nanopage.adapters.files import read_adapter
 from nanopage.adapters.model import PLACES, AdaptedDecoder
 from nanopage.config.model import ModelConfig
+from nanopage.files.safetensors_checkpoint import opened, read_whole, stored_bytes
 from nanopage.step import AdapterLoad
-from nanopage.weights.safetensors_checkpoint import opened, read_whole, stored_bytes
 
 logger = logging.getLogger("nanopage")
 

@@ -35,7 +35,6 @@ MAX_SIZES = {
     "num_labels": 2**16,
 }
 MAX_EXPERTS = 2**16  # of all layers together
-MAX_MATRICES = 2**20  # of a checkpoint, each expert's counted: a small file must not become many objects
 
 # The accepted range of each number. Outside it float32 overflows, or no trained model has such a value.
 RANGES = {

@@ -27,7 +27,7 @@ class EngineConfig:
             and V keep the 16 bits. On a CPU, compiled layers in float32 keep weights that the checkpoint has in
             bfloat16 or float16 as they are, and widen them as they read them; weights that a .gguf file has as Q4_0,
             Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K or Q6_K stay integers, and the activations that they multiply are rounded
-            to int8 (see cpu/gguf_tiles.py).
+            to int8 (see quantization/gguf_tiles.py).
         device: "auto" is CUDA if present, else the CPU.
         max_model_len: most tokens (prompt + output) of a sequence; None is the model's own limit, or what the
             KV cache holds if that is less.

@@ -2,7 +2,7 @@
 or 16 bits (see cpu/tile_linear.py).
 
 `tile` replaces plain modules with these once the weights are loaded. Those of a quantized .gguf file are made by
-cpu/gguf_tiles.py.
+quantization/gguf_tiles.py.
 """
 
 from collections.abc import Callable

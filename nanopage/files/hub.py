@@ -285,8 +285,8 @@ def convert_gguf(gguf: Path, directory: Path, progress: Progress) -> None:
     import torch
     from safetensors.torch import save_file
 
+    from nanopage.files.safetensors_checkpoint import read_tensors, stored_tensors
     from nanopage.quantization.gguf_checkpoint import GGUFCheckpoint
-    from nanopage.weights.safetensors_checkpoint import read_tensors, stored_tensors
 
     directory.mkdir(mode=0o700, parents=True)
     checkpoint = GGUFCheckpoint(gguf)

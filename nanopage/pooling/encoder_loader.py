@@ -8,10 +8,10 @@ import torch
 
 from nanopage.config.encoder import EncoderConfig
 from nanopage.files.model_files import memory_errors
+from nanopage.files.safetensors_checkpoint import read_tensors
 from nanopage.models import find_encoder
 from nanopage.pooling.encoder import Encoder, slots
 from nanopage.weights.loader import all_finite, check_fit, materialize, stored_tensors_of
-from nanopage.weights.safetensors_checkpoint import read_tensors
 
 
 def load_encoder(

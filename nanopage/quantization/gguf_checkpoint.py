@@ -19,10 +19,11 @@ import numpy as np
 from einops import rearrange
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
-from nanopage.config.fields import MAX_MATRICES, MAX_SIZES, RANGES
+from nanopage.config.fields import MAX_SIZES, RANGES
 from nanopage.config.model import ModelConfig
 from nanopage.config.rope import RopeConfig
 from nanopage.files.model_files import rust_errors, shown
+from nanopage.files.safetensors_checkpoint import MAX_MATRICES
 from nanopage.quantization.gguf_reader import TensorInfo, read_header, read_rows
 
 TENSORS = {

@@ -26,11 +26,11 @@ from torch import Tensor, nn
 from nanopage.config.model import ModelConfig, StoredQuantization
 from nanopage.cpu.tile_linear import Blocks
 from nanopage.device import check_weights_fit
+from nanopage.files.safetensors_checkpoint import StoredBytes, StoredTensor, opened, read_whole, stored_bytes
 from nanopage.layers.linear import Linear
 from nanopage.models.decoder import Decoder
 from nanopage.quantization import quantized_weights
 from nanopage.quantization.quantized_weights import QuantizedWeight
-from nanopage.weights.safetensors_checkpoint import StoredBytes, StoredTensor, opened, read_whole, stored_bytes
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 WORD = 32  # bits

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from nanopage.device import to_device
-from nanopage.sampling.rules import Rules
+from nanopage.state.rules import Rules
 from nanopage.state.sequence_table import SequenceTable
 
 

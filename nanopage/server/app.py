@@ -24,6 +24,7 @@ from nanopage.server.completions import Completions
 from nanopage.server.errors import ApiError, from_http, from_validation, invalid, json_response
 from nanopage.server.generation import too_long
 from nanopage.server.json_body import JsonRoute
+from nanopage.server.live_view import VIEW_PATHS, add_view
 from nanopage.server.metrics import CONTENT_TYPE, Page
 from nanopage.server.middleware import OPEN_PATHS, Gate
 from nanopage.server.pages import page_reply
@@ -61,7 +62,6 @@ from nanopage.server.state import ServerState
 from nanopage.server.streaming import GONE, ClientGoneError, EventStream, unless_gone
 from nanopage.server.templates import chat_prompt, template_kwargs
 from nanopage.server.tools import ToolOptions, read_tool_use
-from nanopage.view.live_view import VIEW_PATHS, add_view
 from nanopage.vllm.engine_args import EngineArgs
 
 logger = logging.getLogger("nanopage")

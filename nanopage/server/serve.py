@@ -27,10 +27,10 @@ from nanopage.grammar.tool_formats import FORMATS
 from nanopage.server.adapters import parse_modules
 from nanopage.server.app import create_app, guard, load_engine
 from nanopage.server.connection import Connection
+from nanopage.server.live_view import LiveView
 from nanopage.server.middleware import LOCAL_HOSTS
 from nanopage.server.state import ServerState
 from nanopage.server.tools import FINISH_REASONS, ToolOptions
-from nanopage.view.live_view import LiveView
 from nanopage.vllm.engine_args import EngineArgs, FlexibleArgumentParser
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ from prometheus_client.core import Metric
 from nanopage.async_llm import AsyncLLM
 from nanopage.server.adapters import ServedAdapters
 from nanopage.server.errors import ApiError
+from nanopage.server.live_view import LiveView
 from nanopage.server.tools import ToolOptions
-from nanopage.view.live_view import LiveView
 
 if TYPE_CHECKING:
     from nanopage.server.tracing import Tracer

@@ -3,7 +3,7 @@
     tokens         [rows, max_model_len + 1]   all tokens of the sequence; sampled tokens are added on the device
     block_tables   [rows, max_blocks * kinds]  for each logical block, the physical block of each kind of layers (see
                                                layer_kinds.py; in most models there is one kind)
-    sampling                                   the sampling settings (see sampling/table.py)
+    sampling                                   the sampling settings (see state/sampling_table.py)
 
 The tables are on the device. Each Batch says what has changed, and `update` writes it to the tables. A step reads its
 input tokens from `tokens`, so the next step can use a sampled token before the host has seen it.
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from nanopage.device import to_device
-from nanopage.sampling.table import SamplingTable
+from nanopage.state.sampling_table import SamplingTable
 from nanopage.step import Batch, Fork
 
 

@@ -25,18 +25,18 @@ from torch import Tensor, nn
 
 from nanopage.config.model import ModelConfig, StoredQuantization
 from nanopage.config.pooling import PoolingConfig
-from nanopage.cpu import gguf_tiles, tile_linear
+from nanopage.cpu import tile_linear
 from nanopage.cpu.tiled import TiledLinear
 from nanopage.device import check_weights_fit
 from nanopage.distributed.part import WHOLE, Part, Slice
 from nanopage.files.model_files import memory_errors, shown
+from nanopage.files.safetensors_checkpoint import StoredTensor, read_tensors, safetensors_files, stored_tensors
 from nanopage.layers.linear import Linear
 from nanopage.layers.moe import GroupedExperts, group_experts
 from nanopage.models.decoder import Decoder, meta_model
-from nanopage.quantization import quantized_checkpoint
+from nanopage.quantization import gguf_tiles, quantized_checkpoint
 from nanopage.quantization.gguf_checkpoint import GGUFCheckpoint
 from nanopage.quantization.quantized import QuantizedLinear
-from nanopage.weights.safetensors_checkpoint import StoredTensor, read_tensors, safetensors_files, stored_tensors
 
 SAMPLES, SAMPLE_BYTES = 64, 2**16  # of a file, for its fingerprint
 DUMMY_STD = 0.02  # the usual initializer_range

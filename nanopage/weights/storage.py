@@ -11,13 +11,13 @@ import logging
 import torch
 
 from nanopage.cpu.aot_products import CompiledProduct, tile_product
-from nanopage.cpu.gguf_tiles import is_quantized
 from nanopage.cpu.packed import pack
 from nanopage.cpu.packed_linear import can_pack
 from nanopage.cpu.tiled import TiledLinear, has_only_float16, tile
 from nanopage.cpu.tiled_experts import TiledExperts, can_join, join_experts
 from nanopage.models.decoder import Decoder
 from nanopage.quantization.gguf_checkpoint import GGUFCheckpoint
+from nanopage.quantization.gguf_tiles import is_quantized
 from nanopage.quantization.quantized import quantize
 from nanopage.quantization.quantized_checkpoint import fits_tiles
 from nanopage.weights.loader import Checkpoint

@@ -36,8 +36,8 @@ from nanopage.config.model import ModelConfig
 from nanopage.layers.attention import Attention
 from nanopage.layers.moe import has_experts
 from nanopage.models.decoder import Decoder
-from nanopage.sampling.table import SamplingTable
 from nanopage.state import pages
+from nanopage.state.sampling_table import SamplingTable
 
 logger = logging.getLogger("nanopage")
 

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from nanopage.device import GIB
 from nanopage.models.decoder import Decoder
-from nanopage.sampling.table import SamplingTable
 from nanopage.state.kv_cache import KVCache
+from nanopage.state.sampling_table import SamplingTable
 from nanopage.state.sequence_table import SequenceTable
 from nanopage.step import AdapterLoad
 from nanopage.worker.cuda_graphs import CUDAGraphs, make_sample_all, no_wrap

@@ -227,7 +227,7 @@ from functools import partial
 from torch._subclasses.fake_tensor import FakeTensorMode
 from nanopage.worker import jit
 from nanopage.worker.cuda_graphs import make_sample_all
-from nanopage.sampling.table import SamplingTable
+from nanopage.state.sampling_table import SamplingTable
 
 graphs = []
 def backend(graph, inputs):

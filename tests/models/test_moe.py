@@ -18,10 +18,11 @@ from nanopage.cpu.tile_linear import round_activations
 from nanopage.cpu.tiled import TiledLinear, tile
 from nanopage.cpu.tiled_experts import TiledExperts, can_join
 from nanopage.distributed.part import Part
+from nanopage.files import safetensors_checkpoint
 from nanopage.layers.linear import Linear
 from nanopage.layers.mlp import MLP
 from nanopage.layers.moe import Experts, Gate, GroupedExperts, MixtureOfExperts, route
-from nanopage.weights import loader, safetensors_checkpoint
+from nanopage.weights import loader
 from nanopage.weights.attach import build_worker
 from nanopage.worker.options import refused
 

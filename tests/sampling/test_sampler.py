@@ -22,8 +22,8 @@ from nanopage.sampling.dry import count_first
 from nanopage.sampling.logprobs import make_tables, top_logprobs
 from nanopage.sampling.noise import gumbel_noise
 from nanopage.sampling.sampler import Sampler, sample_rows
-from nanopage.sampling.table import SamplingTable
 from nanopage.sampling.truncation import CANDIDATES, truncate
+from nanopage.state.sampling_table import SamplingTable
 from nanopage.state.sequence_table import SequenceTable
 from nanopage.step import NO_TOKEN, Batch, Fork, LogprobTable, NewSequence, SamplingSettings
 

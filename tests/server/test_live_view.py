@@ -15,9 +15,9 @@ from nanopage import AsyncLLM, EngineArgs
 from nanopage.async_llm import EngineDeadError
 from nanopage.engine.invariants import check_blocks
 from nanopage.server.app import create_app
+from nanopage.server.live_view import LEASE_SECONDS, MAX_BEHIND, MAX_WATCHERS, LiveView, Watcher
 from nanopage.server.serve import OneEngine, main, parser, why_no_view
 from nanopage.server.state import ServerState
-from nanopage.view.live_view import LEASE_SECONDS, MAX_BEHIND, MAX_WATCHERS, LiveView, Watcher
 
 PROMPT = {"prompt_token_ids": [10] * 9}
 
@@ -347,7 +347,7 @@ def test_a_pause_that_no_page_renews_ends(monkeypatch):
                 await until(lambda: asyncio.get_running_loop().time() > lease.when() - LEASE_SECONDS + 0.01)
                 assert (await control(app, "renew")).json == {"paused": True}
                 assert lease.cancelled() and state.view._lease.when() > lease.when()
-                monkeypatch.setattr("nanopage.view.live_view.LEASE_SECONDS", 0.05)
+                monkeypatch.setattr("nanopage.server.live_view.LEASE_SECONDS", 0.05)
                 await control(app, "step")
                 assert (await asyncio.wait_for(generate(llm, "a"), 20)).finished
                 await until(lambda: any(frame.get("paused") is False for frame in got[1:]))

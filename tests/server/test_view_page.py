@@ -13,8 +13,8 @@ from server_process import serving
 from test_page import HOSTILE, NAME, assert_policy
 
 import nanopage.view
+from nanopage.server.live_view import RUNS
 from nanopage.view.frames import Picture, read_recording
-from nanopage.view.live_view import RUNS
 
 PAGE = Path(nanopage.view.__file__).with_name("view.html").read_text()
 

@@ -11,9 +11,9 @@ from rich.console import Console
 
 import nanopage.view.frames
 from nanopage import BeamSearchParams
+from nanopage.server.live_view import RUNS
 from nanopage.terminal.blocks import draw
 from nanopage.view.frames import MAX_ENDED, Frames, Picture, Recorder, read_recording
-from nanopage.view.live_view import RUNS
 
 PREFIX = list(range(10, 26))
 

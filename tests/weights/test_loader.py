@@ -10,7 +10,8 @@ from helpers import tiny_hf_model, tiny_model
 from safetensors.torch import load_file, save_file
 
 from nanopage.config.fields import MAX_SIZES
-from nanopage.weights import loader, safetensors_checkpoint
+from nanopage.files import safetensors_checkpoint
+from nanopage.weights import loader
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -105,9 +106,9 @@ def test_shards_fill_every_parameter(tmp_path, family, overrides):
     ("failing", "names"),
     [
         ("nanopage.files.model_files.json.loads", "config.json: there is too little memory"),
-        ("nanopage.weights.safetensors_checkpoint.parse_json", "model.safetensors: there is too little memory"),
-        ("nanopage.weights.safetensors_checkpoint.bytearray", "model.safetensors: '.*weight': there"),
-        ("nanopage.weights.safetensors_checkpoint.read_into", "model.safetensors: there is too little memory"),
+        ("nanopage.files.safetensors_checkpoint.parse_json", "model.safetensors: there is too little memory"),
+        ("nanopage.files.safetensors_checkpoint.bytearray", "model.safetensors: '.*weight': there"),
+        ("nanopage.files.safetensors_checkpoint.read_into", "model.safetensors: there is too little memory"),
         ("nanopage.weights.loader.all_finite", "model: there is too little memory"),
         ("torch.empty", "model: .*you tried to allocate"),
     ],

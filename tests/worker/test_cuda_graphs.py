@@ -13,8 +13,8 @@ from nanopage import EngineConfig, SamplingParams
 from nanopage.build import build_engine
 from nanopage.kernels import cache_write, paged_attention, rotate_and_write
 from nanopage.params import MAX_LOGPROBS
-from nanopage.sampling.table import SamplingTable
 from nanopage.state.layer_kinds import BlockNeeds
+from nanopage.state.sampling_table import SamplingTable
 from nanopage.step import Batch, BlockUpdate, Fork, NewSequence, SamplingSettings
 from nanopage.worker import jit
 from nanopage.worker.cuda_graphs import CUDAGraphs, batch_sizes, look_up, make_sample_all

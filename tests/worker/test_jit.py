@@ -11,7 +11,7 @@ import torch
 from helpers import CPU, LONG, Paged, assert_all_close, random_tokens, reference_logits, tiny_hf_model
 
 from nanopage.sampling.sampler import Sampler
-from nanopage.sampling.table import SamplingTable
+from nanopage.state.sampling_table import SamplingTable
 from nanopage.state.sequence_table import SequenceTable
 from nanopage.step import Batch, NewSequence, SamplingSettings
 from nanopage.weights import loader

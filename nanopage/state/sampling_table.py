@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from nanopage.device import to_device
-from nanopage.sampling.rules import Rules
+from nanopage.state.rules import Rules
 from nanopage.step import Fork, NewSequence, SamplingSettings
 
 GREEDY_BELOW = 1e-5  # vLLM's threshold

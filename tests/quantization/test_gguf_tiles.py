@@ -10,9 +10,10 @@ from gguf import GGMLQuantizationType as Kind
 from helpers import CPU
 from test_gguf import SMOLLM, VOCABULARIES, model_for, write_gguf
 
-from nanopage.cpu import gguf_tiles, tile_linear
+from nanopage.cpu import tile_linear
 from nanopage.cpu.tiled import TiledEmbedding, TiledLinear
 from nanopage.files import hub
+from nanopage.quantization import gguf_tiles
 from nanopage.quantization.gguf_blocks import KINDS, split_blocks, with_one_format
 from nanopage.quantization.quantized import QuantizedEmbedding, QuantizedLinear
 from nanopage.quantization.quantized_weights import QuantizedWeight, dequantize

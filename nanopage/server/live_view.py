@@ -25,6 +25,7 @@ from fastapi import FastAPI, Request
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import Response, StreamingResponse
 
+import nanopage.view
 from nanopage.async_llm import AsyncLLM, EngineDeadError
 from nanopage.engine.engine import LLMEngine
 from nanopage.outputs import StepStats
@@ -36,7 +37,8 @@ from nanopage.view.frames import Frame, Frames
 logger = logging.getLogger("nanopage")
 
 VIEW_PATHS = ("/view", "/view/events", "/view/control", "/view/runs/{name}")
-RUNS = Path(__file__).with_name("runs")  # the recordings that come with nanopage
+VIEW = Path(nanopage.view.__file__).parent
+RUNS = VIEW / "runs"  # the recordings that come with nanopage
 MAX_WATCHERS = 8
 MAX_BEHIND = 2000  # frames that wait for a watcher
 PACE_SECONDS = 0.06  # between messages to a watcher
@@ -229,7 +231,7 @@ def add_view(app: FastAPI, view: LiveView, require: Callable[[], AsyncLLM], mode
 
     @app.get("/view", include_in_schema=False)
     async def page() -> Response:
-        return page_reply(Path(__file__).with_name("view.html"))
+        return page_reply(VIEW / "view.html")
 
     @app.get("/view/events", include_in_schema=False)
     async def events(request: Request) -> Response:
