@@ -300,7 +300,7 @@ def serve(
     """
     from benchmarks import serve as serving
     from benchmarks.checks import check_server
-    from nanopage.files import hub
+    from nanopage.weights import hub
 
     if save_detailed and json_file is None and not save_result:
         refuse("needs --json or --save-result", "--save-detailed")

@@ -29,7 +29,7 @@ from rich.style import Style
 from rich.text import Text
 
 from benchmarks.machine import cpu_name, versions
-from nanopage.files import hub
+from nanopage.weights import hub
 
 ROOT = Path(__file__).parent.parent
 COLUMNS, ROWS = 80, 24

@@ -91,14 +91,14 @@ def check_folder(folder: Path, option: str) -> Path:
 
 def find_environments(folder: Path | None) -> Path:
     """The folder that --environments names, or the one where peers are by default."""
-    from nanopage.files import hub
+    from nanopage.files.private_files import cache_directory
 
-    return hub.cache_directory() / "peers" if folder is None else check_folder(folder, "--environments")
+    return cache_directory() / "peers" if folder is None else check_folder(folder, "--environments")
 
 
 def find_path(model: str | None) -> Path:
     """The model's path. Exit code 2 for a --model that is not there."""
-    from nanopage.files import hub
+    from nanopage.weights import hub
 
     with errors_by_name():
         try:

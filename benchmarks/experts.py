@@ -27,7 +27,7 @@ from benchmarks.peer import Peer, PeerError, prepare
 from benchmarks.peers.protocol import Run, Work
 from benchmarks.report import console, figure, show_header, show_table, spread, table_of
 from nanopage.config.model import ModelConfig
-from nanopage.files import hub
+from nanopage.files.private_files import private_cache
 from nanopage.weights import loader
 
 DENSE, MIXTURE = "dense", "mixture"
@@ -53,7 +53,7 @@ def write_mixture(dense: Path, config: ModelConfig, num_experts: int, num_chosen
     """
     if config.architecture != "LlamaForCausalLM" or config.intermediate_size % num_chosen:
         refuse(f"{dense} must be a LlamaForCausalLM whose intermediate_size {num_chosen} divides", "--model")
-    directory = hub.private_cache("models") / f"{dense.name}-random-{num_experts}-experts-{num_chosen}-chosen"
+    directory = private_cache("models") / f"{dense.name}-random-{num_experts}-experts-{num_chosen}-chosen"
     if directory.is_dir():
         return directory
     fields = json.loads((dense / "config.json").read_text()) | {

@@ -30,9 +30,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanopage.files import hub
 from nanopage.text.tokenizer import Tokenizer
-from nanopage.weights import loader
+from nanopage.weights import hub, loader
 
 # --- Sequences ------------------------------------------------------------------------ nanopage/engine/sequence.py ---
 

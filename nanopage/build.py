@@ -19,7 +19,6 @@ from nanopage.distributed.process_executor import Link, ProcessExecutor, start_p
 from nanopage.engine.engine import LLMEngine
 from nanopage.engine.interface import Engine
 from nanopage.engine.token_budget import Use, choose_budget
-from nanopage.files import hub
 from nanopage.files.model_files import exists
 from nanopage.grammar.replies import read_replies
 from nanopage.grammar.structured import Grammars
@@ -33,7 +32,7 @@ from nanopage.speculation.lookup import NgramDrafter
 from nanopage.state.layer_kinds import BlockNeeds, divide_layers
 from nanopage.step import Capacity, Executor
 from nanopage.text.tokenizer import Tokenizer
-from nanopage.weights import loader
+from nanopage.weights import hub, loader
 from nanopage.weights.attach import build_worker
 from nanopage.worker.executor import LocalExecutor
 

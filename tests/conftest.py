@@ -27,7 +27,7 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # as with nohup: programs
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported: its kernels then run on the CPU, in numpy
 
-from nanopage.files import hub
+from nanopage.weights import hub
 
 sys.dont_write_bytecode = False  # the next run need not compile the tests again
 gc.disable()  # until all tests are collected: nothing that is imported becomes garbage

@@ -32,9 +32,9 @@ from typer.main import get_command
 
 from nanopage import EngineArgs
 from nanopage.__main__ import app as program
-from nanopage.files import hub
 from nanopage.grammar.tool_functions import load_functions
 from nanopage.server import serve
+from nanopage.weights import hub
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -21,7 +21,7 @@ class EngineConfig:
     """Everything a user can set on an engine. Names and defaults are vLLM's where the meaning is the same.
 
     Args:
-        model: a Hugging Face directory, a .gguf file, a hub id, or None for SmolLM2-135M-Instruct (see files/hub.py).
+        model: a Hugging Face directory, a .gguf file, a hub id, or None for SmolLM2-135M-Instruct (see weights/hub.py).
         dtype: of weights, activations and KV; "auto" is the checkpoint's if the device computes in it natively. That of
             a .gguf file is bfloat16. Where a CPU does not compute in the checkpoint's 16 bits, "auto" is float32, but K
             and V keep the 16 bits. On a CPU, compiled layers in float32 keep weights that the checkpoint has in

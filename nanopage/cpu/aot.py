@@ -35,8 +35,7 @@ import nanopage
 from nanopage.adapters.layers import lora_buffers
 from nanopage.config.model import ModelConfig
 from nanopage.cpu.aot_chain import Chain, FixedInputs, Layers, Library
-from nanopage.files import hub
-from nanopage.files.private_files import check_private, make_private
+from nanopage.files.private_files import cache_directory, check_private, make_private
 from nanopage.kernels.reference import ReferenceAttention
 from nanopage.models import find_family
 from nanopage.models.decoder import Decoder
@@ -115,7 +114,7 @@ class Compiled:
             "threads": torch.get_num_threads(),  # the compiled loops are divided among them
         }
         self.files = file_kinds(tiled, self.spec["adapted"])
-        self.directory = hub.cache_directory() / "compiled" / _key(config, self.spec)
+        self.directory = cache_directory() / "compiled" / _key(config, self.spec)
         self.layers: CompiledLayers | None = None  # None until they are loaded
         self.head: CompiledHead | None = None
         self._process: subprocess.Popen | None = None

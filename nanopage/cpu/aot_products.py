@@ -21,8 +21,7 @@ from nanopage.cpu import toolchain
 from nanopage.cpu.aot import LOCK, DamagedFile, find_file, find_whole, may_compile, processor
 from nanopage.cpu.aot_chain import new_handles, take_tensors
 from nanopage.cpu.toolchain import KERNELS, SCRATCH, TILE_SOURCES, compile_library, product_constants
-from nanopage.files import hub
-from nanopage.files.private_files import check_private, make_private
+from nanopage.files.private_files import check_private, make_private, private_cache
 
 logger = logging.getLogger("nanopage")
 
@@ -82,7 +81,7 @@ def _product(name: str, sources: Sequence[str], dtype: torch.dtype, what: str) -
     """
     try:
         constants = product_constants(dtype)
-        directory = hub.private_cache("compiled") / _key(name, sources, constants)
+        directory = private_cache("compiled") / _key(name, sources, constants)
         make_private(directory)
         with FileLock(directory / LOCK, mode=0o600):
             _remove_damaged(directory, name)

@@ -5,6 +5,23 @@ import stat
 from pathlib import Path
 
 
+def cache_directory() -> Path:
+    """`$XDG_CACHE_HOME/nanopage`, by default `~/.cache/nanopage`. As the XDG specification says, a relative path in
+    XDG_CACHE_HOME is ignored."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "nanopage"
+
+
+def private_cache(name: str) -> Path:
+    """The directory `name` in the cache directory, made for this user alone.
+
+    Raises: PermissionError if another user owns one of the two or may write to it.
+    """
+    for directory in (cache_directory(), cache_directory() / name):
+        make_private(directory)
+    return directory
+
+
 def make_private(directory: Path) -> None:
     """Create a directory and its missing parents with mode 0700. Check the directory, but not what is in it.
 

@@ -29,8 +29,7 @@ from nanopage.cpu.packed_linear import TILE
 from nanopage.cpu.tile_linear import Blocks
 from nanopage.cpu.tiled import TiledEmbedding, TiledLinear
 from nanopage.device import check_weights_fit
-from nanopage.files import hub
-from nanopage.files.private_files import check_private
+from nanopage.files.private_files import check_private, private_cache
 from nanopage.layers.embedding import Embedding
 from nanopage.layers.linear import Linear
 from nanopage.models.decoder import Decoder
@@ -152,7 +151,7 @@ def _read_or_make(
     checkpoint: GGUFCheckpoint, matrices: dict[str, list[str]], on_progress: Callable[[int, int], None] | None
 ) -> dict[str, Tensor]:
     try:
-        file = hub.private_cache("tiles") / _file_name(checkpoint)
+        file = private_cache("tiles") / _file_name(checkpoint)
         with FileLock(file.with_suffix(".lock"), mode=0o600):  # another process may repack the same
             if file.exists():
                 check_private(file)

@@ -21,7 +21,6 @@ from nanopage import MAX_MESSAGE, escaped
 from nanopage.cpu.threads import default_threads
 from nanopage.distributed import ray_cluster
 from nanopage.engine.engine import LLMEngine
-from nanopage.files import hub
 from nanopage.files.lossy_output import lose_output
 from nanopage.grammar.tool_formats import FORMATS
 from nanopage.server.adapters import parse_modules
@@ -32,6 +31,7 @@ from nanopage.server.middleware import LOCAL_HOSTS
 from nanopage.server.state import ServerState
 from nanopage.server.tools import FINISH_REASONS, ToolOptions
 from nanopage.vllm.engine_args import EngineArgs, FlexibleArgumentParser
+from nanopage.weights import hub
 
 if TYPE_CHECKING:
     from nanopage.server.front import Front

@@ -101,7 +101,7 @@ def loader(options: dict, asked: dict, raw: bool) -> Callable:
     Raises: ValueError, TypeError for options that are wrong whatever the model is.
     """
     from nanopage import EngineConfig, SamplingParams
-    from nanopage.files import hub
+    from nanopage.weights import hub
 
     SamplingParams(**asked)
     EngineConfig(**options)

@@ -30,7 +30,7 @@ def compile_layers(
 
         from nanopage import EngineConfig
         from nanopage.build import build_engine
-        from nanopage.files import hub
+        from nanopage.weights import hub
         from nanopage.worker.executor import LocalExecutor
 
         # The code depends neither on the context nor on the size of the KV cache, so both are small. Nor does it depend

@@ -6,7 +6,6 @@ import gc
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from nanopage.files import hub
 from nanopage.grammar.tool_formats import ToolFormat
 from nanopage.llm import LLM
 from nanopage.params import SamplingParams
@@ -18,7 +17,7 @@ from nanopage.terminal.signals import interruptible, unechoed
 from nanopage.terminal.text import describe_error, say
 from nanopage.terminal.tools import Toolbox
 from nanopage.text.tokenizer import Tokenizer
-from nanopage.weights import loader
+from nanopage.weights import hub, loader
 
 WARN_AT = 0.8  # of the context
 MAX_CALLS = 8  # replies with calls of tools to one message; the one after them is the last

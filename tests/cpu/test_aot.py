@@ -43,7 +43,7 @@ from nanopage.cpu.tiled import tile
 from nanopage.cpu.tiled_experts import join_experts
 from nanopage.engine.preemption import preempt
 from nanopage.engine.schedule import Schedule
-from nanopage.files import hub
+from nanopage.files.private_files import cache_directory
 from nanopage.state.kv_cache import KVCache
 from nanopage.state.sequence_table import SequenceTable
 from nanopage.step import NO_TOKEN, SamplingSettings
@@ -73,7 +73,7 @@ def cache(tmp_path_factory):
     """A cache of compiled code of this module's own."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        yield hub.cache_directory()
+        yield cache_directory()
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from test_gguf import SMOLLM, VOCABULARIES, model_for, write_gguf
 
 from nanopage.cpu import tile_linear
 from nanopage.cpu.tiled import TiledEmbedding, TiledLinear
-from nanopage.files import hub
+from nanopage.files.private_files import cache_directory
 from nanopage.quantization import gguf_tiles
 from nanopage.quantization.gguf_blocks import KINDS, split_blocks, with_one_format
 from nanopage.quantization.quantized import QuantizedEmbedding, QuantizedLinear
@@ -83,7 +83,7 @@ def load(file, tiled=True):
 
 
 def kept_files():
-    return sorted((hub.cache_directory() / "tiles").glob("*.safetensors"))
+    return sorted((cache_directory() / "tiles").glob("*.safetensors"))
 
 
 def matrix_of(module):
@@ -216,7 +216,7 @@ def test_a_damaged_file_is_made_again(quantized, caplog):
 
 @pytest.mark.parametrize("obstacle", ["a file in its place", "others may write to it"])
 def test_where_nothing_can_be_kept_it_is_repacked_at_each_start(quantized, caplog, obstacle):
-    directory = hub.cache_directory() / "tiles"
+    directory = cache_directory() / "tiles"
     if obstacle == "a file in its place":
         directory.parent.mkdir(parents=True, mode=0o700)
         directory.touch()

@@ -7,9 +7,9 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 
 from nanopage import SamplingParams
-from nanopage.files.hub import default_model
 from nanopage.text.bad_words import MAX_COMPARED, bad_word_ids
 from nanopage.text.tokenizer import Tokenizer
+from nanopage.weights.hub import default_model
 
 WORDS = ["brute", "Brute", "cats", "New York", "ice-cream", "a", "I'm", "été", "猫", "don't panic", "x\ny", "42", "$5"]
 

@@ -9,10 +9,10 @@ from jinja2 import Environment, TemplateError
 from jinja2.ext import loopcontrols
 from transformers import AutoTokenizer
 
-from nanopage.files.hub import default_model
 from nanopage.text.template_process import create_environment
 from nanopage.text.tokenizer import Tokenizer
 from nanopage.text.tool_prompt import render_chat
+from nanopage.weights.hub import default_model
 
 USER = {"role": "user", "content": "Hello"}
 CALL = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}

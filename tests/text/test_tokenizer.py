@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, processors
 from transformers import AutoTokenizer
 
-from nanopage.files.hub import default_model
 from nanopage.text import tokenizer_bounds
 from nanopage.text.detokenizer import IncrementalDetokenizer
 from nanopage.text.stop_strings import StopStrings
 from nanopage.text.tokenizer import Tokenizer
+from nanopage.weights.hub import default_model
 
 REPLACEMENT = "\ufffd"
 fuzz = settings(max_examples=examples(200), deadline=None, derandomize=True)

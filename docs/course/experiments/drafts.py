@@ -9,10 +9,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[3]))
 from benchmarks.costs import Costs
-from nanopage.files import hub
 from nanopage.speculation.lookup import NgramIndex
 from nanopage.step import Batch
 from nanopage.text.tokenizer import Tokenizer
+from nanopage.weights import hub
 
 PROMPT = """Rename total to result:
 

@@ -8,7 +8,7 @@ from collections import Counter
 from dry import minimal_engine
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nanopage.files import hub
+from nanopage.weights import hub
 from nanopage.worker.cuda_graphs import batch_sizes
 
 VIEWS = ("view", "chunk", "flatten", "select", "unsqueeze", "slice", "to", "alias", "detach", "size")

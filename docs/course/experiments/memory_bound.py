@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from nanopage.cpu.packed_linear import pack, packed_linear
-from nanopage.files import hub
-from nanopage.weights import loader
+from nanopage.weights import hub, loader
 
 
 def matrices() -> list[Tensor]:

@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 
 from nanopage import EngineConfig, SamplingParams
 from nanopage.engine.engine import LLMEngine
-from nanopage.files import hub
 from nanopage.step import Batch, BatchResult, Capacity
-from nanopage.weights import loader
+from nanopage.weights import hub, loader
 
 # In units of half a millisecond. The host's times are about those of a small batch; see `bench.py host`.
 SCHEDULE, SUBMIT, UPDATE, STEP = 2, 1, 3, 10

@@ -27,7 +27,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColum
 from safetensors import SafetensorError
 
 from nanopage.files.model_files import check_file, exists, read_json, shown
-from nanopage.files.private_files import check_private, make_private
+from nanopage.files.private_files import check_private, private_cache
 
 logger = logging.getLogger("nanopage")
 
@@ -94,23 +94,6 @@ def name_of(model: str | None) -> str:
     if model is None or not (path := Path(os.path.expanduser(model))).exists():
         return DEFAULT_MODEL if model is None or model.lower() == DEFAULT_MODEL.lower() else model
     return path.resolve().name
-
-
-def cache_directory() -> Path:
-    """`$XDG_CACHE_HOME/nanopage`, by default `~/.cache/nanopage`. As the XDG specification says, a relative path in
-    XDG_CACHE_HOME is ignored."""
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "nanopage"
-
-
-def private_cache(name: str) -> Path:
-    """The directory `name` in the cache directory, made for this user alone.
-
-    Raises: PermissionError if another user owns one of the two or may write to it.
-    """
-    for directory in (cache_directory(), cache_directory() / name):
-        make_private(directory)
-    return directory
 
 
 def default_model() -> Path:

@@ -28,9 +28,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from nanopage import SamplingParams
 from nanopage.engine.input_processor import default_sampling_params
-from nanopage.files import hub
+from nanopage.files.private_files import cache_directory, private_cache
 from nanopage.text.tokenizer import Tokenizer
-from nanopage.weights import loader
+from nanopage.weights import hub, loader
 
 LOCK = f"{hub.DEFAULT_MODEL}.lock"
 
@@ -86,7 +86,7 @@ class TestResolve:
 
     @pytest.mark.parametrize("model", [None, "SmolLM2-135M-Instruct", "smollm2-135m-instruct"])
     def test_the_default_model_is_found_by_the_name_that_is_shown(self, default_model, model):
-        assert hub.resolve(model) == default_model == hub.cache_directory() / "models" / hub.DEFAULT_MODEL
+        assert hub.resolve(model) == default_model == cache_directory() / "models" / hub.DEFAULT_MODEL
         assert hub.name_of(model) == hub.DEFAULT_MODEL == hub.name_of(str(default_model))
 
     def test_the_name_of_a_path_is_its_last_part(self, tmp_path, monkeypatch):
@@ -189,24 +189,24 @@ class TestCacheDirectory:
     def test_a_relative_path_is_ignored_as_the_xdg_specification_says(self, monkeypatch, tmp_path, value):
         monkeypatch.setenv("HOME", str(tmp_path))
         monkeypatch.setenv("XDG_CACHE_HOME", value)
-        assert hub.cache_directory() == tmp_path / ".cache" / "nanopage"
+        assert cache_directory() == tmp_path / ".cache" / "nanopage"
 
     def test_a_private_directory_in_it_is_made_for_the_owner_alone(self, monkeypatch, tmp_path):
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-        made = hub.private_cache("compiled")
+        made = private_cache("compiled")
         assert made == tmp_path / "cache" / "nanopage" / "compiled"
         for directory in (made, made.parent, made.parent.parent):
             assert stat.S_IMODE(directory.stat().st_mode) == 0o700
         for directory in (made, made.parent):
             directory.chmod(0o770)
             with pytest.raises(PermissionError, match="other users may write to it") as caught:
-                hub.private_cache("compiled")
+                private_cache("compiled")
             assert f"{directory} " in str(caught.value)
             directory.chmod(0o700)
 
     def test_follows_xdg_cache_home(self, monkeypatch, tmp_path):
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "elsewhere"))
-        assert hub.cache_directory() == tmp_path / "elsewhere" / "nanopage"
+        assert cache_directory() == tmp_path / "elsewhere" / "nanopage"
 
     @pytest.mark.parametrize("unset", [True, False], ids=["unset", "empty"])
     def test_is_in_the_home_directory_otherwise(self, monkeypatch, tmp_path, unset):
@@ -214,7 +214,7 @@ class TestCacheDirectory:
         monkeypatch.setenv("XDG_CACHE_HOME", "")
         if unset:
             monkeypatch.delenv("XDG_CACHE_HOME")
-        assert hub.cache_directory() == tmp_path / ".cache" / "nanopage"
+        assert cache_directory() == tmp_path / ".cache" / "nanopage"
 
 
 @pytest.fixture(scope="module")
@@ -418,7 +418,7 @@ class TestMakingTheDefaultModel:
         script = """if True:
             import os, sys, time
             from pathlib import Path
-            from nanopage.files import hub
+            from nanopage.weights import hub
 
             meeting, convert = Path(sys.argv[2]), hub.convert_gguf
             hub.WHEEL_SHA256 = sys.argv[1]
