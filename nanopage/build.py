@@ -8,7 +8,6 @@ from pathlib import Path
 
 from nanopage.adapters.requests import Adapters
 from nanopage.adapters.slots import AdapterSlots
-from nanopage.config.encoder import EncoderConfig, read_encoder
 from nanopage.config.model import ModelConfig
 from nanopage.config.options import EngineConfig
 from nanopage.config.pooling import NOT_FOR_POOLING, PoolingConfig, choose_pooling
@@ -22,6 +21,7 @@ from nanopage.engine.token_budget import Use, choose_budget
 from nanopage.files.model_files import exists
 from nanopage.grammar.replies import read_replies
 from nanopage.grammar.structured import Grammars
+from nanopage.pooling.encoder_config import EncoderConfig, read_encoder
 from nanopage.pooling.encoder_engine import EncoderEngine
 from nanopage.pooling.encoder_worker import EncoderWorker
 from nanopage.pooling.offline import classify, embed, encode, score

@@ -1,19 +1,12 @@
-"""ModelConfig: config.json read as data.
-
-Nothing in config.json is executed. Fields that are not read here, such as `auto_map` and attention back-end names, have
-no effect. A field that would change the result and is not supported is an error.
-"""
+"""ModelConfig: config.json as data. models/read_config.py reads it."""
 
 import re
 from dataclasses import dataclass, replace
-from pathlib import Path
-from types import ModuleType
-from typing import Any
 
-from nanopage.config.fields import ExpertsConfig, Fields, read_dtype
-from nanopage.config.pooling import PoolingConfig, read_classifier
-from nanopage.config.rope import RopeConfig, check_rope, read_rope
-from nanopage.files.model_files import exists, read_json, shown
+from nanopage.config.fields import ExpertsConfig, Fields
+from nanopage.config.pooling import PoolingConfig
+from nanopage.config.rope import RopeConfig
+from nanopage.files.model_files import shown
 
 STORED_QUANTIZATIONS = ("awq", "gptq")  # those of a checkpoint, which `quantization` may only repeat
 GROUP_SIZES = (32, 64, 128)  # inputs that share a scale in a checkpoint of one of them
@@ -177,104 +170,3 @@ class ModelConfig:
         each, more = divmod(self.num_layers, pp_size)
         first = pp_rank * each + min(pp_rank, more)
         return range(first, first + each + (pp_rank < more))
-
-    @classmethod
-    def from_directory(cls, path: Path) -> "ModelConfig":
-        """Read config.json. The end-of-sequence ids are those of config.json and of generation_config.json.
-
-        Raises: FileNotFoundError; ValueError as in `from_dict`, naming the file.
-        """
-        config = cls.from_dict(read_json(path / "config.json"), str(path / "config.json"))
-        file = path / "generation_config.json"
-        if not exists(file):
-            return config
-        more = Fields(read_json(file), str(file)).special_ids(config.vocab_size)
-        return replace(config, eos_token_ids=config.eos_token_ids | more)
-
-    @classmethod
-    def from_dict(cls, config: dict, source: str = "config.json") -> "ModelConfig":
-        """`config` is config.json as a dict, with the field names of transformers 4 or 5; `source` is the file's name
-        in error messages.
-
-        Raises:
-            ValueError: an architecture, rope type, activation or quantization that is not supported, or a field that
-                is missing, of the wrong type or out of range, by name.
-        """
-        fields = Fields(config, source)
-        architecture, family = _find_family(fields)
-        pooling = None
-        if architecture.endswith("ForSequenceClassification"):
-            pooling = read_classifier(config, source, fields.num_labels())
-        elif architecture.endswith("Model"):
-            pooling = PoolingConfig()
-        architecture = _causal(architecture)
-        for name, causal in (("is_causal", True), ("use_bidirectional_attention", False)):
-            if fields.values.get(name) is not None and fields.flag(name, causal) != causal:
-                raise fields.error(name, f"{str(not causal).lower()} is not supported for decoders")
-        special = _read_family(fields, architecture, family)
-        quantization = None
-        if config.get("quantization_config") is not None:
-            stored = Fields(fields.object("quantization_config").values, f"{source}: quantization_config")
-            quantization = StoredQuantization.from_fields(stored, "experts" in special)
-        vocab_size = fields.size("vocab_size")
-        return cls(
-            architecture=architecture,
-            vocab_size=vocab_size,
-            hidden_size=fields.size("hidden_size"),
-            intermediate_size=fields.size("intermediate_size"),
-            num_layers=fields.size("num_hidden_layers"),
-            num_heads=fields.size("num_attention_heads"),
-            max_position_embeddings=fields.size("max_position_embeddings"),
-            dtype=read_dtype(fields),
-            eos_token_ids=fields.special_ids(vocab_size),
-            quantization=quantization,
-            pooling=pooling,
-            **special,
-        )
-
-
-def _find_family(fields: Fields) -> tuple[str, ModuleType]:
-    """The architecture, and the module of nanopage.models that has it."""
-    from nanopage.models import find_family, load_families  # they import torch, which the engine must not
-
-    names = fields.values.get("architectures")
-    if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
-        raise fields.error("architectures", f"must be a list of names, got {shown(names)}")
-    for name in names or []:
-        if (family := find_family(_causal(name))) is not None:
-            return name, family
-    supported = ", ".join(name for family in load_families() for name in family.ARCHITECTURES)
-    raise fields.error("architectures", f"{shown(names)} is not supported; supported: {supported}")
-
-
-def _read_family(fields: Fields, architecture: str, family: ModuleType) -> dict[str, Any]:
-    """The fields that the family's `read_config` returns, and for the others of them what most families have."""
-    num_heads = fields.size("num_attention_heads")
-    special = family.read_config(fields, architecture)
-    if "head_dim" not in special:
-        special["head_dim"] = fields.size("head_dim", fields.size("hidden_size") // num_heads)
-    if "activation" not in special:
-        special["activation"] = fields.activation("hidden_act")
-    if "rope" not in special:
-        special["rope"] = read_rope(fields)
-    special.setdefault("sliding_windows", (None,) * fields.size("num_hidden_layers"))
-    special.setdefault("rms_norm_eps", fields.number("rms_norm_eps", 1e-6))
-    special.setdefault("tie_word_embeddings", fields.flag("tie_word_embeddings"))
-    if "experts" in special and special["activation"] != "silu":
-        raise fields.error("hidden_act", f"{special['activation']!r} is not supported with experts; supported: silu")
-    num_kv_heads, head_dim = special["num_kv_heads"], special["head_dim"]
-    if num_heads % num_kv_heads:
-        raise fields.error(
-            "num_attention_heads", f"{num_heads} is not a multiple of num_key_value_heads={num_kv_heads}"
-        )
-    if head_dim % 2:
-        raise fields.error("head_dim", f"{head_dim} is odd: rotary embeddings need pairs")
-    for rope in filter(None, (special["rope"], special.get("local_rope"))):
-        check_rope(fields, rope, head_dim)
-    return special
-
-
-def _causal(architecture: str) -> str:
-    """The name of the model with a language-model head, for one without or with a classifier: Qwen3Model ->
-    Qwen3ForCausalLM."""
-    return re.sub("(Model|ForSequenceClassification)$", "ForCausalLM", architecture)

@@ -8,9 +8,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Protocol
 
-from nanopage.config.encoder import EncoderConfig
-from nanopage.config.model import ModelConfig
 from nanopage.config.options import EngineConfig
+from nanopage.config.pooling import PoolingConfig
 from nanopage.engine.beam_search import BeamSearch
 from nanopage.engine.output_processor import Completion, Request
 from nanopage.engine.prompts import PromptReader, PromptTooLongError, TokenizedPrompt
@@ -32,6 +31,19 @@ from nanopage.text.bad_words import bad_word_ids
 from nanopage.text.detokenizer import IncrementalDetokenizer
 from nanopage.text.stop_strings import StopStrings
 from nanopage.text.tokenizer import Tokenizer
+
+
+class ModelShape(Protocol):
+    """The configuration of a decoder or of an encoder."""
+
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def eos_token_ids(self) -> frozenset[int]: ...
+    @property
+    def pooling(self) -> PoolingConfig | None: ...
 
 
 class Grammar(Protocol):
@@ -78,7 +90,7 @@ class InputProcessor:
     def __init__(
         self,
         config: EngineConfig,
-        model_config: ModelConfig | EncoderConfig,
+        model_config: ModelShape,
         path: Path,
         tokenizer: Tokenizer | None,
         max_model_len: int,

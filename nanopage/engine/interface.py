@@ -4,10 +4,8 @@ from collections.abc import Callable, Sized
 from pathlib import Path
 from typing import Any, Protocol
 
-from nanopage.config.encoder import EncoderConfig
-from nanopage.config.model import ModelConfig
 from nanopage.config.options import EngineConfig
-from nanopage.engine.input_processor import InputProcessor
+from nanopage.engine.input_processor import InputProcessor, ModelShape
 from nanopage.engine.output_processor import Request
 from nanopage.engine.token_budget import TokenBudget
 from nanopage.outputs import RequestOutput, StepStats
@@ -43,7 +41,7 @@ class Engine(Protocol):
     @property
     def last_step(self) -> StepStats: ...
     @property
-    def model_config(self) -> ModelConfig | EncoderConfig: ...
+    def model_config(self) -> ModelShape: ...
     @property
     def tokenizer(self) -> Tokenizer | None: ...
     @property

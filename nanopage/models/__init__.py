@@ -12,7 +12,6 @@ from types import ModuleType
 FAMILIES = (
     "llama", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "olmo2", "granite", "mixtral", "qwen2_moe", "qwen3_moe",
 )  # fmt: skip
-ENCODERS = ("bert", "roberta")  # families without a decoder layer
 GROUP = "nanopage.models"
 NEEDED = ("ARCHITECTURES", "GGUF_ARCHITECTURE", "GGUF_TENSORS", "read_config", "make_layer")
 
@@ -51,9 +50,3 @@ def load_entry_point(entry: EntryPoint) -> ModuleType:
     if missing := [name for name in NEEDED if not hasattr(family, name)]:
         raise ValueError(f"{place} is not a model family: it lacks {', '.join(missing)}")
     return family
-
-
-def find_encoder(architecture: str) -> ModuleType | None:
-    """The module of the family of encoders that has an architecture, such as "BertModel"."""
-    families = [importlib.import_module(f"nanopage.pooling.{name}") for name in ENCODERS]
-    return next((family for family in families if architecture in family.ARCHITECTURES), None)

@@ -15,9 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nanopage.config.encoder import EncoderConfig
 from nanopage.layers.embedding import Embedding
 from nanopage.layers.linear import Linear
+from nanopage.pooling.encoder_config import EncoderConfig
 
 ACTIVATIONS = {
     "gelu": F.gelu,

@@ -17,7 +17,6 @@ from typing import Protocol
 
 import numpy as np
 
-from nanopage.config.encoder import EncoderConfig
 from nanopage.config.options import EngineConfig
 from nanopage.config.pooling import finish, is_finite
 from nanopage.engine.input_processor import InputProcessor
@@ -25,6 +24,7 @@ from nanopage.engine.output_processor import Request
 from nanopage.engine.token_budget import TokenBudget, choose_budget
 from nanopage.outputs import RequestEvent, RequestOutput, StepStats
 from nanopage.params import PoolingParams, SamplingParams
+from nanopage.pooling.encoder_config import EncoderConfig
 from nanopage.pooling.requests import PoolingRequests
 from nanopage.step import Capacity, EncoderBatch
 from nanopage.text.tokenizer import Tokenizer

@@ -6,11 +6,10 @@ from pathlib import Path
 
 import torch
 
-from nanopage.config.encoder import EncoderConfig
 from nanopage.files.model_files import memory_errors
 from nanopage.files.safetensors_checkpoint import read_tensors
-from nanopage.models import find_encoder
 from nanopage.pooling.encoder import Encoder, slots
+from nanopage.pooling.encoder_config import EncoderConfig, find_encoder
 from nanopage.weights.loader import all_finite, check_fit, materialize, stored_tensors_of
 
 

@@ -7,13 +7,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from nanopage.config.encoder import EncoderConfig
 from nanopage.config.options import EngineConfig
 from nanopage.cpu.packed import pack
 from nanopage.cpu.packed_linear import can_pack
 from nanopage.cpu.threads import limit_threads
 from nanopage.device import resolve_device, resolve_dtype, set_cuda_precision, to_device
 from nanopage.pooling.encoder import Span
+from nanopage.pooling.encoder_config import EncoderConfig
 from nanopage.pooling.encoder_loader import load_encoder
 from nanopage.step import EncoderBatch
 

@@ -2,7 +2,6 @@
 
 from typing import cast
 
-from nanopage.config.encoder import EncoderConfig
 from nanopage.config.pooling import PoolingConfig
 from nanopage.engine.input_processor import InputProcessor
 from nanopage.engine.output_processor import Request
@@ -11,6 +10,7 @@ from nanopage.engine.sequence import Sequence, SequenceGroup
 from nanopage.files.model_files import shown
 from nanopage.inputs import Prompt
 from nanopage.params import PoolingParams
+from nanopage.pooling.encoder_config import EncoderConfig
 from nanopage.step import SamplingSettings
 
 

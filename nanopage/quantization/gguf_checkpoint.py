@@ -24,6 +24,7 @@ from nanopage.config.model import ModelConfig
 from nanopage.config.rope import RopeConfig
 from nanopage.files.model_files import rust_errors, shown
 from nanopage.files.safetensors_checkpoint import MAX_MATRICES
+from nanopage.models.read_config import config_from_dict
 from nanopage.quantization.gguf_reader import TensorInfo, read_header, read_rows
 
 TENSORS = {
@@ -92,8 +93,8 @@ class GGUFCheckpoint:
             self._check_kind(kind)
 
     def model_config(self) -> ModelConfig:
-        """Raises: ValueError as ModelConfig.from_dict, naming the file."""
-        return ModelConfig.from_dict(self.config(), str(self.path))
+        """Raises: ValueError as config_from_dict, naming the file."""
+        return config_from_dict(self.config(), str(self.path))
 
     def config(self) -> dict[str, Any]:
         """The file's hyperparameters as the contents of a config.json."""

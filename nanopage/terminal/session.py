@@ -9,8 +9,7 @@ import os
 import tempfile
 from pathlib import Path
 
-from nanopage.config.model import read_json
-from nanopage.files.model_files import find_surrogate
+from nanopage.files.model_files import find_surrogate, read_json
 from nanopage.params import SamplingParams
 from nanopage.text.chat_template import normalize_messages
 

@@ -34,6 +34,7 @@ from nanopage.files.safetensors_checkpoint import StoredTensor, read_tensors, sa
 from nanopage.layers.linear import Linear
 from nanopage.layers.moe import GroupedExperts, group_experts
 from nanopage.models.decoder import Decoder, meta_model
+from nanopage.models.read_config import config_from_directory
 from nanopage.quantization import gguf_tiles, quantized_checkpoint
 from nanopage.quantization.gguf_checkpoint import GGUFCheckpoint
 from nanopage.quantization.quantized import QuantizedLinear
@@ -66,11 +67,11 @@ def path_of(checkpoint: Checkpoint) -> Path:
 
 
 def read_config(checkpoint: Checkpoint) -> ModelConfig:
-    """Raises: as ModelConfig.from_directory and GGUFCheckpoint."""
+    """Raises: as config_from_directory and GGUFCheckpoint."""
     checkpoint = open_checkpoint(checkpoint) if isinstance(checkpoint, Path) else checkpoint
     if isinstance(checkpoint, GGUFCheckpoint):
         return checkpoint.model_config()
-    return ModelConfig.from_directory(checkpoint)
+    return config_from_directory(checkpoint)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from test_gguf import SMOLLM, model_for, write_gguf
 from benchmarks.machine import product_speed
 from benchmarks.peers.protocol import Work
 from benchmarks.roofline import Speed, Weights, attended_tokens, read_weights, roofline
-from nanopage.config.model import ModelConfig
+from nanopage.models.read_config import config_from_directory
 from nanopage.weights import loader
 
 KV_BYTES = 2 * 2 * 16 * 4  # of a layer of the tiny model in float32: K and V, 2 heads of 16
@@ -30,7 +30,7 @@ KV_BYTES = 2 * 2 * 16 * 4  # of a layer of the tiny model in float32: K and V, 2
 )
 def test_weights_are_those_that_every_token_passes_through(tmp_path, tied, stored, dtype, quantization, each):
     path = tiny_model(tmp_path / "model", dtype=stored, tie_word_embeddings=tied)
-    weights = read_weights(path, ModelConfig.from_directory(path), dtype, quantization)
+    weights = read_weights(path, config_from_directory(path), dtype, quantization)
     parameters = {name: p.numel() for name, p in tiny_hf_model(tie_word_embeddings=tied).named_parameters()}
     head = parameters.pop("model.embed_tokens.weight")
     assert weights.in_head == parameters.pop("lm_head.weight", head)
@@ -64,7 +64,7 @@ def test_weights_of_a_gguf_file_have_its_bytes(tmp_path):
     ],
 )
 def test_bytes_and_operations(model, prompts, output_len, passes, computed, attended, attended_by_outputs):
-    config = ModelConfig.from_directory(model)
+    config = config_from_directory(model)
     assert (config.num_layers, config.num_heads, config.head_dim) == (2, 4, 16)
     work = [Work(prompt, output_len) for prompt in prompts]
     roof = roofline(work, config, Weights(1000, 100, 5000), "float32", Speed(1e-9, 1e-9))  # a byte a second, and so on
@@ -75,7 +75,7 @@ def test_bytes_and_operations(model, prompts, output_len, passes, computed, atte
 
 
 def test_a_window_limits_what_is_attended_to(model):
-    config = replace(ModelConfig.from_directory(model), sliding_windows=(None, 3))
+    config = replace(config_from_directory(model), sliding_windows=(None, 3))
     assert attended_tokens(config, 1, 5) == (2 + 3 + 4 + 5) + (2 + 3 + 3 + 3)
 
 

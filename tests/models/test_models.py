@@ -23,7 +23,6 @@ from helpers import (
 from transformers import AutoModelForCausalLM
 
 from nanopage import models
-from nanopage.config.model import ModelConfig
 from nanopage.cpu.packed import PackedLinear
 from nanopage.cpu.tile_linear import round_activations
 from nanopage.engine.block_manager import BlockManager
@@ -31,6 +30,7 @@ from nanopage.engine.scheduler import Scheduler
 from nanopage.engine.sequence import Sequence, SequenceGroup
 from nanopage.layers.linear import Linear
 from nanopage.models import FAMILIES, find_family, load_families
+from nanopage.models.read_config import config_from_dict
 from nanopage.state.kv_cache import KVCache
 from nanopage.state.sequence_table import SequenceTable
 from nanopage.step import Batch, BlockUpdate, Fork, NewSequence, SamplingSettings
@@ -485,7 +485,7 @@ def test_the_config_of_each_family_is_read_as_transformers_reads_it(case):
 
 def test_a_config_as_transformers_4_wrote_it_means_the_same(case, tmp_path):
     config = json.loads((case.directory / "config.json").read_text())
-    new = ModelConfig.from_dict(config)
+    new = config_from_dict(config)
     rope = config.pop("rope_parameters")
     if "sliding_attention" in rope:
         config["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
@@ -499,7 +499,7 @@ def test_a_config_as_transformers_4_wrote_it_means_the_same(case, tmp_path):
     windows = [window is not None for window in new.sliding_windows]
     if windows == sorted(windows):  # what max_window_layers can say
         config.pop("layer_types", None)
-    assert ModelConfig.from_dict(config) == new
+    assert config_from_dict(config) == new
 
 
 @pytest.mark.skipif(not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="oneDNN has no bfloat16 on this CPU")

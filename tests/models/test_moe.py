@@ -12,7 +12,6 @@ from safetensors.torch import load_file, save_file
 
 from nanopage import EngineConfig
 from nanopage.config.fields import ExpertsConfig
-from nanopage.config.model import ModelConfig
 from nanopage.cpu.packed import PackedLinear
 from nanopage.cpu.tile_linear import round_activations
 from nanopage.cpu.tiled import TiledLinear, tile
@@ -22,6 +21,7 @@ from nanopage.files import safetensors_checkpoint
 from nanopage.layers.linear import Linear
 from nanopage.layers.mlp import MLP
 from nanopage.layers.moe import Experts, Gate, GroupedExperts, MixtureOfExperts, route
+from nanopage.models.read_config import config_from_dict
 from nanopage.weights import loader
 from nanopage.weights.attach import build_worker
 from nanopage.worker.options import refused
@@ -204,7 +204,7 @@ def test_a_small_file_does_not_become_millions_of_matrices(tmp_path, monkeypatch
 def test_a_field_that_is_wrong_is_named(changes, message):
     config = tiny_hf_model("qwen2_moe").config.to_dict() | {"architectures": ["Qwen2MoeForCausalLM"]}
     with pytest.raises(ValueError, match=f"config.json: {message}"):
-        ModelConfig.from_dict(config | changes)
+        config_from_dict(config | changes)
 
 
 def test_quantization_rounds_experts_but_not_the_router():

@@ -1,4 +1,4 @@
-"""EncoderConfig: config.json of an encoder, read as data. See model.py for what that means."""
+"""EncoderConfig: config.json of an encoder, read as data. See config/model.py for what that means."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -8,7 +8,7 @@ from nanopage.config.fields import Fields, read_dtype
 from nanopage.config.options import EngineConfig
 from nanopage.config.pooling import PoolingConfig, read_classifier, read_embedding
 from nanopage.files.model_files import exists, read_json, shown
-from nanopage.models import find_encoder
+from nanopage.pooling import bert, roberta
 
 ACTIVATIONS = ("gelu", "gelu_new", "gelu_pytorch_tanh", "relu")
 # Options that an encoder has no use for: anything but the default is refused. It heeds enforce_eager: it always is.
@@ -34,6 +34,11 @@ NOT_FOR_ENCODERS = (
     "seed",
     "hf_overrides",
 )
+
+
+def find_encoder(architecture: str) -> ModuleType | None:
+    """The module of the family that has an architecture, such as "BertModel"."""
+    return next((family for family in (bert, roberta) if architecture in family.ARCHITECTURES), None)
 
 
 @dataclass(frozen=True)
