@@ -5,10 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NotRequired, TypedDict, cast
 
+from nanopage.config.checked import Count, check
 from nanopage.files.model_files import shown
 from nanopage.params import BeamSearchParams, PoolingParams, SamplingParams
-
-INT_MAX = 2**63 - 1
 
 Prompt = str | list[int] | dict
 """Text, token ids, or a dict with "prompt" or "prompt_token_ids", and optionally "cache_salt" (vLLM's forms).
@@ -58,10 +57,7 @@ class LoRARequest:
                 raise TypeError(f"{name} must be a string, not {shown(value)}")
             if not getattr(self, name):
                 raise ValueError(f"{name} is empty")
-        if not isinstance(self.lora_int_id, int) or isinstance(self.lora_int_id, bool):
-            raise TypeError(f"lora_int_id must be an integer, not {shown(self.lora_int_id)}")
-        if not 1 <= self.lora_int_id <= INT_MAX:
-            raise ValueError(f"lora_int_id must be from 1 to {INT_MAX}, got {self.lora_int_id}")
+        check("lora_int_id", self.lora_int_id, Count)
 
 
 AnyAdapter = LoRARequest | Sequence[LoRARequest | None] | None

@@ -4,16 +4,26 @@ and meanings are vLLM's, except where docs/vllm.md says otherwise."""
 import copy
 from dataclasses import KW_ONLY, dataclass
 from enum import Enum
+from typing import Annotated
 
+from nanopage.config.checked import Count, Flag, Int64, Share, check, check_fields, integer, number
 from nanopage.files.model_files import shown
 from nanopage.vllm.options import BEAM_SEARCH, POOLING, SAMPLING, STRUCTURED_OUTPUTS, accepts_options
 
 MAX_STOP_CHARS = 16_384  # of all stop strings of a request: their automaton takes some 250 bytes a character
-MAX_INTEGER = 2**63 - 1  # of parameters without a smaller limit
 MAX_BREAKERS, MAX_BREAKER_CHARS = 16, 64  # of DRY: each is searched in all tokens
 LONGEST_MATCH = 32  # tokens, which DRY compares with earlier ones
 MAX_LOGPROBS = 20  # vLLM's default `max_logprobs`: bounds the top-k that SamplingParams can ask for
-
+Bias = Annotated[float, number(-100, 100)]
+# The lists of SamplingParams: what they contain, and what None means.
+LISTS: dict[str, tuple[type, list | None]] = {
+    "stop": (str, []),
+    "stop_token_ids": (int, []),
+    "bad_words": (str, []),
+    "dry_sequence_breakers": (str, ["\n", ":", '"', "*"]),
+    "allowed_token_ids": (int, None),
+}
+NO_SCALARS = (*LISTS, "logit_bias", "structured_outputs", "output_kind")
 
 # What a model's generation_config.json may recommend; frequency_penalty and DRY only for nanopage.
 RECOMMENDED = (
@@ -146,125 +156,90 @@ class SamplingParams:
         ValueError, TypeError: a value out of range or of the wrong type, or an option that does not exist, by name.
     """
 
-    n: int = 1
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    seed: int | None = None
+    n: Count = 1
+    presence_penalty: Annotated[float, number(-2, 2)] = 0.0
+    frequency_penalty: Annotated[float, number(-2, 2)] = 0.0
+    repetition_penalty: Annotated[float, number(0.01, 100)] = 1.0
+    temperature: Annotated[float, number(0, 100)] = 1.0
+    top_p: Share = 1.0
+    top_k: Annotated[int, integer(-1)] = 0
+    min_p: Annotated[float, number(0, 1)] = 0.0
+    seed: Int64 | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
-    ignore_eos: bool = False
-    max_tokens: int | None = 16
-    min_tokens: int = 0
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
+    ignore_eos: Flag = False
+    max_tokens: Count | None = 16
+    min_tokens: Annotated[int, integer(0)] = 0
+    logprobs: Annotated[int, integer(0, MAX_LOGPROBS)] | None = None
+    prompt_logprobs: Annotated[int, integer(0, MAX_LOGPROBS)] | None = None
     _: KW_ONLY  # from here on, vLLM's versions differ in their order
-    best_of: int | None = None
-    dry_multiplier: float = 0.0
-    dry_base: float = 1.75
-    dry_allowed_length: int = 2
+    best_of: Count | None = None
+    dry_multiplier: Annotated[float, number(0, 100)] = 0.0
+    dry_base: Annotated[float, number(1, 10)] = 1.75
+    dry_allowed_length: Annotated[int, integer(1, LONGEST_MATCH)] = 2
     dry_sequence_breakers: list[str] | None = None
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
-    include_stop_str_in_output: bool = False
-    stop_in_reasoning: bool = False
-    skip_special_tokens: bool = True
-    detokenize: bool = True
+    include_stop_str_in_output: Flag = False
+    stop_in_reasoning: Flag = False
+    skip_special_tokens: Flag = True
+    detokenize: Flag = True
     structured_outputs: StructuredOutputsParams | None = None
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
 
     def __post_init__(self):
-        if self.stop is None:
-            self.stop = []
-        elif isinstance(self.stop, str):
-            self.stop = [self.stop]
-        self.stop = _list_of("stop", self.stop, str)
-        self.stop_token_ids = _list_of(
-            "stop_token_ids", [] if self.stop_token_ids is None else self.stop_token_ids, int
-        )
-        self.bad_words = _list_of("bad_words", [] if self.bad_words is None else self.bad_words, str)
-        if self.dry_sequence_breakers is None:
-            self.dry_sequence_breakers = ["\n", ":", '"', "*"]
-        self.dry_sequence_breakers = _list_of("dry_sequence_breakers", self.dry_sequence_breakers, str)
-        if len(self.dry_sequence_breakers) > MAX_BREAKERS:
-            raise ValueError(f"dry_sequence_breakers must have at most {MAX_BREAKERS} strings")
-        if max(map(len, self.dry_sequence_breakers), default=0) > MAX_BREAKER_CHARS:
-            raise ValueError(f"dry_sequence_breakers must have at most {MAX_BREAKER_CHARS} characters each")
-        if self.allowed_token_ids is not None:
-            self.allowed_token_ids = _list_of("allowed_token_ids", self.allowed_token_ids, int)
-            if not self.allowed_token_ids:
-                raise ValueError("allowed_token_ids must not be empty")
-        for name in ("stop", "bad_words", "dry_sequence_breakers"):
-            if any(not text for text in getattr(self, name)):
-                raise ValueError(f"{name} must not contain an empty string")
-        if (num_chars := sum(map(len, self.stop))) > MAX_STOP_CHARS:
-            raise ValueError(
-                f"stop has {len(self.stop):,} strings with {num_chars:,} characters in all: at most {MAX_STOP_CHARS:,} "
-                "characters are allowed"
-            )
+        check_fields(self, but=NO_SCALARS)
+        self._check_lists()
         if self.logit_bias is not None:
             if not isinstance(self.logit_bias, dict):
                 raise TypeError(f"logit_bias must be a dict of token id -> bias, not {shown(self.logit_bias)}")
             _list_of("logit_bias ids", list(self.logit_bias), int)
             for token_id, bias in self.logit_bias.items():
-                _number(f"logit_bias[{shown(token_id)}]", bias, -100, 100)
+                check(f"logit_bias[{shown(token_id)}]", bias, Bias)
             self.logit_bias = dict(self.logit_bias)
+        if not isinstance(self.structured_outputs, StructuredOutputsParams | None):
+            kind = type(self.structured_outputs).__name__
+            raise TypeError(f"structured_outputs must be StructuredOutputsParams, not {kind}")
+        if not isinstance(self.output_kind, RequestOutputKind):
+            raise TypeError(f"output_kind must be a RequestOutputKind, not {shown(self.output_kind)}")
+        self._check_pairs()
 
-        check_integer("n", self.n, 1)
-        if self.best_of is not None:
-            check_integer("best_of", self.best_of, 1)
-            if self.best_of < self.n:
-                raise ValueError(f"best_of={self.best_of} is less than n={self.n}")
-        _number("temperature", self.temperature, 0, 100)
+    def _check_lists(self) -> None:
+        """Replace each list by a checked copy of it, or by its default."""
+        if isinstance(self.stop, str):
+            self.stop = [self.stop]
+        for name, (kind, default) in LISTS.items():
+            values = default if getattr(self, name) is None else getattr(self, name)
+            setattr(self, name, None if values is None else _list_of(name, values, kind))
+            if "" in (getattr(self, name) or ()):
+                raise ValueError(f"{name} must not contain an empty string")
+        if self.allowed_token_ids == []:
+            raise ValueError("allowed_token_ids must not be empty")
+        breakers = self.dry_sequence_breakers or []
+        if len(breakers) > MAX_BREAKERS:
+            raise ValueError(f"dry_sequence_breakers must have at most {MAX_BREAKERS} strings")
+        if max(map(len, breakers), default=0) > MAX_BREAKER_CHARS:
+            raise ValueError(f"dry_sequence_breakers must have at most {MAX_BREAKER_CHARS} characters each")
+        if (num_chars := sum(map(len, self.stop or ()))) > MAX_STOP_CHARS:
+            raise ValueError(
+                f"stop has {len(self.stop or ()):,} strings with {num_chars:,} characters in all: at most "
+                f"{MAX_STOP_CHARS:,} characters are allowed"
+            )
+
+    def _check_pairs(self) -> None:
+        """Parameters that each are valid, but not together."""
+        if self.best_of is not None and self.best_of < self.n:
+            raise ValueError(f"best_of={self.best_of} is less than n={self.n}")
         if self.greedy and self.num_sequences > 1:
             name = "n" if self.best_of is None else "best_of"
             raise ValueError(f"{name}={self.num_sequences} with temperature=0: greedy completions are all the same")
-        _number("top_p", self.top_p, 0, 1)
-        if self.top_p == 0:
-            raise ValueError("top_p must be in (0, 1], got 0")
-        check_integer("top_k", self.top_k, -1)
-        _number("min_p", self.min_p, 0, 1)
-        _number("repetition_penalty", self.repetition_penalty, 0.01, 100)
-        _number("presence_penalty", self.presence_penalty, -2, 2)
-        _number("frequency_penalty", self.frequency_penalty, -2, 2)
-        _number("dry_multiplier", self.dry_multiplier, 0, 100)
-        _number("dry_base", self.dry_base, 1, 10)
-        check_integer("dry_allowed_length", self.dry_allowed_length, 1, LONGEST_MATCH)
-        if self.seed is not None:
-            check_integer("seed", self.seed, -MAX_INTEGER - 1)
-        check_integer("min_tokens", self.min_tokens, 0)
-        if self.max_tokens is not None:
-            check_integer("max_tokens", self.max_tokens, 1)
-            if self.min_tokens > self.max_tokens:
-                raise ValueError(f"min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}")
-        for name in ("logprobs", "prompt_logprobs"):
-            if getattr(self, name) is not None:
-                check_integer(name, getattr(self, name), 0, MAX_LOGPROBS)
-        for name in (
-            "ignore_eos",
-            "include_stop_str_in_output",
-            "stop_in_reasoning",
-            "skip_special_tokens",
-            "detokenize",
-        ):
-            if not isinstance(getattr(self, name), bool):
-                raise TypeError(f"{name} must be True or False, not {shown(getattr(self, name))}")
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise ValueError(f"min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}")
         if self.stop and not self.detokenize:
             raise ValueError("stop strings need detokenize=True")
-        if self.structured_outputs is not None:
-            if not isinstance(self.structured_outputs, StructuredOutputsParams):
-                raise TypeError(
-                    f"structured_outputs must be StructuredOutputsParams, not {type(self.structured_outputs).__name__}"
-                )
-            if self.ignore_eos:
-                raise ValueError("ignore_eos=True and structured_outputs exclude each other: a complete text must end")
-        if not isinstance(self.output_kind, RequestOutputKind):
-            raise TypeError(f"output_kind must be a RequestOutputKind, not {shown(self.output_kind)}")
+        if self.structured_outputs is not None and self.ignore_eos:
+            raise ValueError("ignore_eos=True and structured_outputs exclude each other: a complete text must end")
 
     def clone(self) -> "SamplingParams":
         """A copy that shares nothing with this one."""
@@ -302,21 +277,17 @@ class BeamSearchParams:
         ValueError, TypeError: a value out of range or of the wrong type, by name.
     """
 
-    width: int
-    max_tokens: int = 16
+    width: Count
+    max_tokens: Count = 16
     _: KW_ONLY
-    length_penalty: float = 1.0
+    length_penalty: Annotated[float, number(-10, 10)] = 1.0
     early_stopping: bool | str = False
-    skip_special_tokens: bool = True
+    skip_special_tokens: Flag = True
 
     def __post_init__(self):
-        check_integer("width", self.width, 1)
-        check_integer("max_tokens", self.max_tokens, 1)
-        _number("length_penalty", self.length_penalty, -10, 10)
+        check_fields(self, but=("early_stopping",))
         if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
             raise ValueError(f'early_stopping must be True, False or "never", got {shown(self.early_stopping)}')
-        if not isinstance(self.skip_special_tokens, bool):
-            raise TypeError(f"skip_special_tokens must be True or False, not {shown(self.skip_special_tokens)}")
 
     @property
     def beam_width(self) -> int:
@@ -341,41 +312,16 @@ class PoolingParams:
         ValueError, TypeError: a value out of range or of the wrong type, by name.
     """
 
-    truncate_prompt_tokens: int | None = None
-    dimensions: int | None = None
-    normalize: bool | None = None
-    use_activation: bool | None = None
+    truncate_prompt_tokens: Annotated[int, integer(-1)] | None = None
+    dimensions: Count | None = None
+    normalize: Flag | None = None
+    use_activation: Flag | None = None
     prompt_name: str | None = None
 
     def __post_init__(self):
-        if self.truncate_prompt_tokens is not None:
-            check_integer("truncate_prompt_tokens", self.truncate_prompt_tokens, -1)
-            if self.truncate_prompt_tokens == 0:
-                raise ValueError("truncate_prompt_tokens must be at least 1, or -1, got 0")
-        if self.dimensions is not None:
-            check_integer("dimensions", self.dimensions, 1)
-        for name in ("normalize", "use_activation"):
-            if getattr(self, name) is not None and not isinstance(getattr(self, name), bool):
-                raise TypeError(f"{name} must be True, False or None, not {shown(getattr(self, name))}")
-        if self.prompt_name is not None and not isinstance(self.prompt_name, str):
-            raise TypeError(f"prompt_name must be a string or None, not {shown(self.prompt_name)}")
-
-
-def check_integer(name: str, value, low: int, high: int = MAX_INTEGER) -> None:
-    """Raises: TypeError, ValueError, naming the parameter."""
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"{name} must be an integer, not {shown(value)}")
-    if not low <= value <= high:
-        bounds = f"at least {low}" if high == MAX_INTEGER and value < low else f"in [{low}, {high}]"
-        raise ValueError(f"{name} must be {bounds}, got {shown(value)}")
-
-
-def _number(name: str, value, low: float, high: float) -> None:
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        raise TypeError(f"{name} must be a number, not {shown(value)}")
-    # Not math.isfinite, which raises for an integer too large for a float.
-    if not low <= value <= high:
-        raise ValueError(f"{name} must be in [{low}, {high}], got {shown(value)}")
+        check_fields(self)
+        if self.truncate_prompt_tokens == 0:
+            raise ValueError("truncate_prompt_tokens must be at least 1, or -1, got 0")
 
 
 def _list_of(name: str, values, kind: type) -> list:

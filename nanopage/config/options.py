@@ -2,11 +2,9 @@
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Literal, get_type_hints
+from typing import Annotated, Literal
 
-from msgspec import Meta
-
-from nanopage.config.checked import Count, Flag, Gib, Share, SwapGib, check
+from nanopage.config.checked import Count, Flag, Gib, Share, SwapGib, check_fields, integer
 from nanopage.config.fields import Dtype
 from nanopage.config.model import STORED_QUANTIZATIONS
 from nanopage.config.pooling import Conversion, Runner, check_pooling_options
@@ -136,7 +134,7 @@ class EngineConfig:
     speculative_config: dict | None = None
     enable_lora: Flag = False
     max_loras: Count = 1
-    max_lora_rank: Annotated[int, Meta(ge=1, le=512, description="an integer from 1 to 512")] = 16
+    max_lora_rank: Annotated[int, integer(1, 512)] = 16
     load_format: Literal["auto", "dummy"] = "auto"
     generation_config: Literal["auto", "vllm"] = "auto"
     seed: int = 0
@@ -148,9 +146,7 @@ class EngineConfig:
     def __post_init__(self):
         if self.model is not None and not isinstance(self.model, str | Path):
             raise TypeError(f"model must be a path or a name, not {self.model!r}")
-        for name, kind in get_type_hints(EngineConfig, include_extras=True).items():
-            if name != "model":
-                check(name, getattr(self, name), kind)
+        check_fields(self, but=("model",))
         check_pooling_options(self.runner, self.convert, self.pooler_config, self.hf_overrides)
         self._check_workers()
         self._check_memory()

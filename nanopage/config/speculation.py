@@ -4,12 +4,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal, get_type_hints
 
-from msgspec import Meta
-
-from nanopage.config.checked import check
+from nanopage.config.checked import check, integer
 from nanopage.files.model_files import shown
 
-DraftLength = Annotated[int, Meta(ge=1, le=64, description="an integer from 1 to 64")]  # tokens
+DraftLength = Annotated[int, integer(1, 64)]  # tokens
 
 
 @dataclass(frozen=True)

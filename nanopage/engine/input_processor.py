@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Protocol
 
+from nanopage.config.checked import Int64, check
 from nanopage.config.options import EngineConfig
 from nanopage.config.pooling import PoolingConfig
 from nanopage.engine.beam_search import BeamSearch
@@ -17,13 +18,11 @@ from nanopage.engine.sequence import Adapter, Sequence, SequenceGroup, TokenMask
 from nanopage.files.model_files import exists, read_json, shown
 from nanopage.inputs import LoRARequest, Prompt
 from nanopage.params import (
-    MAX_INTEGER,
     RECOMMENDED,
     BeamSearchParams,
     PoolingParams,
     SamplingParams,
     StructuredOutputsParams,
-    check_integer,
 )
 from nanopage.state.layer_kinds import BlockNeeds
 from nanopage.step import SamplingSettings
@@ -117,7 +116,7 @@ class InputProcessor:
         """The request, not queued yet. Raises as LLMEngine.add_request."""
         if not isinstance(request_id, str) or not request_id:
             raise TypeError(f"request_id must be a non-empty string, not {shown(request_id)}")
-        check_integer("priority", priority, -MAX_INTEGER - 1)
+        check("priority", priority, Int64)
         if priority and self.config.scheduling_policy != "priority":
             raise ValueError(f"priority={priority} needs scheduling_policy='priority'")
         params = SamplingParams() if params is None else params

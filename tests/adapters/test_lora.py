@@ -399,7 +399,7 @@ def test_requests_and_options(llm, adapters, model):
         llm.generate(["the"], lora_request=[first, first], use_tqdm=False)
     for arguments, message in (
         (("", 1, "x"), "lora_name is empty"),
-        (("x", 0, "x"), "lora_int_id must be from 1"),
+        (("x", 0, "x"), "lora_int_id must be an integer of at least 1, not 0"),
         (("x", 1, ""), "lora_path is empty"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -256,7 +256,7 @@ def test_a_session_with_every_command(model, tmp_path):
     terminal.ask("/set tempe\t", "rature", enter="")
     terminal.child.send("0.5\r")
     terminal.child.expect(r"temperature = 0\.5")
-    terminal.ask("/set temperature 500", r"temperature must be in \[0, 100\], got 500")
+    terminal.ask("/set temperature 500", r"temperature must be a number from 0 to 100, not 500")
     terminal.ask("/set temperature 0", "temperature = 0")
     terminal.ask("/system Be brief.", "system message set")
     terminal.ask("/show", "Be brief", "repetition_penalty")

@@ -128,7 +128,7 @@ def test_set_changes_the_next_reply_and_refuses_with_the_engines_words(chat):
     assert chat.replies[-1].num_output_tokens == 3
     before = chat.session.params
     for text, names in (
-        ("/set temperature -1", "temperature must be in"),
+        ("/set temperature -1", "temperature must be a number from 0 to 100, not -1"),
         ("/set top_k=", "/set top_k= needs a value"),
         ("/set tpo_k 3", "did you mean top_k"),
         ("/set =3", "no setting ''"),
