@@ -59,16 +59,12 @@ def read_rope(
         if layer_type is None:
             raise config.error("rope_parameters", "per layer type are not supported")
         name, rope = f"{name}: {layer_type}", rope.object(layer_type)
-    owner = rope if rope.values.get("rope_theta") is not None else config
-    theta = owner.number("rope_theta") if owner.values.get("rope_theta") is not None else default_theta
+    theta = _first_number("rope_theta", rope, config, default_theta)
     rope_type = rope.values.get("rope_type", rope.values.get("type", "default"))
     rope_type = "longrope" if rope_type == "su" else rope_type  # its first name
     if rope_type not in ROPE_TYPES:
         raise config.error(name, f"of type {shown(rope_type)} is not supported; supported: {', '.join(ROPE_TYPES)}")
-    owner = rope if rope.values.get("partial_rotary_factor") is not None else config
-    rotated = 1.0
-    if owner.values.get("partial_rotary_factor") is not None:
-        rotated = owner.number("partial_rotary_factor")
+    rotated = _first_number("partial_rotary_factor", rope, config, 1.0)
     if rotated != 1 and not partial:
         raise config.error("partial_rotary_factor", f"{rotated:g} is not supported; supported: 1.0")
     others = ("rope_theta", "rope_type", "type", "partial_rotary_factor")
@@ -93,6 +89,12 @@ def read_rope(
     if rope_type == "longrope":
         params["max_position_embeddings"] = params["length"] = max_position_embeddings
     return RopeConfig(theta, rope_type, params, rotated)
+
+
+def _first_number(name: str, rope: Fields, config: Fields, default: float) -> float:
+    """A number in the rope's object, or else in config.json, or else the default."""
+    owner = rope if rope.values.get(name) is not None else config
+    return owner.number(name) if owner.values.get(name) is not None else default
 
 
 def check_rope(config: Fields, rope: RopeConfig, head_dim: int) -> None:

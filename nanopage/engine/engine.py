@@ -24,7 +24,6 @@ from nanopage.engine.verdicts import Drafts
 from nanopage.inputs import Prompt
 from nanopage.outputs import RequestOutput, StepStats
 from nanopage.params import BeamSearchParams, PoolingParams, SamplingParams
-from nanopage.state.layer_kinds import BlockNeeds
 from nanopage.step import Capacity, Executor, WorkerDiedError
 from nanopage.text.tokenizer import Tokenizer
 
@@ -72,15 +71,7 @@ class LLMEngine:
         self.capacity = capacity = executor.start()
         self.max_model_len = capacity.max_model_len
         budget = config.token_budget(capacity.device)
-        self.input_processor = InputProcessor(
-            config,
-            model_config,
-            model_path,
-            tokenizer,
-            capacity.max_model_len,
-            capacity.num_blocks,
-            BlockNeeds(capacity.windows, config.block_size, budget),
-        )
+        self.input_processor = InputProcessor(config, model_config, model_path, tokenizer, capacity)
         block_manager = BlockManager(
             capacity.num_blocks,
             config.block_size,

@@ -17,15 +17,9 @@ from nanopage.engine.prompts import PromptReader, PromptTooLongError, TokenizedP
 from nanopage.engine.sequence import Adapter, Sequence, SequenceGroup, TokenMask
 from nanopage.files.model_files import exists, read_json, shown
 from nanopage.inputs import LoRARequest, Prompt
-from nanopage.params import (
-    RECOMMENDED,
-    BeamSearchParams,
-    PoolingParams,
-    SamplingParams,
-    StructuredOutputsParams,
-)
+from nanopage.params import RECOMMENDED, BeamSearchParams, PoolingParams, SamplingParams, StructuredOutputsParams
 from nanopage.state.layer_kinds import BlockNeeds
-from nanopage.step import SamplingSettings
+from nanopage.step import Capacity, SamplingSettings
 from nanopage.text.bad_words import bad_word_ids
 from nanopage.text.detokenizer import IncrementalDetokenizer
 from nanopage.text.stop_strings import StopStrings
@@ -81,9 +75,7 @@ class InputProcessor:
     Args:
         path: the model's, for messages.
         tokenizer: None if the model has none.
-        max_model_len: the most tokens that a sequence may have.
-        num_blocks: of the KV cache.
-        needs: how many of them sequences take. None: the model is an encoder, which has no KV cache.
+        capacity: what the workers hold. An encoder's have no KV cache.
     """
 
     def __init__(
@@ -92,13 +84,12 @@ class InputProcessor:
         model_config: ModelShape,
         path: Path,
         tokenizer: Tokenizer | None,
-        max_model_len: int,
-        num_blocks: int,
-        needs: BlockNeeds | None = None,
+        capacity: Capacity,
     ):
         self.config, self.model_config, self.tokenizer = config, model_config, tokenizer
-        self.max_model_len, self.num_blocks, self.needs = max_model_len, num_blocks, needs
-        self.prompts = PromptReader(tokenizer, path, model_config.vocab_size, max_model_len)
+        self.max_model_len, self.num_blocks = capacity.max_model_len, capacity.num_blocks
+        self.needs = BlockNeeds(capacity.windows, config.block_size, config.token_budget(capacity.device))
+        self.prompts = PromptReader(tokenizer, path, model_config.vocab_size, capacity.max_model_len)
         self.grammars: Grammars | None = None
         self.adapters: Adapters | None = None
         self.pooling: Pooling | None = None
@@ -254,7 +245,6 @@ class InputProcessor:
         if count > self.config.max_num_seqs:
             raise ValueError(f"{name}={count} is more than max_num_seqs={self.config.max_num_seqs}")
         longest = min(num_prompt_tokens + (max_tokens or self.max_model_len), self.max_model_len)
-        assert self.needs is not None  # an encoder completes nothing
         blocks = self.needs.of([longest] * count, num_prompt_tokens if count > 1 else 0)
         if blocks > self.num_blocks:
             raise ValueError(

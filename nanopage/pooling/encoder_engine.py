@@ -69,7 +69,7 @@ class EncoderEngine:
         self.config, self.model_config, self.model_path, self.tokenizer = config, encoder_config, path, tokenizer
         self.pooling, self.executor, self.capacity = encoder_config.pooling, executor, capacity
         self.max_model_len = capacity.max_model_len
-        self.input_processor = InputProcessor(config, encoder_config, path, tokenizer, self.max_model_len, 0)
+        self.input_processor = InputProcessor(config, encoder_config, path, tokenizer, capacity)
         self.input_processor.pooling = PoolingRequests(self.input_processor, encoder_config.pooling)
         self.scheduler = EncoderQueue(choose_budget(config, capacity.device, "encoder"))
         self.default_sampling_params = SamplingParams()

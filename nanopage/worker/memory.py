@@ -5,6 +5,7 @@ Once the weights are loaded, a worker calls `measure_step`, on a GPU, and then `
 
 import logging
 from collections.abc import Callable
+from functools import partial
 
 import psutil
 import torch
@@ -65,27 +66,32 @@ def measure_step(setup: Setup, wings: Wings, model: Decoder, sample_all: Callabl
     torch.cuda.empty_cache()
     if not captures(setup):
         return eager_bytes
-    free = [torch.cuda.mem_get_info(device)[0]]
+    free = torch.cuda.mem_get_info(device)[0]
     graphs = CUDAGraphs(model, cache, table, True, sample_all, wrapper(setup), wings.adapters_of(table))
-    for sizes in (graphs.sizes[-1:], graphs.sizes[:1]):
-        graphs.capture(sizes)
-        torch.cuda.empty_cache()
-        free.append(torch.cuda.mem_get_info(device)[0])
-    each = max(0, free[1] - free[2]) // len(graphs.splits_of(graphs.sizes[0]))
-    others = sum(len(graphs.splits_of(size)) for size in graphs.sizes[:-1])
-    decode_bytes = free[0] - free[1] + each * others
-    piece_bytes = 0
+    largest, smallest, free = _capture_bytes(graphs.capture, graphs.sizes, free, device)
+    each = smallest // len(graphs.splits_of(graphs.sizes[0]))
+    graph_bytes = largest + each * sum(len(graphs.splits_of(size)) for size in graphs.sizes[:-1])
     if isinstance(model, CompiledDecoder):
         pieces = PiecewiseGraphs(model, cache, table, setup.make_attention, budget)
-        for sizes in (pieces.sizes[-1:], pieces.sizes[:1]):
-            pieces.capture(sizes, graphs.pool)
-            torch.cuda.empty_cache()
-            free.append(torch.cuda.mem_get_info(device)[0])
-        piece_bytes = free[2] - free[3] + max(0, free[3] - free[4]) * (len(pieces.sizes) - 1)
+        largest, smallest, _ = _capture_bytes(partial(pieces.capture, pool=graphs.pool), pieces.sizes, free, device)
+        graph_bytes += largest + smallest * (len(pieces.sizes) - 1)
         del pieces
     del graphs, table, cache
     torch.cuda.empty_cache()
-    return eager_bytes + decode_bytes + piece_bytes
+    return eager_bytes + graph_bytes
+
+
+def _capture_bytes(
+    capture: Callable[[list[int]], None], sizes: list[int], free: int, device: torch.device
+) -> tuple[int, int, int]:
+    """Capture the largest and the smallest of these sizes. Returns: the bytes of GPU memory that are gone of `free`
+    after the first, those that the second took in addition, and those that are then free."""
+    left = []
+    for captured in (sizes[-1:], sizes[:1]):
+        capture(captured)
+        torch.cuda.empty_cache()
+        left.append(torch.cuda.mem_get_info(device)[0])
+    return free - left[0], max(0, left[0] - left[1]), left[1]
 
 
 def largest_batch(
