@@ -58,23 +58,7 @@ def build_engine(
     if (encoder_config := read_encoder(path, config)) is not None:
         return _build_encoder(config, encoder_config, path, on_progress)
     checkpoint = loader.open_checkpoint(path)
-    model_config = loader.read_config(checkpoint)
-    limit = model_config.max_position_embeddings
-    if config.max_model_len is not None and config.max_model_len > limit:
-        raise ValueError(f"max_model_len={config.max_model_len} is more than the model's {limit} positions")
-    tokenizer = None
-    if config.load_format != "dummy" or path.suffix == ".gguf" or exists(path / "tokenizer.json"):
-        tokenizer = Tokenizer(checkpoint, model_config.vocab_size)
-    token_to_id = (lambda token: None) if tokenizer is None else tokenizer.backend.token_to_id
-    pooling = choose_pooling(path, model_config.pooling, model_config.hidden_size, config, token_to_id)
-    if pooling is not None:
-        config = _check_pooling(config, model_config, pooling)
-    model_config = replace(model_config, pooling=pooling)
-    if tokenizer is not None:
-        model_config = replace(model_config, eos_token_ids=model_config.eos_token_ids | tokenizer.end_ids())
-    if tokenizer is not None and pooling is None:
-        ends = ", ".join(f"{tokenizer.backend.id_to_token(i)!r} ({i})" for i in sorted(model_config.eos_token_ids))
-        logger.info(f"a reply ends with one of these tokens: {ends:.500}" if ends else "no token ends a reply")
+    config, model_config, tokenizer = _read_model(config, loader.read_config(checkpoint), checkpoint, path)
     executor: Executor
     if config.is_distributed:
         start_links = _start_actors if config.distributed_executor_backend == "ray" else start_processes
@@ -95,9 +79,35 @@ def build_engine(
         processor.grammars = Grammars(tokenizer, model_config.vocab_size, model_config.eos_token_ids)
     if config.enable_lora:
         processor.adapters = Adapters(config, model_config)
-    if pooling is not None:
-        processor.pooling = PoolingRequests(processor, pooling)
+    if model_config.pooling is not None:
+        processor.pooling = PoolingRequests(processor, model_config.pooling)
     return engine
+
+
+def _read_model(
+    config: EngineConfig, model_config: ModelConfig, checkpoint: loader.Checkpoint, path: Path
+) -> tuple[EngineConfig, ModelConfig, Tokenizer | None]:
+    """The options and the configuration of a decoder, with what its other files say, and its tokenizer.
+
+    Raises: as `build_engine`.
+    """
+    limit = model_config.max_position_embeddings
+    if config.max_model_len is not None and config.max_model_len > limit:
+        raise ValueError(f"max_model_len={config.max_model_len} is more than the model's {limit} positions")
+    tokenizer = None
+    if config.load_format != "dummy" or path.suffix == ".gguf" or exists(path / "tokenizer.json"):
+        tokenizer = Tokenizer(checkpoint, model_config.vocab_size)
+    token_to_id = (lambda token: None) if tokenizer is None else tokenizer.backend.token_to_id
+    pooling = choose_pooling(path, model_config.pooling, model_config.hidden_size, config, token_to_id)
+    if pooling is not None:
+        config = _check_pooling(config, model_config, pooling)
+    model_config = replace(model_config, pooling=pooling)
+    if tokenizer is not None:
+        model_config = replace(model_config, eos_token_ids=model_config.eos_token_ids | tokenizer.end_ids())
+    if tokenizer is not None and pooling is None:
+        ends = ", ".join(f"{tokenizer.backend.id_to_token(i)!r} ({i})" for i in sorted(model_config.eos_token_ids))
+        logger.info(f"a reply ends with one of these tokens: {ends:.500}" if ends else "no token ends a reply")
+    return config, model_config, tokenizer
 
 
 def _start_actors(config: EngineConfig, scratch: str) -> tuple[list[Link], str]:
@@ -178,19 +188,8 @@ def _choose_drafts(
         options = config.for_draft_model(str(path), num_blocks, max_model_len)
         executor = LocalExecutor(partial(build_worker, options, draft_config, checkpoint, on_progress))
         held = executor.start()
-        drafter = ModelDrafter(
-            speculation,
-            executor,
-            held.num_blocks,
-            config.block_size,
-            config.max_num_seqs,
-            config.token_budget(capacity.device),
-            held.max_model_len,
-            model_config.vocab_size,
-            draft_config.vocab_size == model_config.vocab_size,
-            held.windows,
-        )
-        return Drafts(drafter)
+        same_vocab = draft_config.vocab_size == model_config.vocab_size
+        return Drafts(ModelDrafter(config, speculation, executor, held, model_config.vocab_size, same_vocab))
 
     return make
 

@@ -16,13 +16,14 @@ import logging
 import time
 from dataclasses import dataclass
 
+from nanopage.config.options import EngineConfig
 from nanopage.config.speculation import SpeculativeConfig
 from nanopage.engine.block_manager import BlockManager
 from nanopage.engine.schedule import Schedule
 from nanopage.engine.sequence import Sequence
 from nanopage.outputs import StepStats
 from nanopage.speculation.lookup import MOST_ROWS, DraftGains, StepCosts
-from nanopage.step import NO_TOKEN, Batch, BlockUpdate, Executor, NewSequence, SamplingSettings
+from nanopage.step import NO_TOKEN, Batch, BlockUpdate, Capacity, Executor, NewSequence, SamplingSettings
 
 logger = logging.getLogger("nanopage")
 
@@ -51,31 +52,25 @@ class ModelDrafter:
     """Proposes drafts of a model (a `Drafter`, see drafts.py).
 
     Args:
+        config: of the engine.
         executor: of the draft model; it has started.
-        num_blocks, block_size, windows: of its pool (see BlockManager).
-        max_num_seqs: the rows of its table.
-        max_num_tokens: most tokens in one of its steps.
-        max_model_len: sequences that are longer get no drafts.
+        held: what the executor holds. Sequences that are longer than its max_model_len get no drafts.
         vocab_size: of the model. Tokens beyond it, which are padding, are not drafted.
         same_vocab: whether the draft model has as many. Otherwise settings that name tokens are not for it.
     """
 
     def __init__(
         self,
-        config: SpeculativeConfig,
+        config: EngineConfig,
+        speculation: SpeculativeConfig,
         executor: Executor,
-        num_blocks: int,
-        block_size: int,
-        max_num_seqs: int,
-        max_num_tokens: int,
-        max_model_len: int,
+        held: Capacity,
         vocab_size: int,
-        same_vocab: bool = True,
-        windows: tuple[int | None, ...] = (None,),
+        same_vocab: bool,
     ):
-        self.config, self.executor = config, executor
-        self.manager = BlockManager(num_blocks, block_size, windows=windows)
-        self.max_num_tokens, self.max_model_len = max_num_tokens, max_model_len
+        self.config, self.executor = speculation, executor
+        self.manager = BlockManager(held.num_blocks, config.block_size, windows=held.windows)
+        self.max_num_tokens, self.max_model_len = config.token_budget(held.device), held.max_model_len
         self.vocab_size, self.same_vocab = vocab_size, same_vocab
         self.gains = DraftGains()
         self.step_costs = StepCosts()  # of the draft model
@@ -83,7 +78,7 @@ class ModelDrafter:
         self.seconds = 0.0  # that drafts have taken in this step, with reading prompts
         self.reading = 0.0  # that reading prompts has taken in this step
         self.rows: dict[Sequence, Row] = {}  # the one that has waited longest for a draft first
-        self.free_rows = list(range(max_num_seqs))
+        self.free_rows = list(range(config.max_num_seqs))
         self.works = True
 
     # Drafter
