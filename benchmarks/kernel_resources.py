@@ -22,7 +22,7 @@ import typer
 from triton.backends.compiler import GPUTarget
 
 from benchmarks.report import show_table, table_of
-from nanopage.kernels import cache_write, floors, paged_attention, rotate_and_write
+from nanopage.kernels import attention_kernels, cache_write, floors, paged_attention, rotate_and_write
 from nanopage.quantization import quantized_linear
 
 ARCHITECTURES = (75, 80, 90, 100)
@@ -154,7 +154,7 @@ def compile_ahead(one: Specialization, architecture: int) -> Resources:
     """Raises what Triton raises if it does not compile."""
     rotates = one.kernel in ("rotate_kernel", "normed_kernel")  # the second is the first one with norms of the heads
     modules = {"write_kernel": cache_write, "floor_kernel": floors}
-    module = modules.get(one.kernel, paged_attention)
+    module = modules.get(one.kernel, attention_kernels)
     kernel: Any = rotate_and_write.rotate_kernel if rotates else getattr(module, one.kernel)
     q = torch.empty(1, one.group, one.head_dim, dtype=one.dtype, device="meta")
     kv_dtype = torch.float8_e4m3fn if one.cache else one.dtype
@@ -186,7 +186,7 @@ def compile_ahead(one: Specialization, architecture: int) -> Resources:
         types["out_ptr"] = "*fp32"
     types |= {"partial_ptr": "*fp32", "lse_ptr": "*fp32", "num_splits": "i32"}
     types |= dict.fromkeys(("k_scale", "v_scale", "k_factor", "v_factor"), "fp32")
-    varying = paged_attention.VARYING | {"tables": floors.TABLES}
+    varying = attention_kernels.VARYING | {"tables": floors.TABLES}
     return compile_for(kernel, constants, types, varying, architecture)
 
 

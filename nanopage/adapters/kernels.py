@@ -16,7 +16,7 @@ from torch import Tensor
 from nanopage.kernels.paged_attention import architecture_of
 
 TOKENS, INPUTS, OUTPUTS = 16, 128, 64
-VARYING: dict[str, list[str]] = {"do_not_specialize": ["num_tokens"]}  # see paged_attention.py
+VARYING: dict[str, list[str]] = {"do_not_specialize": ["num_tokens"]}  # see attention_kernels.py
 
 
 @triton.jit(**VARYING)

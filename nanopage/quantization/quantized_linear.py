@@ -28,7 +28,7 @@ from nanopage.quantization.quantized_weights import FP8, MIDDLE, TILE
 SPLIT_TILES = 8  # a split with fewer tiles costs more to add than it gains
 SCALED_TOKENS = 64  # from which on rounding the activations to fp8 is worth while: a prompt, or a large batch
 
-VARYING: dict[str, list[str]] = {"do_not_specialize": ["num_tokens", "tiles_of_split"]}  # see paged_attention.py
+VARYING: dict[str, list[str]] = {"do_not_specialize": ["num_tokens", "tiles_of_split"]}  # see attention_kernels.py
 
 
 @triton.jit(**VARYING)
