@@ -3,6 +3,7 @@
 import argparse
 import asyncio
 import dataclasses
+import functools
 import gc
 import logging
 import math
@@ -26,6 +27,7 @@ from nanopage.grammar.tool_formats import FORMATS
 from nanopage.server.adapters import parse_modules
 from nanopage.server.app import create_app, guard, load_engine
 from nanopage.server.connection import Connection
+from nanopage.server.listener import Listener, listen, raise_limit
 from nanopage.server.live_view import LiveView
 from nanopage.server.middleware import LOCAL_HOSTS
 from nanopage.server.state import ServerState
@@ -418,7 +420,11 @@ class Server(uvicorn.Server):
         self._draining: asyncio.Task | None = None
 
     async def startup(self, sockets: list | None = None) -> None:
-        await super().startup(sockets)
+        """Listen and load the model. Raises: ValueError for an address that cannot be used."""
+        make_protocol = functools.partial(Connection, config=self.config, server_state=self.server_state, app_state={})
+        listening, limit = listen(self.config.host, self.config.port, self.config.uds), raise_limit()
+        self.servers = [Listener(sock, make_protocol, self.config.ssl, limit) for sock in listening]  # type: ignore[misc]
+        self.started = True
         if not self.should_exit:
             self._loop = asyncio.get_running_loop()
             self._loader.start()

@@ -1,7 +1,11 @@
-"""Connection and Gate: clients that do not read their reply, and what clients can make the server keep."""
+"""Connection, Gate and Listener: clients that do not read their reply, what clients can make the server keep, and more
+clients than file descriptors."""
 
 import asyncio
 import contextlib
+import os
+import resource
+import socket
 from collections import Counter
 
 import pytest
@@ -10,6 +14,7 @@ from asgi import call
 
 from nanopage.server import connection, middleware
 from nanopage.server.connection import MAX_FRAMING, Connection
+from nanopage.server.listener import RESERVE, SECONDS_TO_WAIT, Listener, listen, raise_limit
 from nanopage.server.middleware import MAX_BODY, Gate
 
 PIECE = b"x" * (64 << 10)
@@ -200,3 +205,47 @@ def test_a_path_without_a_key_reads_no_body():
             assert reply.status == 200 and gate.num_held == 0
 
     asyncio.run(talk())
+
+
+def test_connections_wait_while_no_file_descriptor_is_left(caplog):
+    served = set()
+
+    class Greet(asyncio.Protocol):
+        def connection_made(self, transport):
+            served.add(self)
+            transport.write(b"hello")
+
+        def connection_lost(self, error):
+            served.discard(self)
+
+    async def talk():
+        (sock,) = listen("127.0.0.1", 0, None)
+        clients = [socket.create_connection(sock.getsockname(), timeout=20) for _ in range(10)]
+        three = [os.dup(0) for _ in range(3)]
+        for descriptor in three:
+            os.close(descriptor)
+        listener = Listener(sock, Greet, None, limit=max(three) + 1 + RESERVE)
+        while len(served) < 3:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(3 * SECONDS_TO_WAIT)
+        assert len(served) == 3
+        for client in clients:
+            assert await asyncio.to_thread(client.recv, 10) == b"hello"
+            client.close()
+        while served:
+            await asyncio.sleep(0.01)
+        with pytest.raises(ValueError, match="Address already in use"):
+            listen(*sock.getsockname(), None)
+        listener.close()
+
+    asyncio.run(asyncio.wait_for(talk(), 60))
+    assert caplog.text.count("connections wait: Too many open files") == 1
+
+
+def test_the_limit_of_open_files_is_raised_to_what_is_allowed():
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (256, before[1]))
+        assert raise_limit() == resource.getrlimit(resource.RLIMIT_NOFILE)[0] > 256
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)

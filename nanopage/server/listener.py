@@ -1,0 +1,131 @@
+"""Listening sockets, and Listener, which accepts connections only while file descriptors are left.
+
+When a process has no descriptor left, uvloop closes the connections that wait, and their clients read a reset (libuv's
+uv__emfile_trick). Here they stay in the kernel's queue until others have ended. A few descriptors are kept back, so
+that running requests can still open files and start processes.
+"""
+
+import asyncio
+import contextlib
+import errno
+import logging
+import os
+import resource
+import socket
+import ssl
+import stat
+from collections.abc import Callable
+
+logger = logging.getLogger("nanopage")
+
+BACKLOG = 2048  # connections in the kernel's queue, which bounds it as well (net.core.somaxconn)
+RESERVE = 16  # file descriptors that connections leave to others
+SECONDS_TO_WAIT = 0.05  # until a listener without descriptors looks again
+WANTED = 65536  # file descriptors
+
+
+def raise_limit() -> int:
+    """Raise the limit of open files to what this process may have, up to WANTED. Returns the limit."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = WANTED if hard == resource.RLIM_INFINITY else min(WANTED, hard)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return WANTED if soft == resource.RLIM_INFINITY else soft
+
+
+def listen(host: str, port: int, uds: str | None) -> list[socket.socket]:
+    """Sockets that listen at all addresses of `host`, or at the path `uds`. Raises: ValueError."""
+    try:
+        return [_listen_at_path(uds)] if uds else _listen_at(host, port)
+    except OSError as error:
+        name = f"--uds {uds}" if uds else f"--host {host} --port {port}"
+        raise ValueError(f"{name}: {error.strerror or error}") from None
+
+
+def _listen_at_path(path: str) -> socket.socket:
+    mode = 0o666
+    with contextlib.suppress(FileNotFoundError):
+        if stat.S_ISSOCK(found := os.stat(path).st_mode):  # of a server that has ended
+            mode = stat.S_IMODE(found)
+            os.remove(path)
+    sock = socket.socket(socket.AF_UNIX)
+    sock.bind(path)
+    os.chmod(path, mode)
+    sock.listen(BACKLOG)
+    return sock
+
+
+def _listen_at(host: str, port: int) -> list[socket.socket]:
+    found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    sockets, missing = [], OSError(f"{host} has no address")
+    for family, _, _, _, address in dict.fromkeys(found):
+        try:
+            sockets.append(socket.create_server(address, family=family, backlog=BACKLOG))
+        except OSError as error:
+            if error.errno not in (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL):  # such as ::1 on a machine without IPv6
+                raise
+            missing = error
+    if not sockets:
+        raise missing
+    return sockets
+
+
+class Listener:
+    """Accepts the connections of a socket, with the methods of `asyncio.Server` that uvicorn calls.
+
+    Args:
+        make_protocol: makes the asyncio protocol of a connection.
+        limit: of the process's file descriptors.
+    """
+
+    def __init__(
+        self, sock: socket.socket, make_protocol: Callable[[], asyncio.Protocol], tls: ssl.SSLContext | None, limit: int
+    ):
+        self.sockets = [sock]
+        self._make_protocol, self._tls, self._limit = make_protocol, tls, limit
+        self._loop = asyncio.get_running_loop()
+        self._opening: set[asyncio.Task] = set()
+        self._has_warned = False
+        sock.setblocking(False)
+        self._watch()
+
+    def close(self) -> None:
+        (sock,) = self.sockets
+        self._loop.remove_reader(sock)
+        sock.close()
+
+    async def wait_closed(self) -> None:
+        """Nothing is left after `close`."""
+
+    def _watch(self) -> None:
+        (sock,) = self.sockets
+        if sock.fileno() >= 0:
+            self._loop.add_reader(sock, self._accept)
+
+    def _accept(self) -> None:
+        (sock,) = self.sockets
+        try:
+            descriptor = os.dup(sock.fileno())  # the lowest number that is free
+            os.close(descriptor)
+            if descriptor >= self._limit - RESERVE:
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+            connection, _ = sock.accept()
+        except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+            return
+        except OSError as error:  # of this process, or of the system
+            if not self._has_warned:
+                self._has_warned = True
+                logger.warning(f"connections wait: {error.strerror} (the limit is {self._limit}: ulimit -n)")
+            self._loop.remove_reader(sock)
+            self._loop.call_later(SECONDS_TO_WAIT, self._watch)
+            return
+        task = self._loop.create_task(self._open(connection))
+        self._opening.add(task)
+        task.add_done_callback(self._opening.discard)
+
+    async def _open(self, connection: socket.socket) -> None:
+        connection.setblocking(False)
+        with contextlib.suppress(OSError):  # the client has gone, or does not speak TLS
+            await self._loop.connect_accepted_socket(self._make_protocol, connection, ssl=self._tls)
