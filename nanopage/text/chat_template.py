@@ -87,8 +87,9 @@ class TemplateRenderer:
         }
         request = {"source": source, "variables": variables, "required": [*(["tools"] if tools else []), *more]}
         answer = self.process.ask(request, {"characters": MAX_CHARACTERS})
-        if "error" in answer and _replace_arguments(messages):
-            answer = self.process.ask(request, {"characters": MAX_CHARACTERS})
+        for change in (_replace_arguments, _write_arguments):  # `messages` is part of the request
+            if "error" in answer and change(messages):
+                answer = self.process.ask(request, {"characters": MAX_CHARACTERS})
         if "unread" in answer:
             raise ValueError(f"the chat template does not read {answer['unread']}: it would be ignored")
         if "error" in answer:
@@ -106,8 +107,8 @@ def normalize_messages(messages: list[dict]) -> list[dict]:
             "refusal", "refusal": ...}. The arguments of a tool call are an object, the JSON text of one, or whatever
             else a model has written there, such as JSON that a limit has cut off.
 
-    Returns: new messages, with all contents strings. Arguments that are not an object stay what they are: the renderer
-        replaces them with {} for a template that fails on them.
+    Returns: new messages, with all contents strings. Arguments that are not an object stay what they are. For a
+        template that fails on them, the renderer replaces them with {}, and then all arguments with JSON text.
 
     Raises:
         ValueError, TypeError: naming what is wrong.
@@ -190,11 +191,22 @@ def _read_arguments(arguments: Any) -> Any:
 
 def _replace_arguments(messages: list[dict]) -> bool:
     """Make {} of all arguments that are not an object. Returns whether there were any."""
-    functions = [call["function"] for message in messages for call in message.get("tool_calls", ())]
-    others = [function for function in functions if not isinstance(function["arguments"], dict)]
+    others = [function for function in _functions(messages) if not isinstance(function["arguments"], dict)]
     for function in others:
         function["arguments"] = {}
     return bool(others)
+
+
+def _write_arguments(messages: list[dict]) -> bool:
+    """Make JSON text of all arguments. Returns whether there were any."""
+    functions = _functions(messages)
+    for function in functions:
+        function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
+    return bool(functions)
+
+
+def _functions(messages: list[dict]) -> list[dict]:
+    return [call["function"] for message in messages for call in message.get("tool_calls", ())]
 
 
 def _check_tools(tools: list[dict] | None) -> list[dict] | None:

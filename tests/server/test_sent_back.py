@@ -65,6 +65,7 @@ TEMPLATES = {
     "objects only": WITH_TOOLS.replace(
         "{{ ARGUMENTS }}", "{% for k, v in call.function.arguments | items %}{% endfor %}"
     ),
+    "text only": WITH_TOOLS.replace("ARGUMENTS", "'json' + call.function.arguments"),
 }
 
 
