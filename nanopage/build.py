@@ -119,11 +119,8 @@ def _start_actors(config: EngineConfig, scratch: str) -> tuple[list[Link], str]:
 
 def _check_pooling(config: EngineConfig, model_config: ModelConfig, pooling: PoolingConfig) -> EngineConfig:
     """The options of an engine that makes vectors of texts with a decoder. Raises: ValueError naming an option."""
-    for name in NOT_FOR_POOLING:
-        if getattr(config, name) != EngineConfig.__dataclass_fields__[name].default:
-            raise ValueError(f"{name}={getattr(config, name)!r} does not work with embeddings and scores")
-    if model_config.quantization is not None:
-        raise ValueError("embeddings and scores need weights that are not quantized (AWQ, GPTQ)")
+    for option in config.given(*NOT_FOR_POOLING):
+        raise ValueError(f"{option} does not work with embeddings and scores")
     limit = model_config.max_position_embeddings
     if config.max_model_len is None and pooling.max_seq_length is not None:
         config = replace(config, max_model_len=min(limit, pooling.max_seq_length))
@@ -178,11 +175,6 @@ def _choose_drafts(
         )
 
     def make(capacity: Capacity) -> Drafts:
-        if capacity.device != "cpu" and config.kv_cache_gib is None and config.num_gpu_blocks_override is None:
-            raise ValueError(
-                "speculative_config: on a GPU, method='draft_model' needs kv_cache_gib or num_gpu_blocks_override, so "
-                "that there is memory left for the draft model"
-            )
         max_model_len = min(capacity.max_model_len, draft_config.max_position_embeddings)
         num_blocks = _blocks_for_drafts(config, capacity, draft_config, max_model_len)
         options = config.for_draft_model(str(path), num_blocks, max_model_len)

@@ -38,15 +38,8 @@ def resolve_kv_dtype(
 
     "auto" is `dtype`, which `resolve_dtype` has chosen for `name`. But where that is float32 because a CPU does not
     compute in the checkpoint's 16 bits, K and V are kept in these, and widened as they are read.
-
-    Raises: ValueError for fp8 on a GPU that does not convert it.
     """
     if kv_cache_dtype != "auto":
-        if device.type == "cuda" and (have := torch.cuda.get_device_capability(device)) < (8, 9):
-            raise ValueError(
-                f"kv_cache_dtype={kv_cache_dtype!r} needs a GPU of compute capability 8.9 or later, and this one has "
-                f"{have[0]}.{have[1]}"
-            )
         return torch.float8_e4m3fn
     if name == "auto" and device.type == "cpu" and checkpoint in ("bfloat16", "float16"):
         return getattr(torch, checkpoint)

@@ -18,21 +18,25 @@ from nanopage.models.decoder import Decoder, DecoderLayer
 PLACES = ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj")
 
 
+def check_layers(decoder: Decoder) -> None:
+    """Raises: ValueError for a family whose layers are not those of decoder.py. Weights are not read."""
+    layers: Any = decoder.layers
+    for layer in layers:
+        known = type(layer) is DecoderLayer and type(layer.mlp) is MLP
+        if not known or "q_proj" not in layer.self_attn.qkv_proj.parts:
+            raise ValueError("enable_lora does not work with this model: its layers are of another kind")
+
+
 class AdaptedDecoder(Decoder):
     """A loaded decoder with slots for adapters in its linear layers, except the head. Changes `decoder`.
 
     Args: num_slots, rank: as in LoRALinear. dtype: of activations.
-
-    Raises: ValueError for a family whose layers are not those of decoder.py.
     """
 
     def __init__(self, decoder: Decoder, num_slots: int, rank: int, dtype: torch.dtype, device: torch.device):
         nn.Module.__init__(self)  # not Decoder's: the modules are those of `decoder`
         layers: Any = decoder.layers
         for layer in layers:
-            known = type(layer) is DecoderLayer and type(layer.mlp) is MLP
-            if not known or "q_proj" not in layer.self_attn.qkv_proj.parts:
-                raise ValueError("enable_lora does not work with this model: its layers are of another kind")
             for place in PLACES:
                 parent, _, name = place.partition(".")
                 module = getattr(layer, parent)

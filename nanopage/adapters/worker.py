@@ -46,10 +46,7 @@ def adapters_of(
 
 
 def attach_adapters(setup: Setup, decoder: Decoder, wings: Wings) -> AdaptedDecoder:
-    """Give a loaded model slots for adapters. Returns: the model with slots.
-
-    Raises: ValueError for a model that does not work with adapters.
-    """
+    """Give a loaded model slots for adapters. Returns: the model with slots."""
     config = setup.config
     model = AdaptedDecoder(decoder, config.max_loras, config.max_lora_rank, setup.dtype, setup.device)
     size = sum(buffer.nbytes for buffer in lora_buffers(model)) / GIB

@@ -1,5 +1,6 @@
 """EngineConfig: what the user sets."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal
@@ -12,6 +13,7 @@ from nanopage.config.speculation import SpeculativeConfig
 
 DEFAULT_TOKEN_BUDGET = {"cpu": 2048, "cuda": 8192}  # by device type
 MAX_RANKS = 1024
+SIZES = ("tensor_parallel_size", "pipeline_parallel_size")
 
 
 @dataclass(kw_only=True)
@@ -147,65 +149,56 @@ class EngineConfig:
         if self.model is not None and not isinstance(self.model, str | Path):
             raise TypeError(f"model must be a path or a name, not {self.model!r}")
         check_fields(self, but=("model",))
-        check_pooling_options(self.runner, self.convert, self.pooler_config, self.hf_overrides)
-        self._check_workers()
-        self._check_memory()
-        self._check_lora()
+        check_pooling_options(self.pooler_config, self.hf_overrides)
+        for message in self._conflicts():
+            raise ValueError(message)
 
-    def _check_workers(self) -> None:
+    def _conflicts(self) -> Iterator[str]:
+        """The options that do not go together. worker/options.py has those that do not fit the model or the device."""
+        for name in ("convert", "pooler_config", "hf_overrides") if self.runner == "generate" else ():
+            if (value := getattr(self, name)) and value not in ("auto", "none"):
+                yield f"{name}={value!r} and runner='generate' exclude each other"
+        if self.convert == "classify" and self.pooler_config:
+            yield "pooler_config is for embeddings, and convert='classify' makes none"
+        if self.hf_overrides and (self.convert == "embed" or self.pooler_config):
+            yield "hf_overrides makes a reranker: give neither convert='embed' nor pooler_config"
+        tp_size, pp_size = (f"{name}={getattr(self, name)}" for name in SIZES)
         if self.num_ranks > MAX_RANKS:
-            raise ValueError(
-                f"tensor_parallel_size={self.tensor_parallel_size} times pipeline_parallel_size="
-                f"{self.pipeline_parallel_size} is more than {MAX_RANKS} workers"
-            )
+            yield f"{tp_size} times {pp_size} is more than {MAX_RANKS} workers"
         if self.async_scheduling and self.num_ranks > 1:
-            raise ValueError(
-                "async_scheduling=True needs one worker: tensor_parallel_size and pipeline_parallel_size must be 1"
-            )
+            yield "async_scheduling=True needs one worker: tensor_parallel_size and pipeline_parallel_size must be 1"
         if self.enable_expert_parallel and self.tensor_parallel_size == 1:
-            raise ValueError(
-                "enable_expert_parallel=True divides experts among workers: it needs tensor_parallel_size above 1"
-            )
-        speculation = self.speculation
-        if speculation is None:
-            return
-        if self.async_scheduling:
-            raise ValueError(
+            yield "enable_expert_parallel=True divides experts among workers: it needs tensor_parallel_size above 1"
+        method = self.speculation and self.speculation.method
+        if method and self.async_scheduling:
+            yield (
                 "speculative_config and async_scheduling=True exclude each other: drafts need the results of the "
                 "previous step"
             )
-        if self.pipeline_parallel_size > 1:
-            raise ValueError(
-                f"speculative_config and pipeline_parallel_size={self.pipeline_parallel_size} exclude each other"
-            )
-        if self.num_ranks > 1 and speculation.method == "draft_model":
-            raise ValueError(
-                f"speculative_config with method='draft_model' and tensor_parallel_size={self.tensor_parallel_size} "
-                "exclude each other"
-            )
-
-    def _check_memory(self) -> None:
+        if method and self.pipeline_parallel_size > 1:
+            yield f"speculative_config and {pp_size} exclude each other"
+        if method == "draft_model" and self.num_ranks > 1:
+            yield f"speculative_config with method='draft_model' and {tp_size} exclude each other"
         if self.preemption_mode == "recompute" and self.swap_space:
-            raise ValueError("swap_space is of no use with preemption_mode='recompute'")
+            yield "swap_space is of no use with preemption_mode='recompute'"
         if self.preemption_mode == "swap" and self.swap_space == 0:
-            raise ValueError(
+            yield (
                 "preemption_mode='swap' needs host memory, but swap_space=0 gives it none: raise swap_space, or use "
                 "preemption_mode='recompute'"
             )
         sizes = ("kv_cache_gib", "gpu_memory_utilization", "num_gpu_blocks_override")
-        sized_by = [name for name in sizes if getattr(self, name) is not None]
-        if len(sized_by) > 1:
-            raise ValueError(f"{' and '.join(sized_by)} both set the size of the KV cache: give one")
+        if len(sized_by := [name for name in sizes if getattr(self, name) is not None]) > 1:
+            yield f"{' and '.join(sized_by)} both set the size of the KV cache: give one"
+        for option in () if self.enable_lora else self.given("max_loras", "max_lora_rank"):
+            yield f"{option} needs enable_lora=True"
+        for option in self.given(*SIZES) if self.enable_lora else ():
+            yield f"enable_lora and {option} exclude each other: give one worker"
 
-    def _check_lora(self) -> None:
-        if not self.enable_lora:
-            for name, default in (("max_loras", 1), ("max_lora_rank", 16)):
-                if getattr(self, name) != default:
-                    raise ValueError(f"{name}={getattr(self, name)} needs enable_lora=True")
-            return
-        for name in ("tensor_parallel_size", "pipeline_parallel_size"):
-            if getattr(self, name) > 1:
-                raise ValueError(f"enable_lora and {name}={getattr(self, name)} exclude each other: give one worker")
+    def given(self, *names: str) -> Iterator[str]:
+        """The options of these names that differ from their defaults, with their values."""
+        for name in names:
+            if (value := getattr(self, name)) != EngineConfig.__dataclass_fields__[name].default:
+                yield f"{name}={value!r}"
 
     @property
     def quantize_to(self) -> str | None:

@@ -133,21 +133,14 @@ def similarity(first: np.ndarray, second: np.ndarray, config: PoolingConfig) -> 
     return product / max(float(np.linalg.norm(first) * np.linalg.norm(second)), 1e-12)
 
 
-def check_pooling_options(runner: str, convert: str, pooler_config: dict | None, hf_overrides: dict | None) -> None:
+def check_pooling_options(pooler_config: dict | None, hf_overrides: dict | None) -> None:
     """Check the options of EngineConfig of these names. Raises: ValueError, TypeError naming the option."""
-    if runner == "generate":
-        given = {"convert": convert if convert in ("embed", "classify") else None, "pooler_config": pooler_config}
-        for name, value in (given | {"hf_overrides": hf_overrides}).items():
-            if value:
-                raise ValueError(f"{name}={value!r} and runner='generate' exclude each other")
     for key, value in (pooler_config or {}).items():
         if key not in POOLER_CONFIG:
             raise ValueError(
                 f"pooler_config has {shown(key)}, which is not supported; supported: {', '.join(POOLER_CONFIG)}"
             )
         check(f"pooler_config: {key}", value, POOLER_CONFIG[key])
-    if convert == "classify" and pooler_config:
-        raise ValueError("pooler_config is for embeddings, and convert='classify' makes none")
     overrides = hf_overrides or {}
     for key in overrides:
         if key not in OVERRIDES:
@@ -156,8 +149,6 @@ def check_pooling_options(runner: str, convert: str, pooler_config: dict | None,
             )
     if not overrides:
         return
-    if convert == "embed" or pooler_config:
-        raise ValueError("hf_overrides makes a reranker: give neither convert='embed' nor pooler_config")
     names = overrides.get("architectures")
     if not (isinstance(names, list) and len(names) == 1 and str(names[0]).endswith("ForSequenceClassification")):
         raise ValueError(f"hf_overrides: architectures must be one ...ForSequenceClassification, not {shown(names)}")

@@ -274,16 +274,13 @@ def merge_options(out: Tensor) -> dict[str, Any]:
 def _options(
     q: Tensor, kv_cache: Tensor, window: int, scale: float, softcap: float, architecture: int
 ) -> dict[str, Any]:
-    """The constants of both kernels. Raises: ValueError if block_size is not a power of two."""
+    """The constants of both kernels."""
     head_dim = q.shape[2]
-    block_size = kv_cache.shape[3] // head_dim
-    if block_size & (block_size - 1):
-        raise ValueError(f"block_size={block_size} is not a power of two, as attention on a GPU requires")
     return {
         "GROUP": q.shape[1] // kv_cache.shape[2],
         "HEAD_DIM": head_dim,
         "LANES": _lanes(head_dim),
-        "BLOCK_SIZE": block_size,
+        "BLOCK_SIZE": kv_cache.shape[3] // head_dim,  # a power of two
         "WINDOW": window,
         "SCALE": scale,
         "SOFTCAP": softcap,

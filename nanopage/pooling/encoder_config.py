@@ -84,9 +84,8 @@ def read_encoder(path: Path, engine: EngineConfig) -> EncoderConfig | None:
     if found is None:
         return None
     architecture, family = found
-    for name in NOT_FOR_ENCODERS:
-        if getattr(engine, name) != EngineConfig.__dataclass_fields__[name].default:
-            raise ValueError(f"{name}={getattr(engine, name)!r} is not for encoders, and {path.name} is one")
+    for option in engine.given(*NOT_FOR_ENCODERS):
+        raise ValueError(f"{option} is not for encoders, and {path.name} is one")
     if engine.runner == "generate":
         raise ValueError(f"runner='generate': {path.name} is an encoder, which makes no text")
     config = _read_shape(Fields(values, str(file)), architecture, family)

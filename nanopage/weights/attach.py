@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from nanopage.adapters.model import check_layers
 from nanopage.adapters.worker import attach_adapters
 from nanopage.config.model import ModelConfig
 from nanopage.config.options import EngineConfig
@@ -18,6 +19,7 @@ from nanopage.cpu.threads import ThreadCount, limit_threads
 from nanopage.device import resolve_device, resolve_dtype, resolve_kv_dtype, set_cuda_precision
 from nanopage.distributed.parallel import PartialWay, Ranks
 from nanopage.distributed.part import WHOLE, Part
+from nanopage.models.decoder import meta_model
 from nanopage.state.layer_kinds import divide_layers
 from nanopage.step import Capacity
 from nanopage.weights import loader
@@ -67,6 +69,8 @@ def build_worker(
     model_config, path = model_config.for_length(config.max_model_len), loader.path_of(checkpoint)
     part, device = (WHOLE, resolve_device(config.device)) if ranks is None else (ranks.part, ranks.device)
     setup, wings = set_up(config, model_config, part, path, device), Wings()
+    if config.enable_lora:
+        check_layers(meta_model(model_config))
     if setup.on_gpu:
         set_cuda_precision()
     else:

@@ -1,6 +1,7 @@
 """Options that do not fit the model or the device, in one table. It is read before anything is loaded.
 
-Whether options are valid by themselves, and fit each other, is checked in config/options.py.
+config/options.py checks options by themselves and has those that do not go together. build.py refuses what it must know
+before it starts other processes: a context that is too long, and options that do not go with embeddings and scores.
 """
 
 from collections.abc import Iterator
@@ -16,7 +17,37 @@ def refused(
     config: EngineConfig, model_config: ModelConfig, device: torch.device, dtype: torch.dtype, path: Path
 ) -> Iterator[str]:
     """What does not fit. Args: dtype: of weights and activations. path: of the model."""
+    yield from _refused_by_model(config, model_config, path)
     on_gpu, exact, has_experts = device.type == "cuda", dtype == torch.float64, model_config.experts is not None
+    option, cache = f"quantization={config.quantization!r}", f"kv_cache_dtype={config.kv_cache_dtype!r}"
+    if not on_gpu and config.quantize_to == "fp8":
+        yield "quantization='fp8' works on a GPU only, but this engine runs on a CPU: use 'int8'"
+    if has_experts and on_gpu and config.quantize_to:
+        yield f"{option} on a GPU does not quantize experts, and {path} has some"
+    if has_experts and on_gpu and (stored := model_config.quantization):
+        yield f"{path} has experts quantized by {stored.method}, which do not run on a GPU: use device='cpu'"
+    if has_experts and on_gpu and exact:
+        yield f"dtype='float64' on a GPU does not work with experts, and {path} has some"
+    if not on_gpu and config.kv_cache_dtype != "auto" and not config.enforce_eager:
+        yield f"{cache} on a CPU needs enforce_eager=True: compiled layers do not read fp8"
+    if on_gpu and config.kv_cache_dtype != "auto" and (have := torch.cuda.get_device_capability(device)) < (8, 9):
+        yield f"{cache} needs a GPU of compute capability 8.9 or later, and this one has {have[0]}.{have[1]}"
+    if on_gpu and config.block_size & (config.block_size - 1):
+        yield f"block_size={config.block_size} must be a power of two on a GPU"
+    if on_gpu and config.quantize_to and exact:
+        yield f"{option} on a GPU does not work in float64"
+    if on_gpu and config.enable_lora and exact:
+        yield "enable_lora on a GPU does not work in float64"
+    sized = config.kv_cache_gib is not None or config.num_gpu_blocks_override is not None
+    if on_gpu and not sized and config.speculation is not None and config.speculation.method == "draft_model":
+        yield (
+            "speculative_config: on a GPU, method='draft_model' needs kv_cache_gib or num_gpu_blocks_override, so that "
+            "there is memory left for the draft model"
+        )
+
+
+def _refused_by_model(config: EngineConfig, model_config: ModelConfig, path: Path) -> Iterator[str]:
+    """What does not fit the model, whatever the device is."""
     has = None if model_config.quantization is None else model_config.quantization.method
     option, tp_size = f"quantization={config.quantization!r}", config.tensor_parallel_size
     if config.quantization in STORED_QUANTIZATIONS and config.quantization != has:
@@ -34,24 +65,9 @@ def refused(
             f"load_format='dummy' draws weights that are not quantized, but {path} is ({has}): give a config.json "
             "without quantization_config, and quantization='int4'"
         )
-    if not on_gpu and config.quantize_to == "fp8":
-        yield "quantization='fp8' works on a GPU only, but this engine runs on a CPU: use 'int8'"
-    if not has_experts and config.enable_expert_parallel:
+    if has and model_config.pooling is not None:
+        yield "embeddings and scores need weights that are not quantized (AWQ, GPTQ)"
+    if model_config.experts is None and config.enable_expert_parallel:
         yield f"enable_expert_parallel=True, but {path} has no experts"
-    if has_experts and config.enable_lora:
+    if model_config.experts is not None and config.enable_lora:
         yield f"enable_lora does not work with experts, and {path} has some"
-    if has_experts and on_gpu and config.quantize_to:
-        yield f"{option} on a GPU does not quantize experts, and {path} has some"
-    if has_experts and on_gpu and has:
-        yield f"{path} has experts quantized by {has}, which do not run on a GPU: use device='cpu'"
-    if has_experts and on_gpu and exact:
-        yield f"dtype='float64' on a GPU does not work with experts, and {path} has some"
-    if not on_gpu and config.kv_cache_dtype != "auto" and not config.enforce_eager:
-        option = f"kv_cache_dtype={config.kv_cache_dtype!r}"
-        yield f"{option} on a CPU needs enforce_eager=True: compiled layers do not read fp8"
-    if on_gpu and config.block_size & (config.block_size - 1):
-        yield f"block_size={config.block_size} must be a power of two on a GPU"
-    if on_gpu and config.quantize_to and exact:
-        yield f"{option} on a GPU does not work in float64"
-    if on_gpu and config.enable_lora and exact:
-        yield "enable_lora on a GPU does not work in float64"

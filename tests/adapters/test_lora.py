@@ -12,13 +12,10 @@ from transformers import AutoModelForCausalLM
 
 from nanopage import LLM, BeamSearchParams, EngineConfig, LoRARequest, SamplingParams
 from nanopage.adapters import weights as adapter_weights
-from nanopage.adapters.model import AdaptedDecoder
 from nanopage.adapters.worker import adapters_of
 from nanopage.build import build_engine
 from nanopage.cpu.lora import GroupedAdapters
-from nanopage.models.decoder import meta_model
 from nanopage.server.adapters import ServedAdapters
-from nanopage.weights import loader
 from nanopage.worker.cuda_graphs import CUDAGraphs, make_sample_all
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -258,10 +255,11 @@ def test_without_adapters_nothing_is_added(model):
 
 
 @pytest.mark.parametrize("family", ["gemma3_text", "phi3", "olmo2", "granite"])
-def test_a_family_whose_layers_are_of_another_kind_is_refused(tmp_path, family):
+def test_a_family_whose_layers_are_of_another_kind_is_refused_before_weights_are_read(tmp_path, monkeypatch, family):
     tiny_hf_model(family).save_pretrained(tmp_path)
+    monkeypatch.setattr("nanopage.weights.loader.load_model", None)
     with pytest.raises(ValueError, match="enable_lora does not work with this model"):
-        AdaptedDecoder(meta_model(loader.read_config(tmp_path)), 1, 8, torch.float32, torch.device("meta"))
+        build_engine(EngineConfig(model=str(tmp_path), device="cpu", load_format="dummy", enable_lora=True))
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+import re
 import shutil
 
 import pytest
@@ -18,7 +19,9 @@ from nanopage.params import RequestOutputKind
 from nanopage.state.kv_cache import KVCache
 from nanopage.state.pages import views
 from nanopage.step import Batch
+from nanopage.weights import loader
 from nanopage.worker.model_runner import Launched
+from nanopage.worker.options import refused
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 
@@ -551,14 +554,11 @@ def test_where_fp8_is_not_supported_it_is_refused_by_name(model, monkeypatch):
         EngineConfig(kv_cache_dtype="fp8_e5m2")
     for capability, fits in (((8, 0), False), ((8, 6), False), ((8, 9), True), ((9, 0), True), ((10, 0), True)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, capability=capability: capability)
-        arguments = "fp8_e4m3", "auto", "bfloat16", torch.bfloat16, torch.device("cuda")
-        if fits:
-            assert resolve_kv_dtype(*arguments) == torch.float8_e4m3fn
-        else:
-            with pytest.raises(
-                ValueError, match=rf"kv_cache_dtype='fp8_e4m3' .* 8.9 .* has {capability[0]}\.{capability[1]}"
-            ):
-                resolve_kv_dtype(*arguments)
+        arguments = loader.read_config(model), torch.device("cuda"), torch.bfloat16, model
+        found = [*refused(EngineConfig(kv_cache_dtype="fp8_e4m3"), *arguments)]
+        assert len(found) == (not fits)
+        for message in found:
+            assert re.match(rf"kv_cache_dtype='fp8_e4m3' .* 8.9 .* has {capability[0]}\.{capability[1]}", message)
 
 
 @pytest.mark.parametrize(

@@ -212,12 +212,6 @@ def test_any_shapes(data):
     check(pool, draw(st.integers(1, 9)), queries, window, num_splits=draw(st.integers(1, 9)))
 
 
-def test_a_page_size_that_is_no_power_of_two_is_refused():
-    pool = Pool(1, 16, 12, torch.float32)
-    with pytest.raises(ValueError, match="block_size=12"):
-        check(pool, 1, {pool.add(5): 1})
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("head_dim", "block_size"), [(64, 16), (80, 8), (6, 32), (128, 256)])
 def test_writes_equal_the_plain_ones(head_dim, block_size, dtype):

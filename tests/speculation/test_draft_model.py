@@ -4,6 +4,7 @@ import logging
 import time
 
 import pytest
+import torch
 from helpers import tiny_model
 
 from nanopage import LLM, EngineConfig, SamplingParams
@@ -11,6 +12,8 @@ from nanopage.build import build_engine
 from nanopage.config.speculation import SpeculativeConfig
 from nanopage.speculation.draft_model import CATCH_UP, FIRST_READ, ModelDrafter
 from nanopage.speculation.lookup import StepTimes
+from nanopage.weights import loader
+from nanopage.worker.options import refused
 
 OPTIONS = {"dtype": "float64", "device": "cpu", "enforce_eager": True, "max_model_len": 200, "block_size": 8}
 PROMPTS = [list(range(10, 10 + length)) for length in (5, 40, 17)]
@@ -138,6 +141,13 @@ def test_drafts_that_do_not_pay_are_not_made(model, other):
 def test_a_draft_model_with_another_vocabulary_is_refused(model, default_model):
     with pytest.raises(ValueError, match="another vocabulary"):
         load(model, default_model)
+
+
+@pytest.mark.parametrize(("device", "size", "fits"), [("cuda", None, False), ("cuda", 1.0, True), ("cpu", None, True)])
+def test_on_a_gpu_the_draft_model_needs_memory_that_the_cache_leaves(model, device, size, fits):
+    config = EngineConfig(speculative_config={**CONFIG, "model": str(model)}, kv_cache_gib=size)
+    found = refused(config, loader.read_config(model), torch.device(device), torch.float32, model)
+    assert ["kv_cache_gib" in message for message in found] == [True] * (not fits)
 
 
 def test_a_draft_model_that_is_not_there_is_refused_before_the_model_is_loaded(model, tmp_path):
