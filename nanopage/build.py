@@ -142,7 +142,7 @@ def _build_encoder(
         max_model_len = config.max_model_len
     tokenizer = Tokenizer(path, encoder_config.vocab_size)
     worker = EncoderWorker(config, encoder_config, path, on_progress)
-    capacity = Capacity(worker.device.type, str(worker.dtype).removeprefix("torch."), 0, 0, max_model_len)
+    capacity = Capacity(worker.device.type, str(worker.dtype).removeprefix("torch."), 0, 0, max_model_len, windows=())
     return EncoderEngine(config, encoder_config, path, tokenizer, worker, capacity)
 
 

@@ -70,7 +70,7 @@ class PoolingRequests:
                 f"the prompt has {num_tokens} tokens, more than max_model_len={processor.max_model_len}: give "
                 "truncate_prompt_tokens=-1 to keep the first ones"
             )
-        blocks = 0 if processor.needs is None else processor.needs.of([num_tokens])
+        blocks = processor.needs.of([num_tokens])
         if blocks > processor.num_blocks:
             raise ValueError(
                 f"the prompt of {num_tokens} tokens needs {blocks} blocks, the KV cache has {processor.num_blocks}: "
