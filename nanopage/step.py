@@ -212,7 +212,7 @@ class EncoderBatch:
 class Capacity:
     """How much the workers can hold once the model is loaded.
 
-    windows: of each kind of layers (see layer_kinds.py).
+    windows: of each kind of layers (see layer_kinds.py). An encoder has none, so its sequences need no blocks.
     """
 
     device: str
