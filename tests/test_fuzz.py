@@ -36,8 +36,8 @@ from nanopage import (
     SamplingParams,
     StructuredOutputsParams,
 )
-from nanopage.adapters.worker import adapters_of
 from nanopage.build import build_engine
+from nanopage.cpu.lora import adapters_on_cpu
 from nanopage.distributed.process_executor import ProcessExecutor
 from nanopage.engine.beam_search import Beam, BeamSearch
 from nanopage.engine.block_manager import BlockManager
@@ -871,7 +871,7 @@ def test_nor_do_adapters(world, model, oracle, adapted):
         engine.executor = BytesExecutor(engine.executor)
     if world % 3:  # what a GPU captures
         made = runner.model, runner.kv_cache, runner.table, False, make_sample_all(False)
-        graphs = CUDAGraphs(*made, adapters_of=adapters_of(runner.table, False))
+        graphs = CUDAGraphs(*made, adapters_of=partial(adapters_on_cpu, None, runner.table.adapter_slots))
         count_steps(graphs, "steps on static buffers")
         runner.ways = [graphs, *runner.ways]
     if world % 4 == 0:

@@ -26,6 +26,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 from filelock import FileLock, Timeout
@@ -84,7 +85,6 @@ class Compiled:
     code that exists is used.
 
     Args:
-        path: the directory or file of the model.
         config: of the same model.
         dtype: of weights and activations: float32 or bfloat16 (see cpu/packed_linear.py).
         tiled: whether the weights are in tiles (cpu/tiled.py). The code is the same for all kinds of tiles. Those of
@@ -98,14 +98,13 @@ class Compiled:
         model: Decoder,
         kv_cache: KVCache,
         table: SequenceTable,
-        path: Path,
         config: ModelConfig,
         dtype: torch.dtype,
         tiled: bool = False,
     ):
         self.model, self.kv_cache, self.table, self.config = model, kv_cache, table, config
         self.spec: dict[str, Any] = {
-            "path": str(path.absolute()),
+            "config": msgspec.json.encode(config).decode(),
             "dtype": str(dtype).removeprefix("torch."),
             "kv_dtype": str(kv_cache.tensor.dtype).removeprefix("torch."),
             "block_size": kv_cache.block_size,

@@ -19,6 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 import torch
 from filelock import FileLock
@@ -43,11 +44,10 @@ from nanopage.cpu.toolchain import (
     only_avx2,
     product_constants,
 )
-from nanopage.models.decoder import scale_logits
+from nanopage.models.decoder import meta_model, scale_logits
 from nanopage.sampling.argmax import argmax
 from nanopage.state import pages
 from nanopage.state.layer_kinds import MOST_KINDS
-from nanopage.weights import loader
 
 OPTIONS: dict[str, Any] = {
     "size_asserts": False,  # packed weights have no strides to assert on
@@ -222,7 +222,7 @@ def main(spec: dict[str, Any], directory: Path) -> None:
     timer.daemon = True
     timer.start()
     os.nice(19)  # for systems without SCHED_IDLE
-    config = loader.read_config(Path(spec["path"]))
+    config = msgspec.json.decode(spec["config"], type=ModelConfig)
     with FileLock(directory / LOCK):
         for stale in directory.glob(f"{SCRATCH}*"):  # left by a process that was killed
             shutil.rmtree(stale, ignore_errors=True)
@@ -280,7 +280,7 @@ def _make(spec: dict[str, Any], config: ModelConfig, directory: Path, name: str)
     # The smallest model with such a layer. Its weights are never filled.
     experts = None if config.experts is None else replace(config.experts, layers=(True,))
     small = replace(config, num_layers=1, sliding_windows=(None,), vocab_size=64, experts=experts)
-    model = loader.build_model(small, dtype, torch.device("cpu"))
+    model = meta_model(small).to(dtype).to_empty(device="cpu").requires_grad_(False)
     if part == "head":
         compile_head(model.norm, config, dtype, tiled, num_rows, directory / name)
         return

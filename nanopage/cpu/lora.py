@@ -42,6 +42,21 @@ class GroupedAdapters:
         return GroupedAdapters(self.slots[rows.numpy()])
 
 
+def adapters_on_cpu(
+    product: Callable[..., Tensor] | None, slots: Tensor, rows: Tensor
+) -> "GroupedAdapters | OperatorAdapters | None":
+    """The adapters of tokens; None if no token has one.
+
+    Args:
+        product: computes the products, as the operator nanopage::add_adapters. None: plain torch does.
+        slots, rows: the adapter slot of each row of the sequence table, and the row of each token, int64 [T].
+    """
+    chosen = slots.numpy()[rows.numpy()]
+    if not (chosen >= 0).any():
+        return None
+    return GroupedAdapters(chosen) if product is None else OperatorAdapters(torch.from_numpy(chosen), product)
+
+
 def add_adapters(y: Tensor, x: Tensor, a: Tensor, b: Tensor, slots: Tensor, sizes: list[int]) -> Tensor:
     """`TokenAdapters.add` for tokens with these slots. Leaves y as it is."""
     return GroupedAdapters(slots.numpy()).add(y.clone(), x, a, b, sizes)

@@ -10,10 +10,12 @@ from pathlib import Path
 import torch
 
 from nanopage.adapters.model import check_layers
-from nanopage.adapters.worker import attach_adapters
+from nanopage.adapters.worker import Choose, adapters_on_gpu, attach_adapters
 from nanopage.config.model import ModelConfig
 from nanopage.config.options import EngineConfig
 from nanopage.cpu.aot import Compiled
+from nanopage.cpu.aot_products import adapter_product
+from nanopage.cpu.lora import adapters_on_cpu
 from nanopage.cpu.option_speed import warn_of_slow_options
 from nanopage.cpu.threads import ThreadCount, limit_threads
 from nanopage.device import resolve_device, resolve_dtype, resolve_kv_dtype, set_cuda_precision
@@ -85,7 +87,7 @@ def build_worker(
     if (pooling := model_config.pooling) is not None and pooling.answers is not None:
         model.answer_with(*pooling.answers)
     if config.enable_lora:
-        model = attach_adapters(setup, model, wings)
+        model = attach_adapters(setup, model, wings, _adapter_products(setup))
     wings.stored_as, product = store(setup, model, kind, product)
     if ranks is not None:
         ranks.connect(model, model_config, setup.dtype)
@@ -94,6 +96,14 @@ def build_worker(
         if part.samples:
             warn_of_slow_options(config, model_config, model.layers[0], setup.dtype, product)
         tiled = wings.stored_as is not None
-        compiled = partial(Compiled, model, path=path, config=setup.part, dtype=setup.dtype, tiled=tiled)
+        compiled = partial(Compiled, model, config=setup.part, dtype=setup.dtype, tiled=tiled)
         wings.compiled = why_eager(setup, model) or compiled
     return Worker(setup, model, wings, agree)
+
+
+def _adapter_products(setup: Setup) -> Choose:
+    """What computes the products of adapters. On a CPU, they are compiled on first use."""
+    if setup.on_gpu:
+        return adapters_on_gpu
+    compiles = not setup.config.enforce_eager and setup.dtype in (torch.float32, torch.bfloat16)
+    return partial(adapters_on_cpu, adapter_product(setup.dtype) if compiles else None)

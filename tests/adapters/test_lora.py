@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+from functools import partial
 
 import pytest
 import torch
@@ -12,9 +13,8 @@ from transformers import AutoModelForCausalLM
 
 from nanopage import LLM, BeamSearchParams, EngineConfig, LoRARequest, SamplingParams
 from nanopage.adapters import weights as adapter_weights
-from nanopage.adapters.worker import adapters_of
 from nanopage.build import build_engine
-from nanopage.cpu.lora import GroupedAdapters
+from nanopage.cpu.lora import GroupedAdapters, adapters_on_cpu
 from nanopage.server.adapters import ServedAdapters
 from nanopage.worker.cuda_graphs import CUDAGraphs, make_sample_all
 
@@ -197,7 +197,7 @@ def test_static_buffers_of_cuda_graphs(model, adapters):
     runner, ran = static.engine.executor.worker.runner, []
     graphs = CUDAGraphs(
         runner.model, runner.kv_cache, runner.table, False, make_sample_all(False),
-        adapters_of=adapters_of(runner.table, False),
+        adapters_of=partial(adapters_on_cpu, None, runner.table.adapter_slots),
     )  # fmt: skip
     run = graphs.run
     graphs.run = lambda batch: ran.append(len(batch.rows)) or run(batch)

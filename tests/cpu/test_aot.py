@@ -92,7 +92,7 @@ def compiled_of(path, dtype=torch.float32, block_size=8, tiles=None, kv_dtype=No
         pack(model)
     cache = KVCache(config, 4, block_size, kv_dtype or dtype, CPU)
     table = SequenceTable(2, 4 * block_size, block_size, config.vocab_size, CPU)
-    return aot.Compiled(model, cache, table, path, config, dtype, tiles is not None)
+    return aot.Compiled(model, cache, table, config, dtype, tiles is not None)
 
 
 def paged(model, compiled, dtype=torch.float32, tiles=None, kv_dtype=None) -> Paged:
@@ -100,7 +100,7 @@ def paged(model, compiled, dtype=torch.float32, tiles=None, kv_dtype=None) -> Pa
     sequences = random_tokens([*LENGTHS, 40, 40, 40])
 
     def make_way(*made):
-        return aot.Compiled(*made[:3], model, made[3], dtype, tiles is not None) if compiled else packed(*made)
+        return aot.Compiled(*made[:3], made[3], dtype, tiles is not None) if compiled else packed(*made)
 
     made = Paged(model, sequences, dtype, make_way, tiles, kv_dtype, join=compiled)
     if compiled:
@@ -135,16 +135,17 @@ def directory(model, cache) -> Path:
     return compiled.directory
 
 
-def test_the_compiling_process_reads_nothing_of_a_model_but_its_config(model, tmp_path):
+def test_the_compiling_process_reads_no_file_of_a_model(model, tmp_path):
     (tmp_path / "config.json").write_bytes((model / "config.json").read_bytes())
     compiled = compiled_of(tmp_path)
     compiled.directory = tmp_path / "made"
     pretend_to_be_made(compiled)
+    (tmp_path / "config.json").unlink()
     assert compiled._spawn().wait(300) == 0
     assert not compiled._log.exists()
-    (tmp_path / "config.json").unlink()
+    compiled.spec["config"] = "{}"
     assert compiled._spawn().wait(300) != 0
-    assert "config.json" in compiled._log.read_text()
+    assert "ValidationError" in compiled._log.read_text()
 
 
 def pretend_to_be_made(compiled):
