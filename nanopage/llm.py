@@ -17,6 +17,7 @@ from typing import Any, cast
 
 from nanopage import build
 from nanopage.config.options import EngineConfig
+from nanopage.config.vllm_options import CALL, accept, accept_engine
 from nanopage.engine.interface import Engine
 from nanopage.engine.output_processor import Request
 from nanopage.inputs import AnyAdapter, AnyParams, LoRARequest, Prompt, list_prompts, match_parameters
@@ -26,7 +27,6 @@ from nanopage.text.tool_prompt import make_prompt
 from nanopage.vllm.beam_search import read_sequences
 from nanopage.vllm.engine_args import option_names
 from nanopage.vllm.metrics import Metric, Metrics
-from nanopage.vllm.options import CALL, accept, accept_engine
 from nanopage.vllm.profiler import Profiler
 from nanopage.vllm.progress import progress_bar
 
@@ -39,7 +39,7 @@ class LLM:
         on_progress: called while weights load, with the number of weights read so far and the total.
         profiler_config: where `start_profile` writes (see `Profiler`).
         options: options of `EngineConfig`, by name. Options of vLLM that change nothing, such as
-            data_parallel_size=1, are accepted (see vllm/options.py).
+            data_parallel_size=1, are accepted (see config/vllm_options.py).
 
     Raises:
         TypeError: an option that does not exist.

@@ -1,9 +1,8 @@
 """What a model makes of a text instead of more text: an embedding, or scores of classes.
 
-`PoolingConfig` says how, and `finish` makes the result of the vector that a worker has pooled. How an embedding model
-pools is read as data from the files of sentence-transformers: modules.json, 1_Pooling/config.json,
-sentence_bert_config.json and config_sentence_transformers.json. A field in them that would change the result and is
-not supported is an error that names it.
+`PoolingConfig` says how. How an embedding model pools is read as data from the files of sentence-transformers:
+modules.json, 1_Pooling/config.json, sentence_bert_config.json and config_sentence_transformers.json. A field in them
+that would change the result and is not supported is an error that names it.
 """
 
 import math
@@ -16,7 +15,6 @@ import numpy as np
 
 from nanopage.config.checked import Flag, check
 from nanopage.files.model_files import exists, is_plain_name, read_json, read_json_list, shown
-from nanopage.params import PoolingParams
 
 Runner = Literal["auto", "generate", "pooling"]
 Conversion = Literal["auto", "none", "embed", "classify"]
@@ -93,36 +91,6 @@ class PoolingConfig:
             known = ", ".join(self.prompts) or "none"
             raise ValueError(f"prompt_name={name!r} is not one of the model's prompts: {known}")
         return self.prompts[name]
-
-    def check(self, params: PoolingParams, size: int) -> None:
-        """Args: size: of an embedding. Raises: ValueError for a parameter that is not for this model."""
-        if self.task == "embed":
-            if params.use_activation is not None:
-                raise ValueError("use_activation is for models that classify, and this one makes embeddings")
-            if params.dimensions is not None and params.dimensions > size:
-                raise ValueError(f"dimensions={params.dimensions} is more than the {size} of the model's embeddings")
-            return
-        for name in ("dimensions", "normalize", "prompt_name"):
-            if getattr(params, name) is not None:
-                raise ValueError(f"{name} is for models that make embeddings, and this one classifies")
-
-
-def finish(pooled: np.ndarray, params: PoolingParams, config: PoolingConfig) -> np.ndarray:
-    """The result of a request: float32 [size].
-
-    Args: pooled: float32, the pooled hidden state [hidden_size] or the scores of the classes [num_labels].
-    """
-    if config.task == "embed":
-        vector = pooled[: params.dimensions]
-        if config.normalize if params.normalize is None else params.normalize:
-            vector = vector / max(float(np.linalg.norm(vector)), 1e-12)  # as F.normalize
-        return vector
-    if params.use_activation is False or config.activation == "identity":
-        return pooled
-    if config.activation == "sigmoid":
-        return (1 + np.tanh(pooled / 2)) / 2  # which cannot overflow
-    exponents = np.exp(pooled - pooled.max())
-    return exponents / exponents.sum()
 
 
 def similarity(first: np.ndarray, second: np.ndarray, config: PoolingConfig) -> float:

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from nanopage.config.pooling import PoolingConfig, finish
+from nanopage.config.pooling import PoolingConfig
 from nanopage.engine.beam_search import Hypothesis
 from nanopage.engine.scheduler import Scheduler
 from nanopage.engine.sequence import Sequence, SequenceGroup
@@ -261,7 +261,7 @@ class OutputProcessor:
         assert isinstance(params, PoolingParams) and self.pooling is not None
         mean = self.pooling.pooling_type == "MEAN"
         vector = group.pooled / len(request.prompt_token_ids) if mean else group.pooled
-        return finish(vector.astype(np.float32), params, self.pooling)
+        return finish_vector(vector.astype(np.float32), params, self.pooling)
 
     def _completion(self, index: int, completion: Completion) -> CompletionOutput:
         seq, detokenizer = completion.seq, completion.detokenizer
@@ -303,3 +303,21 @@ class OutputProcessor:
 
 def _ended_by_token(seq: Sequence) -> bool:
     return seq.finish_reason == "stop" and not isinstance(seq.stop_reason, str)
+
+
+def finish_vector(pooled: np.ndarray, params: PoolingParams, config: PoolingConfig) -> np.ndarray:
+    """The result of a request: float32 [size].
+
+    Args: pooled: float32, the pooled hidden state [hidden_size] or the scores of the classes [num_labels].
+    """
+    if config.task == "embed":
+        vector = pooled[: params.dimensions]
+        if config.normalize if params.normalize is None else params.normalize:
+            vector = vector / max(float(np.linalg.norm(vector)), 1e-12)  # as F.normalize
+        return vector
+    if params.use_activation is False or config.activation == "identity":
+        return pooled
+    if config.activation == "sigmoid":
+        return (1 + np.tanh(pooled / 2)) / 2  # which cannot overflow
+    exponents = np.exp(pooled - pooled.max())
+    return exponents / exponents.sum()

@@ -18,7 +18,7 @@ from typing import Protocol
 import numpy as np
 
 from nanopage.config.options import EngineConfig
-from nanopage.config.pooling import finish, is_finite
+from nanopage.config.pooling import is_finite
 from nanopage.engine.input_processor import InputProcessor
 from nanopage.engine.output_processor import Request
 from nanopage.engine.token_budget import TokenBudget, choose_budget
@@ -147,7 +147,7 @@ class EncoderEngine:
             vector, error = None, "its vector is not finite: weights that are too large, or an overflow in float16"
         if vector is not None:
             assert isinstance(request.params, PoolingParams)
-            vector = finish(vector, request.params, self.pooling)
+            vector = finish_vector(vector, request.params, self.pooling)
         ids = request.prompt_token_ids
         return RequestOutput(group.request_id, request.prompt, ids, [], True, group.metrics, error=error, pooled=vector)
 

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from nanopage.config.pooling import PoolingConfig
+from nanopage.config.vllm_options import POOLING_CALL, accept
 from nanopage.engine.interface import Engine
 from nanopage.engine.output_processor import Request
 from nanopage.inputs import Prompt, list_prompts
@@ -25,7 +26,6 @@ from nanopage.outputs import (
 )
 from nanopage.params import PoolingParams
 from nanopage.pooling.scoring import pair_texts, read_scores, scoring_prompts
-from nanopage.vllm.options import POOLING_CALL, accept
 
 T = TypeVar("T", bound=PoolingRequestOutput)
 AnyPoolingParams = PoolingParams | list[PoolingParams] | None

@@ -31,7 +31,7 @@ class PoolingRequests:
         if not isinstance(params, PoolingParams):
             makes = "embeddings" if pooling.task == "embed" else "scores of classes"
             raise ValueError(f"the model {name} runs with runner='pooling': it makes {makes}, not text")
-        pooling.check(params, processor.model_config.hidden_size)
+        check_params(params, pooling, processor.model_config.hidden_size)
         if isinstance(prompt, str):
             prompt = {"prompt": prompt}
         fields = dict(prompt) if isinstance(prompt, dict) else {"prompt_token_ids": prompt}
@@ -112,3 +112,16 @@ class PoolingRequests:
         ids, types = tokenizer.encode_truncated(text, pair, most)
         config = self.processor.model_config
         return ids, types if isinstance(config, EncoderConfig) and config.type_vocab_size != 1 else None
+
+
+def check_params(params: PoolingParams, config: PoolingConfig, size: int) -> None:
+    """Args: size: of an embedding. Raises: ValueError for a parameter that is not for this model."""
+    if config.task == "embed":
+        if params.use_activation is not None:
+            raise ValueError("use_activation is for models that classify, and this one makes embeddings")
+        if params.dimensions is not None and params.dimensions > size:
+            raise ValueError(f"dimensions={params.dimensions} is more than the {size} of the model's embeddings")
+        return
+    for name in ("dimensions", "normalize", "prompt_name"):
+        if getattr(params, name) is not None:
+            raise ValueError(f"{name} is for models that make embeddings, and this one classifies")

@@ -24,9 +24,9 @@ from nanopage import (
     TextPrompt,
     TokensPrompt,
 )
+from nanopage.config import vllm_options
 from nanopage.outputs import StepStats
 from nanopage.utils import FlexibleArgumentParser
-from nanopage.vllm import options as vllm_options
 from nanopage.vllm.engine_args import takes_engine_options
 from nanopage.vllm.metrics import Counter, Gauge, Histogram, Vector
 
