@@ -20,7 +20,7 @@ import numpy as np
 from nanopage.config.options import EngineConfig
 from nanopage.config.pooling import is_finite
 from nanopage.engine.input_processor import InputProcessor
-from nanopage.engine.output_processor import Request
+from nanopage.engine.output_processor import Request, finish_vector
 from nanopage.engine.token_budget import TokenBudget, choose_budget
 from nanopage.outputs import RequestEvent, RequestOutput, StepStats
 from nanopage.params import PoolingParams, SamplingParams
