@@ -10,7 +10,8 @@ from nanopage.files.model_files import memory_errors
 from nanopage.files.safetensors_checkpoint import read_tensors
 from nanopage.pooling.encoder import Encoder, slots
 from nanopage.pooling.encoder_config import EncoderConfig, find_encoder
-from nanopage.weights.loader import all_finite, check_fit, materialize, stored_tensors_of
+from nanopage.weights.allocation import all_finite, materialize
+from nanopage.weights.loader import check_fit, stored_tensors_of
 
 
 def load_encoder(

@@ -8,11 +8,9 @@ Tensors of a .gguf file come in pieces, so that none of them ever exists twice. 
 GPTQ checkpoint, become floats, or they are placed as they are before the rest is allocated.
 """
 
-import ctypes
 import hashlib
 import math
 import re
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -27,7 +25,6 @@ from nanopage.config.model import ModelConfig, StoredQuantization
 from nanopage.config.pooling import PoolingConfig
 from nanopage.cpu import tile_linear
 from nanopage.cpu.tiled import TiledLinear
-from nanopage.device import check_weights_fit
 from nanopage.distributed.part import WHOLE, Part, Slice
 from nanopage.files.model_files import memory_errors, shown
 from nanopage.files.safetensors_checkpoint import StoredTensor, read_tensors, safetensors_files, stored_tensors
@@ -38,6 +35,7 @@ from nanopage.models.read_config import config_from_directory
 from nanopage.quantization import gguf_tiles, quantized_checkpoint
 from nanopage.quantization.gguf_checkpoint import GGUFCheckpoint
 from nanopage.quantization.quantized import QuantizedLinear
+from nanopage.weights.allocation import all_finite, materialize
 
 SAMPLES, SAMPLE_BYTES = 64, 2**16  # of a file, for its fingerprint
 DUMMY_STD = 0.02  # the usual initializer_range
@@ -194,61 +192,6 @@ def fingerprint(checkpoint: Checkpoint, load_format: str = "auto") -> str:
                 content.seek(sample * max(0, size - SAMPLE_BYTES) // (SAMPLES - 1))
                 digest.update(content.read(SAMPLE_BYTES))
     return digest.hexdigest()
-
-
-def build_model(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Decoder:
-    """The model with its parameters allocated, not yet filled. Raises MemoryError as `load_model`."""
-    model = meta_model(config)
-    materialize(model, dtype, device)
-    return model
-
-
-def materialize(model: nn.Module, dtype: torch.dtype, device: torch.device, for_use: bool = True) -> None:
-    """Allocate the parameters of a model that is on the meta device. Raises MemoryError as `load_model`.
-
-    Args: for_use: whether the model runs on this device.
-    """
-    sizes = [parameter.numel() * dtype.itemsize for parameter in model.parameters()]
-    check_weights_fit(sum(sizes), device, dtype)
-    if for_use and device.type == "cpu" and sys.platform == "linux":
-        _prepare_heap(sum(sizes) + max(sizes))  # packing them holds one weight twice
-    materialized: dict[nn.Parameter, nn.Parameter] = {}  # tied parameters stay tied
-    for layer in model.modules():
-        for name, parameter in layer.named_parameters(recurse=False):
-            if parameter not in materialized:
-                empty = torch.empty(parameter.shape, dtype=dtype, device=device)
-                materialized[parameter] = nn.Parameter(empty, requires_grad=False)
-            layer.register_parameter(name, materialized[parameter])
-        for name, buffer in layer.named_buffers(recurse=False):
-            layer.register_buffer(name, buffer.to(device), persistent=False)
-
-
-def _prepare_heap(num_bytes: int) -> None:
-    """Configure glibc's malloc for speed on a CPU. Process-wide, and without effect under another allocator.
-
-    malloc keeps the memory of activations after every operator. Taking it from the system again would cost a page fault
-    for every 4 KiB, a tenth of the time of a prefill. The next `num_bytes`, the weights, come in pages of 2 MiB where
-    the system allows it: they are then read faster, which makes a single request's decoding faster by a seventh.
-    """
-    libc = ctypes.CDLL(None)
-    if not hasattr(libc, "mallopt"):
-        return
-    m_trim_threshold, m_mmap_threshold, madv_hugepage = -1, -3, 14  # malloc.h, mman.h
-    libc.mallopt(m_mmap_threshold, 2**30)
-    libc.mallopt(m_trim_threshold, 2**31 - 1)
-    # Memory that is taken from the heap, advised and freed without being touched stays there and keeps the advice.
-    malloc, free, madvise = libc.malloc, libc.free, libc.madvise
-    malloc.restype, malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
-    free.restype, free.argtypes = None, [ctypes.c_void_p]
-    madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    piece, huge_page = 2**29, 2**21
-    pieces = [(malloc(size) or 0, size) for size in [piece] * (num_bytes // piece) + [num_bytes % piece + huge_page]]
-    for address, size in pieces:  # address 0: there was no memory
-        begin, end = -(-address // huge_page) * huge_page, (address + size) // huge_page * huge_page
-        if address and begin < end:
-            madvise(begin, end - begin, madv_hugepage)
-    for address, _ in pieces:
-        free(address)
 
 
 def slots(model: Decoder) -> dict[str, Tensor]:
@@ -437,11 +380,6 @@ def _with_other_names(wanted: dict[str, Tensor]) -> dict[str, Tensor]:
                 other = other.replace(f".{theirs}.", f".{usual}.")
             others[other] = slot
     return wanted | others
-
-
-def all_finite(tensor: Tensor) -> bool:
-    # The sum is much cheaper. It is finite only if every value is, but may overflow even then.
-    return bool(tensor.sum().isfinite()) or bool(tensor.isfinite().all())
 
 
 def dummy_tensors(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Iterator[tuple[str, Tensor]]:

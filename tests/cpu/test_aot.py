@@ -44,10 +44,11 @@ from nanopage.cpu.tiled_experts import join_experts
 from nanopage.engine.preemption import preempt
 from nanopage.engine.schedule import Schedule
 from nanopage.files.private_files import cache_directory
+from nanopage.models.decoder import meta_model
 from nanopage.state.kv_cache import KVCache
 from nanopage.state.sequence_table import SequenceTable
 from nanopage.step import NO_TOKEN, SamplingSettings
-from nanopage.weights import loader
+from nanopage.weights import allocation, loader
 from nanopage.worker.eager import attention_of_layers, prepare, reference_attention
 from nanopage.worker.model_runner import sampled_positions
 
@@ -81,10 +82,17 @@ def model(tmp_path_factory):
     return tiny_model(tmp_path_factory.mktemp("model"), **MODEL, vocab_size=FILLING)
 
 
+def build_model(config, dtype, device):
+    """A model that is never filled."""
+    model = meta_model(config)
+    allocation.materialize(model, dtype, device)
+    return model
+
+
 def compiled_of(path, dtype=torch.float32, block_size=8, tiles=None, kv_dtype=None) -> aot.Compiled:
     """For a model that is never filled."""
     config = loader.read_config(path)
-    model = loader.build_model(config, dtype, CPU)
+    model = build_model(config, dtype, CPU)
     join_experts(model, dtype)
     if tiles is not None:
         tile(model, "bfloat16")
@@ -942,7 +950,7 @@ def test_without_the_weights_of_adapters_a_layer_has_the_tensors_of_one_without_
     config = loader.read_config(tiny_model(tmp_path, "qwen3", attention_bias=True))
 
     def layer_of(adapted):
-        model = loader.build_model(config, torch.float32, CPU)
+        model = build_model(config, torch.float32, CPU)
         model = AdaptedDecoder(model, 2, 4, torch.float32, CPU) if adapted else model
         tile(model, "int8") if tiled else pack(model)
         return model.layers[0]

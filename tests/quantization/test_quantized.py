@@ -12,7 +12,7 @@ from nanopage.layers.linear import Linear
 from nanopage.quantization import quantized_weights
 from nanopage.quantization.quantized import QuantizedEmbedding, QuantizedLinear, quantize
 from nanopage.quantization.quantized_weights import QuantizedWeight, dequantize
-from nanopage.weights import loader
+from nanopage.weights import allocation, loader
 from nanopage.worker import jit
 
 LENGTHS = [5, 1, 17]
@@ -104,7 +104,7 @@ def test_one_matrix_at_a_time_is_on_the_device(directory, kind, monkeypatch):
 
 @pytest.mark.parametrize("load_format", ["auto", "dummy"])
 def test_weights_that_will_be_quantized_wait_on_the_cpu(directory, load_format, monkeypatch):
-    monkeypatch.setattr(loader, "_prepare_heap", lambda *_: pytest.fail("the model does not run on the CPU"))
+    monkeypatch.setattr(allocation, "_prepare_heap", lambda *_: pytest.fail("the model does not run on the CPU"))
     monkeypatch.setattr(loader, "dummy_tensors", lambda config, dtype, device: drawn_on(device, config, dtype))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     config = loader.read_config(directory)
