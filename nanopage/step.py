@@ -1,5 +1,5 @@
-"""The messages between the engine and its workers. In each step, the engine sends a Batch, and the masks that it has
-not found by then (`Executor.add_masks`), and gets a BatchResult back.
+"""The messages between the engine and its workers. In each step, the engine sends a Batch and gets a BatchResult back.
+Masks that are not known when the Batch is sent follow it (`Executor.add_masks`).
 
 All are plain data. LocalExecutor passes them as objects. ProcessExecutor sends them to other processes as MessagePack
 (distributed/messages.py).
@@ -113,8 +113,8 @@ class Batch:
     starts, counts       for each of `rows`, the position of its first token and the number of its tokens
     sampled_from         for each token to sample, the index of the token whose logits it comes from, among all tokens
                          of the step: first those of `rows[0]`, then those of `rows[1]`, and so on
-    sampled_rows         for each of `sampled_from`, the row that gets the token, behind the token it is sampled from:
-                         the row of that token, or a row just forked from it
+    sampled_rows         for each of `sampled_from`, the row that the sampled token is appended to: the row whose
+                         logits it comes from, or a row just forked from that one
     masks                index in `sampled_rows` -> the tokens that the row may get, as bits: token i is bit i % 8 of
                          byte i // 8. Other rows may get any token
     awaits_masks         more of them follow (see `Executor.add_masks`)

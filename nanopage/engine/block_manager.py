@@ -2,8 +2,8 @@
 
 The KV cache is a pool of `num_blocks` blocks of `block_size` token slots (PagedAttention, Kwon et al., SOSP 2023).
 Each sequence has a block table: the physical block of each of its logical blocks. If layers have different windows, a
-logical block has a physical block for each kind of layers (see layer_kinds.py); one follows the other in the table. At
-a first reading, assume one kind, without a window. A block is always one of
+logical block has one physical block for each kind of layers (see layer_kinds.py), side by side in the table. At a first
+reading, assume one kind, without a window. A block is always one of
 
     free       on the free list; its contents have no meaning
     used       in at least one table; its reference count is the number of tables

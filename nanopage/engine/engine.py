@@ -162,9 +162,9 @@ class LLMEngine:
     def abort(self, request_id: str, index: int | None = None) -> RequestOutput | None:
         """End a request now, or only its completion `index`, and free the blocks.
 
-        The other requests go on, with one exception. If a step is planned (see `plan`), and either `index` is given or
-        the requests of a failed step run one at a time, the plan is given up: every request starts again from the
-        tokens that it has, and the prefix cache is empty. No token is lost or changes.
+        The other requests go on. In two cases the engine also gives up a step that it has planned (see `plan`): if
+        `index` is given, and while the requests of a failed step run one at a time. Every request then starts again
+        from the tokens that it has, and the prefix cache is empty. No token is lost or changes.
 
         Returns: its output so far; None if there is no such request or completion (it may just have finished).
         Raises: ValueError for an `index` with beam search or with `best_of` larger than `n`: these completions compete,

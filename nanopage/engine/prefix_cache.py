@@ -4,7 +4,7 @@ A *full* block whose K and V are written is registered under a chained hash of a
 sha256(parent hash, its tokens). The root of the chain is the hash of the request's salt. A hash only finds a candidate:
 the tokens of the whole chain are compared before a block is shared.
 
-If layers have windows, a prefix is found if the blocks are there that its next token sees.
+If layers have windows, a prefix is a hit if all blocks that the token after it attends to are cached.
 """
 
 from array import array

@@ -7,9 +7,9 @@ decodes and chunks of prompts together (Orca, OSDI 2022; chunked prefill: Sarath
      first. If even all of them would not free enough blocks, preempt none.
   2. Running groups come first, in order: one token for a decode, a chunk for an unfinished prompt. When blocks run
      out, preempt the last running group, whole.
-  3. Then, unless blocks ran out, admit swapped and waiting groups in order, as long as they fit (see admission.py). A
-     prompt whose next block another group computes in this step waits until it can share that block. Everything behind
-     it waits too.
+  3. Then, unless blocks ran out, admit swapped and waiting groups in order, as long as they fit (see admission.py). If
+     another group computes a prompt's next block in this step, the prompt waits, to share that block in the next one.
+     Everything behind it waits too.
   4. Decodes may get drafts, out of the tokens and the blocks that are left (see speculation/drafts.py).
 
 A running group whose sequences have masks (see `TokenMask`) waits for its tokens in flight, on which they depend. A
@@ -81,7 +81,7 @@ class Scheduler:
         adapter_slots: AdapterSlots | None = None,
     ):
         self.block_manager, self.num_stages, self.adapter_slots = block_manager, num_stages, adapter_slots
-        self.token_budget = TokenBudget(max_num_batched_tokens)
+        self.token_budget = TokenBudget(max_num_batched_tokens)  # build.py may replace it (`choose_budget`)
         self.preemption_mode = preemption_mode
         self.admission = Admission(block_manager, max_num_seqs, max_num_batched_tokens, adapter_slots)
         self.writer = BatchWriter(block_manager, max_num_seqs, sends_tokens)

@@ -3,7 +3,7 @@ steps short, so that a long prompt does not stall the streams beside it.
 
 How long a step takes depends mostly on its number of prompt tokens, and on the machine: 2,048 tokens take 1.3 seconds
 on two cores with AVX512-BF16, and 4 seconds on slower ones. The number of prompt tokens that a step may have starts
-low. After each step with more than half of them, it moves halfway to the number that would have taken `seconds`.
+low. After a step that used more than half of it, it moves halfway to the number that would have taken `seconds`.
 
 Shorter steps make the last of many prompts wait longer, because each step serves the running sequences, too. On two
 cores with AVX512-BF16, with 32 prompts of SmolLM2-135M at once, steps of 0.3 seconds instead of 2,048 tokens give the

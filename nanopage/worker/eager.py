@@ -64,8 +64,8 @@ class Output:
     logits  [S, vocab_size] of the S tokens of `sampled_from`; None if there are none
     hidden  [T, hidden_size] of all tokens, if a sequence asked for log-probabilities of its prompt, or in a pipeline
             stage that is not the last
-    tokens  int64 [S]: tokens that the way has already sampled and written to the sequence table (CUDA graphs). If a row
-            has a mask, constraints or penalties, which the way does not apply, they are ignored and `logits` sampled
+    tokens  int64 [S]: tokens that a CUDA graph has already sampled and written to the sequence table. A graph applies no
+            masks, constraints or penalties: if a row has one, the runner ignores `tokens` and samples from `logits`
     """
 
     logits: Tensor | None
