@@ -25,7 +25,7 @@ near-ties in dtypes smaller than float64; the fuzz suite tests that.
 Everything beside the plain case is in a file of its own, called in one line: preemption.py, forks.py (several sequences
 of a prompt, and beams), stages.py (of a pipeline), verdicts.py (on drafts) and suspects.py (after an exception).
 
-For a first reading, assume one sequence per group: then `forked` is always true and the only sequence is the leader.
+For a first reading, assume one sequence per group. It is the leader, and `forked` is always true: no fork is pending.
 """
 
 import time

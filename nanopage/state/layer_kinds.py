@@ -1,9 +1,9 @@
 """Kinds of layers: which layers share a block table, and how many blocks sequences take with several of them.
 
 A layer with a sliding window needs only the blocks that its window still reaches, a layer without one needs all. So
-layers with different windows have different block tables. One pool serves all tables, because each block holds the K
-and V of equally many layers: layers that have the same window are divided into kinds of that many, or a few less. This
-is how vLLM does it, whose name for a kind is a KV cache group.
+layers with different windows have different block tables. One pool of blocks serves all tables, so a block must
+have the same size for each: all kinds have the same number of layers, or a few less. Layers with the same window are
+divided into as many kinds as that takes. vLLM does the same, and calls a kind a KV cache group.
 
 For example, Gemma 3 270M has 15 layers with a window of 512 tokens and 3 without, in periods of 6 layers:
 

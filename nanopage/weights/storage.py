@@ -1,4 +1,5 @@
-"""How weights are stored: the one place that chooses, and that replaces a model's modules accordingly.
+"""How weights are stored: the one place that chooses. It also replaces a model's modules by those that hold such
+weights, except for the checkpoint's own integers, which the loader places.
 
 floats                 as they are; on a CPU in oneDNN's layout (cpu/packed.py)
 16 bits                on a CPU that computes in float32, in tiles (cpu/tiled.py)
@@ -27,8 +28,8 @@ logger = logging.getLogger("nanopage")
 
 BLOCKS = "block-quantized"  # weights of a .gguf, AWQ or GPTQ checkpoint in its own integers
 Storage = tuple[str | None, CompiledProduct | None]
-"""What `tile` (on a GPU: `quantize`) makes of floats, or BLOCKS; None: they stay floats. And, on a CPU, what multiplies
-by weights in tiles, among which are those of all experts."""
+"""(kind, product). kind: what `tile` (on a GPU: `quantize`) makes of floats, or BLOCKS. None: they stay floats.
+product: on a CPU, what multiplies by weights in tiles, as those of experts always are."""
 
 
 def choose_storage(setup: Setup, checkpoint: Checkpoint) -> Storage:

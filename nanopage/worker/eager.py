@@ -47,8 +47,9 @@ class Pages:
     query_lens            int64 [B], on the CPU  tokens of each sequence in this step
     seq_lens              int64 [B], on the CPU  tokens of each sequence, including this step's
 
-    If the kind has a window, the table of a sequence begins with the first block that its queries see, and `seq_lens`
-    counts the tokens from there on. Attention depends only on how far a key is behind a query: no kernel has to know.
+    If the kind has a window, the table of a sequence begins with the first block that its queries attend to, and
+    `seq_lens` counts tokens from the start of that block. Attention depends only on how far a key is behind a query: no
+    kernel has to know.
     """
 
     slot_mapping: Tensor
@@ -64,8 +65,8 @@ class Output:
     logits  [S, vocab_size] of the S tokens of `sampled_from`; None if there are none
     hidden  [T, hidden_size] of all tokens, if a sequence asked for log-probabilities of its prompt, or in a pipeline
             stage that is not the last
-    tokens  int64 [S]: tokens that a CUDA graph has already sampled and written to the sequence table. A graph applies no
-            masks, constraints or penalties: if a row has one, the runner ignores `tokens` and samples from `logits`
+    tokens  int64 [S]: tokens that a CUDA graph has already sampled and written to the sequence table. A graph applies
+            no masks, constraints or penalties: if a row has one, the runner ignores `tokens` and samples from `logits`
     """
 
     logits: Tensor | None

@@ -40,7 +40,7 @@ class Wings:
     stored_as      how weights are stored, for the log; None: as floats (weights/storage.py)
     adapters_of    makes `adapters_of` of Eager and CUDAGraphs, from a sequence table
     load_adapters  loads adapters into slots. Returns why some could not be loaded, by their indexes
-    compiled       makes the way with compiled layers on a CPU (cpu/aot.py); or says how steps run instead, and why
+    compiled       makes the way with compiled layers on a CPU (cpu/aot.py). A text: how steps run instead, and why
     partial        makes a way to run a part of the model, from a way to run the model (distributed/parallel.py)
     threads        sets the number of threads on a CPU before each step (cpu/threads.py)
     """
