@@ -76,7 +76,7 @@ def test_the_engine_in_one_file_names_files_that_exist_and_imports_only_tokenize
         assert (ROOT / "nanopage" / file).exists(), file
     imports = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ImportFrom)]
     ours = {node.module for node in imports if node.module.startswith("nanopage")}
-    assert ours == {"nanopage.text.tokenizer", "nanopage.files", "nanopage.weights"}
+    assert ours == {"nanopage.text.tokenizer", "nanopage.weights"}
 
 
 @pytest.mark.parametrize("example", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.name)

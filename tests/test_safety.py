@@ -1,4 +1,4 @@
-"""Safe by construction: no code from data, no sockets, nothing left behind."""
+"""Safe by construction: no code from data, no sockets but the server's, nothing left behind."""
 
 import ast
 import contextlib
@@ -23,11 +23,12 @@ FORBIDDEN_ATTRIBUTES = {("torch", "load"), ("torch", "save"), ("numpy", "load"),
     ids=lambda f: f.name,
 )
 def test_no_source_file_can_run_code_from_data(file):
+    forbidden = FORBIDDEN_MODULES - ({"socket"} if file == ROOT / "nanopage" / "server" / "listener.py" else set())
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Import):
-            assert not {alias.name.split(".")[0] for alias in node.names} & FORBIDDEN_MODULES
+            assert not {alias.name.split(".")[0] for alias in node.names} & forbidden
         if isinstance(node, ast.ImportFrom):
-            assert (node.module or "").split(".")[0] not in FORBIDDEN_MODULES
+            assert (node.module or "").split(".")[0] not in forbidden
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
             assert node.func.id not in FORBIDDEN_CALLS
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
