@@ -102,8 +102,8 @@ WHOLE = Part()
 
 
 def sums(model: Decoder, whole: ModelConfig) -> list[tuple[str, nn.Module]]:
-    """The linear layers and mixtures of experts of a part, by their place, whose outputs are parts of sums over all
-    workers. What is in such a mixture is not added up by itself."""
+    """The linear layers and mixtures of experts of a part whose outputs must be summed over all workers, each with
+    its place. What is in such a mixture is not added up by itself."""
     complete = dict(meta_model(whole).named_modules())
     found: list[tuple[str, nn.Module]] = []
     for place, module in model.named_modules():

@@ -53,7 +53,7 @@ class HostPool:
 
 
 def count_blocks(tables: Tables, seq_ids: Iterable[int]) -> Counter[int]:
-    """The blocks in the tables of some sequences, and in how many of them each is."""
+    """The blocks in the tables of these sequences, each with the number of tables that contain it."""
     blocks = Counter(block for seq_id in seq_ids for block in tables.get(seq_id, ()))
     del blocks[NO_BLOCK]
     return blocks

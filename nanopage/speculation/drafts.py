@@ -33,7 +33,7 @@ class Drafter(Protocol):
         """
 
     def learn(self, seq: Sequence, num_drafted: int, num_accepted: int) -> None:
-        """Take in how many tokens of a draft were sampled."""
+        """Learn how many tokens of a draft were accepted."""
 
     def observe(self, stats: StepStats) -> None:
         """Take in what a step did, and how long it took."""
