@@ -91,9 +91,7 @@ def _read_model(
 
     Raises: as `build_engine`.
     """
-    limit = model_config.max_position_embeddings
-    if config.max_model_len is not None and config.max_model_len > limit:
-        raise ValueError(f"max_model_len={config.max_model_len} is more than the model's {limit} positions")
+    _check_length(config, model_config.max_position_embeddings)
     tokenizer = None
     if config.load_format != "dummy" or path.suffix == ".gguf" or exists(path / "tokenizer.json"):
         tokenizer = Tokenizer(checkpoint, model_config.vocab_size)
@@ -108,6 +106,11 @@ def _read_model(
         ends = ", ".join(f"{tokenizer.backend.id_to_token(i)!r} ({i})" for i in sorted(model_config.eos_token_ids))
         logger.info(f"a reply ends with one of these tokens: {ends:.500}" if ends else "no token ends a reply")
     return config, model_config, tokenizer
+
+
+def _check_length(config: EngineConfig, limit: int) -> None:
+    if config.max_model_len is not None and config.max_model_len > limit:
+        raise ValueError(f"max_model_len={config.max_model_len} is more than the model's {limit} positions")
 
 
 def _start_actors(config: EngineConfig, scratch: str) -> tuple[list[Link], str]:
@@ -136,9 +139,8 @@ def _build_encoder(
     """The engine of an encoder. Raises: as `build_engine`."""
     limit = encoder_config.max_position_embeddings
     max_model_len = min(limit, encoder_config.pooling.max_seq_length or limit)
+    _check_length(config, limit)
     if config.max_model_len is not None:
-        if config.max_model_len > limit:
-            raise ValueError(f"max_model_len={config.max_model_len} is more than the model's {limit} positions")
         max_model_len = config.max_model_len
     tokenizer = Tokenizer(path, encoder_config.vocab_size)
     worker = EncoderWorker(config, encoder_config, path, on_progress)

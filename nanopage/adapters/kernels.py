@@ -94,7 +94,7 @@ def lora_expand_kernel(
 
 
 class TritonAdapters:
-    """`layers.lora.TokenAdapters` by these kernels.
+    """`adapters.layers.TokenAdapters` by these kernels.
 
     Args: slots: int64 [T], on the GPU: the slot of each token, -1 for none.
     """

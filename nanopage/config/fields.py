@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from nanopage.files.model_files import shown
+from nanopage.files.safetensors_checkpoint import MAX_FUSED_EXPERTS
 
 Dtype = Literal["float32", "bfloat16", "float16", "float64"]
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu2")  # layers/mlp.py
@@ -25,8 +26,8 @@ MAX_SIZES = {
     "max_position_embeddings": 2**31 - 1,
     "sliding_window": 2**31 - 1,
     "sliding_window_pattern": 2**10,
-    "num_experts": 2**12,
-    "num_local_experts": 2**12,
+    "num_experts": MAX_FUSED_EXPERTS,
+    "num_local_experts": MAX_FUSED_EXPERTS,
     "num_experts_per_tok": 2**12,
     "moe_intermediate_size": 2**20,
     "shared_expert_intermediate_size": 2**20,

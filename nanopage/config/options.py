@@ -155,9 +155,10 @@ class EngineConfig:
 
     def _conflicts(self) -> Iterator[str]:
         """The options that do not go together. worker/options.py has those that do not fit the model or the device."""
-        for name in ("convert", "pooler_config", "hf_overrides") if self.runner == "generate" else ():
-            if (value := getattr(self, name)) and value not in ("auto", "none"):
-                yield f"{name}={value!r} and runner='generate' exclude each other"
+        if self.runner == "generate":
+            for name in ("convert", "pooler_config", "hf_overrides"):
+                if (value := getattr(self, name)) and value not in ("auto", "none"):
+                    yield f"{name}={value!r} and runner='generate' exclude each other"
         if self.convert == "classify" and self.pooler_config:
             yield "pooler_config is for embeddings, and convert='classify' makes none"
         if self.hf_overrides and (self.convert == "embed" or self.pooler_config):
@@ -189,10 +190,12 @@ class EngineConfig:
         sizes = ("kv_cache_gib", "gpu_memory_utilization", "num_gpu_blocks_override")
         if len(sized_by := [name for name in sizes if getattr(self, name) is not None]) > 1:
             yield f"{' and '.join(sized_by)} both set the size of the KV cache: give one"
-        for option in () if self.enable_lora else self.given("max_loras", "max_lora_rank"):
-            yield f"{option} needs enable_lora=True"
-        for option in self.given(*SIZES) if self.enable_lora else ():
-            yield f"enable_lora and {option} exclude each other: give one worker"
+        if self.enable_lora:
+            for option in self.given(*SIZES):
+                yield f"enable_lora and {option} exclude each other: give one worker"
+        else:
+            for option in self.given("max_loras", "max_lora_rank"):
+                yield f"{option} needs enable_lora=True"
 
     def given(self, *names: str) -> Iterator[str]:
         """The options of these names that differ from their defaults, with their values."""

@@ -52,8 +52,8 @@ class PoolingConfig:
     """How a model makes a vector of a text.
 
     task: "embed" or "classify".
-    pooling_type: which hidden states of the last layer: "CLS" the first token's, "LAST" the last one's, "MEAN" the mean
-        of all.
+    pooling_type: which hidden states of the last layer make the vector: the first token's ("CLS"), the last token's
+        ("LAST"), or the mean of all ("MEAN").
     normalize: whether embeddings are scaled to length 1, unless a request says otherwise.
     activation: of the scores of classes: "identity", "sigmoid" or "softmax".
     num_labels: how many classes there are; 0 for embeddings. A model with one class scores texts, or pairs of texts.
@@ -210,7 +210,7 @@ def read_classifier(config: dict, source: str, num_labels: int) -> PoolingConfig
 
 
 def read_embedding(path: Path, default: str, pooler_config: dict | None, hidden_size: int) -> PoolingConfig:
-    """How a model makes embeddings: as its files say, and without modules.json normalized.
+    """How a model makes embeddings, according to its files. Without a modules.json, they are normalized.
 
     Args:
         path: the model's directory.

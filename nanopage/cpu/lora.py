@@ -12,7 +12,7 @@ from nanopage.cpu.packed_linear import library
 
 
 class GroupedAdapters:
-    """`layers.lora.TokenAdapters` in plain torch: one product for all tokens of an adapter.
+    """`adapters.layers.TokenAdapters` in plain torch: one product for all tokens of an adapter.
 
     Args: slots: the slot of each token, -1 for none: int64 [T], on the host.
     """
@@ -73,7 +73,7 @@ def _(y, x, a, b, slots, sizes):
 
 
 class OperatorAdapters:
-    """`layers.lora.TokenAdapters` by one call for all adapters.
+    """`adapters.layers.TokenAdapters` by one call for all adapters.
 
     Args:
         slots: the slot of each token, -1 for none: int64 [T].

@@ -25,7 +25,7 @@ MAX_HEADER = 2**25  # bytes; 150 for each tensor is usual, and parsing takes sev
 MAX_DIMENSIONS = 8  # of a tensor; multiplying 400,000 sizes takes seconds
 MAX_SIZE = 2**63 - 1  # of a dimension, and of an offset
 MAX_MATRICES = 2**20  # of a checkpoint, each expert's counted: a small file must not become many objects
-MAX_EXPERTS = 2**12  # in a tensor
+MAX_FUSED_EXPERTS = 2**12  # in a tensor
 PIECE_BYTES = 2**22  # read at once: few enough for a core's cache
 # Their names in torch, and bytes of a number. Tensors of other types are never read.
 DTYPES = {
@@ -129,7 +129,7 @@ def parts_of(stored: StoredTensor) -> list[tuple[str, int, tuple[int, ...]]]:
     Returns: for each part its name, how many rows of all experts are before it, and its shape.
     """
     shape, match = stored.shape, FUSED_EXPERTS.fullmatch(stored.name)
-    if match is None or len(shape) != 3 or shape[0] > MAX_EXPERTS:
+    if match is None or len(shape) != 3 or shape[0] > MAX_FUSED_EXPERTS:
         return [(stored.name, 0, shape)]
     kinds = ("gate_proj", "up_proj") if match[2] == "gate_up_proj" else ("down_proj",)
     num_rows = shape[1] // len(kinds)

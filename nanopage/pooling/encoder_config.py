@@ -1,4 +1,4 @@
-"""EncoderConfig: config.json of an encoder, read as data. See config/model.py for what that means."""
+"""EncoderConfig: config.json of an encoder, read as data. See models/read_config.py for what that means."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path

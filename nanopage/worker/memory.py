@@ -101,8 +101,8 @@ def largest_batch(
     memory. All tokens go to block 0: use it only to measure.
 
     Few prompts have most of the tokens: the logits for log-probabilities of a prompt take memory for each of its
-    tokens, up to PROMPT_LOGPROB_ROWS. All sequences but one have masks: masks of some rows
-    take more memory than masks of all.
+    tokens, up to PROMPT_LOGPROB_ROWS. All sequences but one have masks: masks of some rows take more memory than masks
+    of all.
     """
     settings = SamplingSettings(
         temperature=1.0,
