@@ -87,7 +87,7 @@ def build_engine(
 def _read_model(
     config: EngineConfig, model_config: ModelConfig, checkpoint: loader.Checkpoint, path: Path
 ) -> tuple[EngineConfig, ModelConfig, Tokenizer | None]:
-    """The options and the configuration of a decoder, with what its other files say, and its tokenizer.
+    """Read a decoder's tokenizer, and complete its options and configuration by what its other files say.
 
     Raises: as `build_engine`.
     """

@@ -198,7 +198,7 @@ class EngineConfig:
                 yield f"{option} needs enable_lora=True"
 
     def given(self, *names: str) -> Iterator[str]:
-        """The options of these names that differ from their defaults, with their values."""
+        """The named options that differ from their defaults, as "name=value"."""
         for name in names:
             if (value := getattr(self, name)) != EngineConfig.__dataclass_fields__[name].default:
                 yield f"{name}={value!r}"

@@ -75,7 +75,7 @@ class InputProcessor:
     Args:
         path: the model's, for messages.
         tokenizer: None if the model has none.
-        capacity: what the workers hold. An encoder's have no KV cache.
+        capacity: what the workers hold. The worker of an encoder has no KV cache.
     """
 
     def __init__(

@@ -54,7 +54,8 @@ class TokenBudget:
 def choose_budget(config: EngineConfig, device_type: str, use: Use) -> TokenBudget:
     """The token budget of a new engine.
 
-    Args: use: who steps it: the user ("steps"), `LLM` or `AsyncLLM`. An "encoder" has the same budget for all.
+    Args: use: who steps it: the user ("steps"), `LLM` or `AsyncLLM`. For an "encoder", the budget does not depend on
+        that.
     """
     if use == "encoder":
         return TokenBudget(config.max_num_batched_tokens or OF_ENCODER[device_type])

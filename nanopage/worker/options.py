@@ -1,7 +1,7 @@
 """Options that do not fit the model or the device, in one table. It is read before anything is loaded.
 
-config/options.py checks options by themselves and has those that do not go together. build.py refuses what it must know
-before it starts other processes: a context that is too long, and options that do not go with embeddings and scores.
+config/options.py checks each option by itself, and lists those that exclude each other. build.py checks what must be
+known before other processes start: the length of the context, and the options of embeddings and scores.
 """
 
 from collections.abc import Iterator

@@ -54,8 +54,8 @@ class Wings:
 
 
 def why_not_compiled(setup: Setup) -> str | None:
-    """Why this worker compiles nothing of the model. None: it may compile. "": enforce_eager was given, which needs no
-    words. On a CPU, `weights.storage.why_eager` adds the reasons that the weights give.
+    """Why this worker compiles nothing of the model. None: it may compile. "": enforce_eager was given, which
+    explains itself. On a CPU, `weights.storage.why_eager` adds the reasons that the weights give.
     """
     config = setup.config
     if setup.on_gpu and config.enable_lora:
