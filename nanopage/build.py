@@ -29,11 +29,12 @@ from nanopage.pooling.requests import PoolingRequests
 from nanopage.speculation.draft_model import ModelDrafter
 from nanopage.speculation.drafts import Drafts
 from nanopage.speculation.lookup import NgramDrafter
+from nanopage.startup import worker_process
+from nanopage.startup.worker import build_worker
 from nanopage.state.layer_kinds import BlockNeeds, divide_layers
 from nanopage.step import Capacity, Executor
 from nanopage.text.tokenizer import Tokenizer
 from nanopage.weights import hub, loader
-from nanopage.weights.attach import build_worker
 from nanopage.worker.executor import LocalExecutor
 
 __all__ = ["build_engine", "classify", "embed", "encode", "read_replies", "score"]  # all but the first: LLM's methods
@@ -117,7 +118,7 @@ def _start_actors(config: EngineConfig, scratch: str) -> tuple[list[Link], str]:
     ray_cluster.connect(max(default_threads(), config.num_ranks))
     from nanopage.distributed.ray_link import start_actors  # imports Ray, which reads its settings when it is imported
 
-    return start_actors(config, scratch)
+    return start_actors(worker_process.serve, config, scratch)
 
 
 def _check_pooling(config: EngineConfig, model_config: ModelConfig, pooling: PoolingConfig) -> EngineConfig:

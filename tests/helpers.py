@@ -23,9 +23,10 @@ from benchmarks.host import ThroughBytes
 from nanopage.cpu.packed import pack
 from nanopage.cpu.tiled import tile
 from nanopage.cpu.tiled_experts import join_experts
-from nanopage.distributed import messages, worker_process
+from nanopage.distributed import messages
 from nanopage.distributed.process_executor import ProcessLink
 from nanopage.quantization.gguf_checkpoint import GGUFCheckpoint
+from nanopage.startup import worker_process
 from nanopage.state.kv_cache import KVCache
 from nanopage.state.layer_kinds import divide_layers, first_block
 from nanopage.state.sequence_table import SequenceTable

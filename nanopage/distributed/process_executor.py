@@ -71,7 +71,7 @@ class ProcessLink:
         environment = {"OMP_NUM_THREADS": threads} | os.environ
         environment |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
         environment |= {"PYTHONPATH": os.pathsep.join(paths), "PYTHONSAFEPATH": "1"}
-        command = [sys.executable, "-P", "-m", "nanopage.distributed.worker_process", str(theirs.fileno())]
+        command = [sys.executable, "-P", "-m", "nanopage.startup.worker_process", str(theirs.fileno())]
         # A group of its own: Ctrl-C is for the engine. In the same session: when the engine ends, the kernel sends
         # SIGHUP to this orphaned group if the worker is stopped, and so cannot notice that.
         self.process = subprocess.Popen(

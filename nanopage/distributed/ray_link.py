@@ -10,6 +10,7 @@ import queue
 import secrets
 import threading
 import time
+from collections.abc import Callable
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Connection, Listener, answer_challenge, deliver_challenge
 from typing import Any
@@ -25,12 +26,12 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 import nanopage
 from nanopage.config.options import EngineConfig
 from nanopage.cpu.threads import default_threads
-from nanopage.distributed import worker_process
 from nanopage.distributed.process_executor import Link
 from nanopage.step import WorkerDiedError
 
 PLACE_SECONDS = 60.0  # in which the cluster has to find room
 CONNECT_SECONDS = 120.0  # for an actor's process to start and to connect
+Serve = Callable[[Connection], None]  # runs a worker until it is told to stop: `worker_process.serve`
 
 
 class RayWorker:
@@ -46,7 +47,7 @@ class RayWorker:
         with Listener((ip, 0)) as free:
             return f"tcp://{ip}:{free.address[1]}"
 
-    def serve(self, address: tuple[str, int], key: bytes, rank: int, num_on_node: int) -> None:
+    def work(self, serve: Serve, address: tuple[str, int], key: bytes, rank: int, num_on_node: int) -> None:
         """Connect to the engine, and work for it until it ends.
 
         Args: num_on_node: how many workers share this node's CPUs.
@@ -59,7 +60,7 @@ class RayWorker:
             torch.set_num_threads(max(1, default_threads() // num_on_node))
         connection = Client(address, authkey=key)
         connection.send_bytes(str(rank).encode())
-        worker_process.serve(connection)
+        serve(connection)
 
 
 class RayLink:
@@ -81,8 +82,8 @@ class RayLink:
         remove_placement_group(self.group)  # once for all workers; again, it does nothing
 
 
-def start_actors(config: EngineConfig, scratch: str) -> tuple[list[Link], str]:
-    """Start the workers of an engine as actors. Arguments and results are those of `process_executor.start_processes`.
+def start_actors(serve: Serve, config: EngineConfig, scratch: str) -> tuple[list[Link], str]:
+    """Start the workers of an engine as actors. Other arguments and results are `process_executor.start_processes`'s.
 
     Raises: ValueError if the cluster has too few CPUs or GPUs, or a node has another version of nanopage;
         WorkerDiedError if an actor does not start.
@@ -102,13 +103,13 @@ def start_actors(config: EngineConfig, scratch: str) -> tuple[list[Link], str]:
         if not group.wait(PLACE_SECONDS):
             wanted = " and ".join(f"{count} {kind}s" for kind in kinds)
             raise ValueError(f"the Ray cluster did not have {wanted} free within {PLACE_SECONDS:.0f} s")
-        return _connect(group, count, on_gpus)
+        return _connect(serve, group, count, on_gpus)
     except BaseException:
         remove_placement_group(group)  # ends the actors as well
         raise
 
 
-def _connect(group: PlacementGroup, count: int, on_gpus: bool) -> tuple[list[Link], str]:
+def _connect(serve: Serve, group: PlacementGroup, count: int, on_gpus: bool) -> tuple[list[Link], str]:
     actor_class: Any = ray.remote(RayWorker)
     actors = [
         actor_class.options(
@@ -136,7 +137,7 @@ def _connect(group: PlacementGroup, count: int, on_gpus: bool) -> tuple[list[Lin
         threading.Thread(target=_accept, args=(listener, key, closed, arrived), daemon=True).start()
         nodes = [node for node, _ in places]
         serving = [
-            actor.serve.remote(listener.address, key, rank, nodes.count(nodes[rank]))
+            actor.work.remote(serve, listener.address, key, rank, nodes.count(nodes[rank]))
             for rank, actor in enumerate(actors)
         ]
         deadline = time.monotonic() + CONNECT_SECONDS

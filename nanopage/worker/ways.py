@@ -35,7 +35,7 @@ logger = logging.getLogger("nanopage")
 
 @dataclass
 class Wings:
-    """What wings attach to a worker (see weights/attach.py). The defaults add nothing.
+    """What wings attach to a worker (see startup/worker.py). The defaults add nothing.
 
     stored_as      how weights are stored, for the log; None: as floats (weights/storage.py)
     adapters_of    makes `adapters_of` of Eager and CUDAGraphs, from a sequence table

@@ -21,9 +21,10 @@ from nanopage.build import build_engine
 from nanopage.distributed import messages, process_executor
 from nanopage.distributed.process_executor import ProcessExecutor
 from nanopage.outputs import RequestOutput
+from nanopage.startup import worker as startup
+from nanopage.startup.worker import build_worker
 from nanopage.step import Batch, WorkerDiedError
-from nanopage.weights import attach, loader
-from nanopage.weights.attach import build_worker
+from nanopage.weights import loader
 from nanopage.worker.worker import Worker
 
 ROOT = Path(__file__).parents[2]
@@ -172,7 +173,7 @@ def test_an_exception_at_start_names_the_rank_and_leaves_nothing(model, forked, 
             raise kind("made up")
         return build_worker(config, model_config, checkpoint, on_progress, ranks, agree)
 
-    monkeypatch.setattr(attach, "build_worker", failing)
+    monkeypatch.setattr(startup, "build_worker", failing)
     before = {child.pid for child in psutil.Process().children()}
     expected = WorkerDiedError if kind is ZeroDivisionError else kind
     with pytest.raises(expected, match=r"rank 1.*made up"):
@@ -189,7 +190,7 @@ def test_a_worker_that_dies_or_hangs_at_start_is_noticed(model, forked, how, mon
             os.kill(os.getpid(), how)
         return build_worker(*arguments)
 
-    monkeypatch.setattr(attach, "build_worker", dying)
+    monkeypatch.setattr(startup, "build_worker", dying)
     executor = ProcessExecutor(config(model), loader.read_config(model), model)
     with pytest.raises(WorkerDiedError, match=r"rank 1 of 2: (was killed by SIGKILL|it has not answered)"):
         executor.start()
@@ -216,7 +217,7 @@ def test_workers_that_compute_in_different_dtypes_are_refused(model, forked, mon
 
         return build_worker(*before, ranks, measured)
 
-    monkeypatch.setattr(attach, "build_worker", other_dtype)
+    monkeypatch.setattr(startup, "build_worker", other_dtype)
     with pytest.raises(ValueError, match=r"rank 1 computes in float16, and rank 0 in \w+: give dtype"):
         build_engine(config(model))
 

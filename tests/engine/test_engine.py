@@ -604,7 +604,7 @@ def test_products_on_a_gpu_are_exact_and_a_cpu_engine_touches_no_setting(coarse,
 
     make_engine(model)
     assert settings() == ("medium", True, True, True, True)
-    monkeypatch.setattr("nanopage.weights.attach.resolve_device", lambda name: torch.device("cuda"))
+    monkeypatch.setattr("nanopage.startup.worker.resolve_device", lambda name: torch.device("cuda"))
     monkeypatch.setattr("nanopage.weights.loader.load_model", lambda *_, **__: pytest.fail("no GPU is needed so far"))
     with pytest.raises(pytest.fail.Exception):
         make_engine(model, dtype="float32")
@@ -627,13 +627,13 @@ def test_fp8_weights_are_refused_on_a_cpu(model):
 
 
 def test_quantized_weights_in_float64_are_refused_on_a_gpu(model, monkeypatch):
-    monkeypatch.setattr("nanopage.weights.attach.resolve_device", lambda name: torch.device("cuda"))
+    monkeypatch.setattr("nanopage.startup.worker.resolve_device", lambda name: torch.device("cuda"))
     with pytest.raises(ValueError, match="quantization='int8' on a GPU does not work in float64"):
         make_engine(model, quantization="int8", dtype="float64")
 
 
 def test_pages_that_the_kernels_of_a_gpu_can_not_read_are_refused(model, monkeypatch):
-    monkeypatch.setattr("nanopage.weights.attach.resolve_device", lambda name: torch.device("cuda"))
+    monkeypatch.setattr("nanopage.startup.worker.resolve_device", lambda name: torch.device("cuda"))
     with pytest.raises(ValueError, match="block_size=12 must be a power of two on a GPU"):
         make_engine(model, block_size=12)
 

@@ -22,8 +22,8 @@ from nanopage.layers.linear import Linear
 from nanopage.layers.mlp import MLP
 from nanopage.layers.moe import Experts, Gate, GroupedExperts, MixtureOfExperts, route
 from nanopage.models.read_config import config_from_dict
+from nanopage.startup.worker import build_worker
 from nanopage.weights import loader
-from nanopage.weights.attach import build_worker
 from nanopage.worker.options import refused
 
 pytestmark = pytest.mark.usefixtures("one_thread")

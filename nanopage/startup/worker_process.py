@@ -1,4 +1,4 @@
-"""A worker in a process of its own: `python -m nanopage.distributed.worker_process DESCRIPTOR`.
+"""A worker in a process of its own: `python -m nanopage.startup.worker_process DESCRIPTOR`.
 
 ProcessExecutor starts it.
 
@@ -94,9 +94,9 @@ def _serve(mailbox: Mailbox) -> None:
 
     from nanopage.device import resolve_device
     from nanopage.distributed.parallel import Ranks, part_of
+    from nanopage.startup.worker import build_worker
     from nanopage.step import Capacity
     from nanopage.weights import loader
-    from nanopage.weights.attach import build_worker
     from nanopage.worker.model_runner import Launched
 
     def report(done: int, total: int) -> None:

@@ -1,5 +1,5 @@
 """The one place that attaches wings to a worker: it looks at the options, loads the model and attaches what they ask
-for. build.py calls it for a worker in this process, distributed/worker_process.py for one in another."""
+for. build.py calls it for a worker in this process, startup/worker_process.py for one in another."""
 
 import logging
 import os

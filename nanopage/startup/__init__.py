@@ -1,0 +1,1 @@
+"""Builds a worker from its options, in this process or in one of its own."""
