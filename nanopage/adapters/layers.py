@@ -4,6 +4,7 @@ y = x Wᵀ + x Aᵀ Bᵀ, with A and B of the adapter of each token. The weights
 captured graph reads whatever the slots hold. Ranks are padded with zeros.
 """
 
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -28,12 +29,21 @@ class TokenAdapters(Protocol):
         """The same for these tokens alone."""
 
 
+@dataclass(slots=True)
+class Running:
+    """The step that a model computes, whose `adapters` are TokenAdapters or None. All its linear layers share this, so
+    that no other layer has to know of adapters."""
+
+    step: Any = None
+
+
 class LoRALinear(nn.Module):
     """A linear layer with slots for adapters, which are empty at first.
 
     Args:
         linear: a Linear, or one of the layers that replace it (packed.py, tiled.py, quantized.py).
         num_slots, rank: how many adapters it holds, and of which rank at most.
+        running: the step that the model computes.
 
     Shapes: x [T, in] -> [T, out].
     """
@@ -41,17 +51,19 @@ class LoRALinear(nn.Module):
     a: Tensor
     b: Tensor
 
-    def __init__(self, linear: Any, num_slots: int, rank: int, dtype: torch.dtype, device: torch.device):
+    def __init__(
+        self, linear: Any, num_slots: int, rank: int, dtype: torch.dtype, device: torch.device, running: Running
+    ):
         super().__init__()
-        self.linear, self.parts = linear, linear.parts
+        self.linear, self.parts, self.running = linear, linear.parts, running
         self.sizes = list(self.parts.values())
         a = torch.zeros(num_slots, len(self.sizes), rank, linear.in_features, dtype=dtype, device=device)
         b = torch.zeros(num_slots, rank, linear.out_features, dtype=dtype, device=device)
         self.register_buffer("a", a, persistent=False)
         self.register_buffer("b", b, persistent=False)
 
-    def forward(self, x: Tensor, adapters: TokenAdapters | None = None) -> Tensor:
-        y = self.linear(x)
+    def forward(self, x: Tensor) -> Tensor:
+        y, adapters = self.linear(x), self.running.step.adapters
         return y if adapters is None else adapters.add(y, x, self.a, self.b, self.sizes)
 
     @torch.no_grad()

@@ -20,9 +20,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,14 +36,13 @@ from nanopage.adapters.layers import lora_buffers
 from nanopage.config.model import ModelConfig
 from nanopage.cpu.aot_chain import Chain, FixedInputs, Layers, Library
 from nanopage.files.private_files import cache_directory, check_private, make_private
-from nanopage.kernels.reference import ReferenceAttention
+from nanopage.layers.attention import StepContext
 from nanopage.models import find_family
 from nanopage.models.decoder import Decoder
 from nanopage.state.kv_cache import KVCache
 from nanopage.state.sequence_table import SequenceTable
 from nanopage.step import Batch
 from nanopage.worker.eager import (
-    Inputs,
     Output,
     head_of,
     prepare,
@@ -132,31 +130,19 @@ class Compiled:
 
     def run(self, batch: Batch) -> Output:
         inputs = prepare(batch, self.table)
-        attentions = [reference_attention(pages) for pages in inputs.pages]
+        step = inputs.step(self.kv_cache, reference_attention)
+        step.adapters = self._adapter_slots(batch)
         if self.head is not None and self._is_one_decode(batch):
-            return self._decode_one(batch, inputs, attentions, self.head)
-        head = self.head or head_of(self.model)
-        adapters = self._adapter_slots(batch)
-        forward = self._forward if adapters is None else partial(self._forward, adapters=adapters)
-        return run_model(forward, batch, inputs, attentions, self.kv_cache, self.table, head)
+            return self._decode_one(batch, inputs.input_ids, step, self.head)
+        return run_model(self._forward, batch, inputs.input_ids, step, self.table, self.head or head_of(self.model))
 
-    def _forward(
-        self,
-        input_ids: Tensor,
-        positions: Tensor,
-        kv_caches: Sequence[Tensor],
-        attentions: list[ReferenceAttention],
-        rows: Tensor | None = None,
-        adapters: Tensor | None = None,
-    ) -> Tensor:
-        """As `Decoder.forward`, with the attention of each kind of layers, and the KV cache that the layers were loaded
-        for.
-
-        Args: adapters: as in `_adapter_slots`.
-        """
+    def _forward(self, input_ids: Tensor, step: StepContext) -> Tensor:
+        """As `Decoder.forward`, with the KV cache that the layers were loaded for. `step.adapters` is as in
+        `_adapter_slots`."""
         assert self.layers is not None
         x = self.model.embed(input_ids)
-        return self.layers(x, self.model.rotary(positions, x.dtype), attentions, rows, adapters)
+        step.rotations = self.model.rotary(step.positions, x.dtype)
+        return self.layers(x, step)
 
     def _adapter_slots(self, batch: Batch) -> Tensor | None:
         """The adapter slot of each token, -1 for none: int64 [T]. None if no token has an adapter."""
@@ -170,14 +156,11 @@ class Compiled:
         the next one."""
         return batch.counts == [1] and batch.sampled_rows == batch.rows and not wants_prompt_logprobs(batch, self.table)
 
-    def _decode_one(
-        self, batch: Batch, inputs: Inputs, attentions: list[ReferenceAttention], head: "CompiledHead"
-    ) -> Output:
+    def _decode_one(self, batch: Batch, input_ids: Tensor, step: StepContext, head: "CompiledHead") -> Output:
         """Run a step of a single token. Unlike `run_model`, this does little in Python: for a small model that takes a
         tenth of such a step."""
-        (row,), adapters = batch.rows, self._adapter_slots(batch)
-        hidden = self._forward(inputs.input_ids, inputs.positions, self.kv_cache.layers, attentions, None, adapters)
-        logits, tokens = head.of_one_row(hidden)
+        (row,) = batch.rows
+        logits, tokens = head.of_one_row(self._forward(input_ids, step))
         if not self.table.sampling.greedy[row]:
             return Output(logits)
         self.table.record(np.array([row]), np.array([batch.starts[0] + 1]), tokens)
@@ -387,29 +370,19 @@ class CompiledLayers:
         self.chain, self.libraries, self.layers, self.adapted = chain, libraries, layers, adapted
         self.num_heads, self.head_dim, self.num_threads = num_heads, head_dim, num_threads
 
-    def __call__(
-        self,
-        x: Tensor,
-        rotations: list[tuple[Tensor, Tensor]],
-        attentions: list[ReferenceAttention],
-        rows: Tensor | None,
-        adapters: Tensor | None,
-    ) -> Tensor:
+    def __call__(self, x: Tensor, step: StepContext) -> Tensor:
         """The output of the last layer, for x [T, hidden_size], the input of the first one.
 
-        Args:
-            rotations: as RotaryEmbedding computes them.
-            adapters: the adapter slot of each token, int64 [T]. None: no token has an adapter.
-            attentions: of each kind of layers.
-            rows: as in `Decoder.forward`.
+        `step.adapters` is the adapter slot of each token, int64 [T]. None: no token has an adapter.
         """
+        adapters, rows = step.adapters, step.rows
         layers = self.layers if adapters is None else self.adapted
         assert layers is not None
         attended = x.new_empty(len(x), self.num_heads, self.head_dim)
         before, after = self._part("before", x, adapters), self._part("after", x, adapters)
         num_threads = min(self.num_threads, torch.get_num_threads())
         num_parts = num_threads if len(x) >= num_threads * PART_ROWS else 1
-        x = self.chain.run_layers(before, after, layers, x, rotations, attentions, attended, num_parts, adapters)
+        x = self.chain.run_layers(before, after, layers, x, step, attended, num_parts)
         if rows is not None:
             x, attended = x[rows], attended[rows]
             adapters = None if adapters is None else adapters[rows]

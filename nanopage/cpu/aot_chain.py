@@ -18,6 +18,7 @@ from torch import Tensor
 from torch._C import _aoti
 
 from nanopage.kernels.reference import ReferenceAttention
+from nanopage.layers.attention import StepContext
 from nanopage.state.layer_kinds import MOST_KINDS
 
 # torch hands over handles as capsules. Unlike the functions of a CDLL, these two do not release the lock.
@@ -164,24 +165,21 @@ class Chain:
         after: Library,
         layers: Layers,
         x: Tensor,
-        rotations: Sequence[tuple[Tensor, Tensor]],
-        attentions: Sequence[ReferenceAttention],
+        step: StepContext,
         attended: Tensor,
         num_parts: int,
-        adapters: Tensor | None = None,
     ) -> Tensor:
         """Run layers up to the attention of the last one.
 
         Args:
             before, after: the parts of a layer before and after attention.
             x: [T, hidden_size]. T is the number of tokens.
-            rotations: as RotaryEmbedding computes them.
-            attentions: for each kind of layers, where the K and V of the tokens are.
+            step: with the rotations. Its attentions are ReferenceAttentions. Its adapters, if there are any, are a
+                further input of both functions: the adapter slot of each token, int64 [T].
             attended: [T, num_heads, head_dim], contiguous. The output of each layer's attention is written to it, and
                 that of the last one stays there.
             num_parts: the rows are divided into at most so many parts that are computed at the same time, each by a
                 single thread. 1: all threads compute all rows together.
-            adapters: a further input of both functions: the adapter slot of each token, int64 [T].
 
         Returns: the input of the last layer, [T, hidden_size].
         Raises: RuntimeError if a function fails; its error is on stderr.
@@ -189,6 +187,7 @@ class Chain:
         part_rows = -(-len(x) // num_parts)
         while len(x) > 1 and len(x) % part_rows == 1:
             part_rows += 1  # for the code for several rows may not be right for one
+        attentions, rotations, adapters = step.attentions, step.rotations, step.adapters
         slots = [attention.slot_mapping for attention in attentions]
         tensors = [x, attended, *slots, *(t for rotation in rotations for t in rotation)]
         inputs = [new_handles(t.split(part_rows)) for t in tensors]

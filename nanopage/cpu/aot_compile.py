@@ -17,6 +17,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -25,7 +26,8 @@ import torch
 from filelock import FileLock
 from torch import Tensor, nn
 
-from nanopage.adapters import model as adapted_layers
+from nanopage.adapters.layers import Running
+from nanopage.adapters.model import AdaptedDecoder
 from nanopage.config.model import ModelConfig
 from nanopage.cpu.aot import LOCK, TIME_LIMIT, file_kinds, find_file, tensors_of
 from nanopage.cpu.lora import OperatorAdapters
@@ -75,9 +77,9 @@ PROCESS_BYTES = 2**30  # of memory for each: 700 MB were measured
 class _Exported(nn.Module):
     """Computes a part of a layer as a function of its inputs, and of its KV cache and weights."""
 
-    def __init__(self, layer: nn.Module, part: str, adapted: bool):
+    def __init__(self, layer: nn.Module, part: str, running: Running | None):
         super().__init__()
-        self.part = [_Part(layer, part, adapted)]  # in a list, so that its weights do not become constants
+        self.part = [_Part(layer, part, running)]  # in a list, so that its weights do not become constants
         self.names = [f"layer.{name}" for name in tensors_of(layer)]
 
     def forward(self, inputs: list[Tensor], kv_cache: Tensor, weights: list[Tensor]) -> Tensor:
@@ -86,23 +88,20 @@ class _Exported(nn.Module):
 
 
 class _Part(nn.Module):
-    def __init__(self, layer: nn.Module, part: str, adapted: bool):
+    def __init__(self, layer: nn.Module, part: str, running: Running | None):
         super().__init__()
         self.layer: Any = layer
-        self.part, self.adapted = part, adapted
+        self.part, self.running = part, running
 
     def forward(self, *tensors: Tensor) -> Tensor:
         *inputs, kv_cache = tensors
-        before, after = self.layer.before, self.layer.after
-        if self.adapted:
+        if self.running is not None:
             *inputs, slots = inputs
-            adapters = OperatorAdapters(slots)
-            before = partial(adapted_layers.before, self.layer, adapters=adapters)
-            after = partial(adapted_layers.after, self.layer, adapters=adapters)
+            self.running.step = SimpleNamespace(adapters=OperatorAdapters(slots))
         if self.part == "after":
-            return after(*inputs)
+            return self.layer.after(*inputs)
         x, cos, sin, slot_mapping = inputs
-        q, k, v = before(x, cos, sin)
+        q, k, v = self.layer.before(x, cos, sin)
         pages.write(k, v, kv_cache, slot_mapping)
         return q.contiguous()  # flash_attention.cpp assumes this layout
 
@@ -115,12 +114,12 @@ def compile_layer(
     block_size: int,
     part: str,
     num_rows: int,
-    adapted: bool,
+    running: Running | None,
     file: Path,
 ) -> None:
     """Compile one part of a decoder layer to `file`, for a single row or for several. Takes tens of seconds at most.
 
-    Args: adapted: whether the layer has slots for adapters, and rows have some.
+    Args: running: that of an AdaptedDecoder, if rows have adapters.
     """
     x = torch.zeros(num_rows, config.hidden_size, dtype=dtype)
     if part == "after":
@@ -128,7 +127,7 @@ def compile_layer(
     else:
         cos, sin = torch.zeros(2, num_rows, 1, config.rope.num_rotated(config.head_dim) // 2, dtype=dtype)
         inputs = [x, cos, sin, torch.zeros(num_rows, dtype=torch.int64)]
-    if adapted:
+    if running is not None:
         inputs.append(torch.zeros(num_rows, dtype=torch.int64))
     # oneDNN's tensors are opaque: tracing uses plain tensors of the same shape instead.
     stand_ins = [torch.empty(t.shape, dtype=t.dtype) if t.is_mkldnn else t for t in tensors_of(layer).values()]
@@ -137,7 +136,7 @@ def compile_layer(
     dims = [[{0: None if num_rows == 1 else any_size}] * len(inputs), {1: any_size}, [None] * len(stand_ins)]
     # Memory planning saves allocations, which take a twentieth of a step of a single token.
     options = {"memory_planning": num_rows == 1}
-    _export(_Exported(layer, part, adapted), [inputs, kv_cache, stand_ins], dims, file, options)
+    _export(_Exported(layer, part, running), [inputs, kv_cache, stand_ins], dims, file, options)
 
 
 class _ExportedHead(nn.Module):
@@ -284,15 +283,17 @@ def _make(spec: dict[str, Any], config: ModelConfig, directory: Path, name: str)
     if part == "head":
         compile_head(model.norm, config, dtype, tiled, num_rows, directory / name)
         return
+    running = None
     if adapted:  # the code reads the number of slots and their rank from the tensors
-        model = adapted_layers.AdaptedDecoder(model, 1, 1, dtype, torch.device("cpu"))
+        model = AdaptedDecoder(model, 1, 1, dtype, torch.device("cpu"))
+        running = model.running
     layer = model.layers[0]
     join_experts(layer, torch.bfloat16)
     if tiled:
         tile(layer, "bfloat16")
     else:
         pack(layer, PackedRowLinear if kind == "one" else PackedLinear)
-    compile_layer(layer, config, dtype, kv_dtype, spec["block_size"], part, num_rows, adapted, directory / name)
+    compile_layer(layer, config, dtype, kv_dtype, spec["block_size"], part, num_rows, running, directory / name)
 
 
 def _probe_compiler() -> None:

@@ -12,6 +12,7 @@ this.
 """
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import nn
 
@@ -125,3 +126,6 @@ def _num_weights(module: nn.Module) -> int:
 def keep_layers(model: Decoder) -> None:
     """Number the layers of a part from 0, and forget those of other stages."""
     model.layers = nn.ModuleList(layer for layer in model.layers if not isinstance(layer, nn.Identity))
+    layers: Any = model.layers
+    for index, layer in enumerate(layers):
+        layer.self_attn.index = index

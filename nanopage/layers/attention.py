@@ -1,4 +1,6 @@
-"""Attention as models see it: an object that is made for each step and knows where the K and V of every token are.
+"""What layers need to know of a step: a StepContext, with the attention of each kind of layers.
+
+Attention is an object that is made for each step and knows where the K and V of every token are.
 
 The ways to compute attention, by class: `kernels.reference.ReferenceAttention` in plain PyTorch,
 `kernels.paged_attention.TritonAttention` on a GPU, and `worker.cuda_graphs.PaddedAttention` for padded decodes on a
@@ -6,7 +8,9 @@ CPU, which only tests run. Compiled layers on a CPU take the fields of a Referen
 cpu/flash_attention.cpp.
 """
 
-from typing import Protocol
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -51,3 +55,45 @@ class Attention(Protocol):
 
         Returns: [T, num_heads, head_dim]
         """
+
+
+@dataclass(slots=True)
+class StepContext:
+    """What layers need to know of a step of T tokens, beside their hidden states. Made for each step.
+
+    positions   int64 [T], of each token in its sequence
+    attentions  of each kind of layers (see state/layer_kinds.py)
+    kinds       which of them each layer has
+    kv_caches   of each layer, [2, num_blocks, num_kv_heads, head_dim * block_size]; written in place
+    rows        int64: the tokens whose hidden states are wanted after the last layer. None: all
+    adapters    of each token (see adapters/layers.py). None: no token has one
+    rotations   cos and sin of each token, for each rope of the model, which computes them (see RotaryEmbedding)
+    """
+
+    positions: Tensor
+    attentions: Sequence[Any]
+    kinds: Sequence[int]
+    kv_caches: Sequence[Tensor]
+    rows: Tensor | None = None
+    adapters: Any = None
+    rotations: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+
+    def write(self, layer: Any, k: Tensor, v: Tensor) -> None:
+        """Write K and V of the tokens to the cache of a layer. layer: its SelfAttention. k, v: as in Attention."""
+        self.attention_of(layer).write(k, v, self.kv_caches[layer.index], layer.kv_scales)
+
+    def attend(self, layer: Any, q: Tensor, out: Tensor | None = None) -> Tensor:
+        """Attention with what is particular to a layer. layer: its SelfAttention. The others: as in Attention."""
+        cache, scales = self.kv_caches[layer.index], layer.kv_scales
+        return self.attention_of(layer).attend(q, cache, layer.window, scales, layer.scale, layer.softcap, out)
+
+    def attention_of(self, layer: Any) -> Attention:
+        return self.attentions[self.kinds[layer.index]]
+
+    def keep(self, layer: Any, *tensors: Tensor) -> Sequence[Tensor]:
+        """In the last layer, only `rows` of tensors [T, ..]. In the others, the tensors."""
+        if self.rows is None or layer.index + 1 < len(self.kinds):
+            return tensors
+        if self.adapters is not None:
+            self.adapters = self.adapters.select(self.rows)
+        return [tensor[self.rows] for tensor in tensors]

@@ -7,13 +7,12 @@ a layer:   x = x + attention(norm(x))
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from nanopage.config.model import ModelConfig
-from nanopage.layers.attention import Attention
+from nanopage.layers.attention import StepContext
 from nanopage.layers.embedding import Embedding
 from nanopage.layers.linear import Linear
 from nanopage.layers.norm import RMSNorm
@@ -41,30 +40,16 @@ class Decoder(nn.Module):
         self.logit_divisor, self.logit_softcap = config.logit_divisor, config.logit_softcap
         self.score: Linear | None = None  # the head of a model that classifies, instead of `lm_head`
 
-    def forward(
-        self,
-        input_ids: Tensor,
-        positions: Tensor,
-        kv_caches: Sequence[Tensor],
-        attentions: Sequence[Attention],
-        rows: Tensor | None = None,
-    ) -> Tensor:
-        """Compute the hidden states of T tokens, the output of the last layer.
+    def forward(self, input_ids: Tensor, step: StepContext) -> Tensor:
+        """Compute the hidden states of the tokens of a step, the output of the last layer.
 
-        Args:
-            input_ids, positions: [T].
-            kv_caches: of each layer, [2, blocks, kv_heads, head_dim * block_size]; written in place.
-            attentions: of each layer in this step.
-            rows: return only these rows. The last layer then drops the others after attention. None: all.
-
-        Returns: [T, hidden_size], or [len(rows), hidden_size].
+        Args: input_ids: int64 [T].
+        Returns: [T, hidden_size], or [len(step.rows), hidden_size]: the last layer drops the other rows.
         """
         x = self.embed(input_ids)
-        rotations = self.rotary(positions, x.dtype)
-        last = len(self.layers) - 1
-        layers: Any = self.layers
-        for index, (layer, cache, attention) in enumerate(zip(layers, kv_caches, attentions, strict=True)):
-            x = layer(x, *rotations[layer.rope], cache, attention, rows if index == last else None)
+        step.rotations = self.rotary(step.positions, x.dtype)
+        for layer in self.layers:
+            x = layer(x, step)
         return x
 
     def take(self, decoder: "Decoder") -> None:
@@ -126,35 +111,16 @@ class DecoderLayer(nn.Module):
         """Which of the model's ropes rotates q and k (see RotaryEmbedding)."""
         return self.self_attn.rope
 
-    @property
-    def kv_scales(self) -> tuple[float, float]:
-        """The scales of K and V in a cache in fp8 (see state/pages.py)."""
-        return self.self_attn.kv_scales
-
-    def forward(
-        self,
-        x: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        kv_cache: Tensor,
-        attention: Attention,
-        rows: Tensor | None = None,
-    ) -> Tensor:
-        q, k, v = self.before(x, cos, sin)
-        attention.write(k, v, kv_cache, self.kv_scales)
-        attended = self.attend(attention, q, kv_cache)
-        if rows is not None:
-            x, attended = x[rows], attended[rows]
-        return self.after(x, attended)
+    def forward(self, x: Tensor, step: StepContext) -> Tensor:
+        """x [T, hidden_size] -> same"""
+        q, k, v = self.before(x, *step.rotations[self.rope])
+        step.write(self.self_attn, k, v)
+        attended = step.attend(self.self_attn, q)
+        return self.after(*step.keep(self.self_attn, x, attended))
 
     def before(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The part before attention: q, k and v, rotated (see `SelfAttention.rotated`)."""
         return self.self_attn.rotated(self.heads(x), cos, sin)
-
-    def attend(self, attention: Attention, q: Tensor, kv_cache: Tensor, out: Tensor | None = None) -> Tensor:
-        """Attention with what is particular to this layer. Args and return value: as in `Attention.attend`."""
-        part = self.self_attn
-        return attention.attend(q, kv_cache, part.window, part.kv_scales, part.scale, part.softcap, out)
 
     def heads(self, x: Tensor) -> Tensor:
         """The part before the rotation: q, k and v of every head (see `SelfAttention.heads`)."""
@@ -176,6 +142,7 @@ class SelfAttention(nn.Module):
 
     def __init__(self, config: ModelConfig, index: int, qkv_bias: bool = False, o_bias: bool = False):
         super().__init__()
+        self.index = index
         self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
         self.window = config.sliding_windows[index]
         self.rope = int(config.local_rope is not None and self.window is not None)

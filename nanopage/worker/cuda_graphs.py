@@ -31,7 +31,7 @@ from torch import Tensor
 
 from nanopage.device import to_device
 from nanopage.kernels.reference import ReferenceAttention
-from nanopage.layers.attention import Attention
+from nanopage.layers.attention import Attention, StepContext
 from nanopage.models.decoder import Decoder
 from nanopage.sampling import truncation
 from nanopage.sampling.sampler import sample_rows
@@ -141,13 +141,11 @@ class CUDAGraphs:
         input_ids, positions, pages = self.look_up(
             rows, seq_lens, table.tokens, table.blocks, table.block_size, table.windows
         )
-        made = [self._make_attention(slots, tables, lens, num_splits, num_rows) for slots, tables, lens in pages]
-        attentions = [made[kind] for kind in self.kv_cache.kinds.of_layers]
-        inputs: tuple = (input_ids, positions, self.kv_cache.layers, attentions)
+        attentions = [self._make_attention(slots, tables, lens, num_splits, num_rows) for slots, tables, lens in pages]
+        step = StepContext(positions, attentions, self.kv_cache.kinds.of_layers, self.kv_cache.layers)
         if self.adapters_of is not None:
-            inputs += (None, self.adapters_of(rows))
-        hidden = self.model(*inputs)
-        logits = self.model.logits(hidden)
+            step.adapters = self.adapters_of(rows)
+        logits = self.model.logits(self.model(input_ids, step))
         # A sequence's length is the position of the token to be sampled.
         tokens = self.sample_all(logits, rows, seq_lens, sampling.temperature, sampling.seed, sampling.limits)
         self.logits[:size] = logits

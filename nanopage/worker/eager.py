@@ -7,7 +7,6 @@ ways.py lists the others.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from nanopage.device import to_device
 from nanopage.kernels.reference import ReferenceAttention
-from nanopage.layers.attention import Attention
+from nanopage.layers.attention import Attention, StepContext
 from nanopage.models.decoder import Decoder
 from nanopage.state.kv_cache import KVCache
 from nanopage.state.pages import pad_tables
@@ -35,6 +34,11 @@ class Inputs:
     input_ids: Tensor
     positions: Tensor
     pages: list["Pages"]
+
+    def step(self, kv_cache: KVCache, make_attention: Callable[["Pages"], Attention]) -> StepContext:
+        """What the layers need to know of this batch."""
+        attentions = [make_attention(pages) for pages in self.pages]
+        return StepContext(self.positions, attentions, kv_cache.kinds.of_layers, kv_cache.layers)
 
 
 @dataclass(slots=True)
@@ -98,12 +102,11 @@ class Eager:
 
     def run(self, batch: Batch) -> Output:
         inputs = prepare(batch, self.table)
-        attentions = attention_of_layers(inputs, self.kv_cache, self.make_attention)
-        model: Callable[..., Tensor] = self.model
+        step = inputs.step(self.kv_cache, self.make_attention)
         if self.adapters_of is not None:
             rows = to_device(torch.from_numpy(np.repeat(batch.rows, batch.counts)), self.table.device)
-            model = partial(self.model, adapters=self.adapters_of(rows))
-        return run_model(model, batch, inputs, attentions, self.kv_cache, self.table, head_of(self.model))
+            step.adapters = self.adapters_of(rows)
+        return run_model(self.model, batch, inputs.input_ids, step, self.table, head_of(self.model))
 
 
 def prepare(batch: Batch, table: SequenceTable) -> Inputs:
@@ -157,14 +160,6 @@ def cut_tables(
     return blocks.permute(2, 0, 1).contiguous(), seq_lens - first * size
 
 
-def attention_of_layers(
-    inputs: Inputs, kv_cache: KVCache, make_attention: Callable[[Pages], Attention]
-) -> list[Attention]:
-    """The attention of each layer."""
-    attentions = [make_attention(pages) for pages in inputs.pages]
-    return [attentions[kind] for kind in kv_cache.kinds.of_layers]
-
-
 def reference_attention(pages: Pages) -> ReferenceAttention:
     """Plain attention (kernels/reference.py)."""
     return ReferenceAttention(pages.slot_mapping, pages.block_tables, pages.query_lens, pages.seq_lens)
@@ -181,30 +176,28 @@ def wants_prompt_logprobs(batch: Batch, table: SequenceTable) -> bool:
 
 
 def run_model(
-    model: Callable[..., Tensor],
+    model: Callable[[Tensor, StepContext], Tensor],
     batch: Batch,
-    inputs: Inputs,
-    attentions: Any,
-    kv_cache: KVCache,
+    input_ids: Tensor,
+    step: StepContext,
     table: SequenceTable,
     head: Callable[[Tensor], Tensor] | None,
 ) -> Output:
     """Run the model on a batch, and its head on the rows to be sampled.
 
     Args:
-        model: computes hidden states of input_ids, positions, kv_caches, attentions and rows (see `Decoder.forward`).
-        attentions: as `model` takes them.
+        model: computes hidden states as `Decoder.forward` does.
         head: computes logits of hidden states (see `Decoder.logits`). None: the output has all hidden states instead.
     """
     if head is None:
-        return Output(None, model(inputs.input_ids, inputs.positions, kv_cache.layers, attentions, None))
+        return Output(None, model(input_ids, step))
     scored = wants_prompt_logprobs(batch, table)
     sampled = np.array(batch.sampled_from, dtype=np.int64)
     used = np.unique(sampled)  # completions that fork from one prompt share its logits
-    everything = len(used) == len(inputs.input_ids)
+    everything = len(used) == len(input_ids)
     # At least one row: oneDNN cannot multiply matrices without rows.
-    rows = None if scored or everything else to_device(used.tolist() or [0], table.device)
-    hidden = model(inputs.input_ids, inputs.positions, kv_cache.layers, attentions, rows)
+    step.rows = None if scored or everything else to_device(used.tolist() or [0], table.device)
+    hidden = model(input_ids, step)
     if not len(used):
         return Output(None, hidden if scored else None)
     chosen = hidden if not scored or everything else hidden[to_device(used.tolist(), table.device)]

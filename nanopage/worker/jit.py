@@ -21,7 +21,7 @@ computes the matrix products. On a CPU, layers are compiled ahead of time instea
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -33,7 +33,7 @@ import torch
 from torch import Tensor, nn
 
 from nanopage.config.model import ModelConfig
-from nanopage.layers.attention import Attention
+from nanopage.layers.attention import StepContext
 from nanopage.layers.moe import has_experts
 from nanopage.models.decoder import Decoder
 from nanopage.state import pages
@@ -99,25 +99,18 @@ class CompiledDecoder(Decoder):
         made = {pair: compile_afresh(between) for pair in set(pairwise(formats))}
         self.betweens = [made[pair] for pair in pairwise(formats)]  # what comes after each layer but the last
 
-    def forward(
-        self,
-        input_ids: Tensor,
-        positions: Tensor,
-        kv_caches: Sequence[Tensor],
-        attentions: Sequence[Attention],
-        rows: Tensor | None = None,
-    ) -> Tensor:
+    def forward(self, input_ids: Tensor, step: StepContext) -> Tensor:
         """As `Decoder.forward`."""
         carried = None
         q = self.new_heads(len(input_ids))
         attended = torch.empty_like(q)
         layers: Any = self.layers
-        for index, (layer, cache, attention) in enumerate(zip(layers, kv_caches, attentions, strict=True)):
-            inputs = input_ids, positions, attention.slot_mapping
-            carried = self.compute(index, inputs, carried, attended, cache, q)
-            layer.attend(attention, q, cache, attended)
+        for index, layer in enumerate(layers):
+            inputs = input_ids, step.positions, step.attention_of(layer.self_attn).slot_mapping
+            carried = self.compute(index, inputs, carried, attended, step.kv_caches[index], q)
+            step.attend(layer.self_attn, q, attended)
         assert carried is not None  # there is a layer
-        return self.finish(carried.x, attended, rows)
+        return self.finish(carried.x, attended, step.rows)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """As `Decoder.logits`."""

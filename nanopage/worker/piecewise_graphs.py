@@ -20,7 +20,7 @@ up to about 256 rows they mostly wait for weights.
 On a CPU, for the tests, the same code runs on the same buffers without capture.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ from rich.console import Console
 from rich.progress import track
 from torch import Tensor
 
-from nanopage.layers.attention import Attention
+from nanopage.layers.attention import Attention, StepContext
 from nanopage.state.kv_cache import KVCache
 from nanopage.state.sequence_table import SequenceTable
 from nanopage.step import Batch
@@ -83,32 +83,25 @@ class PiecewiseGraphs:
     @torch.inference_mode()
     def run(self, batch: Batch) -> Output:
         inputs = prepare(batch, self.table)
-        attentions = [self.make_attention(pages) for pages in inputs.pages]
-        return run_model(self._forward, batch, inputs, attentions, self.kv_cache, self.table, self.model.logits)
+        step = inputs.step(self.kv_cache, self.make_attention)
+        return run_model(self._forward, batch, inputs.input_ids, step, self.table, self.model.logits)
 
-    def _forward(
-        self,
-        input_ids: Tensor,
-        positions: Tensor,
-        kv_caches: Sequence[Tensor],
-        attentions: Sequence[Attention],
-        rows: Tensor | None,
-    ) -> Tensor:
-        """As `Decoder.forward`, but with the attention of each kind of layers."""
+    def _forward(self, input_ids: Tensor, step: StepContext) -> Tensor:
+        """As `Decoder.forward`."""
         num_tokens = len(input_ids)
         size = next(size for size in self.sizes if size >= num_tokens)
-        slots = [attention.slot_mapping for attention in attentions]
-        self.ints[:, :num_tokens] = torch.stack((input_ids, positions, *slots))
+        slots = [attention.slot_mapping for attention in step.attentions]
+        self.ints[:, :num_tokens] = torch.stack((input_ids, step.positions, *slots))
         self.ints[2:, num_tokens:size] = -1
         q, attended, carried = self.q[:num_tokens], self.attended[:num_tokens], None
         layers: Any = self.model.layers
-        for index, (layer, cache) in enumerate(zip(layers, kv_caches, strict=True)):
+        for index, layer in enumerate(layers):
             if self.graphs:
                 self.graphs[size][index].replay()
             else:
                 carried = self._compute(size, index, carried)
-            layer.attend(attentions[self.kv_cache.kinds.of_layers[index]], q, cache, attended)
-        return self.model.finish(self.x[:num_tokens], attended, rows)
+            step.attend(layer.self_attn, q, attended)
+        return self.model.finish(self.x[:num_tokens], attended, step.rows)
 
     def _compute(self, size: int, index: int, carried: Carried | None) -> Carried:
         """Compute a piece on the static buffers. This is what a graph captures."""

@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -49,7 +50,7 @@ from nanopage.state.kv_cache import KVCache
 from nanopage.state.sequence_table import SequenceTable
 from nanopage.step import NO_TOKEN, SamplingSettings
 from nanopage.weights import allocation, loader
-from nanopage.worker.eager import attention_of_layers, prepare, reference_attention
+from nanopage.worker.eager import prepare, reference_attention
 from nanopage.worker.model_runner import sampled_positions
 
 ROOT = Path(__file__).parents[2]
@@ -408,17 +409,13 @@ def test_the_last_layer_computes_only_the_rows_that_are_asked_for(model, directo
         made.cache.move(batch)
         made.table.update(batch)
         inputs = prepare(batch, made.table)
-        if compiled:
-            attentions = [reference_attention(pages) for pages in inputs.pages]  # of each kind of layers
-        else:
-            attentions = attention_of_layers(inputs, made.cache, reference_attention)
-        everything = inputs.input_ids, inputs.positions, made.cache.layers, attentions
+        step = inputs.step(made.cache, reference_attention)
         forward = made.way._forward if compiled else made.model
         for rows in ([sum(lengths) - 1, 0][: len(lengths)], [0]):
             rows = torch.tensor(rows)
             with torch.inference_mode():
-                whole = forward(*everything)
-                some = forward(*everything, rows)
+                whole = forward(inputs.input_ids, step)
+                some = forward(inputs.input_ids, replace(step, rows=rows))
             torch.testing.assert_close(some, whole[rows], rtol=1e-4, atol=1e-4)
 
 
@@ -654,7 +651,7 @@ def test_the_command_names_what_cannot_be_compiled(model, tmp_path):
     done = CliRunner().invoke(app, ["compile", str(model), "--dtype", "float16"])
     assert done.exit_code == 1 and "nothing to compile: steps run eagerly: float16" in done.stderr
     assert compile_by_command(tmp_path / "no-model")[0] == 1
-    code, stderr = compile_by_command(model, "--enable-lora")
+    code, stderr = compile_by_command(tiny_model(tmp_path / "phi3", "phi3"), "--enable-lora")
     assert code == 1 and "enable_lora does not work with this model" in stderr
 
 

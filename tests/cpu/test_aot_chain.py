@@ -14,6 +14,7 @@ from torch._inductor.cpp_builder import get_cpp_compiler
 from nanopage.cpu import aot_compile
 from nanopage.cpu.aot_chain import Chain, FixedInputs, Layers, Library
 from nanopage.kernels.reference import ReferenceAttention
+from nanopage.layers.attention import StepContext
 from nanopage.state.layer_kinds import MOST_KINDS
 
 # Stands in for a compiled function. It returns its first input once another thread has set `flag` to 1, and fails where
@@ -78,9 +79,8 @@ def layers_of(num_layers):
 def run_layers(chain, function, num_layers, x, num_parts=1):
     zeros = torch.zeros(1, dtype=torch.int64)
     attention = ReferenceAttention(zeros.expand(len(x)), zeros[None], zeros + 1, zeros + 1)
-    return chain.run_layers(
-        function, function, layers_of(num_layers), x, [(x, x)], [attention], torch.empty_like(x), num_parts
-    )
+    step = StepContext(zeros, [attention], [], [], rotations=[(x, x)])
+    return chain.run_layers(function, function, layers_of(num_layers), x, step, torch.empty_like(x), num_parts)
 
 
 def test_a_function_that_fails_is_an_error(chain, waiting):

@@ -35,7 +35,7 @@ from nanopage.state.kv_cache import KVCache
 from nanopage.state.sequence_table import SequenceTable
 from nanopage.step import Batch, BlockUpdate, Fork, NewSequence, SamplingSettings
 from nanopage.weights import loader
-from nanopage.worker.eager import Eager, attention_of_layers, prepare, reference_attention
+from nanopage.worker.eager import Eager, prepare, reference_attention
 from nanopage.worker.model_runner import ModelRunner
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -285,32 +285,23 @@ def hidden_states(paged, lengths, rows=None):
     paged.cache.move(batch)
     paged.table.update(batch)
     inputs = prepare(batch, paged.table)
+    step = inputs.step(paged.cache, reference_attention)
+    step.rows = rows
     with torch.inference_mode():
-        attentions = attention_of_layers(inputs, paged.cache, reference_attention)
-        return paged.model(inputs.input_ids, inputs.positions, paged.cache.layers, attentions, rows)
+        return paged.model(inputs.input_ids, step)
 
 
-def test_each_layer_gets_its_own_cache_and_only_the_last_is_told_the_rows(tmp_path, monkeypatch):
+def test_each_layer_writes_to_its_own_cache_and_only_the_last_drops_rows(tmp_path):
     tiny_hf_model("qwen3", num_hidden_layers=3).save_pretrained(tmp_path)
     paged, lengths, calls = Paged(tmp_path, random_tokens([9, 4])), [9, 4], []
 
-    def recording(index, forward):
-        def compute(x, cos, sin, kv_cache, attention, rows=None):
-            assert kv_cache.data_ptr() == paged.cache.tensor[index].data_ptr()
-            calls.append((index, rows))
-            return forward(x, cos, sin, kv_cache, attention, rows)
+    def record(layer, inputs, output):
+        calls.append((len(inputs[0]), len(output), [bool(cache.nan_to_num().any()) for cache in paged.cache.layers]))
 
-        return compute
-
-    rows = torch.tensor([12, 8])
-    expected = hidden_states(paged, lengths, rows)
-    for index, layer in enumerate(paged.model.layers):
-        monkeypatch.setattr(layer, "forward", recording(index, layer.forward))
-    assert torch.equal(hidden_states(paged, lengths, rows), expected)
-    assert calls == [(0, None), (1, None), (2, rows)]
-    paged.model.layers = paged.model.layers[:2]
-    with pytest.raises(ValueError, match="longer"):
-        hidden_states(paged, lengths, rows)
+    for layer in paged.model.layers:
+        layer.register_forward_hook(record)
+    hidden_states(paged, lengths, torch.tensor([12, 8]))
+    assert calls == [(13, 13, [True, False, False]), (13, 13, [True, True, False]), (13, 2, [True, True, True])]
 
 
 def test_a_family_is_a_file_and_a_name():

@@ -203,9 +203,8 @@ def test_what_a_layer_launches_beside_compiled_code(model, fake_cuda, monkeypatc
     engine.executor.worker.kv_cache.clear([0])
     batch = Batch(rows=[0, 1], starts=[4, 0], counts=[1, 3], sampled_from=[0], sampled_rows=[0])
     inputs = prepare(batch, pieces.table)
-    attentions = [pieces.make_attention(pages) for pages in inputs.pages]
     with torch.inference_mode():
-        pieces._forward(inputs.input_ids, inputs.positions, pieces.kv_cache.layers, attentions, None)
+        pieces._forward(inputs.input_ids, inputs.step(pieces.kv_cache, pieces.make_attention))
     assert launches == ["replay", "decode_kernel", "prefill_kernel"] * layers
 
 
