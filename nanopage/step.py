@@ -196,19 +196,6 @@ class BatchResult:
 
 
 @dataclass(slots=True)
-class EncoderBatch:
-    """Sequences for an encoder, one after the other, with those of equal length next to each other.
-
-    token_ids, token_types  of all tokens; token types say which text of a pair a token belongs to
-    seq_lens                of each sequence
-    """
-
-    token_ids: list[int] = field(default_factory=list)
-    token_types: list[int] = field(default_factory=list)
-    seq_lens: list[int] = field(default_factory=list)
-
-
-@dataclass(slots=True)
 class Capacity:
     """How much the workers can hold once the model is loaded.
 

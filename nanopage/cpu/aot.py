@@ -42,14 +42,8 @@ from nanopage.models.decoder import Decoder
 from nanopage.state.kv_cache import KVCache
 from nanopage.state.sequence_table import SequenceTable
 from nanopage.step import Batch
-from nanopage.worker.eager import (
-    Output,
-    head_of,
-    prepare,
-    reference_attention,
-    run_model,
-    wants_prompt_logprobs,
-)
+from nanopage.worker.eager import Output, head_of, prepare, reference_attention, run_model
+from nanopage.worker.prompt_outputs import wants_prompt_logprobs
 
 logger = logging.getLogger("nanopage")
 
@@ -272,7 +266,7 @@ class Compiled:
     def _make_layers(self, chain: Chain, libraries: dict[tuple[str, str], Library]) -> "CompiledLayers":
         caches = self.kv_cache.layers
         decoder_layers: Any = self.model.layers
-        ropes = [layer.rope for layer in decoder_layers]
+        ropes = [layer.self_attn.rope for layer in decoder_layers]
 
         def layers_with(tensors_of: Callable[[nn.Module], dict[str, Tensor]]) -> Layers:
             fixed = [

@@ -46,7 +46,8 @@ from nanopage.cpu.toolchain import (
     only_avx2,
     product_constants,
 )
-from nanopage.models.decoder import meta_model, scale_logits
+from nanopage.models.decoder import scale_logits
+from nanopage.models.meta import meta_model
 from nanopage.sampling.argmax import argmax
 from nanopage.state import pages
 from nanopage.state.layer_kinds import MOST_KINDS

@@ -19,7 +19,8 @@ from torch import nn
 from nanopage.config.model import ModelConfig
 from nanopage.layers.linear import Linear
 from nanopage.layers.moe import Experts, MixtureOfExperts
-from nanopage.models.decoder import Decoder, meta_model
+from nanopage.models.decoder import Decoder
+from nanopage.models.meta import meta_model
 
 Slice = tuple[slice, ...]
 """What a worker has of a tensor, in each dimension."""

@@ -66,14 +66,6 @@ class Decoder(nn.Module):
             return x
         return x * torch.full((), self.embedding_scale, dtype=x.dtype, device=x.device)  # rounded, as in transformers
 
-    def answer_with(self, no: int, yes: int) -> None:
-        """Replace `lm_head` by `score`: the logit of token `yes` minus that of token `no`. The sigmoid of it is the
-        probability of `yes`, if only these two tokens may follow."""
-        weight = self.lm_head.weight.data
-        self.score = Linear(weight.shape[1], 1)
-        self.score.weight = nn.Parameter((weight[yes] - weight[no])[None], requires_grad=False)
-        self.lm_head = None  # type: ignore[assignment]
-
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [T, hidden_size] -> [T, vocab_size]"""
         return scale_logits(self.lm_head(self.norm(hidden)), self.logit_divisor, self.logit_softcap)
@@ -101,19 +93,9 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = make_norm(config)
         self.mlp = mlp
 
-    @property
-    def window(self) -> int | None:
-        """How many of the last tokens attention sees; None for all."""
-        return self.self_attn.window
-
-    @property
-    def rope(self) -> int:
-        """Which of the model's ropes rotates q and k (see RotaryEmbedding)."""
-        return self.self_attn.rope
-
     def forward(self, x: Tensor, step: StepContext) -> Tensor:
         """x [T, hidden_size] -> same"""
-        q, k, v = self.before(x, *step.rotations[self.rope])
+        q, k, v = self.before(x, *step.rotations[self.self_attn.rope])
         step.write(self.self_attn, k, v)
         attended = step.attend(self.self_attn, q)
         return self.after(*step.keep(self.self_attn, x, attended))
@@ -145,7 +127,7 @@ class SelfAttention(nn.Module):
         self.index = index
         self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
         self.window = config.sliding_windows[index]
-        self.rope = int(config.local_rope is not None and self.window is not None)
+        self.rope = int(config.local_rope is not None and self.window is not None)  # of the model's (RotaryEmbedding)
         self.scale, self.softcap = config.attention_scale, config.attention_softcap
         self.kv_scales = (1.0, 1.0)  # the loader sets those of the checkpoint
         q_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
@@ -174,19 +156,3 @@ class SelfAttention(nn.Module):
         q, k, v = heads.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1)
         q_norm, k_norm = norms
         return rotate(q_norm(q), cos, sin), rotate(k_norm(k), cos, sin), v
-
-
-def meta_model(config: ModelConfig) -> Decoder:
-    """Build the model without memory for weights (on the meta device). Raises: ValueError for an unknown family."""
-    from nanopage.models import find_family
-
-    family = find_family(config.architecture)
-    if family is None:
-        raise ValueError(f"architecture {config.architecture!r} is not supported")
-    with torch.device("meta"):
-        model = Decoder(config, [family.make_layer(config, index) for index in range(config.num_layers)])
-        if (pooling := config.pooling) is not None and pooling.answers is None:
-            model.lm_head = None  # type: ignore[assignment]
-            if pooling.task == "classify":
-                model.score = Linear(config.hidden_size, pooling.num_labels)
-        return model

@@ -24,9 +24,9 @@ from nanopage.engine.output_processor import Request, finish_vector
 from nanopage.engine.token_budget import TokenBudget, choose_budget
 from nanopage.outputs import RequestEvent, RequestOutput, StepStats
 from nanopage.params import PoolingParams, SamplingParams
-from nanopage.pooling.encoder_config import EncoderConfig
+from nanopage.pooling.encoder_config import EncoderBatch, EncoderConfig
 from nanopage.pooling.requests import PoolingRequests
-from nanopage.step import Capacity, EncoderBatch
+from nanopage.step import Capacity
 from nanopage.text.tokenizer import Tokenizer
 
 logger = logging.getLogger("nanopage")

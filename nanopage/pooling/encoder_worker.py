@@ -13,9 +13,8 @@ from nanopage.cpu.packed_linear import can_pack
 from nanopage.cpu.threads import limit_threads
 from nanopage.device import resolve_device, resolve_dtype, set_cuda_precision, to_device
 from nanopage.pooling.encoder import Span
-from nanopage.pooling.encoder_config import EncoderConfig
+from nanopage.pooling.encoder_config import EncoderBatch, EncoderConfig
 from nanopage.pooling.encoder_loader import load_encoder
-from nanopage.step import EncoderBatch
 
 logger = logging.getLogger("nanopage")
 

@@ -21,7 +21,9 @@ from nanopage.cpu.threads import ThreadCount, limit_threads
 from nanopage.device import resolve_device, resolve_dtype, resolve_kv_dtype, set_cuda_precision
 from nanopage.distributed.parallel import PartialWay, Ranks
 from nanopage.distributed.part import WHOLE, Part
-from nanopage.models.decoder import meta_model
+from nanopage.layers.linear import Linear
+from nanopage.models.decoder import Decoder
+from nanopage.models.meta import meta_model
 from nanopage.state.layer_kinds import divide_layers
 from nanopage.step import Capacity
 from nanopage.weights import loader
@@ -85,7 +87,7 @@ def build_worker(
     how = loader.Loading(config.load_format, integers, on_host, part, group=setup.on_gpu)
     model = loader.load_model(checkpoint, model_config, setup.dtype, device, how, on_progress)
     if (pooling := model_config.pooling) is not None and pooling.answers is not None:
-        model.answer_with(*pooling.answers)
+        _answer_with(model, *pooling.answers)
     if config.enable_lora:
         model = attach_adapters(setup, model, wings, _adapter_products(setup))
     wings.stored_as, product = store(setup, model, kind, product)
@@ -99,6 +101,15 @@ def build_worker(
         compiled = partial(Compiled, model, config=setup.part, dtype=setup.dtype, tiled=tiled)
         wings.compiled = why_eager(setup, model) or compiled
     return Worker(setup, model, wings, agree)
+
+
+def _answer_with(model: Decoder, no: int, yes: int) -> None:
+    """Replace `lm_head` by `score`: the logit of token `yes` minus that of token `no`. The sigmoid of it is the
+    probability of `yes`, if only these two tokens may follow."""
+    weight = model.lm_head.weight.data
+    model.score = Linear(weight.shape[1], 1)
+    model.score.weight = torch.nn.Parameter((weight[yes] - weight[no])[None], requires_grad=False)
+    model.lm_head = None  # type: ignore[assignment]
 
 
 def _adapter_products(setup: Setup) -> Choose:

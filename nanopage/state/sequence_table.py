@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from nanopage.device import to_device
+from nanopage.state.pages import pad_tables
 from nanopage.state.sampling_table import SamplingTable
 from nanopage.step import Batch, Fork
 
@@ -85,6 +86,33 @@ class SequenceTable:
         places = rows * self.tokens.shape[1] + positions
         index = places if isinstance(places, Tensor) else to_device(torch.from_numpy(places), self.device)
         self.tokens.view(-1).index_copy_(0, index, tokens.clamp(min=0).to(self.tokens.dtype))
+
+    def tables_of(
+        self, window: int | None, rows: np.ndarray, starts: np.ndarray, counts: np.ndarray
+    ) -> tuple[Tensor, np.ndarray]:
+        """What the queries of B sequences attend to: their last `counts` tokens, from `starts` on.
+
+        Returns: block tables [kinds, B, max_blocks], which begin where the window does, and the tokens of each sequence
+            from there on, int64 [B].
+        """
+        size, seq_lens, on_cpu = self.block_size, starts + counts, self.device.type == "cpu"
+        num_blocks = -(-seq_lens // size)
+        first = np.zeros_like(starts) if window is None else np.maximum(0, starts + 1 - window) // size
+        if not first.any():
+            if on_cpu:
+                blocks = torch.from_numpy(pad_tables(self.blocks.numpy()[rows, : num_blocks.max()], num_blocks))
+            else:  # the kernels of a GPU read nothing behind a sequence's last block
+                each_row = to_device(torch.from_numpy(rows), self.device)
+                blocks = self.blocks[:, : int(num_blocks.max())].index_select(0, each_row)
+            return blocks.permute(2, 0, 1).contiguous(), seq_lens
+        places = np.arange((num_blocks - first).max())
+        places = first[:, None] + np.where(places < (num_blocks - first)[:, None], places, 0)
+        if on_cpu:
+            blocks = torch.from_numpy(self.blocks.numpy()[rows[:, None], places])
+        else:
+            each_row, columns = (to_device(torch.from_numpy(array), self.device) for array in (rows, places))
+            blocks = self.blocks[each_row[:, None], columns]
+        return blocks.permute(2, 0, 1).contiguous(), seq_lens - first * size
 
     def _fork(self, forks: list[Fork]) -> None:
         parents, rows = [fork.parent for fork in forks], [fork.row for fork in forks]

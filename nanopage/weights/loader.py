@@ -30,7 +30,8 @@ from nanopage.files.model_files import memory_errors, shown
 from nanopage.files.safetensors_checkpoint import StoredTensor, read_tensors, safetensors_files, stored_tensors
 from nanopage.layers.linear import Linear
 from nanopage.layers.moe import GroupedExperts, group_experts
-from nanopage.models.decoder import Decoder, meta_model
+from nanopage.models.decoder import Decoder
+from nanopage.models.meta import meta_model
 from nanopage.models.read_config import config_from_directory
 from nanopage.quantization import gguf_tiles, quantized_checkpoint
 from nanopage.quantization.gguf_checkpoint import GGUFCheckpoint

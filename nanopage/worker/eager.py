@@ -18,9 +18,9 @@ from nanopage.kernels.reference import ReferenceAttention
 from nanopage.layers.attention import Attention, StepContext
 from nanopage.models.decoder import Decoder
 from nanopage.state.kv_cache import KVCache
-from nanopage.state.pages import pad_tables
 from nanopage.state.sequence_table import SequenceTable
 from nanopage.step import Batch
+from nanopage.worker.prompt_outputs import wants_prompt_logprobs
 
 
 @dataclass(slots=True)
@@ -125,39 +125,12 @@ def prepare(batch: Batch, table: SequenceTable) -> Inputs:
         token_rows, places = to_device(torch.from_numpy(np.stack([rows[sequence], positions])), table.device)
         blocks = table.blocks[token_rows, places // block_size].T.contiguous().long()
         tensors = [table.tokens[token_rows, places].long(), places, blocks * block_size + places % block_size]
-    cut = {window: cut_tables(table, window, rows, starts, counts) for window in set(table.windows)}
+    cut = {window: table.tables_of(window, rows, starts, counts) for window in set(table.windows)}
     pages = []
     for kind, window in enumerate(table.windows):
         block_tables, seq_lens = cut[window]
         pages.append(Pages(tensors[2][kind], block_tables[kind], torch.from_numpy(counts), torch.from_numpy(seq_lens)))
     return Inputs(tensors[0], tensors[1], pages)
-
-
-def cut_tables(
-    table: SequenceTable, window: int | None, rows: np.ndarray, starts: np.ndarray, counts: np.ndarray
-) -> tuple[Tensor, np.ndarray]:
-    """What a window reaches of the tokens from `starts` on of B sequences.
-
-    Returns: block tables [kinds, B, max_blocks] and `seq_lens` int64 [B], as in Pages.
-    """
-    size, seq_lens, on_cpu = table.block_size, starts + counts, table.device.type == "cpu"
-    num_blocks = -(-seq_lens // size)
-    first = np.zeros_like(starts) if window is None else np.maximum(0, starts + 1 - window) // size
-    if not first.any():
-        if on_cpu:
-            blocks = torch.from_numpy(pad_tables(table.blocks.numpy()[rows, : num_blocks.max()], num_blocks))
-        else:  # the kernels of a GPU read nothing behind a sequence's last block
-            each_row = to_device(torch.from_numpy(rows), table.device)
-            blocks = table.blocks[:, : int(num_blocks.max())].index_select(0, each_row)
-        return blocks.permute(2, 0, 1).contiguous(), seq_lens
-    places = np.arange((num_blocks - first).max())
-    places = first[:, None] + np.where(places < (num_blocks - first)[:, None], places, 0)
-    if on_cpu:
-        blocks = torch.from_numpy(table.blocks.numpy()[rows[:, None], places])
-    else:
-        each_row, columns = (to_device(torch.from_numpy(array), table.device) for array in (rows, places))
-        blocks = table.blocks[each_row[:, None], columns]
-    return blocks.permute(2, 0, 1).contiguous(), seq_lens - first * size
 
 
 def reference_attention(pages: Pages) -> ReferenceAttention:
@@ -168,11 +141,6 @@ def reference_attention(pages: Pages) -> ReferenceAttention:
 def head_of(model: Decoder) -> Callable[[Tensor], Tensor] | None:
     """What computes logits of hidden states; None in a pipeline stage that is not the last."""
     return None if model.lm_head is None else model.logits
-
-
-def wants_prompt_logprobs(batch: Batch, table: SequenceTable) -> bool:
-    """Whether a sequence of the batch asked for log-probabilities of its prompt."""
-    return any(table.sampling.settings[row].prompt_logprobs is not None for row in batch.rows)
 
 
 def run_model(

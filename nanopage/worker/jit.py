@@ -146,7 +146,7 @@ class CompiledDecoder(Decoder):
         else:
             x, heads = self.betweens[index - 1](self.layers[index - 1], layer, carried.x, attended)
             rotations = carried.rotations
-        cos, sin = rotations[layer.rope]
+        cos, sin = rotations[layer.self_attn.rope]
         self._place(layer.self_attn, heads, cos, sin, kv_cache, slot_mapping, q)
         return Carried(x, rotations)
 

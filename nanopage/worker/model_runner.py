@@ -13,15 +13,13 @@ import torch
 from torch import Tensor
 
 from nanopage.models.decoder import Decoder
-from nanopage.sampling.logprobs import make_tables, top_logprobs
 from nanopage.sampling.sampler import Sampler
 from nanopage.sampling.samples import Samples
 from nanopage.state.kv_cache import KVCache
 from nanopage.state.sequence_table import SequenceTable
 from nanopage.step import NO_TOKEN, Batch, BatchResult, PooledStates, PromptLogprobs
 from nanopage.worker.eager import Output
-
-PROMPT_LOGPROB_ROWS = 256  # prompt positions whose logits are in memory at once: [256, vocab_size]
+from nanopage.worker.prompt_outputs import pool, prompt_logprobs
 
 
 class Way(Protocol):
@@ -96,51 +94,13 @@ class ModelRunner:
             else:
                 launched.samples = self.sampler(output.logits, rows, positions, batch.masks)
         if output is not None and output.hidden is not None:
-            launched.prompt_logprobs = self._prompt_logprobs(batch, output.hidden)
-            launched.pooled = self._pool(batch, output.hidden)
+            launched.prompt_logprobs = prompt_logprobs(self.model, self.table, batch, output.hidden)
+            launched.pooled = pool(self.model, self.table, batch, output.hidden)
             if launched.pooled:
                 launched.partial.token_ids = [0] * len(batch.sampled_rows)
                 launched.sampled_rows = batch.sampled_rows
         launched.partial.sample_seconds = time.perf_counter() - started
         launched.ended = record_event(self.table.device)
-
-    def _prompt_logprobs(self, batch: Batch, hidden: Tensor) -> list[PromptLogprobs]:
-        """Log-probabilities of prompt tokens, for the sequences that asked for them.
-
-        Args: hidden: [T, hidden_size], of all tokens of the batch. Each predicts the next token of its prompt.
-        """
-        results = []
-        parts = hidden.split(batch.counts)
-        for row, start, part in zip(batch.rows, batch.starts, parts, strict=True):
-            num = self.table.sampling.settings[row].prompt_logprobs
-            end = min(start + len(part), int(self.table.num_prompt_tokens[row]) - 1)
-            if num is None or start >= end:
-                continue
-            tables = []
-            for begin in range(start, end, PROMPT_LOGPROB_ROWS):
-                stop = min(begin + PROMPT_LOGPROB_ROWS, end)
-                logits = self.model.logits(part[begin - start : stop - start])
-                targets = self.table.tokens[row, begin + 1 : stop + 1].long()  # position i predicts token i + 1
-                top = [tensor.cpu() for tensor in top_logprobs(logits, targets, num)]
-                tables += make_tables(targets.tolist(), top, [num] * len(targets))
-            results.append(PromptLogprobs(row, start + 1, tables))
-        return results
-
-    def _pool(self, batch: Batch, hidden: Tensor) -> list[tuple[int, int, Tensor]]:
-        """Pool the hidden states of each sequence that asked for it (see `PooledStates`).
-
-        Args: hidden: [T, hidden_size], of all tokens of the batch, before the last norm.
-        Returns: (row, first position, float32 vector).
-        """
-        results = []
-        for row, start, states in zip(batch.rows, batch.starts, hidden.split(batch.counts), strict=True):
-            pooling_type = self.table.sampling.settings[row].pooling_type
-            if pooling_type == "MEAN":
-                results.append((row, start, self.model.norm(states).float().sum(0)))
-            elif pooling_type == "LAST" and start + len(states) >= self.table.num_prompt_tokens[row]:
-                last = self.model.norm(states[-1:])
-                results.append((row, start, (last if self.model.score is None else self.model.score(last))[0].float()))
-        return results
 
 
 def sampled_positions(batch: Batch) -> np.ndarray:

@@ -45,7 +45,7 @@ from nanopage.cpu.tiled_experts import join_experts
 from nanopage.engine.preemption import preempt
 from nanopage.engine.schedule import Schedule
 from nanopage.files.private_files import cache_directory
-from nanopage.models.decoder import meta_model
+from nanopage.models.meta import meta_model
 from nanopage.state.kv_cache import KVCache
 from nanopage.state.sequence_table import SequenceTable
 from nanopage.step import NO_TOKEN, SamplingSettings

@@ -307,7 +307,7 @@ def test_each_layer_writes_to_its_own_cache_and_only_the_last_drops_rows(tmp_pat
 def test_a_family_is_a_file_and_a_name():
     """CONTRIBUTING.md says so: a file in models/, its name in models/__init__.py, a line in docs/map.md, cases here."""
     folder = Path(models.__file__).parent
-    assert {*FAMILIES, "decoder", "read_config", "__init__"} == {file.stem for file in folder.glob("*.py")}
+    assert {*FAMILIES, "decoder", "meta", "read_config", "__init__"} == {file.stem for file in folder.glob("*.py")}
     families = load_families()
     assert [family.__name__ for family in families] == [f"nanopage.models.{name}" for name in FAMILIES]
     architectures = [name for family in families for name in family.ARCHITECTURES]

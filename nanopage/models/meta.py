@@ -1,0 +1,22 @@
+"""Builds a decoder of any family, without memory for its weights. weights/loader.py fills it."""
+
+import torch
+
+from nanopage.config.model import ModelConfig
+from nanopage.layers.linear import Linear
+from nanopage.models import find_family
+from nanopage.models.decoder import Decoder
+
+
+def meta_model(config: ModelConfig) -> Decoder:
+    """Build the model without memory for weights (on the meta device). Raises: ValueError for an unknown family."""
+    family = find_family(config.architecture)
+    if family is None:
+        raise ValueError(f"architecture {config.architecture!r} is not supported")
+    with torch.device("meta"):
+        model = Decoder(config, [family.make_layer(config, index) for index in range(config.num_layers)])
+        if (pooling := config.pooling) is not None and pooling.answers is None:
+            model.lm_head = None  # type: ignore[assignment]
+            if pooling.task == "classify":
+                model.score = Linear(config.hidden_size, pooling.num_labels)
+        return model
