@@ -38,7 +38,7 @@ class SamplingSettings:
     frequency_penalty: float = 0.0
     dry_multiplier: float = 0.0
     dry_base: float = 1.75
-    dry_allowed_length: int = 2
+    dry_allowed_length: float = 2.0
     dry_breaker_ids: list[int] = field(default_factory=list)
     logit_bias: dict[int, float] = field(default_factory=dict)
     allowed_token_ids: list[int] | None = None
@@ -53,6 +53,9 @@ class SamplingSettings:
     def needs_all_positions(self) -> bool:
         """Whether every token of the prompt must be computed, even those in the prefix cache."""
         return self.prompt_logprobs is not None or self.pooling_type == "MEAN"
+
+
+NUMBERS = tuple(name for name, kind in SamplingSettings.__annotations__.items() if kind is float)
 
 
 @dataclass(slots=True)

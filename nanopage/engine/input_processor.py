@@ -6,7 +6,7 @@ import itertools
 import random
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from nanopage.config.checked import Int64, check
 from nanopage.config.options import EngineConfig
@@ -19,7 +19,7 @@ from nanopage.files.model_files import exists, read_json, shown
 from nanopage.inputs import LoRARequest, Prompt
 from nanopage.params import RECOMMENDED, BeamSearchParams, PoolingParams, SamplingParams, StructuredOutputsParams
 from nanopage.state.layer_kinds import BlockNeeds
-from nanopage.step import Capacity, SamplingSettings
+from nanopage.step import NUMBERS, Capacity, SamplingSettings
 from nanopage.text.bad_words import bad_word_ids
 from nanopage.text.detokenizer import IncrementalDetokenizer
 from nanopage.text.stop_strings import StopStrings
@@ -207,17 +207,10 @@ class InputProcessor:
     def _settings(self, params: SamplingParams, bad_words: list[list[int]]) -> SamplingSettings:
         """The parameters as the worker needs them, in plain numbers of at most 64 bits."""
         ends = self.model_config.eos_token_ids | set(params.stop_token_ids or ())
+        numbers: dict[str, Any] = {name: float(getattr(params, name)) for name in NUMBERS}
         return SamplingSettings(
-            temperature=float(params.temperature),
-            top_p=float(params.top_p),
+            **numbers,
             top_k=min(params.top_k, self.model_config.vocab_size),
-            min_p=float(params.min_p),
-            repetition_penalty=float(params.repetition_penalty),
-            presence_penalty=float(params.presence_penalty),
-            frequency_penalty=float(params.frequency_penalty),
-            dry_multiplier=float(params.dry_multiplier),
-            dry_base=float(params.dry_base),
-            dry_allowed_length=params.dry_allowed_length,
             dry_breaker_ids=self._breakers(params.dry_sequence_breakers or []) if params.dry_multiplier else [],
             logit_bias={token_id: float(bias) for token_id, bias in (params.logit_bias or {}).items()},
             allowed_token_ids=list(dict.fromkeys(params.allowed_token_ids)) if params.allowed_token_ids else None,

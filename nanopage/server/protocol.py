@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from nanopage.params import RECOMMENDED, RequestOutputKind, SamplingParams, StructuredOutputsParams
+from nanopage.params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 from nanopage.server.errors import ApiError, invalid
 from nanopage.server.fields import CHAT, REFUSED, RESPONSES, check_unknown
 from nanopage.server.formats import FIELD, read_response_format, read_structured_outputs
@@ -104,6 +104,9 @@ class CommonBody(Body):
             setattr(self, self.limits[0], max_tokens)
 
 
+OF_PARAMS = [field.name for field in dataclasses.fields(SamplingParams) if field.name in CommonBody.model_fields]
+
+
 class SamplingBody(CommonBody):
     """What /v1/chat/completions and /v1/completions have in common."""
 
@@ -163,24 +166,13 @@ class SamplingBody(CommonBody):
         """
         limit = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
         structured = constrain(self._structured_outputs())
-        given = {name: getattr(self, name) for name in RECOMMENDED if getattr(self, name) is not None}
+        given = {name: getattr(self, name) for name in OF_PARAMS if getattr(self, name) is not None}
         try:
+            given |= {"logit_bias": _token_ids(self.logit_bias), "structured_outputs": structured}
             params = dataclasses.replace(
                 default,
                 **given,
-                presence_penalty=self.presence_penalty,
-                logit_bias=_token_ids(self.logit_bias),
-                stop=self.stop,
-                seed=self.seed,
                 max_tokens=max_tokens if limit is None else limit,
-                min_tokens=self.min_tokens,
-                stop_token_ids=self.stop_token_ids,
-                bad_words=self.bad_words,
-                allowed_token_ids=self.allowed_token_ids,
-                ignore_eos=self.ignore_eos,
-                skip_special_tokens=self.skip_special_tokens,
-                include_stop_str_in_output=self.include_stop_str_in_output,
-                structured_outputs=structured,
                 logprobs=logprobs,
                 output_kind=RequestOutputKind.CUMULATIVE if self.stream else RequestOutputKind.FINAL_ONLY,
             )

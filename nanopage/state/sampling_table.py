@@ -11,13 +11,9 @@ from torch import Tensor
 
 from nanopage.device import to_device
 from nanopage.state.rules import Rules
-from nanopage.step import Fork, NewSequence, SamplingSettings
+from nanopage.step import NUMBERS, Fork, NewSequence, SamplingSettings
 
 GREEDY_BELOW = 1e-5  # vLLM's threshold
-NUMBERS = (
-    *("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
-    *("dry_multiplier", "dry_base", "dry_allowed_length"),
-)
 
 
 class SamplingTable:
@@ -31,7 +27,7 @@ class SamplingTable:
         self.settings = [SamplingSettings()] * num_rows
         self.numbers = torch.ones(len(NUMBERS), num_rows, dtype=torch.float64, device=device)
         self.temperature, self.top_p, self.min_p = self.numbers[:3]  # float64 [rows] each
-        self.penalties, self.dry_numbers = self.numbers[3:6], self.numbers[6:]  # float64 [3, rows] each
+        self.penalties, self.dry_numbers = self.numbers[3:6], self.numbers[6:9]  # float64 [3, rows] each
         self.breakers: Tensor | None = None  # bool [rows, vocab_size], of DRY: from the first row that has it on
         self.integers = torch.zeros(2, num_rows, dtype=torch.int64, device=device)
         self.seed, self.top_k = self.integers  # int64 [rows] each; top_k is the size of the vocabulary if it is off

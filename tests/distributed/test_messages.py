@@ -49,7 +49,7 @@ sampling = st.builds(
     frequency_penalty=reals,
     dry_multiplier=reals,
     dry_base=reals,
-    dry_allowed_length=numbers,
+    dry_allowed_length=reals,
     dry_breaker_ids=several,
     logit_bias=st.dictionaries(numbers, reals, max_size=3),
     allowed_token_ids=st.none() | several,
