@@ -159,6 +159,7 @@ def test_the_readme_is_short_and_its_counts_are_right():
         lines = sum(len(file.read_text().splitlines()) for file in files)
         assert lines == pytest.approx(int(found["lines"].replace(",", "")), rel=0.02)
     assert not set(path) & set(helpers)
+    assert sum(len(file.read_text().splitlines()) for file in path) <= 2500
 
 
 def test_the_map_lists_every_file():

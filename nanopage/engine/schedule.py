@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from nanopage.engine.block_manager import BlockManager
 from nanopage.engine.sequence import Adapter, Sequence, SequenceGroup
-from nanopage.step import Batch, BlockUpdate, Fork, NewSequence
+from nanopage.step import Batch, BatchResult, BlockUpdate, Fork, NewSequence
 
 Work = list[tuple[Sequence, int]]
 """Sequences, and how many tokens of each to compute."""
@@ -92,6 +92,13 @@ class Schedule:
     def group_of(self, row: int) -> SequenceGroup:
         """The group whose sequence computes tokens in a row."""
         return self.sequences[self.batch.rows.index(row)].group
+
+    def take_prompt_outputs(self, result: BatchResult) -> None:
+        """Give the groups what the workers return of their prompts, beside the next tokens."""
+        for prompt in result.prompt_logprobs:
+            self.group_of(prompt.row).add_prompt_logprobs(prompt.start, prompt.tables)
+        for pooled in result.pooled:
+            self.group_of(pooled.row).add_pooled(pooled.start, pooled.values)
 
     @property
     def groups(self) -> list[SequenceGroup]:

@@ -163,40 +163,42 @@ class Scheduler:
         The token of a sequence that has ended since the batch was scheduled is dropped. A group for which no token
         could be sampled ends with an error.
         """
-        queues, mask_errors, taken, now = self.queues, schedule.mask_errors, [], time.perf_counter()
-        for prompt in result.prompt_logprobs:
-            schedule.group_of(prompt.row).add_prompt_logprobs(prompt.start, prompt.tables)
-        for pooled in result.pooled:
-            schedule.group_of(pooled.row).add_pooled(pooled.start, pooled.values)
+        taken, now, logprobs = [], time.perf_counter(), result.logprobs
+        schedule.take_prompt_outputs(result)
         if self.adapter_slots is not None:
-            self.adapter_slots.fail(queues, schedule, result.failed_loads)
-        logprobs = result.logprobs
+            self.adapter_slots.fail(self.queues, schedule, result.failed_loads)
         for i, (seq, token_id) in enumerate(zip(schedule.samplers, result.token_ids, strict=not schedule.drafted)):
-            group = seq.group
-            if seq.finish_reason is not None:
-                schedule.tell("dropped", seq)
-            elif seq in mask_errors:
-                queues.fail(group, mask_errors[seq])
-            elif token_id == NO_TOKEN:
-                queues.forget_prefixes(group)
-                queues.fail(group, NOT_FINITE)
-            else:
-                taken.append(seq)
-                times = group.metrics.token_times
-                if not times or times[-1] != now:
-                    times.append(now)
-                if group.beam_search is not None:
-                    seq.candidates = {candidate: logprob for candidate, (logprob, _) in logprobs[i].items()}
-                    continue
-                seq.append(token_id, logprobs.get(i) if logprobs else None)
-                if ending := seq.find_ending():
-                    queues.finish(group, seq, *ending)
+            if self._drops(schedule, seq, token_id):
+                continue
+            taken.append(seq)
+            times = seq.group.metrics.token_times
+            if not times or times[-1] != now:
+                times.append(now)
+            if seq.group.beam_search is not None:
+                seq.candidates = {candidate: logprob for candidate, (logprob, _) in logprobs[i].items()}
+                continue
+            seq.append(token_id, logprobs.get(i) if logprobs else None)
+            if ending := seq.find_ending():
+                self.queues.finish(seq.group, seq, *ending)
         if schedule.drafted:
             assert self.drafts is not None
-            taken += accept(queues, self.drafts, schedule, result, now)
-        advance_beams(queues, schedule, taken)
-        acquit(queues, schedule)
+            taken += accept(self.queues, self.drafts, schedule, result, now)
+        advance_beams(self.queues, schedule, taken)
+        acquit(self.queues, schedule)
         return taken
+
+    def _drops(self, schedule: Schedule, seq: Sequence, token_id: int) -> bool:
+        """Whether a sequence takes no token, because it has ended or its group now ends with an error."""
+        if seq.finish_reason is not None:
+            schedule.tell("dropped", seq)
+        elif seq in schedule.mask_errors:
+            self.queues.fail(seq.group, schedule.mask_errors[seq])
+        elif token_id == NO_TOKEN:
+            self.queues.forget_prefixes(seq.group)
+            self.queues.fail(seq.group, NOT_FINITE)
+        else:
+            return False
+        return True
 
     def _continue(self, schedule: Schedule) -> bool:
         """Schedule running groups, in order. Returns whether there were enough blocks for those that come in time."""

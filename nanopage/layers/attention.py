@@ -1,7 +1,5 @@
 """What layers need to know of a step: a StepContext, with the attention of each kind of layers.
 
-Attention is an object that is made for each step and knows where the K and V of every token are.
-
 The ways to compute attention, by class: `kernels.reference.ReferenceAttention` in plain PyTorch,
 `kernels.paged_attention.TritonAttention` on a GPU, and `worker.cuda_graphs.PaddedAttention` for padded decodes on a
 CPU, which only tests run. Compiled layers on a CPU take the fields of a ReferenceAttention, and compute with
@@ -16,7 +14,7 @@ from torch import Tensor
 
 
 class Attention(Protocol):
-    """Computes the attention of all layers in one step.
+    """Computes the attention of all layers of one kind in one step. Knows where the K and V of every token are.
 
     slot_mapping  int64 [T], on the device: where K and V of each token go; -1 for padding
     """

@@ -67,8 +67,7 @@ class Output:
     """What the model computes for a batch.
 
     logits  [S, vocab_size] of the S tokens of `sampled_from`; None if there are none
-    hidden  [T, hidden_size] of all tokens, if a sequence asked for log-probabilities of its prompt, or in a pipeline
-            stage that is not the last
+    hidden  [T, hidden_size] of all tokens, if prompt_outputs.py needs them, and in pipeline stages before the last
     tokens  int64 [S]: tokens that a CUDA graph has already sampled and written to the sequence table. A graph applies
             no masks, constraints or penalties: if a row has one, the runner ignores `tokens` and samples from `logits`
     """
