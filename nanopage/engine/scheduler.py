@@ -39,7 +39,7 @@ from nanopage.engine.queues import Queues, order
 from nanopage.engine.schedule import BatchWriter, Schedule, Wait, missing_blocks, next_work
 from nanopage.engine.sequence import Sequence, SequenceGroup, Status, common_length
 from nanopage.engine.stages import find_held
-from nanopage.engine.suspects import acquit, isolate
+from nanopage.engine.suspects import acquit, run_only
 from nanopage.engine.token_budget import TokenBudget
 from nanopage.engine.verdicts import Drafts, accept
 from nanopage.outputs import RequestEvent
@@ -272,7 +272,7 @@ class Scheduler:
     def _run_alone(self, group: SequenceGroup, schedule: Schedule) -> None:
         """Run one group that may have caused an exception (see suspects.py)."""
         if group.status is Status.WAITING:
-            isolate(self.queues, group)
+            run_only(self.queues, group)
             if self.adapter_slots is not None:
                 self.adapter_slots.take(group, self.queues.running, schedule)
             self._start(group, self.admission.find_prefix(group), schedule)

@@ -9,7 +9,7 @@ from nanopage.engine.schedule import Schedule
 from nanopage.engine.sequence import SequenceGroup, Status
 
 
-def isolate(queues: Queues, group: SequenceGroup) -> None:
+def run_only(queues: Queues, group: SequenceGroup) -> None:
     """Make a waiting group the only running one. The others give up their blocks."""
     for other in queues.running:
         give_up_blocks(queues, other, reason="alone", cause=group.request_id)
