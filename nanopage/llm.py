@@ -68,44 +68,6 @@ class LLM:
         # request_id -> the inbox for its outputs. A reader (a call of generate, a stream) has one for all its requests.
         self._inboxes: dict[str, deque[RequestOutput]] = {}
 
-    @property
-    def llm_engine(self) -> Engine:
-        """vLLM's name for `engine`."""
-        return self.engine
-
-    def get_tokenizer(self):
-        """The model's tokenizer; None if it has none, which only load_format="dummy" allows."""
-        return self.engine.tokenizer
-
-    def get_default_sampling_params(self) -> SamplingParams:
-        """The parameters of requests that have none (see `generation_config` in EngineConfig)."""
-        return dataclasses.replace(self.engine.default_sampling_params)
-
-    def reset_prefix_cache(self) -> bool:
-        """Forget all cached prefixes. Running requests go on. Returns True: this always succeeds."""
-        with self._lock:
-            self.engine.reset_prefix_cache()
-        return True
-
-    def get_metrics(self) -> list[Metric]:
-        """The metrics so far, under vLLM's names (see vllm/metrics.py)."""
-        with self._lock:
-            return self._metrics.snapshot()
-
-    def start_profile(self, profile_prefix: str | None = None) -> None:
-        """Record with torch's profiler what this thread computes, and the GPU if there is one, until `stop_profile`.
-
-        Args:
-            profile_prefix: how the file's name begins.
-
-        Raises: as `Profiler.start`.
-        """
-        self._profiler.start(profile_prefix)
-
-    def stop_profile(self) -> None:
-        """Write the recording to a new file, and log its name. Raises as `Profiler.stop`."""
-        self._profiler.stop()
-
     def generate(
         self,
         prompts: Prompt | list[Prompt] | None = None,
@@ -140,111 +102,6 @@ class LLM:
             raise TypeError("generate() needs prompts")
         listed = list_prompts(prompts, prompt_token_ids)
         return self.run(self.make_requests(listed, sampling_params, priority, lora_request), use_tqdm)
-
-    def beam_search(
-        self,
-        prompts: Prompt | list[Prompt],
-        params: BeamSearchParams | list[BeamSearchParams],
-        lora_request: AnyAdapter = None,
-        use_tqdm: bool = True,
-        concurrency_limit: None = None,
-    ) -> list[RequestOutput]:
-        """Search for the likeliest completions of prompts, all of them batched together.
-
-        Args: as `generate`. concurrency_limit is accepted for vLLM's scripts and must be None.
-
-        Returns: one RequestOutput for each prompt, in order; its `outputs` are the `width` best completions, best
-            first, with `score` and `cumulative_logprob`. An end-of-sequence token is part of `token_ids`. `sequences`
-            are the same completions in vLLM's shape.
-
-        Raises: as `generate`.
-        """
-        accept("beam_search()", {"concurrency_limit": concurrency_limit}, (), CALL)
-        if params is None:
-            raise TypeError("params must be BeamSearchParams, not None")
-        requests = self.make_requests(list_prompts(prompts), params, None, lora_request, BeamSearchParams)
-        outputs = self.run(requests, use_tqdm)
-        for output in outputs:
-            output.sequences = read_sequences(output, self.engine.tokenizer)
-        return outputs
-
-    def chat(
-        self,
-        messages: list[dict] | list[list[dict]],
-        sampling_params: SamplingParams | list[SamplingParams] | None = None,
-        use_tqdm: bool = True,
-        lora_request: AnyAdapter = None,
-        priority: int | Sequence[int] | None = None,
-        chat_template: str | None = None,
-        chat_template_content_format: str = "auto",
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        tools: list[dict] | None = None,
-        chat_template_kwargs: dict | None = None,
-        mm_processor_kwargs: dict | None = None,
-        tokenization_kwargs: dict | None = None,
-    ) -> list[RequestOutput]:
-        """Reply to one conversation, or to a list of them, through the model's chat template.
-
-        Args:
-            messages: {"role": ..., "content": ...} in order (see `normalize_messages` in chat_template.py).
-            sampling_params, use_tqdm, lora_request, priority: as `generate`.
-            chat_template: Jinja source to use instead of the model's.
-            chat_template_content_format: "auto" or "string".
-            add_generation_prompt: end the prompt with the opening of the assistant's reply.
-            continue_final_message: have the model go on with the last message; needs add_generation_prompt=False.
-            tools: JSON schemas of the functions that the model may call. Calls come as text, in the model's own form:
-                `read_replies` finds them. A model whose template has no tools gets the schemas as text.
-            chat_template_kwargs: more variables for the template, such as {"enable_thinking": False}.
-            mm_processor_kwargs, tokenization_kwargs: accepted for vLLM's scripts; must be None or {}.
-
-        Returns: as `generate`; `RequestOutput.prompt` is the text that the template made.
-        """
-        vllm_options = {
-            "chat_template_content_format": chat_template_content_format,
-            "mm_processor_kwargs": mm_processor_kwargs,
-            "tokenization_kwargs": tokenization_kwargs,
-        }
-        accept("chat()", vllm_options, (), CALL)
-        several = isinstance(messages, list) and bool(messages) and isinstance(messages[0], list)
-        conversations = cast(list[list[dict]], messages if several else [messages])
-        template = {
-            "chat_template": chat_template,
-            "add_generation_prompt": add_generation_prompt,
-            "tools": tools,
-            "continue_final_message": continue_final_message,
-            "chat_template_kwargs": chat_template_kwargs,
-        }
-        prompts: list[Prompt] = [self._chat_prompt(conversation, **template) for conversation in conversations]
-        return self.run(self.make_requests(prompts, sampling_params, priority, lora_request), use_tqdm)
-
-    def stream(
-        self,
-        prompt: Prompt | list[dict],
-        sampling_params: SamplingParams | None = None,
-        lora_request: LoRARequest | None = None,
-    ) -> Iterator[RequestOutput]:
-        """Complete one prompt, or reply to one conversation. Yields a RequestOutput after every token; with `best_of`
-        more than `n`, or with RequestOutputKind.FINAL_ONLY, only one at the end.
-
-        `output.outputs[0].delta` is the new text; the deltas add up to the final text. Closing the iterator, or
-        leaving its loop, aborts the request. A request that fails ends with an output that has `error`.
-
-        Raises: ValueError or TypeError for a bad argument, before anything runs; what the engine raises.
-        """
-        if isinstance(prompt, list) and prompt and isinstance(prompt[0], dict):
-            prompt = self._chat_prompt(cast(list[dict], prompt))
-        return self._outputs(self.make_requests([cast(Prompt, prompt)], sampling_params, lora_request=lora_request))
-
-    def count_tokens(self, messages: list[dict]) -> int:
-        """The number of prompt tokens of a conversation."""
-        return len(self._chat_prompt(messages)["prompt_token_ids"])
-
-    def _chat_prompt(self, messages: list[dict], **template: Any) -> dict:
-        """The prompt of a conversation. `template`: further arguments of `Tokenizer.render_chat`."""
-        reader = self.engine.input_processor.prompts
-        tokenizer = reader.require_tokenizer("a conversation", "prompt_token_ids to generate()")
-        return make_prompt(tokenizer, reader.encode, messages, **template)
 
     def make_requests(
         self,
@@ -330,6 +187,149 @@ class LLM:
                 inbox.append(output)
             else:  # its reader was interrupted before it could abort the request
                 self.engine.abort(output.request_id)
+
+    def stream(
+        self,
+        prompt: Prompt | list[dict],
+        sampling_params: SamplingParams | None = None,
+        lora_request: LoRARequest | None = None,
+    ) -> Iterator[RequestOutput]:
+        """Complete one prompt, or reply to one conversation. Yields a RequestOutput after every token; with `best_of`
+        more than `n`, or with RequestOutputKind.FINAL_ONLY, only one at the end.
+
+        `output.outputs[0].delta` is the new text; the deltas add up to the final text. Closing the iterator, or
+        leaving its loop, aborts the request. A request that fails ends with an output that has `error`.
+
+        Raises: ValueError or TypeError for a bad argument, before anything runs; what the engine raises.
+        """
+        if isinstance(prompt, list) and prompt and isinstance(prompt[0], dict):
+            prompt = self._chat_prompt(cast(list[dict], prompt))
+        return self._outputs(self.make_requests([cast(Prompt, prompt)], sampling_params, lora_request=lora_request))
+
+    def chat(
+        self,
+        messages: list[dict] | list[list[dict]],
+        sampling_params: SamplingParams | list[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        lora_request: AnyAdapter = None,
+        priority: int | Sequence[int] | None = None,
+        chat_template: str | None = None,
+        chat_template_content_format: str = "auto",
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: list[dict] | None = None,
+        chat_template_kwargs: dict | None = None,
+        mm_processor_kwargs: dict | None = None,
+        tokenization_kwargs: dict | None = None,
+    ) -> list[RequestOutput]:
+        """Reply to one conversation, or to a list of them, through the model's chat template.
+
+        Args:
+            messages: {"role": ..., "content": ...} in order (see `normalize_messages` in chat_template.py).
+            sampling_params, use_tqdm, lora_request, priority: as `generate`.
+            chat_template: Jinja source to use instead of the model's.
+            chat_template_content_format: "auto" or "string".
+            add_generation_prompt: end the prompt with the opening of the assistant's reply.
+            continue_final_message: have the model go on with the last message; needs add_generation_prompt=False.
+            tools: JSON schemas of the functions that the model may call. Calls come as text, in the model's own form:
+                `read_replies` finds them. A model whose template has no tools gets the schemas as text.
+            chat_template_kwargs: more variables for the template, such as {"enable_thinking": False}.
+            mm_processor_kwargs, tokenization_kwargs: accepted for vLLM's scripts; must be None or {}.
+
+        Returns: as `generate`; `RequestOutput.prompt` is the text that the template made.
+        """
+        vllm_options = {
+            "chat_template_content_format": chat_template_content_format,
+            "mm_processor_kwargs": mm_processor_kwargs,
+            "tokenization_kwargs": tokenization_kwargs,
+        }
+        accept("chat()", vllm_options, (), CALL)
+        several = isinstance(messages, list) and bool(messages) and isinstance(messages[0], list)
+        conversations = cast(list[list[dict]], messages if several else [messages])
+        template = {
+            "chat_template": chat_template,
+            "add_generation_prompt": add_generation_prompt,
+            "tools": tools,
+            "continue_final_message": continue_final_message,
+            "chat_template_kwargs": chat_template_kwargs,
+        }
+        prompts: list[Prompt] = [self._chat_prompt(conversation, **template) for conversation in conversations]
+        return self.run(self.make_requests(prompts, sampling_params, priority, lora_request), use_tqdm)
+
+    def count_tokens(self, messages: list[dict]) -> int:
+        """The number of prompt tokens of a conversation."""
+        return len(self._chat_prompt(messages)["prompt_token_ids"])
+
+    def _chat_prompt(self, messages: list[dict], **template: Any) -> dict:
+        """The prompt of a conversation. `template`: further arguments of `Tokenizer.render_chat`."""
+        reader = self.engine.input_processor.prompts
+        tokenizer = reader.require_tokenizer("a conversation", "prompt_token_ids to generate()")
+        return make_prompt(tokenizer, reader.encode, messages, **template)
+
+    def beam_search(
+        self,
+        prompts: Prompt | list[Prompt],
+        params: BeamSearchParams | list[BeamSearchParams],
+        lora_request: AnyAdapter = None,
+        use_tqdm: bool = True,
+        concurrency_limit: None = None,
+    ) -> list[RequestOutput]:
+        """Search for the likeliest completions of prompts, all of them batched together.
+
+        Args: as `generate`. concurrency_limit is accepted for vLLM's scripts and must be None.
+
+        Returns: one RequestOutput for each prompt, in order; its `outputs` are the `width` best completions, best
+            first, with `score` and `cumulative_logprob`. An end-of-sequence token is part of `token_ids`. `sequences`
+            are the same completions in vLLM's shape.
+
+        Raises: as `generate`.
+        """
+        accept("beam_search()", {"concurrency_limit": concurrency_limit}, (), CALL)
+        if params is None:
+            raise TypeError("params must be BeamSearchParams, not None")
+        requests = self.make_requests(list_prompts(prompts), params, None, lora_request, BeamSearchParams)
+        outputs = self.run(requests, use_tqdm)
+        for output in outputs:
+            output.sequences = read_sequences(output, self.engine.tokenizer)
+        return outputs
+
+    @property
+    def llm_engine(self) -> Engine:
+        """vLLM's name for `engine`."""
+        return self.engine
+
+    def get_tokenizer(self):
+        """The model's tokenizer; None if it has none, which only load_format="dummy" allows."""
+        return self.engine.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """The parameters of requests that have none (see `generation_config` in EngineConfig)."""
+        return dataclasses.replace(self.engine.default_sampling_params)
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached prefixes. Running requests go on. Returns True: this always succeeds."""
+        with self._lock:
+            self.engine.reset_prefix_cache()
+        return True
+
+    def get_metrics(self) -> list[Metric]:
+        """The metrics so far, under vLLM's names (see vllm/metrics.py)."""
+        with self._lock:
+            return self._metrics.snapshot()
+
+    def start_profile(self, profile_prefix: str | None = None) -> None:
+        """Record with torch's profiler what this thread computes, and the GPU if there is one, until `stop_profile`.
+
+        Args:
+            profile_prefix: how the file's name begins.
+
+        Raises: as `Profiler.start`.
+        """
+        self._profiler.start(profile_prefix)
+
+    def stop_profile(self) -> None:
+        """Write the recording to a new file, and log its name. Raises as `Profiler.stop`."""
+        self._profiler.stop()
 
 
 def _so_far(requests: list[Request], outputs: list[RequestOutput]) -> list[RequestOutput | None]:

@@ -103,18 +103,6 @@ class LLMEngine:
         self.dead_error: WorkerDiedError | None = None  # why no step can run any more
         self.in_call = False  # still true between calls if an exception ended the last call
 
-    @property
-    def last_step(self) -> StepStats:
-        """The statistics of the last step."""
-        return self.last.stats
-
-    @staticmethod
-    def from_engine_args(engine_args: Any) -> "Engine":
-        """Make an engine of an `EngineArgs`, as in vLLM. Raises: as `nanopage.build.build_engine`."""
-        return engine_args.create_engine()
-
-    # Requests
-
     def add_request(
         self,
         request_id: str,
@@ -159,83 +147,8 @@ class LLMEngine:
         if request_id in processor.requests or any(output.request_id == request_id for output in processor.outputs):
             raise ValueError(f"request_id {request_id!r} is in use")
 
-    def abort(self, request_id: str, index: int | None = None) -> RequestOutput | None:
-        """End a request now, or only its completion `index`, and free the blocks.
-
-        The other requests go on. In two cases the engine also gives up a step that it has planned (see `plan`): if
-        `index` is given, and while the requests of a failed step run one at a time. Every request then starts again
-        from the tokens that it has, and the prefix cache is empty. No token is lost or changes.
-
-        Returns: its output so far; None if there is no such request or completion (it may just have finished).
-        Raises: ValueError for an `index` with beam search or with `best_of` larger than `n`: these completions compete,
-            and have no index before all have ended.
-        """
-        recover(self)
-        request = self.output_processor.requests.get(request_id)
-        if request is not None and index is not None:
-            if request.group.beam_search is not None or request.group.ranks:
-                raise ValueError(f"index={index}: completions that compete can only be aborted all together")
-            if not 0 <= index < len(request.completions) or request.completions[index].seq.finished:
-                return None
-        if self.planned is not None and (index is not None or self.scheduler.queues.suspects):
-            # A step is planned in which a sibling, or the blame for a failure, depends on what ends here: plan anew.
-            self.in_call = True
-        with changing(self):
-            if request is not None:
-                seq = None if index is None else request.completions[index].seq
-                self.scheduler.queues.finish(request.group, seq, "abort")
-                self.output_processor.read_aborted(request_id)
-                self.output_processor.report()
-        self._rest_if_idle()
-        outputs = self.output_processor.outputs
-        mine = [output for output in outputs if output.request_id == request_id]
-        if not mine:
-            return None
-        *earlier, output = mine  # the earlier ones are of steps that an exception ended
-        for before in reversed(earlier):
-            output.supersede(before)
-        self.output_processor.outputs = [output for output in outputs if output.request_id != request_id]
-        return output
-
     def has_unfinished_requests(self) -> bool:
         return bool(self.output_processor.requests or self.output_processor.outputs)
-
-    def reset_prefix_cache(self) -> None:
-        """Forget all cached prefixes, for instance after a change of the weights. Running requests continue."""
-        with changing(self):
-            self.scheduler.block_manager.reset_prefix_cache()
-
-    def check_workers(self) -> None:
-        """Look for workers that have died while no request runs. While one runs, `step` notices it.
-
-        Raises: WorkerDiedError if a worker has ended. `dead_error` says the same from then on.
-        """
-        with changing(self):
-            try:
-                self.executor.check()
-            except WorkerDiedError as error:
-                die(self, error)
-                raise
-
-    def shutdown(self) -> None:
-        """Shut the workers down. The engine cannot be used afterwards."""
-        self.executor.shutdown()
-
-    # Steps
-
-    def plan(self) -> bool:
-        """Decide what the next call of `step` does, without running it (view/explain.py says what that is). Until then,
-        requests can be added, and wait, or aborted: the tokens of those are dropped.
-
-        Returns: whether there is anything to do.
-        Raises: what the scheduler raises; the next call recovers, as after a failed `step`.
-        """
-        with changing(self):
-            if self.planned is None and self.scheduler.has_unfinished():
-                started = time.perf_counter()
-                self.planned = self.scheduler.schedule()
-                self._plan_seconds = time.perf_counter() - started
-        return self.planned is not None or bool(self.in_flight)
 
     def step(self) -> list[RequestOutput]:
         """Run one batch. Returns an output for each request that got a token. A beam search, a request with `best_of`
@@ -339,3 +252,86 @@ class LLMEngine:
             self.executor.rest()
             if self.scheduler.drafts is not None:
                 self.scheduler.drafts.rest()
+
+    @property
+    def last_step(self) -> StepStats:
+        """The statistics of the last step."""
+        return self.last.stats
+
+    def plan(self) -> bool:
+        """Decide what the next call of `step` does, without running it (view/explain.py says what that is). Until then,
+        requests can be added, and wait, or aborted: the tokens of those are dropped.
+
+        Returns: whether there is anything to do.
+        Raises: what the scheduler raises; the next call recovers, as after a failed `step`.
+        """
+        with changing(self):
+            if self.planned is None and self.scheduler.has_unfinished():
+                started = time.perf_counter()
+                self.planned = self.scheduler.schedule()
+                self._plan_seconds = time.perf_counter() - started
+        return self.planned is not None or bool(self.in_flight)
+
+    def abort(self, request_id: str, index: int | None = None) -> RequestOutput | None:
+        """End a request now, or only its completion `index`, and free the blocks.
+
+        The other requests go on. In two cases the engine also gives up a step that it has planned (see `plan`): if
+        `index` is given, and while the requests of a failed step run one at a time. Every request then starts again
+        from the tokens that it has, and the prefix cache is empty. No token is lost or changes.
+
+        Returns: its output so far; None if there is no such request or completion (it may just have finished).
+        Raises: ValueError for an `index` with beam search or with `best_of` larger than `n`: these completions compete,
+            and have no index before all have ended.
+        """
+        recover(self)
+        request = self.output_processor.requests.get(request_id)
+        if request is not None and index is not None:
+            if request.group.beam_search is not None or request.group.ranks:
+                raise ValueError(f"index={index}: completions that compete can only be aborted all together")
+            if not 0 <= index < len(request.completions) or request.completions[index].seq.finished:
+                return None
+        if self.planned is not None and (index is not None or self.scheduler.queues.suspects):
+            # A step is planned in which a sibling, or the blame for a failure, depends on what ends here: plan anew.
+            self.in_call = True
+        with changing(self):
+            if request is not None:
+                seq = None if index is None else request.completions[index].seq
+                self.scheduler.queues.finish(request.group, seq, "abort")
+                self.output_processor.read_aborted(request_id)
+                self.output_processor.report()
+        self._rest_if_idle()
+        outputs = self.output_processor.outputs
+        mine = [output for output in outputs if output.request_id == request_id]
+        if not mine:
+            return None
+        *earlier, output = mine  # the earlier ones are of steps that an exception ended
+        for before in reversed(earlier):
+            output.supersede(before)
+        self.output_processor.outputs = [output for output in outputs if output.request_id != request_id]
+        return output
+
+    @staticmethod
+    def from_engine_args(engine_args: Any) -> "Engine":
+        """Make an engine of an `EngineArgs`, as in vLLM. Raises: as `nanopage.build.build_engine`."""
+        return engine_args.create_engine()
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes, for instance after a change of the weights. Running requests continue."""
+        with changing(self):
+            self.scheduler.block_manager.reset_prefix_cache()
+
+    def check_workers(self) -> None:
+        """Look for workers that have died while no request runs. While one runs, `step` notices it.
+
+        Raises: WorkerDiedError if a worker has ended. `dead_error` says the same from then on.
+        """
+        with changing(self):
+            try:
+                self.executor.check()
+            except WorkerDiedError as error:
+                die(self, error)
+                raise
+
+    def shutdown(self) -> None:
+        """Shut the workers down. The engine cannot be used afterwards."""
+        self.executor.shutdown()
