@@ -1,6 +1,7 @@
 """Which part of nanopage may import which: read from the sources, and seen in a process of its own."""
 
 import ast
+import graphlib
 import importlib.util
 import os
 import subprocess
@@ -60,6 +61,7 @@ RULES = {
         "nanopage.engine",
         "nanopage.llm",
         "nanopage.build",
+        "nanopage.startup",
         "nanopage.text",
         "nanopage.weights",
     ),
@@ -233,6 +235,19 @@ def test_no_files_import_each_other():
     assert not left, "these import each other, or what does"
 
 
+def test_folders_import_each_other_in_one_direction():
+    """A folder counts as one part, a file at the top as another. What only type checkers import does not count."""
+    imports = {}
+    for file, name in places(ROOT.glob("nanopage/*/**/*.py")).items():
+        modules = {module.split(".")[1] for module in runtime_imports(file) if module.startswith("nanopage.")}
+        imports.setdefault(name.split("/")[0], set()).update(modules)
+    for file, name in places(ROOT.glob("nanopage/[!_]*.py")).items():
+        modules = {module.split(".")[1] for module in runtime_imports(file) if module.startswith("nanopage.")}
+        imports[name.removesuffix(".py")] = modules
+    graph = {part: modules & imports.keys() - {part} for part, modules in imports.items()}
+    assert [*graphlib.TopologicalSorter(graph).static_order()]  # raises CycleError
+
+
 def test_files_are_short_and_few_are_at_the_top():
     lengths = {name: len(file.read_text().splitlines()) for file, name in places(ROOT.glob("nanopage/**/*.py")).items()}
     assert {name for name, length in lengths.items() if length > MAX_LINES} == LONGER
@@ -261,7 +276,7 @@ def test_functions_take_few_arguments():
     """Without `self`. Kernels take their pointers, strides and constants one by one."""
     found = set()
     for file, name in places(ROOT.glob("nanopage/**/*.py")).items():
-        if is_core(name) or name.split("/")[0] in ("weights", "distributed"):
+        if is_core(name) or name.split("/")[0] in ("weights", "distributed", "startup"):
             for node, is_kernel in functions_of(file):
                 arguments = [each.arg for each in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
                 if len({*arguments} - {"self"}) > MAX_ARGUMENTS and not is_kernel:
