@@ -55,6 +55,7 @@ class SamplingSettings:
         return self.prompt_logprobs is not None or self.pooling_type == "MEAN"
 
 
+# Those that the sampler has on the device (SamplingTable.numbers), in this order: a new one goes behind the others.
 NUMBERS = tuple(name for name, kind in SamplingSettings.__annotations__.items() if kind is float)
 
 
@@ -103,30 +104,30 @@ class BlockUpdate:
 class Batch:
     """One step's work. A worker applies it in the order of the fields.
 
+    new, blocks          changes of the sequence table: sequences that begin to run, and their blocks
+    rows                 the B sequences that run, by their rows of that table, those with one token first
+    starts, counts       for each of `rows`, the position of its first token and the number of its tokens
+    sampled_from         for each token to sample, the index of the token whose logits it comes from, among all tokens
+                         of the step: first those of `rows[0]`, then those of `rows[1]`, and so on
+    sampled_rows         for each of `sampled_from`, the row that the sampled token is appended to
+
+    For example, `rows` are [3, 7], `starts` [20, 0] and `counts` [1, 6]: row 3 is a decode, and row 7 computes a prompt
+    of 6 tokens. Then `sampled_from` is [0, 6], and `sampled_rows` is [3, 7]. The other fields are empty in such a step:
+
     idle                 nothing runs, and no waiting request has output yet: a worker may change the way it runs steps
     swap_out, swap_in    [(block, host block)], [(host block, block)]: blocks to be copied to and from host memory
     copies               [(from, to)]: blocks to be copied on the device. All are read before any is written
     cleared              blocks to be filled with zeros. Ignored on a GPU (see KVCache.move)
     loads                adapters to be loaded. No running sequence has what was in their slots
-    new, forks, blocks   changes of the sequence table
+    forks                sequences that begin as copies of others. A token of such a sequence may be sampled from the
+                         logits of the one that it was just forked from
     tokens               [(row, position, token id)] that not every worker knows: the next tokens of beams, which the
                          engine has chosen; drafts, which it guesses; with several workers, all sampled tokens, because
-                         one worker samples
-    rows                 the B sequences that run, those with one token first
-    starts, counts       for each of `rows`, the position of its first token and the number of its tokens
-    sampled_from         for each token to sample, the index of the token whose logits it comes from, among all tokens
-                         of the step: first those of `rows[0]`, then those of `rows[1]`, and so on
-    sampled_rows         for each of `sampled_from`, the row that the sampled token is appended to: the row whose
-                         logits it comes from, or a row just forked from that one
+                         one worker samples. A draft of 3 tokens makes a row 4 tokens long, and one is sampled behind
+                         each. Up to the first that differs from the draft, and with it, these are the row's next tokens
     masks                index in `sampled_rows` -> the tokens that the row may get, as bits: token i is bit i % 8 of
                          byte i // 8. Other rows may get any token
     awaits_masks         more of them follow (see `Executor.add_masks`)
-
-    For example, `rows` are [3, 7, 5], and `counts` are [1, 6, 4]. Row 3 is a decode. Row 7 computes the prompt of a
-    request with n=2, whose second completion has row 8. Row 5 is a decode with a draft of 3 tokens: a token is sampled
-    behind each of its 4 tokens. Then `sampled_from` is [0, 6, 6, 7, 8, 9, 10], and `sampled_rows` is [3, 7, 8, 5, 5, 5,
-    5]. The worker's table gets the samples in place of the draft. Up to the first sample that differs from the draft,
-    they are the sequence's next tokens. Later steps overwrite the others.
     """
 
     idle: bool = False

@@ -74,7 +74,7 @@ class PrefixCache:
             return chain
         hashes = [] if hashes is None else hashes
         parent, num_blocks = None, (len(token_ids) - 1) // self.block_size
-        if None not in self.windows:  # no block that is missing ends the search, so it needs an end
+        if None not in self.windows:  # a missing block does not end the search, so find its end first
             self._add_hashes(hashes, token_ids, num_blocks, salt)
             num_blocks = next((i + 1 for i in reversed(range(num_blocks)) if hashes[i] in self.by_hash), 0)
         for i in range(num_blocks):

@@ -25,7 +25,7 @@ near-ties in dtypes smaller than float64; the fuzz suite tests that.
 Everything beside the plain case is in a file of its own, called in one line: preemption.py, forks.py (several sequences
 of a prompt, and beams), stages.py (of a pipeline), verdicts.py (on drafts) and suspects.py (after an exception).
 
-For a first reading, assume one sequence per group. It is the leader, and `forked` is always true: no fork is pending.
+For a first reading, assume one sequence per group: the leader. Nothing is to be forked, so `forked` is always true.
 """
 
 import time
@@ -201,7 +201,7 @@ class Scheduler:
         return True
 
     def _continue(self, schedule: Schedule) -> bool:
-        """Schedule running groups, in order. Returns whether there were enough blocks for those that come in time."""
+        """Schedule running groups, in order. Returns False if blocks ran out."""
         queues, manager, index = self.queues, self.block_manager, 0
         held, enough = find_held(queues.running, self.num_stages), True
         while index < len(queues.running) and schedule.left > 0:

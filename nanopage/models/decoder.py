@@ -94,7 +94,7 @@ class DecoderLayer(nn.Module):
         self.mlp = mlp
 
     def forward(self, x: Tensor, step: StepContext) -> Tensor:
-        """x [T, hidden_size] -> same"""
+        """x [T, hidden_size] -> same; of the last layer, only the rows that `step.keep` keeps"""
         q, k, v = self.before(x, *step.rotations[self.self_attn.rope])
         step.write(self.self_attn, k, v)
         attended = step.attend(self.self_attn, q)
@@ -118,7 +118,7 @@ class SelfAttention(nn.Module):
     """The projections around grouped-query attention with rotary positions.
 
     Args:
-        index: of the layer.
+        index: of the layer, and of its part of the KV cache.
         qkv_bias, o_bias: whether the projections to q, k and v, and the output projection, have biases.
     """
 

@@ -1,7 +1,7 @@
 """Worker: one device with its model, its KV cache and its runner.
 
 Read `__init__` first: it measures the memory, allocates the KV cache and lists the ways to run a step.
-startup/worker.py loads the model before, and attaches what wings add.
+startup/worker.py has loaded the model. Features around the core (its wings) attach what they need to `Wings`.
 """
 
 import logging
