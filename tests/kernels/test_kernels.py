@@ -2,9 +2,11 @@
 
 import gc
 import weakref
+from itertools import cycle, product
 
 import pytest
 import torch
+from helpers import LONG
 
 from nanopage.cpu import packed_linear, tile_linear
 from nanopage.cpu.packed import PackedEmbedding, PackedLinear, PackedRowLinear, pack
@@ -97,21 +99,18 @@ def lengths(page):
     return [1, 2, page - 1, page, page + 1, 3 * page + 2]
 
 
+KINDS = [(torch.float64, None), (torch.float64, 1), (torch.float64, 3), (torch.float32, None), (torch.float32, 16)]
+SIZES = [*product([64, 80, 128], [1, 2, 3, 4, 8], [8, 16, 32])]
+
+
+# Each size with one kind, or with every kind.
 @pytest.mark.parametrize(
-    ("dtype", "window"),
-    [
-        (torch.float64, None),
-        (torch.float64, 1),
-        (torch.float64, 3),
-        (torch.float32, None),
-        (torch.float32, 16),
-    ],
-    ids=lambda value: str(value).removeprefix("torch."),
+    ("sizes", "kind"),
+    product(SIZES, KINDS) if LONG else zip(SIZES, cycle(KINDS)),
+    ids=lambda values: "-".join(map(str, values)),
 )
-@pytest.mark.parametrize("block_size", [8, 16, 32], ids=lambda size: f"page {size}")
-@pytest.mark.parametrize("group", [1, 2, 3, 4, 8], ids=lambda group: f"GQA {group}")
-@pytest.mark.parametrize("head_dim", [64, 80, 128], ids=lambda size: f"head {size}")
-def test_paged_attention_equals_attention(head_dim, group, block_size, dtype, window):
+def test_paged_attention_equals_attention(sizes, kind):
+    (head_dim, group, block_size), (dtype, window) = sizes, kind
     pool = Pool(2, head_dim, block_size, dtype)
     lengths = [1, 2, block_size - 1, block_size, block_size + 1, 3 * block_size + 2]
     decodes = {pool.add(length): 1 for length in lengths}

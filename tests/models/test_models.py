@@ -261,7 +261,9 @@ def test_so_do_those_of_sequences_that_are_only_decoded(name, tmp_path):
     assert_all_close(paged.run(all_decoded_together), case.expected)
 
 
-def test_logits_of_weights_that_are_not_packed_equal_transformers(case):
+@pytest.mark.parametrize("name", DECODED)
+def test_logits_of_weights_that_are_not_packed_equal_transformers(name, tmp_path):
+    case = make_case(name, tmp_path)
     paged = Paged(case.directory, case.sequences)
     assert not any(isinstance(module, PackedLinear) for module in paged.model.modules())
     assert_all_close(paged.run(chunks_and_decodes_mixed), case.expected)

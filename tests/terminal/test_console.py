@@ -62,9 +62,7 @@ def traps(tmp_path):
     ("arguments", "code"),
     [
         (["--help"], 0),
-        (["--no-such-option"], 2),
         (["-p", "hi", "you"], 2),
-        (["-p", "hi", "--top-p", "2"], 1),
         (["--temperature", "0", "--max-tokens", "12", "where is"], 0),
     ],
 )
