@@ -291,7 +291,7 @@ class LLMEngine:
             if not 0 <= index < len(request.completions) or request.completions[index].seq.finished:
                 return None
         if self.planned is not None and (index is not None or self.scheduler.queues.suspects):
-            # A step is planned in which a sibling, or the blame for a failure, depends on what ends here: plan anew.
+            # The planned step depends on what ends here. As after an exception, `changing` gives it up: plan anew.
             self.in_call = True
         with changing(self):
             if request is not None:

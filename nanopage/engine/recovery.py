@@ -35,7 +35,8 @@ class Recoverable(Protocol):
 
 @contextlib.contextmanager
 def changing(engine: Recoverable) -> Iterator[None]:
-    """Surrounds every change of the engine's state. If an exception ends it, the next call recovers first."""
+    """Surrounds every change of the engine's state. If an exception ends it, the next call recovers first: there is no
+    `finally` here, so `in_call` stays True."""
     recover(engine)
     engine.in_call = True
     yield

@@ -24,12 +24,12 @@ class Chunks(NamedTuple):
     sequences  the sequence of each chunk
     rows       index into q of each query: int64 [chunks, queries]
     num_keys   length of the longest sequence
-    tiles      (begin, end, first, last, mask): queries `begin` to `end`. They see all keys before `first`, none from
-               `last` on, and those between according to `mask`: 0 or -inf, [chunks, 1, end - begin, last - first]. None
-               if they see all of these
+    tiles      (begin, end, first, last, mask): queries `begin` to `end` see all keys before `first`, none from `last`
+               on, and those between according to `mask`: 0 or -inf, [chunks, 1, end - begin, last - first]. A mask of
+               None: they see all keys before `last`
 
-    A chunk of the queries at positions 4, 5 and 6 has the tile (0, 3, 4, 7, mask): all three see the keys 0 to 3. The
-    mask is for the keys 4 to 6:
+    For example, a chunk of the queries at positions 4, 5 and 6 has the tile (0, 3, 4, 7, mask): all three see the keys
+    0 to 3. The mask is for the keys 4 to 6:
 
         [[0, -inf, -inf], [0, 0, -inf], [0, 0, 0]]
     """

@@ -57,11 +57,12 @@ class Attention(Protocol):
 
 @dataclass(slots=True)
 class StepContext:
-    """What layers need to know of a step of T tokens, beside their hidden states. Made for each step.
+    """What layers need to know of a step of T tokens, beside their hidden states. Made for each step, by the way that
+    runs it; `Decoder.forward` adds the rotations.
 
     positions   int64 [T], of each token in its sequence
     attentions  of each kind of layers (see state/layer_kinds.py)
-    kinds       which of them each layer has
+    kinds       of each layer, the index of its kind in `attentions`
     kv_caches   of each layer, [2, num_blocks, num_kv_heads, head_dim * block_size]; written in place
     rows        int64: the tokens whose hidden states are wanted after the last layer. None: all
     adapters    of each token (see adapters/layers.py). None: no token has one
@@ -89,7 +90,7 @@ class StepContext:
         return self.attentions[self.kinds[layer.index]]
 
     def keep(self, layer: Any, *tensors: Tensor) -> Sequence[Tensor]:
-        """In the last layer, only `rows` of tensors [T, ..]. In the others, the tensors."""
+        """Keep only `rows` of tensors [T, ..] in the last layer, and all rows in the others."""
         if self.rows is None or layer.index + 1 < len(self.kinds):
             return tensors
         if self.adapters is not None:

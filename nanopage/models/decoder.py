@@ -44,7 +44,7 @@ class Decoder(nn.Module):
         """Compute the hidden states of the tokens of a step, the output of the last layer.
 
         Args: input_ids: int64 [T].
-        Returns: [T, hidden_size], or [len(step.rows), hidden_size]: the last layer drops the other rows.
+        Returns: [T, hidden_size], or [len(step.rows), hidden_size]: no other row is needed once K and V are written.
         """
         x = self.embed(input_ids)
         step.rotations = self.rotary(step.positions, x.dtype)

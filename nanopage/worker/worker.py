@@ -26,8 +26,8 @@ class Worker:
 
     Args:
         model: on the device, with its weights as the options want them.
-        wings: what they have attached.
-        agree: called with what this worker can hold. Returns what every worker can hold.
+        wings: what features around the core have attached.
+        agree: called with what this worker can hold; its result is what every worker can hold.
 
     Raises: MemoryError if the device has too little memory for the KV cache.
     """
