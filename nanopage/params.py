@@ -48,9 +48,9 @@ class StructuredOutputsParams:
     """What the text of an output must be. Needs the extra "structured". Exactly one of the first five is given.
 
     Args:
-        json: a value of this JSON schema: a dict, or JSON in a string.
-        regex: a text that matches this regular expression as a whole. The syntax is that of Rust's regex crate, which
-            has no look-around and no back-references.
+        json: a JSON value that matches this schema, which is a dict or JSON in a string.
+        regex: a text that matches this regular expression from beginning to end. The syntax is that of Rust's regex
+            crate, which has no look-around and no back-references.
         choice: one of these texts.
         grammar: a text of this context-free grammar, in Lark's syntax or llama.cpp's (GBNF).
         json_object: True: a JSON object.

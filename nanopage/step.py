@@ -127,7 +127,7 @@ class Batch:
                          each. Up to the first that differs from the draft, and with it, these are the row's next tokens
     masks                index in `sampled_rows` -> the tokens that the row may get, as bits: token i is bit i % 8 of
                          byte i // 8. Other rows may get any token
-    awaits_masks         more of them follow (see `Executor.add_masks`)
+    awaits_masks         whether more masks follow this batch (see `Executor.add_masks`)
     """
 
     idle: bool = False

@@ -28,7 +28,7 @@ class AdapterSlots:
         self.held: dict[int, int] = {}  # adapter id -> slot, the least recently used first
 
     def fits(self, group: SequenceGroup, running: Iterable[SequenceGroup]) -> bool:
-        """Whether there is a slot for a group's adapter beside those of the groups that run."""
+        """Whether a group's adapter can have a slot while the adapters of the running groups keep theirs."""
         if group.adapter is None or group.adapter.adapter_id in self.held or self.free:
             return True
         return len(in_use(running) & self.held.keys()) < self.num_slots

@@ -82,7 +82,7 @@ class Compiled:
         tiled: whether the weights are in tiles (cpu/tiled.py). The code is the same for all kinds of tiles. Those of
             experts always are (cpu/tiled_experts.py).
 
-    Raises: ValueError for another value of NANOPAGE_COMPILE.
+    Raises: ValueError if NANOPAGE_COMPILE is set to anything but "never".
     """
 
     def __init__(

@@ -28,7 +28,7 @@ Slice = tuple[slice, ...]
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What a worker has: the slices `tp_rank` of `tp_size` of the layers of stage `pp_rank` of `pp_size`."""
+    """What a worker has: slice `tp_rank` (of `tp_size`) of each layer of pipeline stage `pp_rank` (of `pp_size`)."""
 
     tp_rank: int = 0
     tp_size: int = 1

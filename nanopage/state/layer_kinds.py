@@ -107,7 +107,7 @@ class BlockNeeds:
     max_chunk: int
 
     def of(self, lengths: list[int], shared: int = 0) -> int:
-        """The most blocks that sequences of these numbers of tokens have at any time, all together.
+        """The most blocks that sequences of these lengths, in tokens, hold in total at any time.
 
         Args: shared: tokens that all have in common at their start. Each sequence has at least one block of its own.
         """

@@ -92,8 +92,8 @@ class SequenceTable:
     ) -> tuple[Tensor, np.ndarray]:
         """What the queries of B sequences attend to: their last `counts` tokens, from `starts` on.
 
-        Returns: block tables [kinds, B, max_blocks], which begin where the window does, and the tokens of each sequence
-            from there on, int64 [B].
+        Returns: block tables [kinds, B, max_blocks], each from the first block on that the window reaches, and the
+            number of tokens of each sequence from the start of that block on, int64 [B].
         """
         size, seq_lens, on_cpu = self.block_size, starts + counts, self.device.type == "cpu"
         num_blocks = -(-seq_lens // size)

@@ -201,7 +201,7 @@ def blocks_of_gpu(config: EngineConfig, size: int, needs: BlockNeeds, total: int
 
 
 def fit_length(config: EngineConfig, max_model_len: int, num_tokens: int) -> int:
-    """The max_model_len for a KV cache of `num_tokens` tokens: each request must fit the whole cache by itself.
+    """The max_model_len for a KV cache of `num_tokens` tokens: a request that has the cache to itself must fit.
 
     Raises: MemoryError if the KV cache is smaller than the max_model_len that the user has set.
     """

@@ -129,7 +129,7 @@ def list_ways(
 
 
 def make_sampling(setup: Setup) -> Callable[..., Tensor]:
-    """The function by which a GPU samples all rows of a batch, compiled and warmed up for tables of this size."""
+    """Make the function that samples all rows of a batch on a GPU, compiled and warmed up for this setup's sizes."""
     sample_all = make_sample_all(True, wrapper(setup))
     sampling = SamplingTable(setup.config.max_num_seqs + 1, setup.model_config.vocab_size, setup.device)
     warm_up_sampling(sample_all, sampling, setup.dtype, setup.device)
