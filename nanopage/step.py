@@ -55,7 +55,7 @@ class SamplingSettings:
         return self.prompt_logprobs is not None or self.pooling_type == "MEAN"
 
 
-# Those that the sampler has on the device (SamplingTable.numbers), in this order: a new one goes behind the others.
+# The settings that the sampler keeps on the device (SamplingTable.numbers), in this order. Add new ones at the end.
 NUMBERS = tuple(name for name, kind in SamplingSettings.__annotations__.items() if kind is float)
 
 
@@ -123,8 +123,8 @@ class Batch:
                          logits of the one that it was just forked from
     tokens               [(row, position, token id)] that not every worker knows: the next tokens of beams, which the
                          engine has chosen; drafts, which it guesses; with several workers, all sampled tokens, because
-                         one worker samples. A draft of 3 tokens makes a row 4 tokens long, and one is sampled behind
-                         each. Up to the first that differs from the draft, and with it, these are the row's next tokens
+                         one worker samples. With a draft of 3, a row has 4 tokens, and one is sampled after each:
+                         those up to and including the first that differs from the draft are the row's next tokens
     masks                index in `sampled_rows` -> the tokens that the row may get, as bits: token i is bit i % 8 of
                          byte i // 8. Other rows may get any token
     awaits_masks         whether more masks follow this batch (see `Executor.add_masks`)

@@ -31,8 +31,8 @@ class TokenAdapters(Protocol):
 
 @dataclass(slots=True)
 class Running:
-    """The step that a model computes, whose `adapters` are TokenAdapters or None. All its linear layers share this, so
-    that no other layer has to know of adapters."""
+    """The step that a model is computing; its `adapters` are TokenAdapters or None. The model's linear layers share
+    this object, so that other layers need not know about adapters."""
 
     step: Any = None
 
@@ -43,7 +43,7 @@ class LoRALinear(nn.Module):
     Args:
         linear: a Linear, or one of the layers that replace it (packed.py, tiled.py, quantized.py).
         num_slots, rank: how many adapters it holds, and of which rank at most.
-        running: the step that the model computes.
+        running: the step that the model is computing.
 
     Shapes: x [T, in] -> [T, out].
     """

@@ -17,7 +17,7 @@ PLACES = ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.dow
 
 
 def check_layers(decoder: Decoder) -> None:
-    """Raises: ValueError for a family with other linear layers than PLACES. Weights are not read."""
+    """Raises: ValueError for a family that lacks the linear layers of PLACES. Weights are not read."""
     layers: Any = decoder.layers
     for layer in layers:
         if type(getattr(layer, "mlp", None)) is not MLP or "q_proj" not in layer.self_attn.qkv_proj.parts:

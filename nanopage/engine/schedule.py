@@ -94,7 +94,7 @@ class Schedule:
         return self.sequences[self.batch.rows.index(row)].group
 
     def take_prompt_outputs(self, result: BatchResult) -> None:
-        """Give the groups what the workers return of their prompts, beside the next tokens."""
+        """Give the groups what the workers return for their prompts, in addition to tokens."""
         for prompt in result.prompt_logprobs:
             self.group_of(prompt.row).add_prompt_logprobs(prompt.start, prompt.tables)
         for pooled in result.pooled:

@@ -22,10 +22,10 @@ run by preempting the others. Within one priority, no group is admitted before a
 waits for as long as groups of a higher priority keep coming. The output does not depend on any of this, but for
 near-ties in dtypes smaller than float64; the fuzz suite tests that.
 
-What is beside the plain case has files of its own, called from here: preemption.py, forks.py (several sequences of a
-prompt, and beams), stages.py (of a pipeline), verdicts.py (on drafts) and suspects.py (after an exception).
+Everything but the plain case is in other files, which are called from here: preemption.py, forks.py (several sequences
+of a prompt, and beams), stages.py (of a pipeline), verdicts.py (on drafts) and suspects.py (after an exception).
 
-For a first reading, assume one sequence per group: the leader. Nothing is to be forked, so `forked` is always true.
+For a first reading, assume that each group has one sequence, its leader. There is nothing to fork, so `forked` is true.
 """
 
 import time

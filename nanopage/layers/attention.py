@@ -1,4 +1,4 @@
-"""What layers need to know of a step: a StepContext, with the attention of each kind of layers.
+"""What layers need to know about a step: a StepContext, with the attention of each kind of layers.
 
 The ways to compute attention, by class: `kernels.reference.ReferenceAttention` in plain PyTorch,
 `kernels.paged_attention.TritonAttention` on a GPU, and `worker.cuda_graphs.PaddedAttention` for padded decodes on a
@@ -57,8 +57,8 @@ class Attention(Protocol):
 
 @dataclass(slots=True)
 class StepContext:
-    """What layers need to know of a step of T tokens, beside their hidden states. Made for each step, by the way that
-    runs it; `Decoder.forward` adds the rotations.
+    """What layers need to know about a step of T tokens, in addition to their hidden states. The way that runs a step
+    makes it, and `Decoder.forward` adds the rotations.
 
     positions   int64 [T], of each token in its sequence
     attentions  of each kind of layers (see state/layer_kinds.py)
@@ -82,7 +82,7 @@ class StepContext:
         self.attention_of(layer).write(k, v, self.kv_caches[layer.index], layer.kv_scales)
 
     def attend(self, layer: Any, q: Tensor, out: Tensor | None = None) -> Tensor:
-        """Attention with what is particular to a layer. layer: its SelfAttention. The others: as in Attention."""
+        """Attention with a layer's window, scales and soft cap. layer: its SelfAttention. q, out: as in Attention."""
         cache, scales = self.kv_caches[layer.index], layer.kv_scales
         return self.attention_of(layer).attend(q, cache, layer.window, scales, layer.scale, layer.softcap, out)
 

@@ -127,7 +127,7 @@ class SelfAttention(nn.Module):
         self.index = index
         self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
         self.window = config.sliding_windows[index]
-        self.rope = int(config.local_rope is not None and self.window is not None)  # of the model's (RotaryEmbedding)
+        self.rope = int(config.local_rope is not None and self.window is not None)  # in StepContext.rotations
         self.scale, self.softcap = config.attention_scale, config.attention_softcap
         self.kv_scales = (1.0, 1.0)  # the loader sets those of the checkpoint
         q_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim

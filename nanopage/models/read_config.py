@@ -85,7 +85,7 @@ def _find_family(fields: Fields) -> tuple[str, ModuleType]:
 
 
 def _read_family(fields: Fields, architecture: str, family: ModuleType) -> dict[str, Any]:
-    """The fields that the family's `read_config` returns, and the usual values of those that it leaves out."""
+    """The result of the family's `read_config`, with default values for the fields that it leaves out."""
     num_heads = fields.size("num_attention_heads")
     special = family.read_config(fields, architecture)
     if "head_dim" not in special:

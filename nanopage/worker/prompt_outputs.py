@@ -1,4 +1,4 @@
-"""What a step returns of prompts beside the next tokens: log-probabilities of their tokens, pooled hidden states."""
+"""What a step returns for prompts in addition to tokens: log-probabilities of prompt tokens, and pooled states."""
 
 from torch import Tensor
 
