@@ -110,7 +110,7 @@ class CompiledDecoder(Decoder):
             carried = self.compute(index, inputs, carried, attended, step.kv_caches[index], q)
             step.attend(layer.self_attn, q, attended)
         assert carried is not None  # there is a layer
-        return self.finish(carried.x, attended, step.rows)
+        return self.finish(carried.x, attended, step)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """As `Decoder.logits`."""
@@ -150,11 +150,10 @@ class CompiledDecoder(Decoder):
         self._place(layer.self_attn, heads, cos, sin, kv_cache, slot_mapping, q)
         return Carried(x, rotations)
 
-    def finish(self, x: Tensor, attended: Tensor, rows: Tensor | None) -> Tensor:
-        """Compute the last piece for all T tokens, or only for `rows`: [T, hidden_size] or [len(rows), hidden_size]."""
-        if rows is not None:
-            x, attended = x[rows], attended[rows]
-        return self.last(self.layers[-1], x, attended)
+    def finish(self, x: Tensor, attended: Tensor, step: StepContext) -> Tensor:
+        """Compute the last piece for the tokens that the step keeps: [T, hidden_size] or [len(rows), hidden_size]."""
+        last_layer: Any = self.layers[-1]
+        return self.last(last_layer, *step.keep(last_layer.self_attn, x, attended))
 
     def _place(
         self, part: Any, heads: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, slots: Tensor, q: Tensor

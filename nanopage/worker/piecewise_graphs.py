@@ -101,7 +101,7 @@ class PiecewiseGraphs:
             else:
                 carried = self._compute(size, index, carried)
             step.attend(layer.self_attn, q, attended)
-        return self.model.finish(self.x[:num_tokens], attended, step.rows)
+        return self.model.finish(self.x[:num_tokens], attended, step)
 
     def _compute(self, size: int, index: int, carried: Carried | None) -> Carried:
         """Compute a piece on the static buffers. This is what a graph captures."""
