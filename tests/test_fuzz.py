@@ -63,8 +63,10 @@ RANK_WORLDS = int(os.environ.get("NANOPAGE_FUZZ_RANK_WORLDS", "2"))
 RANKS = os.environ.get("NANOPAGE_FUZZ_RANKS", "1x1,2x1,1x2,2x2").split(",")  # tensor x pipeline parallelism
 WORLDS = int(os.environ.get("NANOPAGE_FUZZ_WORLDS", "20"))
 TRITON_WORLDS = int(os.environ.get("NANOPAGE_FUZZ_TRITON_WORLDS", "2"))
+GPU_WORLDS = int(os.environ.get("NANOPAGE_FUZZ_GPU_WORLDS", "8"))
 SEED = int(os.environ.get("NANOPAGE_FUZZ_SEED", "0"))
 MAX_LEN = 64
+BLOCK_SIZES = (1, 2, 3, 4, 8, 16)
 CONSTRAINTS = {  # what an output is held to, by an expression that it matches once it is complete
     "([a-z]{1,3} )*[0-9]?": {"regex": "([a-z]{1,3} )*[0-9]?"},
     "the cat|the dog|there": {"choice": ["the cat", "the dog", "there"]},
@@ -210,7 +212,7 @@ def draw_search(rng: random.Random) -> BeamSearchParams:
     )
 
 
-def draw_world(rng: random.Random, oracle: LLMEngine, block_sizes=(1, 2, 3, 4, 8, 16)) -> tuple[dict, list[Planned]]:
+def draw_world(rng: random.Random, oracle: LLMEngine, block_sizes=BLOCK_SIZES) -> tuple[dict, list[Planned]]:
     vocab_size = oracle.model_config.vocab_size
     block_size = rng.choice(block_sizes)
     max_model_len = rng.randint(24, MAX_LEN)
@@ -260,10 +262,11 @@ def measure_blocks(oracle: LLMEngine, options: dict) -> tuple[int, int]:
     return needs.of([options["max_model_len"]]), size
 
 
-def press(rng: random.Random, oracle: LLMEngine, options: dict, plans: list[Planned]) -> None:
+def press(rng: random.Random, oracle: LLMEngine, options: dict, plans: list[Planned], block_sizes=BLOCK_SIZES) -> None:
     """Make a world run out of blocks: prompts share most of their blocks, so that a small pool admits many at once, and
     then all of them grow. What windows give back would otherwise be enough."""
-    options |= {"block_size": rng.choice([1, 2, 3, 4]), "max_num_batched_tokens": rng.choice([5, 7, 16])}
+    small = [size for size in block_sizes if size <= 4]
+    options |= {"block_size": rng.choice(small), "max_num_batched_tokens": rng.choice([5, 7, 16])}
     blocks_of_one, size = measure_blocks(oracle, options)
     options |= {
         "num_gpu_blocks_override": blocks_of_one + rng.choice([0, 1]),
@@ -755,17 +758,19 @@ def test_nor_does_a_cache_in_fp8(world, model):
     assert engine.executor.worker.kv_cache.tensor.dtype == torch.float8_e4m3fn
 
 
-def check_world(model, oracle, world, rng, as_on_a_gpu, fails=False, pressed=False, prepare=None, **fixed):
+def check_world(
+    model, oracle, world, rng, as_on_a_gpu, fails=False, pressed=False, prepare=None, block_sizes=BLOCK_SIZES, **fixed
+):
     """Run a random world on a model, and compare it with the oracle. Returns the engine.
 
     Args: fails: whether steps fail; pressed: whether blocks run out; prepare: called with the engine; fixed: options of
         both the engine and the oracle.
     """
-    options, plans = draw_world(rng, oracle)
+    options, plans = draw_world(rng, oracle, block_sizes)
     if pressed:
-        press(rng, oracle, options, plans)
+        press(rng, oracle, options, plans, block_sizes)
     options["async_scheduling"] = world % 2 == 0
-    engine = build_engine(EngineConfig(model=str(model), dtype="float64", device="cpu", **fixed, **options))
+    engine = build_engine(EngineConfig(**{"model": str(model), "dtype": "float64", "device": "cpu"} | options | fixed))
     if as_on_a_gpu:
         run_as_on_a_gpu(engine)
     if fails:
@@ -779,6 +784,16 @@ def check_world(model, oracle, world, rng, as_on_a_gpu, fails=False, pressed=Fal
         check = check_search if plan.searches else check_completions
         check(oracle, plan, options["max_model_len"])
     return engine
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("world", range(GPU_WORLDS))
+def test_nor_does_a_gpu(world, model, oracle, windowed):
+    """The same on a GPU, against the oracle on a CPU. Every fourth world compiles and captures."""
+    rng = random.Random(f"gpu-{SEED}-{world}")
+    model, oracle = (model, oracle) if world % 3 else windowed[world // 3 % 3]
+    how = {"fails": world % 5 == 1, "pressed": world % 5 == 2, "block_sizes": (1, 2, 4, 8, 16)}
+    check_world(model, oracle, world, rng, False, **how, device="cuda", enforce_eager=world % 4 > 0)
 
 
 @pytest.fixture(scope="module")
