@@ -10,6 +10,7 @@ continuation, the same with a wrong token, and random tokens.
     NANOPAGE_FUZZ_WORLDS=2000 pytest tests/test_fuzz.py -s      more worlds, and what happened in them
     NANOPAGE_FUZZ_SEED=7 ...                                    other worlds
     NANOPAGE_FUZZ_TRITON_WORLDS=50 ...                          more of those whose attention is Triton's
+    NANOPAGE_FUZZ_GPU_WORLDS=36 ... -m gpu                      more of those on a GPU
     NANOPAGE_FUZZ_RANK_WORLDS=500 NANOPAGE_FUZZ_RANKS=2x2 ...   more of those with several workers
 """
 

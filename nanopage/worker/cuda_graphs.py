@@ -12,16 +12,16 @@ The graph looks up everything else in the sequence table on the device. A batch 
 the table's last row and length 0. Padding writes no K and V and attends to nothing.
 
 A graph fixes the grid of the attention kernel, so the number of splits of the contexts cannot depend on a step's
-lengths. A size may therefore be captured several times: with the number of splits that fills the GPU if all contexts
-are equally long, then with GROWTH times as many, and so on, up to the number that the longest context can use. The
-larger numbers serve batches in which a few sequences have most of the tokens.
+lengths. Each size is therefore captured several times: with one split, with GROWTH, and so on, up to the number that
+the longest context can use. A step takes the graph whose number is close to what its lengths need, because empty splits
+take time, too.
 
 On a CPU, for the tests, the same code runs on the same buffers without capture.
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -105,7 +105,6 @@ class CUDAGraphs:
         self.logits = torch.empty(most, model.lm_head.out_features, dtype=dtype, device=self.device)
         self.sampled = torch.zeros(most, dtype=torch.int64, device=self.device)
         self.graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}  # key: size, number of splits
-        self._splits: dict[int, list[int]] = {}  # results of `splits_of`
         self.pool: Any = None  # the memory pool that all graphs share
 
     def fits(self, batch: Batch) -> bool:
@@ -124,7 +123,7 @@ class CUDAGraphs:
         padding, seq_lens = size - num_rows, [start + 1 for start in batch.starts]
         rows = batch.rows + [len(self.table.tokens) - 1] * padding
         self.ints[: 2 * size] = to_device([*rows, *seq_lens, *[0] * padding], self.device, torch.int64)
-        num_splits = self._choose_splits(size, seq_lens)
+        num_splits = self._choose_splits(seq_lens)
         if self.graphs:
             self.graphs[size, num_splits].replay()
         else:
@@ -163,30 +162,27 @@ class CUDAGraphs:
         size = len(slots)
         return TritonAttention(slots, block_tables, self.query_start[: size + 1], seq_lens.int(), size, 1, num_splits)
 
-    def splits_of(self, size: int) -> list[int]:
-        """The numbers of splits that a size is captured with."""
+    @cached_property
+    def splits(self) -> list[int]:
+        """The numbers of splits that each size is captured with."""
         if not self.uses_triton:
             return [1]
-        from nanopage.kernels.paged_attention import choose_splits, num_processors
-
-        heads, processors = self.kv_cache.tensor.shape[3], num_processors(self.device)
-        splits = [choose_splits([self.max_model_len] * size, heads, processors)]
-        most = choose_splits([self.max_model_len], heads, processors)  # one sequence has nearly all the tokens
+        splits, most = [1], self._best_splits([self.max_model_len])
         while splits[-1] < most:
             splits.append(min(GROWTH * splits[-1], most))
         return splits
 
-    def _choose_splits(self, size: int, seq_lens: list[int]) -> int:
+    def _choose_splits(self, seq_lens: list[int]) -> int:
         """The smallest captured number of splits that is at least half of what is best for these lengths."""
-        if size not in self._splits:
-            self._splits[size] = self.splits_of(size)
-        captured = self._splits[size]
-        if len(captured) == 1:
-            return captured[0]
-        from nanopage.kernels.paged_attention import choose_splits, num_processors
+        if len(self.splits) == 1:
+            return 1
+        wanted = self._best_splits(seq_lens)
+        return next((splits for splits in self.splits if 2 * splits >= wanted), self.splits[-1])
 
-        wanted = choose_splits(seq_lens, self.kv_cache.tensor.shape[3], num_processors(self.device))
-        return next((splits for splits in captured if 2 * splits >= wanted), captured[-1])
+    def _best_splits(self, seq_lens: list[int]) -> int:
+        from nanopage.kernels.paged_attention import choose_splits, num_processors  # imports Triton
+
+        return choose_splits(seq_lens, self.kv_cache.tensor.shape[3], num_processors(self.device))
 
     @torch.inference_mode()
     def capture(self, sizes: list[int]) -> None:
@@ -195,7 +191,7 @@ class CUDAGraphs:
         Raises: MemoryError if the GPU's memory runs out. The message names the size and the options that help.
         """
         self.pool = self.pool or torch.cuda.graph_pool_handle()
-        cases = [(size, splits) for size in reversed(sizes) for splits in self.splits_of(size)]
+        cases = [(size, splits) for size in reversed(sizes) for splits in self.splits]
         console = Console(stderr=True)
         for size, splits in track(cases, "Capturing CUDA graphs", console=console, transient=True):
             with naming_what_helps(f"the graph of batch size {size} was", "max_num_seqs or gpu_memory_utilization"):

@@ -69,8 +69,7 @@ def measure_step(setup: Setup, wings: Wings, model: Decoder, sample_all: Callabl
     free = torch.cuda.mem_get_info(device)[0]
     graphs = CUDAGraphs(model, cache, table, True, sample_all, wrapper(setup), wings.adapters_of(table))
     largest, smallest, free = _capture_bytes(graphs.capture, graphs.sizes, free, device)
-    each = smallest // len(graphs.splits_of(graphs.sizes[0]))
-    graph_bytes = largest + each * sum(len(graphs.splits_of(size)) for size in graphs.sizes[:-1])
+    graph_bytes = largest + smallest * (len(graphs.sizes) - 1)
     if isinstance(model, CompiledDecoder):
         pieces = PiecewiseGraphs(model, cache, table, setup.make_attention, budget)
         largest, smallest, _ = _capture_bytes(partial(pieces.capture, pool=graphs.pool), pieces.sizes, free, device)

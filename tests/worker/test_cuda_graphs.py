@@ -207,20 +207,19 @@ def test_a_step_takes_its_inputs_from_the_table_and_puts_its_tokens_there(model)
     assert torch.equal(table.tokens, before)
 
 
-def test_the_splits_of_a_size_reach_from_equal_lengths_to_one_that_has_all_the_tokens(model, monkeypatch):
+def test_splits_reach_from_one_to_what_the_longest_context_can_use(model, monkeypatch):
     monkeypatch.setattr("nanopage.kernels.paged_attention.num_processors", lambda device: 132)
-    graphs = graphs_of(static(make_engine(model, max_num_seqs=256), uses_triton=True))
+    engine = static(make_engine(model, max_num_seqs=256), uses_triton=True)
+    assert graphs_of(engine).splits == [1]
+    graphs = make_graphs(engine.executor.worker, uses_triton=True)
     graphs.max_model_len = 40_960  # 2 KV heads
-    assert graphs.splits_of(1) == [132]
-    assert graphs.splits_of(16) == [9, 36, 132]
-    assert graphs.splits_of(256) == [1, 4, 16, 64, 132]
-    assert graphs._choose_splits(256, [1000] * 256) == 1
-    assert graphs._choose_splits(256, [1000] * 200) == 1
-    assert graphs._choose_splits(256, [40_000] + [10] * 255) == 64
-    assert graphs._choose_splits(16, [5_000] * 16) == 9
-    graphs.max_model_len = 250
-    assert graphs.splits_of(256) == [1]
-    assert graphs_of(static(make_engine(model))).splits_of(7) == [1], "plain attention has no splits"
+    assert graphs.splits == [1, 4, 16, 64, 132]
+    assert graphs._choose_splits([200]) == graphs._choose_splits([500]) == 1
+    assert graphs._choose_splits([600]) == 4
+    assert graphs._choose_splits([1000] * 256) == graphs._choose_splits([1000] * 200) == 1
+    assert graphs._choose_splits([40_000] + [10] * 255) == 64
+    assert graphs._choose_splits([5_000] * 16) == 16
+    assert graphs_of(static(make_engine(model))).splits == [1], "plain attention has no splits"
 
 
 def test_hundreds_of_sequences_decode_on_static_buffers(model):
@@ -306,7 +305,7 @@ def test_every_size_is_captured_the_largest_first_and_replays_give_the_same_toke
     engine = static(make_engine(model, max_num_seqs=6), uses_triton=True)
     graphs = graphs_of(engine)
     graphs.capture(graphs.sizes)
-    captured = [(size, splits) for size in (6, 4, 2, 1) for splits in graphs.splits_of(size)]
+    captured = [(size, splits) for size in (6, 4, 2, 1) for splits in graphs.splits]
     assert list(graphs.graphs) == captured
     for graph in graphs.graphs.values():
         graph.step = partial(graph.step, graphs)
@@ -376,10 +375,8 @@ def test_nothing_is_compiled_while_serving(model, fake_cuda, monkeypatch, compil
     for graph in ways[0].graphs.values():
         graph.step = partial(graph.step, ways[0])
     kernels = {name for name, *_ in variants}
-    assert kernels == {"rotate_kernel", "decode_kernel", "merge_kernel"}, (
-        "all contexts are split, and there is no prompt"
-    )
-    assert len(variants) == 3
+    assert kernels == {"rotate_kernel", "decode_kernel", "merge_kernel"}, "there is no prompt"
+    assert len(variants) == 4, "contexts are split, or not"
     worker._warm_up()
     assert len(variants) == 5
     before = len(compiled_graphs), set(variants)
@@ -436,16 +433,15 @@ def test_the_largest_step_there_can_be_is_measured(model, fake_cuda, monkeypatch
     assert batch.counts == [1, 1, 1, 1, 32, 64]
     assert batch.sampled_rows == batch.rows
     assert all(new.sampling.prompt_logprobs == new.sampling.logprobs == MAX_LOGPROBS for new in batch.new)
-    # Before; with the graph of size 6; with that of size 1, too. The others are 1, 2 and 4, with their splits.
+    # Before; with the graph of size 6; with that of size 1, too. The others are 1, 2 and 4.
     # Then with the pieces of 100 tokens; with those of 8, too. The others are 8, 16, 32, 64 and 96.
     free = iter([9000, 7000, 6900, 6500, 6480])
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (next(free), 10_000))
     monkeypatch.setattr("nanopage.worker.memory.captures", lambda setup: True)
-    monkeypatch.setattr(CUDAGraphs, "splits_of", lambda self, size: [1] if size == 1 else [1, 2])
     monkeypatch.setattr(jit, "compile_afresh", lambda function: function)
     monkeypatch.setattr(PiecewiseGraphs, "_capture", lambda self, size, pool: captured.append((size, pool)))
     model, captured = jit.CompiledDecoder(worker.model, uses_triton=True), []
-    expected = 250 + table_bytes + 2000 + 5 * 100 + 400 + 5 * 20
+    expected = 250 + table_bytes + 2000 + 3 * 100 + 400 + 5 * 20
     assert measure_step(setup, Wings(), model, sample_all) == expected
     assert captured == [(100, "pool"), (8, "pool")], "in the memory of the decode steps"
     assert len(batches) == 2
