@@ -56,7 +56,7 @@ from nanopage.view.frames import Frames, Picture
 from nanopage.weights import loader
 from nanopage.worker import jit
 from nanopage.worker.cuda_graphs import CUDAGraphs, make_sample_all
-from nanopage.worker.eager import Eager, reference_attention
+from nanopage.worker.eager import Eager, plain_attention
 from nanopage.worker.memory import GIB, block_bytes
 from nanopage.worker.piecewise_graphs import PiecewiseGraphs
 
@@ -348,7 +348,7 @@ def run_as_on_a_gpu(engine: LLMEngine, uses_triton: bool = False) -> None:
     worker = engine.executor.worker
     runner = worker.runner
     sample_all = make_sample_all(uses_triton)
-    make_attention = worker.setup.make_attention if uses_triton else reference_attention
+    make_attention = worker.setup.make_attention if uses_triton else plain_attention
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jit, "compile_afresh", lambda function: function)
         made = jit.CompiledDecoder(worker.model, uses_triton), worker.kv_cache, runner.table

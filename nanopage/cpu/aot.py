@@ -42,7 +42,7 @@ from nanopage.models.decoder import Decoder
 from nanopage.state.kv_cache import KVCache
 from nanopage.state.sequence_table import SequenceTable
 from nanopage.step import Batch
-from nanopage.worker.eager import Output, head_of, prepare, reference_attention, run_model
+from nanopage.worker.eager import Output, head_of, plain_attention, prepare, run_model
 from nanopage.worker.prompt_outputs import wants_prompt_logprobs
 
 logger = logging.getLogger("nanopage")
@@ -124,7 +124,7 @@ class Compiled:
 
     def run(self, batch: Batch) -> Output:
         inputs = prepare(batch, self.table)
-        step = inputs.step(self.kv_cache, reference_attention)
+        step = inputs.step(self.kv_cache, plain_attention)
         step.adapters = self._adapter_slots(batch)
         if self.head is not None and self._is_one_decode(batch):
             return self._decode_one(batch, inputs.input_ids, step, self.head)

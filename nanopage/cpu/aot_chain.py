@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch._C import _aoti
 
-from nanopage.kernels.reference import ReferenceAttention
+from nanopage.kernels.grouped_attention import GroupedAttention
 from nanopage.layers.attention import StepContext
 from nanopage.state.layer_kinds import MOST_KINDS
 
@@ -67,7 +67,7 @@ class Step(ctypes.Structure):
         ("seq_lens", c_void_p),
     )
 
-    def __init__(self, attention: ReferenceAttention):
+    def __init__(self, attention: GroupedAttention):
         tensors = [attention.block_tables, attention.query_lens, attention.seq_lens]
         self.tensors = tables, query_lens, seq_lens = [tensor.contiguous() for tensor in tensors]  # kept
         super().__init__(
@@ -174,7 +174,7 @@ class Chain:
         Args:
             before, after: the parts of a layer before and after attention.
             x: [T, hidden_size]. T is the number of tokens.
-            step: with the rotations. Its attentions are ReferenceAttentions. Its adapters, if there are any, are a
+            step: with the rotations. Its attentions are GroupedAttentions. Its adapters, if there are any, are a
                 further input of both functions: the adapter slot of each token, int64 [T].
             attended: [T, num_heads, head_dim], contiguous. The output of each layer's attention is written to it, and
                 that of the last one stays there.

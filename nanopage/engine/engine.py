@@ -197,33 +197,37 @@ class LLMEngine:
         return self.output_processor.take()
 
     def _run_batch(self, record: StepRecord) -> None:
-        """Decide on a batch, unless `plan` has, and submit it. Take in the results of the oldest batch in flight."""
-        started = time.perf_counter()
-        if self.planned is None:
-            self.planned = self.scheduler.schedule()
-        record.scheduled = schedule = self.planned
-        submitted = time.perf_counter()
-        record.stats.schedule_seconds = submitted - started
+        """Decide on a batch, submit it, and take in its result. If batches overlap, take in that of an older one."""
+        self.planned = schedule = record.scheduled = self._decide(record.stats)
         if schedule.is_empty:
             self._complete(record)
-            self.planned = None
-            return
-        self._num_batches += 1
-        schedule.tell("submitted", self._num_batches, submitted)
-        self.executor.submit(schedule.batch)
-        if schedule.masked:
-            self.executor.add_masks(schedule.find_masks())
-        if self.async_scheduling:
-            self._complete(record)
-        self.scheduler.advance(schedule)
-        self.in_flight.append(schedule)
+        else:
+            self._submit(schedule)
+            if self.async_scheduling:
+                self._complete(record)  # the previous batch, while this one runs
+            self.scheduler.advance(schedule)
+            self.in_flight.append(schedule)
+            count_batch(record.stats, schedule)
         self.planned = None
         if schedule.must_be_awaited or self.scheduler.queues.suspects:
             while self.in_flight:
                 self._complete(record)
         elif len(self.in_flight) == self._most_in_flight:
             self._complete(record)
-        count_batch(record.stats, schedule)
+
+    def _decide(self, stats: StepStats) -> Schedule:
+        """What `plan` has decided, or else decide now."""
+        started = time.perf_counter()
+        schedule = self.scheduler.schedule() if self.planned is None else self.planned
+        stats.schedule_seconds = time.perf_counter() - started
+        return schedule
+
+    def _submit(self, schedule: Schedule) -> None:
+        self._num_batches += 1
+        schedule.tell("submitted", self._num_batches, time.perf_counter())
+        self.executor.submit(schedule.batch)
+        if schedule.masked:
+            self.executor.add_masks(schedule.find_masks())
 
     def _complete(self, record: StepRecord) -> None:
         """Wait for the oldest batch in flight, update the sequences with its tokens, and make text of them."""

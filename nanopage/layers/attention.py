@@ -1,8 +1,8 @@
 """What layers need to know about a step: a StepContext, with the attention of each kind of layers.
 
-The ways to compute attention, by class: `kernels.reference.ReferenceAttention` in plain PyTorch,
-`kernels.paged_attention.TritonAttention` on a GPU, and `worker.cuda_graphs.PaddedAttention` for padded decodes on a
-CPU, which only tests run. Compiled layers on a CPU take the fields of a ReferenceAttention, and compute with
+kernels/reference.py spells attention out. These classes compute it: `kernels.grouped_attention.GroupedAttention` in
+plain PyTorch, `kernels.paged_attention.TritonAttention` on a GPU, and `worker.cuda_graphs.PaddedAttention` for padded
+decodes on a CPU, which only tests run. Compiled layers on a CPU take the fields of a GroupedAttention, and compute with
 cpu/flash_attention.cpp.
 """
 

@@ -30,7 +30,7 @@ from rich.progress import track
 from torch import Tensor
 
 from nanopage.device import to_device
-from nanopage.kernels.reference import ReferenceAttention
+from nanopage.kernels.grouped_attention import GroupedAttention
 from nanopage.layers.attention import Attention, StepContext
 from nanopage.models.decoder import Decoder
 from nanopage.sampling import truncation
@@ -213,7 +213,7 @@ class PaddedAttention:
         decodes: the attention of the rows that are not padding.
     """
 
-    def __init__(self, slot_mapping: Tensor, decodes: ReferenceAttention):
+    def __init__(self, slot_mapping: Tensor, decodes: GroupedAttention):
         self.slot_mapping, self.decodes = slot_mapping, decodes
 
     def write(self, k: Tensor, v: Tensor, kv_cache: Tensor, scales: tuple[float, float] = (1.0, 1.0)) -> None:
@@ -245,7 +245,7 @@ def padded_attention(
     slots_of_rows, tables, lens = slots[:num_rows], block_tables[:num_rows], seq_lens[:num_rows]
     padded = pad_tables(tables.numpy()[:, :, None], -(-lens.numpy() // block_size))[:, :, 0]
     tables = torch.from_numpy(padded)
-    return PaddedAttention(slots, ReferenceAttention(slots_of_rows, tables, torch.ones_like(lens), lens))
+    return PaddedAttention(slots, GroupedAttention(slots_of_rows, tables, torch.ones_like(lens), lens))
 
 
 def look_up(

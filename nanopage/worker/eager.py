@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from nanopage.device import to_device
-from nanopage.kernels.reference import ReferenceAttention
+from nanopage.kernels.grouped_attention import GroupedAttention
 from nanopage.layers.attention import Attention, StepContext
 from nanopage.models.decoder import Decoder
 from nanopage.state.kv_cache import KVCache
@@ -94,7 +94,7 @@ class Eager:
         adapters_of: Callable[[Tensor], Any] | None = None,
     ):
         self.model, self.kv_cache, self.table = model, kv_cache, table
-        self.make_attention, self.adapters_of = make_attention or reference_attention, adapters_of
+        self.make_attention, self.adapters_of = make_attention or plain_attention, adapters_of
 
     def fits(self, batch: Batch) -> bool:
         return True
@@ -132,9 +132,9 @@ def prepare(batch: Batch, table: SequenceTable) -> Inputs:
     return Inputs(tensors[0], tensors[1], pages)
 
 
-def reference_attention(pages: Pages) -> ReferenceAttention:
-    """Plain attention (kernels/reference.py)."""
-    return ReferenceAttention(pages.slot_mapping, pages.block_tables, pages.query_lens, pages.seq_lens)
+def plain_attention(pages: Pages) -> GroupedAttention:
+    """Attention in plain PyTorch."""
+    return GroupedAttention(pages.slot_mapping, pages.block_tables, pages.query_lens, pages.seq_lens)
 
 
 def head_of(model: Decoder) -> Callable[[Tensor], Tensor] | None:
@@ -150,25 +150,29 @@ def run_model(
     table: SequenceTable,
     head: Callable[[Tensor], Tensor] | None,
 ) -> Output:
-    """Run the model on a batch, and its head on the rows to be sampled.
+    """Run the model on a batch, and its head on the tokens to be sampled from.
 
     Args:
         model: computes hidden states as `Decoder.forward` does.
         head: computes logits of hidden states (see `Decoder.logits`). None: the output has all hidden states instead.
     """
-    if head is None:
-        return Output(None, model(input_ids, step))
-    scored = wants_prompt_logprobs(batch, table)
-    sampled = np.array(batch.sampled_from, dtype=np.int64)
-    used = np.unique(sampled)  # completions that fork from one prompt share its logits
-    everything = len(used) == len(input_ids)
-    # At least one row: oneDNN cannot multiply matrices without rows.
-    step.rows = None if scored or everything else to_device(used.tolist() or [0], table.device)
+    if head is None or wants_prompt_logprobs(batch, table):
+        return _run_all_rows(model, batch, input_ids, step, head)
+    if batch.sampled_from != list(range(len(input_ids))):  # oneDNN cannot multiply matrices without rows
+        step.rows = to_device(batch.sampled_from or [0], input_ids.device)
     hidden = model(input_ids, step)
-    if not len(used):
-        return Output(None, hidden if scored else None)
-    chosen = hidden if not scored or everything else hidden[to_device(used.tolist(), table.device)]
-    logits = head(chosen)
-    if len(used) < len(sampled):
-        logits = logits[to_device(np.searchsorted(used, sampled).tolist(), table.device)]
-    return Output(logits, hidden if scored else None)
+    return Output(head(hidden) if batch.sampled_from else None)
+
+
+def _run_all_rows(
+    model: Callable[[Tensor, StepContext], Tensor],
+    batch: Batch,
+    input_ids: Tensor,
+    step: StepContext,
+    head: Callable[[Tensor], Tensor] | None,
+) -> Output:
+    """As `run_model`, with the hidden states of all tokens: for log-probabilities of prompts, and for another stage."""
+    hidden = model(input_ids, step)
+    if head is None or not batch.sampled_from:
+        return Output(None, hidden)
+    return Output(head(hidden[to_device(batch.sampled_from, input_ids.device)]), hidden)

@@ -50,7 +50,7 @@ from nanopage.state.kv_cache import KVCache
 from nanopage.state.sequence_table import SequenceTable
 from nanopage.step import NO_TOKEN, SamplingSettings
 from nanopage.weights import allocation, loader
-from nanopage.worker.eager import prepare, reference_attention
+from nanopage.worker.eager import plain_attention, prepare
 from nanopage.worker.model_runner import sampled_positions
 
 ROOT = Path(__file__).parents[2]
@@ -409,7 +409,7 @@ def test_the_last_layer_computes_only_the_rows_that_are_asked_for(model, directo
         made.cache.move(batch)
         made.table.update(batch)
         inputs = prepare(batch, made.table)
-        step = inputs.step(made.cache, reference_attention)
+        step = inputs.step(made.cache, plain_attention)
         forward = made.way._forward if compiled else made.model
         for rows in ([sum(lengths) - 1, 0][: len(lengths)], [0]):
             rows = torch.tensor(rows)

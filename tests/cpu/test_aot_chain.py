@@ -13,7 +13,7 @@ from torch._inductor.cpp_builder import get_cpp_compiler
 
 from nanopage.cpu import aot_compile
 from nanopage.cpu.aot_chain import Chain, FixedInputs, Layers, Library
-from nanopage.kernels.reference import ReferenceAttention
+from nanopage.kernels.grouped_attention import GroupedAttention
 from nanopage.layers.attention import StepContext
 from nanopage.state.layer_kinds import MOST_KINDS
 
@@ -78,7 +78,7 @@ def layers_of(num_layers):
 
 def run_layers(chain, function, num_layers, x, num_parts=1):
     zeros = torch.zeros(1, dtype=torch.int64)
-    attention = ReferenceAttention(zeros.expand(len(x)), zeros[None], zeros + 1, zeros + 1)
+    attention = GroupedAttention(zeros.expand(len(x)), zeros[None], zeros + 1, zeros + 1)
     step = StepContext(zeros, [attention], [], [], rotations=[(x, x)])
     return chain.run_layers(function, function, layers_of(num_layers), x, step, torch.empty_like(x), num_parts)
 

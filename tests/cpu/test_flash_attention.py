@@ -10,7 +10,7 @@ from test_kernels import Pool, attention
 
 from nanopage.cpu import aot_compile
 from nanopage.cpu.aot_chain import Chain, Step
-from nanopage.kernels.reference import ReferenceAttention
+from nanopage.kernels.grouped_attention import GroupedAttention
 
 KV_HEADS = 2
 AVX2 = "AVX2"
@@ -65,7 +65,7 @@ def made(request, tmp_path_factory):
 def attend(chain, pool, parts, query_lens, window):
     """Attention of queries in parts. All but the last have the same number of rows."""
     out = torch.full_like(torch.cat(parts), torch.nan)
-    step = Step(ReferenceAttention(torch.empty(0), *pool.metadata(query_lens)))
+    step = Step(GroupedAttention(torch.empty(0), *pool.metadata(query_lens)))
     addresses, cache = (c_void_p * len(parts))(*(part.data_ptr() for part in parts)), pool.cache
     chain.attend(step, addresses, len(parts[0]), cache.data_ptr(), cache.shape[1], window or 0, out.data_ptr())
     return out

@@ -35,7 +35,7 @@ from nanopage.state.kv_cache import KVCache
 from nanopage.state.sequence_table import SequenceTable
 from nanopage.step import Batch, BlockUpdate, Fork, NewSequence, SamplingSettings
 from nanopage.weights import loader
-from nanopage.worker.eager import Eager, prepare, reference_attention
+from nanopage.worker.eager import Eager, plain_attention, prepare
 from nanopage.worker.model_runner import ModelRunner
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -287,7 +287,7 @@ def hidden_states(paged, lengths, rows=None):
     paged.cache.move(batch)
     paged.table.update(batch)
     inputs = prepare(batch, paged.table)
-    step = inputs.step(paged.cache, reference_attention)
+    step = inputs.step(paged.cache, plain_attention)
     step.rows = rows
     with torch.inference_mode():
         return paged.model(inputs.input_ids, step)

@@ -14,7 +14,7 @@ from nanopage.step import Batch
 from nanopage.weights import loader
 from nanopage.worker import jit
 from nanopage.worker.cuda_graphs import CUDAGraphs, make_sample_all
-from nanopage.worker.eager import Eager, prepare, reference_attention
+from nanopage.worker.eager import Eager, plain_attention, prepare
 from nanopage.worker.jit import CompiledDecoder, compile_model
 from nanopage.worker.piecewise_graphs import PiecewiseGraphs, token_counts
 
@@ -77,7 +77,7 @@ def in_pieces(engine, most=512, uses_triton=False):
     """Have an engine on a CPU run steps as one on a GPU does. Returns the engine."""
     worker = engine.executor.worker
     model, made = CompiledDecoder(worker.model, uses_triton), (worker.kv_cache, worker.runner.table)
-    make_attention = worker.setup.make_attention if uses_triton else reference_attention
+    make_attention = worker.setup.make_attention if uses_triton else plain_attention
     worker.runner.sampler.sample_all = sample_all = make_sample_all(uses_triton)
     worker.runner.ways = [
         CUDAGraphs(model, *made, uses_triton, sample_all),
