@@ -17,6 +17,7 @@ from nanopage.adapters.layers import lora_buffers
 from nanopage.config.model import ModelConfig
 from nanopage.engine.engine import LLMEngine
 from nanopage.step import AdapterLoad
+from nanopage.weights import loader
 
 
 def save_random(directory: Path, config: ModelConfig, rank: int, seed: int) -> Path:
@@ -55,7 +56,7 @@ def measure(
     for count in counts:
         options = {"enable_lora": True, "max_loras": count, "max_lora_rank": rank} if count else {}
         engine = make_engine(enable_prefix_caching=False, **options)
-        config = engine.model_config
+        config = loader.read_config(engine.model_path)
         adapters = []
         for index in range(count):
             path = directory / str(index)

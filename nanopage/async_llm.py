@@ -18,8 +18,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from nanopage import __version__
+from nanopage.engine.engine import LLMEngine
 from nanopage.engine.engine_thread import EngineDeadError, EngineThread, Inbox
-from nanopage.engine.interface import Engine
 from nanopage.inputs import LoRARequest, Prompt
 from nanopage.outputs import RequestOutput
 from nanopage.params import BeamSearchParams, PoolingParams, SamplingParams
@@ -72,7 +72,7 @@ class AsyncLLM:
         engine: a new engine, built for "AsyncLLM". AsyncLLM is its only user from now on.
     """
 
-    def __init__(self, engine: Engine):
+    def __init__(self, engine: LLMEngine):
         self.engine = engine
         # For clients that compare seeded answers: another version, or other options, may give others.
         options = hashlib.sha256(repr(engine.config).encode()).hexdigest()

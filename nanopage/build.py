@@ -13,19 +13,18 @@ from nanopage.config.options import EngineConfig
 from nanopage.config.pooling import NOT_FOR_POOLING, PoolingConfig, choose_pooling
 from nanopage.config.speculation import SpeculativeConfig
 from nanopage.cpu.threads import default_threads
+from nanopage.device import resolve_device
 from nanopage.distributed import ray_cluster
 from nanopage.distributed.process_executor import Link, ProcessExecutor, start_processes
 from nanopage.engine.engine import LLMEngine
-from nanopage.engine.interface import Engine
 from nanopage.engine.token_budget import Use, choose_budget
 from nanopage.files.model_files import exists
 from nanopage.grammar.replies import read_replies
 from nanopage.grammar.structured import Grammars
 from nanopage.pooling.encoder_config import EncoderConfig, read_encoder
-from nanopage.pooling.encoder_engine import EncoderEngine
 from nanopage.pooling.encoder_worker import EncoderWorker
 from nanopage.pooling.offline import classify, embed, encode, score
-from nanopage.pooling.requests import PoolingRequests
+from nanopage.pooling.requests import PoolingRequests, arrange
 from nanopage.speculation.draft_model import ModelDrafter
 from nanopage.speculation.drafts import Drafts
 from nanopage.speculation.lookup import NgramDrafter
@@ -41,10 +40,12 @@ __all__ = ["build_engine", "classify", "embed", "encode", "read_replies", "score
 
 logger = logging.getLogger("nanopage")
 
+TOKENS_OF_ENCODER = {"cpu": 2048, "cuda": 16384}  # of a step, by default
+
 
 def build_engine(
     config: EngineConfig, on_progress: Callable[[int, int], None] | None = None, use: Use = "steps"
-) -> Engine:
+) -> LLMEngine:
     """Find the model, read its configuration and tokenizer, and start an engine for it.
 
     Args:
@@ -136,17 +137,24 @@ def _build_encoder(
     encoder_config: EncoderConfig,
     path: Path,
     on_progress: Callable[[int, int], None] | None,
-) -> EncoderEngine:
+) -> LLMEngine:
     """The engine of an encoder. Raises: as `build_engine`."""
-    limit = encoder_config.max_position_embeddings
-    max_model_len = min(limit, encoder_config.pooling.max_seq_length or limit)
+    limit, device = encoder_config.max_position_embeddings, resolve_device(config.device)
     _check_length(config, limit)
-    if config.max_model_len is not None:
-        max_model_len = config.max_model_len
+    max_model_len = config.max_model_len or min(limit, encoder_config.pooling.max_seq_length or limit)
+    budget = config.max_num_batched_tokens or max(max_model_len, TOKENS_OF_ENCODER[device.type])
+    if budget < max_model_len:
+        raise ValueError(
+            f"max_num_batched_tokens={budget} is less than the {max_model_len} tokens of a text, and {path.name} is an "
+            "encoder, which computes a text in one step: lower max_model_len as well"
+        )
+    config = replace(config, max_num_batched_tokens=budget, enable_prefix_caching=False)
     tokenizer = Tokenizer(path, encoder_config.vocab_size)
-    worker = EncoderWorker(config, encoder_config, path, on_progress)
-    capacity = Capacity(worker.device.type, str(worker.dtype).removeprefix("torch."), 0, 0, max_model_len, windows=())
-    return EncoderEngine(config, encoder_config, path, tokenizer, worker, capacity)
+    executor = LocalExecutor(partial(EncoderWorker, config, encoder_config, path, max_model_len, on_progress))
+    engine = LLMEngine(config, encoder_config, path, tokenizer, executor)
+    engine.scheduler.arrange = arrange
+    engine.input_processor.pooling = PoolingRequests(engine.input_processor, encoder_config.pooling)
+    return engine
 
 
 def _choose_drafts(

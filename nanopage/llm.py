@@ -18,7 +18,7 @@ from typing import Any, cast
 from nanopage import build
 from nanopage.config.options import EngineConfig
 from nanopage.config.vllm_options import CALL, accept, accept_engine
-from nanopage.engine.interface import Engine
+from nanopage.engine.engine import LLMEngine
 from nanopage.engine.output_processor import Request
 from nanopage.inputs import AnyAdapter, AnyParams, LoRARequest, Prompt, list_prompts, match_parameters
 from nanopage.outputs import GenerationError, GenerationInterrupted, RequestOutput
@@ -61,7 +61,7 @@ class LLM:
     ):
         self._profiler = Profiler(profiler_config)
         options = accept_engine("LLM()", options | {"model": model}, option_names())
-        self.engine: Engine = build.build_engine(EngineConfig(**options), on_progress, "LLM")
+        self.engine: LLMEngine = build.build_engine(EngineConfig(**options), on_progress, "LLM")
         self.ids = itertools.count()  # of requests
         self._metrics = Metrics(self.engine)
         self._lock = threading.RLock()  # guards the engine and the inboxes
@@ -294,7 +294,7 @@ class LLM:
         return outputs
 
     @property
-    def llm_engine(self) -> Engine:
+    def llm_engine(self) -> LLMEngine:
         """vLLM's name for `engine`."""
         return self.engine
 

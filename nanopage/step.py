@@ -26,7 +26,8 @@ class SamplingSettings:
     ending_token_ids     not sampled before `min_tokens`
     logprobs             how many top log-probabilities to return besides the sampled token's; None returns none
     prompt_logprobs      the same for each token of the prompt but the first
-    pooling_type         "LAST" or "MEAN": pool the hidden states of the prompt; None: sample tokens
+    pooling_type         "CLS", "LAST" or "MEAN": pool the hidden states of the prompt; None: sample tokens
+    token_types          which text of a pair each token of the prompt belongs to, for encoders; None: all to the first
     """
 
     temperature: float = 1.0
@@ -48,6 +49,7 @@ class SamplingSettings:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     pooling_type: str | None = None
+    token_types: list[int] | None = None
 
     @property
     def needs_all_positions(self) -> bool:

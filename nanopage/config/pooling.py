@@ -5,7 +5,6 @@ modules.json, 1_Pooling/config.json, sentence_bert_config.json and config_senten
 that would change the result and is not supported is an error that names it.
 """
 
-import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -298,7 +297,3 @@ def _choice(value: Any, known: Iterable[str], place: str) -> str:
     if value not in names:
         raise ValueError(f"{place} {shown(value)} is not supported; supported: {', '.join(names)}")
     return value
-
-
-def is_finite(vector: np.ndarray) -> bool:
-    return math.isfinite(float(np.abs(vector).sum()))

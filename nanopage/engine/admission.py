@@ -79,6 +79,7 @@ class Admission:
         prefix: list[Prefix],
         schedule: Schedule,
         running: list[SequenceGroup],
+        num_running: int,
         reserved: int,
     ) -> Wait | None:
         """Why the first group of the queues cannot be admitted in this step, if it cannot. Args: as of `find_lack`."""
@@ -89,13 +90,14 @@ class Admission:
             return Wait(group, "prefix", other=computing)
         elif any(seq.num_in_flight for seq in group.live):  # it has just been preempted
             return Wait(group, "tokens")
-        return self.find_lack(group, prefix, running, reserved)
+        return self.find_lack(group, prefix, running, num_running, reserved)
 
     def find_lack(
         self,
         group: SequenceGroup,
         prefix: list[Prefix],
         running: list[SequenceGroup],
+        num_running: int,
         reserved: int,
         victims: Iterable[SequenceGroup] = (),
         growth: int = 0,
@@ -104,12 +106,12 @@ class Admission:
 
         Args:
             prefix: its cached prefix, if it is waiting.
+            num_running: the sequences of `running` that have not ended.
             reserved: blocks that are reserved for `running`.
             victims: further groups that run now and would be preempted.
             growth: blocks that `running` would take first.
         """
         manager = self.block_manager
-        num_running = sum(other.num_unfinished for other in running)
         if num_running + group.num_unfinished > self.max_num_seqs:
             return Wait(group, "sequences", group.num_unfinished, self.max_num_seqs - num_running)
         if self.adapter_slots is not None and not self.adapter_slots.fits(group, running):
@@ -147,7 +149,8 @@ class Admission:
             return []
         prefix = self.find_prefix(first)
         reserved = [self.blocks_reserved(group) for group in running]
-        if self.find_lack(first, prefix, running, sum(reserved)) is None:
+        numbers = [group.num_unfinished for group in running]
+        if self.find_lack(first, prefix, running, sum(numbers), sum(reserved)) is None:
             return []
         num_lower = sum(group.priority > first.priority for group in running)
         for num_victims in range(1, num_lower + 1):
@@ -157,7 +160,8 @@ class Admission:
                 work = next_work(group, left)
                 growth += missing_blocks(self.block_manager, work)
                 left -= sum(num_tokens for _, num_tokens in work)
-            lack = self.find_lack(first, prefix, kept, sum(reserved[:-num_victims]), victims, growth)
+            sums = sum(numbers[:-num_victims]), sum(reserved[:-num_victims])
+            lack = self.find_lack(first, prefix, kept, *sums, victims, growth)
             if left > 0 and lack is None:
                 return victims[::-1]
         return []

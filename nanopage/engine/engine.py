@@ -10,11 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nanopage.config.model import ModelConfig
 from nanopage.config.options import EngineConfig
 from nanopage.engine.admission import AdapterSlots
 from nanopage.engine.block_manager import BlockManager
-from nanopage.engine.input_processor import InputProcessor, default_sampling_params
+from nanopage.engine.input_processor import InputProcessor, ModelShape, default_sampling_params
 from nanopage.engine.output_processor import OutputProcessor, Request
 from nanopage.engine.recovery import changing, die, isolate, recover
 from nanopage.engine.schedule import Schedule
@@ -28,7 +27,6 @@ from nanopage.step import Capacity, Executor, WorkerDiedError
 from nanopage.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from nanopage.engine.interface import Engine
     from nanopage.inputs import LoRARequest
 
 
@@ -56,7 +54,7 @@ class LLMEngine:
     def __init__(
         self,
         config: EngineConfig,
-        model_config: ModelConfig,
+        model_config: ModelShape,
         model_path: Path,
         tokenizer: Tokenizer | None,
         executor: Executor,
@@ -315,7 +313,7 @@ class LLMEngine:
         return output
 
     @staticmethod
-    def from_engine_args(engine_args: Any) -> "Engine":
+    def from_engine_args(engine_args: Any) -> "LLMEngine":
         """Make an engine of an `EngineArgs`, as in vLLM. Raises: as `nanopage.build.build_engine`."""
         return engine_args.create_engine()
 

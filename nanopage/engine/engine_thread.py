@@ -13,7 +13,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 
-from nanopage.engine.interface import Engine
+from nanopage.engine.engine import LLMEngine
 from nanopage.engine.output_processor import Request
 from nanopage.outputs import RequestOutput
 
@@ -78,7 +78,7 @@ class EngineThread:
         listener: called with each request that has been queued, and with its last output. It must not raise.
     """
 
-    def __init__(self, engine: Engine, listener: Callable[[Request | RequestOutput], None]):
+    def __init__(self, engine: LLMEngine, listener: Callable[[Request | RequestOutput], None]):
         self.engine, self.listener = engine, listener
         self.idle = True
         self._last_progress = time.monotonic()  # when a step ended, or work arrived at an idle engine

@@ -50,7 +50,6 @@ class Request:
     prompt_token_ids: list[int]
     completions: list[Completion]  # none for a beam search, nor with PoolingParams
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
-    token_types: list[int] | None = None  # which text of a pair each token belongs to; None: all to the first
 
     @property
     def streams(self) -> bool:

@@ -27,8 +27,9 @@ def preempt_for_priority(queues: Queues, admission: Admission, schedule: Schedul
     victims = admission.choose_victims(first, queues.running, schedule.budget)
     if not victims:
         return
+    num_running = sum(group.num_unfinished for group in queues.running)
     reserved = sum(map(admission.blocks_reserved, queues.running))
-    lack = admission.find_lack(first, admission.find_prefix(first), queues.running, reserved)
+    lack = admission.find_lack(first, admission.find_prefix(first), queues.running, num_running, reserved)
     assert lack is not None
     why = {"reason": f"priority, {lack.reason}", "cause": first.request_id, "needed": lack.needed, "free": lack.free}
     for victim in victims:

@@ -30,6 +30,7 @@ For a first reading, assume that each group has one sequence, its leader. There 
 
 import time
 from bisect import insort
+from collections.abc import Callable
 
 from nanopage.engine.admission import AdapterSlots, Admission
 from nanopage.engine.block_manager import BlockManager, Prefix
@@ -68,6 +69,8 @@ class Scheduler:
         token_budget: decides how many tokens each step may have; at first, `max_num_batched_tokens`.
         drafts: guesses at the next tokens of decodes, if there are any. They need the results of each step before the
             next step is scheduled.
+        arrange: for a model whose prompts are not divided among steps: puts the waiting groups in order before each
+            step (see pooling/requests.py). None: prompts are divided, and groups keep their order.
     """
 
     def __init__(
@@ -87,6 +90,7 @@ class Scheduler:
         self.writer = BatchWriter(block_manager, max_num_seqs, sends_tokens)
         self.queues = Queues(block_manager, self.writer)
         self.drafts: Drafts | None = None
+        self.arrange: Callable[[list[SequenceGroup]], None] | None = None
 
     def add(self, group: SequenceGroup) -> None:
         self.queues.number(group)
@@ -117,6 +121,8 @@ class Scheduler:
         """Choose the next step's work and give it blocks. Computes nothing."""
         budget = self.token_budget.tokens
         schedule = Schedule(Batch(idle=not self.queues.has_begun), budget=budget, left=budget)
+        if self.arrange is not None:
+            self.arrange(self.queues.waiting)
         if self.queues.suspects:
             self._run_alone(self.queues.suspects[0], schedule)
         else:
@@ -226,15 +232,16 @@ class Scheduler:
         queues, manager, admission = self.queues, self.block_manager, self.admission
         if not (queues.swapped or queues.waiting):
             return
+        num_running = sum(group.num_unfinished for group in queues.running)
         reserved = sum(map(admission.blocks_reserved, queues.running)) if schedule.left > 0 else 0
         while queues.swapped or queues.waiting:
             group = queues.first()
-            if schedule.left <= 0:
+            if schedule.left < (group.shared_len if self.arrange is not None else 1):
                 schedule.wait = Wait(group, "budget")
                 return
             swapped = group.status is Status.SWAPPED
             prefix = [] if swapped else admission.find_prefix(group)
-            schedule.wait = admission.find_wait(group, prefix, schedule, queues.running, reserved)
+            schedule.wait = admission.find_wait(group, prefix, schedule, queues.running, num_running, reserved)
             if schedule.wait is not None:
                 return
             queues.of(group).pop(0)
@@ -252,6 +259,7 @@ class Scheduler:
                     schedule.wait = Wait(queues.first(), "turn", other=group)
                 return
             self.writer.take(schedule, work)
+            num_running += group.num_unfinished
             reserved += admission.blocks_reserved(group)
 
     def _start(self, group: SequenceGroup, prefix: list[Prefix], schedule: Schedule) -> None:

@@ -16,11 +16,10 @@ from typing import Literal
 from nanopage.config.options import EngineConfig
 from nanopage.outputs import StepStats
 
-Use = Literal["steps", "LLM", "AsyncLLM", "encoder"]
+Use = Literal["steps", "LLM", "AsyncLLM"]
 # Of `LLM` on a CPU. Steps of 512 tokens instead of 2,048 give 32 prompts at once their first tokens 15 % earlier on
 # average, at the same throughput (SmolLM2-135M, AVX512-BF16).
 OFFLINE_ON_CPU = 512
-OF_ENCODER = {"cpu": 2048, "cuda": 16384}
 SECONDS = {"cpu": 0.3, "cuda": 0.05}  # the longest that a step should take
 START = 512  # before anything is measured
 LEAST = 128
@@ -54,11 +53,8 @@ class TokenBudget:
 def choose_budget(config: EngineConfig, device_type: str, use: Use) -> TokenBudget:
     """The token budget of a new engine.
 
-    Args: use: who steps it: the user ("steps"), `LLM` or `AsyncLLM`. For an "encoder", the budget does not depend on
-        that.
+    Args: use: who steps it: the user ("steps"), `LLM` or `AsyncLLM`.
     """
-    if use == "encoder":
-        return TokenBudget(config.max_num_batched_tokens or OF_ENCODER[device_type])
     most = config.token_budget(device_type)
     if config.max_num_batched_tokens is None and use == "AsyncLLM":
         return TokenBudget(most, SECONDS[device_type])

@@ -130,12 +130,13 @@ def attend(qkv: Tensor, num_heads: int, spans: list[Span]) -> Tensor:
 
 
 def pool(hidden: Tensor, spans: list[Span], pooling_type: str) -> Tensor:
-    """The first, the last or the mean hidden state of each sequence: [T, hidden_size] -> float32 [B, hidden_size]."""
+    """The first or the last hidden state of each sequence, or for "MEAN" the sum of all, which the engine divides:
+    [T, hidden_size] -> float32 [B, hidden_size]."""
     pooled = []
     for span in spans:
         states = hidden[span.tokens].view(span.num, span.length, -1)
         if pooling_type == "MEAN":
-            pooled.append(states.float().mean(1))
+            pooled.append(states.float().sum(1))
         else:
             pooled.append(states[:, 0 if pooling_type == "CLS" else -1].float())
     return torch.cat(pooled)

@@ -1,6 +1,6 @@
 """EncoderConfig: config.json of an encoder, read as data. See models/read_config.py for what that means."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 
@@ -21,9 +21,7 @@ NOT_FOR_ENCODERS = (
     "num_gpu_blocks_override",
     "preemption_mode",
     "swap_space",
-    "scheduling_policy",
     "quantization",
-    "async_scheduling",
     "tensor_parallel_size",
     "pipeline_parallel_size",
     "distributed_executor_backend",
@@ -39,19 +37,6 @@ NOT_FOR_ENCODERS = (
 def find_encoder(architecture: str) -> ModuleType | None:
     """The module of the family that has an architecture, such as "BertModel"."""
     return next((family for family in (bert, roberta) if architecture in family.ARCHITECTURES), None)
-
-
-@dataclass(slots=True)
-class EncoderBatch:
-    """Sequences for an encoder, one after the other, with those of equal length next to each other.
-
-    token_ids, token_types  of all tokens; token types say which text of a pair a token belongs to
-    seq_lens                of each sequence
-    """
-
-    token_ids: list[int] = field(default_factory=list)
-    token_types: list[int] = field(default_factory=list)
-    seq_lens: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

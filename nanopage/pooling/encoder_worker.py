@@ -1,11 +1,17 @@
-"""EncoderWorker: one device with an encoder. It has no KV cache and keeps nothing between batches."""
+"""EncoderWorker: one device with an encoder. It has no KV cache and keeps nothing between batches.
+
+An encoder runs on the usual engine. Its layers keep nothing of a sequence, so that sequences need no blocks, and its
+prompts are not divided: each is computed in one step (see `Scheduler.arrange`).
+"""
 
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from nanopage.config.options import EngineConfig
 from nanopage.cpu.packed import pack
@@ -13,14 +19,15 @@ from nanopage.cpu.packed_linear import can_pack
 from nanopage.cpu.threads import limit_threads
 from nanopage.device import resolve_device, resolve_dtype, set_cuda_precision, to_device
 from nanopage.pooling.encoder import Span
-from nanopage.pooling.encoder_config import EncoderBatch, EncoderConfig
+from nanopage.pooling.encoder_config import EncoderConfig
 from nanopage.pooling.encoder_loader import load_encoder
+from nanopage.step import NO_TOKEN, Batch, BatchResult, Capacity, PooledStates
 
 logger = logging.getLogger("nanopage")
 
 
 class EncoderWorker:
-    """Loads an encoder and runs batches.
+    """Loads an encoder and runs batches, as a Worker does.
 
     Raises: ValueError, MemoryError as Worker; ValueError for weights that are missing, broken or do not fit.
     """
@@ -30,6 +37,7 @@ class EncoderWorker:
         config: EngineConfig,
         encoder_config: EncoderConfig,
         path: Path,
+        max_model_len: int,
         on_progress: Callable[[int, int], None] | None = None,
     ):
         self.device = resolve_device(config.device)
@@ -44,16 +52,49 @@ class EncoderWorker:
         if self.device.type == "cpu" and can_pack(self.dtype):
             pack(self.model)
         dtype = str(self.dtype).removeprefix("torch.")
+        self.capacity = Capacity(self.device.type, dtype, 0, 0, max_model_len, windows=())
         logger.info(f"{path.name} in {dtype} on {self.device.type}; {encoder_config.pooling.task}")
 
     @torch.inference_mode()
-    def encode(self, batch: EncoderBatch) -> np.ndarray:
-        """The vector of each sequence: float32 [B, size]."""
-        lens = np.array(batch.seq_lens)
-        positions = np.arange(lens.sum()) - np.repeat(lens.cumsum() - lens, lens)
-        inputs = np.stack([batch.token_ids, batch.token_types, positions])
+    def launch(self, batch: Batch) -> "Encoded":
+        """Start a batch, all of whose sequences are new. Those of equal length are computed together."""
+        new = sorted(batch.new, key=lambda sequence: len(sequence.token_ids))
+        if not new:
+            return Encoded([], [], torch.empty(0, 0))
+        lens = np.array([len(sequence.token_ids) for sequence in new])
+        inputs = np.zeros((3, lens.sum()), dtype=np.int64)
+        inputs[0] = np.concatenate([sequence.token_ids for sequence in new])
+        inputs[1] = np.concatenate([s.sampling.token_types or [0] * len(s.token_ids) for s in new])
+        inputs[2] = np.arange(lens.sum()) - np.repeat(lens.cumsum() - lens, lens)
         input_ids, token_types, positions = to_device(torch.from_numpy(inputs), self.device)
-        return self.model(input_ids, token_types, positions, spans_of(batch.seq_lens)).cpu().numpy()
+        vectors = self.model(input_ids, token_types, positions, spans_of(lens.tolist()))
+        return Encoded(batch.sampled_rows, [sequence.row for sequence in new], vectors)
+
+    def rest(self) -> None:
+        """Nothing is left to do when no request runs."""
+
+    def compile(self, on_progress: Callable[[int, int], None] | None = None) -> None:
+        """Nothing is compiled."""
+
+
+@dataclass(slots=True)
+class Encoded:
+    """A batch that has been started.
+
+    sampled_rows  as in Batch: the engine takes a token for each, which ends its sequence
+    rows          of each vector
+    vectors       float32 [B, size]
+    """
+
+    sampled_rows: list[int]
+    rows: list[int]
+    vectors: Tensor
+
+    def result(self) -> BatchResult:
+        """Wait for the vectors. See `BatchResult.pooled`."""
+        vectors = dict(zip(self.rows, self.vectors.cpu().numpy(), strict=True))
+        tokens = [0 if np.isfinite(vectors[row]).all() else NO_TOKEN for row in self.sampled_rows]
+        return BatchResult(tokens, pooled=[PooledStates(row, 0, vector.tolist()) for row, vector in vectors.items()])
 
 
 def spans_of(seq_lens: list[int]) -> list[Span]:

@@ -10,7 +10,7 @@ import torch
 
 from nanopage.config.pooling import PoolingConfig
 from nanopage.config.vllm_options import POOLING_CALL, accept
-from nanopage.engine.interface import Engine
+from nanopage.engine.engine import LLMEngine
 from nanopage.engine.output_processor import Request
 from nanopage.inputs import Prompt, list_prompts
 from nanopage.outputs import (
@@ -37,7 +37,7 @@ class Runner(Protocol):
     ids: itertools.count
 
     @property
-    def engine(self) -> Engine: ...
+    def engine(self) -> LLMEngine: ...
 
     def make_requests(
         self, prompts: list[Prompt], params: PoolingParams | list[PoolingParams], *, kind: type[PoolingParams]

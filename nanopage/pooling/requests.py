@@ -1,4 +1,7 @@
-"""PoolingRequests: makes the requests of a model that makes vectors of texts, for its InputProcessor."""
+"""PoolingRequests: makes the requests of a model that makes vectors of texts, for its InputProcessor.
+
+`arrange` chooses which requests an encoder computes together.
+"""
 
 from typing import cast
 
@@ -6,12 +9,15 @@ from nanopage.config.pooling import PoolingConfig
 from nanopage.engine.input_processor import InputProcessor
 from nanopage.engine.output_processor import Request
 from nanopage.engine.prompts import PromptTooLongError
+from nanopage.engine.queues import order
 from nanopage.engine.sequence import Sequence, SequenceGroup
 from nanopage.files.model_files import shown
 from nanopage.inputs import Prompt
 from nanopage.params import PoolingParams
 from nanopage.pooling.encoder_config import EncoderConfig
 from nanopage.step import SamplingSettings
+
+WINDOW = 4096  # the groups that wait among which a batch is chosen
 
 
 class PoolingRequests:
@@ -52,7 +58,7 @@ class PoolingRequests:
         if types is None and pair is None:  # the ids may be the client's
             read.token_ids = read.token_ids[: self._most_tokens(params)]
         self._check_size(len(read.token_ids))
-        settings = SamplingSettings(temperature=0, pooling_type=pooling.pooling_type)
+        settings = SamplingSettings(temperature=0, pooling_type=pooling.pooling_type, token_types=types)
         seq = Sequence(
             next(processor.seq_ids),
             read.token_ids,
@@ -60,7 +66,7 @@ class PoolingRequests:
             max_total_tokens=len(read.token_ids) + 1,
             cache_salt=read.cache_salt,
         )
-        return Request(SequenceGroup(request_id, [seq], priority), params, read.text, read.token_ids, [], None, types)
+        return Request(SequenceGroup(request_id, [seq], priority), params, read.text, read.token_ids, [])
 
     def _check_size(self, num_tokens: int) -> None:
         """Raises: ValueError for a prompt that could never run."""
@@ -112,6 +118,18 @@ class PoolingRequests:
         ids, types = tokenizer.encode_truncated(text, pair, most)
         config = self.processor.model_config
         return ids, types if isinstance(config, EncoderConfig) and config.type_vocab_size != 1 else None
+
+
+def arrange(waiting: list[SequenceGroup]) -> None:
+    """Put first the group that is first in order, and behind it those that are closest to it in length. So no request
+    waits forever, and most sequences of a batch have others of equal length, with which they share calls of attention.
+    """
+    if waiting:
+        first = min(waiting, key=order)
+        waiting.remove(first)
+        length, window = first.shared_len, waiting[:WINDOW]
+        window.sort(key=lambda group: (group.priority, abs(group.shared_len - length)))
+        waiting[:WINDOW] = [first, *window]
 
 
 def check_params(params: PoolingParams, config: PoolingConfig, size: int) -> None:

@@ -27,7 +27,6 @@ from starlette.responses import Response, StreamingResponse
 
 import nanopage.view
 from nanopage.async_llm import AsyncLLM, EngineDeadError
-from nanopage.engine.engine import LLMEngine
 from nanopage.outputs import StepStats
 from nanopage.server.errors import ApiError, json_response
 from nanopage.server.pages import page_reply
@@ -188,7 +187,6 @@ class LiveView:
         if watcher.gone:
             return
         if self._frames is None:
-            assert isinstance(llm.engine, LLMEngine)  # see `_with_blocks`
             self._frames = Frames(llm.engine, model)
             llm.engine.listeners.append(self._after_step)
         self._watchers = [*self._watchers, watcher]
@@ -236,7 +234,7 @@ def add_view(app: FastAPI, view: LiveView, require: Callable[[], AsyncLLM], mode
     @app.get("/view/events", include_in_schema=False)
     async def events(request: Request) -> Response:
         _check_site(request)
-        stream = view.watch(_with_blocks(require()), model_name)
+        stream = view.watch(require(), model_name)
         first = await anext(stream)  # an error is a reply of its own
         return StreamingResponse(_after(first, stream), headers=HEADERS, media_type="text/event-stream")
 
@@ -246,7 +244,7 @@ def add_view(app: FastAPI, view: LiveView, require: Callable[[], AsyncLLM], mode
         # Nor can a page of another site send this type without asking, in a browser that says nothing of sites.
         if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
             raise ApiError(415, "the content type must be application/json", code="unsupported_media_type")
-        llm = _with_blocks(require())
+        llm = require()
         view.control(llm, body.action, body.steps)
         return json_response({"paused": llm.engine_thread.paused})
 
@@ -267,13 +265,6 @@ def _check_site(request: Request) -> None:
     is_own = origin is None or urllib.parse.urlsplit(origin).netloc == headers.get("host")
     if site not in ("same-origin", "none") if site is not None else not is_own:
         raise ApiError(403, "a page of another site may neither watch nor pause the engine", code="foreign_site")
-
-
-def _with_blocks(llm: AsyncLLM) -> AsyncLLM:
-    """The engine. Raises: ApiError if it has no blocks to show."""
-    if not isinstance(llm.engine, LLMEngine):
-        raise ApiError(404, "an encoder has no queues and no blocks to show", code="not_served")
-    return llm
 
 
 async def _after(first: bytes, stream: AsyncIterator[bytes]) -> AsyncIterator[bytes]:

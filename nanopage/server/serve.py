@@ -21,7 +21,6 @@ import uvicorn
 from nanopage import MAX_MESSAGE, escaped
 from nanopage.cpu.threads import default_threads
 from nanopage.distributed import ray_cluster
-from nanopage.engine.engine import LLMEngine
 from nanopage.files.lossy_output import lose_output
 from nanopage.grammar.tool_formats import FORMATS
 from nanopage.server.adapters import parse_modules
@@ -91,7 +90,7 @@ def main(arguments: list[str]) -> int:
     engine: OneEngine | Front
     if args.replicas is None:
         engine, app = (
-            OneEngine(state, engine_args, modules, args.view),
+            OneEngine(state, engine_args, modules),
             create_app(state, keys, hosts, args.public_metrics, args.root_path),
         )
     else:
@@ -362,25 +361,20 @@ class OneEngine:
     Args:
         state: gets the engine.
         modules: name -> path of adapters.
-        needs_view: whether the model must be one that the live view can show.
     """
 
-    def __init__(self, state: ServerState, engine_args: EngineArgs, modules: dict[str, str], needs_view: bool = False):
-        self.state, self.engine_args, self.modules, self.needs_view = state, engine_args, modules, needs_view
+    def __init__(self, state: ServerState, engine_args: EngineArgs, modules: dict[str, str]):
+        self.state, self.engine_args, self.modules = state, engine_args, modules
 
     @property
     def loaded(self) -> bool:
         return self.state.llm is not None
 
     def load(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Load the model. For a thread. Raises: as `nanopage.build.build_engine`; ValueError for an encoder with
-        --view."""
+        """Load the model. For a thread. Raises: as `nanopage.build.build_engine`."""
         llm = load_engine(self.engine_args)
         adapters = self.state.adapters
         try:
-            if self.needs_view and not isinstance(llm.engine, LLMEngine):
-                name = llm.engine.model_path.name
-                raise ValueError(f"--view: {name} is an encoder, which has no queues and no blocks to show")
             adapters.requests |= {name: adapters.check(llm, name, path) for name, path in self.modules.items()}
         except BaseException:
             llm.shutdown(SECONDS_TO_CLOSE)

@@ -6,7 +6,6 @@ import re
 from datetime import datetime
 from pathlib import Path
 
-from nanopage.engine.engine import LLMEngine
 from nanopage.params import SamplingParams
 from nanopage.terminal.blocks import CACHED, FREE, draw
 from nanopage.terminal.conversation import RULE, Command, Conversation
@@ -179,7 +178,7 @@ def model(chat: Conversation, argument: str | None) -> None:
 
 
 def stats(chat: Conversation, argument: str | None) -> None:
-    replies, blocks = chat.replies, _engine(chat).scheduler.block_manager
+    replies, blocks = chat.replies, chat.llm.engine.scheduler.block_manager
     tokens_in, cached = sum(r.num_prompt_tokens for r in replies), sum(r.num_cached_tokens for r in replies)
     used = blocks.num_blocks - blocks.num_free_blocks
     say_table(
@@ -199,13 +198,8 @@ def stats(chat: Conversation, argument: str | None) -> None:
     )
 
 
-def _engine(chat: Conversation) -> LLMEngine:
-    assert isinstance(chat.llm.engine, LLMEngine)  # an encoder does not chat
-    return chat.llm.engine
-
-
 def blocks(chat: Conversation, argument: str | None) -> None:
-    engine, picture = _engine(chat), Picture()
+    engine, picture = chat.llm.engine, Picture()
     picture.apply(Frames(engine, engine.model_path.name).key())
     say_drawn(lambda width: draw(picture, width, MAP_LINES))
     say(f"{FREE} free, {CACHED} only in the prefix cache, a number: of that request. The sentences: the last step.")

@@ -20,7 +20,7 @@ from nanopage.config.options import EngineConfig
 from nanopage.config.vllm_options import accept_engine
 
 if typing.TYPE_CHECKING:
-    from nanopage.engine.interface import Engine
+    from nanopage.engine.engine import LLMEngine
     from nanopage.engine.token_budget import Use
 
 
@@ -33,7 +33,7 @@ class EngineArgs(EngineConfig):
     def __init__(self, **options):
         super().__init__(**accept_engine("EngineArgs()", options, option_names()))
 
-    def create_engine(self, use: "Use" = "steps") -> "Engine":
+    def create_engine(self, use: "Use" = "steps") -> "LLMEngine":
         """An engine with these options. Arguments and errors are those of `nanopage.build.build_engine`."""
         from nanopage.build import build_engine  # imports torch, which parsing options does not need
 

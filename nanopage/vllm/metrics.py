@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from nanopage.engine.interface import Engine
+from nanopage.engine.engine import LLMEngine
 from nanopage.engine.output_processor import Request
 from nanopage.outputs import RequestOutput, StepStats
 from nanopage.params import PoolingParams, SamplingParams
@@ -114,7 +114,7 @@ class Observations:
 class Metrics:
     """Counts what an engine does, from now on. Metrics of drafts are missing without speculative decoding."""
 
-    def __init__(self, engine: Engine):
+    def __init__(self, engine: LLMEngine):
         config, speculation = engine.config, engine.config.speculation
         self.labels = {"model_name": engine.model_path.name, "engine": "0"}
         self.cache = {"block_size": str(config.block_size), "num_gpu_blocks": str(engine.capacity.num_blocks)}

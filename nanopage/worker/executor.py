@@ -2,22 +2,21 @@
 
 from collections import deque
 from collections.abc import Callable
+from typing import Any
 
 from nanopage.step import Batch, BatchResult, Capacity
-from nanopage.worker.model_runner import Launched
-from nanopage.worker.worker import Worker
 
 
 class LocalExecutor:
     """Runs one worker in this process. Messages are passed as objects.
 
-    Args: make_worker: loads the model.
+    Args: make_worker: loads the model. Returns a Worker, or for an encoder an EncoderWorker.
     """
 
-    def __init__(self, make_worker: Callable[[], Worker]):
+    def __init__(self, make_worker: Callable[[], Any]):
         self._make_worker = make_worker
-        self.worker: Worker
-        self._launched: deque[Launched] = deque()
+        self.worker: Any
+        self._launched: deque[Any] = deque()
 
     def start(self) -> Capacity:
         self.worker = self._make_worker()

@@ -177,7 +177,7 @@ def test_every_sampling_parameter_of_a_request_reaches_the_worker(engine):
     ends = engine.model_config.eos_token_ids
     assert EOS in ends and settings.pop("ending_token_ids") == sorted({*ends, 9})
     assert set(engine.tokenizer.encode('\n:"*')) <= set(settings.pop("dry_breaker_ids"))
-    assert settings == {"pooling_type": None}
+    assert settings == {"pooling_type": None, "token_types": None}
     assert seq.seed == 11
     defaults = engine.input_processor.make_request("b", "the", SamplingParams()).group.seqs[0].settings
     assert defaults == SamplingSettings(ending_token_ids=sorted(ends))

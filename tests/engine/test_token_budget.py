@@ -64,7 +64,6 @@ def test_without_a_time_every_step_may_have_the_most():
         ("steps", (2048, None), (8192, None)),
         ("LLM", (512, None), (8192, None)),
         ("AsyncLLM", (2048, 0.3), (8192, 0.05)),
-        ("encoder", (2048, None), (16384, None)),
     ],
 )
 def test_the_budget_depends_on_who_steps_the_engine_unless_it_is_given(use, on_cpu, on_gpu):

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoModelForSequenceClassification
 
 from nanopage import LLM, PoolingParams, SamplingParams
-from nanopage.pooling.encoder_engine import choose_batch
+from nanopage.engine.token_budget import TokenBudget
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 OPTIONS = {"device": "cpu", "dtype": "float32"}
@@ -276,27 +277,49 @@ def test_scores_of_an_embedding_model_are_similarities(llm):
         llm.score(prompts[:2], prompts[1:])
 
 
-def test_batches_hold_the_oldest_request_and_those_of_similar_length(llm):
-    make_request = llm.engine.input_processor.make_request
-    requests = [make_request(str(i), [4] * n, PoolingParams()) for i, n in enumerate([9, 2, 8, 30, 9, 3, 9])]
-    chosen = [request.group.request_id for request in choose_batch(requests, 40, 4)]
-    assert chosen == ["2", "0", "4", "6"]
-    assert [request.group.request_id for request in choose_batch(requests, 26, 256)] == ["0", "4"]
-    assert [request.group.request_id for request in choose_batch(requests[3:], 10, 256)] == ["3"]
+def batches_of(llm, prompts, budget=64, max_num_seqs=256, priorities=None):
+    """The ids of the requests that each step computes."""
+    engine, batches = llm.engine, []
+    scheduler, priorities = engine.scheduler, priorities or [0] * len(prompts)
+    before = scheduler.token_budget, scheduler.admission.max_num_seqs, engine.config
+    scheduler.token_budget, scheduler.admission.max_num_seqs = TokenBudget(budget), max_num_seqs
+    if any(priorities):
+        engine.input_processor.config = replace(engine.config, scheduling_policy="priority")
+    for i, (prompt, priority) in enumerate(zip(prompts, priorities, strict=True)):
+        engine.add_request(str(i), prompt, PoolingParams(), priority)
+    while engine.has_unfinished_requests():
+        batches.append({output.request_id for output in engine.step()})
+    scheduler.token_budget, scheduler.admission.max_num_seqs, engine.input_processor.config = before
+    return batches
+
+
+def test_batches_hold_the_first_request_and_those_of_similar_length(llm):
+    prompts = [[4] * n for n in (9, 2, 8, 30, 9, 3, 9)]
+    assert batches_of(llm, prompts, 40, 4) == [{"0", "4", "6", "2"}, {"1", "5", "3"}]
+    assert batches_of(llm, prompts, 30)[0] == {"0", "4", "6"}
+    assert batches_of(llm, prompts, 30, priorities=[0, 0, 0, -1, 0, 0, 1])[:2] == [{"3"}, {"0", "4", "2", "5"}]
+
+
+def test_a_text_is_not_divided_among_steps(bert):
+    with pytest.raises(ValueError, match="max_num_batched_tokens=29 is less than the 30 tokens of a text"):
+        LLM(str(bert), **OPTIONS, max_num_batched_tokens=29)
+    llm = LLM(str(bert), **OPTIONS, max_num_batched_tokens=29, max_model_len=29)
+    assert len(vectors(llm.embed([[4] * 29, [5] * 28]))) == 2
 
 
 def test_a_batch_that_fails_runs_again_one_request_at_a_time(llm, monkeypatch):
-    encode, sizes = llm.engine.executor.encode, []
+    worker, sizes = llm.engine.executor.worker, []
+    launch = worker.launch
 
     def failing(batch):
-        sizes.append(len(batch.seq_lens))
-        if batch.token_ids[:2] == [1, 2]:
+        sizes.append(len(batch.new))
+        if any(new.token_ids == [1, 2] for new in batch.new):
             raise RuntimeError("out of order")
-        return encode(batch)
+        return launch(batch)
 
-    monkeypatch.setattr(llm.engine.executor, "encode", failing)
+    monkeypatch.setattr(worker, "launch", failing)
     with pytest.raises(RuntimeError, match=r"prompts\[1\]: RuntimeError: out of order"):
         llm.embed([[1, 4, 2], [1, 2], [1, 5, 2]])
     assert sizes == [3, 1, 1, 1]
-    monkeypatch.setattr(llm.engine.executor, "encode", encode)
+    monkeypatch.setattr(worker, "launch", launch)
     assert not llm.engine.has_unfinished_requests() and len(llm.embed(["a", "the"])) == 2

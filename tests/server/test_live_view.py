@@ -11,13 +11,15 @@ from asgi import call
 from encoders import tiny_encoder, write_modules
 from fake_executor import FakeExecutor, fake_engine, tokens
 
-from nanopage import AsyncLLM, EngineArgs
+from nanopage import LLM, AsyncLLM, PoolingParams
 from nanopage.async_llm import EngineDeadError
 from nanopage.engine.invariants import check_blocks
 from nanopage.server.app import create_app
 from nanopage.server.live_view import LEASE_SECONDS, MAX_BEHIND, MAX_WATCHERS, LiveView, Watcher
-from nanopage.server.serve import OneEngine, main, parser, why_no_view
+from nanopage.server.serve import main, parser, why_no_view
 from nanopage.server.state import ServerState
+from nanopage.view.explain import make_sentences
+from nanopage.view.frames import Frames, Picture
 
 PROMPT = {"prompt_token_ids": [10] * 9}
 
@@ -171,24 +173,26 @@ def test_recordings_are_only_those_that_come_with_it(name):
         assert asyncio.run(call(app, "GET", f"/view/runs/{name}")).status == 404
 
 
-def test_before_the_model_is_loaded_and_for_encoders_there_is_nothing_to_see():
+def test_before_the_model_is_loaded_there_is_nothing_to_see():
     app = create_app(ServerState(["fake"], view=LiveView()))
     assert asyncio.run(call(app, "GET", "/view")).status == 200
     assert asyncio.run(call(app, "GET", "/view/events")).status == 503
-    with served() as (app, llm, _):
-        engine, llm.engine = llm.engine, object()
-        assert asyncio.run(call(app, "GET", "/view/events")).error["code"] == "not_served"
-        llm.engine = engine
 
 
-def test_an_encoder_is_refused_where_the_view_is_asked_for(tmp_path):
-    args = EngineArgs(model=str(write_modules(tiny_encoder(tmp_path / "bert"))), device="cpu")
-    state = ServerState(["bert"], view=LiveView())
-    with pytest.raises(ValueError, match="--view: bert is an encoder"):
-        OneEngine(state, args, {}, needs_view=True).load(None)
-    assert state.llm is None
-    OneEngine(state, args, {}).load(None)
-    assert state.llm.shutdown()
+def test_the_requests_of_an_encoder_are_shown_without_blocks(tmp_path):
+    llm = LLM(str(write_modules(tiny_encoder(tmp_path / "bert"))), device="cpu")
+    frames, picture = Frames(llm.engine, "bert"), Picture()
+    picture.apply(frames.key())
+    assert frames.key()["num_blocks"] == 0
+    for i in range(3):
+        llm.engine.add_request(str(i), [4] * (2 + i), PoolingParams())
+    llm.engine.plan()
+    picture.apply(frames.plan())
+    assert sum(map(len, picture.queues)) == 3
+    llm.engine.step()
+    picture.apply(frames.step(llm.engine.last_step))
+    assert not any(picture.queues) and not any(blocks for _, blocks in picture.tables.values())
+    assert {sentence.kind for sentence in make_sentences(llm.engine)} >= {"admit", "run", "finish"}
 
 
 # What is sent
