@@ -36,7 +36,6 @@ LONG_FUNCTIONS = {
     *("kernels/floors.py: floor_kernel", "kernels/rotate_and_write.py: rotate_kernel"),
     *("kernels/attention_kernels.py: attend", "kernels/attention_kernels.py: decode_kernel"),
     "kernels/attention_kernels.py: prefill_kernel",
-    "weights/loader.py: load_model",
 }
 MANY_ARGUMENTS = {
     "llm.py: chat",  # vLLM's

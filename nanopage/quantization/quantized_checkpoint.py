@@ -24,12 +24,15 @@ import torch
 from torch import Tensor, nn
 
 from nanopage.config.model import ModelConfig, StoredQuantization
+from nanopage.cpu import tile_linear
 from nanopage.cpu.tile_linear import Blocks
+from nanopage.cpu.tiled import TiledLinear
 from nanopage.device import check_weights_fit
 from nanopage.files.safetensors_checkpoint import StoredBytes, StoredTensor, opened, read_whole, stored_bytes
 from nanopage.layers.linear import Linear
 from nanopage.models.decoder import Decoder
 from nanopage.quantization import quantized_weights
+from nanopage.quantization.quantized import QuantizedLinear
 from nanopage.quantization.quantized_weights import QuantizedWeight
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -228,12 +231,13 @@ def place(
     model: Decoder,
     stored: list[StoredTensor],
     stored_as: StoredQuantization,
-    make: Callable[[Linear, Matrix], nn.Module],
+    packed: bool,
     device: torch.device,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> None:
-    """Replace the quantized linear layers of a model on the meta device by those that `make` makes, one at a time.
+    """Replace the quantized linear layers of a model on the meta device, one at a time.
 
+    Args: packed: as a GPU reads them. False: in tiles, for a CPU.
     Raises: ValueError as `Reader.read`; MemoryError if the integers do not fit on the device.
     """
     found = list(linears(model))
@@ -241,9 +245,16 @@ def place(
     check_weights_fit(sum(sizes) * stored_as.bits // 8, device)
     with Reader(stored, stored_as) as reader:
         for i, (parent, name, linear, parts) in enumerate(found):
-            setattr(parent, name, make(linear, reader.read(linear, parts)))
+            setattr(parent, name, _place(linear, reader.read(linear, parts), stored_as.bits, packed, device))
             if on_progress is not None:
                 on_progress(sum(sizes[: i + 1]), sum(sizes))
+
+
+def _place(linear: Linear, matrix: Matrix, bits: int, packed: bool, device: torch.device) -> nn.Module:
+    if not packed:
+        return TiledLinear(linear, *tile_linear.tile_blocks(matrix.blocks(bits)))
+    order = None if matrix.order is None else matrix.order.to(device)
+    return QuantizedLinear(linear, matrix.packed(bits).to(device), order)
 
 
 def dequantized(

@@ -19,11 +19,9 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from nanopage.config.model import ModelConfig, StoredQuantization
-from nanopage.config.pooling import PoolingConfig
-from nanopage.cpu import tile_linear
+from nanopage.config.model import ModelConfig
 from nanopage.cpu.tiled import TiledLinear
 from nanopage.distributed.part import WHOLE, Part, Slice
 from nanopage.files.model_files import memory_errors, shown
@@ -111,68 +109,73 @@ def load_model(
         OSError: there is no place for the repacked weights of a .gguf file.
     """
     checkpoint = open_checkpoint(checkpoint) if isinstance(checkpoint, Path) else checkpoint
-    source = path_of(checkpoint)
     whole = meta_model(config)
-    model = whole if how.part == WHOLE else how.part.model(config)
+    model = whole if how.part == WHOLE and not how.group else how.part.model(config)
     if how.group:
-        if model is whole:
-            whole = meta_model(config)
         group_experts(model)
     slices = _slices(model, whole, how.part)
-    stored: list[StoredTensor] = []  # by the names of a model with a head
-    found: list[StoredTensor] = []  # by their own names
-    scales: set[str] = set()
-    pieces: Pieces
-    if how.load_format != "dummy":
-        found = stored = stored_tensors_of(checkpoint)
-        wanted = slots(whole)
-        if config.pooling is not None:
-            names = _names_without_head(stored, config.pooling)
-            stored = [replace(tensor, name=names[tensor.name]) for tensor in stored if tensor.name in names]
-        if config.quantization is not None:
-            wanted = quantized_checkpoint.expected(whole, wanted, stored, config.quantization)
-        check_fit(wanted, stored, source)
-        scales = {tensor.name for tensor in stored if KV_SCALE.fullmatch(tensor.name)}
-    with memory_errors(source):
+    names = {} if how.load_format == "dummy" else _check(checkpoint, whole, config)
+    with memory_errors(path_of(checkpoint)):
         if how.keep_integers is not None:
-            if config.quantization is not None:
-                make = _maker(config.quantization, device, how.keep_integers)
-                quantized_checkpoint.place(model, stored, config.quantization, make, device, on_progress)
-            elif isinstance(checkpoint, GGUFCheckpoint) and how.keep_integers == "packed":
-                gguf_tiles.place_on_gpu(model, checkpoint, dtype, device, on_progress)
-            elif isinstance(checkpoint, GGUFCheckpoint):
-                gguf_tiles.place(model, whole, checkpoint, dtype, on_progress)
+            _place_integers(model, whole, checkpoint, config, how.keep_integers, (dtype, device), on_progress)
             on_progress = None  # the rest is small
         how.part.strip(model, config.tie_word_embeddings)
         if how.load_format == "dummy":
             pieces = _sliced(((name, 0, tensor) for name, tensor in dummy_tensors(config, dtype, device)), slices)
-        elif config.pooling is not None:
-            used = [tensor for tensor in found if tensor.name in names]
-            pieces = ((names[name], start, rows) for name, start, rows in pieces_of(checkpoint, used))
         else:
-            read = _wanted(model).keys() | scales
-            pieces = pieces_of(checkpoint, [tensor for tensor in stored if tensor.name in read], slices)
-        if how.keep_integers is None and config.quantization is not None and stored:
-            pieces = chain(pieces, quantized_checkpoint.dequantized(model, stored, config.quantization))
+            pieces = _read(checkpoint, names, _wanted(model), slices)
+        if names and how.keep_integers is None and config.quantization is not None:
+            pieces = chain(pieces, quantized_checkpoint.dequantized(model, [*names], config.quantization))
         materialize(model, dtype, torch.device("cpu") if how.on_host else device, for_use=not how.on_host)
-        fill(model, pieces, stored, on_progress)
+        fill(model, pieces, {name: tensor.file for tensor, name in names.items()}, on_progress)
     if how.load_format == "dummy" and device.type == "cuda":
         torch.cuda.empty_cache()  # the KV cache gets the free memory, and torch still caches that of the draws
     return model.eval().requires_grad_(False)
 
 
-def _names_without_head(stored: list[StoredTensor], pooling: PoolingConfig) -> dict[str, str]:
-    """Stored name -> the name with a language-model head. Without one, names lack the prefix "model.". A head for text
-    that is not used is left out."""
-    names = {}
-    for name in (tensor.name for tensor in stored):
-        if name.startswith(("model.", "lm_head.", "score.")):
-            names[name] = name
-        else:
-            names[name] = f"model.{name}"
-    if pooling.answers is None:
-        names.pop("lm_head.weight", None)
+def _check(checkpoint: Checkpoint, whole: Decoder, config: ModelConfig) -> dict[StoredTensor, str]:
+    """The tensors of a checkpoint, each with its name in a model with a language-model head. Raises: as `check_fit`."""
+    names = {tensor: tensor.name for tensor in stored_tensors_of(checkpoint)}
+    if config.pooling is not None:
+        # Without a language-model head, names lack the prefix "model.". A head for text that is not used is left out.
+        for tensor, name in names.items():
+            names[tensor] = name if name.startswith(("model.", "lm_head.", "score.")) else f"model.{name}"
+        if config.pooling.answers is None:
+            names = {tensor: name for tensor, name in names.items() if name != "lm_head.weight"}
+    wanted, stored = slots(whole), [replace(tensor, name=name) for tensor, name in names.items()]
+    if config.quantization is not None:
+        wanted = quantized_checkpoint.expected(whole, wanted, stored, config.quantization)
+    check_fit(wanted, stored, path_of(checkpoint))
     return names
+
+
+def _place_integers(
+    model: Decoder,
+    whole: Decoder,
+    checkpoint: Checkpoint,
+    config: ModelConfig,
+    keep_integers: str,
+    to: tuple[torch.dtype, torch.device],
+    on_progress: Callable[[int, int], None] | None,
+) -> None:
+    """Place the matrices of a quantized checkpoint in its own integers. Args: as of `load_model`."""
+    dtype, device = to
+    if config.quantization is not None:
+        stored, packed = stored_tensors_of(checkpoint), keep_integers == "packed"
+        quantized_checkpoint.place(model, stored, config.quantization, packed, device, on_progress)
+    elif isinstance(checkpoint, GGUFCheckpoint) and keep_integers == "packed":
+        gguf_tiles.place_on_gpu(model, checkpoint, dtype, device, on_progress)
+    elif isinstance(checkpoint, GGUFCheckpoint):
+        gguf_tiles.place(model, whole, checkpoint, dtype, on_progress)
+
+
+def _read(
+    checkpoint: Checkpoint, names: dict[StoredTensor, str], wanted: dict[str, Tensor], slices: Mapping[str, Slice]
+) -> Pieces:
+    """The tensors of a checkpoint that have a slot, and the scales of K and V, under the names of the model."""
+    used = {tensor.name: name for tensor, name in names.items() if name in wanted or KV_SCALE.fullmatch(name)}
+    for name, start, rows in pieces_of(checkpoint, [tensor for tensor in names if tensor.name in used], slices):
+        yield used[name], start, rows
 
 
 def fingerprint(checkpoint: Checkpoint, load_format: str = "auto") -> str:
@@ -267,22 +270,6 @@ def _sliced(pieces: Pieces, slices: Mapping[str, Slice]) -> Pieces:
             yield name, begin - first.start, rows[begin - start : end - start][:, *others]
 
 
-def _maker(
-    stored_as: StoredQuantization, device: torch.device, keep_integers: str
-) -> Callable[[Linear, quantized_checkpoint.Matrix], nn.Module]:
-    """A function that makes the linear layers of an AWQ or GPTQ checkpoint. Args: as in `Loading`."""
-    bits = stored_as.bits
-
-    def packed(linear: Linear, matrix: quantized_checkpoint.Matrix) -> QuantizedLinear:
-        order = None if matrix.order is None else matrix.order.to(device)
-        return QuantizedLinear(linear, matrix.packed(bits).to(device), order)
-
-    def tiled(linear: Linear, matrix: quantized_checkpoint.Matrix) -> TiledLinear:
-        return TiledLinear(linear, *tile_linear.tile_blocks(matrix.blocks(bits)))
-
-    return packed if keep_integers == "packed" else tiled
-
-
 def check_fit(wanted: dict[str, Tensor], stored: list[StoredTensor], source: Path) -> None:
     """Compare a checkpoint's tensors with a model's slots. Raises: ValueError naming the tensors that do not fit, up to
     50."""
@@ -311,15 +298,17 @@ def check_fit(wanted: dict[str, Tensor], stored: list[StoredTensor], source: Pat
 def fill(
     model: Decoder,
     pieces: Pieces,
-    stored: list[StoredTensor],
+    files: Mapping[str, Path],
     on_progress: Callable[[int, int], None] | None = None,
 ) -> None:
     """Copy pieces of tensors into the model's slots. `check_fit` has compared their shapes.
 
+    Args: files: where each tensor is from.
+
     Raises: ValueError naming the file and the tensor, for a value that is not finite, for tied matrices that differ,
         and for a scale of K or V that is not above 0 or belongs to no layer.
     """
-    wanted, files = _wanted(model), {tensor.name: tensor.file for tensor in stored}
+    wanted = _wanted(model)
     total = sum(parameter.numel() for parameter in model.parameters())
     filled: dict[int, str] = {}  # address of a slot -> the tensor in it
     done = 0
