@@ -10,8 +10,8 @@ from nanopage.files.model_files import memory_errors
 from nanopage.files.safetensors_checkpoint import read_tensors
 from nanopage.pooling.encoder import Encoder, slots
 from nanopage.pooling.encoder_config import EncoderConfig, find_encoder
-from nanopage.weights.allocation import all_finite, materialize
-from nanopage.weights.loader import check_fit, stored_tensors_of
+from nanopage.weights.allocation import materialize
+from nanopage.weights.loader import check_fit, fill, stored_tensors_of
 
 
 def load_encoder(
@@ -36,16 +36,7 @@ def load_encoder(
     check_fit(wanted, [replace(tensor, name=name) for tensor, name in used.items()], path)
     with memory_errors(path):
         materialize(model, dtype, device)
-    wanted = slots(model, family.HEAD_PLACES)
-    names = {tensor.name: name for tensor, name in used.items()}
-    total, done = sum(parameter.numel() for parameter in model.parameters()), 0
-    for name, start, piece in read_tensors(used):
-        rows = wanted[names[name]][start : start + len(piece)].copy_(piece)
-        if not all_finite(rows):
-            raise ValueError(
-                f"{path}: {name} has values that are NaN or infinite in {str(dtype).removeprefix('torch.')}"
-            )
-        done += rows.numel()
-        if on_progress is not None:
-            on_progress(done, total)
+    names, files = {tensor.name: name for tensor, name in used.items()}, dict.fromkeys(used.values(), path)
+    pieces = ((names[name], start, piece) for name, start, piece in read_tensors(used))
+    fill(model, slots(model, family.HEAD_PLACES), pieces, files, on_progress)
     return model.eval().requires_grad_(False)

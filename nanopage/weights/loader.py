@@ -16,10 +16,10 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from nanopage.config.model import ModelConfig
 from nanopage.cpu.tiled import TiledLinear
@@ -127,7 +127,8 @@ def load_model(
         if names and how.keep_integers is None and config.quantization is not None:
             pieces = chain(pieces, quantized_checkpoint.dequantized(model, [*names], config.quantization))
         materialize(model, dtype, torch.device("cpu") if how.on_host else device, for_use=not how.on_host)
-        fill(model, pieces, {name: tensor.file for tensor, name in names.items()}, on_progress)
+        files = {name: tensor.file for tensor, name in names.items()}
+        fill(model, _wanted(model), pieces, files, on_progress)
     if how.load_format == "dummy" and device.type == "cuda":
         torch.cuda.empty_cache()  # the KV cache gets the free memory, and torch still caches that of the draws
     return model.eval().requires_grad_(False)
@@ -296,19 +297,19 @@ def check_fit(wanted: dict[str, Tensor], stored: list[StoredTensor], source: Pat
 
 
 def fill(
-    model: Decoder,
+    model: nn.Module,
+    wanted: dict[str, Tensor],
     pieces: Pieces,
     files: Mapping[str, Path],
     on_progress: Callable[[int, int], None] | None = None,
 ) -> None:
-    """Copy pieces of tensors into the model's slots. `check_fit` has compared their shapes.
+    """Copy pieces of tensors into the model's slots, `wanted`. `check_fit` has compared their shapes.
 
     Args: files: where each tensor is from.
 
     Raises: ValueError naming the file and the tensor, for a value that is not finite, for tied matrices that differ,
         and for a scale of K or V that is not above 0 or belongs to no layer.
     """
-    wanted = _wanted(model)
     total = sum(parameter.numel() for parameter in model.parameters())
     filled: dict[int, str] = {}  # address of a slot -> the tensor in it
     done = 0
@@ -316,7 +317,7 @@ def fill(
         slot = wanted.get(name)
         if slot is None:
             if match := KV_SCALE.fullmatch(name):
-                set_kv_scale(model, int(match[1]), match[2], float(piece), f"{files[name]}: {name}")
+                set_kv_scale(cast(Decoder, model), int(match[1]), match[2], float(piece), f"{files[name]}: {name}")
             continue
         rows = slot[start : start + len(piece)]
         first = filled.setdefault(slot.data_ptr(), name)
