@@ -105,7 +105,8 @@ def measure(
     num_iters: int,
 ) -> dict[str, Any]:
     """One row: `batch` sequences of `tokens` tokens, of which the last `queries` are queries."""
-    from nanopage.kernels import paged_attention, reference
+    from nanopage.kernels import paged_attention
+    from nanopage.kernels.grouped_attention import GroupedAttention
 
     blocks = -(-tokens // BLOCK_SIZE)
     kv_cache = torch.randn(2, batch * blocks, kv_heads, head_dim * BLOCK_SIZE, device=DEVICE, dtype=dtype).to(kv_dtype)
@@ -124,9 +125,8 @@ def measure(
     row["gb_s"] = num_bytes / row["nanopage"] / 1e3
     pairs = queries * tokens - queries * (queries - 1) / 2
     row["tflop_s"] = 4 * batch * heads * head_dim * pairs / row["nanopage"] / 1e6
-    row["reference"] = time_if_it_runs(
-        lambda: lambda: reference.paged_attention(q, kv_cache, tables, query_lens, seq_lens), max(3, num_iters // 10)
-    )
+    grouped = GroupedAttention(tables.new_empty(0), tables, query_lens, seq_lens)
+    row["reference"] = time_if_it_runs(lambda: lambda: grouped.attend(q, kv_cache), max(3, num_iters // 10))
     shapes = (heads, queries), (kv_heads, tokens), (kv_heads, tokens)
     a, k, v = (torch.randn(batch, n, length, head_dim, device=DEVICE, dtype=dtype) for n, length in shapes)
     causal = kind == "prefill"  # SDPA's mask is not for fewer queries than keys: of a chunk it computes all pairs

@@ -24,7 +24,7 @@ from nanopage.grammar.structured import Grammars
 from nanopage.pooling.encoder_config import EncoderConfig, read_encoder
 from nanopage.pooling.encoder_worker import EncoderWorker
 from nanopage.pooling.offline import classify, embed, encode, score
-from nanopage.pooling.requests import PoolingRequests, arrange
+from nanopage.pooling.requests import ByLength, PoolingRequests
 from nanopage.speculation.draft_model import ModelDrafter
 from nanopage.speculation.drafts import Drafts
 from nanopage.speculation.lookup import NgramDrafter
@@ -142,17 +142,12 @@ def _build_encoder(
     limit, device = encoder_config.max_position_embeddings, resolve_device(config.device)
     _check_length(config, limit)
     max_model_len = config.max_model_len or min(limit, encoder_config.pooling.max_seq_length or limit)
-    budget = config.max_num_batched_tokens or max(max_model_len, TOKENS_OF_ENCODER[device.type])
-    if budget < max_model_len:
-        raise ValueError(
-            f"max_num_batched_tokens={budget} is less than the {max_model_len} tokens of a text, and {path.name} is an "
-            "encoder, which computes a text in one step: lower max_model_len as well"
-        )
-    config = replace(config, max_num_batched_tokens=budget, enable_prefix_caching=False)
+    budget = config.max_num_batched_tokens or TOKENS_OF_ENCODER[device.type]
+    config = replace(config, max_num_batched_tokens=budget, enable_prefix_caching=False, generation_config="vllm")
     tokenizer = Tokenizer(path, encoder_config.vocab_size)
     executor = LocalExecutor(partial(EncoderWorker, config, encoder_config, path, max_model_len, on_progress))
     engine = LLMEngine(config, encoder_config, path, tokenizer, executor)
-    engine.scheduler.arrange = arrange
+    engine.scheduler.arrange = ByLength(engine.scheduler.token_budget).arrange
     engine.input_processor.pooling = PoolingRequests(engine.input_processor, encoder_config.pooling)
     return engine
 

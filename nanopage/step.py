@@ -104,7 +104,8 @@ class BlockUpdate:
 
 @dataclass(slots=True)
 class Batch:
-    """One step's work. A worker applies it in the order of the fields.
+    """One step's work. A worker applies the fields in the order in which they are declared, but `loads` first. Here,
+    the everyday ones are explained first.
 
     new, blocks          changes of the sequence table: sequences that begin to run, and their blocks
     rows                 the B sequences that run, by their rows of that table, those with one token first
@@ -121,8 +122,8 @@ class Batch:
     copies               [(from, to)]: blocks to be copied on the device. All are read before any is written
     cleared              blocks to be filled with zeros. Ignored on a GPU (see KVCache.move)
     loads                adapters to be loaded. No running sequence has what was in their slots
-    forks                sequences that begin as copies of others. A token of such a sequence may be sampled from the
-                         logits of the one that it was just forked from
+    forks                sequences that begin as copies of others. In the step of the
+                         fork, its first token is sampled from its parent's logits
     tokens               [(row, position, token id)] that not every worker knows: the next tokens of beams, which the
                          engine has chosen; drafts, which it guesses; with several workers, all sampled tokens, because
                          one worker samples. With a draft of 3, a row has 4 tokens, and one is sampled after each:

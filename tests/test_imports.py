@@ -40,7 +40,6 @@ LONG_FUNCTIONS = {
 MANY_ARGUMENTS = {
     "llm.py: chat",  # vLLM's
     *("kernels/grouped_linear.py: _launch", "kernels/rotate_and_write.py: rotate_and_write"),
-    *("kernels/reference.py: paged_attention", "kernels/grouped_attention.py: attend_chunks"),
     *("kernels/paged_attention.py: make_attention", "kernels/paged_attention.py: choose_prompt_splits"),
     *("kernels/paged_attention.py: decode", "kernels/paged_attention.py: prefill"),
 }

@@ -137,7 +137,7 @@ class BlockManager:
             table = self.block_tables[seq_id]
             missing += max(0, self.blocks_for(num_tokens) - len(table))
             writers += [table[index] for index in self._shared_entries(table, num_written)]
-        # If all owners of a block write to it, the last one needs no copy.
+        # The last owner writes in place, so a block is copied at most ref_count - 1 times.
         return missing + sum(min(writers.count(block), self.ref_counts[block] - 1) for block in set(writers))
 
     def grow(self, seq_id: int, num_written: int, num_tokens: int) -> bool:

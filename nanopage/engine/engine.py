@@ -95,7 +95,7 @@ class LLMEngine:
         self.planned: Schedule | None = None  # by `plan` or this call of step, until `advance` is done
         self.last = StepRecord()
         self.in_flight: deque[Schedule] = deque()  # submitted batches, oldest first, until `update` is done
-        self._plan_seconds = 0.0  # that `plan` has taken for `planned`; they count as the step's
+        self._plan_seconds = 0.0  # that `plan` took; they are added to those of the next step
         self._num_batches = 0  # that have been submitted
         self._most_in_flight = 2 if self.async_scheduling else config.pipeline_parallel_size
         self.dead_error: WorkerDiedError | None = None  # why no step can run any more
@@ -195,7 +195,8 @@ class LLMEngine:
         return self.output_processor.take()
 
     def _run_batch(self, record: StepRecord) -> None:
-        """Decide on a batch, submit it, and take in its result. If batches overlap, take in that of an older one."""
+        """Decide on a batch, submit it, advance, and take in its result. If batches overlap, with async scheduling or
+        pipeline parallelism, the result is that of an older batch."""
         self.planned = schedule = record.scheduled = self._decide(record.stats)
         if schedule.is_empty:
             self._complete(record)
@@ -205,13 +206,14 @@ class LLMEngine:
                 self._complete(record)  # the previous batch, while this one runs
             self.scheduler.advance(schedule)
             self.in_flight.append(schedule)
-            count_batch(record.stats, schedule)
         self.planned = None
         if schedule.must_be_awaited or self.scheduler.queues.suspects:
             while self.in_flight:
                 self._complete(record)
         elif len(self.in_flight) == self._most_in_flight:
             self._complete(record)
+        if not schedule.is_empty:
+            count_batch(record.stats, schedule)
 
     def _decide(self, stats: StepStats) -> Schedule:
         """What `plan` has decided, or else decide now."""

@@ -1,7 +1,7 @@
 """Queues: where each group of sequences is, and how it leaves.
 
 `waiting` groups have no blocks, `running` groups have blocks, and `swapped` groups have theirs in host memory. Each
-queue is ordered by (priority, arrival).
+queue is ordered by (priority, arrival), but `waiting` as `Scheduler.arrange` says, if there is one.
 """
 
 import time

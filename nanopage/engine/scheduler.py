@@ -8,8 +8,8 @@ decodes and chunks of prompts together (Orca, OSDI 2022; chunked prefill: Sarath
   2. Running groups come first, in order: one token for a decode, a chunk for an unfinished prompt. When blocks run
      out, preempt the last running group, whole.
   3. Then, unless blocks ran out, admit swapped and waiting groups in order, as long as they fit (see admission.py). If
-     another group computes a prompt's next block in this step, the prompt waits, to share that block in the next one.
-     Everything behind it waits too.
+     this step already computes a block that a waiting prompt needs, the prompt waits one step, and then finds the block
+     in the prefix cache. Everything behind it waits, too.
   4. Decodes may get drafts, out of the tokens and the blocks that are left (see speculation/drafts.py).
 
 A running group whose sequences have masks (see `TokenMask`) waits for its tokens in flight, on which they depend. A
@@ -18,9 +18,9 @@ fit, and after a preemption until its tokens in flight have arrived. No group is
 another one out.
 
 Progress is certain. No group can outgrow the pool (the engine refuses such requests), so the first in order can always
-run by preempting the others. Within one priority, no group is admitted before an older one. A group of a lower priority
-waits for as long as groups of a higher priority keep coming. The output does not depend on any of this, but for
-near-ties in dtypes smaller than float64; the fuzz suite tests that.
+run by preempting the others. Without `arrange`, no group is admitted before an older one of its priority. A group of a
+lower priority waits for as long as groups of a higher priority keep coming. The output does not depend on any of this,
+but for near-ties in dtypes smaller than float64; the fuzz suite tests that.
 
 Everything but the plain case is in other files, which are called from here: preemption.py, forks.py (several sequences
 of a prompt, and beams), stages.py (of a pipeline), verdicts.py (on drafts) and suspects.py (after an exception).
@@ -50,6 +50,7 @@ NOT_FINITE = (
     "the logits of its next token are not finite: weights that are NaN or infinite, an overflow in float16, or "
     "constraints that forbid every token"
 )
+NO_VECTOR = "its vector is not finite: weights that are NaN, infinite or too large, or an overflow in float16"
 
 
 class Scheduler:
@@ -70,7 +71,8 @@ class Scheduler:
         drafts: guesses at the next tokens of decodes, if there are any. They need the results of each step before the
             next step is scheduled.
         arrange: for a model whose prompts are not divided among steps: puts the waiting groups in order before each
-            step (see pooling/requests.py). None: prompts are divided, and groups keep their order.
+            step, whose budget is then no less than the longest (see pooling/requests.py). None: prompts are divided,
+            and groups keep their order.
     """
 
     def __init__(
@@ -119,10 +121,10 @@ class Scheduler:
 
     def schedule(self) -> Schedule:
         """Choose the next step's work and give it blocks. Computes nothing."""
-        budget = self.token_budget.tokens
-        schedule = Schedule(Batch(idle=not self.queues.has_begun), budget=budget, left=budget)
         if self.arrange is not None:
             self.arrange(self.queues.waiting)
+        budget = self.token_budget.tokens
+        schedule = Schedule(Batch(idle=not self.queues.has_begun), budget=budget, left=budget)
         if self.queues.suspects:
             self._run_alone(self.queues.suspects[0], schedule)
         else:
@@ -139,8 +141,9 @@ class Scheduler:
         return schedule
 
     def advance(self, schedule: Schedule) -> None:
-        """Treat a submitted batch as done: anything submitted later runs after it. Register full blocks in the prefix
-        cache, give back those behind a window, fork, and count a token in flight for each sequence that samples.
+        """Count the tokens of a batch as computed once it is submitted: later batches run after it. Register full
+        blocks in the prefix cache, give back those behind a window, fork, and count a token in flight for each
+        sequence that samples.
 
         Call `update` for the previous batch first: a block's hash needs its token ids, and the last one may come from
         the previous batch.
@@ -149,7 +152,7 @@ class Scheduler:
         for seq, start, count in zip(schedule.sequences, batch.starts, batch.counts, strict=True):
             if seq.finish_reason is not None:  # by the results of the previous batch
                 continue
-            end = start + count if count == 1 else min(start + count, seq.num_tokens)  # drafts count when accepted
+            end = start + count if count == 1 else min(start + count, seq.num_tokens)  # `accept` counts drafts
             seq.num_computed_tokens = end
             if end % manager.block_size == 0 or count > 1:
                 manager.register(seq.seq_id, seq.token_ids, end, seq.cache_salt)
@@ -201,7 +204,7 @@ class Scheduler:
             self.queues.fail(seq.group, schedule.mask_errors[seq])
         elif token_id == NO_TOKEN:
             self.queues.forget_prefixes(seq.group)
-            self.queues.fail(seq.group, NOT_FINITE)
+            self.queues.fail(seq.group, NOT_FINITE if seq.settings.pooling_type is None else NO_VECTOR)
         else:
             return False
         return True
@@ -214,7 +217,9 @@ class Scheduler:
             group = queues.running[index]
             if group in held:
                 schedule.tell("held", group, held[group])
-            elif not self.writer.take_decode(schedule, group):
+            elif self.writer.take_decode(schedule, group):
+                pass  # the common case: one token, no new block
+            else:
                 work = next_work(group, schedule.left)
                 # The victims are at the end of the list, so none of them is in the batch yet.
                 while (needed := missing_blocks(manager, work)) > manager.num_free_blocks:
@@ -237,7 +242,8 @@ class Scheduler:
         while queues.swapped or queues.waiting:
             group = queues.first()
             if schedule.left < (group.shared_len if self.arrange is not None else 1):
-                schedule.wait = Wait(group, "budget")
+                whole = group.shared_len if schedule.left > 0 else 0
+                schedule.wait = Wait(group, "budget", whole, schedule.left)
                 return
             swapped = group.status is Status.SWAPPED
             prefix = [] if swapped else admission.find_prefix(group)

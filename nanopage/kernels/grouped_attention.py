@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from nanopage.kernels.chunks import Chunks, chunks_of
-from nanopage.state.pages import FP8, gather, write
+from nanopage.kernels.reference import PLAIN, Scoring
+from nanopage.state.pages import gather, write
 
 # bfloat16 rounds a score by up to 2^-9 of its value. Scores that may exceed this bound are computed in float32, because
 # rounding would spoil models with large key biases (Qwen2).
@@ -36,23 +37,13 @@ class GroupedAttention:
     def write(self, k: Tensor, v: Tensor, kv_cache: Tensor, scales: tuple[float, float] = (1.0, 1.0)) -> None:
         write(k, v, kv_cache, self.slot_mapping, *scales)
 
-    def attend(
-        self,
-        q: Tensor,
-        kv_cache: Tensor,
-        window: int | None = None,
-        scales: tuple[float, float] = (1.0, 1.0),
-        scale: float | None = None,
-        softcap: float = 0.0,
-        out: Tensor | None = None,
-    ) -> Tensor:
+    def attend(self, q: Tensor, kv_cache: Tensor, scoring: Scoring = PLAIN, out: Tensor | None = None) -> Tensor:
         """Slots after a sequence's end in its last block are read and masked: they must hold finite values."""
         if out is None:
             out = torch.empty_like(q, memory_format=torch.contiguous_format)
-        scale = q.shape[2] ** -0.5 if scale is None else scale
-        k_scale, v_scale = scales if kv_cache.dtype == FP8 else (1.0, 1.0)
-        for chunks, tables in chunks_of(q, kv_cache, self.block_tables, self.query_lens, self.seq_lens, window):
-            attend_chunks(chunks, q, kv_cache, tables, out, scale * k_scale, v_scale, softcap)
+        sequences = self.block_tables, self.query_lens, self.seq_lens
+        for chunks, tables in chunks_of(q, kv_cache, *sequences, scoring.window):
+            attend_chunks(chunks, q, kv_cache, tables, out, scoring)
         return out
 
 
@@ -62,12 +53,11 @@ def attend_chunks(
     kv_cache: Tensor,
     block_tables: Tensor,
     out: Tensor,
-    scale: float,
-    v_scale: float = 1.0,
-    softcap: float = 0.0,
+    scoring: Scoring,
 ) -> None:
     """Causal attention of the chunks' queries over block_tables [chunks, blocks]. Fills their rows of `out` [T, heads,
-    head_dim]. scale: of the products of q and K, including that of K."""
+    head_dim]."""
+    scale, v_scale = scoring.for_cache(kv_cache, q.shape[2])
     kv_heads, head_dim = kv_cache.shape[2], q.shape[2]
     k, v = (pages.to(q.dtype) for pages in gather(kv_cache, block_tables, head_dim))
     count = len(k)
@@ -86,8 +76,8 @@ def attend_chunks(
     for begin, end, first, last, mask in chunks.tiles:
         queries = q[:, :, :, begin:end].reshape(count * kv_heads, -1, head_dim)  # all heads that share a KV head
         scores = (queries @ k[:, :, :last]).view(count, -1, end - begin, last)
-        if softcap:
-            scores = softcap * torch.tanh(scores / softcap)
+        if scoring.softcap:
+            scores = scoring.softcap * torch.tanh(scores / scoring.softcap)
         if mask is not None:
             scores[..., first:] += mask
         weights = scores.softmax(dim=-1).to(v.dtype).view(count * kv_heads, -1, last)

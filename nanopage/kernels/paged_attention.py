@@ -15,6 +15,7 @@ from torch import Tensor
 from nanopage.device import to_device
 from nanopage.kernels import cache_write
 from nanopage.kernels.attention_kernels import decode_kernel, merge_kernel, prefill_kernel
+from nanopage.kernels.reference import PLAIN, Scoring
 
 TILE_BYTES = 2**14  # of K in a tile; V has as many
 # Stages of a pipeline: while a tile is computed, the next ones are loaded, and before them their blocks' numbers. Timed
@@ -55,26 +56,18 @@ class TritonAttention:
     def write(self, k: Tensor, v: Tensor, kv_cache: Tensor, scales: tuple[float, float] = (1.0, 1.0)) -> None:
         cache_write.write(k, v, kv_cache, self.slot_mapping, *scales)
 
-    def attend(
-        self,
-        q: Tensor,
-        kv_cache: Tensor,
-        window: int | None = None,
-        scales: tuple[float, float] = (1.0, 1.0),
-        scale: float | None = None,
-        softcap: float = 0.0,
-        out: Tensor | None = None,
-    ) -> Tensor:
+    def attend(self, q: Tensor, kv_cache: Tensor, scoring: Scoring = PLAIN, out: Tensor | None = None) -> Tensor:
         """Causal attention of q [T, heads, head_dim] over each sequence's pages: [T, heads, head_dim].
 
         Args:
             kv_cache: one layer's cache (see pages.py). block_size must be a power of two.
             the others: as in layers/attention.py.
         """
-        scale = q.shape[2] ** -0.5 if scale is None else scale
         if out is None:
             out = torch.empty_like(q, memory_format=torch.contiguous_format)
-        options, first = (window or 0, scale, softcap, *scales), self.num_decodes
+        scale = q.shape[2] ** -0.5 if scoring.scale is None else scoring.scale
+        options = scoring.window or 0, scale, scoring.softcap, *scoring.kv_scales
+        first = self.num_decodes
         if first:
             decode(q, kv_cache, self.block_tables, self.seq_lens, out, first, self.num_splits, *options)
         if first < len(self.block_tables):

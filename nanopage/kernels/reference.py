@@ -1,13 +1,41 @@
-"""Paged attention spelled out: what every other implementation computes, and what tests compare it with.
+"""Paged attention spelled out. No step runs this: it says what the other implementations compute, and tests compare
+them with it.
 
-Eager steps on a CPU compute it for many sequences at once (grouped_attention.py), compiled layers in C++
+Eager steps on a CPU compute attention for many sequences at once (grouped_attention.py), compiled layers in C++
 (cpu/flash_attention.cpp), a GPU in Triton (attention_kernels.py).
 """
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from nanopage.state.pages import FP8, gather
+
+
+@dataclass(frozen=True, slots=True)
+class Scoring:
+    """How a layer's attention differs from that of others.
+
+    window     attend only to the last `window` tokens, including the token itself; None: to all
+    scale      of the products of q and K, above 0; None: head_dim ** -0.5
+    softcap    scores become softcap * tanh(scores / softcap) (Gemma 2); 0: they stay
+    kv_scales  of K and V in a cache in fp8 (see state/pages.py); of no effect with another dtype
+    """
+
+    window: int | None = None
+    scale: float | None = None
+    softcap: float = 0.0
+    kv_scales: tuple[float, float] = (1.0, 1.0)
+
+    def for_cache(self, kv_cache: Tensor, head_dim: int) -> tuple[float, float]:
+        """(the scale of the scores, with that of K; the scale of V)"""
+        scale = head_dim**-0.5 if self.scale is None else self.scale
+        k_scale, v_scale = self.kv_scales if kv_cache.dtype == FP8 else (1.0, 1.0)
+        return scale * k_scale, v_scale
+
+
+PLAIN = Scoring()
 
 
 def paged_attention(
@@ -16,10 +44,7 @@ def paged_attention(
     block_tables: Tensor,
     query_lens: Tensor,
     seq_lens: Tensor,
-    window: int | None = None,
-    scales: tuple[float, float] = (1.0, 1.0),
-    scale: float | None = None,
-    softcap: float = 0.0,
+    scoring: Scoring = PLAIN,
 ) -> Tensor:
     """Causal attention of the tokens of a step over the pages of their sequences, one sequence after the other.
 
@@ -34,23 +59,23 @@ def paged_attention(
     """
     (_, num_heads, head_dim), num_kv_heads = q.shape, kv_cache.shape[2]
     block_size = kv_cache.shape[3] // head_dim
-    scale = head_dim**-0.5 if scale is None else scale
-    k_scale, v_scale = scales if kv_cache.dtype == FP8 else (1.0, 1.0)
+    scale, v_scale = scoring.for_cache(kv_cache, head_dim)
     outputs = []
     queries = q.split(query_lens.tolist())
     for queries_of_one, table, length in zip(queries, block_tables, seq_lens.tolist(), strict=True):
-        k, v = gather(kv_cache, table[None, : -(-length // block_size)], head_dim)  # whole pages
-        k, v = k_scale * k[0, :, :, :length].to(q.dtype), v_scale * v[0, :, :length].to(q.dtype)
+        # The sequence's pages: k [1, kv_heads, head_dim, tokens], for K is transposed, and v [1, kv_heads, tokens, ..].
+        k, v = gather(kv_cache, table[None, : -(-length // block_size)], head_dim)
+        k, v = k[0, :, :, :length].to(q.dtype), v[0, :, :length].to(q.dtype)
         keys = torch.arange(length, device=q.device)
         positions = keys[length - len(queries_of_one) :, None]
         hidden = keys > positions  # [queries, keys]
-        if window is not None:
-            hidden |= keys <= positions - window
-        # Several query heads share a KV head: k [kv_heads, head_dim, keys], v [kv_heads, keys, head_dim].
+        if scoring.window is not None:
+            hidden |= keys <= positions - scoring.window
+        # Several query heads share a KV head.
         heads = queries_of_one.view(-1, num_kv_heads, num_heads // num_kv_heads, head_dim)
         scores = scale * torch.einsum("qhgd,hdk->hgqk", heads, k)
-        if softcap:
-            scores = softcap * torch.tanh(scores / softcap)
+        if scoring.softcap:
+            scores = scoring.softcap * torch.tanh(scores / scoring.softcap)
         weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
-        outputs.append(torch.einsum("hgqk,hkd->qhgd", weights, v).flatten(1, 2))
+        outputs.append(v_scale * torch.einsum("hgqk,hkd->qhgd", weights, v).flatten(1, 2))
     return torch.cat(outputs)

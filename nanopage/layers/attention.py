@@ -12,6 +12,8 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from nanopage.kernels.reference import PLAIN, Scoring
+
 
 class Attention(Protocol):
     """Computes the attention of all layers of one kind in one step. Knows where the K and V of every token are.
@@ -31,24 +33,13 @@ class Attention(Protocol):
             scales: of K and V in a cache in fp8 (see state/pages.py); of no effect with another dtype.
         """
 
-    def attend(
-        self,
-        q: Tensor,
-        kv_cache: Tensor,
-        window: int | None = None,
-        scales: tuple[float, float] = (1.0, 1.0),
-        scale: float | None = None,
-        softcap: float = 0.0,
-        out: Tensor | None = None,
-    ) -> Tensor:
+    def attend(self, q: Tensor, kv_cache: Tensor, scoring: Scoring = PLAIN, out: Tensor | None = None) -> Tensor:
         """Compute causal attention of each token over its own sequence, whose K and V the cache already has.
 
         Args:
             q: [T, num_heads, head_dim], rotated.
-            kv_cache, scales: as in `write`.
-            window: attend only to the last `window` tokens, including the token itself. None: to all.
-            scale: of the products of q and K, above 0. None: head_dim ** -0.5.
-            softcap: scores become softcap * tanh(scores / softcap) (Gemma 2). 0: they stay.
+            kv_cache: as in `write`.
+            scoring: the layer's.
             out: filled and returned, contiguous. None: a new tensor.
 
         Returns: [T, num_heads, head_dim]
@@ -79,12 +70,11 @@ class StepContext:
 
     def write(self, layer: Any, k: Tensor, v: Tensor) -> None:
         """Write K and V of the tokens to the cache of a layer. layer: its SelfAttention. k, v: as in Attention."""
-        self.attention_of(layer).write(k, v, self.kv_caches[layer.index], layer.kv_scales)
+        self.attention_of(layer).write(k, v, self.kv_caches[layer.index], layer.scoring.kv_scales)
 
     def attend(self, layer: Any, q: Tensor, out: Tensor | None = None) -> Tensor:
-        """Attention with a layer's window, scales and soft cap. layer: its SelfAttention. q, out: as in Attention."""
-        cache, scales = self.kv_caches[layer.index], layer.kv_scales
-        return self.attention_of(layer).attend(q, cache, layer.window, scales, layer.scale, layer.softcap, out)
+        """Compute the attention of a layer. layer: its SelfAttention. q, out: as in Attention."""
+        return self.attention_of(layer).attend(q, self.kv_caches[layer.index], layer.scoring, out)
 
     def attention_of(self, layer: Any) -> Attention:
         return self.attentions[self.kinds[layer.index]]

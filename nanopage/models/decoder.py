@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from nanopage.config.model import ModelConfig
-from nanopage.layers.attention import StepContext
+from nanopage.layers.attention import Scoring, StepContext
 from nanopage.layers.embedding import Embedding
 from nanopage.layers.linear import Linear
 from nanopage.layers.norm import RMSNorm
@@ -44,7 +44,8 @@ class Decoder(nn.Module):
         """Compute the hidden states of the tokens of a step, the output of the last layer.
 
         Args: input_ids: int64 [T].
-        Returns: [T, hidden_size], or [len(step.rows), hidden_size]: no other row is needed once K and V are written.
+        Returns: [T, hidden_size], or [len(step.rows), hidden_size]: the last layer drops the tokens that nothing is
+            sampled from, once their K and V are written.
         """
         x = self.embed(input_ids)
         step.rotations = self.rotary(step.positions, x.dtype)
@@ -126,10 +127,10 @@ class SelfAttention(nn.Module):
         super().__init__()
         self.index = index
         self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
-        self.window = config.sliding_windows[index]
-        self.rope = int(config.local_rope is not None and self.window is not None)  # in StepContext.rotations
-        self.scale, self.softcap = config.attention_scale, config.attention_softcap
-        self.kv_scales = (1.0, 1.0)  # the loader sets those of the checkpoint
+        window = config.sliding_windows[index]
+        self.rope = int(config.local_rope is not None and window is not None)  # in StepContext.rotations
+        # The loader adds the scales that a checkpoint has for K and V.
+        self.scoring = Scoring(window, config.attention_scale, config.attention_softcap)
         q_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         parts = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
         self.qkv_proj = Linear(config.hidden_size, parts, qkv_bias)

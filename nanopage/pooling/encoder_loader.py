@@ -36,7 +36,8 @@ def load_encoder(
     check_fit(wanted, [replace(tensor, name=name) for tensor, name in used.items()], path)
     with memory_errors(path):
         materialize(model, dtype, device)
-    names, files = {tensor.name: name for tensor, name in used.items()}, dict.fromkeys(used.values(), path)
+    names = {tensor.name: name for tensor, name in used.items()}
+    files = {name: tensor.file for tensor, name in used.items()}
     pieces = ((names[name], start, piece) for name, start, piece in read_tensors(used))
     fill(model, slots(model, family.HEAD_PLACES), pieces, files, on_progress)
     return model.eval().requires_grad_(False)

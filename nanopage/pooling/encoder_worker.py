@@ -5,6 +5,7 @@ prompts are not divided: each is computed in one step (see `Scheduler.arrange`).
 """
 
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,9 +59,10 @@ class EncoderWorker:
     @torch.inference_mode()
     def launch(self, batch: Batch) -> "Encoded":
         """Start a batch, all of whose sequences are new. Those of equal length are computed together."""
+        started = time.perf_counter()
         new = sorted(batch.new, key=lambda sequence: len(sequence.token_ids))
         if not new:
-            return Encoded([], [], torch.empty(0, 0))
+            return Encoded([], [], torch.empty(0, 0), 0.0)
         lens = np.array([len(sequence.token_ids) for sequence in new])
         inputs = np.zeros((3, lens.sum()), dtype=np.int64)
         inputs[0] = np.concatenate([sequence.token_ids for sequence in new])
@@ -68,7 +70,8 @@ class EncoderWorker:
         inputs[2] = np.arange(lens.sum()) - np.repeat(lens.cumsum() - lens, lens)
         input_ids, token_types, positions = to_device(torch.from_numpy(inputs), self.device)
         vectors = self.model(input_ids, token_types, positions, spans_of(lens.tolist()))
-        return Encoded(batch.sampled_rows, [sequence.row for sequence in new], vectors)
+        rows = [sequence.row for sequence in new]
+        return Encoded(batch.sampled_rows, rows, vectors, time.perf_counter() - started)
 
     def rest(self) -> None:
         """Nothing is left to do when no request runs."""
@@ -84,17 +87,22 @@ class Encoded:
     sampled_rows  as in Batch: the engine takes a token for each, which ends its sequence
     rows          of each vector
     vectors       float32 [B, size]
+    seconds       that launching took
     """
 
     sampled_rows: list[int]
     rows: list[int]
     vectors: Tensor
+    seconds: float
 
     def result(self) -> BatchResult:
         """Wait for the vectors. See `BatchResult.pooled`."""
+        started = time.perf_counter()
         vectors = dict(zip(self.rows, self.vectors.cpu().numpy(), strict=True))
         tokens = [0 if np.isfinite(vectors[row]).all() else NO_TOKEN for row in self.sampled_rows]
-        return BatchResult(tokens, pooled=[PooledStates(row, 0, vector.tolist()) for row, vector in vectors.items()])
+        pooled = [PooledStates(row, 0, vector.tolist()) for row, vector in vectors.items()]
+        waited = time.perf_counter() - started
+        return BatchResult(tokens, pooled=pooled, model_seconds=self.seconds, wait_seconds=waited)
 
 
 def spans_of(seq_lens: list[int]) -> list[Span]:

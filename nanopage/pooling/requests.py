@@ -1,6 +1,6 @@
 """PoolingRequests: makes the requests of a model that makes vectors of texts, for its InputProcessor.
 
-`arrange` chooses which requests an encoder computes together.
+`ByLength` chooses which requests an encoder computes together.
 """
 
 from typing import cast
@@ -11,6 +11,7 @@ from nanopage.engine.output_processor import Request
 from nanopage.engine.prompts import PromptTooLongError
 from nanopage.engine.queues import order
 from nanopage.engine.sequence import Sequence, SequenceGroup
+from nanopage.engine.token_budget import TokenBudget
 from nanopage.files.model_files import shown
 from nanopage.inputs import Prompt
 from nanopage.params import PoolingParams
@@ -120,16 +121,26 @@ class PoolingRequests:
         return ids, types if isinstance(config, EncoderConfig) and config.type_vocab_size != 1 else None
 
 
-def arrange(waiting: list[SequenceGroup]) -> None:
-    """Put first the group that is first in order, and behind it those that are closest to it in length. So no request
-    waits forever, and most sequences of a batch have others of equal length, with which they share calls of attention.
+class ByLength:
+    """Chooses what an encoder computes together, as a Scheduler's `arrange`.
+
+    Args: budget: of the tokens of a step. It grows while a longer text waits, for no text is divided.
     """
-    if waiting:
-        first = min(waiting, key=order)
-        waiting.remove(first)
-        length, window = first.shared_len, waiting[:WINDOW]
-        window.sort(key=lambda group: (group.priority, abs(group.shared_len - length)))
-        waiting[:WINDOW] = [first, *window]
+
+    def __init__(self, budget: TokenBudget):
+        self.budget = budget
+
+    def arrange(self, waiting: list[SequenceGroup]) -> None:
+        """Put the first group first, and behind it those that are closest to it in length, of its priority and then of
+        lower ones. So within a priority no request waits forever, and most sequences of a batch have others of equal
+        length, with which they share calls of attention."""
+        if waiting:
+            first = min(waiting, key=order)
+            waiting.remove(first)
+            length, window = first.shared_len, waiting[:WINDOW]
+            window.sort(key=lambda group: (group.priority, abs(group.shared_len - length)))
+            waiting[:WINDOW] = [first, *window]
+            self.budget.tokens = max(self.budget.most, *(group.shared_len for group in waiting[: WINDOW + 1]))
 
 
 def check_params(params: PoolingParams, config: PoolingConfig, size: int) -> None:

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from nanopage.engine.engine import LLMEngine
+from nanopage.engine.queues import order
 from nanopage.engine.schedule import Schedule, Wait
 from nanopage.engine.scheduler import Scheduler
 from nanopage.engine.sequence import SequenceGroup, Status
@@ -153,9 +154,12 @@ def _waiting(scheduler: Scheduler, schedule: Schedule, name: Callable[[str], str
     if wait is None:
         return
     text = f"Request {name(wait.group.request_id)} waits: {_why_waiting(scheduler, wait, name)}"
-    queued = sorted([*scheduler.waiting, *scheduler.swapped], key=lambda group: (group.priority, group.order))
-    place = (wait.group.priority, wait.group.order)
-    behind = [group.request_id for group in queued if (group.priority, group.order) > place]
+    queued = [*scheduler.waiting, *scheduler.swapped]
+    if scheduler.arrange is None:
+        queued.sort(key=order)
+        behind = [group.request_id for group in queued if order(group) > order(wait.group)]
+    else:
+        behind = [group.request_id for group in queued if group is not wait.group]
     if behind:
         text += f". {_requests(behind, name)} {'waits' if len(behind) == 1 else 'wait'} behind it"
     yield Sentence("wait", wait.group.request_id, f"{text}.")
@@ -168,6 +172,9 @@ HELD = {
 }
 
 
+USED_UP = "the step's budget of tokens is used up"
+
+
 def _why_waiting(scheduler: Scheduler, wait: Wait, name: Callable[[str], str]) -> str:
     other = "" if wait.other is None else f"request {name(wait.other.request_id)}"
     if wait.reason == "blocks":
@@ -177,7 +184,7 @@ def _why_waiting(scheduler: Scheduler, wait: Wait, name: Callable[[str], str]) -
         most = scheduler.admission.max_num_seqs
         return f"{_count(wait.needed, 'sequence')} would run beside {most - wait.free}, and {most} may run at once"
     if wait.reason == "budget":
-        return "the step's budget of tokens is used up"
+        return f"it has {wait.needed} tokens, and the step has {wait.free} left" if wait.needed else USED_UP
     return {
         "adapter": "all slots for adapters are in use",
         "prefix": f"{other} computes a block in this step that it can share in the next",

@@ -349,8 +349,9 @@ def set_kv_scale(model: Decoder, layer: int, kind: str, scale: float, name: str)
     attention: Any = getattr(model.layers[layer], "self_attn", None)
     if attention is None:
         return  # another stage has the layer
-    k_scale, v_scale = attention.kv_scales
-    attention.kv_scales = (scale, v_scale) if kind == "k" else (k_scale, scale)
+    k_scale, v_scale = attention.scoring.kv_scales
+    scales = (scale, v_scale) if kind == "k" else (k_scale, scale)
+    attention.scoring = replace(attention.scoring, kv_scales=scales)
 
 
 def _with_tied_head(wanted: dict[str, Tensor]) -> dict[str, Tensor]:

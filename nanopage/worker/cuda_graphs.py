@@ -31,6 +31,7 @@ from torch import Tensor
 
 from nanopage.device import to_device
 from nanopage.kernels.grouped_attention import GroupedAttention
+from nanopage.kernels.reference import PLAIN, Scoring
 from nanopage.layers.attention import Attention, StepContext
 from nanopage.models.decoder import Decoder
 from nanopage.sampling import truncation
@@ -173,11 +174,11 @@ class CUDAGraphs:
         return splits
 
     def _choose_splits(self, seq_lens: list[int]) -> int:
-        """The smallest captured number of splits that is at least half of what is best for these lengths."""
+        """The smallest captured number of splits that is more than half of what is best for these lengths."""
         if len(self.splits) == 1:
             return 1
         wanted = self._best_splits(seq_lens)
-        return next((splits for splits in self.splits if 2 * splits >= wanted), self.splits[-1])
+        return next((splits for splits in self.splits if 2 * splits > wanted), self.splits[-1])
 
     def _best_splits(self, seq_lens: list[int]) -> int:
         from nanopage.kernels.paged_attention import choose_splits, num_processors  # imports Triton
@@ -220,20 +221,11 @@ class PaddedAttention:
         size = len(self.decodes.seq_lens)
         self.decodes.write(k[:size], v[:size], kv_cache, scales)
 
-    def attend(
-        self,
-        q: Tensor,
-        kv_cache: Tensor,
-        window: int | None = None,
-        scales: tuple[float, float] = (1.0, 1.0),
-        scale: float | None = None,
-        softcap: float = 0.0,
-        out: Tensor | None = None,
-    ) -> Tensor:
+    def attend(self, q: Tensor, kv_cache: Tensor, scoring: Scoring = PLAIN, out: Tensor | None = None) -> Tensor:
         size = len(self.decodes.seq_lens)
         if out is None:
             out = torch.empty_like(q, memory_format=torch.contiguous_format)
-        self.decodes.attend(q[:size], kv_cache, window, scales, scale, softcap, out[:size])
+        self.decodes.attend(q[:size], kv_cache, scoring, out[:size])
         out[size:] = 0
         return out
 

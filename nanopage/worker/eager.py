@@ -52,8 +52,8 @@ class Pages:
     seq_lens              int64 [B], on the CPU  tokens of each sequence, including this step's
 
     If the kind has a window, the table of a sequence begins with the first block that its queries attend to, and
-    `seq_lens` counts tokens from the start of that block. Attention depends only on how far a key is behind a query: no
-    kernel has to know.
+    `seq_lens` counts tokens from the start of that block. Masks depend only on distances between
+    tokens, so kernels work unchanged on the shortened table.
     """
 
     slot_mapping: Tensor
@@ -82,7 +82,7 @@ class Eager:
 
     Args:
         make_attention: makes the attention of a step, for the layers of one kind. None: plain attention.
-        adapters_of: as in CUDAGraphs, of the row of each token.
+        adapters_of: finds the adapters of tokens by their rows (see CUDAGraphs). None: without LoRA.
     """
 
     def __init__(
@@ -158,10 +158,14 @@ def run_model(
     """
     if head is None or wants_prompt_logprobs(batch, table):
         return _run_all_rows(model, batch, input_ids, step, head)
-    if batch.sampled_from != list(range(len(input_ids))):  # oneDNN cannot multiply matrices without rows
-        step.rows = to_device(batch.sampled_from or [0], input_ids.device)
+    used = sorted(set(batch.sampled_from))  # completions that fork from one prompt share its logits
+    if len(used) < len(input_ids):
+        step.rows = to_device(used or [0], input_ids.device)  # oneDNN cannot multiply matrices without rows
     hidden = model(input_ids, step)
-    return Output(head(hidden) if batch.sampled_from else None)
+    if len(used) == len(batch.sampled_from):
+        return Output(head(hidden) if used else None)
+    shared = np.searchsorted(used, batch.sampled_from)
+    return Output(head(hidden)[to_device(torch.from_numpy(shared), input_ids.device)])
 
 
 def _run_all_rows(

@@ -164,11 +164,11 @@ class CompiledDecoder(Decoder):
 
             norms = part.head_norms()
             weights = None if norms is None else (norms[0].weight, norms[1].weight, norms[0].eps, norms[0].offset or 0)
-            rotate_and_write(heads, cos, sin, weights, kv_cache, slots, q, part.kv_scales)
+            rotate_and_write(heads, cos, sin, weights, kv_cache, slots, q, part.scoring.kv_scales)
             return
         rotated, k, v = part.rotated(heads, cos, sin)
         written = slots >= 0
-        pages.write(k[written], v[written], kv_cache, slots[written], *part.kv_scales)
+        pages.write(k[written], v[written], kv_cache, slots[written], *part.scoring.kv_scales)
         q.copy_(rotated)
 
 

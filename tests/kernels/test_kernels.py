@@ -14,6 +14,7 @@ from nanopage.cpu.tiled import TiledEmbedding, TiledLinear, has_only_float16, ti
 from nanopage.kernels import reference
 from nanopage.kernels.chunks import group_chunks
 from nanopage.kernels.grouped_attention import GroupedAttention, attend_chunks
+from nanopage.kernels.reference import Scoring
 from nanopage.layers.embedding import Embedding
 from nanopage.layers.linear import Linear
 from nanopage.state import pages
@@ -38,10 +39,10 @@ def attention(q, k, v, window=None, scale=None, softcap=0.0):
     return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v)
 
 
-def grouped(q, cache, block_tables, query_lens, seq_lens, window=None, scales=(1.0, 1.0)):
+def grouped(q, cache, block_tables, query_lens, seq_lens, scoring):
     """The attention of eager steps."""
     step = GroupedAttention(torch.empty(0), block_tables, query_lens, seq_lens)
-    return step.attend(q, cache, window, scales)
+    return step.attend(q, cache, scoring)
 
 
 class Pool:
@@ -98,7 +99,7 @@ class Pool:
         ]
         tolerance = TOLERANCE[self.dtype]
         for paged_attention in (reference.paged_attention, grouped):
-            out = paged_attention(q, self.cache, *self.metadata(query_lens), window, self.scales)
+            out = paged_attention(q, self.cache, *self.metadata(query_lens), Scoring(window, kv_scales=self.scales))
             torch.testing.assert_close(out, torch.cat(expected), rtol=tolerance, atol=tolerance)
             assert out.is_contiguous()
 
@@ -172,7 +173,7 @@ class TestBatches:
         healthy, poisoned = pool.add(11), pool.add(35)
         pool.cache[:, pool.sequences[poisoned][0]] = torch.nan
         q = pool.random(2, 4, 16)
-        out = grouped(q, pool.cache, *pool.metadata({healthy: 1, poisoned: 1}), window)
+        out = grouped(q, pool.cache, *pool.metadata({healthy: 1, poisoned: 1}), Scoring(window))
         expected = attention(q[:1], *pool.sequences[healthy][1:], window)
         torch.testing.assert_close(out[:1], expected)
         assert out[1].isnan().all()
@@ -182,8 +183,8 @@ class TestBatches:
         query_lens = {pool.add(11): 1, pool.add(35): 1, pool.add(12): 7}
         wide = pool.random(9, 4 + 2 + 2, 16)
         q = wide.split([4, 2, 2], dim=1)[0]
-        out = grouped(q, pool.cache, *pool.metadata(query_lens), window)
-        expected = grouped(q.contiguous(), pool.cache, *pool.metadata(query_lens), window)
+        out = grouped(q, pool.cache, *pool.metadata(query_lens), Scoring(window))
+        expected = grouped(q.contiguous(), pool.cache, *pool.metadata(query_lens), Scoring(window))
         assert torch.equal(out, expected)
         assert out.is_contiguous()
 
@@ -211,7 +212,7 @@ class TestTiles:
         queries, lengths = tuple(queries.tolist()), tuple(lengths.tolist())
         groups = group_chunks(queries, lengths, q.shape[1], 2 * 16, window, q.dtype, q.device)
         for chunks in groups:
-            attend_chunks(chunks, q, pool.cache, self.tables_of(chunks, block_tables, pool), out, 0.25)
+            attend_chunks(chunks, q, pool.cache, self.tables_of(chunks, block_tables, pool), out, Scoring())
         return out, groups
 
     def tables_of(self, chunks, block_tables, pool):
@@ -242,7 +243,7 @@ class TestTiles:
         pool = Pool(2, 64, 16, torch.bfloat16, num_blocks=64)
         query_lens = {pool.add(5): 1, pool.add(150): 150, pool.add(140): 140, pool.add(300): 20}
         q = pool.random(sum(query_lens.values()), 6, 64)
-        out = grouped(q, pool.cache, *pool.metadata(query_lens))
+        out = grouped(q, pool.cache, *pool.metadata(query_lens), Scoring())
         rows = q.double().split(list(query_lens.values()))
         exact = [
             attention(r, *(x.double() for x in pool.sequences[i][1:])) for i, r in zip(query_lens, rows, strict=True)
@@ -259,7 +260,7 @@ class TestTiles:
         pages.write(k, v, pool.cache, slots)
         q = pool.random(100, 1, 64)
         q[..., 0] = 8.0
-        out = grouped(q, pool.cache, *pool.metadata({index: 100}))
+        out = grouped(q, pool.cache, *pool.metadata({index: 100}), Scoring())
         exact = attention(q.double(), k.double(), v.double())
         torch.testing.assert_close(out.double(), exact, rtol=2**-6, atol=2**-5)
 
@@ -316,7 +317,7 @@ def test_what_a_step_writes_it_sees(window):
     k, v = torch.cat([k1[-1:], k2[-6:]]), torch.cat([v1[-1:], v2[-6:]])
     step = GroupedAttention(slots, block_tables, query_lens, seq_lens)
     step.write(k, v, pool.cache)
-    out = step.attend(q, pool.cache, window)
+    out = step.attend(q, pool.cache, Scoring(window))
     assert torch.equal(pool.cache.view(torch.uint8), expected.view(torch.uint8))
     torch.testing.assert_close(out, torch.cat([attention(q[:1], k1, v1, window), attention(q[1:], k2, v2, window)]))
 

@@ -57,10 +57,11 @@ def check(pool, group, query_lens, window=None, softcap=0.0, num_splits=1, paddi
         tables = torch.cat((tables, torch.zeros(padding, tables.shape[1], dtype=tables.dtype)))
         counts, seq_lens = torch.cat((counts, torch.ones(padding))), torch.cat((seq_lens, torch.zeros(padding)))
     attention = attention_of(tables.to(DEVICE), counts.int().tolist(), seq_lens.int().tolist(), num_splits)
-    out = attention.attend(q.to(DEVICE), pool.cache.to(DEVICE), window, pool.scales, scale, softcap).cpu()
+    scoring = reference.Scoring(window, scale, softcap, pool.scales)
+    out = attention.attend(q.to(DEVICE), pool.cache.to(DEVICE), scoring).cpu()
     assert out.dtype == q.dtype
     if not padding:
-        plain = reference.paged_attention(q, pool.cache, tables, counts, seq_lens, window, pool.scales, scale, softcap)
+        plain = reference.paged_attention(q, pool.cache, tables, counts, seq_lens, scoring)
         assert (out - plain).abs().max() / plain.abs().max() < 2 * TOLERANCE[pool.dtype]
     rows = q.split([*query_lens.values(), *[1] * padding])
     for index, q_rows, out_rows in zip(query_lens, rows, out.split(list(map(len, rows))), strict=False):
@@ -410,9 +411,9 @@ def test_attention_of_a_step_writes_what_it_attends_over():
     assert (attention.num_decodes, attention.max_query_len, attention.num_splits) == (2, 7, 1)
     assert attention.query_start.tolist() == [0, 1, 2, 9]
     attention.write(k.to(DEVICE), v.to(DEVICE), cache)
-    out = attention.attend(q.to(DEVICE), cache, 20).cpu()
+    out = attention.attend(q.to(DEVICE), cache, reference.Scoring(20)).cpu()
     assert torch.equal(cache.cpu().view(torch.uint8), expected.view(torch.uint8))
-    plain = reference.paged_attention(q, expected, tables, counts, seq_lens, 20)
+    plain = reference.paged_attention(q, expected, tables, counts, seq_lens, reference.Scoring(20))
     torch.testing.assert_close(out, plain, rtol=1e-4, atol=1e-4)
 
 
@@ -488,7 +489,7 @@ def test_attention_in_fp8_is_near_that_of_k_and_v_before_they_were_rounded():
     attention = attention_of(tables.to(DEVICE), [9], [60], 1)
     cache = torch.zeros(2, 4, 2, 64 * 16, dtype=torch.uint8).view(FP8)
     pages.write(k, v, cache, slots, *scales)
-    out = attention.attend(q.to(DEVICE), cache.to(DEVICE), scales=scales).cpu()
+    out = attention.attend(q.to(DEVICE), cache.to(DEVICE), reference.Scoring(kv_scales=scales)).cpu()
     expected = attended(q, k, v)
     error = (out.double() - expected).norm() / expected.norm()
     assert 1e-4 < error < 2e-2

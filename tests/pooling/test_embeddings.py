@@ -13,6 +13,7 @@ from transformers import AutoModel, AutoModelForSequenceClassification
 
 from nanopage import LLM, PoolingParams, SamplingParams
 from nanopage.engine.token_budget import TokenBudget
+from nanopage.pooling.requests import ByLength
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 OPTIONS = {"device": "cpu", "dtype": "float32"}
@@ -281,15 +282,16 @@ def batches_of(llm, prompts, budget=64, max_num_seqs=256, priorities=None):
     """The ids of the requests that each step computes."""
     engine, batches = llm.engine, []
     scheduler, priorities = engine.scheduler, priorities or [0] * len(prompts)
-    before = scheduler.token_budget, scheduler.admission.max_num_seqs, engine.config
+    before = scheduler.token_budget, scheduler.admission.max_num_seqs, scheduler.arrange, engine.config
     scheduler.token_budget, scheduler.admission.max_num_seqs = TokenBudget(budget), max_num_seqs
+    scheduler.arrange = ByLength(scheduler.token_budget).arrange
     if any(priorities):
         engine.input_processor.config = replace(engine.config, scheduling_policy="priority")
     for i, (prompt, priority) in enumerate(zip(prompts, priorities, strict=True)):
         engine.add_request(str(i), prompt, PoolingParams(), priority)
     while engine.has_unfinished_requests():
         batches.append({output.request_id for output in engine.step()})
-    scheduler.token_budget, scheduler.admission.max_num_seqs, engine.input_processor.config = before
+    scheduler.token_budget, scheduler.admission.max_num_seqs, scheduler.arrange, engine.input_processor.config = before
     return batches
 
 
@@ -300,11 +302,12 @@ def test_batches_hold_the_first_request_and_those_of_similar_length(llm):
     assert batches_of(llm, prompts, 30, priorities=[0, 0, 0, -1, 0, 0, 1])[:2] == [{"3"}, {"0", "4", "2", "5"}]
 
 
-def test_a_text_is_not_divided_among_steps(bert):
-    with pytest.raises(ValueError, match="max_num_batched_tokens=29 is less than the 30 tokens of a text"):
-        LLM(str(bert), **OPTIONS, max_num_batched_tokens=29)
-    llm = LLM(str(bert), **OPTIONS, max_num_batched_tokens=29, max_model_len=29)
-    assert len(vectors(llm.embed([[4] * 29, [5] * 28]))) == 2
+def test_a_text_longer_than_the_budget_is_not_divided(bert):
+    llm = LLM(str(bert), **OPTIONS, max_num_batched_tokens=8)
+    steps = []
+    llm.engine.listeners.append(lambda stats: steps.append(stats.prefill_tokens))
+    llm.embed([[4] * 30, [5] * 3, [6] * 28, [7] * 4, [8] * 4])
+    assert steps == [30, 11, 28]
 
 
 def test_a_batch_that_fails_runs_again_one_request_at_a_time(llm, monkeypatch):

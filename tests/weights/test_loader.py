@@ -284,7 +284,7 @@ class TestTensorsThatDoNotFit:
             model_dir,
             **{f"{prefix.format('k')}k_scale": torch.tensor(0.5), f"{prefix.format('v')}v_scale": torch.ones(1) * 3},
         )
-        assert [layer.self_attn.kv_scales for layer in load(model_dir).layers] == [(1.0, 1.0), (0.5, 3.0)]
+        assert [layer.self_attn.scoring.kv_scales for layer in load(model_dir).layers] == [(1.0, 1.0), (0.5, 3.0)]
 
     @pytest.mark.parametrize(
         ("name", "scale", "error"),

@@ -214,8 +214,8 @@ def test_splits_reach_from_one_to_what_the_longest_context_can_use(model, monkey
     graphs = make_graphs(engine.executor.worker, uses_triton=True)
     graphs.max_model_len = 40_960  # 2 KV heads
     assert graphs.splits == [1, 4, 16, 64, 132]
-    assert graphs._choose_splits([200]) == graphs._choose_splits([500]) == 1
-    assert graphs._choose_splits([600]) == 4
+    assert graphs._choose_splits([200]) == graphs._choose_splits([250]) == 1
+    assert graphs._choose_splits([300]) == graphs._choose_splits([1500]) == 4
     assert graphs._choose_splits([1000] * 256) == graphs._choose_splits([1000] * 200) == 1
     assert graphs._choose_splits([40_000] + [10] * 255) == 64
     assert graphs._choose_splits([5_000] * 16) == 16
