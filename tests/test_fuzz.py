@@ -663,11 +663,14 @@ def _search_alone(oracle: LLMEngine, plan: Planned, max_model_len: int) -> BeamS
         beams = [Beam([*beams[i].token_ids, token], cumulative, {}) for i, token, cumulative in chosen.live]
 
 
-def rounded(tables):
-    """Log-probabilities as comparable data: tokens, ranks, and values to 9 digits."""
-    if tables is None:
-        return None
-    return [table and {t: (round(p.logprob, 9), p.rank, p.decoded_token) for t, p in table.items()} for table in tables]
+def assert_same_tables(ours, theirs):
+    """Log-probabilities of the same tokens, with the same ranks and texts."""
+    assert (ours is None) == (theirs is None)
+    for one, other in zip(ours or [], theirs or [], strict=True):
+        assert (one is None) == (other is None)
+        for (token, got), (wanted, expected) in zip((one or {}).items(), (other or {}).items(), strict=True):
+            assert (token, got.rank, got.decoded_token) == (wanted, expected.rank, expected.decoded_token)
+            assert got.logprob == pytest.approx(expected.logprob, abs=1e-9)
 
 
 def check_search(oracle: LLMEngine, plan: Planned, max_model_len: int) -> None:
@@ -717,11 +720,11 @@ def check_completions(oracle: LLMEngine, plan: Planned, max_model_len: int) -> N
         assert completion.text == expected.text
         assert (completion.finish_reason, completion.stop_reason) == (expected.finish_reason, expected.stop_reason)
         if plan.params.logprobs is not None:
-            assert rounded(completion.logprobs) == rounded(expected.logprobs)
+            assert_same_tables(completion.logprobs, expected.logprobs)
         if plan.output.prompt_logprobs is not None:
             assert len(plan.output.prompt_logprobs) == len(plan.prompt["prompt_token_ids"])
         if plan.output.prompt_logprobs is not None or not plan.aborted:
-            assert rounded(plan.output.prompt_logprobs) == rounded(output.prompt_logprobs)
+            assert_same_tables(plan.output.prompt_logprobs, output.prompt_logprobs)
 
 
 @pytest.mark.interpreter
