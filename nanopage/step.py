@@ -172,11 +172,11 @@ class PromptLogprobs:
 @dataclass(slots=True)
 class PooledStates:
     """What pooling has made of the tokens of a row from position `start` on: the last hidden state or the scores of the
-    classes, or with "MEAN" the sum of the hidden states."""
+    classes, or with "MEAN" the sum of the hidden states. `values`: float32, as bytes."""
 
     row: int
     start: int
-    values: list[float]
+    values: bytes
 
 
 @dataclass(slots=True)

@@ -240,9 +240,9 @@ class SequenceGroup:
         if not self.finished:
             self.prompt_logprobs += tables[len(self.prompt_logprobs) - (start - 1) :]
 
-    def add_pooled(self, start: int, values: list[float]) -> None:
+    def add_pooled(self, start: int, values: bytes) -> None:
         """Take in what has been pooled of the prompt's tokens from position `start` on. From 0 on, it begins again."""
-        vector = np.array(values)
+        vector = np.frombuffer(values, np.float32).astype(np.float64)
         adds_up = self.seqs[0].settings.pooling_type == "MEAN" and start > 0
         self.pooled = self.pooled + vector if adds_up and self.pooled is not None else vector
 

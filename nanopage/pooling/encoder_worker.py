@@ -100,7 +100,7 @@ class Encoded:
         started = time.perf_counter()
         vectors = dict(zip(self.rows, self.vectors.cpu().numpy(), strict=True))
         tokens = [0 if np.isfinite(vectors[row]).all() else NO_TOKEN for row in self.sampled_rows]
-        pooled = [PooledStates(row, 0, vector.tolist()) for row, vector in vectors.items()]
+        pooled = [PooledStates(row, 0, vector.tobytes()) for row, vector in vectors.items()]
         waited = time.perf_counter() - started
         return BatchResult(tokens, pooled=pooled, model_seconds=self.seconds, wait_seconds=waited)
 

@@ -111,6 +111,8 @@ class BlockNeeds:
 
         Args: shared: tokens that all have in common at their start. Each sequence has at least one block of its own.
         """
+        if not self.windows:  # an encoder
+            return 0
         shared //= self.block_size
         own = [max(1, -(-length // self.block_size) - shared) for length in lengths]
         return sum(

@@ -135,7 +135,7 @@ class Launched:
             result.token_ids, result.logprobs = self.samples.result()
         result.prompt_logprobs = self.prompt_logprobs
         for row, start, vector in self.pooled:
-            result.pooled.append(PooledStates(row, start, vector.tolist()))
+            result.pooled.append(PooledStates(row, start, vector.cpu().numpy().tobytes()))
             if row in self.sampled_rows and not vector.isfinite().all():
                 result.token_ids[self.sampled_rows.index(row)] = NO_TOKEN
         if self.started is not None and self.ended is not None:
