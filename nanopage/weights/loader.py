@@ -117,7 +117,13 @@ def load_model(
     names = {} if how.load_format == "dummy" else _check(checkpoint, whole, config)
     with memory_errors(path_of(checkpoint)):
         if how.keep_integers is not None:
-            _place_integers(model, whole, checkpoint, config, how.keep_integers, (dtype, device), on_progress)
+            packed = how.keep_integers == "packed"
+            if config.quantization is not None:
+                quantized_checkpoint.place(model, [*names], config.quantization, packed, device, on_progress)
+            elif isinstance(checkpoint, GGUFCheckpoint) and packed:
+                gguf_tiles.place_on_gpu(model, checkpoint, dtype, device, on_progress)
+            elif isinstance(checkpoint, GGUFCheckpoint):
+                gguf_tiles.place(model, whole, checkpoint, dtype, on_progress)
             on_progress = None  # the rest is small
         how.part.strip(model, config.tie_word_embeddings)
         if how.load_format == "dummy":
@@ -148,26 +154,6 @@ def _check(checkpoint: Checkpoint, whole: Decoder, config: ModelConfig) -> dict[
         wanted = quantized_checkpoint.expected(whole, wanted, stored, config.quantization)
     check_fit(wanted, stored, path_of(checkpoint))
     return names
-
-
-def _place_integers(
-    model: Decoder,
-    whole: Decoder,
-    checkpoint: Checkpoint,
-    config: ModelConfig,
-    keep_integers: str,
-    to: tuple[torch.dtype, torch.device],
-    on_progress: Callable[[int, int], None] | None,
-) -> None:
-    """Place the matrices of a quantized checkpoint in its own integers. Args: as of `load_model`."""
-    dtype, device = to
-    if config.quantization is not None:
-        stored, packed = stored_tensors_of(checkpoint), keep_integers == "packed"
-        quantized_checkpoint.place(model, stored, config.quantization, packed, device, on_progress)
-    elif isinstance(checkpoint, GGUFCheckpoint) and keep_integers == "packed":
-        gguf_tiles.place_on_gpu(model, checkpoint, dtype, device, on_progress)
-    elif isinstance(checkpoint, GGUFCheckpoint):
-        gguf_tiles.place(model, whole, checkpoint, dtype, on_progress)
 
 
 def _read(
