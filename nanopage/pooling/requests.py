@@ -136,11 +136,10 @@ class ByLength:
         length, with which they share calls of attention."""
         if waiting:
             first = min(waiting, key=order)
-            waiting.remove(first)
-            length, window = first.shared_len, waiting[:WINDOW]
-            window.sort(key=lambda group: (group.priority, abs(group.shared_len - length)))
-            waiting[:WINDOW] = [first, *window]
-            self.budget.tokens = max(self.budget.most, *(group.shared_len for group in waiting[: WINDOW + 1]))
+            others = [group for group in waiting if group is not first]
+            window = sorted(others[:WINDOW], key=lambda g: (g.priority, abs(g.shared_len - first.shared_len)))
+            waiting[:] = [first, *window, *others[WINDOW:]]  # one statement: no signal handler loses a group
+            self.budget.tokens = max(self.budget.most, first.shared_len, *(group.shared_len for group in window))
 
 
 def check_params(params: PoolingParams, config: PoolingConfig, size: int) -> None:
