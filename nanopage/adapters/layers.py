@@ -1,4 +1,4 @@
-"""LoRALinear: a linear layer and the weights of the adapters in its slots (Hu et al. 2021; in batches: Punica, 2023).
+"""LoRAWeight: a weight, and those of the adapters in its slots (Hu et al. 2021; in batches: Punica, 2023).
 
 y = x Wᵀ + x Aᵀ Bᵀ, with A and B of the adapter of each token. The weights of all slots are in static buffers, so that a
 captured graph reads whatever the slots hold. Ranks are padded with zeros.
@@ -9,6 +9,8 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+
+from nanopage.layers.linear import Linear
 
 
 class TokenAdapters(Protocol):
@@ -37,34 +39,33 @@ class Running:
     step: Any = None
 
 
-class LoRALinear(nn.Module):
-    """A linear layer with slots for adapters, which are empty at first.
+class LoRAWeight(nn.Module):
+    """A weight with slots for adapters, which are empty at first.
 
     Args:
-        linear: a Linear, or one of the layers that replace it (packed.py, tiled.py, quantized.py).
+        linear: has the weight.
         num_slots, rank: how many adapters it holds, and of which rank at most.
         running: the step that the model is computing.
-
-    Shapes: x [T, in] -> [T, out].
     """
 
     a: Tensor
     b: Tensor
+    has_rows = False
 
     def __init__(
-        self, linear: Any, num_slots: int, rank: int, dtype: torch.dtype, device: torch.device, running: Running
+        self, linear: Linear, num_slots: int, rank: int, dtype: torch.dtype, device: torch.device, running: Running
     ):
         super().__init__()
-        self.linear, self.parts, self.running = linear, linear.parts, running
+        self.weight, self.parts, self.running = linear.weight, linear.parts, running
         self.sizes = list(self.parts.values())
         a = torch.zeros(num_slots, len(self.sizes), rank, linear.in_features, dtype=dtype, device=device)
         b = torch.zeros(num_slots, rank, linear.out_features, dtype=dtype, device=device)
         self.register_buffer("a", a, persistent=False)
         self.register_buffer("b", b, persistent=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        y, adapters = self.linear(x), self.running.step.adapters
-        return y if adapters is None else adapters.add(y, x, self.a, self.b, self.sizes)
+    def product(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        y, step = self.weight.product(x, bias), self.running.step
+        return y if step is None or step.adapters is None else step.adapters.add(y, x, self.a, self.b, self.sizes)
 
     @torch.no_grad()
     def fill(self, slot: int, part: str, a: Tensor, b: Tensor) -> None:
@@ -83,5 +84,5 @@ class LoRALinear(nn.Module):
 
 def lora_buffers(module: nn.Module) -> list[Tensor]:
     """The weights of all slots in a module."""
-    linears = [child for child in module.modules() if isinstance(child, LoRALinear)]
-    return [buffer for linear in linears for buffer in (linear.a, linear.b)]
+    weights = [child for child in module.modules() if isinstance(child, LoRAWeight)]
+    return [buffer for weight in weights for buffer in (weight.a, weight.b)]

@@ -68,14 +68,14 @@ class AdapterLoader:
         parent, _, part = module.partition(".")
         owner: Any = getattr(self.model.layers[layer], parent)
         if part in ("q_proj", "k_proj", "v_proj"):
-            owner.qkv_proj.fill(slot, part, a, b)
+            owner.qkv_proj.weight.fill(slot, part, a, b)
         elif part in ("gate_proj", "up_proj"):
-            owner.gate_up_proj.fill(slot, part, a, b)
+            owner.gate_up_proj.weight.fill(slot, part, a, b)
         else:
-            getattr(owner, part).fill(slot, "", a, b)
+            getattr(owner, part).weight.fill(slot, "", a, b)
 
     def _clear(self, slot: int, value: float = 0.0) -> None:
         for layer in self.model.layers:
             for place in PLACES:
                 linear: Any = layer.get_submodule(place)
-                linear.clear(slot, value)
+                linear.weight.clear(slot, value)

@@ -283,10 +283,10 @@ class Compiled:
         """The compiled head; None if the head has no tiles, because oneDNN chose another layout for it, or if the model
         is a pipeline stage that is not the last."""
         head: Any = self.model.lm_head
-        if head is None or head.tiles is None:
+        if head is None or head.weight.tiles is None:
             return None
-        tensors = [*tensors_of(self.model.norm).values(), head.tiles]
-        if (scales := getattr(head, "scales", None)) is not None:
+        tensors = [*tensors_of(self.model.norm).values(), head.weight.tiles]
+        if (scales := getattr(head.weight, "scales", None)) is not None:
             tensors.append(scales)
         return CompiledHead(chain, libraries, FixedInputs(tensors), self.model)
 

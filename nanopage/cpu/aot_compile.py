@@ -31,7 +31,7 @@ from nanopage.adapters.model import AdaptedDecoder
 from nanopage.config.model import ModelConfig
 from nanopage.cpu.aot import LOCK, TIME_LIMIT, file_kinds, find_file, tensors_of
 from nanopage.cpu.lora import OperatorAdapters
-from nanopage.cpu.packed import PackedLinear, PackedRowLinear, pack
+from nanopage.cpu.packed import PackedRowWeight, PackedWeight, pack
 from nanopage.cpu.packed_linear import TILE, matvec, tile_width
 from nanopage.cpu.tiled import tile
 from nanopage.cpu.tiled_experts import join_experts
@@ -284,16 +284,14 @@ def _make(spec: dict[str, Any], config: ModelConfig, directory: Path, name: str)
     if part == "head":
         compile_head(model.norm, config, dtype, tiled, num_rows, directory / name)
         return
-    running = None
-    if adapted:  # the code reads the number of slots and their rank from the tensors
-        model = AdaptedDecoder(model, 1, 1, dtype, torch.device("cpu"))
-        running = model.running
-    layer = model.layers[0]
+    layer, running = model.layers[0], None
     join_experts(layer, torch.bfloat16)
     if tiled:
         tile(layer, "bfloat16")
     else:
-        pack(layer, PackedRowLinear if kind == "one" else PackedLinear)
+        pack(layer, PackedRowWeight if kind == "one" else PackedWeight)
+    if adapted:  # the code reads the number of slots and their rank from the tensors
+        running = AdaptedDecoder(model, 1, 1, dtype, torch.device("cpu")).running
     compile_layer(layer, config, dtype, kv_dtype, spec["block_size"], part, num_rows, running, directory / name)
 
 

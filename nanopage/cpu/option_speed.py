@@ -2,18 +2,16 @@
 
 import logging
 import time
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from nanopage.config.model import ModelConfig
 from nanopage.config.options import EngineConfig
-from nanopage.cpu import tile_linear
 from nanopage.cpu.aot_products import CompiledProduct
-from nanopage.cpu.packed import PackedLinear
+from nanopage.cpu.packed import pack
 from nanopage.cpu.packed_linear import can_pack
-from nanopage.cpu.tiled import TiledLinear
+from nanopage.cpu.tiled import tile
 from nanopage.device import resolve_dtype
 from nanopage.layers.linear import Linear
 
@@ -49,15 +47,16 @@ def warn_of_slow_options(
         options.append("enforce_eager=True")
     elif config.quantize_to and product is None:
         options.append("products that are not compiled")
-    linears: list[Any] = [module for module in layer.modules() if hasattr(module, "in_features")]
+    linears = [module for module in layer.modules() if isinstance(module, Linear)]
     linear = max(linears, key=lambda module: module.in_features * module.out_features)
     with torch.device("meta"):
-        plain = Linear(linear.in_features, linear.out_features).requires_grad_(False).to(default)
-    plain.to_empty(device="cpu").weight.fill_(1)
-    usual: nn.Module = PackedLinear(plain) if can_pack(default) else plain
+        usual = Linear(linear.in_features, linear.out_features).requires_grad_(False).to(default)
+    usual.to_empty(device="cpu").weight.matrix.fill_(1)
     if product is not None and dtype == default == torch.float32 and model_config.dtype in ("bfloat16", "float16"):
-        usual = TiledLinear(plain, *tile_linear.tile(plain.weight.data, torch.bfloat16))  # as Worker chooses by itself
-        usual.product = product
+        tile(usual, "bfloat16")  # as Worker chooses by itself
+        usual.weight.multiply = product
+    elif can_pack(default):
+        pack(usual)
     slower = []
     for num_tokens in NUM_TOKENS:
         x = torch.ones(num_tokens, linear.in_features)

@@ -18,7 +18,7 @@ from nanopage.layers.moe import Experts, MixtureOfExperts, Router
 
 
 class TiledExperts(nn.Module):
-    """Experts whose linear layers are in tiles, all of the same kind.
+    """Experts whose weights are in tiles, all of the same kind.
 
     product: computes the mixture when a step runs eagerly, as the operator nanopage::tile_experts does.
     """
@@ -30,8 +30,8 @@ class TiledExperts(nn.Module):
         members: list[Any] = list(experts)
         self.experts = [experts]  # in a list: only the first one's tensors are arguments of compiled code
         self.first = members[0]
-        linears = [(expert.gate_up_proj, expert.down_proj) for expert in members]
-        tensors = [[up.tiles, up.scales, down.tiles, down.scales] for up, down in linears]
+        weights = [(expert.gate_up_proj.weight, expert.down_proj.weight) for expert in members]
+        tensors = [[up.tiles, up.scales, down.tiles, down.scales] for up, down in weights]
         kinds = {tuple((tensor.dtype, tensor.shape) for tensor in of_expert) for of_expert in tensors}
         if len(kinds) > 1:
             raise ValueError("the experts of a layer are stored in different ways: enforce_eager=True computes them")
@@ -40,7 +40,7 @@ class TiledExperts(nn.Module):
 
     def forward(self, x: Tensor, router: Router) -> Tensor:
         """As `Experts.forward`."""
-        up, down = self.first.gate_up_proj, self.first.down_proj
+        up, down = self.first.gate_up_proj.weight, self.first.down_proj.weight
         numbers = down.in_features, router.num_chosen, router.normalize
         tensors = up.tiles, up.scales, down.tiles, down.scales
         return self.product(x, router.weight, self.addresses, *tensors, *numbers)

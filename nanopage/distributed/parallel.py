@@ -14,7 +14,7 @@ from torch import Tensor
 from nanopage.config.model import ModelConfig
 from nanopage.config.options import EngineConfig
 from nanopage.distributed.part import Part, keep_layers, sums
-from nanopage.layers.exchanged import Received, SlicedEmbedding, SlicedHead, Summed
+from nanopage.layers.exchanged import Received, SlicedWeight, Summed
 from nanopage.models.decoder import Decoder
 from nanopage.step import Batch
 from nanopage.worker.eager import Output
@@ -67,11 +67,12 @@ class Ranks:
                 module = model.get_submodule(owner)
                 setattr(module, name, Summed(getattr(module, name), self.add_up))
             size = whole.vocab_size // part.tp_size
-            if part.is_first:
-                sliced = SlicedEmbedding(model.embed_tokens, part.tp_rank * size, size, self.add_up)
-                setattr(model, "embed_tokens", sliced)  # noqa: B010 (its type is another one)
+            for layer in (model.embed_tokens if part.is_first else None, model.lm_head if part.is_last else None):
+                if layer is not None:
+                    exchanges = self.add_up, self.gather
+                    layer.weight = SlicedWeight(layer.weight, part.tp_rank * size, size, *exchanges)
             if part.is_last:
-                setattr(model, "lm_head", SlicedHead(model.lm_head, self.gather, whole.vocab_size))  # noqa: B010
+                model.lm_head.out_features = whole.vocab_size
         if not part.is_last:
             model.lm_head = None  # type: ignore[assignment]
         if not part.is_first:

@@ -1,8 +1,10 @@
 """Token embedding: one row of a matrix for each token. The language-model head, a Linear, may share the matrix."""
 
-import torch
-import torch.nn.functional as F
+from typing import Any
+
 from torch import Tensor, nn
+
+from nanopage.layers.weight import Floats
 
 
 class Embedding(nn.Module):
@@ -10,7 +12,7 @@ class Embedding(nn.Module):
 
     def __init__(self, vocab_size: int, hidden_size: int):
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(vocab_size, hidden_size))
+        self.weight: Any = Floats(vocab_size, hidden_size)  # or another Weight (weight.py)
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        return F.embedding(input_ids, self.weight)
+        return self.weight.rows(input_ids)

@@ -4,6 +4,8 @@ from collections.abc import Callable
 
 from torch import Tensor, nn
 
+from nanopage.layers.weight import Weight
+
 
 class Summed(nn.Module):
     """A linear layer whose output is a part of a sum.
@@ -19,38 +21,37 @@ class Summed(nn.Module):
         return self.add_up(self.linear(x).contiguous())
 
 
-class SlicedEmbedding(nn.Module):
-    """An embedding of which this worker has `size` rows from `first` on. The other rows come from the other workers.
-
-    Args: add_up: as in `Summed`.
-    """
-
-    def __init__(self, embedding: nn.Module, first: int, size: int, add_up: Callable[[Tensor], Tensor]):
-        super().__init__()
-        self.embedding, self.first, self.size, self.add_up = embedding, first, size, add_up
-
-    def forward(self, input_ids: Tensor) -> Tensor:
-        rows = input_ids - self.first
-        x = self.embedding(rows.clamp(0, self.size - 1))
-        mine = (rows >= 0) & (rows < self.size)
-        return self.add_up(x.masked_fill(~mine[:, None], 0))
-
-
-class SlicedHead(nn.Module):
-    """A head that computes the logits of a part of the vocabulary. The first worker gets those of the others.
+class SlicedWeight(nn.Module):
+    """Rows of a matrix, those from `first` to `first + size`. The other workers have the others: of an embedding, each
+    row comes from the worker that has it; of a head, the first worker gets all logits.
 
     Args:
+        weight: the rows that this worker has.
+        add_up: as in `Summed`.
         gather: takes this worker's logits [T, size]. Returns [T, vocab_size]: on the first worker all logits, on
             others zeros, which nothing reads.
-        vocab_size: of the whole model.
     """
 
-    def __init__(self, linear: nn.Module, gather: Callable[[Tensor], Tensor], vocab_size: int):
-        super().__init__()
-        self.linear, self.gather, self.out_features = linear, gather, vocab_size
+    has_rows = True
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.gather(self.linear(x).contiguous())
+    def __init__(
+        self,
+        weight: Weight,
+        first: int,
+        size: int,
+        add_up: Callable[[Tensor], Tensor],
+        gather: Callable[[Tensor], Tensor],
+    ):
+        super().__init__()
+        self.weight, self.first, self.size, self.add_up, self.gather = weight, first, size, add_up, gather
+
+    def product(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        return self.gather(self.weight.product(x, bias).contiguous())
+
+    def rows(self, indices: Tensor) -> Tensor:
+        mine = indices - self.first
+        x = self.weight.rows(mine.clamp(0, self.size - 1))
+        return self.add_up(x.masked_fill(((mine < 0) | (mine >= self.size))[:, None], 0))
 
 
 class Received(nn.Module):

@@ -1,8 +1,13 @@
 """Linear layers, y = x Wᵀ + b. Several matrices of a checkpoint are fused into one if they share an input."""
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+
+from nanopage.layers.embedding import Embedding
+from nanopage.layers.weight import Floats, Weight
 
 
 class Linear(nn.Module):
@@ -22,8 +27,26 @@ class Linear(nn.Module):
         super().__init__()
         self.parts = {"": parts} if isinstance(parts, int) else parts
         self.in_features, self.out_features = in_features, sum(self.parts.values())
-        self.weight = nn.Parameter(torch.empty(self.out_features, in_features))
+        self.weight: Any = Floats(self.out_features, in_features)  # or another Weight (weight.py)
         self.bias = nn.Parameter(torch.empty(self.out_features)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias)
+        return self.weight.product(x, self.bias)
+
+
+def replace_weights(module: nn.Module, replace: Callable[[Linear], Weight]) -> None:
+    """Replace the floats of every Linear in a module, and of an embedding that shares them, one after the other, so
+    that at most one matrix exists twice.
+
+    Args: replace: makes the new weight of a Linear, or returns the old one to keep it.
+    """
+    sharing: dict[int, list[Any]] = {}  # layers by their weight
+    for layer in module.modules():
+        if isinstance(layer, Linear | Embedding) and isinstance(layer.weight, Floats):
+            sharing.setdefault(id(layer.weight), []).append(layer)
+    for layers in sharing.values():
+        for linear in [layer for layer in layers if isinstance(layer, Linear)]:
+            weight = replace(linear)
+            for layer in layers:
+                if layer is linear or weight.has_rows:
+                    layer.weight = weight

@@ -5,9 +5,9 @@ router chooses a few for each token. The output is the sum of theirs, weighted b
     │                        │
     └────────────────────────┴─▶ experts ─▶ Σ weight * expert(x)   [+ sigmoid(shared gate) * shared expert]
 
-Experts are feed-forward layers of their own here, so whatever replaces linear layers (packed.py, tiled.py, the integers
-of a checkpoint) replaces those of experts, too. On a GPU, `group_experts` fuses their weights before they are loaded.
-On a CPU, tiled_experts.py replaces them once more, if there is compiled code for them.
+Experts are feed-forward layers of their own here, so whatever replaces the weights of linear layers (weight.py)
+replaces those of experts, too. On a GPU, `group_experts` fuses their weights before they are loaded. On a CPU,
+tiled_experts.py replaces them once more, if there is compiled code for them.
 """
 
 from collections.abc import Iterator
@@ -123,7 +123,7 @@ class GroupedExperts(nn.Module):
         expert = found[self.first]
         self.up_parts, self.down_parts = expert.gate_up_proj.parts, expert.down_proj.parts
         for name in ("gate_up_proj", "down_proj"):
-            shape = len(found), *getattr(expert, name).weight.shape
+            shape = len(found), *getattr(expert, name).weight.matrix.shape
             self.register_parameter(name, nn.Parameter(torch.empty(shape, device="meta")))
 
     def forward(self, x: Tensor, router: Router) -> Tensor:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from nanopage.layers.embedding import Embedding
 from nanopage.layers.linear import Linear
+from nanopage.layers.weight import own_parameters
 from nanopage.pooling.encoder_config import EncoderConfig
 
 ACTIVATIONS = {
@@ -149,7 +150,7 @@ def slots(model: Encoder, head_places: dict[str, str]) -> dict[str, Tensor]:
     """
     views: dict[str, Tensor] = {}
     for place, module in model.named_modules():
-        for kind, parameter in module.named_parameters(recurse=False):
+        for kind, parameter in own_parameters(module).items():
             path = _checkpoint_place(place, head_places)
             if isinstance(module, Linear) and "" not in module.parts:
                 parent = path.rpartition(".")[0]

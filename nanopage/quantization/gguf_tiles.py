@@ -20,23 +20,22 @@ from typing import Any
 import torch
 from filelock import FileLock
 from safetensors import SafetensorError, safe_open
-from torch import Tensor, nn
+from torch import Tensor
 
 import nanopage
 from nanopage.cpu import tile_linear
-from nanopage.cpu.packed import replace_linears
 from nanopage.cpu.packed_linear import TILE
 from nanopage.cpu.tile_linear import Blocks
-from nanopage.cpu.tiled import TiledEmbedding, TiledLinear
+from nanopage.cpu.tiled import TiledWeight
 from nanopage.device import check_weights_fit
 from nanopage.files.private_files import check_private, private_cache
 from nanopage.layers.embedding import Embedding
-from nanopage.layers.linear import Linear
+from nanopage.layers.linear import Linear, replace_weights
+from nanopage.layers.weight import Floats, Weight
 from nanopage.models.decoder import Decoder
 from nanopage.quantization import gguf_blocks, quantized_weights
 from nanopage.quantization.gguf_checkpoint import GGUFCheckpoint
-from nanopage.quantization.quantized import QuantizedEmbedding, QuantizedLinear
-from nanopage.quantization.quantized_weights import QuantizedWeight
+from nanopage.quantization.quantized import QuantizedWeight
 
 logger = logging.getLogger("nanopage")
 
@@ -58,7 +57,7 @@ def place(
     dtype: torch.dtype,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> None:
-    """Replace all linear layers and embeddings of a model on the meta device by tiled ones, with their weights.
+    """Put the weights of all linear layers and embeddings into a model on the meta device, in tiles.
 
     Args:
         whole: the model, of which `model` may have only some layers. The file of the cache has all.
@@ -74,19 +73,14 @@ def place(
     tensors = _read_or_make(checkpoint, matrices, on_progress)
     places = {module: place for place, module in model.named_modules()}
 
-    def replace(linear: Linear) -> TiledLinear:
-        place = places[linear]
-        return TiledLinear(linear, tensors[f"{place}.tiles"], tensors[f"{place}.scales"])
+    def tiled(layer: Linear | Embedding) -> TiledWeight:
+        tiles, scales = (tensors[f"{places[layer]}.{kind}"] for kind in ("tiles", "scales"))
+        out_features, in_features = layer.weight.matrix.shape
+        return TiledWeight(out_features, in_features, tiles, scales, dtype)
 
-    def replace_tied(head: TiledLinear, _: Embedding) -> TiledEmbedding:
-        return TiledEmbedding(head.tiles, head.scales, head.in_features, dtype)
-
-    replace_linears(model, replace, replace_tied)
-    embedding: nn.Module = model.embed_tokens
-    if isinstance(embedding, Embedding):  # not tied
-        tiles, scales = tensors["embed_tokens.tiles"], tensors["embed_tokens.scales"]
-        tiled = TiledEmbedding(tiles, scales, embedding.weight.shape[1], dtype)
-        setattr(model, "embed_tokens", tiled)  # noqa: B010 (its type is another one)
+    replace_weights(model, tiled)
+    if isinstance(model.embed_tokens.weight, Floats):  # not tied
+        model.embed_tokens.weight = tiled(model.embed_tokens)
 
 
 def names_of_matrices(model: Decoder) -> dict[str, list[str]]:
@@ -111,8 +105,8 @@ def place_on_gpu(
     device: torch.device,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> None:
-    """Replace linear layers of a model on the meta device by quantized ones, with their weights, one at a time, and the
-    embedding if it is tied to one of them. Those without integers of 4 or 8 bits stay as they are.
+    """Put the weights of linear layers into a model on the meta device, one at a time, and that of the embedding if it
+    is tied to one of them. Those without integers of 4 or 8 bits stay as they are.
 
     Raises: ValueError as `place`; MemoryError if there is less free memory than the blocks take.
     """
@@ -120,29 +114,25 @@ def place_on_gpu(
     places = {module: place for place, module in model.named_modules()}
     sizes = [checkpoint.weights[name].num_bytes for names in matrices.values() for name in names]
     check_weights_fit(sum(sizes), device)
-    made: dict[nn.Module, QuantizedWeight] = {}
     done = 0
 
-    def replace(linear: Linear) -> nn.Module:
+    def replace(linear: Linear) -> Weight:
         nonlocal done
         names = matrices[places[linear]]
         if not has_blocks(checkpoint, names):
-            return linear
+            return linear.weight
         parts = []
         for blocks in blocks_of(checkpoint, names):
             parts.append(quantized_weights.from_blocks(blocks).to(device))
             for values in (parts[-1].scales, parts[-1].offsets):
                 if values is not None:
                     _check_finite(checkpoint, names, values)
-        weight = quantized_weights.join(parts)
-        replacement = QuantizedLinear(linear, weight)
-        made[replacement] = weight
         done += sum(checkpoint.weights[name].num_bytes for name in names)
         if on_progress is not None:
             on_progress(done, sum(sizes))
-        return replacement
+        return QuantizedWeight(quantized_weights.join(parts), dtype)
 
-    replace_linears(model, replace, lambda head, _: QuantizedEmbedding(made[head], dtype))
+    replace_weights(model, replace)
     if on_progress is not None:
         on_progress(sum(sizes), sum(sizes))
 

@@ -21,19 +21,19 @@ from io import FileIO
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from nanopage.config.model import ModelConfig, StoredQuantization
 from nanopage.cpu import tile_linear
 from nanopage.cpu.tile_linear import Blocks
-from nanopage.cpu.tiled import TiledLinear
+from nanopage.cpu.tiled import TiledWeight
 from nanopage.device import check_weights_fit
 from nanopage.files.safetensors_checkpoint import StoredBytes, StoredTensor, opened, read_whole, stored_bytes
 from nanopage.layers.linear import Linear
 from nanopage.models.decoder import Decoder
 from nanopage.quantization import quantized_weights
-from nanopage.quantization.quantized import QuantizedLinear
-from nanopage.quantization.quantized_weights import QuantizedWeight
+from nanopage.quantization.quantized import QuantizedWeight
+from nanopage.quantization.quantized_weights import QuantizedMatrix
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 WORD = 32  # bits
@@ -60,7 +60,7 @@ class Matrix:
         weight = ((groups - self.zeros[:, None]) * self.scales.float()[:, None]).flatten(0, 1).T
         return weight if self.order is None else torch.empty_like(weight).index_copy_(1, self.order, weight)
 
-    def packed(self, bits: int) -> QuantizedWeight:
+    def packed(self, bits: int) -> QuantizedMatrix:
         """The weight for a GPU, without rounding anything. Its columns stay in the order of `integers`."""
         shift = 128 if bits == 8 else 0  # integers of 8 bits are signed there
         integers = (self.integers.to(torch.int16) - shift).to(torch.int8)
@@ -90,13 +90,12 @@ def fits_tiles(config: ModelConfig) -> bool:
     return in_order and config.dtype in ("bfloat16", "float16") and not any(size % BLOCK for size in sizes)
 
 
-def linears(model: Decoder) -> Iterator[tuple[nn.Module, str, Linear, list[str]]]:
-    """The linear layers that are stored as integers, all but the head: the module that has it, its name there, the
-    layer, and the names of its parts in the files."""
-    for place, parent in model.named_modules():
-        for name, linear in parent.named_children():
-            if isinstance(linear, Linear) and linear is not model.lm_head:
-                yield parent, name, linear, [f"model.{place}.{part or name}" for part in linear.parts]
+def linears(model: Decoder) -> Iterator[tuple[Linear, list[str]]]:
+    """The linear layers that are stored as integers, all but the head, with the names of their parts in the files."""
+    for place, linear in model.named_modules():
+        if isinstance(linear, Linear) and linear is not model.lm_head:
+            parent, _, name = place.rpartition(".")
+            yield linear, [f"model.{parent}.{part or name}" for part in linear.parts]
 
 
 def expected(
@@ -109,7 +108,7 @@ def expected(
     """
     wanted, names = dict(slots), {tensor.name for tensor in stored}
     per_word = WORD // stored_as.bits
-    for _, _, linear, parts in linears(model):
+    for linear, parts in linears(model):
         in_features = linear.in_features
         group = stored_as.group_size or in_features
         for part, out_features in zip(parts, linear.parts.values(), strict=True):
@@ -232,29 +231,32 @@ def place(
     stored: list[StoredTensor],
     stored_as: StoredQuantization,
     packed: bool,
+    dtype: torch.dtype,
     device: torch.device,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> None:
-    """Replace the quantized linear layers of a model on the meta device, one at a time.
+    """Put the weights of the quantized linear layers into a model on the meta device, one at a time.
 
-    Args: packed: as a GPU reads them. False: in tiles, for a CPU.
+    Args:
+        packed: as a GPU reads them. False: in tiles, for a CPU.
+        dtype: of activations.
+
     Raises: ValueError as `Reader.read`; MemoryError if the integers do not fit on the device.
     """
     found = list(linears(model))
-    sizes = [linear.in_features * linear.out_features for _, _, linear, _ in found]
+    sizes = [linear.in_features * linear.out_features for linear, _ in found]
     check_weights_fit(sum(sizes) * stored_as.bits // 8, device)
     with Reader(stored, stored_as) as reader:
-        for i, (parent, name, linear, parts) in enumerate(found):
-            setattr(parent, name, _place(linear, reader.read(linear, parts), stored_as.bits, packed, device))
+        for i, (linear, parts) in enumerate(found):
+            matrix = reader.read(linear, parts)
+            if packed:
+                order = None if matrix.order is None else matrix.order.to(device)
+                linear.weight = QuantizedWeight(matrix.packed(stored_as.bits).to(device), dtype, order)
+            else:
+                tiles, scales = tile_linear.tile_blocks(matrix.blocks(stored_as.bits))
+                linear.weight = TiledWeight(linear.out_features, linear.in_features, tiles, scales, dtype)
             if on_progress is not None:
                 on_progress(sum(sizes[: i + 1]), sum(sizes))
-
-
-def _place(linear: Linear, matrix: Matrix, bits: int, packed: bool, device: torch.device) -> nn.Module:
-    if not packed:
-        return TiledLinear(linear, *tile_linear.tile_blocks(matrix.blocks(bits)))
-    order = None if matrix.order is None else matrix.order.to(device)
-    return QuantizedLinear(linear, matrix.packed(bits).to(device), order)
 
 
 def dequantized(
@@ -262,7 +264,7 @@ def dequantized(
 ) -> Iterator[tuple[str, int, Tensor]]:
     """The weights of the quantized linear layers, float32, as pieces (see loader.py)."""
     with Reader(stored, stored_as) as reader:
-        for _, _, linear, parts in linears(model):
+        for linear, parts in linears(model):
             weight = reader.read(linear, parts).dequantized()
             for part, rows in zip(parts, weight.split(list(linear.parts.values())), strict=True):
                 yield f"{part}.weight", 0, rows

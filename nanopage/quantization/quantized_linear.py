@@ -124,10 +124,10 @@ def product(
     group: int,
     zero_points: bool,
 ) -> Tensor:
-    """Multiply x [T, in] by a QuantizedWeight [out, in]: [T, out].
+    """Multiply x [T, in] by a QuantizedMatrix [out, in]: [T, out].
 
     Args:
-        x: float32, float16 or bfloat16. The others as in QuantizedWeight.
+        x: float32, float16 or bfloat16. The others as in QuantizedMatrix.
         bias: [out].
     """
     if packed.dtype == FP8 and has_scaled_product(x, len(packed)):

@@ -9,6 +9,7 @@ another thread. Scales, and offsets or zeros, are [groups, out], so that program
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +25,7 @@ CHUNK = 2**24  # weights that are rounded at once: float32 takes more memory
 
 
 @dataclass
-class QuantizedWeight:
+class QuantizedMatrix:
     """A weight [out, in].
 
     packed: [out, bytes], rows padded to a multiple of TILE bytes. Of 4 bits: uint8, 0 to 15. Of 8 bits: uint8, the
@@ -44,7 +45,7 @@ class QuantizedWeight:
     group: int
     in_features: int
 
-    def to(self, device: torch.device) -> "QuantizedWeight":
+    def to(self, device: torch.device) -> "QuantizedMatrix":
         packed, scales, offsets = (
             None if tensor is None else tensor.to(device) for tensor in (self.packed, self.scales, self.offsets)
         )
@@ -54,18 +55,18 @@ class QuantizedWeight:
 
 def pack(
     integers: Tensor, scales: Tensor, offsets: Tensor | None, zero_points: bool, bits: int, group: int
-) -> QuantizedWeight:
-    """Args: integers: int8 or uint8 [out, in], from 0 to 15 or signed. The others as in QuantizedWeight."""
+) -> QuantizedMatrix:
+    """Args: integers: int8 or uint8 [out, in], from 0 to 15 or signed. The others as in QuantizedMatrix."""
     in_features = integers.shape[1]
     if bits == 8:
         packed = F.pad(integers, (0, -in_features % TILE)).view(torch.uint8) ^ MIDDLE  # adds it
     else:
         low, high = F.pad(integers, (0, -in_features % (2 * TILE))).unflatten(1, (-1, 2, TILE)).unbind(2)
         packed = (low | high << 4).flatten(1).view(torch.uint8)
-    return QuantizedWeight(packed, scales, offsets, zero_points, bits, group, in_features)
+    return QuantizedMatrix(packed, scales, offsets, zero_points, bits, group, in_features)
 
 
-def from_blocks(blocks: Blocks) -> QuantizedWeight:
+def from_blocks(blocks: Blocks) -> QuantizedMatrix:
     """A weight as tiles on a CPU have it, with scales and offsets in float16."""
     group = blocks.integers.shape[1] // blocks.scales.shape[1]
     scales, offsets = (
@@ -75,37 +76,37 @@ def from_blocks(blocks: Blocks) -> QuantizedWeight:
     return pack(blocks.integers, scales, offsets, False, blocks.bits, group)
 
 
-def round_to_int4(weight: Tensor) -> QuantizedWeight:
+def round_to_int4(weight: Tensor) -> QuantizedMatrix:
     """Round a weight [out, in] of any floating type to 4 bits, with a scale and an offset for each INT4_GROUP inputs.
     in: a multiple of it."""
     return join([from_blocks(tile_linear.round_to_int4(part)) for part in _chunks(weight)])
 
 
-def round_to_int8(weight: Tensor) -> QuantizedWeight:
+def round_to_int8(weight: Tensor) -> QuantizedMatrix:
     """Round a weight [out, in] of any floating type to 8 bits, with one scale for each output."""
     return join([_rounded(part, 127, torch.int8) for part in _chunks(weight)])
 
 
-def round_to_fp8(weight: Tensor) -> QuantizedWeight:
+def round_to_fp8(weight: Tensor) -> QuantizedMatrix:
     """Round a weight [out, in] of any floating type to float8_e4m3fn, with one scale for each output."""
     return join([_rounded(part, torch.finfo(FP8).max, FP8) for part in _chunks(weight)])
 
 
-def _rounded(weight: Tensor, most: float, dtype: torch.dtype) -> QuantizedWeight:
+def _rounded(weight: Tensor, most: float, dtype: torch.dtype) -> QuantizedMatrix:
     values = weight.float()
     scales = tile_linear.row_scales(values, most)
     values, in_features = values / scales[:, None], weight.shape[1]
     if dtype == torch.int8:
         return pack(values.round().to(dtype), scales[None], None, False, 8, in_features)
     packed = F.pad(values, (0, -in_features % TILE)).to(dtype)
-    return QuantizedWeight(packed, scales[None], None, False, 8, in_features, in_features)
+    return QuantizedMatrix(packed, scales[None], None, False, 8, in_features, in_features)
 
 
 def _chunks(weight: Tensor) -> Iterator[Tensor]:
     yield from weight.split(max(1, CHUNK // weight.shape[1]))
 
 
-def join(parts: list[QuantizedWeight]) -> QuantizedWeight:
+def join(parts: list[QuantizedMatrix]) -> QuantizedMatrix:
     """One weight of the rows of all parts, which have the same format."""
     first = parts[0]
     packed = torch.cat([part.packed.view(torch.uint8) for part in parts]).view(first.packed.dtype)
@@ -113,11 +114,14 @@ def join(parts: list[QuantizedWeight]) -> QuantizedWeight:
     offsets = (
         None if first.offsets is None else torch.cat([part.offsets for part in parts if part.offsets is not None], 1)
     )
-    return QuantizedWeight(packed, scales, offsets, first.zero_points, first.bits, first.group, first.in_features)
+    return QuantizedMatrix(packed, scales, offsets, first.zero_points, first.bits, first.group, first.in_features)
 
 
-def dequantize(weight: QuantizedWeight, rows: Tensor | slice = slice(None)) -> Tensor:
-    """Rows of the weight in float32: [rows, in]."""
+def dequantize(weight: Any, rows: Tensor | slice = slice(None)) -> Tensor:
+    """Rows of a weight in float32: [rows, in].
+
+    Args: weight: a QuantizedMatrix, or a QuantizedWeight, which has the same fields.
+    """
     packed = weight.packed[rows]
     scales, offsets = (
         None if part is None else part.T[rows].float().repeat_interleave(weight.group, 1)

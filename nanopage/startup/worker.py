@@ -88,9 +88,9 @@ def build_worker(
     model = loader.load_model(checkpoint, model_config, setup.dtype, device, how, on_progress)
     if (pooling := model_config.pooling) is not None and pooling.answers is not None:
         _answer_with(model, *pooling.answers)
+    wings.stored_as, product = store(setup, model, kind, product)
     if config.enable_lora:
         model = attach_adapters(setup, model, wings, _adapter_products(setup))
-    wings.stored_as, product = store(setup, model, kind, product)
     if ranks is not None:
         ranks.connect(model, model_config, setup.dtype)
         wings.partial = partial(PartialWay, ranks=ranks)
@@ -106,9 +106,9 @@ def build_worker(
 def _answer_with(model: Decoder, no: int, yes: int) -> None:
     """Replace `lm_head` by `score`: the logit of token `yes` minus that of token `no`. The sigmoid of it is the
     probability of `yes`, if only these two tokens may follow."""
-    weight = model.lm_head.weight.data
-    model.score = Linear(weight.shape[1], 1)
-    model.score.weight = torch.nn.Parameter((weight[yes] - weight[no])[None], requires_grad=False)
+    matrix = model.lm_head.weight.matrix.data
+    model.score = Linear(matrix.shape[1], 1)
+    model.score.weight.matrix = torch.nn.Parameter((matrix[yes] - matrix[no])[None], requires_grad=False)
     model.lm_head = None  # type: ignore[assignment]
 
 

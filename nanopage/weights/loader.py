@@ -22,18 +22,17 @@ import torch
 from torch import Tensor, nn
 
 from nanopage.config.model import ModelConfig
-from nanopage.cpu.tiled import TiledLinear
 from nanopage.distributed.part import WHOLE, Part, Slice
 from nanopage.files.model_files import memory_errors, shown
 from nanopage.files.safetensors_checkpoint import StoredTensor, read_tensors, safetensors_files, stored_tensors
 from nanopage.layers.linear import Linear
 from nanopage.layers.moe import GroupedExperts, group_experts
+from nanopage.layers.weight import Floats, own_parameters
 from nanopage.models.decoder import Decoder
 from nanopage.models.meta import meta_model
 from nanopage.models.read_config import config_from_directory
 from nanopage.quantization import gguf_tiles, quantized_checkpoint
 from nanopage.quantization.gguf_checkpoint import GGUFCheckpoint
-from nanopage.quantization.quantized import QuantizedLinear
 from nanopage.weights.allocation import all_finite, materialize
 
 SAMPLES, SAMPLE_BYTES = 64, 2**16  # of a file, for its fingerprint
@@ -119,7 +118,7 @@ def load_model(
         if how.keep_integers is not None:
             packed = how.keep_integers == "packed"
             if config.quantization is not None:
-                quantized_checkpoint.place(model, [*names], config.quantization, packed, device, on_progress)
+                quantized_checkpoint.place(model, [*names], config.quantization, packed, dtype, device, on_progress)
             elif isinstance(checkpoint, GGUFCheckpoint) and packed:
                 gguf_tiles.place_on_gpu(model, checkpoint, dtype, device, on_progress)
             elif isinstance(checkpoint, GGUFCheckpoint):
@@ -194,11 +193,11 @@ def slots(model: Decoder) -> dict[str, Tensor]:
         if isinstance(module, GroupedExperts):
             views |= {f"{path}.{name}": view for name, view in module.slots()}
             continue
-        for kind, parameter in module.named_parameters(recurse=False):
+        for kind, parameter in own_parameters(module).items():
             if id(parameter) in seen:
                 continue  # tied
             seen.add(id(parameter))
-            if isinstance(module, Linear | TiledLinear | QuantizedLinear):
+            if isinstance(module, Linear):
                 parent = path.rpartition(".")[0]
                 rows = parameter.data.split(list(module.parts.values()))
                 for part, view in zip(module.parts, rows, strict=True):
@@ -323,7 +322,8 @@ def fill(
 def _wanted(model: Decoder) -> dict[str, Tensor]:
     """The slots of a model by all names that a checkpoint may have for them. A head of integers has no slot."""
     found = _with_other_names(slots(model))
-    return found if model.lm_head is None or isinstance(model.lm_head, QuantizedLinear) else _with_tied_head(found)
+    has_slot = model.lm_head is not None and isinstance(model.lm_head.weight, Floats)
+    return _with_tied_head(found) if has_slot else found
 
 
 def set_kv_scale(model: Decoder, layer: int, kind: str, scale: float, name: str) -> None:

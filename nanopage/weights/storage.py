@@ -1,5 +1,5 @@
-"""How weights are stored: the one place that chooses. It also replaces a model's modules by those that hold such
-weights, except for the checkpoint's own integers, which the loader places.
+"""How weights are stored: the one place that chooses. It also replaces the floats of a loaded model. The loader places
+the integers that a checkpoint has.
 
 floats                 as they are; on a CPU in oneDNN's layout (cpu/packed.py)
 16 bits                on a CPU that computes in float32, in tiles (cpu/tiled.py)
@@ -14,7 +14,7 @@ import torch
 from nanopage.cpu.aot_products import CompiledProduct, tile_product
 from nanopage.cpu.packed import pack
 from nanopage.cpu.packed_linear import can_pack
-from nanopage.cpu.tiled import TiledLinear, has_only_float16, tile
+from nanopage.cpu.tiled import TiledWeight, has_only_float16, tile
 from nanopage.cpu.tiled_experts import TiledExperts, can_join, join_experts
 from nanopage.models.decoder import Decoder
 from nanopage.quantization.gguf_checkpoint import GGUFCheckpoint
@@ -65,7 +65,7 @@ def joins_experts(setup: Setup) -> bool:
 
 
 def store(setup: Setup, model: Decoder, kind: str | None, product: CompiledProduct | None) -> Storage:
-    """Replace the modules of a loaded model by packed or quantized ones. Returns: how its weights are stored now."""
+    """Replace the floats of a loaded model as `kind` says. Returns: how its weights are stored now."""
     if setup.on_gpu:
         if setup.config.quantize_to is not None:
             quantize(model, setup.config.quantize_to, setup.device)
@@ -86,8 +86,8 @@ def store(setup: Setup, model: Decoder, kind: str | None, product: CompiledProdu
     if product is None:
         return kind, None
     for module in model.modules():
-        if isinstance(module, TiledLinear):
-            module.product = product
+        if isinstance(module, TiledWeight):
+            module.multiply = product
         elif isinstance(module, TiledExperts):
             module.product = product.experts
     return kind, product

@@ -226,7 +226,7 @@ def test_beside_quantized_weights(model, adapters, quantization):
     """The products of adapters are added to those of the quantized weights."""
     llm = LLM(str(model), **OPTIONS, **LORA, quantization=quantization)
     layer = llm.engine.executor.worker.model.layers[0].self_attn.o_proj
-    assert type(layer.linear).__name__ == "TiledLinear"
+    assert type(layer.weight.weight).__name__ == "TiledWeight"
     x = torch.randn(3, 64)
     (prompt,) = random_tokens([7])
     base, adapted = (
@@ -237,9 +237,9 @@ def test_beside_quantized_weights(model, adapters, quantization):
     name = "base_model.model.model.layers.0.self_attn.o_proj.lora_{}.weight"
     added = 2.0 * x @ weights[name.format("A")].T @ weights[name.format("B")].T
     slots = adapters_of_slot(llm, adapters[0], len(x))
-    layer.running.step = SimpleNamespace(adapters=slots)
+    layer.weight.running.step = SimpleNamespace(adapters=slots)
     with torch.inference_mode():
-        torch.testing.assert_close(layer(x) - layer.linear(x), added, rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(layer(x) - layer.weight.weight.product(x), added, rtol=1e-3, atol=1e-4)
 
 
 def adapters_of_slot(llm, request, num_tokens):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from nanopage.adapters.kernels import TritonAdapters
-from nanopage.adapters.layers import LoRALinear, Running
+from nanopage.adapters.layers import LoRAWeight, Running
 from nanopage.cpu.lora import GroupedAdapters
 from nanopage.layers.linear import Linear
 
@@ -52,7 +52,7 @@ def test_products_as_in_plain_torch(num_tokens, parts, rank, in_features, dtype)
     def normal(*shape):
         return torch.randn(*shape, generator=generator).to(dtype)
 
-    linear = LoRALinear(Linear(in_features, parts), 4, rank, dtype, torch.device("cpu"), Running())
+    linear = LoRAWeight(Linear(in_features, parts), 4, rank, dtype, torch.device("cpu"), Running())
     linear.a.copy_(normal(*linear.a.shape))
     linear.b.copy_(normal(*linear.b.shape))
     x, y = normal(num_tokens, in_features), normal(num_tokens, sum(parts.values()))

@@ -353,7 +353,7 @@ def test_a_head_without_tiles_stays_as_it_is(directory, tmp_path, monkeypatch):
     monkeypatch.setattr(aot, "_key", lambda *_: str(directory))  # the layers are the same
     engine = engine_of(path)
     compiled = compiled_in(engine)
-    assert compiled.model.lm_head.tiles is compiled.head is None
+    assert compiled.model.lm_head.weight.tiles is compiled.head is None
     assert run(engine) == run(engine_of(path, enforce_eager=True))
 
 
@@ -948,12 +948,12 @@ def test_without_the_weights_of_adapters_a_layer_has_the_tensors_of_one_without_
 
     def layer_of(adapted):
         model = build_model(config, torch.float32, CPU)
-        model = AdaptedDecoder(model, 2, 4, torch.float32, CPU) if adapted else model
         tile(model, "int8") if tiled else pack(model)
+        model = AdaptedDecoder(model, 2, 4, torch.float32, CPU) if adapted else model
         return model.layers[0]
 
     names, adapted = list(aot.tensors_of(layer_of(False))), layer_of(True)
-    assert [name.replace(".linear.", ".") for name in aot.own_tensors_of(adapted)] == names
+    assert [name.replace(".weight.weight.", ".weight.") for name in aot.own_tensors_of(adapted)] == names
     assert len(aot.tensors_of(adapted)) == len(names) + 8  # a and b of four products
 
 

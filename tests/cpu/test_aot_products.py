@@ -14,7 +14,7 @@ from nanopage.build import build_engine
 from nanopage.cpu import aot_products, tile_linear, toolchain
 from nanopage.cpu.aot import find_file
 from nanopage.cpu.lora import GroupedAdapters, OperatorAdapters
-from nanopage.cpu.packed import PackedLinear
+from nanopage.cpu.packed import PackedWeight
 
 
 @pytest.fixture(scope="module")
@@ -63,8 +63,8 @@ def test_a_quantized_file_keeps_its_integers(cache, file):
     worker = worker_of(file)
     assert worker.wings.stored_as == "block-quantized"
     layer = worker.model.layers[0].self_attn
-    assert layer.qkv_proj.tiles.dtype == torch.uint8
-    assert isinstance(layer.qkv_proj.product, aot_products.CompiledProduct)
+    assert layer.qkv_proj.weight.tiles.dtype == torch.uint8
+    assert isinstance(layer.qkv_proj.weight.multiply, aot_products.CompiledProduct)
 
 
 @pytest.mark.parametrize(
@@ -91,16 +91,16 @@ def test_awq_and_gptq_keep_their_integers(cache, tmp_path, kind, options, expect
     assert worker.wings.stored_as == expected
     layer = worker.model.layers[0].self_attn
     if expected:
-        assert layer.qkv_proj.tiles.dtype == torch.uint8
-        assert isinstance(layer.qkv_proj.product, aot_products.CompiledProduct)
-        assert worker.model.lm_head.tiles.dtype == torch.float16  # as the checkpoint stores it
+        assert layer.qkv_proj.weight.tiles.dtype == torch.uint8
+        assert isinstance(layer.qkv_proj.weight.multiply, aot_products.CompiledProduct)
+        assert worker.model.lm_head.weight.tiles.dtype == torch.float16  # as the checkpoint stores it
     else:
-        assert not hasattr(layer.qkv_proj, "scales")
+        assert not hasattr(layer.qkv_proj.weight, "scales")
 
 
 def assert_widened(worker):
     assert worker.wings.stored_as is None
-    assert isinstance(worker.model.layers[0].self_attn.qkv_proj, PackedLinear)
+    assert isinstance(worker.model.layers[0].self_attn.qkv_proj.weight, PackedWeight)
 
 
 def test_where_it_cannot_be_compiled_weights_are_widened(file, tmp_path, monkeypatch, caplog):

@@ -9,8 +9,8 @@ from helpers import tiny_model
 from nanopage.build import build_engine
 from nanopage.config.options import EngineConfig
 from nanopage.cpu import option_speed
-from nanopage.cpu.packed import PackedLinear
-from nanopage.cpu.tiled import TiledLinear
+from nanopage.cpu.packed import PackedWeight
+from nanopage.cpu.tiled import TiledWeight
 
 MILLISECOND = 0.001
 
@@ -25,8 +25,8 @@ def warnings_of(model, monkeypatch, caplog, slowness, **options):
     measured = []
 
     def seconds(module, x):
-        measured.append((type(module), x.dtype, len(x)))
-        return MILLISECOND * (1 if isinstance(module, PackedLinear) else slowness[len(x)])
+        measured.append((type(module.weight), x.dtype, len(x)))
+        return MILLISECOND * (1 if isinstance(module.weight, PackedWeight) else slowness[len(x)])
 
     monkeypatch.setattr(option_speed, "_seconds", seconds)
     config = EngineConfig(model=str(model), num_gpu_blocks_override=8, max_model_len=64, enforce_eager=True, **options)
@@ -42,7 +42,7 @@ def test_a_slow_quantization_is_named_with_its_ratios(model, monkeypatch, caplog
         "3.1 times as long for 1 token"
     ]
     default = torch.float32  # the tiny model's
-    assert {(kind, dtype) for kind, dtype, _ in measured} == {(TiledLinear, default), (PackedLinear, default)}
+    assert {(kind, dtype) for kind, dtype, _ in measured} == {(TiledWeight, default), (PackedWeight, default)}
 
 
 def test_what_is_about_as_fast_is_not_worth_a_line(model, monkeypatch, caplog):

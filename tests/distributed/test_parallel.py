@@ -15,7 +15,7 @@ from test_quantized_checkpoint import KINDS, write_quantized
 
 from nanopage import EngineConfig, SamplingParams
 from nanopage.build import build_engine
-from nanopage.cpu.packed import PackedEmbedding, pack
+from nanopage.cpu.packed import PackedWeight, pack
 from nanopage.distributed.parallel import part_of
 from nanopage.distributed.part import WHOLE, Part, keep_layers, sums
 from nanopage.weights import loader
@@ -284,13 +284,17 @@ def test_slices_of_all_workers_make_the_whole_weights(tmp_path):
     model = tiny_model(tmp_path, **SIZES, num_attention_heads=6, num_key_value_heads=3, attention_bias=True)
     whole, parts = load(model, WHOLE), [load(model, Part(rank, 3)) for rank in range(3)]
     layer, mine = whole.layers[1], [part.layers[1] for part in parts]
-    assert torch.equal(layer.mlp.down_proj.weight, torch.cat([own.mlp.down_proj.weight for own in mine], 1))
-    assert torch.equal(layer.self_attn.o_proj.weight, torch.cat([own.self_attn.o_proj.weight for own in mine], 1))
-    assert torch.equal(whole.lm_head.weight, torch.cat([part.lm_head.weight for part in parts]))
-    q, k, v = layer.self_attn.qkv_proj.weight.split([48, 24, 24])
+    assert torch.equal(
+        layer.mlp.down_proj.weight.matrix, torch.cat([own.mlp.down_proj.weight.matrix for own in mine], 1)
+    )
+    assert torch.equal(
+        layer.self_attn.o_proj.weight.matrix, torch.cat([own.self_attn.o_proj.weight.matrix for own in mine], 1)
+    )
+    assert torch.equal(whole.lm_head.weight.matrix, torch.cat([part.lm_head.weight.matrix for part in parts]))
+    q, k, v = layer.self_attn.qkv_proj.weight.matrix.split([48, 24, 24])
     for rank, own in enumerate(mine):
         expected = torch.cat([q[16 * rank :][:16], k[8 * rank :][:8], v[8 * rank :][:8]])
-        assert torch.equal(own.self_attn.qkv_proj.weight, expected)
+        assert torch.equal(own.self_attn.qkv_proj.weight.matrix, expected)
     assert [own.self_attn.o_proj.bias is None for own in mine] == [False, True, True]  # it is added once
 
 
@@ -381,8 +385,8 @@ def test_the_first_stage_keeps_the_memory_of_a_packed_head_that_it_shares(tmp_pa
     assert_same(answers(model, dtype="float32", pipeline_parallel_size=2), expected, 1e-4)
     whole = load(model, WHOLE)
     pack(whole)
-    assert isinstance(whole.embed_tokens, PackedEmbedding)
-    embedding, weight, whole.lm_head = whole.embed_tokens, load(model, WHOLE).lm_head.weight, None
+    assert isinstance(whole.embed_tokens.weight, PackedWeight)
+    embedding, weight, whole.lm_head = whole.embed_tokens, load(model, WHOLE).lm_head.weight.matrix, None
     del whole
     overwritten = [torch.full((320, 64), 7.0) for _ in range(50)]
     assert torch.equal(embedding(torch.arange(320)), weight)

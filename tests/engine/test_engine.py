@@ -319,7 +319,7 @@ def test_logits_that_are_not_finite_end_their_request_with_an_error(model, monke
     expected = run(engine, b=("a dog in the house", GREEDY))["b"]
     read_by_b = {*expected.prompt_token_ids, *expected.outputs[0].token_ids}
     poisoned = next(token_id for token_id in range(100, VOCAB_SIZE) if token_id not in read_by_b)
-    engine.executor.worker.model.embed_tokens.weight[poisoned] = value
+    engine.executor.worker.model.embed_tokens.weight.matrix[poisoned] = value
     done = run(engine, a=([5, poisoned, 7], params), b=("a dog in the house", GREEDY))
     a, b = done["a"], done["b"]
     assert "not finite" in a.error

@@ -9,14 +9,15 @@ import torch
 from helpers import LONG
 
 from nanopage.cpu import packed_linear, tile_linear
-from nanopage.cpu.packed import PackedEmbedding, PackedLinear, PackedRowLinear, pack
-from nanopage.cpu.tiled import TiledEmbedding, TiledLinear, has_only_float16, tile
+from nanopage.cpu.packed import PackedRowWeight, PackedWeight, pack
+from nanopage.cpu.tiled import TiledWeight, has_only_float16, tile
 from nanopage.kernels import reference
 from nanopage.kernels.chunks import group_chunks
 from nanopage.kernels.grouped_attention import GroupedAttention, attend_chunks
 from nanopage.kernels.reference import Scoring
 from nanopage.layers.embedding import Embedding
 from nanopage.layers.linear import Linear
+from nanopage.layers.weight import Floats
 from nanopage.state import pages
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -328,10 +329,10 @@ def quantize(module):
 
 def test_weights_that_float16_does_not_have_are_found():
     linear = Linear(3, 2).requires_grad_(False)
-    linear.weight.copy_(torch.tensor([[1.5, -65504, 0], [2**-24, 0.25, 3]]))
+    linear.weight.matrix.copy_(torch.tensor([[1.5, -65504, 0], [2**-24, 0.25, 3]]))
     assert has_only_float16(torch.nn.Sequential(linear))
     for other in (65520.0, 1 + 2**-12, 2**-26):
-        linear.weight[1, 2] = other
+        linear.weight.matrix[1, 2] = other
         assert not has_only_float16(torch.nn.Sequential(linear))
 
 
@@ -342,7 +343,8 @@ class Tied(torch.nn.Module):
         super().__init__()
         vocab_size, hidden_size = weight.shape
         embedding, head = Embedding(vocab_size, hidden_size), Linear(hidden_size, vocab_size)
-        embedding.weight = head.weight = torch.nn.Parameter(weight.clone(), requires_grad=False)
+        embedding.weight = head.weight
+        head.weight.matrix = torch.nn.Parameter(weight.clone(), requires_grad=False)
         parts = {"embed_tokens": embedding, "lm_head": head}
         for name in reversed(parts) if head_first else parts:
             setattr(self, name, parts[name])
@@ -383,37 +385,36 @@ def test_one_matrix_at_a_time_exists_twice(module, convert, head_first, monkeypa
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "not tied"])
 def test_only_an_embedding_tied_to_a_head_with_tiles_is_replaced_by_packing(vocab_size, tied):
     model = Tied(torch.randn(vocab_size, 64))
-    weight = model.lm_head.weight
+    weight = model.lm_head.weight.matrix
     if not tied:
-        model.embed_tokens.weight = torch.nn.Parameter(torch.randn(vocab_size, 64), requires_grad=False)
+        model.embed_tokens = Embedding(vocab_size, 64).requires_grad_(False)
+        model.embed_tokens.weight.matrix.normal_()
     ids = torch.tensor([3, 191, 64])
     expected = model.embed_tokens(ids)
     pack(model)
-    assert isinstance(model.embed_tokens, PackedEmbedding) == (tied and vocab_size == 192)
+    assert isinstance(model.embed_tokens.weight, PackedWeight) == (tied and vocab_size == 192)
     assert torch.equal(model.embed_tokens(ids), expected)
-    assert (model.lm_head.tiles is not None) == (vocab_size == 192)
+    assert (model.lm_head.weight.tiles is not None) == (vocab_size == 192)
     x = torch.randn(5, 64)
     torch.testing.assert_close(model.lm_head(x), x @ weight.T, rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize("convert", [pack, quantize])
 def test_a_layer_by_itself_can_be_converted(convert):
-    """As it is for compiling: without an embedding, and packed with another kind of Linear."""
+    """As it is for compiling: without an embedding, and packed for a single row."""
     model = Tied(torch.randn(192, 64))
-    kind, arguments = (PackedRowLinear, [PackedRowLinear]) if convert is pack else (TiledLinear, [])
+    kind, arguments = (PackedRowWeight, [PackedRowWeight]) if convert is pack else (TiledWeight, [])
     x = torch.randn(1, 64)
-    first = model.layers[0]
-    expected = first(x)
+    expected = model.layers[0](x)
     convert(model.layers, *arguments)
-    assert [type(layer) for layer in model.layers] == [kind, kind]
-    assert model.layers[0].bias is first.bias
+    assert [type(layer.weight) for layer in model.layers] == [kind, kind]
     tolerance = 1e-4 if convert is pack else 0.3
     torch.testing.assert_close(model.layers[0](x), expected, rtol=tolerance, atol=tolerance)
-    assert isinstance(model.lm_head, Linear) and isinstance(model.embed_tokens, Embedding)
+    assert isinstance(model.lm_head.weight, Floats) and isinstance(model.embed_tokens.weight, Floats)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-class TestPackedLinear:
+class TestPackedWeight:
     """oneDNN's products and our own over its memory, on sizes that are tiles of 64 and on others."""
 
     @pytest.fixture(autouse=True)
@@ -472,22 +473,20 @@ class TestPackedLinear:
         pack(model)
         ids = torch.tensor([3, 191, 64])
         assert torch.equal(model.embed_tokens(ids), weight[ids])
-        assert model.embed_tokens.tiles is model.lm_head.tiles  # one copy
+        assert model.embed_tokens.weight is model.lm_head.weight  # one copy
         assert list(model.embed_tokens.parameters()) == list(model.lm_head.parameters()) == []
 
     @pytest.mark.parametrize("out_features", [192, 80], ids=["tiles", "no tiles"])
-    @pytest.mark.parametrize("kind", [PackedLinear, PackedRowLinear])
+    @pytest.mark.parametrize("kind", [PackedWeight, PackedRowWeight])
     def test_a_packed_layer_of_a_single_row(self, kind, out_features, dtype):
         """What is compiled for one token: a loop over the tiles, or oneDNN's product where there are none."""
         x, weight, bias = self.random(dtype, (1, 576), (out_features, 576), (out_features,))
-        linear = Linear(576, out_features, bias=True)
-        linear.weight, linear.bias = (torch.nn.Parameter(t, requires_grad=False) for t in (weight, bias))
-        packed = kind(linear)
+        packed = kind(weight)
         assert (packed.tiles is None) == (out_features == 80)
-        self.check(packed(x), x, weight, bias, dtype)
+        self.check(packed.product(x, bias), x, weight, bias, dtype)
 
 
-class TestTiledLinear:
+class TestTiledWeight:
     """Quantized weights, on sizes that fill their tiles and others."""
 
     SIZES = pytest.mark.parametrize(("out_features", "in_features"), [(64, 32), (300, 17), (33, 576)])
@@ -535,19 +534,18 @@ class TestTiledLinear:
         model = Tied(weight)
         quantize(model)
         ids = torch.tensor([3, 191, 64])
-        assert isinstance(model.embed_tokens, TiledEmbedding)
+        assert isinstance(model.embed_tokens.weight, TiledWeight)
         assert torch.equal(model.embed_tokens(ids), self.dequantized(weight)[ids].bfloat16())
-        assert model.embed_tokens.tiles is model.lm_head.tiles  # one copy
+        assert model.embed_tokens.weight is model.lm_head.weight  # one copy
         assert list(model.embed_tokens.parameters()) == list(model.lm_head.parameters()) == []
 
     @SIZES
     def test_a_quantized_layer_leaves_out_what_fills_its_last_tile(self, out_features, in_features):
         weight = self.weight(out_features, in_features)
-        linear = Linear(in_features, out_features, bias=True).requires_grad_(False)
-        linear.weight.copy_(weight)
-        linear.bias.fill_(3)
         x = torch.randn(5, in_features, generator=torch.Generator().manual_seed(1))
-        out = TiledLinear(linear, *tile_linear.tile(linear.weight.data, torch.int8))(x)
+        tiles, scales = tile_linear.tile(weight, torch.int8)
+        tiled = TiledWeight(out_features, in_features, tiles, scales, torch.float32)
+        out = tiled.product(x, torch.full((out_features,), 3.0))
         assert out.shape == (5, out_features)
         exact = tile_linear.round_activations(x) @ self.dequantized(weight).T
         size = x.abs() @ self.dequantized(weight).abs().T + 3

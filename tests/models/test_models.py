@@ -23,12 +23,13 @@ from helpers import (
 from transformers import AutoModelForCausalLM
 
 from nanopage import models
-from nanopage.cpu.packed import PackedLinear
+from nanopage.cpu.packed import PackedWeight
 from nanopage.cpu.tile_linear import round_activations
 from nanopage.engine.block_manager import BlockManager
 from nanopage.engine.scheduler import Scheduler
 from nanopage.engine.sequence import Sequence, SequenceGroup
 from nanopage.layers.linear import Linear
+from nanopage.layers.weight import Floats
 from nanopage.models import FAMILIES, find_family, load_families
 from nanopage.models.read_config import config_from_dict
 from nanopage.state.kv_cache import KVCache
@@ -245,7 +246,7 @@ def case(request, tmp_path_factory):
 @pytest.mark.parametrize("plan", [each_alone_then_decoded, chunks_and_decodes_mixed], ids=lambda plan: plan.__name__)
 def test_logits_of_every_position_equal_transformers(case, plan):
     paged = Paged(case.directory, case.sequences, make_way=packed)
-    assert not any(isinstance(module, Linear) for module in paged.model.modules())
+    assert not any(isinstance(layer.weight, Floats) for layer in paged.model.modules() if isinstance(layer, Linear))
     assert_all_close(paged.run(plan), case.expected)
 
 
@@ -265,7 +266,7 @@ def test_so_do_those_of_sequences_that_are_only_decoded(name, tmp_path):
 def test_logits_of_weights_that_are_not_packed_equal_transformers(name, tmp_path):
     case = make_case(name, tmp_path)
     paged = Paged(case.directory, case.sequences)
-    assert not any(isinstance(module, PackedLinear) for module in paged.model.modules())
+    assert not any(isinstance(module, PackedWeight) for module in paged.model.modules())
     assert_all_close(paged.run(chunks_and_decodes_mixed), case.expected)
 
 
@@ -516,8 +517,8 @@ def test_bfloat16_with_packed_weights_is_as_close_to_float32_as_transformers_is(
     exact = reference_logits(AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32), sequences)
     theirs = reference_logits(AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16), sequences)
     paged = Paged(tmp_path, sequences, torch.bfloat16, make_way=packed)
-    assert not any(isinstance(module, Linear) for module in paged.model.modules())
-    assert isinstance(paged.model.lm_head, PackedLinear)
+    assert not any(isinstance(layer.weight, Floats) for layer in paged.model.modules() if isinstance(layer, Linear))
+    assert isinstance(paged.model.lm_head.weight, PackedWeight)
 
     def error(logits):
         return torch.cat([(a.float() - b).flatten() for a, b in zip(logits, exact, strict=True)]).square().mean().sqrt()

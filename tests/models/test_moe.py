@@ -12,15 +12,16 @@ from safetensors.torch import load_file, save_file
 
 from nanopage import EngineConfig
 from nanopage.config.fields import ExpertsConfig
-from nanopage.cpu.packed import PackedLinear
+from nanopage.cpu.packed import PackedWeight
 from nanopage.cpu.tile_linear import round_activations
-from nanopage.cpu.tiled import TiledLinear, tile
+from nanopage.cpu.tiled import TiledWeight, tile
 from nanopage.cpu.tiled_experts import TiledExperts, can_join
 from nanopage.distributed.part import Part
 from nanopage.files import safetensors_checkpoint
 from nanopage.layers.linear import Linear
 from nanopage.layers.mlp import MLP
 from nanopage.layers.moe import Experts, Gate, GroupedExperts, MixtureOfExperts, route
+from nanopage.layers.weight import Floats
 from nanopage.models.read_config import config_from_dict
 from nanopage.startup.worker import build_worker
 from nanopage.weights import loader
@@ -215,10 +216,11 @@ def test_quantization_rounds_experts_but_not_the_router():
     linears = [module for module in expected.modules() if isinstance(module, Linear)]
     assert len(linears) == 10
     for linear in linears:
-        step = linear.weight.abs().amax(1, keepdim=True) / 127
-        linear.weight.copy_((linear.weight / step).round() * step)
+        matrix = linear.weight.matrix
+        step = matrix.abs().amax(1, keepdim=True) / 127
+        matrix.copy_((matrix / step).round() * step)
         linear.register_forward_pre_hook(lambda _, inputs: round_activations(inputs[0]))
-    assert not any(isinstance(module, Linear) for module in tiled.modules())
+    assert not any(isinstance(module, Floats) for module in tiled.modules())
     torch.testing.assert_close(tiled(x), expected(x), rtol=1e-4, atol=1e-4)
 
 
@@ -228,14 +230,14 @@ def test_a_model_with_quantized_experts_answers(tmp_path, kind):
     worker = make_worker(model, quantization=kind, enforce_eager=True)
     experts = [expert for made in mixtures_of(worker.model) for expert in [*made.experts, made.shared_expert]]
     assert len(experts) == 14
-    assert all(isinstance(e.gate_up_proj, TiledLinear) and isinstance(e.down_proj, TiledLinear) for e in experts)
+    assert all(isinstance(w, TiledWeight) for e in experts for w in (e.gate_up_proj.weight, e.down_proj.weight))
 
 
 def test_weights_of_experts_are_packed_for_a_cpu(tmp_path, monkeypatch):
     monkeypatch.setattr("nanopage.weights.storage.tile_product", lambda _: None)
     model = tiny_model(tmp_path, "qwen3_moe")
     worker = make_worker(model, dtype="float32")
-    assert all(isinstance(e.down_proj, PackedLinear) for m in mixtures_of(worker.model) for e in m.experts)
+    assert all(isinstance(e.down_proj.weight, PackedWeight) for m in mixtures_of(worker.model) for e in m.experts)
     assert worker.way == "eagerly: the experts of this model are not compiled"
 
 
@@ -268,8 +270,8 @@ def test_experts_of_a_cpu_compute_the_same_in_tiles(tmp_path, family, dtype):
     x = torch.randn(9, 64, generator=torch.Generator().manual_seed(0))
     for mixture, plain in zip(mixtures, expected, strict=True):
         assert isinstance(mixture.experts, TiledExperts) and mixture.experts.product is PlainProducts.experts
-        assert mixture.experts.first.gate_up_proj.tiles.dtype == getattr(torch, dtype)
-        assert mixture.shared_expert is None or not hasattr(mixture.shared_expert.down_proj, "weight")
+        assert mixture.experts.first.gate_up_proj.weight.tiles.dtype == getattr(torch, dtype)
+        assert mixture.shared_expert is None or not isinstance(mixture.shared_expert.down_proj.weight, Floats)
         torch.testing.assert_close(mixture(x), plain(x), rtol=1e-4, atol=1e-5)
 
 
@@ -279,7 +281,7 @@ def test_quantized_experts_of_a_cpu_compute_the_same(tmp_path, kind):
     _, mixtures, expected = experts_of(model, dtype="float32", quantization=kind)
     x = torch.randn(9, 64, generator=torch.Generator().manual_seed(0))
     for mixture, plain in zip(mixtures, expected, strict=True):
-        assert mixture.experts.first.gate_up_proj.scales.dim() == (4 if kind == "int4" else 2)
+        assert mixture.experts.first.gate_up_proj.weight.scales.dim() == (4 if kind == "int4" else 2)
         torch.testing.assert_close(mixture(x), plain(x), rtol=1e-3, atol=1e-3)
 
 

@@ -38,11 +38,11 @@ from tokenizers import (
 
 from nanopage import LLM, EngineConfig, SamplingParams
 from nanopage.build import build_engine
-from nanopage.cpu.tiled import TiledLinear
+from nanopage.cpu.tiled import TiledWeight
 from nanopage.quantization import gguf_checkpoint
 from nanopage.quantization.gguf_checkpoint import GGUFCheckpoint
 from nanopage.quantization.gguf_reader import read_header
-from nanopage.quantization.quantized import QuantizedLinear
+from nanopage.quantization.quantized import QuantizedWeight
 from nanopage.text.tokenizer import Tokenizer as NanopageTokenizer
 from nanopage.weights import loader
 
@@ -572,11 +572,11 @@ def test_the_integers_of_experts_become_tiles_or_floats(file, family, arch, tmp_
     mixture, plain = (getattr(m.layers[1], "mlp" if sizes else "block_sparse_moe") for m in (tiled, floats))
     for expert, same in zip(mixture.experts, plain.experts, strict=True):
         rows = torch.eye(same.down_proj.in_features)
-        assert isinstance(expert.down_proj, TiledLinear)
-        torch.testing.assert_close(expert.down_proj(rows).T, same.down_proj.weight, rtol=1e-2, atol=1e-2)
+        assert isinstance(expert.down_proj.weight, TiledWeight)
+        torch.testing.assert_close(expert.down_proj(rows).T, same.down_proj.weight.matrix, rtol=1e-2, atol=1e-2)
     sequences = random_tokens([5, 21])
     grouped = Paged(file, sequences, tiles="packed", group=True)
-    assert isinstance(grouped.model.layers[1].self_attn.o_proj, QuantizedLinear)
+    assert isinstance(grouped.model.layers[1].self_attn.o_proj.weight, QuantizedWeight)
     assert {parameter.dtype for parameter in grouped.model.parameters()} == {torch.float32}
     assert_all_close(grouped.run(decode_the_last), reference_logits(hf_model, sequences), 2e-3)
 

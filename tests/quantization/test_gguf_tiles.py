@@ -11,12 +11,13 @@ from helpers import CPU
 from test_gguf import SMOLLM, VOCABULARIES, model_for, write_gguf
 
 from nanopage.cpu import tile_linear
-from nanopage.cpu.tiled import TiledEmbedding, TiledLinear
+from nanopage.cpu.tiled import TiledWeight
 from nanopage.files.private_files import cache_directory
+from nanopage.layers.weight import Floats
 from nanopage.quantization import gguf_tiles
 from nanopage.quantization.gguf_blocks import KINDS, split_blocks, with_one_format
-from nanopage.quantization.quantized import QuantizedEmbedding, QuantizedLinear
-from nanopage.quantization.quantized_weights import QuantizedWeight, dequantize
+from nanopage.quantization.quantized import QuantizedWeight
+from nanopage.quantization.quantized_weights import dequantize
 from nanopage.weights import loader
 
 # Where float16 numbers begin in a block of each kind.
@@ -86,12 +87,12 @@ def kept_files():
     return sorted((cache_directory() / "tiles").glob("*.safetensors"))
 
 
-def matrix_of(module):
-    """The weight of a module of either kind."""
-    if isinstance(module, TiledLinear | TiledEmbedding):
-        rows = torch.arange(module.tiles.shape[0] * module.tiles.shape[-2 if module.tiles.dim() == 4 else -1])
-        return tile_linear.rows(module.tiles, module.scales, rows, module.in_features, torch.float32)
-    return module.weight
+def matrix_of(weight):
+    """A weight of either kind as floats."""
+    if isinstance(weight, TiledWeight):
+        rows = torch.arange(weight.tiles.shape[0] * weight.tiles.shape[-2 if weight.tiles.dim() == 4 else -1])
+        return tile_linear.rows(weight.tiles, weight.scales, rows, weight.in_features, torch.float32)
+    return weight.matrix
 
 
 STORED = {
@@ -119,13 +120,15 @@ def test_weights_are_those_of_the_file(file, monkeypatch, family, arch, options,
     write_gguf(file, model_for(vocabulary, family, **options), arch, vocabulary, types=types)
     tiled, plain = load(file), load(file, tiled=False)
     for (name, ours), theirs in zip(plain.named_modules(), tiled.modules(), strict=True):
-        if hasattr(ours, "weight"):
-            weight = matrix_of(theirs)[: len(ours.weight)]
-            halves = getattr(theirs, "tiles", weight).dtype == torch.bfloat16
-            assert torch.equal(weight, ours.weight.bfloat16().float() if halves else ours.weight), name
+        if isinstance(ours, Floats):
+            weight = matrix_of(theirs)[: len(ours.matrix)]
+            halves = theirs.tiles.dtype == torch.bfloat16
+            assert torch.equal(weight, ours.matrix.bfloat16().float() if halves else ours.matrix), name
+        elif hasattr(ours, "eps"):  # a norm
+            assert torch.equal(theirs.weight, ours.weight), name
         if getattr(ours, "bias", None) is not None:
             assert torch.equal(theirs.bias, ours.bias), name
-    assert isinstance(tiled.embed_tokens, TiledEmbedding) and isinstance(tiled.lm_head, TiledLinear)
+    assert isinstance(tiled.embed_tokens.weight, TiledWeight) and isinstance(tiled.lm_head.weight, TiledWeight)
 
 
 @pytest.mark.parametrize("rows", [64, 2048])
@@ -148,18 +151,19 @@ def test_packed_for_a_gpu_weights_are_those_of_the_file(file, monkeypatch, famil
     kinds = set()
     for (name, ours), theirs in zip(plain.named_modules(), packed.modules(), strict=True):
         kinds.add(type(theirs))
-        if isinstance(theirs, QuantizedLinear):
-            parts = theirs.packed, theirs.scales, theirs.offsets, theirs.zero_points, theirs.bits, theirs.group
-            weight = dequantize(QuantizedWeight(*parts, theirs.in_features))
-            assert torch.equal(weight, ours.weight), name
-        elif hasattr(ours, "weight") and not isinstance(theirs, QuantizedEmbedding):
+        if isinstance(ours, Floats):
+            weight = dequantize(theirs) if isinstance(theirs, QuantizedWeight) else theirs.matrix
+            assert torch.equal(weight, ours.matrix), name
+        elif hasattr(ours, "eps"):  # a norm
             assert torch.equal(theirs.weight, ours.weight), name
         if getattr(ours, "bias", None) is not None:
             assert torch.equal(theirs.bias, ours.bias), name
     ids = torch.tensor([5, 0, 5])
     assert torch.equal(packed.embed_tokens(ids), plain.embed_tokens(ids))
-    assert QuantizedLinear in kinds
-    assert (QuantizedEmbedding in kinds) == ("tie_word_embeddings" in options and "embed" not in STORED[stored])
+    assert QuantizedWeight in kinds
+    assert isinstance(packed.embed_tokens.weight, QuantizedWeight) == (
+        "tie_word_embeddings" in options and "embed" not in STORED[stored]
+    )
     assert calls == sorted(calls) and calls[-1][0] == calls[-1][1]
 
 
@@ -199,7 +203,7 @@ def test_a_file_that_changes_is_repacked_and_what_was_kept_before_is_removed(qua
     load(quantized)
     before = kept_files()
     write_gguf(quantized, model_for(SMOLLM), "llama", SMOLLM, types={"": Kind.Q8_0})
-    assert load(quantized).lm_head.tiles.shape[1] == 64 // 4
+    assert load(quantized).lm_head.weight.tiles.shape[1] == 64 // 4
     assert len(kept_files()) == len(before) == 1
     assert kept_files() != before
 
@@ -225,7 +229,9 @@ def test_where_nothing_can_be_kept_it_is_repacked_at_each_start(quantized, caplo
         os.chmod(directory, 0o777)
     tiled = load(quantized)
     assert "cannot be kept" in caplog.text and str(directory) in caplog.text
-    assert torch.equal(matrix_of(tiled.lm_head)[: len(SMOLLM.tokens)], load(quantized, tiled=False).lm_head.weight)
+    assert torch.equal(
+        matrix_of(tiled.lm_head.weight)[: len(SMOLLM.tokens)], matrix_of(load(quantized, tiled=False).lm_head.weight)
+    )
 
 
 def test_what_killed_processes_left_is_removed(quantized):

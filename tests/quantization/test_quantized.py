@@ -8,10 +8,10 @@ import pytest
 import torch
 from helpers import CPU, Paged, assert_all_close, random_tokens, tiny_model
 
-from nanopage.layers.linear import Linear
+from nanopage.layers.weight import Floats
 from nanopage.quantization import quantized_weights
-from nanopage.quantization.quantized import QuantizedEmbedding, QuantizedLinear, quantize
-from nanopage.quantization.quantized_weights import QuantizedWeight, dequantize
+from nanopage.quantization.quantized import QuantizedWeight, quantize
+from nanopage.quantization.quantized_weights import dequantize
 from nanopage.weights import allocation, loader
 from nanopage.worker import jit
 
@@ -26,11 +26,6 @@ def directory(tmp_path):
 
 def load(directory, dtype=torch.float32, **options):
     return loader.load_model(directory, loader.read_config(directory), dtype, CPU, loader.Loading(**options))
-
-
-def dense(linear):
-    parts = linear.packed, linear.scales, linear.offsets, linear.zero_points, linear.bits, linear.group
-    return dequantize(QuantizedWeight(*parts, linear.in_features))
 
 
 def run(paged):
@@ -49,8 +44,8 @@ def test_logits_are_those_of_the_dequantized_weights(directory, kind):
     ours = run(paged)
     plain = Paged(directory, random_tokens(LENGTHS))
     for exact, rounded in zip(plain.model.modules(), paged.model.modules(), strict=True):
-        if isinstance(rounded, QuantizedLinear):
-            exact.weight.copy_(dense(rounded))  # also that of the embedding that is tied to the head
+        if isinstance(rounded, QuantizedWeight):
+            exact.matrix.copy_(dequantize(rounded))  # also that of the embedding that is tied to the head
     assert_all_close(ours, run(plain), 1e-4)
 
 
@@ -62,22 +57,23 @@ def test_a_byte_for_each_weight(directory, kind, in_layers, of_head):
     quantize(model, kind, CPU)
     layer = model.layers[0]
     for linear in (layer.self_attn.qkv_proj, layer.self_attn.o_proj, layer.mlp.gate_up_proj, layer.mlp.down_proj):
-        assert linear.packed.dtype == in_layers and linear.scales.shape == (1, linear.out_features)
-    assert not [module for module in model.layers.modules() if isinstance(module, Linear)]
+        assert linear.weight.packed.dtype == in_layers and linear.weight.scales.shape == (1, linear.out_features)
+    assert not [module for module in model.layers.modules() if isinstance(module, Floats)]
     if of_head is None:  # as in vLLM
-        assert isinstance(model.lm_head, Linear) and model.lm_head.weight is model.embed_tokens.weight
+        assert isinstance(model.lm_head.weight, Floats) and model.lm_head.weight is model.embed_tokens.weight
     else:
-        assert model.lm_head.packed.dtype == of_head and isinstance(model.embed_tokens, QuantizedEmbedding)
-        assert model.embed_tokens.weight.packed is model.lm_head.packed
+        assert model.lm_head.weight.packed.dtype == of_head
+        assert model.embed_tokens.weight is model.lm_head.weight
 
 
 def test_int4_has_an_int8_head_and_int8_where_groups_do_not_fit(tmp_path):
     model = load(tiny_model(tmp_path, intermediate_size=80))
     quantize(model, "int4", CPU)
     layer = model.layers[0]
-    bits = [linear.bits for linear in (layer.self_attn.qkv_proj, layer.mlp.down_proj, model.lm_head)]
+    bits = [linear.weight.bits for linear in (layer.self_attn.qkv_proj, layer.mlp.down_proj, model.lm_head)]
     assert bits == [4, 8, 8]
-    assert isinstance(layer.mlp.gate_up_proj, QuantizedLinear) and hasattr(model.embed_tokens.weight, "requires_grad")
+    assert isinstance(layer.mlp.gate_up_proj.weight, QuantizedWeight)
+    assert isinstance(model.embed_tokens.weight, Floats)
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4", "fp8"])

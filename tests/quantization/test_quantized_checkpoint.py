@@ -10,12 +10,11 @@ from helpers import CPU, Paged, assert_all_close, random_tokens, tiny_model
 from safetensors.torch import load_file, save_file
 
 from nanopage import LLM, SamplingParams
-from nanopage.cpu import tile_linear
-from nanopage.cpu.tiled import TiledLinear
+from nanopage.cpu.tiled import TiledWeight
 from nanopage.layers.linear import Linear
 from nanopage.quantization import quantized_checkpoint
-from nanopage.quantization.quantized import QuantizedLinear
-from nanopage.quantization.quantized_weights import QuantizedWeight, dequantize
+from nanopage.quantization.quantized import QuantizedWeight
+from nanopage.quantization.quantized_weights import dequantize
 from nanopage.weights import loader
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -125,7 +124,7 @@ def test_quantized_experts_are_floats_or_tiles(tmp_path, kind):
     if "act-order" in kind:
         return
     mixture = load(tmp_path, "tiles").layers[1].mlp
-    assert all(isinstance(expert.down_proj, TiledLinear) for expert in [*mixture.experts, mixture.shared_expert])
+    assert all(isinstance(expert.down_proj.weight, TiledWeight) for expert in [*mixture.experts, mixture.shared_expert])
     assert torch.equal(mixture.gate.weight, weights["model.layers.1.mlp.gate.weight"])
 
 
@@ -137,7 +136,7 @@ def load(directory, keep_integers=None, dtype=torch.float32):
 def matrices(model, weights):
     """(a linear layer of the model except the head, its weight as the rows of `weights`)"""
     for place, module in model.named_modules():
-        if isinstance(module, Linear | TiledLinear | QuantizedLinear) and place != "lm_head":
+        if isinstance(module, Linear) and place != "lm_head":
             parent, _, own = f"model.{place}".rpartition(".")
             yield module, torch.cat([weights[f"{parent}.{part or own}.weight"] for part in module.parts])
 
@@ -158,12 +157,11 @@ def test_tiles_hold_the_same_integers(tmp_path, kind):
     weights = write_quantized(tmp_path, config, "qwen2")
     model = load(tmp_path, keep_integers="tiles")
     for module, weight in matrices(model, weights):
-        assert isinstance(module, TiledLinear)
-        rows = torch.arange(module.out_features)
-        tiled = tile_linear.rows(module.tiles, module.scales, rows, module.in_features, torch.float32)
-        offsets = module.scales[:, :, 1].abs().max()
+        assert isinstance(module.weight, TiledWeight)
+        tiled, scales = module.weight.rows(torch.arange(module.out_features)), module.weight.scales
+        offsets = scales[:, :, 1].abs().max()
         assert (tiled - weight).abs().max() <= offsets * 2**-11  # offsets are rounded to float16
-        assert module.scales.shape[1] == module.in_features // 32
+        assert scales.shape[1] == module.in_features // 32
     biases = {name: bias for name, bias in loader.slots(model).items() if name.endswith("bias")}
     assert biases and all(torch.equal(bias, weights[name]) for name, bias in biases.items())
 
@@ -173,11 +171,10 @@ def test_packed_weights_for_a_gpu_are_exact(tmp_path, kind):
     weights = write_quantized(tmp_path, KINDS[kind], "qwen2")
     model = load(tmp_path, keep_integers="packed")
     for module, weight in matrices(model, weights):
-        assert isinstance(module, QuantizedLinear) and module.packed.dtype == torch.uint8
-        parts = module.packed, module.scales, module.offsets, module.zero_points, module.bits, module.group
-        found = dequantize(QuantizedWeight(*parts, module.in_features))
-        assert torch.equal(found, weight if module.order is None else weight[:, module.order])
-        assert (module.order is not None) == ("act-order" in kind)
+        packed = module.weight
+        assert isinstance(packed, QuantizedWeight) and packed.packed.dtype == torch.uint8
+        assert torch.equal(dequantize(packed), weight if packed.order is None else weight[:, packed.order])
+        assert (packed.order is not None) == ("act-order" in kind)
 
 
 @pytest.mark.interpreter
@@ -202,9 +199,8 @@ def test_symmetric_weights_in_tiles_are_exact(tmp_path):
     tensors[f"{O_PROJ}.qzeros"] = zero_of_eight
     save_file(tensors, tmp_path / "model.safetensors")
     plain, tiled = (load(tmp_path, keep).layers[0].self_attn.o_proj for keep in (None, "tiles"))
-    assert not torch.equal(plain.weight, weights[f"{O_PROJ}.weight"])
-    found = tile_linear.rows(tiled.tiles, tiled.scales, torch.arange(256), 256, torch.float32)
-    assert torch.equal(found, plain.weight)
+    assert not torch.equal(plain.weight.matrix, weights[f"{O_PROJ}.weight"])
+    assert torch.equal(tiled.weight.rows(torch.arange(256)), plain.weight.matrix)
 
 
 def test_without_g_idx_inputs_are_in_order(tmp_path):

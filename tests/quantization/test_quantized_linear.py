@@ -7,7 +7,7 @@ import torch
 from nanopage.cpu import tile_linear
 from nanopage.cpu.tile_linear import Blocks
 from nanopage.quantization import quantized_linear, quantized_weights
-from nanopage.quantization.quantized_weights import TILE, QuantizedWeight, dequantize
+from nanopage.quantization.quantized_weights import TILE, QuantizedMatrix, dequantize
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 KINDS = ["awq", "gptq 8", "whole rows", "int4", "q4_0", "q8_0", "q5_k", "q6_k", "int8", "fp8"]
@@ -15,7 +15,7 @@ ALL = pytest.mark.parametrize("kind", KINDS)
 
 
 def random_weight(kind, out_features, in_features, seed=0):
-    """(a QuantizedWeight, the same weight in float64 [out, in], by its definition)"""
+    """(a QuantizedMatrix, the same weight in float64 [out, in], by its definition)"""
     generator = torch.Generator().manual_seed(seed)
     normal = torch.randn(out_features, in_features, generator=generator)
     if kind in ("int4", "int8", "fp8"):
@@ -128,7 +128,7 @@ def test_parts_are_joined():
 def part_of(weight, rows):
     offsets = None if weight.offsets is None else weight.offsets[:, rows]
     sizes = weight.zero_points, weight.bits, weight.group, weight.in_features
-    return QuantizedWeight(weight.packed[rows], weight.scales[:, rows], offsets, *sizes)
+    return QuantizedMatrix(weight.packed[rows], weight.scales[:, rows], offsets, *sizes)
 
 
 def test_rounding_in_chunks_is_the_same(monkeypatch):

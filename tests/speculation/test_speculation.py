@@ -3,6 +3,7 @@
 `tests/test_fuzz.py` mixes drafts with everything else.
 """
 
+import copy
 import math
 import random
 
@@ -530,8 +531,8 @@ def test_a_draft_that_makes_logits_infinite_changes_nothing(model):
     answer = run(engine, params_of())[0].outputs[0].token_ids
     poison = next(token_id for token_id in range(20, VOCAB_SIZE) if token_id not in answer)
     embedding = engine.executor.worker.model.embed_tokens
-    embedding.weight = torch.nn.Parameter(embedding.weight.detach().clone(), requires_grad=False)  # not the head's
-    embedding.weight[poison] = torch.nan
+    embedding.weight = copy.deepcopy(embedding.weight)  # not the head's
+    embedding.weight.matrix[poison] = torch.nan
     text = PROMPT + answer[:6] + [poison] * 20
     output, steps = run(engine, params_of(), told=Told(text, 4))
     assert output.error is None and output.outputs[0].token_ids == answer

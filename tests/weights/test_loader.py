@@ -66,7 +66,7 @@ def set_config(directory, **fields):
 def assert_holds(model, weights):
     """Every tensor of the checkpoint is where transformers' module of the same name has it."""
     found = loader.slots(model)
-    found.setdefault("lm_head.weight", model.embed_tokens.weight)
+    found.setdefault("lm_head.weight", model.embed_tokens.weight.matrix)
     weights = dict(weights)
     weights.setdefault("lm_head.weight", weights["model.embed_tokens.weight"])
     assert found.keys() == weights.keys()
@@ -135,8 +135,8 @@ def test_q_k_v_and_gate_up_are_fused_in_that_order(model_dir):
         attention, mlp = f"model.layers.{index}.self_attn.", f"model.layers.{index}.mlp."
         qkv = torch.cat([weights[f"{attention}{part}_proj.weight"] for part in "qkv"])
         gate_up = torch.cat([weights[f"{mlp}{part}_proj.weight"] for part in ("gate", "up")])
-        assert torch.equal(layer.self_attn.qkv_proj.weight, qkv)
-        assert torch.equal(layer.mlp.gate_up_proj.weight, gate_up)
+        assert torch.equal(layer.self_attn.qkv_proj.weight.matrix, qkv)
+        assert torch.equal(layer.mlp.gate_up_proj.weight.matrix, gate_up)
 
 
 def test_biases_are_fused_like_their_weights(tmp_path):
@@ -163,7 +163,7 @@ class TestTiedHead:
         assert "lm_head.weight" not in read_weights(tied_dir)
         model = load(tied_dir)
         assert model.lm_head.weight is model.embed_tokens.weight
-        assert torch.equal(model.lm_head.weight, read_weights(tied_dir)["model.embed_tokens.weight"])
+        assert torch.equal(model.lm_head.weight.matrix, read_weights(tied_dir)["model.embed_tokens.weight"])
 
     def test_accepts_a_head_that_repeats_the_embedding(self, tied_dir):
         change(tied_dir, lm_head__weight=read_weights(tied_dir)["model.embed_tokens.weight"].clone())
@@ -174,7 +174,7 @@ class TestTiedHead:
     def test_accepts_a_checkpoint_with_the_head_alone(self, tied_dir):
         embedding = read_weights(tied_dir)["model.embed_tokens.weight"]
         change(tied_dir, lm_head__weight=embedding.clone(), model__embed_tokens__weight=None)
-        assert torch.equal(load(tied_dir).embed_tokens.weight, embedding)
+        assert torch.equal(load(tied_dir).embed_tokens.weight.matrix, embedding)
 
     def test_refuses_a_head_that_differs(self, tied_dir):
         head = read_weights(tied_dir)["model.embed_tokens.weight"].clone()
@@ -187,7 +187,7 @@ class TestTiedHead:
 
     def test_compares_repeated_heads_after_conversion(self, tied_dir):
         change(tied_dir, lm_head__weight=read_weights(tied_dir)["model.embed_tokens.weight"].double())
-        assert load(tied_dir, torch.bfloat16).lm_head.weight.dtype == torch.bfloat16
+        assert load(tied_dir, torch.bfloat16).lm_head.weight.matrix.dtype == torch.bfloat16
 
     def test_refuses_a_checkpoint_with_neither(self, tied_dir):
         change(tied_dir, model__embed_tokens__weight=None)

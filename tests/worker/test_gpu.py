@@ -12,8 +12,8 @@ from test_lora import save_adapter
 from test_quantized_checkpoint import KINDS, write_quantized
 
 from nanopage import LLM, BeamSearchParams, LoRARequest, SamplingParams, StructuredOutputsParams
-from nanopage.quantization.quantized import QuantizedLinear
-from nanopage.quantization.quantized_weights import QuantizedWeight, dequantize
+from nanopage.quantization.quantized import QuantizedWeight
+from nanopage.quantization.quantized_weights import dequantize
 
 GPU = "cuda"  # "cpu" tries out the tests themselves
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=2)
@@ -126,9 +126,8 @@ def assert_greedy(llm, directory):
     sequences = [output.prompt_token_ids + output.outputs[0].token_ids[:-1] for output in outputs]
     plain = Paged(directory, sequences)
     for exact, rounded in zip(plain.model.modules(), llm.engine.executor.worker.model.modules(), strict=True):
-        if isinstance(rounded, QuantizedLinear) and llm.engine.config.quantize_to is not None:
-            parts = rounded.packed, rounded.scales, rounded.offsets, rounded.zero_points, rounded.bits, rounded.group
-            exact.weight.copy_(dequantize(QuantizedWeight(*parts, rounded.in_features)))
+        if isinstance(rounded, QuantizedWeight) and llm.engine.config.quantize_to is not None:
+            exact.matrix.copy_(dequantize(rounded))
     plain.step({i: len(tokens) for i, tokens in enumerate(sequences)})
     for output, logits in zip(outputs, plain.logits, strict=True):
         assert logits[len(output.prompt_token_ids) - 1 :].argmax(1).tolist() == output.outputs[0].token_ids

@@ -1,0 +1,54 @@
+"""Weight: how a Linear or an Embedding holds its matrix.
+
+Floats           as floats                        here
+PackedWeight     in oneDNN's layout, on a CPU     cpu/packed.py
+TiledWeight      in tiles, on a CPU               cpu/tiled.py
+QuantizedWeight  with 4 or 8 bits, on a GPU       quantization/quantized.py
+LoRAWeight       one of these, and adapters       adapters/layers.py
+SlicedWeight     divided among workers            layers/exchanged.py
+"""
+
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class Weight(Protocol):
+    """A matrix [out, in], as an nn.Module. A tied embedding and head share one.
+
+    has_rows: whether `rows` works.
+    """
+
+    has_rows: bool
+
+    def product(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x Wᵀ + b. Shapes: x [..., in], bias [out] -> [..., out]."""
+
+    def rows(self, indices: Tensor) -> Tensor:
+        """Rows of the matrix, for an embedding: int64 [T] -> [T, in]."""
+
+
+class Floats(nn.Module):
+    """A matrix of floats."""
+
+    has_rows = True
+
+    def __init__(self, out_features: int, in_features: int):
+        super().__init__()
+        self.matrix = nn.Parameter(torch.empty(out_features, in_features))
+
+    def product(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        return F.linear(x, self.matrix, bias)
+
+    def rows(self, indices: Tensor) -> Tensor:
+        return F.embedding(indices, self.matrix)
+
+
+def own_parameters(layer: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters of a layer by the names that checkpoints give them. Its matrix is `weight`, if it holds floats."""
+    if isinstance(layer, Floats):
+        return {}  # the layer that holds it has it
+    own, weight = dict(layer.named_parameters(recurse=False)), getattr(layer, "weight", None)
+    return {"weight": weight.matrix} | own if isinstance(weight, Floats) else own
