@@ -80,11 +80,16 @@ def defined_names() -> set[str]:
 
 
 @functools.cache
+def all_files() -> list[Path]:
+    """The files of the repository, not those of a virtual environment in it."""
+    folders = ("nanopage", "benchmarks", "examples", "tests", "docs")
+    return [*ROOT.glob("*.*"), *(file for folder in folders for file in ROOT.glob(f"{folder}/**/*.*"))]
+
+
+@functools.cache
 def all_words() -> set[str]:
     """Every word of the sources."""
-    folders = ("nanopage", "benchmarks", "examples", "tests", "docs")
-    files = [file for folder in folders for file in ROOT.glob(f"{folder}/**/*.*") if file.suffix in SOURCES]
-    files += [file for file in ROOT.glob("*.*") if file.suffix in SOURCES]
+    files = [file for file in all_files() if file.suffix in SOURCES]
     words = set().union(*(re.findall(r"\w+", file.read_text()) for file in files))
     return words | {file.stem for file in files} | NAMES_OF_OTHERS
 
@@ -117,7 +122,8 @@ def test_what_a_document_refers_to_exists(document):
         for file in re.findall(r"^(?:nanopage|tests|benchmarks|docs|examples)/[\w/.-]+\.(?:py|md|json)$", code):
             assert (ROOT / file).exists() or file == "nanopage/models/arcee.py", file
         for file in re.findall(r"^[\w/]+\.(?:py|cpp|h)$", code):
-            assert list(ROOT.glob(f"**/{file}")) or file in ("sums.py", "arcee.py", "nanopage/models/arcee.py"), file
+            exists = any(path.as_posix().endswith(f"/{file}") for path in all_files())
+            assert exists or file in ("sums.py", "arcee.py", "nanopage/models/arcee.py"), file
         for name in re.findall(r"(?<![\w./~-])[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*(?![\w/~-])", code):
             assert not (gone := set(name.split(".")) - all_words()), f"{gone} in `{code}`"
         if re.fullmatch(r"[A-Z]\w+\.\w+", name := code.partition("(")[0]) and name.partition(".")[0] in names:
@@ -127,7 +133,7 @@ def test_what_a_document_refers_to_exists(document):
 
 
 def test_the_files_that_docstrings_name_exist():
-    known = {file.name for file in ROOT.glob("**/*.*")} | {"llama.cpp"}
+    known = {file.name for file in all_files()} | {"llama.cpp"}
     for file in (*ROOT.glob("nanopage/**/*.py"), *ROOT.glob("benchmarks/**/*.py"), *ROOT.glob("*.py")):
         for docstring in re.findall(r'"""(.*?)"""', file.read_text(), re.DOTALL):
             named = re.findall(r"(?<![\w/*-])(?:\w+/)*(\w+\.(?:py|cpp))\b", docstring)
