@@ -32,6 +32,11 @@ class RequestMetrics:
     finished_time: float | None = None
     num_preemptions: int = 0
 
+    def count_step(self, now: float) -> None:
+        """The request gets tokens in a step whose results came at `now`."""
+        if self.token_times[-1:] != [now]:
+            self.token_times.append(now)
+
     @property
     def time_in_queue(self) -> float | None:
         return None if self.first_scheduled_time is None else self.first_scheduled_time - self.arrival_time

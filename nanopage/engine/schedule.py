@@ -189,8 +189,10 @@ class BatchWriter:
             batch.tokens.append((seq.row, start, seq.token_ids[start]))
 
     def write(self, schedule: Schedule, drafts: dict[Sequence, list[int]]) -> None:
-        """Write the work of a step into its batch. Where it reaches the last token of a sequence, the next token is
-        sampled. Where siblings are about to fork from it, their next tokens are sampled from the same logits.
+        """Write the work of a step into its batch (`step.Batch` has an example).
+
+        Where it reaches the last token of a sequence, the next token is sampled. Where siblings are about to fork from
+        it, their next tokens are sampled from the same logits.
 
         Args: drafts: of some of its decodes (see verdicts.py).
         """

@@ -172,7 +172,7 @@ class Scheduler:
         The token of a sequence that has ended since the batch was scheduled is dropped. A group for which no token
         could be sampled ends with an error.
         """
-        taken, now, logprobs = [], time.perf_counter(), result.logprobs
+        taken, now = [], time.perf_counter()
         schedule.take_prompt_outputs(result)
         if self.adapter_slots is not None:
             self.adapter_slots.fail(self.queues, schedule, result.failed_loads)
@@ -180,14 +180,8 @@ class Scheduler:
             if self._drops(schedule, seq, token_id):
                 continue
             taken.append(seq)
-            times = seq.group.metrics.token_times
-            if not times or times[-1] != now:
-                times.append(now)
-            if seq.group.beam_search is not None:
-                seq.candidates = {candidate: logprob for candidate, (logprob, _) in logprobs[i].items()}
-                continue
-            seq.append(token_id, logprobs.get(i) if logprobs else None)
-            if ending := seq.find_ending():
+            seq.group.metrics.count_step(now)
+            if ending := seq.take(token_id, result.logprobs.get(i)):
                 self.queues.finish(seq.group, seq, *ending)
         if schedule.drafted:
             assert self.drafts is not None

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from nanopage.engine.beam_search import Beam, BeamSearch, BeamStep
+from nanopage.engine.beam_search import BeamSearch, BeamStep
 from nanopage.outputs import RequestMetrics
 from nanopage.step import LogprobTable, SamplingSettings
 
@@ -145,6 +145,16 @@ class Sequence:
         # One statement of plain assignments: no signal handler can run in the middle.
         self.token_ids[end:], self.cumulative_logprob, self.num_in_flight = (token_id,), total, self.num_in_flight - 1
 
+    def take(self, token_id: int, logprobs: LogprobTable | None) -> tuple[str, int | None] | None:
+        """Take the token that has been sampled. A beam keeps the candidates in `logprobs` instead, for its search.
+        Returns: as `find_ending`."""
+        if self.group.beam_search is not None:
+            assert logprobs is not None
+            self.candidates = {candidate: logprob for candidate, (logprob, _) in logprobs.items()}
+            return None
+        self.append(token_id, logprobs)
+        return self.find_ending()
+
     def find_ending(self) -> tuple[str, int | None] | None:
         """(finish_reason, stop_reason) if the last token ends the sequence. A stop token wins over the length, as in
         vLLM."""
@@ -245,41 +255,6 @@ class SequenceGroup:
         vector = np.frombuffer(values, np.float32).astype(np.float64)
         adds_up = self.seqs[0].settings.pooling_type == "MEAN" and start > 0
         self.pooled = self.pooled + vector if adds_up and self.pooled is not None else vector
-
-    def choose_beams(self) -> tuple[list[Sequence], list[tuple[Sequence, Sequence]]]:
-        """Choose the next beams when all beams have their candidates. `take_beams` makes the choice the group's state.
-
-        Returns: the beams that end; (parent, sequence) for each beam that forks from another.
-        """
-        search, parents = self.beam_search, self.live
-        assert search is not None
-        step = search.choose([Beam(seq.output_token_ids, seq.cumulative_logprob, seq.candidates) for seq in parents])
-        survivors = set() if step.finished else {index for index, _, _ in step.live}
-        ending = [seq for index, seq in enumerate(parents) if index not in survivors]
-        spare = [seq for seq in self.seqs if seq.dormant] + ending
-        forks, live = [], []
-        for index, token_id, cumulative_logprob in [] if step.finished else step.live:
-            seq = parent = parents[index]
-            if index in survivors:  # its first successor is the same sequence
-                survivors.remove(index)
-            else:
-                seq = spare.pop()
-                forks.append((parent, seq))
-            live.append((seq, [*parent.token_ids, token_id], cumulative_logprob))
-        self.next_beams = step, live
-        return ending, forks
-
-    def take_beams(self) -> None:
-        """Make `next_beams` the state of the group. If an exception interrupts this, call it again."""
-        assert self.beam_search is not None and self.next_beams is not None
-        step, live = self.next_beams
-        self.beam_search.accept(step)
-        for seq in self.seqs:
-            seq.candidates = {}
-            seq.dormant = not step.finished and all(seq is not other for other, _, _ in live)
-        for seq, token_ids, cumulative_logprob in live:
-            seq.token_ids, seq.cumulative_logprob, seq.block_hashes = token_ids, cumulative_logprob, []
-        self.next_beams = None
 
     def __repr__(self) -> str:
         return f"SequenceGroup({self.request_id!r}, {self.status.value}, {self.seqs})"

@@ -55,12 +55,10 @@ def _append(
 ) -> int:
     """Append tokens to a sequence up to one that ends it. Returns how many were appended."""
     group, manager, number, ending = seq.group, queues.block_manager, 0, None
-    if group.metrics.token_times[-1:] != [now]:
-        group.metrics.token_times.append(now)
+    group.metrics.count_step(now)
     seq.num_in_flight = len(token_ids)
     while ending is None and number < len(token_ids):
-        seq.append(token_ids[number], logprobs[number])
-        ending = seq.find_ending()
+        ending = seq.take(token_ids[number], logprobs[number])
         number += 1
     if group.status is Status.RUNNING:  # it has its blocks
         seq.num_computed_tokens = len(seq.token_ids) - 1
