@@ -25,6 +25,7 @@ from functools import partial
 import pytest
 import torch
 from helpers import LONG, BytesExecutor, ForkedLink, tiny_model
+from on_a_cpu import graphs_for, make_sample_all, pieces_for
 from safetensors.torch import load_file, save_file
 from test_lora import save_adapter
 
@@ -38,7 +39,6 @@ from nanopage import (
     StructuredOutputsParams,
 )
 from nanopage.build import build_engine
-from nanopage.cpu.lora import adapters_on_cpu
 from nanopage.distributed.process_executor import ProcessExecutor
 from nanopage.engine.beam_search import Beam, BeamSearch
 from nanopage.engine.block_manager import BlockManager
@@ -55,7 +55,7 @@ from nanopage.view.explain import make_sentences, told
 from nanopage.view.frames import Frames, Picture
 from nanopage.weights import loader
 from nanopage.worker import jit
-from nanopage.worker.cuda_graphs import CUDAGraphs, make_sample_all
+from nanopage.worker.cuda_graphs import CUDAGraphs
 from nanopage.worker.eager import Eager, plain_attention
 from nanopage.worker.memory import GIB, block_bytes
 from nanopage.worker.piecewise_graphs import PiecewiseGraphs
@@ -351,8 +351,8 @@ def run_as_on_a_gpu(engine: LLMEngine, uses_triton: bool = False) -> None:
     make_attention = worker.setup.make_attention if uses_triton else plain_attention
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jit, "compile_afresh", lambda function: function)
-        made = jit.CompiledDecoder(worker.model, uses_triton), worker.kv_cache, runner.table
-    graphs = CUDAGraphs(*made, uses_triton, sample_all)
+        made = pieces_for(worker.model, uses_triton), worker.kv_cache, runner.table
+    graphs = graphs_for(*made, uses_triton, sample_all)
     pieces = PiecewiseGraphs(*made, make_attention, most=engine.scheduler.token_budget.most // 2 + 1)
     runner.ways = [graphs, pieces, Eager(*made, make_attention)]
     runner.sampler.sample_all = sample_all
@@ -894,8 +894,7 @@ def test_nor_do_adapters(world, model, oracle, adapted):
     if world % 3 == 1:
         engine.executor = BytesExecutor(engine.executor)
     if world % 3:  # what a GPU captures
-        made = runner.model, runner.kv_cache, runner.table, False, make_sample_all(False)
-        graphs = CUDAGraphs(*made, adapters_of=partial(adapters_on_cpu, None, runner.table.adapter_slots))
+        graphs = graphs_for(runner.model, runner.kv_cache, runner.table)
         count_steps(graphs, "steps on static buffers")
         runner.ways = [graphs, *runner.ways]
     if world % 4 == 0:

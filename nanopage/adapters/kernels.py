@@ -93,35 +93,23 @@ def lora_expand_kernel(
     tl.store(y_at, (y.to(tl.float32) + added).to(y.dtype), mask=stored)
 
 
-class TritonAdapters:
-    """`adapters.layers.TokenAdapters` by these kernels.
-
-    Args: slots: int64 [T], on the GPU: the slot of each token, -1 for none.
-    """
-
-    def __init__(self, slots: Tensor):
-        self.slots = slots
-
-    def add(self, y: Tensor, x: Tensor, a: Tensor, b: Tensor, sizes: list[int]) -> Tensor:
-        """As TokenAdapters.add, in float32, float16 or bfloat16. Rows of x and y are contiguous."""
-        num_slots, num_parts, rank, in_features = a.shape
-        num_tokens, ranks = len(x), num_parts * rank
-        h = torch.empty(num_tokens, ranks, dtype=torch.float32, device=x.device)
-        x = x if x.stride(1) == 1 else x.contiguous()
-        precision = "tf32x3" if x.dtype == torch.float32 and architecture_of(x.device) >= 80 else "ieee"
-        tiles, step = triton.cdiv(num_tokens, TOKENS), min(64, max(16, triton.next_power_of_2(ranks)))
-        lora_shrink_kernel[tiles, num_slots, triton.cdiv(ranks, step)](
-            x, a, self.slots, h, num_tokens, in_features, ranks, x.stride(0),
-            TOKENS=TOKENS, RANKS=step, INPUTS=INPUTS, PRECISION=precision,
+def add_adapters(y: Tensor, x: Tensor, a: Tensor, b: Tensor, slots: Tensor, sizes: list[int]) -> Tensor:
+    """As `adapters.layers.Add`, in float32, float16 or bfloat16. Rows of x and y are contiguous. Changes y."""
+    num_slots, num_parts, rank, in_features = a.shape
+    num_tokens, ranks = len(x), num_parts * rank
+    h = torch.empty(num_tokens, ranks, dtype=torch.float32, device=x.device)
+    x = x if x.stride(1) == 1 else x.contiguous()
+    precision = "tf32x3" if x.dtype == torch.float32 and architecture_of(x.device) >= 80 else "ieee"
+    tiles, step = triton.cdiv(num_tokens, TOKENS), min(64, max(16, triton.next_power_of_2(ranks)))
+    lora_shrink_kernel[tiles, num_slots, triton.cdiv(ranks, step)](
+        x, a, slots, h, num_tokens, in_features, ranks, x.stride(0),
+        TOKENS=TOKENS, RANKS=step, INPUTS=INPUTS, PRECISION=precision,
+    )  # fmt: skip
+    first = 0
+    for part, size in enumerate(sizes):
+        lora_expand_kernel[tiles, num_slots, triton.cdiv(size, OUTPUTS)](
+            h, b, slots, y, num_tokens, b.shape[2], first, size, ranks, part * rank, rank, y.stride(0),
+            TOKENS=TOKENS, RANK=max(16, triton.next_power_of_2(rank)), OUTPUTS=OUTPUTS, PRECISION=precision,
         )  # fmt: skip
-        first = 0
-        for part, size in enumerate(sizes):
-            lora_expand_kernel[tiles, num_slots, triton.cdiv(size, OUTPUTS)](
-                h, b, self.slots, y, num_tokens, b.shape[2], first, size, ranks, part * rank, rank, y.stride(0),
-                TOKENS=TOKENS, RANK=max(16, triton.next_power_of_2(rank)), OUTPUTS=OUTPUTS, PRECISION=precision,
-            )  # fmt: skip
-            first += size
-        return y
-
-    def select(self, rows: Tensor) -> "TritonAdapters":
-        return TritonAdapters(self.slots[rows])
+        first += size
+    return y

@@ -4,37 +4,30 @@ y = x Wᵀ + x Aᵀ Bᵀ, with A and B of the adapter of each token. The weights
 captured graph reads whatever the slots hold. Ranks are padded with zeros.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from nanopage.layers.linear import Linear
 
+Add = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, list[int]], Tensor]
+"""Adds the products of adapters: add(y, x, a, b, slots, sizes) returns y plus those of each token. May change y.
 
-class TokenAdapters(Protocol):
-    """Knows the adapter slot of each token of a step. Made for each step, like Attention."""
-
-    def add(self, y: Tensor, x: Tensor, a: Tensor, b: Tensor, sizes: list[int]) -> Tensor:
-        """Return y plus the products of each token's adapter. May change y.
-
-        Args:
-            y: [T, out].
-            x: [T, in].
-            a: [slots, parts, rank, in].
-            b: [slots, rank, out]: its columns multiply the part of A to which their outputs belong.
-            sizes: the outputs of each part.
-        """
-
-    def select(self, rows: Tensor) -> "TokenAdapters":
-        """The same for these tokens alone."""
+y      [T, out]
+x      [T, in]
+a      [slots, parts, rank, in]
+b      [slots, rank, out]: its columns multiply the part of A to which their outputs belong
+slots  int64 [T], the adapter slot of each token, -1 for none
+sizes  the outputs of each part
+"""
 
 
 @dataclass(slots=True)
 class Running:
-    """The step that a model is computing; its `adapters` are TokenAdapters or None. The model's linear layers share
-    this object, so that other layers need not know about adapters."""
+    """The step that a model is computing. Its LoRAWeights share this object: other layers know nothing of adapters."""
 
     step: Any = None
 
@@ -46,6 +39,7 @@ class LoRAWeight(nn.Module):
         linear: has the weight.
         num_slots, rank: how many adapters it holds, and of which rank at most.
         running: the step that the model is computing.
+        add: adds the products of adapters on this device.
     """
 
     a: Tensor
@@ -53,10 +47,17 @@ class LoRAWeight(nn.Module):
     has_rows = False
 
     def __init__(
-        self, linear: Linear, num_slots: int, rank: int, dtype: torch.dtype, device: torch.device, running: Running
+        self,
+        linear: Linear,
+        num_slots: int,
+        rank: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        running: Running,
+        add: Add,
     ):
         super().__init__()
-        self.weight, self.parts, self.running = linear.weight, linear.parts, running
+        self.weight, self.parts, self.running, self.add = linear.weight, linear.parts, running, add
         self.sizes = list(self.parts.values())
         a = torch.zeros(num_slots, len(self.sizes), rank, linear.in_features, dtype=dtype, device=device)
         b = torch.zeros(num_slots, rank, linear.out_features, dtype=dtype, device=device)
@@ -65,7 +66,9 @@ class LoRAWeight(nn.Module):
 
     def product(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         y, step = self.weight.product(x, bias), self.running.step
-        return y if step is None or step.adapters is None else step.adapters.add(y, x, self.a, self.b, self.sizes)
+        if step is None or step.adapters is None:
+            return y
+        return self.add(y, x, self.a, self.b, step.adapters, self.sizes)
 
     @torch.no_grad()
     def fill(self, slot: int, part: str, a: Tensor, b: Tensor) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nanopage.adapters.layers import LoRAWeight, Running
+from nanopage.adapters.layers import Add, LoRAWeight, Running
 from nanopage.layers.attention import StepContext
 from nanopage.layers.mlp import MLP
 from nanopage.models.decoder import Decoder
@@ -27,17 +27,17 @@ def check_layers(decoder: Decoder) -> None:
 class AdaptedDecoder(Decoder):
     """A loaded decoder with slots for adapters in its linear layers, except the head. Changes `decoder`.
 
-    Args: num_slots, rank: as in LoRAWeight. dtype: of activations.
+    Args: num_slots, rank, add: as in LoRAWeight. dtype: of activations.
     """
 
-    def __init__(self, decoder: Decoder, num_slots: int, rank: int, dtype: torch.dtype, device: torch.device):
+    def __init__(self, decoder: Decoder, num_slots: int, rank: int, dtype: torch.dtype, device: torch.device, add: Add):
         nn.Module.__init__(self)  # not Decoder's: the modules are those of `decoder`
         self.running = Running()
         layers: Any = decoder.layers
         for layer in layers:
             for place in PLACES:
                 linear = layer.get_submodule(place)
-                linear.weight = LoRAWeight(linear, num_slots, rank, dtype, device, self.running)
+                linear.weight = LoRAWeight(linear, num_slots, rank, dtype, device, self.running, add)
         self.take(decoder)
 
     def forward(self, input_ids: Tensor, step: StepContext) -> Tensor:

@@ -125,25 +125,16 @@ class Compiled:
     def run(self, batch: Batch) -> Output:
         inputs = prepare(batch, self.table)
         step = inputs.step(self.kv_cache, plain_attention)
-        step.adapters = self._adapter_slots(batch)
         if self.head is not None and self._is_one_decode(batch):
             return self._decode_one(batch, inputs.input_ids, step, self.head)
         return run_model(self._forward, batch, inputs.input_ids, step, self.table, self.head or head_of(self.model))
 
     def _forward(self, input_ids: Tensor, step: StepContext) -> Tensor:
-        """As `Decoder.forward`, with the KV cache that the layers were loaded for. `step.adapters` is as in
-        `_adapter_slots`."""
+        """As `Decoder.forward`, with the KV cache that the layers were loaded for."""
         assert self.layers is not None
         x = self.model.embed(input_ids)
         step.rotations = self.model.rotary(step.positions, x.dtype)
         return self.layers(x, step)
-
-    def _adapter_slots(self, batch: Batch) -> Tensor | None:
-        """The adapter slot of each token, -1 for none: int64 [T]. None if no token has an adapter."""
-        if self.table.adapter_slots is None:
-            return None
-        slots = self.table.adapter_slots.numpy()[batch.rows]
-        return torch.from_numpy(np.repeat(slots, batch.counts)) if (slots >= 0).any() else None
 
     def _is_one_decode(self, batch: Batch) -> bool:
         """Whether a batch has one token, which is not of a prompt whose log-probabilities are asked for, and samples
@@ -277,7 +268,7 @@ class Compiled:
 
         adapted = layers_with(tensors_of) if self.spec["adapted"] else None
         made = chain, libraries, layers_with(own_tensors_of), adapted
-        return CompiledLayers(*made, self.config.num_heads, self.config.head_dim, self.spec["threads"])
+        return CompiledLayers(*made, decoder_layers[-1].self_attn, self.spec["threads"])
 
     def _make_head(self, chain: Chain, libraries: dict[tuple[str, str], Library]) -> "CompiledHead | None":
         """The compiled head; None if the head has no tiles, because oneDNN chose another layout for it, or if the model
@@ -348,6 +339,7 @@ class CompiledLayers:
         libraries: the compiled functions, by part and kind.
         layers: without the weights of adapters.
         adapted: with them, or None if there are no slots for adapters.
+        last: the attention of the last layer, a SelfAttention.
         num_threads: the most that a step may have.
     """
 
@@ -357,36 +349,30 @@ class CompiledLayers:
         libraries: dict[tuple[str, str], Library],
         layers: Layers,
         adapted: Layers | None,
-        num_heads: int,
-        head_dim: int,
+        last: Any,
         num_threads: int,
     ):
         self.chain, self.libraries, self.layers, self.adapted = chain, libraries, layers, adapted
-        self.num_heads, self.head_dim, self.num_threads = num_heads, head_dim, num_threads
+        self.last, self.num_threads = last, num_threads
 
     def __call__(self, x: Tensor, step: StepContext) -> Tensor:
-        """The output of the last layer, for x [T, hidden_size], the input of the first one.
-
-        `step.adapters` is the adapter slot of each token, int64 [T]. None: no token has an adapter.
-        """
-        adapters, rows = step.adapters, step.rows
-        layers = self.layers if adapters is None else self.adapted
+        """The output of the last layer for the rows that the step keeps, for x [T, hidden_size], the input of the first
+        layer."""
+        layers = self.layers if step.adapters is None else self.adapted
         assert layers is not None
-        attended = x.new_empty(len(x), self.num_heads, self.head_dim)
-        before, after = self._part("before", x, adapters), self._part("after", x, adapters)
+        attended = x.new_empty(len(x), self.last.num_heads, self.last.head_dim)
+        before, after = self._part("before", x, step), self._part("after", x, step)
         num_threads = min(self.num_threads, torch.get_num_threads())
         num_parts = num_threads if len(x) >= num_threads * PART_ROWS else 1
         x = self.chain.run_layers(before, after, layers, x, step, attended, num_parts)
-        if rows is not None:
-            x, attended = x[rows], attended[rows]
-            adapters = None if adapters is None else adapters[rows]
-        inputs = (x, attended) if adapters is None else (x, attended, adapters)
-        return self.chain.call(self._part("after", x, adapters), layers.fixed[-1], *inputs)[0]
+        x, attended = step.keep(self.last, x, attended)
+        inputs = (x, attended) if step.adapters is None else (x, attended, step.adapters)
+        return self.chain.call(self._part("after", x, step), layers.fixed[-1], *inputs)[0]
 
-    def _part(self, part: str, x: Tensor, adapters: Tensor | None) -> Library:
+    def _part(self, part: str, x: Tensor, step: StepContext) -> Library:
         """The function for as many rows as x has."""
         kind = "one" if len(x) == 1 else "many"
-        return self.libraries[part, kind if adapters is None else f"adapted-{kind}"]
+        return self.libraries[part, kind if step.adapters is None else f"adapted-{kind}"]
 
 
 class CompiledHead:

@@ -29,8 +29,8 @@ from torch import Tensor, nn
 from nanopage.adapters.layers import Running
 from nanopage.adapters.model import AdaptedDecoder
 from nanopage.config.model import ModelConfig
+from nanopage.cpu import lora  # noqa: F401 (registers an operator)
 from nanopage.cpu.aot import LOCK, TIME_LIMIT, file_kinds, find_file, tensors_of
-from nanopage.cpu.lora import OperatorAdapters
 from nanopage.cpu.packed import PackedRowWeight, PackedWeight, pack
 from nanopage.cpu.packed_linear import TILE, matvec, tile_width
 from nanopage.cpu.tiled import tile
@@ -98,7 +98,7 @@ class _Part(nn.Module):
         *inputs, kv_cache = tensors
         if self.running is not None:
             *inputs, slots = inputs
-            self.running.step = SimpleNamespace(adapters=OperatorAdapters(slots))
+            self.running.step = SimpleNamespace(adapters=slots)
         if self.part == "after":
             return self.layer.after(*inputs)
         x, cos, sin, slot_mapping = inputs
@@ -291,7 +291,8 @@ def _make(spec: dict[str, Any], config: ModelConfig, directory: Path, name: str)
     else:
         pack(layer, PackedRowWeight if kind == "one" else PackedWeight)
     if adapted:  # the code reads the number of slots and their rank from the tensors
-        running = AdaptedDecoder(model, 1, 1, dtype, torch.device("cpu")).running
+        add = torch.ops.nanopage.add_adapters
+        running = AdaptedDecoder(model, 1, 1, dtype, torch.device("cpu"), add).running
     compile_layer(layer, config, dtype, kv_dtype, spec["block_size"], part, num_rows, running, directory / name)
 
 

@@ -1,9 +1,8 @@
 """What layers need to know about a step: a StepContext, with the attention of each kind of layers.
 
-kernels/reference.py spells attention out. These classes compute it: `kernels.grouped_attention.GroupedAttention` in
-plain PyTorch, `kernels.paged_attention.TritonAttention` on a GPU, and `worker.cuda_graphs.PaddedAttention` for padded
-decodes on a CPU, which only tests run. Compiled layers on a CPU take the fields of a GroupedAttention, and compute with
-cpu/flash_attention.cpp.
+kernels/reference.py spells attention out. Two classes compute it: `kernels.grouped_attention.GroupedAttention` in
+plain PyTorch, and `kernels.paged_attention.TritonAttention` on a GPU. Compiled layers on a CPU take the fields of a
+GroupedAttention, and compute with cpu/flash_attention.cpp.
 """
 
 from collections.abc import Sequence
@@ -56,7 +55,7 @@ class StepContext:
     kinds       of each layer, the index of its kind in `attentions`
     kv_caches   of each layer, [2, num_blocks, num_kv_heads, head_dim * block_size]; written in place
     rows        int64: the tokens whose hidden states are wanted after the last layer. None: all
-    adapters    of each token (see adapters/layers.py). None: no token has one
+    adapters    int64 [T], the adapter slot of each token, -1 for none. None: no token has one
     rotations   cos and sin of each token, for each rope of the model, which computes them (see RotaryEmbedding)
     """
 
@@ -65,7 +64,7 @@ class StepContext:
     kinds: Sequence[int]
     kv_caches: Sequence[Tensor]
     rows: Tensor | None = None
-    adapters: Any = None
+    adapters: Tensor | None = None
     rotations: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
     def write(self, layer: Any, k: Tensor, v: Tensor) -> None:
@@ -84,5 +83,5 @@ class StepContext:
         if self.rows is None or layer.index + 1 < len(self.kinds):
             return tensors
         if self.adapters is not None:
-            self.adapters = self.adapters.select(self.rows)
+            self.adapters = self.adapters[self.rows]
         return [tensor[self.rows] for tensor in tensors]

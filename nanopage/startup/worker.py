@@ -9,13 +9,14 @@ from pathlib import Path
 
 import torch
 
+from nanopage.adapters.layers import Add
 from nanopage.adapters.model import check_layers
-from nanopage.adapters.worker import Choose, adapters_on_gpu, attach_adapters
+from nanopage.adapters.worker import attach_adapters
 from nanopage.config.model import ModelConfig
 from nanopage.config.options import EngineConfig
 from nanopage.cpu.aot import Compiled
 from nanopage.cpu.aot_products import adapter_product
-from nanopage.cpu.lora import adapters_on_cpu
+from nanopage.cpu.lora import add_adapters
 from nanopage.cpu.option_speed import warn_of_slow_options
 from nanopage.cpu.threads import ThreadCount, limit_threads
 from nanopage.device import resolve_device, resolve_dtype, resolve_kv_dtype, set_cuda_precision
@@ -90,7 +91,7 @@ def build_worker(
         _answer_with(model, *pooling.answers)
     wings.stored_as, product = store(setup, model, kind, product)
     if config.enable_lora:
-        model = attach_adapters(setup, model, wings, _adapter_products(setup))
+        model = attach_adapters(setup, model, wings, _choose_add(setup))
     if ranks is not None:
         ranks.connect(model, model_config, setup.dtype)
         wings.partial = partial(PartialWay, ranks=ranks)
@@ -112,9 +113,11 @@ def _answer_with(model: Decoder, no: int, yes: int) -> None:
     model.lm_head = None  # type: ignore[assignment]
 
 
-def _adapter_products(setup: Setup) -> Choose:
-    """What computes the products of adapters. On a CPU, they are compiled on first use."""
+def _choose_add(setup: Setup) -> Add:
+    """What adds the products of adapters. On a CPU, it is compiled on first use."""
     if setup.on_gpu:
-        return adapters_on_gpu
+        from nanopage.adapters import kernels  # imports Triton
+
+        return kernels.add_adapters
     compiles = not setup.config.enforce_eager and setup.dtype in (torch.float32, torch.bfloat16)
-    return partial(adapters_on_cpu, adapter_product(setup.dtype) if compiles else None)
+    return (adapter_product(setup.dtype) if compiles else None) or add_adapters

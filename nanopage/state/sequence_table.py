@@ -114,6 +114,17 @@ class SequenceTable:
             blocks = self.blocks[each_row[:, None], columns]
         return blocks.permute(2, 0, 1).contiguous(), seq_lens - first * size
 
+    def adapters_of(self, rows: Tensor) -> Tensor | None:
+        """The adapter slot of each token, -1 for none: int64 [T]. None if no token has an adapter. On a GPU, finding
+        that out would take waiting for it: None if adapters are not enabled.
+
+        Args: rows: of each token, int64 [T], on the device.
+        """
+        if self.adapter_slots is None:
+            return None
+        slots = self.adapter_slots[rows]
+        return slots if slots.is_cuda or (slots >= 0).any() else None
+
     def _fork(self, forks: list[Fork]) -> None:
         parents, rows = [fork.parent for fork in forks], [fork.row for fork in forks]
         source, target = to_device(parents, self.device), to_device(rows, self.device)

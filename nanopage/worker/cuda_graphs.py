@@ -16,7 +16,7 @@ lengths. Each size is therefore captured several times: with one split, with GRO
 the longest context can use. A step takes the graph whose number is close to what its lengths need, because empty splits
 take time, too.
 
-On a CPU, for the tests, the same code runs on the same buffers without capture.
+Without `capture`, the same code runs on the same buffers.
 """
 
 from collections.abc import Callable, Iterator
@@ -30,14 +30,10 @@ from rich.progress import track
 from torch import Tensor
 
 from nanopage.device import to_device
-from nanopage.kernels.grouped_attention import GroupedAttention
-from nanopage.kernels.reference import PLAIN, Scoring
 from nanopage.layers.attention import Attention, StepContext
 from nanopage.models.decoder import Decoder
-from nanopage.sampling import truncation
 from nanopage.sampling.sampler import sample_rows
 from nanopage.state.kv_cache import KVCache
-from nanopage.state.pages import pad_tables
 from nanopage.state.sequence_table import SequenceTable
 from nanopage.step import Batch
 from nanopage.worker.eager import Output
@@ -73,16 +69,14 @@ def naming_what_helps(what: str, options: str) -> Iterator[None]:
 
 
 class CUDAGraphs:
-    """Runs decode steps on static buffers. On CUDA, captures them as graphs and replays these.
+    """Runs decode steps on static buffers. Captures them as graphs and replays these.
 
     Args:
         model: its layers may be compiled.
         kv_cache: the pages of K and V.
         table: the state of each running sequence. Its last row is for padding.
-        uses_triton: whether Triton kernels compute attention.
         sample_all: samples all rows after the model (see `make_sample_all`).
         wrap: compiles the function that runs before the model.
-        adapters_of: makes what the model needs to know of the adapters of rows (adapters/worker.py). None: it has none.
     """
 
     def __init__(
@@ -90,13 +84,10 @@ class CUDAGraphs:
         model: Decoder,
         kv_cache: KVCache,
         table: SequenceTable,
-        uses_triton: bool,
         sample_all: Callable[..., Tensor],
         wrap: Callable[[Callable], Callable] = no_wrap,
-        adapters_of: Callable[[Tensor], Any] | None = None,
     ):
-        self.adapters_of = adapters_of
-        self.model, self.kv_cache, self.table, self.uses_triton = model, kv_cache, table, uses_triton
+        self.model, self.kv_cache, self.table = model, kv_cache, table
         self.look_up, self.sample_all = wrap(look_up), sample_all
         self.device, self.max_model_len = table.device, table.tokens.shape[1] - 1
         self.sizes = batch_sizes(len(table.tokens) - 1)
@@ -128,23 +119,19 @@ class CUDAGraphs:
         if self.graphs:
             self.graphs[size, num_splits].replay()
         else:
-            self._step(size, num_splits, num_rows)
+            self._step(size, num_splits)
         return Output(self.logits[:num_rows], tokens=self.sampled[:num_rows])
 
-    def _step(self, size: int, num_splits: int, num_rows: int) -> None:
-        """Run a step on the static buffers. This is what a graph captures.
-
-        Args: num_rows: rows that are not padding. Only plain attention uses it, because it cannot skip padding.
-        """
+    def _step(self, size: int, num_splits: int) -> None:
+        """Run a step on the static buffers. This is what a graph captures."""
         rows, seq_lens = self.ints[: 2 * size].view(2, size).unbind()
         table, sampling = self.table, self.table.sampling
         input_ids, positions, pages = self.look_up(
             rows, seq_lens, table.tokens, table.blocks, table.block_size, table.windows
         )
-        attentions = [self._make_attention(slots, tables, lens, num_splits, num_rows) for slots, tables, lens in pages]
-        step = StepContext(positions, attentions, self.kv_cache.kinds.of_layers, self.kv_cache.layers)
-        if self.adapters_of is not None:
-            step.adapters = self.adapters_of(rows)
+        attentions = [self._make_attention(slots, tables, lens, num_splits) for slots, tables, lens in pages]
+        layers = self.kv_cache.kinds.of_layers, self.kv_cache.layers
+        step = StepContext(positions, attentions, *layers, adapters=table.adapters_of(rows))
         logits = self.model.logits(self.model(input_ids, step))
         # A sequence's length is the position of the token to be sampled.
         tokens = self.sample_all(logits, rows, seq_lens, sampling.temperature, sampling.seed, sampling.limits)
@@ -152,12 +139,8 @@ class CUDAGraphs:
         self.sampled[:size] = tokens
         table.record(rows, positions + 1, tokens)
 
-    def _make_attention(
-        self, slots: Tensor, block_tables: Tensor, seq_lens: Tensor, num_splits: int, num_rows: int
-    ) -> Attention:
+    def _make_attention(self, slots: Tensor, block_tables: Tensor, seq_lens: Tensor, num_splits: int) -> Attention:
         """The attention of the layers of one kind."""
-        if not self.uses_triton:
-            return padded_attention(slots, block_tables, seq_lens, num_rows, self.table.block_size)
         from nanopage.kernels.paged_attention import TritonAttention  # imports Triton
 
         size = len(slots)
@@ -166,8 +149,6 @@ class CUDAGraphs:
     @cached_property
     def splits(self) -> list[int]:
         """The numbers of splits that each size is captured with."""
-        if not self.uses_triton:
-            return [1]
         splits, most = [1], self._best_splits([self.max_model_len])
         while splits[-1] < most:
             splits.append(min(GROWTH * splits[-1], most))
@@ -175,8 +156,6 @@ class CUDAGraphs:
 
     def _choose_splits(self, seq_lens: list[int]) -> int:
         """The smallest captured number of splits that is more than half of what is best for these lengths."""
-        if len(self.splits) == 1:
-            return 1
         wanted = self._best_splits(seq_lens)
         return next((splits for splits in self.splits if 2 * splits > wanted), self.splits[-1])
 
@@ -196,48 +175,13 @@ class CUDAGraphs:
         console = Console(stderr=True)
         for size, splits in track(cases, "Capturing CUDA graphs", console=console, transient=True):
             with naming_what_helps(f"the graph of batch size {size} was", "max_num_seqs or gpu_memory_utilization"):
-                self._step(size, splits, 0)  # a first call allocates and compiles, which capturing does not allow
+                self._step(size, splits)  # a first call allocates and compiles, which capturing does not allow
                 graph = torch.cuda.CUDAGraph()
                 # Meanwhile, a thread of NCCL's may query events, which the default mode forbids to all threads.
                 with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
-                    self._step(size, splits, 0)
+                    self._step(size, splits)
             self.graphs[size, splits] = graph
         torch.cuda.synchronize(self.device)
-
-
-class PaddedAttention:
-    """Plain attention of a batch of decodes that ends with padding. Nothing is written for padding, and its attention
-    is 0.
-
-    Args:
-        slot_mapping: int64 [T], -1 for padding.
-        decodes: the attention of the rows that are not padding.
-    """
-
-    def __init__(self, slot_mapping: Tensor, decodes: GroupedAttention):
-        self.slot_mapping, self.decodes = slot_mapping, decodes
-
-    def write(self, k: Tensor, v: Tensor, kv_cache: Tensor, scales: tuple[float, float] = (1.0, 1.0)) -> None:
-        size = len(self.decodes.seq_lens)
-        self.decodes.write(k[:size], v[:size], kv_cache, scales)
-
-    def attend(self, q: Tensor, kv_cache: Tensor, scoring: Scoring = PLAIN, out: Tensor | None = None) -> Tensor:
-        size = len(self.decodes.seq_lens)
-        if out is None:
-            out = torch.empty_like(q, memory_format=torch.contiguous_format)
-        self.decodes.attend(q[:size], kv_cache, scoring, out[:size])
-        out[size:] = 0
-        return out
-
-
-def padded_attention(
-    slots: Tensor, block_tables: Tensor, seq_lens: Tensor, num_rows: int, block_size: int
-) -> PaddedAttention:
-    """Plain attention of decodes. The first `num_rows` rows are not padding."""
-    slots_of_rows, tables, lens = slots[:num_rows], block_tables[:num_rows], seq_lens[:num_rows]
-    padded = pad_tables(tables.numpy()[:, :, None], -(-lens.numpy() // block_size))[:, :, 0]
-    tables = torch.from_numpy(padded)
-    return PaddedAttention(slots, GroupedAttention(slots_of_rows, tables, torch.ones_like(lens), lens))
 
 
 def look_up(
@@ -274,13 +218,11 @@ def look_up(
     return tokens[rows, positions].long(), positions, pages
 
 
-def make_sample_all(uses_triton: bool, wrap: Callable[[Callable], Callable] = no_wrap) -> Callable[..., Tensor]:
+def make_sample_all(wrap: Callable[[Callable], Callable] = no_wrap) -> Callable[..., Tensor]:
     """`sample_rows` with its first argument given, for CUDA graphs and for the `Sampler` of other steps.
 
-    Args: uses_triton: whether a Triton kernel applies top-k, top-p and min-p; wrap: compiles `sample_rows`.
+    Args: wrap: compiles `sample_rows`.
     """
-    if not uses_triton:
-        return partial(wrap(sample_rows), truncation.find_floors)
     from nanopage.kernels.floors import find_floors  # imports Triton
 
     return partial(wrap(sample_rows), find_floors)

@@ -7,7 +7,6 @@ ways.py lists the others.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -29,16 +28,19 @@ class Inputs:
 
     input_ids, positions  int64 [T], on the device
     pages                 where K and V are in the layers of each kind
+    adapters              as in StepContext
     """
 
     input_ids: Tensor
     positions: Tensor
     pages: list["Pages"]
+    adapters: Tensor | None
 
     def step(self, kv_cache: KVCache, make_attention: Callable[["Pages"], Attention]) -> StepContext:
         """What the layers need to know of this batch."""
         attentions = [make_attention(pages) for pages in self.pages]
-        return StepContext(self.positions, attentions, kv_cache.kinds.of_layers, kv_cache.layers)
+        layers = kv_cache.kinds.of_layers, kv_cache.layers
+        return StepContext(self.positions, attentions, *layers, adapters=self.adapters)
 
 
 @dataclass(slots=True)
@@ -82,7 +84,6 @@ class Eager:
 
     Args:
         make_attention: makes the attention of a step, for the layers of one kind. None: plain attention.
-        adapters_of: finds the adapters of tokens by their rows (see CUDAGraphs). None: without LoRA.
     """
 
     def __init__(
@@ -91,10 +92,9 @@ class Eager:
         kv_cache: KVCache,
         table: SequenceTable,
         make_attention: Callable[[Pages], Attention] | None = None,
-        adapters_of: Callable[[Tensor], Any] | None = None,
     ):
         self.model, self.kv_cache, self.table = model, kv_cache, table
-        self.make_attention, self.adapters_of = make_attention or plain_attention, adapters_of
+        self.make_attention = make_attention or plain_attention
 
     def fits(self, batch: Batch) -> bool:
         return True
@@ -102,14 +102,16 @@ class Eager:
     def run(self, batch: Batch) -> Output:
         inputs = prepare(batch, self.table)
         step = inputs.step(self.kv_cache, self.make_attention)
-        if self.adapters_of is not None:
-            rows = to_device(torch.from_numpy(np.repeat(batch.rows, batch.counts)), self.table.device)
-            step.adapters = self.adapters_of(rows)
         return run_model(self.model, batch, inputs.input_ids, step, self.table, head_of(self.model))
 
 
 def prepare(batch: Batch, table: SequenceTable) -> Inputs:
-    """Look up a batch's tokens and blocks in the sequence table."""
+    """Look up a batch's tokens and blocks in the sequence table.
+
+    In the example of `step.Batch`, with blocks of 16 tokens and the block tables [4, 9] and [2], `positions` are
+    [20, 0, 1, 2, 3, 4, 5], `slot_mapping` [148, 32, 33, 34, 35, 36, 37] (148 = 9 * 16 + 4), `query_lens` [1, 6] and
+    `seq_lens` [21, 6].
+    """
     rows, starts, counts = (np.array(values) for values in (batch.rows, batch.starts, batch.counts))
     block_size = table.block_size
     sequence = np.repeat(np.arange(len(rows)), counts)  # the sequence of each token
@@ -129,7 +131,9 @@ def prepare(batch: Batch, table: SequenceTable) -> Inputs:
     for kind, window in enumerate(table.windows):
         block_tables, seq_lens = cut[window]
         pages.append(Pages(tensors[2][kind], block_tables[kind], torch.from_numpy(counts), torch.from_numpy(seq_lens)))
-    return Inputs(tensors[0], tensors[1], pages)
+    has_adapters = table.adapter_slots is not None
+    adapters = table.adapters_of(to_device(torch.from_numpy(rows[sequence]), table.device)) if has_adapters else None
+    return Inputs(tensors[0], tensors[1], pages, adapters)
 
 
 def plain_attention(pages: Pages) -> GroupedAttention:

@@ -36,7 +36,6 @@ from nanopage.config.model import ModelConfig
 from nanopage.layers.attention import StepContext
 from nanopage.layers.moe import has_experts
 from nanopage.models.decoder import Decoder
-from nanopage.state import pages
 from nanopage.state.sampling_table import SamplingTable
 
 logger = logging.getLogger("nanopage")
@@ -53,17 +52,13 @@ UNCHECKED = {
 }
 
 
-def compile_model(
-    model: Decoder, config: ModelConfig, dtype: torch.dtype, device: torch.device, uses_triton: bool
-) -> "CompiledDecoder":
+def compile_model(model: Decoder, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> "CompiledDecoder":
     """Compile a model in pieces. Takes a minute or less the first time.
 
-    Args:
-        dtype: of weights and activations.
-        uses_triton: whether Triton kernels compute what lies between pieces, as on a GPU.
+    Args: dtype: of weights and activations.
     """
     started = time.perf_counter()
-    compiled = CompiledDecoder(model, uses_triton)
+    compiled = CompiledDecoder(model)
     warm_up(compiled, config, dtype, device)
     logger.info(f"compiled the decoder layer in {time.perf_counter() - started:.1f} s")
     return compiled
@@ -87,13 +82,11 @@ class CompiledDecoder(Decoder):
     Args:
         decoder: its modules are used. Its layers must all be of one kind: the same modules and shapes, except for the
             formats of quantized weights.
-        uses_triton: see `compile_model`.
     """
 
-    def __init__(self, decoder: Decoder, uses_triton: bool):
+    def __init__(self, decoder: Decoder):
         nn.Module.__init__(self)  # not Decoder's: the modules are those of `decoder`
         self.take(decoder)
-        self.uses_triton = uses_triton
         self.first, self.last, self.head = map(compile_afresh, (first, last, head))
         formats = [(has_experts(layer), formats_of(layer)) for layer in decoder.layers]
         made = {pair: compile_afresh(between) for pair in set(pairwise(formats))}
@@ -159,17 +152,11 @@ class CompiledDecoder(Decoder):
         self, part: Any, heads: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, slots: Tensor, q: Tensor
     ) -> None:
         """Normalize and rotate heads, fill q, and write K and V. Padding writes no K and V."""
-        if self.uses_triton:
-            from nanopage.kernels.rotate_and_write import rotate_and_write  # imports Triton
+        from nanopage.kernels.rotate_and_write import rotate_and_write  # imports Triton
 
-            norms = part.head_norms()
-            weights = None if norms is None else (norms[0].weight, norms[1].weight, norms[0].eps, norms[0].offset or 0)
-            rotate_and_write(heads, cos, sin, weights, kv_cache, slots, q, part.scoring.kv_scales)
-            return
-        rotated, k, v = part.rotated(heads, cos, sin)
-        written = slots >= 0
-        pages.write(k[written], v[written], kv_cache, slots[written], *part.scoring.kv_scales)
-        q.copy_(rotated)
+        norms = part.head_norms()
+        weights = None if norms is None else (norms[0].weight, norms[1].weight, norms[0].eps, norms[0].offset or 0)
+        rotate_and_write(heads, cos, sin, weights, kv_cache, slots, q, part.scoring.kv_scales)
 
 
 def formats_of(layer: nn.Module) -> tuple:

@@ -67,7 +67,7 @@ def measure_step(setup: Setup, wings: Wings, model: Decoder, sample_all: Callabl
     if not captures(setup):
         return eager_bytes
     free = torch.cuda.mem_get_info(device)[0]
-    graphs = CUDAGraphs(model, cache, table, True, sample_all, wrapper(setup), wings.adapters_of(table))
+    graphs = CUDAGraphs(model, cache, table, sample_all, wrapper(setup))
     largest, smallest, free = _capture_bytes(graphs.capture, graphs.sizes, free, device)
     graph_bytes = largest + smallest * (len(graphs.sizes) - 1)
     if isinstance(model, CompiledDecoder):

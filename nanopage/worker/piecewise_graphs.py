@@ -17,7 +17,7 @@ Weights differ from layer to layer, so there is a graph for each layer and size:
 392 graphs. Padding to these sizes costs little time: a GPU's matrix products work on tiles of 64 rows or more, and with
 up to about 256 rows they mostly wait for weights.
 
-On a CPU, for the tests, the same code runs on the same buffers without capture.
+Without `capture`, the same code runs on the same buffers.
 """
 
 from collections.abc import Callable
@@ -48,7 +48,7 @@ def token_counts(most: int) -> list[int]:
 
 
 class PiecewiseGraphs:
-    """Runs steps of any kind on static buffers. On CUDA, captures the pieces as graphs and replays these.
+    """Runs steps of any kind on static buffers. Captures the pieces as graphs and replays these.
 
     Args:
         model: its pieces are captured.

@@ -38,7 +38,6 @@ class Wings:
     """What wings attach to a worker (see startup/worker.py). The defaults add nothing.
 
     stored_as      how weights are stored, for the log; None: as floats (weights/storage.py)
-    adapters_of    makes `adapters_of` of Eager and CUDAGraphs, from a sequence table
     load_adapters  loads adapters into slots. Returns why some could not be loaded, by their indexes
     compiled       makes the way with compiled layers on a CPU (cpu/aot.py). A text: how steps run instead, and why
     partial        makes a way to run a part of the model, from a way to run the model (distributed/parallel.py)
@@ -46,7 +45,6 @@ class Wings:
     """
 
     stored_as: str | None = None
-    adapters_of: Callable[[SequenceTable], Callable[[Tensor], Any] | None] = lambda table: None
     load_adapters: Callable[[list[AdapterLoad]], dict[int, str]] = lambda loads: {}
     compiled: Callable[[KVCache, SequenceTable], Any] | str = "eagerly"
     partial: Callable[[Way], Way] = lambda way: way
@@ -93,15 +91,14 @@ def list_ways(
         the way with layers compiled beforehand, if there is one.
     """
     made = model, kv_cache, table
-    adapters_of = wings.adapters_of(table)
-    eager = Eager(*made, setup.make_attention if setup.on_gpu else None, adapters_of)
+    eager = Eager(*made, setup.make_attention if setup.on_gpu else None)
     ways: list[Way] = []
     compiled, why = None, why_not_compiled(setup)
     words = f"eagerly: {why}" if why else "eagerly"
     started, free = time.perf_counter(), torch.cuda.mem_get_info(setup.device)[0] if setup.on_gpu else 0
     if captures(setup):
         assert sample_all is not None
-        graphs = CUDAGraphs(*made, True, sample_all, wrapper(setup), adapters_of)
+        graphs = CUDAGraphs(*made, sample_all, wrapper(setup))
         graphs.capture(graphs.sizes)
         ways, words = [graphs], f"decodes as CUDA graphs, others {words}"
     if why is None and setup.on_gpu:
@@ -130,7 +127,7 @@ def list_ways(
 
 def make_sampling(setup: Setup) -> Callable[..., Tensor]:
     """Make the function that samples all rows of a batch on a GPU, compiled and warmed up for this setup's sizes."""
-    sample_all = make_sample_all(True, wrapper(setup))
+    sample_all = make_sample_all(wrapper(setup))
     sampling = SamplingTable(setup.config.max_num_seqs + 1, setup.model_config.vocab_size, setup.device)
     warm_up_sampling(sample_all, sampling, setup.dtype, setup.device)
     return sample_all

@@ -40,7 +40,7 @@ class Worker:
         sample_all, step_bytes = None, 0
         if setup.on_gpu:
             if why_not_compiled(setup) is None:
-                self.model = compile_model(model, setup.model_config, setup.dtype, device, uses_triton=True)
+                self.model = compile_model(model, setup.model_config, setup.dtype, device)
             sample_all = make_sampling(setup)
             step_bytes = measure_step(setup, wings, self.model, sample_all)
         self.capacity = agree(measure_capacity(setup, step_bytes))

@@ -3,21 +3,19 @@
 import json
 import os
 import shutil
-from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
 from helpers import BytesExecutor, ForkedLink, random_tokens, tiny_hf_model, tiny_model
+from on_a_cpu import graphs_for
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from nanopage import LLM, BeamSearchParams, EngineConfig, LoRARequest, SamplingParams
 from nanopage.adapters import weights as adapter_weights
 from nanopage.build import build_engine
-from nanopage.cpu.lora import GroupedAdapters, adapters_on_cpu
 from nanopage.server.adapters import ServedAdapters
-from nanopage.worker.cuda_graphs import CUDAGraphs, make_sample_all
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -196,10 +194,7 @@ def test_static_buffers_of_cuda_graphs(model, adapters):
     plain = LLM(str(model), **OPTIONS, **LORA)
     static = LLM(str(model), **OPTIONS, **LORA)
     runner, ran = static.engine.executor.worker.runner, []
-    graphs = CUDAGraphs(
-        runner.model, runner.kv_cache, runner.table, False, make_sample_all(False),
-        adapters_of=partial(adapters_on_cpu, None, runner.table.adapter_slots),
-    )  # fmt: skip
+    graphs = graphs_for(runner.model, runner.kv_cache, runner.table)
     run = graphs.run
     graphs.run = lambda batch: ran.append(len(batch.rows)) or run(batch)
     runner.ways = [graphs, *runner.ways]
@@ -244,7 +239,7 @@ def test_beside_quantized_weights(model, adapters, quantization):
 
 def adapters_of_slot(llm, request, num_tokens):
     slot = llm.engine.scheduler.adapter_slots.held[request.lora_int_id]
-    return GroupedAdapters(torch.full((num_tokens,), slot).numpy())
+    return torch.full((num_tokens,), slot)
 
 
 def test_without_adapters_nothing_is_added(model):

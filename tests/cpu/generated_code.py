@@ -104,7 +104,7 @@ def kernels_of_pieces(directory: Path, num_tokens: int) -> dict[str, list[str]]:
         with torch.device("cuda"):
             decoder = Decoder(config, [family.make_layer(config, index) for index in range(2)])
         decoder.requires_grad_(False)
-        model = CompiledDecoder(decoder, uses_triton=True)
+        model = CompiledDecoder(decoder)
         x, attended = tensor(num_tokens, config.hidden_size), tensor(num_tokens, config.num_heads, config.head_dim)
         return {
             "between": kernels_of(model.betweens[0], model.layers[0], model.layers[1], x, attended),

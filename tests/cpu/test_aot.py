@@ -949,7 +949,7 @@ def test_without_the_weights_of_adapters_a_layer_has_the_tensors_of_one_without_
     def layer_of(adapted):
         model = build_model(config, torch.float32, CPU)
         tile(model, "int8") if tiled else pack(model)
-        model = AdaptedDecoder(model, 2, 4, torch.float32, CPU) if adapted else model
+        model = AdaptedDecoder(model, 2, 4, torch.float32, CPU, None) if adapted else model
         return model.layers[0]
 
     names, adapted = list(aot.tensors_of(layer_of(False))), layer_of(True)

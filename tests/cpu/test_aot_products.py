@@ -13,7 +13,7 @@ from nanopage import EngineConfig
 from nanopage.build import build_engine
 from nanopage.cpu import aot_products, tile_linear, toolchain
 from nanopage.cpu.aot import find_file
-from nanopage.cpu.lora import GroupedAdapters, OperatorAdapters
+from nanopage.cpu.lora import add_adapters
 from nanopage.cpu.packed import PackedWeight
 
 
@@ -174,9 +174,9 @@ def test_products_of_adapters_equal_those_in_plain_torch(cache, num_tokens, used
     slots = torch.tensor(used)[torch.randint(len(used), (num_tokens,), generator=generator)]
     before = y.clone()
     product = aot_products.adapter_product(dtype)
-    made = OperatorAdapters(slots, product).add(y, x, a, b, parts)
+    made = product(y, x, a, b, slots, parts)
     doubles = (tensor.double() for tensor in (y, x, a, b))
-    expected = GroupedAdapters(slots.numpy()).add(*doubles, parts)
+    expected = add_adapters(*doubles, slots, parts)
     error = (made.double() - expected).abs().max() / expected.abs().max()
     assert made.dtype == dtype and error < {torch.float32: 1e-6, torch.bfloat16: 4e-3}[dtype]
     assert torch.equal(y, before) and torch.equal(made[slots < 0], y[slots < 0])  # bit for bit

@@ -8,6 +8,7 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
 from helpers import CPU, LONG, ForkedLink, random_tokens, tiny_model
+from on_a_cpu import graphs_for
 from safetensors import safe_open
 from safetensors.torch import save_file
 from test_gguf import SMOLLM, model_for, write_gguf
@@ -20,7 +21,6 @@ from nanopage.distributed.parallel import part_of
 from nanopage.distributed.part import WHOLE, Part, keep_layers, sums
 from nanopage.weights import loader
 from nanopage.worker import worker
-from nanopage.worker.cuda_graphs import CUDAGraphs, make_sample_all
 from nanopage.worker.eager import Eager
 
 SIZES = {"hidden_size": 24, "intermediate_size": 36, "num_hidden_layers": 3, "head_dim": 8}
@@ -122,7 +122,7 @@ def test_a_divided_model_gives_the_same_answers(family, tp_size, pp_size):
 def on_static_buffers(setup, wings, *made):
     """What `list_ways` returns on a GPU for a worker that shares layers, but without capturing."""
     made = made[:3]
-    ways = CUDAGraphs(*made, False, make_sample_all(False)), Eager(*made)
+    ways = graphs_for(*made), Eager(*made)
     return [wings.partial(way) for way in ways], "on static buffers", None
 
 

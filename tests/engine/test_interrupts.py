@@ -19,6 +19,7 @@ from pathlib import Path
 
 import pytest
 from helpers import EOS, VOCAB_SIZE, tiny_model
+from on_a_cpu import graphs_for, make_sample_all
 
 import nanopage
 from nanopage import BeamSearchParams, EngineConfig, LLMEngine, SamplingParams
@@ -28,7 +29,6 @@ from nanopage.params import RequestOutputKind
 from nanopage.step import Batch, BatchResult, Capacity, LogprobTable, PromptLogprobs, SamplingSettings
 from nanopage.text.tokenizer import Tokenizer
 from nanopage.weights import loader
-from nanopage.worker.cuda_graphs import CUDAGraphs, make_sample_all
 from nanopage.worker.eager import Eager
 
 VISITS = 5 if os.environ.get("NANOPAGE_ATTACKS", "0") != "0" else 0  # of every line; 0: one visit of SOME
@@ -236,9 +236,8 @@ class Scene:
         if self.ahead:
             worker = engine.executor.worker
             made = worker.model, worker.kv_cache, worker.runner.table
-            sample_all = make_sample_all(uses_triton=False)
-            worker.runner.ways = [CUDAGraphs(*made, False, sample_all), Eager(*made)]
-            worker.runner.sampler.sample_all = sample_all
+            worker.runner.ways = [graphs_for(*made), Eager(*made)]
+            worker.runner.sampler.sample_all = make_sample_all()
         return engine
 
     def try_errors(self, engine: LLMEngine, places: list[tuple[str, int, int]], error: type[BaseException]) -> int:

@@ -235,7 +235,7 @@ def backend(graph, inputs):
     return graph.forward
 
 torch.compile = partial(torch.compile, backend=backend)
-sample_all = make_sample_all(True, jit.compile_afresh)
+sample_all = make_sample_all(jit.compile_afresh)
 with FakeTensorMode():
     table = SamplingTable(9, 300, torch.device("cpu"))
     jit.warm_up_sampling(sample_all, table, torch.bfloat16, torch.device("cpu"))

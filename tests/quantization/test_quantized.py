@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 import torch
 from helpers import CPU, Paged, assert_all_close, random_tokens, tiny_model
+from on_a_cpu import compile_pieces
 
 from nanopage.layers.weight import Floats
 from nanopage.quantization import quantized_weights
@@ -125,7 +126,7 @@ def test_layers_of_several_formats_are_compiled_at_start(tmp_path, compiled_grap
         for layer, kind in zip(model.layers, ("int8", "int8", "int4", "int8"), strict=True):
             quantize(layer, kind, CPU)
     assert jit.formats_of(paged.model.layers[1]) != jit.formats_of(paged.model.layers[2])
-    compiled = jit.compile_model(paged.model, loader.read_config(directory), torch.float32, CPU, uses_triton=False)
+    compiled = compile_pieces(paged.model, loader.read_config(directory), torch.float32, CPU)
     # The first and the last piece, those between layers of the formats int8, int8; int8, int4; and int4, int8, and the
     # head; of many tokens and of one.
     assert len(compiled_graphs) == 2 * (2 + 3 + 1)

@@ -8,6 +8,7 @@ from itertools import chain, pairwise
 import pytest
 import torch
 from helpers import tiny_model
+from on_a_cpu import graphs_for, make_sample_all
 
 from nanopage import EngineConfig, SamplingParams
 from nanopage.build import build_engine
@@ -17,7 +18,7 @@ from nanopage.state.layer_kinds import BlockNeeds
 from nanopage.state.sampling_table import SamplingTable
 from nanopage.step import Batch, BlockUpdate, Fork, NewSequence, SamplingSettings
 from nanopage.worker import jit
-from nanopage.worker.cuda_graphs import CUDAGraphs, batch_sizes, look_up, make_sample_all
+from nanopage.worker.cuda_graphs import CUDAGraphs, batch_sizes, look_up
 from nanopage.worker.eager import Eager
 from nanopage.worker.memory import GIB, blocks_of_gpu, largest_batch, measure_step
 from nanopage.worker.model_runner import ModelRunner
@@ -47,8 +48,7 @@ def make_engine(model, **options):
 
 
 def make_graphs(worker, uses_triton=False):
-    made = worker.model, worker.kv_cache, worker.runner.table, uses_triton
-    return CUDAGraphs(*made, make_sample_all(uses_triton))
+    return graphs_for(worker.model, worker.kv_cache, worker.runner.table, uses_triton)
 
 
 def static(engine, uses_triton=False):
@@ -219,7 +219,6 @@ def test_splits_reach_from_one_to_what_the_longest_context_can_use(model, monkey
     assert graphs._choose_splits([1000] * 256) == graphs._choose_splits([1000] * 200) == 1
     assert graphs._choose_splits([40_000] + [10] * 255) == 64
     assert graphs._choose_splits([5_000] * 16) == 16
-    assert graphs_of(static(make_engine(model))).splits == [1], "plain attention has no splits"
 
 
 def test_hundreds_of_sequences_decode_on_static_buffers(model):
@@ -237,7 +236,7 @@ def test_hundreds_of_sequences_decode_on_static_buffers(model):
     engine, sizes = static(make_engine(model, **options)), []
     graphs = graphs_of(engine)
     step = graphs._step
-    graphs._step = lambda size, splits, num_rows: sizes.append((size, num_rows)) or step(size, splits, num_rows)
+    graphs._step = lambda size, splits: sizes.append((size, graphs.num_rows)) or step(size, splits)
     assert tokens(engine) == tokens(make_engine(model, **options))
     assert sizes == [(600, 590), (320, 295)]
 
@@ -360,16 +359,16 @@ def test_nothing_is_compiled_while_serving(model, fake_cuda, monkeypatch, compil
     engine = make_engine(model, max_num_seqs=2, max_model_len=64)
     worker = engine.executor.worker
     setup = worker.setup
-    compiled = jit.compile_model(worker.model, setup.model_config, setup.dtype, setup.device, uses_triton=True)
+    compiled = jit.compile_model(worker.model, setup.model_config, setup.dtype, setup.device)
     made, table = (compiled, worker.kv_cache, worker.runner.table), worker.runner.table
     # A kernel in Triton's interpreter cannot be compiled into the sampler, so truncation sorts here.
-    sample_all = make_sample_all(False, jit.compile_afresh)
+    sample_all = make_sample_all(wrap=jit.compile_afresh)
     sampling = SamplingTable(len(table.tokens), setup.model_config.vocab_size, setup.device)
     jit.warm_up_sampling(sample_all, sampling, setup.dtype, setup.device)
     with torch.compiler.set_stance("fail_on_recompile"):
         measure_step(setup, Wings(), worker.model, sample_all)
     variants.clear()
-    ways = [CUDAGraphs(*made, True, sample_all, jit.compile_afresh), Eager(*made, worker.setup.make_attention)]
+    ways = [CUDAGraphs(*made, sample_all, jit.compile_afresh), Eager(*made, worker.setup.make_attention)]
     worker.runner.ways, worker.runner.sampler.sample_all = ways, sample_all
     ways[0].capture(ways[0].sizes)
     for graph in ways[0].graphs.values():
@@ -440,7 +439,7 @@ def test_the_largest_step_there_can_be_is_measured(model, fake_cuda, monkeypatch
     monkeypatch.setattr("nanopage.worker.memory.captures", lambda setup: True)
     monkeypatch.setattr(jit, "compile_afresh", lambda function: function)
     monkeypatch.setattr(PiecewiseGraphs, "_capture", lambda self, size, pool: captured.append((size, pool)))
-    model, captured = jit.CompiledDecoder(worker.model, uses_triton=True), []
+    model, captured = jit.CompiledDecoder(worker.model), []
     expected = 250 + table_bytes + 2000 + 3 * 100 + 400 + 5 * 20
     assert measure_step(setup, Wings(), model, sample_all) == expected
     assert captured == [(100, "pool"), (8, "pool")], "in the memory of the decode steps"
@@ -483,8 +482,8 @@ def test_the_largest_batch_has_no_more_than_it_may(case):
 
 def test_what_is_around_the_model_is_compiled_for_any_size_and_once_more_for_one(compiled_graphs):
     before = torch.compile(look_up, fullgraph=True)
-    plain = make_sample_all(False)
-    after = make_sample_all(False, partial(torch.compile, fullgraph=True))
+    plain = make_sample_all()
+    after = make_sample_all(wrap=partial(torch.compile, fullgraph=True))
     tokens = torch.randint(0, 300, (49, 33))
     blocks = torch.randint(0, 9, (49, 5, 2)).int()
     temperatures, seeds = torch.rand(49, dtype=torch.float64).round(decimals=1), torch.randint(-9, 9, (49,))

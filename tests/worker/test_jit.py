@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import CPU, LONG, Paged, assert_all_close, random_tokens, reference_logits, tiny_hf_model
+from on_a_cpu import compile_pieces, make_sample_all
 
 from nanopage.sampling.sampler import Sampler
 from nanopage.state.sampling_table import SamplingTable
@@ -16,7 +17,6 @@ from nanopage.state.sequence_table import SequenceTable
 from nanopage.step import Batch, NewSequence, SamplingSettings
 from nanopage.weights import loader
 from nanopage.worker import jit
-from nanopage.worker.cuda_graphs import make_sample_all
 
 ROOT = Path(__file__).parents[2]
 LENGTHS = [11, 5, 1, 23]
@@ -30,9 +30,7 @@ def test_nothing_is_compiled_after_the_warm_up_and_logits_are_the_same(family, t
     sequences = random_tokens(LENGTHS)
     # float64: weights stay as they are, as on a GPU, and are not packed for a CPU.
     paged = Paged(tmp_path, sequences, torch.float64)
-    paged.way.model = jit.compile_model(
-        paged.model, loader.read_config(tmp_path), torch.float64, CPU, uses_triton=False
-    )
+    paged.way.model = compile_pieces(paged.model, loader.read_config(tmp_path), torch.float64, CPU)
     assert len(compiled_graphs) == 8  # first, between, last and head; of many tokens and of one
     with torch.compiler.set_stance("fail_on_recompile"):
         while any(paged.done(i) < length for i, length in enumerate(LENGTHS)):
@@ -49,7 +47,7 @@ def test_layers_with_experts_are_compiled_apart_from_those_without(tmp_path, com
     hf_model.save_pretrained(tmp_path)
     paged = Paged(tmp_path, random_tokens([9, 4]), group=True)
     config = loader.read_config(tmp_path)
-    paged.way.model = jit.compile_model(paged.model, config, torch.float32, CPU, uses_triton=False)
+    paged.way.model = compile_pieces(paged.model, config, torch.float32, CPU)
     assert len(compiled_graphs) == 10  # two kinds of between: after the plain layer, and after one with experts
     with torch.compiler.set_stance("fail_on_recompile"):
         for step in ({0: 8, 1: 4}, {0: 1}):
@@ -93,8 +91,8 @@ def make_engines(tmp_path, count):
         tiny_hf_model(hidden_size=32 + 16 * number, intermediate_size=32).save_pretrained(directory)
         config = loader.read_config(directory)
         model = loader.load_model(directory, config, torch.float64, CPU)
-        jit.compile_model(model, config, torch.float64, CPU, uses_triton=False)
-        sample_all = make_sample_all(False, jit.compile_afresh)
+        compile_pieces(model, config, torch.float64, CPU)
+        sample_all = make_sample_all(wrap=jit.compile_afresh)
         sampling = SamplingTable(9, 128 * (1 + number), CPU)
         sampling.temperature.zero_()
         for size in (3, 2, 1):
@@ -110,7 +108,7 @@ def test_the_sampler_is_compiled_when_it_is_warmed_up_and_not_later(dtype, compi
     kinds = [{"temperature": 0.0}, {}, {"top_k": 3}, {"top_p": 0.9, "presence_penalty": 0.5}, {"min_p": 0.1}]
     new = [NewSequence(row, [1, 2, 3], 3, row, SamplingSettings(**kinds[row % 5])) for row in range(59)]
     table.update(Batch(new=new))
-    sample_all = make_sample_all(False, jit.compile_afresh)
+    sample_all = make_sample_all(wrap=jit.compile_afresh)
     jit.warm_up_sampling(sample_all, table.sampling, dtype, CPU)
     assert len(compiled_graphs) == (2 if dtype == torch.float32 else 4)
     plain, compiled = Sampler(table), Sampler(table, sample_all)
@@ -152,7 +150,7 @@ def test_a_layer_takes_one_call_whose_guards_are_few(tmp_path, monkeypatch):
     tiny_hf_model("qwen3").save_pretrained(tmp_path)
     config = loader.read_config(tmp_path)
     model = loader.load_model(tmp_path, config, torch.float64, CPU)
-    jit.compile_model(model, config, torch.float64, CPU, uses_triton=False)
+    compile_pieces(model, config, torch.float64, CPU)
     assert len(kept) == 8
     for types in kept:
         assert "TENSOR_MATCH" in types and "TYPE_MATCH" in types

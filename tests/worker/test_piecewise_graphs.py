@@ -6,6 +6,7 @@ from itertools import pairwise
 import pytest
 import torch
 from helpers import CPU, LONG, Paged, assert_all_close, random_tokens, reference_logits, tiny_hf_model, tiny_model
+from on_a_cpu import graphs_for, make_sample_all, pieces_for
 from test_cuda_graphs import make_engine, outputs_of, record_launches
 
 from nanopage import SamplingParams
@@ -13,7 +14,6 @@ from nanopage.kernels import paged_attention
 from nanopage.step import Batch
 from nanopage.weights import loader
 from nanopage.worker import jit
-from nanopage.worker.cuda_graphs import CUDAGraphs, make_sample_all
 from nanopage.worker.eager import Eager, plain_attention, prepare
 from nanopage.worker.jit import CompiledDecoder, compile_model
 from nanopage.worker.piecewise_graphs import PiecewiseGraphs, token_counts
@@ -76,11 +76,11 @@ def pieces_of(engine):
 def in_pieces(engine, most=512, uses_triton=False):
     """Have an engine on a CPU run steps as one on a GPU does. Returns the engine."""
     worker = engine.executor.worker
-    model, made = CompiledDecoder(worker.model, uses_triton), (worker.kv_cache, worker.runner.table)
+    model, made = pieces_for(worker.model, uses_triton), (worker.kv_cache, worker.runner.table)
     make_attention = worker.setup.make_attention if uses_triton else plain_attention
     worker.runner.sampler.sample_all = sample_all = make_sample_all(uses_triton)
     worker.runner.ways = [
-        CUDAGraphs(model, *made, uses_triton, sample_all),
+        graphs_for(model, *made, uses_triton, sample_all),
         PiecewiseGraphs(model, *made, make_attention, most),
         Eager(model, *made, make_attention),
     ]
@@ -117,7 +117,7 @@ def test_static_buffers_change_no_token(model, overlap):
         way.run = lambda batch, way=way, run=way.run: used.append((type(way).__name__, batch.num_tokens)) or run(batch)
     expected = outputs_of(make_engine(model, **options))
     assert outputs_of(engine) == expected
-    assert {name for name, _ in used} == {"CUDAGraphs", "PiecewiseGraphs", "Eager"}
+    assert {name for name, _ in used} == {"PlainGraphs", "PiecewiseGraphs", "Eager"}
     assert all((tokens <= 16) == (name != "Eager") for name, tokens in used)
     assert outputs_of(engine) == expected, "nothing of an earlier batch is left over"
 
@@ -240,7 +240,7 @@ def test_logits_with_the_triton_kernels(family, overrides, tmp_path):
         return paged_attention.make_attention(*fields, *sizes, torch.float64, CPU)
 
     paged = Paged(tmp_path, sequences, torch.float64)
-    model = CompiledDecoder(paged.model, uses_triton=True)
+    model = CompiledDecoder(paged.model)
     made = model, paged.cache, paged.table
     for way in (PiecewiseGraphs(*made, make_attention, 32), Eager(*made, make_attention)):
         paged.way = way
@@ -261,7 +261,7 @@ def test_nothing_is_compiled_while_serving(model, fake_cuda, monkeypatch, compil
     engine = make_engine(model, max_num_seqs=2, max_model_len=64, max_num_batched_tokens=40)
     worker = engine.executor.worker
     setup = worker.setup
-    compiled = compile_model(worker.model, setup.model_config, setup.dtype, setup.device, uses_triton=True)
+    compiled = compile_model(worker.model, setup.model_config, setup.dtype, setup.device)
     assert len(compiled_graphs) == 8
     made, make_attention = (compiled, worker.kv_cache, worker.runner.table), worker.setup.make_attention
     worker.runner.ways = [PiecewiseGraphs(*made, make_attention, 24), Eager(*made, make_attention)]
