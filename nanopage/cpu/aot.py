@@ -34,7 +34,8 @@ from torch import Tensor, nn
 import nanopage
 from nanopage.adapters.layers import lora_buffers
 from nanopage.config.model import ModelConfig
-from nanopage.cpu.aot_chain import Chain, FixedInputs, Layers, Library
+from nanopage.cpu.aot_chain import Chain, CompiledHead, CompiledLayers, FixedInputs, Layers, Library
+from nanopage.cpu.compiled_files import LOCK, DamagedFile, find_file, find_whole, may_compile, processor
 from nanopage.files.private_files import cache_directory, check_private, make_private
 from nanopage.layers.attention import StepContext
 from nanopage.models import find_family
@@ -58,11 +59,6 @@ logger = logging.getLogger("nanopage")
 # Layers with slots for adapters are also compiled for two more kinds, steps of which a row has an adapter:
 #   adapted-one, adapted-many
 CHAIN = "chain.so"
-LOCK = "lock"  # name of the file that the process holds a lock of while it compiles
-# A step with at least so many rows for each thread is computed in parts, one by each thread. They read all weights, but
-# do not wait for each other at every loop, nor read what another core has just written. On two cores, 6 to 9 % faster
-# for 200 to 600 rows, and 3 to 6 % slower for 32.
-PART_ROWS = 64
 TIME_LIMIT = 20 * 60  # seconds, for compiling everything
 
 
@@ -310,96 +306,6 @@ def _say_that_it_goes_on(process: subprocess.Popen) -> None:
         )
 
 
-def may_compile() -> bool:
-    """What NANOPAGE_COMPILE says. Raises: ValueError for a value that it cannot have."""
-    setting = os.environ.get("NANOPAGE_COMPILE")
-    if setting not in (None, "", "never"):
-        raise ValueError(f"NANOPAGE_COMPILE must be 'never' or not set, got {setting[:100]!r}")
-    return setting != "never"
-
-
-class DamagedFile(Exception):
-    """The contents of a compiled file are not what was written."""
-
-    def __init__(self, file: Path):
-        super().__init__(f"{file} is damaged")
-        self.file = file
-
-
-def find_file(directory: Path, name: str) -> Path | None:
-    """The file of the compiled part `name`, or None. The name of the file contains a digest of its contents."""
-    stem = name.removesuffix(".so")
-    return next((file for file in sorted(directory.glob(f"{stem}.*.so")) if file.name.count(".") == 2), None)
-
-
-class CompiledLayers:
-    """Computes the layers of a Decoder, with compiled code.
-
-    Args:
-        libraries: the compiled functions, by part and kind.
-        layers: without the weights of adapters.
-        adapted: with them, or None if there are no slots for adapters.
-        last: the attention of the last layer, a SelfAttention.
-        num_threads: the most that a step may have.
-    """
-
-    def __init__(
-        self,
-        chain: Chain,
-        libraries: dict[tuple[str, str], Library],
-        layers: Layers,
-        adapted: Layers | None,
-        last: Any,
-        num_threads: int,
-    ):
-        self.chain, self.libraries, self.layers, self.adapted = chain, libraries, layers, adapted
-        self.last, self.num_threads = last, num_threads
-
-    def __call__(self, x: Tensor, step: StepContext) -> Tensor:
-        """The output of the last layer for the rows that the step keeps, for x [T, hidden_size], the input of the first
-        layer."""
-        layers = self.layers if step.adapters is None else self.adapted
-        assert layers is not None
-        attended = x.new_empty(len(x), self.last.num_heads, self.last.head_dim)
-        before, after = self._part("before", x, step), self._part("after", x, step)
-        num_threads = min(self.num_threads, torch.get_num_threads())
-        num_parts = num_threads if len(x) >= num_threads * PART_ROWS else 1
-        x = self.chain.run_layers(before, after, layers, x, step, attended, num_parts)
-        x, attended = step.keep(self.last, x, attended)
-        inputs = (x, attended) if step.adapters is None else (x, attended, step.adapters)
-        return self.chain.call(self._part("after", x, step), layers.fixed[-1], *inputs)[0]
-
-    def _part(self, part: str, x: Tensor, step: StepContext) -> Library:
-        """The function for as many rows as x has."""
-        kind = "one" if len(x) == 1 else "many"
-        return self.libraries[part, kind if step.adapters is None else f"adapted-{kind}"]
-
-
-class CompiledHead:
-    """Computes the last norm and the head: `logits` of a Decoder.
-
-    Args:
-        fixed: the tensors of the norm and the head.
-        model: computes the logits of several rows if there is no compiled code for them.
-    """
-
-    def __init__(self, chain: Chain, libraries: dict[tuple[str, str], Library], fixed: FixedInputs, model: Decoder):
-        self.chain, self.fixed, self.model = chain, fixed, model
-        self.of_one, self.of_many = libraries["head", "one"], libraries.get(("head", "many"))
-
-    def __call__(self, hidden: Tensor) -> Tensor:
-        """hidden [T, hidden_size] -> [T, vocab_size]"""
-        if len(hidden) == 1:
-            return self.of_one_row(hidden)[0]
-        if self.of_many is None:
-            return self.model.logits(hidden)
-        return self.chain.call(self.of_many, self.fixed, hidden)[0]
-
-    def of_one_row(self, hidden: Tensor) -> list[Tensor]:
-        """hidden [1, hidden_size] -> logits [1, vocab_size] and their `argmax`, int64 [1]."""
-        return self.chain.call(self.of_one, self.fixed, hidden, num_outputs=2)
-
-
 def tensors_of(layer: nn.Module) -> dict[str, Tensor]:
     """The tensors that compiled code of a layer takes in addition to activations, by name."""
     return dict(layer.named_parameters()) | dict(layer.named_buffers())
@@ -445,23 +351,3 @@ def _key(config: ModelConfig, spec: dict[str, Any]) -> str:
     for source in sources:
         digest.update(source.read_bytes())
     return digest.hexdigest()[:24]
-
-
-def processor() -> tuple[list, str]:
-    """What compiled code needs to know of the CPU, and which of its instructions torch uses."""
-    return sorted(torch.cpu.get_capabilities().items()), torch.backends.cpu.get_cpu_capability()
-
-
-def find_whole(directory: Path, name: str) -> Path:
-    """The file of the compiled part `name`. Raises: DamagedFile; FileNotFoundError if it is gone."""
-    file = find_file(directory, name)
-    if file is None:
-        raise FileNotFoundError(f"{name} has just been removed")
-    # Nothing else checks the contents, and damaged code would run.
-    if digest(file) != file.name.split(".")[1]:
-        raise DamagedFile(file)
-    return file
-
-
-def digest(file: Path) -> str:
-    return hashlib.sha256(file.read_bytes()).hexdigest()[:16]

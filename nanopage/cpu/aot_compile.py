@@ -30,7 +30,8 @@ from nanopage.adapters.layers import Running
 from nanopage.adapters.model import AdaptedDecoder
 from nanopage.config.model import ModelConfig
 from nanopage.cpu import lora  # noqa: F401 (registers an operator)
-from nanopage.cpu.aot import LOCK, TIME_LIMIT, file_kinds, find_file, tensors_of
+from nanopage.cpu.aot import TIME_LIMIT, file_kinds, tensors_of
+from nanopage.cpu.compiled_files import LOCK, find_file
 from nanopage.cpu.packed import PackedRowWeight, PackedWeight, pack
 from nanopage.cpu.packed_linear import TILE, matvec, tile_width
 from nanopage.cpu.tiled import tile

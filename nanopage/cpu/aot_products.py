@@ -18,8 +18,8 @@ from filelock import FileLock
 from torch import Tensor
 
 from nanopage.cpu import toolchain
-from nanopage.cpu.aot import LOCK, DamagedFile, find_file, find_whole, may_compile, processor
 from nanopage.cpu.aot_chain import new_handles, take_tensors
+from nanopage.cpu.compiled_files import LOCK, DamagedFile, find_file, find_whole, may_compile, processor
 from nanopage.cpu.toolchain import KERNELS, SCRATCH, TILE_SOURCES, compile_library, product_constants
 from nanopage.files.private_files import check_private, make_private, private_cache
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from nanopage.cpu import tile_linear
-from nanopage.cpu.aot import digest
+from nanopage.cpu.compiled_files import digest
 
 KERNELS = Path(tile_linear.__file__).parent
 TILE_SOURCES = ("tile_linear.cpp", "tile_experts.cpp")

@@ -36,8 +36,9 @@ from nanopage import EngineConfig, LLMEngine, LoRARequest, SamplingParams
 from nanopage.__main__ import app
 from nanopage.adapters.model import AdaptedDecoder
 from nanopage.build import build_engine
-from nanopage.cpu import aot, aot_compile
+from nanopage.cpu import aot, aot_chain, aot_compile
 from nanopage.cpu.aot_chain import Library
+from nanopage.cpu.compiled_files import LOCK, digest, find_file
 from nanopage.cpu.packed import pack
 from nanopage.cpu.packed_linear import can_pack
 from nanopage.cpu.tiled import tile
@@ -251,13 +252,13 @@ def test_compiled_layers_equal_the_eager_ones_at_any_size(model, directory):
 
 @pytest.mark.parametrize("num_threads", [2, 3, 7])
 def test_parts_of_a_step_that_threads_compute_equal_the_whole(model, directory, monkeypatch, num_threads):
-    monkeypatch.setattr(aot, "PART_ROWS", 2)
+    monkeypatch.setattr(aot_chain, "PART_ROWS", 2)
     compiled, eager = (paged(model, compiled) for compiled in (True, False))
     layers = compiled.way.layers
     layers.num_threads = num_threads
     monkeypatch.setattr(torch, "get_num_threads", lambda: num_threads)
     layers.libraries = {
-        kind: Library(aot.find_file(directory, name), num_threads)
+        kind: Library(find_file(directory, name), num_threads)
         for name, kind in compiled.way.files.items()
         if name != aot.CHAIN
     }
@@ -631,9 +632,9 @@ def test_an_engine_with_adapters_finds_what_the_command_has_compiled(directory, 
     def pretend(compiled):
         """Other code of the same parts stands in for that with adapters. It is loaded, but never runs."""
         for name in compiled.files:
-            if aot.find_file(compiled.directory, name) is None:
-                source = aot.find_file(directory, name.replace("-adapted", ""))
-                shutil.copy(source, compiled.directory / name.replace(".so", f".{aot.digest(source)}.so"))
+            if find_file(compiled.directory, name) is None:
+                source = find_file(directory, name.replace("-adapted", ""))
+                shutil.copy(source, compiled.directory / name.replace(".so", f".{digest(source)}.so"))
         return subprocess.Popen(["true"], start_new_session=True)
 
     monkeypatch.setattr(aot.Compiled, "_spawn", pretend)
@@ -751,13 +752,13 @@ SPOIL = {
 
 @pytest.mark.parametrize("spoil", SPOIL.values(), ids=SPOIL.keys())
 def test_a_damaged_file_is_named_set_aside_and_made_again(model, copy, monkeypatch, caplog, spoil):
-    file = aot.find_file(copy, ONE)
+    file = find_file(copy, ONE)
     whole = file.read_bytes()
     spoil(file)
     made = []
 
     def make_again(self):
-        made.append(aot.find_file(self.directory, ONE))
+        made.append(find_file(self.directory, ONE))
         file.write_bytes(whole)
         return subprocess.Popen(["true"])
 
@@ -775,7 +776,7 @@ def test_a_damaged_file_is_named_set_aside_and_made_again(model, copy, monkeypat
 
 
 def test_compiling_now_makes_a_damaged_file_again(model, copy, monkeypatch):
-    file = aot.find_file(copy, ONE)
+    file = find_file(copy, ONE)
     whole = file.read_bytes()
     compiled = compiled_of(model)
     compiled.layers = None  # as if it had not been ready at first
@@ -787,7 +788,7 @@ def test_compiling_now_makes_a_damaged_file_again(model, copy, monkeypatch):
 
 
 def test_a_file_that_is_damaged_again_is_left_alone(model, copy, monkeypatch, caplog):
-    file = aot.find_file(copy, ONE)
+    file = find_file(copy, ONE)
     monkeypatch.setattr(aot.Compiled, "_spawn", lambda self: (file.touch(), subprocess.Popen(["true"]))[1])
     file.write_bytes(b"")
     engine = engine_of(model)
@@ -804,9 +805,12 @@ def test_a_file_that_is_damaged_again_is_left_alone(model, copy, monkeypatch, ca
 def test_code_that_cannot_be_loaded_leaves_the_engine_eager(model, copy, caplog, name, content):
     """As on a file system that is mounted without permission to execute, or with another version of torch."""
     expected = run(engine_of(model, enforce_eager=True))
-    file, other = aot.find_file(copy, name), aot.find_file(copy, aot.CHAIN if name == ONE else ONE)
+    file, other = (
+        find_file(copy, name),
+        find_file(copy, aot.CHAIN if name == ONE else ONE),
+    )
     file.write_bytes(b"no library" if content == "no library" else other.read_bytes())
-    file.rename(file.with_name(name.replace(".so", f".{aot.digest(file)}.so")))
+    file.rename(file.with_name(name.replace(".so", f".{digest(file)}.so")))
     engine = engine_of(model)
     assert run(engine) == run(engine) == expected
     assert not compiled_in(engine)
@@ -815,7 +819,7 @@ def test_code_that_cannot_be_loaded_leaves_the_engine_eager(model, copy, caplog,
 
 @pytest.mark.parametrize("shared", ["directory", "file"])
 def test_code_that_others_can_write_is_not_loaded(model, copy, caplog, shared):
-    (copy if shared == "directory" else aot.find_file(copy, ONE)).chmod(0o777)
+    (copy if shared == "directory" else find_file(copy, ONE)).chmod(0o777)
     assert not compiled_in(engine_of(model))
     assert "other users may write to it" in caplog.text
 
@@ -889,7 +893,7 @@ def test_two_programs_do_not_compile_the_same_at_once(model, tmp_path, monkeypat
     for log in (new, old):
         log.touch()
     os.utime(old, (0, 0))
-    with FileLock(compiled.directory / aot.LOCK):
+    with FileLock(compiled.directory / LOCK):
         compiled.start()
         assert compiled._process is None and not compiled._given_up and old.exists()
     compiled.start()
@@ -969,7 +973,7 @@ def test_without_the_weights_of_adapters_a_layer_has_the_tensors_of_one_without_
     ids=["plain", "windows", "int8"],
 )
 def test_compiled_layers_with_adapters_equal_the_eager_ones(tmp_path, cache, monkeypatch, windows, options):
-    monkeypatch.setattr(aot, "PART_ROWS", 2)  # the threads divide steps
+    monkeypatch.setattr(aot_chain, "PART_ROWS", 2)  # the threads divide steps
     model = tiny_model(tmp_path / "model", "qwen2", vocab_size=FILLING, **windows)
     adapters = [
         LoRARequest(str(i), i + 1, str(save_adapter(tmp_path / str(i), model, rank=rank, seed=i)))

@@ -12,7 +12,7 @@ from test_quantized_checkpoint import KINDS, write_quantized
 from nanopage import EngineConfig
 from nanopage.build import build_engine
 from nanopage.cpu import aot_products, tile_linear, toolchain
-from nanopage.cpu.aot import find_file
+from nanopage.cpu.compiled_files import find_file
 from nanopage.cpu.lora import add_adapters
 from nanopage.cpu.packed import PackedWeight
 
