@@ -339,7 +339,7 @@ def _key(config: ModelConfig, spec: dict[str, Any]) -> str:
     folders = ("cpu", "layers", "models")  # families import each other
     sources = [Path(family.__file__), *(file for folder in folders for file in sorted(here.glob(f"{folder}/*.*")))]
     sources += [here / "adapters" / "layers.py", here / "adapters" / "model.py", here / "sampling" / "argmax.py"]
-    sources += [here / "state" / "layer_kinds.py", here / "state" / "pages.py"]
+    sources += [here / "state" / "layer_kinds.py", here / "state" / "pages.py", here / "kernels" / "routing.py"]
     sizes = asdict(config) | {"num_layers": None, "max_position_embeddings": None}
     sizes["sliding_windows"] = None  # an argument of attention
     sizes["eos_token_ids"] = None  # the engine's; it adds those of the tokenizer

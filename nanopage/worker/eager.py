@@ -162,14 +162,11 @@ def run_model(
     """
     if head is None or wants_prompt_logprobs(batch, table):
         return _run_all_rows(model, batch, input_ids, step, head)
-    used = sorted(set(batch.sampled_from))  # completions that fork from one prompt share its logits
+    used = sorted(set(batch.sampled_from))
     if len(used) < len(input_ids):
         step.rows = to_device(used or [0], input_ids.device)  # oneDNN cannot multiply matrices without rows
     hidden = model(input_ids, step)
-    if len(used) == len(batch.sampled_from):
-        return Output(head(hidden) if used else None)
-    shared = np.searchsorted(used, batch.sampled_from)
-    return Output(head(hidden)[to_device(torch.from_numpy(shared), input_ids.device)])
+    return Output(_logits(head, hidden, used, batch) if used else None)
 
 
 def _run_all_rows(
@@ -183,4 +180,14 @@ def _run_all_rows(
     hidden = model(input_ids, step)
     if head is None or not batch.sampled_from:
         return Output(None, hidden)
-    return Output(head(hidden[to_device(batch.sampled_from, input_ids.device)]), hidden)
+    used = sorted(set(batch.sampled_from))
+    return Output(_logits(head, hidden[to_device(used, hidden.device)], used, batch), hidden)
+
+
+def _logits(head: Callable[[Tensor], Tensor], hidden: Tensor, used: list[int], batch: Batch) -> Tensor:
+    """The logits of `batch.sampled_from`, of the hidden states of `used`: completions that fork from one prompt share
+    its logits."""
+    logits = head(hidden)
+    if len(used) == len(batch.sampled_from):
+        return logits
+    return logits[to_device(torch.from_numpy(np.searchsorted(used, batch.sampled_from)), hidden.device)]

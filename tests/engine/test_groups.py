@@ -58,6 +58,16 @@ def token_ids(output) -> list[list[int]]:
 # Parallel sampling
 
 
+@pytest.mark.parametrize("prompt_logprobs", [None, 0])
+def test_the_head_reads_the_end_of_a_prompt_once_for_all_completions(model, monkeypatch, prompt_logprobs):
+    engine = make_engine(model, max_num_batched_tokens=64)
+    worker, rows = engine.executor.worker, []
+    logits = worker.model.logits
+    monkeypatch.setattr(worker.model, "logits", lambda hidden: rows.append(len(hidden)) or logits(hidden))
+    run(engine, a=(PROMPT, dataclasses.replace(SAMPLED, n=4, max_tokens=2, prompt_logprobs=prompt_logprobs)))
+    assert rows == ([1, 4] if prompt_logprobs is None else [1, len(PROMPT) - 1, 4])
+
+
 def test_completions_differ_and_the_first_is_the_one_of_n_1(model):
     engine = make_engine(model)
     four = run(engine, a=(PROMPT, dataclasses.replace(SAMPLED, n=4)))["a"]
