@@ -137,7 +137,7 @@ class Compiled:
         the next one."""
         return batch.counts == [1] and batch.sampled_rows == batch.rows and not wants_prompt_logprobs(batch, self.table)
 
-    def _decode_one(self, batch: Batch, input_ids: Tensor, step: StepContext, head: "CompiledHead") -> Output:
+    def _decode_one(self, batch: Batch, input_ids: Tensor, step: StepContext, head: CompiledHead) -> Output:
         """Run a step of a single token. Unlike `run_model`, this does little in Python: for a small model that takes a
         tenth of such a step."""
         (row,) = batch.rows
@@ -250,7 +250,7 @@ class Compiled:
             self._give_up(f"the compiled code in {self.directory} cannot be loaded: {error}")
             return
 
-    def _make_layers(self, chain: Chain, libraries: dict[tuple[str, str], Library]) -> "CompiledLayers":
+    def _make_layers(self, chain: Chain, libraries: dict[tuple[str, str], Library]) -> CompiledLayers:
         caches = self.kv_cache.layers
         decoder_layers: Any = self.model.layers
         ropes = [layer.self_attn.rope for layer in decoder_layers]
@@ -266,7 +266,7 @@ class Compiled:
         made = chain, libraries, layers_with(own_tensors_of), adapted
         return CompiledLayers(*made, decoder_layers[-1].self_attn, self.spec["threads"])
 
-    def _make_head(self, chain: Chain, libraries: dict[tuple[str, str], Library]) -> "CompiledHead | None":
+    def _make_head(self, chain: Chain, libraries: dict[tuple[str, str], Library]) -> CompiledHead | None:
         """The compiled head; None if the head has no tiles, because oneDNN chose another layout for it, or if the model
         is a pipeline stage that is not the last."""
         head: Any = self.model.lm_head
@@ -339,7 +339,7 @@ def _key(config: ModelConfig, spec: dict[str, Any]) -> str:
     folders = ("cpu", "layers", "models")  # families import each other
     sources = [Path(family.__file__), *(file for folder in folders for file in sorted(here.glob(f"{folder}/*.*")))]
     sources += [here / "adapters" / "layers.py", here / "adapters" / "model.py", here / "sampling" / "argmax.py"]
-    sources += [here / "state" / "layer_kinds.py", here / "state" / "pages.py", here / "kernels" / "routing.py"]
+    sources += [here / "state" / "layer_kinds.py", here / "state" / "pages.py"]
     sizes = asdict(config) | {"num_layers": None, "max_position_embeddings": None}
     sizes["sliding_windows"] = None  # an argument of attention
     sizes["eos_token_ids"] = None  # the engine's; it adds those of the tokenizer

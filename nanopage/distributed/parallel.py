@@ -67,11 +67,11 @@ class Ranks:
                 module = model.get_submodule(owner)
                 setattr(module, name, Summed(getattr(module, name), self.add_up))
             size = whole.vocab_size // part.tp_size
-            for layer in (model.embed_tokens if part.is_first else None, model.lm_head if part.is_last else None):
-                if layer is not None:
-                    exchanges = self.add_up, self.gather
-                    layer.weight = SlicedWeight(layer.weight, part.tp_rank * size, size, *exchanges)
+            mine = part.tp_rank * size, size, self.add_up, self.gather
+            if part.is_first:
+                model.embed_tokens.weight = SlicedWeight(model.embed_tokens.weight, *mine)
             if part.is_last:
+                model.lm_head.weight = SlicedWeight(model.lm_head.weight, *mine)
                 model.lm_head.out_features = whole.vocab_size
         if not part.is_last:
             model.lm_head = None  # type: ignore[assignment]

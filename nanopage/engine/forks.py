@@ -38,13 +38,13 @@ def _take_beams(queues: Queues, group: SequenceGroup, schedule: Schedule) -> Non
         queues.block_manager.fork(parent.seq_id, seq.seq_id)
         seq.num_computed_tokens = parent.num_computed_tokens
         seq.parent = parent
-    show_beams(group)
+    adopt_beams(group)
     if group.beam_search.finished:
         queues.finish(group, None, "stop")
 
 
 def _choose_beams(group: SequenceGroup) -> tuple[list[Sequence], list[tuple[Sequence, Sequence]]]:
-    """Choose the next beams, all of which have candidates, as `next_beams`.
+    """Choose the group's `next_beams` from the candidates of the present ones.
 
     Returns: the beams that end; (parent, sequence) for each beam that forks from another.
     """
@@ -67,7 +67,7 @@ def _choose_beams(group: SequenceGroup) -> tuple[list[Sequence], list[tuple[Sequ
     return ending, forks
 
 
-def show_beams(group: SequenceGroup) -> None:
+def adopt_beams(group: SequenceGroup) -> None:
     """Make `next_beams` the state of a group. If an exception interrupts this, call it again."""
     assert group.beam_search is not None and group.next_beams is not None
     step, live = group.next_beams

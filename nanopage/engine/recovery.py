@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Protocol
 
-from nanopage.engine.forks import show_beams
+from nanopage.engine.forks import adopt_beams
 from nanopage.engine.output_processor import OutputProcessor
 from nanopage.engine.queues import order
 from nanopage.engine.schedule import Schedule
@@ -107,7 +107,7 @@ def restart(scheduler: Scheduler, groups: list[SequenceGroup]) -> None:
     for group in groups:
         queues.number(group)
         if group.next_beams is not None:
-            show_beams(group)
+            adopt_beams(group)
         for seq in group.seqs:
             seq.restart()
             if not seq.finished and (ending := _find_ending(group, seq)):

@@ -1,4 +1,5 @@
-"""Modules that exchange tensors with other workers, around those of a part of a model (see distributed/parallel.py)."""
+"""Modules and weights that exchange tensors with other workers, around those of a part of a model (see
+distributed/parallel.py)."""
 
 from collections.abc import Callable
 
@@ -22,8 +23,8 @@ class Summed(nn.Module):
 
 
 class SlicedWeight(nn.Module):
-    """Rows of a matrix, those from `first` to `first + size`. The other workers have the others: of an embedding, each
-    row comes from the worker that has it; of a head, the first worker gets all logits.
+    """The rows of a matrix from `first` to `first + size`; other workers have the rest. An embedding adds up what all
+    of them have, and a head gathers all logits on the first worker.
 
     Args:
         weight: the rows that this worker has.

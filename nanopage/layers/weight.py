@@ -18,13 +18,13 @@ from torch import Tensor, nn
 class Weight(Protocol):
     """A matrix [out, in], as an nn.Module. A tied embedding and head share one.
 
-    has_rows: whether `rows` works.
+    has_rows: whether there is `rows`. Weights with adapters have none: no embedding has adapters.
     """
 
     has_rows: bool
 
     def product(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """x Wᵀ + b. Shapes: x [..., in], bias [out] -> [..., out]."""
+        """x Wᵀ + b. Shapes: x [T, in], bias [out] -> [T, out]."""
 
     def rows(self, indices: Tensor) -> Tensor:
         """Rows of the matrix, for an embedding: int64 [T] -> [T, in]."""

@@ -25,7 +25,6 @@ class QuantizedWeight(nn.Module):
     scales: Tensor
     offsets: Tensor | None
     order: Tensor | None
-    has_rows = True
 
     def __init__(self, matrix: QuantizedMatrix, dtype: torch.dtype, order: Tensor | None = None):
         from nanopage.quantization import quantized_linear  # noqa: F401 (registers the operator; imports Triton)
@@ -33,6 +32,7 @@ class QuantizedWeight(nn.Module):
         super().__init__()
         self.bits, self.group, self.zero_points = matrix.bits, matrix.group, matrix.zero_points
         self.in_features, self.dtype = matrix.in_features, dtype
+        self.has_rows = order is None
         tensors = {"packed": matrix.packed, "scales": matrix.scales, "offsets": matrix.offsets, "order": order}
         for name, tensor in tensors.items():
             self.register_buffer(name, tensor, persistent=False)

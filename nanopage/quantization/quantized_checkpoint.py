@@ -30,6 +30,7 @@ from nanopage.cpu.tiled import TiledWeight
 from nanopage.device import check_weights_fit
 from nanopage.files.safetensors_checkpoint import StoredBytes, StoredTensor, opened, read_whole, stored_bytes
 from nanopage.layers.linear import Linear
+from nanopage.layers.weight import Weight
 from nanopage.models.decoder import Decoder
 from nanopage.quantization import quantized_weights
 from nanopage.quantization.quantized import QuantizedWeight
@@ -248,15 +249,17 @@ def place(
     check_weights_fit(sum(sizes) * stored_as.bits // 8, device)
     with Reader(stored, stored_as) as reader:
         for i, (linear, parts) in enumerate(found):
-            matrix = reader.read(linear, parts)
-            if packed:
-                order = None if matrix.order is None else matrix.order.to(device)
-                linear.weight = QuantizedWeight(matrix.packed(stored_as.bits).to(device), dtype, order)
-            else:
-                tiles, scales = tile_linear.tile_blocks(matrix.blocks(stored_as.bits))
-                linear.weight = TiledWeight(linear.out_features, linear.in_features, tiles, scales, dtype)
+            linear.weight = _weight(reader.read(linear, parts), stored_as.bits, packed, dtype, device)
             if on_progress is not None:
                 on_progress(sum(sizes[: i + 1]), sum(sizes))
+
+
+def _weight(matrix: Matrix, bits: int, packed: bool, dtype: torch.dtype, device: torch.device) -> Weight:
+    if packed:
+        order = None if matrix.order is None else matrix.order.to(device)
+        return QuantizedWeight(matrix.packed(bits).to(device), dtype, order)
+    out_features, in_features = matrix.integers.shape
+    return TiledWeight(out_features, in_features, *tile_linear.tile_blocks(matrix.blocks(bits)), dtype)
 
 
 def dequantized(

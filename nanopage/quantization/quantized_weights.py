@@ -26,7 +26,7 @@ CHUNK = 2**24  # weights that are rounded at once: float32 takes more memory
 
 @dataclass
 class QuantizedMatrix:
-    """A weight [out, in].
+    """The integers and scales of a matrix [out, in].
 
     packed: [out, bytes], rows padded to a multiple of TILE bytes. Of 4 bits: uint8, 0 to 15. Of 8 bits: uint8, the
         integer plus MIDDLE. Of fp8: float8_e4m3fn.

@@ -115,15 +115,17 @@ class SequenceTable:
         return blocks.permute(2, 0, 1).contiguous(), seq_lens - first * size
 
     def adapters_of(self, rows: Tensor) -> Tensor | None:
-        """The adapter slot of each token, -1 for none: int64 [T]. None if no token has an adapter. On a GPU, finding
-        that out would take waiting for it: None if adapters are not enabled.
+        """The adapter slot of each token, -1 for none: int64 [T]. None if adapters are not enabled; on a CPU also if no
+        token has one. A GPU would have to be waited for.
 
         Args: rows: of each token, int64 [T], on the device.
         """
         if self.adapter_slots is None:
             return None
-        slots = self.adapter_slots[rows]
-        return slots if slots.is_cuda or (slots >= 0).any() else None
+        if rows.is_cuda:
+            return self.adapter_slots[rows]
+        slots = self.adapter_slots.numpy()[rows.numpy()]  # torch takes several times as long for a few tokens
+        return torch.from_numpy(slots) if (slots >= 0).any() else None
 
     def _fork(self, forks: list[Fork]) -> None:
         parents, rows = [fork.parent for fork in forks], [fork.row for fork in forks]

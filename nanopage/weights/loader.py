@@ -342,7 +342,7 @@ def set_kv_scale(model: Decoder, layer: int, kind: str, scale: float, name: str)
 
 def _with_tied_head(wanted: dict[str, Tensor]) -> dict[str, Tensor]:
     """A checkpoint of a model with a tied head may name the shared matrix by either name, or by both."""
-    if "lm_head.weight" in wanted or "model.embed_tokens.weight" not in wanted:  # not tied, or in tiles
+    if "lm_head.weight" in wanted or "model.embed_tokens.weight" not in wanted:  # not tied
         return wanted
     return wanted | {"lm_head.weight": wanted["model.embed_tokens.weight"]}
 

@@ -156,6 +156,8 @@ class CUDAGraphs:
 
     def _choose_splits(self, seq_lens: list[int]) -> int:
         """The smallest captured number of splits that is more than half of what is best for these lengths."""
+        if len(self.splits) == 1:
+            return 1
         wanted = self._best_splits(seq_lens)
         return next((splits for splits in self.splits if 2 * splits > wanted), self.splits[-1])
 

@@ -121,7 +121,7 @@ def prepare(batch: Batch, table: SequenceTable) -> Inputs:
         input_ids = table.tokens.numpy()[rows[sequence], positions]
         held = np.ascontiguousarray(table.blocks.numpy()[rows[sequence], positions // block_size].T)
         slots = held * block_size + positions % block_size
-        tensors = [torch.from_numpy(array) for array in (input_ids, positions, slots)]
+        token_rows, *tensors = map(torch.from_numpy, (rows[sequence], input_ids, positions, slots))
     else:
         token_rows, places = to_device(torch.from_numpy(np.stack([rows[sequence], positions])), table.device)
         blocks = table.blocks[token_rows, places // block_size].T.contiguous().long()
@@ -131,9 +131,7 @@ def prepare(batch: Batch, table: SequenceTable) -> Inputs:
     for kind, window in enumerate(table.windows):
         block_tables, seq_lens = cut[window]
         pages.append(Pages(tensors[2][kind], block_tables[kind], torch.from_numpy(counts), torch.from_numpy(seq_lens)))
-    has_adapters = table.adapter_slots is not None
-    adapters = table.adapters_of(to_device(torch.from_numpy(rows[sequence]), table.device)) if has_adapters else None
-    return Inputs(tensors[0], tensors[1], pages, adapters)
+    return Inputs(tensors[0], tensors[1], pages, table.adapters_of(token_rows))
 
 
 def plain_attention(pages: Pages) -> GroupedAttention:
@@ -188,6 +186,6 @@ def _logits(head: Callable[[Tensor], Tensor], hidden: Tensor, used: list[int], b
     """The logits of `batch.sampled_from`, of the hidden states of `used`: completions that fork from one prompt share
     its logits."""
     logits = head(hidden)
-    if len(used) == len(batch.sampled_from):
+    if used == batch.sampled_from:
         return logits
     return logits[to_device(torch.from_numpy(np.searchsorted(used, batch.sampled_from)), hidden.device)]

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 from nanopage import LLM, BeamSearchParams, EngineConfig, LoRARequest, SamplingParams
 from nanopage.adapters import weights as adapter_weights
 from nanopage.build import build_engine
+from nanopage.layers.attention import StepContext
 from nanopage.server.adapters import ServedAdapters
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -240,6 +241,14 @@ def test_beside_quantized_weights(model, adapters, quantization):
 def adapters_of_slot(llm, request, num_tokens):
     slot = llm.engine.scheduler.adapter_slots.held[request.lora_int_id]
     return torch.full((num_tokens,), slot)
+
+
+def test_the_last_layer_keeps_the_slots_of_the_rows_that_it_keeps():
+    slots, x = torch.tensor([-1, 0, 1]), torch.arange(3)
+    step = StepContext(x, [], [0, 0], [], rows=torch.tensor([2]), adapters=slots)
+    assert step.keep(SimpleNamespace(index=0), x) == (x,) and step.adapters is slots
+    (kept,) = step.keep(SimpleNamespace(index=1), x)
+    assert kept.tolist() == [2] and step.adapters.tolist() == [1]
 
 
 def test_without_adapters_nothing_is_added(model):
