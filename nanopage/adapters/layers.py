@@ -36,7 +36,7 @@ class LoRAWeight(nn.Module):
     """A weight with slots for adapters, which are empty at first.
 
     Args:
-        linear: has the weight.
+        linear: the layer whose weight gets the slots.
         num_slots, rank: how many adapters it holds, and of which rank at most.
         running: the step that the model is computing.
         add: adds the products of adapters on this device.

@@ -243,8 +243,8 @@ class CompiledLayers:
         self.last, self.num_threads = last, num_threads
 
     def __call__(self, x: Tensor, step: StepContext) -> Tensor:
-        """The output of the last layer for the rows that the step keeps, for x [T, hidden_size], the input of the first
-        layer."""
+        """Run all layers on x [T, hidden_size]. Returns: the output of the last one, for the rows that the step
+        keeps."""
         layers = self.layers if step.adapters is None else self.adapted
         assert layers is not None
         attended = x.new_empty(len(x), self.last.num_heads, self.last.head_dim)

@@ -1,5 +1,5 @@
-"""The products of LoRA adapters on a CPU: in plain torch, one adapter after another, and as an operator, for which
-compiled code calls lora.cpp."""
+"""The products of LoRA adapters on a CPU: in plain torch, one adapter after another, and as an operator that compiled
+code computes with lora.cpp."""
 
 import numpy as np
 import torch

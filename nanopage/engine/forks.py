@@ -44,7 +44,7 @@ def _take_beams(queues: Queues, group: SequenceGroup, schedule: Schedule) -> Non
 
 
 def _choose_beams(group: SequenceGroup) -> tuple[list[Sequence], list[tuple[Sequence, Sequence]]]:
-    """Choose the group's `next_beams` from the candidates of the present ones.
+    """Choose the group's `next_beams` from the candidates of its present beams.
 
     Returns: the beams that end; (parent, sequence) for each beam that forks from another.
     """

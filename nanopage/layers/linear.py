@@ -20,7 +20,7 @@ class Linear(nn.Module):
             one part named "".
         bias: whether every part has a bias.
 
-    Shapes: x [T, in_features] -> [T, sum of parts]. Floats and oneDNN's layout take more dimensions, too.
+    Shapes: x [T, in_features] -> [T, sum of parts]. Only Floats and PackedWeight accept more than two dimensions.
     """
 
     def __init__(self, in_features: int, parts: dict[str, int] | int, bias: bool = False):

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 class Weight(Protocol):
     """A matrix [out, in], as an nn.Module. A tied embedding and head share one.
 
-    has_rows: whether there is `rows`. Weights with adapters have none: no embedding has adapters.
+    has_rows: whether `rows` can be called. A LoRAWeight does not have it, because embeddings take no adapters.
     """
 
     has_rows: bool
@@ -47,8 +47,9 @@ class Floats(nn.Module):
 
 
 def own_parameters(layer: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters of a layer by the names that checkpoints give them. Its matrix is `weight`, if it holds floats."""
+    """The parameters of a layer by the names that checkpoints give them. A matrix of floats is the `weight` of the
+    layer that uses it."""
     if isinstance(layer, Floats):
-        return {}  # the layer that holds it has it
+        return {}
     own, weight = dict(layer.named_parameters(recurse=False)), getattr(layer, "weight", None)
     return {"weight": weight.matrix} | own if isinstance(weight, Floats) else own

@@ -115,8 +115,8 @@ class SequenceTable:
         return blocks.permute(2, 0, 1).contiguous(), seq_lens - first * size
 
     def adapters_of(self, rows: Tensor) -> Tensor | None:
-        """The adapter slot of each token, -1 for none: int64 [T]. None if adapters are not enabled; on a CPU also if no
-        token has one. A GPU would have to be waited for.
+        """The adapter slot of each token, -1 for none: int64 [T]. None if adapters are not enabled. On a CPU, None also
+        if no token has one; on a GPU, checking that would mean synchronizing with it.
 
         Args: rows: of each token, int64 [T], on the device.
         """

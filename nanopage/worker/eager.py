@@ -116,14 +116,15 @@ def prepare(batch: Batch, table: SequenceTable) -> Inputs:
     block_size = table.block_size
     sequence = np.repeat(np.arange(len(rows)), counts)  # the sequence of each token
     positions = np.arange(len(sequence)) + np.repeat(starts - (counts.cumsum() - counts), counts)
+    of_tokens = rows[sequence]
     if table.device.type == "cpu":
         # With NumPy: torch's operators on small tensors take several times as long.
-        input_ids = table.tokens.numpy()[rows[sequence], positions]
-        held = np.ascontiguousarray(table.blocks.numpy()[rows[sequence], positions // block_size].T)
+        input_ids = table.tokens.numpy()[of_tokens, positions]
+        held = np.ascontiguousarray(table.blocks.numpy()[of_tokens, positions // block_size].T)
         slots = held * block_size + positions % block_size
-        token_rows, *tensors = map(torch.from_numpy, (rows[sequence], input_ids, positions, slots))
+        token_rows, *tensors = map(torch.from_numpy, (of_tokens, input_ids, positions, slots))
     else:
-        token_rows, places = to_device(torch.from_numpy(np.stack([rows[sequence], positions])), table.device)
+        token_rows, places = to_device(torch.from_numpy(np.stack([of_tokens, positions])), table.device)
         blocks = table.blocks[token_rows, places // block_size].T.contiguous().long()
         tensors = [table.tokens[token_rows, places].long(), places, blocks * block_size + places % block_size]
     cut = {window: table.tables_of(window, rows, starts, counts) for window in set(table.windows)}
