@@ -21,7 +21,7 @@ from benchmarks.outputs import write
 from benchmarks.peers.protocol import Engine, Work
 from benchmarks.report import console, figure, show_table, spread, table_of
 from nanopage.cpu.tiled_experts import TiledExperts
-from nanopage.layers.moe import MixtureOfExperts
+from nanopage.experts.moe import MixtureOfExperts
 from nanopage.outputs import StepStats
 from nanopage.worker.memory import block_bytes
 

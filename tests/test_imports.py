@@ -21,7 +21,7 @@ CORE = (
 )
 WINGS = (
     *("server", "terminal", "view", "cpu", "quantization", "distributed", "adapters", "speculation", "grammar"),
-    "pooling",
+    *("pooling", "experts"),
 )
 MAX_LINES = 400  # of a file
 # Files that are still longer; the table only shrinks.
@@ -38,7 +38,7 @@ LONG_FUNCTIONS = {
 }
 MANY_ARGUMENTS = {
     "llm.py: chat",  # vLLM's
-    *("kernels/grouped_linear.py: _launch", "kernels/rotate_and_write.py: rotate_and_write"),
+    "kernels/rotate_and_write.py: rotate_and_write",
     *("kernels/paged_attention.py: make_attention", "kernels/paged_attention.py: choose_prompt_splits"),
     *("kernels/paged_attention.py: decode", "kernels/paged_attention.py: prefill"),
 }
@@ -73,6 +73,7 @@ RULES = {
     "nanopage/files/limited_process.py": ("torch", "nanopage"),
     "nanopage/sampling": ("nanopage.engine", "nanopage.models", "nanopage.layers", "nanopage.kernels"),
     "nanopage/models": ("nanopage.engine", "nanopage.worker", "nanopage.weights"),
+    "nanopage/families": ("nanopage.engine", "nanopage.worker", "nanopage.weights"),
     "nanopage/layers": ("nanopage.engine", "nanopage.worker", "nanopage.weights", "nanopage.models"),
     "nanopage/kernels": (
         "nanopage.engine",

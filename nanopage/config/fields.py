@@ -65,7 +65,7 @@ RANGES = {
 
 @dataclass(frozen=True)
 class ExpertsConfig:
-    """The mixtures of experts of a model (see layers/moe.py).
+    """The mixtures of experts of a model (see experts/moe.py).
 
     num_experts: of each mixture. num_chosen: how many of them compute a token.
     intermediate_size: of each expert.

@@ -336,7 +336,7 @@ def _key(config: ModelConfig, spec: dict[str, Any]) -> str:
     here = Path(nanopage.__file__).parent
     family = find_family(config.architecture)
     assert family is not None and family.__file__ is not None
-    folders = ("cpu", "layers", "models")  # families import each other
+    folders = ("cpu", "experts", "families", "layers", "models")  # families import each other
     sources = [Path(family.__file__), *(file for folder in folders for file in sorted(here.glob(f"{folder}/*.*")))]
     sources += [here / "adapters" / "layers.py", here / "adapters" / "model.py", here / "sampling" / "argmax.py"]
     sources += [here / "state" / "layer_kinds.py", here / "state" / "pages.py"]

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from nanopage.cpu import tile_linear
 from nanopage.cpu.packed_linear import library
-from nanopage.kernels.routing import route
+from nanopage.experts.routing import route
 
 
 def addresses_of(experts: Sequence[Sequence[Tensor]]) -> Tensor:

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from nanopage.cpu.tile_experts import addresses_of
 from nanopage.cpu.tiled import tile
+from nanopage.experts.moe import Experts, MixtureOfExperts, Router
 from nanopage.layers.mlp import MLP
-from nanopage.layers.moe import Experts, MixtureOfExperts, Router
 
 
 class TiledExperts(nn.Module):

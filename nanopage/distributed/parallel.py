@@ -13,8 +13,8 @@ from torch import Tensor
 
 from nanopage.config.model import ModelConfig
 from nanopage.config.options import EngineConfig
+from nanopage.distributed.exchanged import Received, SlicedWeight, Summed
 from nanopage.distributed.part import Part, keep_layers, sums
-from nanopage.layers.exchanged import Received, SlicedWeight, Summed
 from nanopage.models.decoder import Decoder
 from nanopage.step import Batch
 from nanopage.worker.eager import Output

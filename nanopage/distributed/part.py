@@ -17,8 +17,8 @@ from typing import Any
 from torch import nn
 
 from nanopage.config.model import ModelConfig
+from nanopage.experts.moe import Experts, MixtureOfExperts
 from nanopage.layers.linear import Linear
-from nanopage.layers.moe import Experts, MixtureOfExperts
 from nanopage.models.decoder import Decoder
 from nanopage.models.meta import meta_model
 

@@ -5,5 +5,4 @@ grouped_attention.py, chunks.py       the same for many sequences at once, in pl
 cache_write.py, rotate_and_write.py, paged_attention.py, attention_kernels.py
                                       Triton kernels of attention, for a GPU
 floors.py                             a Triton kernel of top-k, top-p and min-p
-grouped_linear.py, routing.py         products with the weights of experts, and which experts compute a token
 """

@@ -5,7 +5,7 @@ PackedWeight     in oneDNN's layout, on a CPU     cpu/packed.py
 TiledWeight      in tiles, on a CPU               cpu/tiled.py
 QuantizedWeight  with 4 or 8 bits, on a GPU       quantization/quantized.py
 LoRAWeight       one of these, and adapters       adapters/layers.py
-SlicedWeight     divided among workers            layers/exchanged.py
+SlicedWeight     divided among workers            distributed/exchanged.py
 """
 
 from typing import Protocol

@@ -1,17 +1,16 @@
 """Model families, one file each: a family's names in config.json and GGUF files, its fields, and its decoder layer.
 
-An installed package may add families of its own: modules like those here, named by entry points of the group
-`nanopage.models` (see docs/adding-a-model.md). Nothing is ever imported from a model's directory.
+Llama is here, and each module of nanopage/families/ is another family. An installed package may add families of its
+own: modules like these, named by entry points of the group `nanopage.models` (see docs/adding-a-model.md). Nothing is
+ever imported from a model's directory.
 """
 
 import importlib
+import pkgutil
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from types import ModuleType
 
-FAMILIES = (
-    "llama", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "olmo2", "granite", "mixtral", "qwen2_moe", "qwen3_moe",
-)  # fmt: skip
 GROUP = "nanopage.models"
 NEEDED = ("ARCHITECTURES", "GGUF_ARCHITECTURE", "GGUF_TENSORS", "read_config", "make_layer")
 
@@ -32,7 +31,9 @@ def load_families() -> list[ModuleType]:
 
 
 def own_families() -> list[ModuleType]:
-    return [importlib.import_module(f"nanopage.models.{name}") for name in FAMILIES]
+    folder = importlib.import_module("nanopage.families")
+    others = [module.name for module in pkgutil.iter_modules(folder.__path__, "nanopage.families.")]
+    return [importlib.import_module(name) for name in ("nanopage.models.llama", *others)]
 
 
 def other_families() -> list[ModuleType]:

@@ -23,10 +23,10 @@ from torch import Tensor, nn
 
 from nanopage.config.model import ModelConfig
 from nanopage.distributed.part import WHOLE, Part, Slice
+from nanopage.experts.moe import GroupedExperts, group_experts
 from nanopage.files.model_files import memory_errors, shown
 from nanopage.files.safetensors_checkpoint import StoredTensor, read_tensors, safetensors_files, stored_tensors
 from nanopage.layers.linear import Linear
-from nanopage.layers.moe import GroupedExperts, group_experts
 from nanopage.layers.weight import Floats, own_parameters
 from nanopage.models.decoder import Decoder
 from nanopage.models.meta import meta_model
@@ -79,7 +79,7 @@ class Loading:
         an AWQ or GPTQ checkpoint must be in order (without desc_act), or "packed" for a GPU. None: floats.
     on_host: leave the weights on the CPU, from where they are moved to the device later.
     part: what is built. Only its slices of the tensors are read.
-    group: fuse the weights of experts, as a GPU needs them (see layers/moe.py).
+    group: fuse the weights of experts, as a GPU needs them (see experts/moe.py).
     """
 
     load_format: str = "auto"

@@ -34,7 +34,6 @@ from torch import Tensor, nn
 
 from nanopage.config.model import ModelConfig
 from nanopage.layers.attention import StepContext
-from nanopage.layers.moe import has_experts
 from nanopage.models.decoder import Decoder
 from nanopage.state.sampling_table import SamplingTable
 
@@ -88,7 +87,7 @@ class CompiledDecoder(Decoder):
         nn.Module.__init__(self)  # not Decoder's: the modules are those of `decoder`
         self.take(decoder)
         self.first, self.last, self.head = map(compile_afresh, (first, last, head))
-        formats = [(has_experts(layer), formats_of(layer)) for layer in decoder.layers]
+        formats = [formats_of(layer) for layer in decoder.layers]
         made = {pair: compile_afresh(between) for pair in set(pairwise(formats))}
         self.betweens = [made[pair] for pair in pairwise(formats)]  # what comes after each layer but the last
 
@@ -160,7 +159,7 @@ class CompiledDecoder(Decoder):
 
 
 def formats_of(layer: nn.Module) -> tuple:
-    """The formats of a layer's weights, where they are not floats: compiled code depends on them."""
+    """The formats of a layer's modules, where they are not floats of plain layers: compiled code depends on them."""
     return tuple(module.format for module in layer.modules() if hasattr(module, "format"))
 
 

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from nanopage.cpu import tile_experts, tile_linear
 from nanopage.cpu.aot_products import CompiledProduct
 from nanopage.cpu.toolchain import KERNELS, TILE_SOURCES, run_compiler, shared
-from nanopage.kernels.routing import route
+from nanopage.experts.routing import route
 
 AVX2 = "AVX2"
 INSTRUCTIONS = sorted({torch.backends.cpu.get_cpu_capability(), AVX2})

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from nanopage.kernels.grouped_linear import group, grouped_options, most_blocks
+from nanopage.experts.grouped_linear import group, grouped_options, most_blocks
 
 ROOT = Path(__file__).parents[2]
 ALL_KERNELS = os.environ.get("NANOPAGE_ALL_KERNELS", "0") != "0"
@@ -19,7 +19,7 @@ COMPILE = """
 import sys, torch, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from nanopage.kernels.grouped_linear import grouped_linear_kernel as kernel, grouped_options
+from nanopage.experts.grouped_linear import grouped_linear_kernel as kernel, grouped_options
 names = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 for dtype, from_tokens, pairs in (
     (torch.float32, True, 8), (torch.bfloat16, False, 8), (torch.bfloat16, True, 65536), (torch.float16, False, 65536)

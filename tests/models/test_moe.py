@@ -17,10 +17,10 @@ from nanopage.cpu.tile_linear import round_activations
 from nanopage.cpu.tiled import TiledWeight, tile
 from nanopage.cpu.tiled_experts import TiledExperts, can_join
 from nanopage.distributed.part import Part
+from nanopage.experts.moe import Experts, Gate, GroupedExperts, MixtureOfExperts, route
 from nanopage.files import safetensors_checkpoint
 from nanopage.layers.linear import Linear
 from nanopage.layers.mlp import MLP
-from nanopage.layers.moe import Experts, Gate, GroupedExperts, MixtureOfExperts, route
 from nanopage.layers.weight import Floats
 from nanopage.models.read_config import config_from_dict
 from nanopage.startup.worker import build_worker

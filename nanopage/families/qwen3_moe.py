@@ -4,9 +4,9 @@ from typing import Any
 
 from nanopage.config.fields import Fields
 from nanopage.config.model import ModelConfig
+from nanopage.families.qwen2_moe import make_mlp
+from nanopage.families.qwen3 import Qwen3Attention
 from nanopage.models.decoder import DecoderLayer
-from nanopage.models.qwen2_moe import make_mlp
-from nanopage.models.qwen3 import Qwen3Attention
 
 ARCHITECTURES = ("Qwen3MoeForCausalLM",)
 GGUF_ARCHITECTURE = "qwen3moe"

@@ -4,8 +4,8 @@ from typing import Any
 
 from nanopage.config.fields import Fields
 from nanopage.config.model import ModelConfig
+from nanopage.experts.moe import MixtureOfExperts
 from nanopage.layers.mlp import MLP
-from nanopage.layers.moe import MixtureOfExperts
 from nanopage.models.decoder import DecoderLayer, SelfAttention
 
 ARCHITECTURES = ("Qwen2MoeForCausalLM",)

@@ -1,4 +1,4 @@
-"""Which experts of a mixture compute a token (see layers/moe.py)."""
+"""Which experts of a mixture compute a token (see experts/moe.py)."""
 
 import torch
 from torch import Tensor

@@ -8,10 +8,10 @@ from typing import Any
 from nanopage.config.fields import Fields
 from nanopage.config.model import ModelConfig
 from nanopage.config.rope import RopeConfig, read_rope
+from nanopage.families.gemma2 import GGUF_TENSORS as GEMMA2_TENSORS
+from nanopage.families.gemma2 import Gemma2Layer, gemma_config, gemma_scale, window_pattern
 from nanopage.layers.norm import RMSNorm
 from nanopage.models.decoder import DecoderLayer, SelfAttention, make_norm
-from nanopage.models.gemma2 import GGUF_TENSORS as GEMMA2_TENSORS
-from nanopage.models.gemma2 import Gemma2Layer, gemma_config, gemma_scale, window_pattern
 
 ARCHITECTURES = ("Gemma3ForCausalLM",)
 GGUF_ARCHITECTURE = "gemma3"

@@ -6,9 +6,9 @@ from torch import Tensor
 
 from nanopage.config.fields import Fields
 from nanopage.config.model import ModelConfig
+from nanopage.experts.moe import MixtureOfExperts
 from nanopage.layers.linear import Linear
 from nanopage.layers.mlp import MLP
-from nanopage.layers.moe import MixtureOfExperts
 from nanopage.models.decoder import DecoderLayer, SelfAttention
 
 ARCHITECTURES = ("MixtralForCausalLM",)

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanopage.config.fields import ExpertsConfig
-from nanopage.kernels.routing import route
+from nanopage.experts.routing import route
 from nanopage.layers.mlp import MLP
 
 
@@ -52,6 +52,8 @@ class MixtureOfExperts(nn.Module):
 
     Args: expert: the class of each expert; its parts have the names of the checkpoint.
     """
+
+    format = "experts"  # of a layer, as worker/jit.py compares them
 
     def __init__(self, hidden_size: int, config: ExpertsConfig, expert: type[MLP] = MLP):
         super().__init__()
@@ -101,7 +103,7 @@ class Experts(nn.ModuleList):
 
 
 class GroupedExperts(nn.Module):
-    """Experts for a GPU, with fused weights (see kernels/grouped_linear.py). It does not synchronize with the GPU.
+    """Experts for a GPU, with fused weights (see experts/grouped_linear.py). It does not synchronize with the GPU.
 
     gate_up_proj  [experts, 2 * intermediate_size, hidden_size]
     down_proj     [experts, hidden_size, intermediate_size]
@@ -113,7 +115,7 @@ class GroupedExperts(nn.Module):
     down_proj: nn.Parameter
 
     def __init__(self, experts: Experts):
-        from nanopage.kernels import grouped_linear  # noqa: F401 (registers the operator; imports Triton)
+        from nanopage.experts import grouped_linear  # noqa: F401 (registers the operator; imports Triton)
 
         super().__init__()
         found: dict[int, Any] = {
@@ -146,8 +148,3 @@ def group_experts(model: nn.Module) -> None:
     for mixture in [module for module in model.modules() if isinstance(module, MixtureOfExperts)]:
         assert isinstance(mixture.experts, Experts)
         mixture.experts = GroupedExperts(mixture.experts)
-
-
-def has_experts(module: nn.Module) -> bool:
-    """Whether there is a mixture of experts in a module."""
-    return any(isinstance(child, MixtureOfExperts) for child in module.modules())

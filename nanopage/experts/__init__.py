@@ -1,0 +1,1 @@
+"""Mixtures of experts: the layer, which experts compute a token, and their kernel for a GPU."""

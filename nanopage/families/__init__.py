@@ -1,0 +1,1 @@
+"""Model families beside those of models/, one file each, and made in the same way."""
