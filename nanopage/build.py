@@ -10,7 +10,7 @@ from nanopage.adapters.requests import Adapters
 from nanopage.adapters.slots import AdapterSlots
 from nanopage.config.model import ModelConfig
 from nanopage.config.options import EngineConfig
-from nanopage.config.pooling import NOT_FOR_POOLING, PoolingConfig, choose_pooling
+from nanopage.config.pooling import PoolingConfig
 from nanopage.config.speculation import SpeculativeConfig
 from nanopage.cpu.threads import default_threads
 from nanopage.device import resolve_device
@@ -23,6 +23,7 @@ from nanopage.grammar.replies import read_replies
 from nanopage.grammar.structured import Grammars
 from nanopage.pooling.encoder_config import EncoderConfig, read_encoder
 from nanopage.pooling.encoder_worker import EncoderWorker
+from nanopage.pooling.files import NOT_FOR_POOLING, choose_pooling
 from nanopage.pooling.offline import classify, embed, encode, score
 from nanopage.pooling.requests import ByLength, PoolingRequests
 from nanopage.speculation.draft_model import ModelDrafter

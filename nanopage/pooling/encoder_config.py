@@ -6,9 +6,10 @@ from types import ModuleType
 
 from nanopage.config.fields import Fields, read_dtype
 from nanopage.config.options import EngineConfig
-from nanopage.config.pooling import PoolingConfig, read_classifier, read_embedding
+from nanopage.config.pooling import PoolingConfig, read_classifier
 from nanopage.files.model_files import exists, read_json, shown
 from nanopage.pooling import bert, roberta
+from nanopage.pooling.files import read_embedding
 
 ACTIVATIONS = ("gelu", "gelu_new", "gelu_pytorch_tanh", "relu")
 # Options that an encoder has no use for: anything but the default is refused. It heeds enforce_eager: it always is.

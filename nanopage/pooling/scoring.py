@@ -4,7 +4,9 @@ A model with one class reads both texts of a pair and scores them. With an embed
 and a score is the similarity of two embeddings.
 """
 
-from nanopage.config.pooling import PoolingConfig, similarity
+import numpy as np
+
+from nanopage.config.pooling import PoolingConfig
 from nanopage.outputs import RequestOutput
 
 Pair = tuple[str, str]
@@ -53,6 +55,14 @@ def read_scores(
         score = similarity(_vector(first), _vector(second), pooling)
         scores.append((first.prompt_token_ids + second.prompt_token_ids, score))
     return scores
+
+
+def similarity(first: np.ndarray, second: np.ndarray, config: PoolingConfig) -> float:
+    """How alike two embeddings are."""
+    product = float(first @ second)
+    if config.similarity == "dot":
+        return product
+    return product / max(float(np.linalg.norm(first) * np.linalg.norm(second)), 1e-12)
 
 
 def _distinct(pairs: list[Pair]) -> dict[str, None]:

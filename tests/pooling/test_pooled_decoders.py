@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSequenceClassification
 
 from nanopage import LLM, PoolingParams, SamplingParams
-from nanopage.config.pooling import QWEN3_RERANKER
+from nanopage.pooling.files import QWEN3_RERANKER
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 OPTIONS = {
