@@ -21,7 +21,7 @@ if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys():
 
 _HOME = {
     "LLM": "llm",
-    "AsyncLLM": "async_llm",
+    "AsyncLLM": "aio.async_llm",
     "LLMEngine": "engine.engine",
     "EngineConfig": "config.options",
     "EngineArgs": "vllm.engine_args",

@@ -12,8 +12,8 @@ import weakref
 import pytest
 
 from nanopage import LLM, AsyncLLM, BeamSearchParams, EngineArgs, SamplingParams
-from nanopage.async_llm import EngineDeadError
-from nanopage.engine.engine_thread import Inbox
+from nanopage.aio.async_llm import EngineDeadError
+from nanopage.aio.engine_thread import Inbox
 
 OPTIONS = {"dtype": "float64", "device": "cpu", "max_model_len": 128, "num_gpu_blocks_override": 64, "block_size": 8}
 GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)

@@ -16,12 +16,12 @@ PARTS_OF_PROGRAMS = ("nanopage.terminal", "nanopage.server")
 
 # The core runs a decoder from safetensors on one device. Wings attach to it; build.py attaches them.
 CORE = (
-    *("llm.py", "async_llm.py", "params.py", "outputs.py", "inputs.py", "step.py", "device.py"),
+    *("llm.py", "params.py", "outputs.py", "inputs.py", "step.py", "device.py"),
     *("config", "engine", "state", "worker", "sampling", "models", "layers", "kernels"),
 )
 WINGS = (
     *("server", "terminal", "view", "cpu", "quantization", "distributed", "adapters", "speculation", "grammar"),
-    *("pooling", "experts"),
+    *("aio", "pooling", "experts"),
 )
 MAX_LINES = 400  # of a file
 # Files that are still longer; the table only shrinks.

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
-from nanopage.async_llm import AsyncLLM
+from nanopage.aio.async_llm import AsyncLLM
 from nanopage.engine.input_processor import Adapters
 from nanopage.inputs import LoRARequest
 from nanopage.server.errors import ApiError

@@ -15,7 +15,7 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp
 
 import nanopage
-from nanopage.async_llm import AsyncLLM, EngineDeadError
+from nanopage.aio.async_llm import AsyncLLM, EngineDeadError
 from nanopage.engine.prompts import PromptTooLongError
 from nanopage.params import SamplingParams
 from nanopage.server.adapters import LoadBody, UnloadBody

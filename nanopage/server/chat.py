@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, replace
 
-from nanopage.async_llm import AsyncLLM
+from nanopage.aio.async_llm import AsyncLLM
 from nanopage.grammar.tool_pieces import Call, Content, Piece, Reasoning, Reply
 from nanopage.grammar.tool_reply import ReplyReader
 from nanopage.inputs import LoRARequest

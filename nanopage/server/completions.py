@@ -5,7 +5,7 @@ import uuid
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
-from nanopage.async_llm import AsyncLLM
+from nanopage.aio.async_llm import AsyncLLM
 from nanopage.engine.prompts import PromptTooLongError
 from nanopage.inputs import LoRARequest, list_prompts
 from nanopage.outputs import CompletionOutput, Logprob, RequestOutput

@@ -8,7 +8,7 @@ import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
-from nanopage.async_llm import AsyncLLM, EngineDeadError, RequestStream
+from nanopage.aio.async_llm import AsyncLLM, EngineDeadError, RequestStream
 from nanopage.engine.prompts import PromptTooLongError
 from nanopage.inputs import LoRARequest
 from nanopage.outputs import RequestOutput

@@ -26,7 +26,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import Response, StreamingResponse
 
 import nanopage.view
-from nanopage.async_llm import AsyncLLM, EngineDeadError
+from nanopage.aio.async_llm import AsyncLLM, EngineDeadError
 from nanopage.outputs import StepStats
 from nanopage.server.errors import ApiError, json_response
 from nanopage.server.pages import page_reply

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from nanopage.async_llm import AsyncLLM
+from nanopage.aio.async_llm import AsyncLLM
 from nanopage.config.pooling import PoolingConfig
 from nanopage.inputs import LoRARequest
 from nanopage.outputs import RequestOutput

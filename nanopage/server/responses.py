@@ -6,7 +6,7 @@ import uuid
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
-from nanopage.async_llm import AsyncLLM
+from nanopage.aio.async_llm import AsyncLLM
 from nanopage.grammar.tool_pieces import Arguments, Call, Content, Piece, Reasoning
 from nanopage.inputs import LoRARequest
 from nanopage.outputs import CompletionOutput, RequestOutput

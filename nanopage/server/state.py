@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from prometheus_client.core import Metric
 
-from nanopage.async_llm import AsyncLLM
+from nanopage.aio.async_llm import AsyncLLM
 from nanopage.server.adapters import ServedAdapters
 from nanopage.server.errors import ApiError
 from nanopage.server.live_view import LiveView

@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from nanopage.async_llm import EngineDeadError
+from nanopage.aio.async_llm import EngineDeadError
 from nanopage.server.errors import ApiError
 
 logger = logging.getLogger("nanopage")

@@ -3,7 +3,7 @@
 import re
 from typing import Any
 
-from nanopage.async_llm import AsyncLLM
+from nanopage.aio.async_llm import AsyncLLM
 from nanopage.engine.prompts import PromptTooLongError
 from nanopage.grammar.tool_definitions import Tool
 from nanopage.server.errors import ApiError, invalid

@@ -5,7 +5,7 @@ import re
 import time
 from dataclasses import dataclass
 
-from nanopage.async_llm import AsyncLLM
+from nanopage.aio.async_llm import AsyncLLM
 from nanopage.grammar.structured import grammar_text
 from nanopage.grammar.tool_definitions import Tool, ToolChoice, read_tool_choice, read_tools
 from nanopage.grammar.tool_formats import ToolFormat, find_format

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from helpers import ForkedLink, random_tokens, tiny_model
 
 from nanopage import AsyncLLM, EngineArgs, EngineConfig, LLMEngine, SamplingParams
-from nanopage.async_llm import EngineDeadError
+from nanopage.aio.async_llm import EngineDeadError
 from nanopage.build import build_engine
 from nanopage.distributed import messages, process_executor
 from nanopage.distributed.process_executor import ProcessExecutor

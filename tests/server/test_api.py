@@ -15,7 +15,7 @@ from opentelemetry.trace import SpanKind
 from server_process import OPTIONS
 
 from nanopage import AsyncLLM, EngineArgs, SamplingParams
-from nanopage.engine.engine_thread import EngineThread
+from nanopage.aio.engine_thread import EngineThread
 from nanopage.grammar.tool_definitions import ToolChoice
 from nanopage.grammar.tool_formats import MISTRAL
 from nanopage.grammar.tool_reply import ReplyReader

@@ -12,7 +12,7 @@ from encoders import tiny_encoder, write_modules
 from fake_executor import FakeExecutor, fake_engine, tokens
 
 from nanopage import LLM, AsyncLLM, PoolingParams
-from nanopage.async_llm import EngineDeadError
+from nanopage.aio.async_llm import EngineDeadError
 from nanopage.engine.invariants import check_blocks
 from nanopage.server.app import create_app
 from nanopage.server.live_view import LEASE_SECONDS, MAX_BEHIND, MAX_WATCHERS, LiveView, Watcher

@@ -17,7 +17,7 @@ import psutil
 import uvicorn
 
 from nanopage import LLM, AsyncLLM, EngineArgs, SamplingParams
-from nanopage.engine.engine_thread import Inbox
+from nanopage.aio.engine_thread import Inbox
 from nanopage.engine.invariants import check_blocks
 from nanopage.server.app import create_app
 from nanopage.server.state import ServerState

@@ -4,7 +4,7 @@
     async for output in llm.generate("Once upon a time", SamplingParams(), "request 1"):
         print(output.outputs[0].delta, end="")
 
-One thread steps the engine (engine/engine_thread.py). Prompts become token ids in two other threads, so the event loop
+One thread steps the engine (aio/engine_thread.py). Prompts become token ids in two other threads, so the event loop
 never waits for a tokenizer; a third compiles grammars, so no prompt waits for them. An AsyncLLM that nobody uses, and
 whose outputs nobody reads, ends as after `shutdown`.
 """
@@ -18,8 +18,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from nanopage import __version__
+from nanopage.aio.engine_thread import EngineDeadError, EngineThread, Inbox
 from nanopage.engine.engine import LLMEngine
-from nanopage.engine.engine_thread import EngineDeadError, EngineThread, Inbox
 from nanopage.inputs import LoRARequest, Prompt
 from nanopage.outputs import RequestOutput
 from nanopage.params import BeamSearchParams, PoolingParams, SamplingParams

@@ -1,0 +1,1 @@
+"""The engine for asyncio: a thread that steps it, and AsyncLLM."""
