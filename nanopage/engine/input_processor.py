@@ -13,7 +13,6 @@ from nanopage.config.options import EngineConfig
 from nanopage.config.pooling import PoolingConfig
 from nanopage.engine.beam_search import BeamSearch
 from nanopage.engine.output_processor import Completion, Request
-from nanopage.engine.prompts import PromptReader, PromptTooLongError, TokenizedPrompt
 from nanopage.engine.sequence import Adapter, Sequence, SequenceGroup, TokenMask
 from nanopage.files.model_files import exists, read_json, shown
 from nanopage.inputs import LoRARequest, Prompt
@@ -22,6 +21,7 @@ from nanopage.state.layer_kinds import BlockNeeds
 from nanopage.step import NUMBERS, Capacity, SamplingSettings
 from nanopage.text.bad_words import bad_word_ids
 from nanopage.text.detokenizer import IncrementalDetokenizer
+from nanopage.text.prompts import PromptReader, PromptTooLongError, TokenizedPrompt
 from nanopage.text.stop_strings import StopStrings
 from nanopage.text.tokenizer import Tokenizer
 

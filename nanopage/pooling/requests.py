@@ -8,7 +8,6 @@ from typing import cast
 from nanopage.config.pooling import PoolingConfig
 from nanopage.engine.input_processor import InputProcessor
 from nanopage.engine.output_processor import Request
-from nanopage.engine.prompts import PromptTooLongError
 from nanopage.engine.queues import order
 from nanopage.engine.sequence import Sequence, SequenceGroup
 from nanopage.engine.token_budget import TokenBudget
@@ -17,6 +16,7 @@ from nanopage.inputs import Prompt
 from nanopage.params import PoolingParams
 from nanopage.pooling.encoder_config import EncoderConfig
 from nanopage.step import SamplingSettings
+from nanopage.text.prompts import PromptTooLongError
 
 WINDOW = 4096  # the groups that wait among which a batch is chosen
 

@@ -16,7 +16,6 @@ from starlette.types import ASGIApp
 
 import nanopage
 from nanopage.aio.async_llm import AsyncLLM, EngineDeadError
-from nanopage.engine.prompts import PromptTooLongError
 from nanopage.params import SamplingParams
 from nanopage.server.adapters import LoadBody, UnloadBody
 from nanopage.server.chat import Chat
@@ -62,6 +61,7 @@ from nanopage.server.state import ServerState
 from nanopage.server.streaming import GONE, ClientGoneError, EventStream, unless_gone
 from nanopage.server.templates import chat_prompt, template_kwargs
 from nanopage.server.tools import ToolOptions, read_tool_use
+from nanopage.text.prompts import PromptTooLongError
 from nanopage.vllm.engine_args import EngineArgs
 
 logger = logging.getLogger("nanopage")

@@ -6,7 +6,6 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from nanopage.aio.async_llm import AsyncLLM
-from nanopage.engine.prompts import PromptTooLongError
 from nanopage.inputs import LoRARequest, list_prompts
 from nanopage.outputs import CompletionOutput, Logprob, RequestOutput
 from nanopage.params import SamplingParams
@@ -15,6 +14,7 @@ from nanopage.server.errors import ApiError
 from nanopage.server.generation import Generation, start, too_long
 from nanopage.server.logprobs import TextOffsets, completion_logprobs
 from nanopage.server.protocol import DEFAULT_MAX_TOKENS, CompletionBody
+from nanopage.text.prompts import PromptTooLongError
 
 MAX_PROMPTS = 1024  # of one call
 MAX_CHOICES = 4096  # prompts * n

@@ -9,13 +9,13 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 from nanopage.aio.async_llm import AsyncLLM, EngineDeadError, RequestStream
-from nanopage.engine.prompts import PromptTooLongError
 from nanopage.inputs import LoRARequest
 from nanopage.outputs import RequestOutput
 from nanopage.params import PoolingParams, SamplingParams
 from nanopage.server.errors import ApiError
 from nanopage.server.formats import FIELD
 from nanopage.server.protocol import PoolingBody, SamplingBody
+from nanopage.text.prompts import PromptTooLongError
 
 logger = logging.getLogger("nanopage")
 

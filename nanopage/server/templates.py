@@ -4,12 +4,12 @@ import re
 from typing import Any
 
 from nanopage.aio.async_llm import AsyncLLM
-from nanopage.engine.prompts import PromptTooLongError
 from nanopage.grammar.tool_definitions import Tool
 from nanopage.server.errors import ApiError, invalid
 from nanopage.server.generation import too_long
 from nanopage.server.protocol import ChatBody, ResponsesBody, TokenizeBody
 from nanopage.text.chat_template import MESSAGE_FIELDS
+from nanopage.text.prompts import PromptTooLongError
 from nanopage.text.tool_prompt import make_prompt
 
 TEMPLATE_KWARGS = ("enable_thinking", "thinking", "reasoning_effort", "date_string")  # that a client may set
