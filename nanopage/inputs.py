@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NotRequired, TypedDict, cast
 
-from nanopage.config.checked import Count, check
+from nanopage.checks.options import Count, check
 from nanopage.files.model_files import shown
 from nanopage.params import BeamSearchParams, PoolingParams, SamplingParams
 

@@ -16,8 +16,8 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any, cast
 
 from nanopage import build
+from nanopage.checks.vllm_options import CALL, accept, accept_engine
 from nanopage.config.options import EngineConfig
-from nanopage.config.vllm_options import CALL, accept, accept_engine
 from nanopage.engine.engine import LLMEngine
 from nanopage.engine.output_processor import Request
 from nanopage.inputs import AnyAdapter, AnyParams, LoRARequest, Prompt, list_prompts, match_parameters
@@ -39,7 +39,7 @@ class LLM:
         on_progress: called while weights load, with the number of weights read so far and the total.
         profiler_config: where `start_profile` writes (see `Profiler`).
         options: options of `EngineConfig`, by name. Options of vLLM that change nothing, such as
-            data_parallel_size=1, are accepted (see config/vllm_options.py).
+            data_parallel_size=1, are accepted (see checks/vllm_options.py).
 
     Raises:
         TypeError: an option that does not exist.

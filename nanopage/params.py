@@ -6,8 +6,8 @@ from dataclasses import KW_ONLY, dataclass
 from enum import Enum
 from typing import Annotated
 
-from nanopage.config.checked import Count, Flag, Int64, Share, check, check_fields, integer, number
-from nanopage.config.vllm_options import BEAM_SEARCH, POOLING, SAMPLING, STRUCTURED_OUTPUTS, accepts_options
+from nanopage.checks.options import Count, Flag, Int64, Share, check, check_fields, integer, number
+from nanopage.checks.vllm_options import BEAM_SEARCH, POOLING, SAMPLING, STRUCTURED_OUTPUTS, accepts_options
 from nanopage.files.model_files import shown
 
 MAX_STOP_CHARS = 16_384  # of all stop strings of a request: their automaton takes some 250 bytes a character
@@ -102,7 +102,7 @@ class SamplingParams:
     docs/vllm.md says otherwise.
 
     The parameters up to `prompt_logprobs` can be given by position, in vLLM's order. Options of vLLM that change
-    nothing, such as extra_args=None, are accepted (see config/vllm_options.py).
+    nothing, such as extra_args=None, are accepted (see checks/vllm_options.py).
 
     Args:
         n: completions per prompt, each with a seed of its own; the prompt is computed once and its blocks shared.

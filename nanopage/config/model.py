@@ -3,7 +3,7 @@
 import re
 from dataclasses import dataclass, replace
 
-from nanopage.config.fields import ExpertsConfig, Fields
+from nanopage.checks.fields import ExpertsConfig, Fields
 from nanopage.config.pooling import PoolingConfig
 from nanopage.config.rope import RopeConfig
 from nanopage.files.model_files import shown

@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
-from nanopage.config.checked import Count, Flag, Gib, Share, SwapGib, check_fields, integer
-from nanopage.config.fields import Dtype
+from nanopage.checks.fields import Dtype
+from nanopage.checks.options import Count, Flag, Gib, Share, SwapGib, check_fields, integer
 from nanopage.config.model import STORED_QUANTIZATIONS
 from nanopage.config.pooling import Conversion, Runner, check_pooling_options
 from nanopage.config.speculation import SpeculativeConfig

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from nanopage.config.checked import Flag, check
+from nanopage.checks.options import Flag, check
 from nanopage.files.model_files import shown
 
 Runner = Literal["auto", "generate", "pooling"]

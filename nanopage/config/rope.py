@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field, replace
 
-from nanopage.config.fields import RANGES, Fields
+from nanopage.checks.fields import RANGES, Fields
 from nanopage.files.model_files import shown
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "dynamic", "longrope")

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal, get_type_hints
 
-from nanopage.config.checked import check, integer
+from nanopage.checks.options import check, integer
 from nanopage.files.model_files import shown
 
 DraftLength = Annotated[int, integer(1, 64)]  # tokens

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Protocol
 
-from nanopage.config.checked import Int64, check
+from nanopage.checks.options import Int64, check
 from nanopage.config.options import EngineConfig
 from nanopage.config.pooling import PoolingConfig
 from nanopage.engine.beam_search import BeamSearch

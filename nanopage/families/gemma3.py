@@ -5,7 +5,7 @@ Five layers of six have a window, and a rope of their own.
 
 from typing import Any
 
-from nanopage.config.fields import Fields
+from nanopage.checks.fields import Fields
 from nanopage.config.model import ModelConfig
 from nanopage.config.rope import RopeConfig, read_rope
 from nanopage.families.gemma2 import GGUF_TENSORS as GEMMA2_TENSORS

@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor
 
-from nanopage.config.fields import Fields
+from nanopage.checks.fields import Fields
 from nanopage.config.model import ModelConfig
 from nanopage.experts.moe import MixtureOfExperts
 from nanopage.layers.linear import Linear

@@ -3,7 +3,7 @@ up in another. Phi-4-mini rotates only a part of each head. Models with long con
 
 from typing import Any
 
-from nanopage.config.fields import Fields
+from nanopage.checks.fields import Fields
 from nanopage.config.model import ModelConfig
 from nanopage.config.rope import read_rope
 from nanopage.layers.linear import Linear

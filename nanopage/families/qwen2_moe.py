@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from nanopage.config.fields import Fields
+from nanopage.checks.fields import Fields
 from nanopage.config.model import ModelConfig
 from nanopage.experts.moe import MixtureOfExperts
 from nanopage.layers.mlp import MLP

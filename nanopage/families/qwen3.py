@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from nanopage.config.fields import Fields
+from nanopage.checks.fields import Fields
 from nanopage.config.model import ModelConfig
 from nanopage.layers.mlp import MLP
 from nanopage.layers.norm import RMSNorm

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from nanopage.config.fields import Fields
+from nanopage.checks.fields import Fields
 from nanopage.config.model import ModelConfig
 from nanopage.families.qwen2_moe import make_mlp
 from nanopage.families.qwen3 import Qwen3Attention

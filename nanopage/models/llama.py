@@ -5,7 +5,7 @@ Grouped-query attention with rotary positions, and a SwiGLU feed-forward layer.
 
 from typing import Any
 
-from nanopage.config.fields import Fields
+from nanopage.checks.fields import Fields
 from nanopage.config.model import ModelConfig
 from nanopage.layers.mlp import MLP
 from nanopage.models.decoder import DecoderLayer, SelfAttention

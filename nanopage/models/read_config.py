@@ -10,7 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from nanopage.config.fields import Fields, read_dtype
+from nanopage.checks.fields import Fields, read_dtype
 from nanopage.config.model import ModelConfig, StoredQuantization
 from nanopage.config.pooling import PoolingConfig, read_classifier
 from nanopage.config.rope import check_rope, read_rope

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 
-from nanopage.config.fields import Fields, read_dtype
+from nanopage.checks.fields import Fields, read_dtype
 from nanopage.config.options import EngineConfig
 from nanopage.config.pooling import PoolingConfig, read_classifier
 from nanopage.files.model_files import exists, read_json, shown

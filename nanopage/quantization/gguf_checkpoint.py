@@ -19,7 +19,7 @@ import numpy as np
 from einops import rearrange
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
-from nanopage.config.fields import MAX_SIZES, RANGES
+from nanopage.checks.fields import MAX_SIZES, RANGES
 from nanopage.config.model import ModelConfig
 from nanopage.config.rope import RopeConfig
 from nanopage.files.model_files import rust_errors, shown

@@ -15,9 +15,9 @@ from collections.abc import Callable
 
 import typer
 
-from nanopage.config.checked import choices_of
+from nanopage.checks.options import choices_of
+from nanopage.checks.vllm_options import accept_engine
 from nanopage.config.options import EngineConfig
-from nanopage.config.vllm_options import accept_engine
 
 if typing.TYPE_CHECKING:
     from nanopage.engine.engine import LLMEngine
@@ -25,7 +25,7 @@ if typing.TYPE_CHECKING:
 
 
 class EngineArgs(EngineConfig):
-    """An EngineConfig that also takes the options of vLLM that change nothing (see config/vllm_options.py).
+    """An EngineConfig that also takes the options of vLLM that change nothing (see checks/vllm_options.py).
 
     Raises: TypeError for an option that does not exist, and what EngineConfig raises.
     """

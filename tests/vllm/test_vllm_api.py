@@ -24,7 +24,7 @@ from nanopage import (
     TextPrompt,
     TokensPrompt,
 )
-from nanopage.config import vllm_options
+from nanopage.checks import vllm_options
 from nanopage.outputs import StepStats
 from nanopage.utils import FlexibleArgumentParser
 from nanopage.vllm.engine_args import takes_engine_options

@@ -9,7 +9,7 @@ import torch
 from helpers import tiny_hf_model, tiny_model
 from safetensors.torch import load_file, save_file
 
-from nanopage.config.fields import MAX_SIZES
+from nanopage.checks.fields import MAX_SIZES
 from nanopage.files import safetensors_checkpoint
 from nanopage.weights import loader
 

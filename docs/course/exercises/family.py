@@ -19,7 +19,7 @@ parts of such a file. The test makes small random models with transformers and c
 
 from typing import Any
 
-from nanopage.config.fields import Fields
+from nanopage.checks.fields import Fields
 from nanopage.config.model import ModelConfig
 from nanopage.models.decoder import DecoderLayer
 
