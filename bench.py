@@ -899,13 +899,14 @@ def parallel(
     python bench.py parallel --workers 2
     """
     from benchmarks import parallel as benchmark
+    from nanopage.distributed.division import divide, layers_of_stage
 
     check_outputs({"--json": json_file})
     check_engine(switches)
     path, config = find_model(str(DIVISIBLE) if model is None else model)
     check_lengths([(benchmark.PROMPT_LEN, output_len)], config, "--model")
     try:
-        config.divided(workers), config.stage(0, workers)
+        divide(config, workers), layers_of_stage(config, 0, workers)
     except ValueError as error:
         refuse(str(error), "--workers")
 

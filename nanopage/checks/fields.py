@@ -4,7 +4,7 @@ Sizes and numbers have bounds, because they are read before the weights, and a w
 or start a long loop.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal, get_args
 
 from nanopage.files.model_files import shown
@@ -35,7 +35,6 @@ MAX_SIZES = {
     "type_vocab_size": 2**10,
     "num_labels": 2**16,
 }
-MAX_EXPERTS = 2**16  # of all layers together
 
 # The accepted range of each number. Outside it float32 overflows, or no trained model has such a value.
 RANGES = {
@@ -61,44 +60,6 @@ RANGES = {
     "attention_multiplier": (1e-6, 1e6),
     "logits_scaling": (1e-6, 1e6),
 }
-
-
-@dataclass(frozen=True)
-class ExpertsConfig:
-    """The mixtures of experts of a model (see experts/moe.py).
-
-    num_experts: of each mixture. num_chosen: how many of them compute a token.
-    intermediate_size: of each expert.
-    shared_size: the intermediate size of an expert that computes all tokens; 0: there is none.
-    normalize: whether the weights of a token's experts are divided by their sum.
-    layers: whether each layer of the model has a mixture. Others have a plain feed-forward layer.
-    """
-
-    num_experts: int
-    num_chosen: int
-    intermediate_size: int
-    shared_size: int
-    normalize: bool
-    layers: tuple[bool, ...]
-
-    def divided(self, tp_size: int, expert_parallel: bool) -> "ExpertsConfig":
-        """As `ModelConfig.divided`. `num_experts` stays: experts keep their numbers."""
-        if expert_parallel and self.num_experts % tp_size:
-            raise ValueError(
-                f"tensor_parallel_size={tp_size} with enable_expert_parallel does not divide num_experts="
-                f"{self.num_experts}"
-            )
-        if not expert_parallel and self.intermediate_size % tp_size:
-            raise ValueError(
-                f"tensor_parallel_size={tp_size} does not divide intermediate_size={self.intermediate_size} of each "
-                "expert: enable_expert_parallel divides the number of experts instead"
-            )
-        if self.shared_size % tp_size:
-            raise ValueError(
-                f"tensor_parallel_size={tp_size} does not divide shared_expert_intermediate_size={self.shared_size}"
-            )
-        size = self.intermediate_size if expert_parallel else self.intermediate_size // tp_size
-        return replace(self, intermediate_size=size, shared_size=self.shared_size // tp_size)
 
 
 @dataclass(frozen=True)
@@ -186,22 +147,6 @@ class Fields:
         if not isinstance(first, int) or isinstance(first, bool) or first < 0:
             raise self.error("max_window_layers", f"must be an integer of at least 0, got {shown(first)}")
         return tuple(window if layer >= first else None for layer in range(num_layers))
-
-    def experts(
-        self, num_experts: int, num_chosen: int, intermediate_size: int, shared_size: int = 0, normalize: bool = True
-    ) -> ExpertsConfig:
-        """A mixture of these sizes in the layers that `mlp_only_layers` and `decoder_sparse_step` leave."""
-        num_layers, step = self.size("num_hidden_layers"), self.size("decoder_sparse_step", 1)
-        plain = self.values.get("mlp_only_layers") or []
-        if not isinstance(plain, list) or any(not isinstance(i, int) or isinstance(i, bool) for i in plain):
-            raise self.error("mlp_only_layers", f"must be a list of integers, got {shown(plain)}")
-        if num_experts * num_layers > MAX_EXPERTS:
-            problem = f"{num_experts:,} in {num_layers:,} layers is more than {MAX_EXPERTS:,} experts"
-            raise self.error("num_experts", problem)
-        if num_chosen > num_experts:
-            raise self.error("num_experts_per_tok", f"must be at most num_experts={num_experts}, got {num_chosen}")
-        layers = tuple(index not in plain and (index + 1) % step == 0 for index in range(num_layers))
-        return ExpertsConfig(num_experts, num_chosen, intermediate_size, shared_size, normalize, layers)
 
     def num_labels(self) -> int:
         """How many classes a model has: transformers writes their names, unless they are two without names."""

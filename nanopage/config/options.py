@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from nanopage.checks.fields import Dtype
 from nanopage.checks.options import Count, Flag, Gib, Share, SwapGib, check_fields, integer
-from nanopage.config.model import STORED_QUANTIZATIONS
+from nanopage.checks.stored_quantization import STORED_QUANTIZATIONS
 from nanopage.config.pooling import Conversion, Runner, check_pooling_options
 from nanopage.config.speculation import SpeculativeConfig
 

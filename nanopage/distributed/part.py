@@ -4,7 +4,7 @@ A worker of tensor parallelism (Megatron-LM, Shoeybi et al. 2019) has a slice of
 pipeline parallelism (GPipe, Huang et al. 2019) has a range of layers: the first stage has the embedding as well, the
 last one the final norm and the head.
 
-What is divided follows from shapes alone: the model of `ModelConfig.divided` has the same parameters as the whole
+What is divided follows from shapes alone: the model of `divide` has the same parameters as the whole
 model, and some have fewer rows or columns. A Linear with fewer inputs computes only a part of each sum, so its output
 is to be added up over all workers (`sums`). So is that of a mixture of experts, which has a part of each expert, or
 some whole experts (expert parallelism: GShard, Lepikhin et al. 2020). A model family has nothing to say about any of
@@ -17,6 +17,7 @@ from typing import Any
 from torch import nn
 
 from nanopage.config.model import ModelConfig
+from nanopage.distributed.division import divide, layers_of_stage
 from nanopage.experts.moe import Experts, MixtureOfExperts
 from nanopage.layers.linear import Linear
 from nanopage.models.decoder import Decoder
@@ -52,15 +53,15 @@ class Part:
         return self.is_last and self.tp_rank == 0
 
     def config(self, whole: ModelConfig) -> ModelConfig:
-        """The shape of this part. Raises: as `ModelConfig.divided` and `ModelConfig.stage`."""
-        layers = whole.stage(self.pp_rank, self.pp_size)
+        """The shape of this part. Raises: as `divide` and `layers_of_stage`."""
+        layers = self._layers(whole)
         windows = tuple(whole.sliding_windows[index] for index in layers)
         return replace(self._divided(whole), num_layers=len(layers), sliding_windows=windows)
 
     def model(self, whole: ModelConfig) -> Decoder:
         """This part of each layer, on the meta device. Layers keep their numbers: those of other stages are
         nn.Identity(). `strip` removes the rest that other stages have."""
-        model, mine = meta_model(self._divided(whole)), whole.stage(self.pp_rank, self.pp_size)
+        model, mine = meta_model(self._divided(whole)), self._layers(whole)
         for index in range(whole.num_layers):
             if index not in mine:
                 model.layers[index] = nn.Identity()
@@ -74,7 +75,10 @@ class Part:
         return model
 
     def _divided(self, whole: ModelConfig) -> ModelConfig:
-        return whole.divided(self.tp_size, self.expert_parallel)
+        return divide(whole, self.tp_size, self.expert_parallel)
+
+    def _layers(self, whole: ModelConfig) -> range:
+        return layers_of_stage(whole, self.pp_rank, self.pp_size)
 
     def strip(self, model: Decoder, tied: bool) -> None:
         """Remove the embedding, the norm and the head, where only other stages use them.

@@ -24,6 +24,7 @@ from nanopage.config.model import ModelConfig
 from nanopage.config.options import EngineConfig
 from nanopage.cpu.threads import default_threads
 from nanopage.distributed import messages
+from nanopage.distributed.division import divide, layers_of_stage
 from nanopage.step import Batch, BatchResult, Capacity, WorkerDiedError
 
 logger = logging.getLogger("nanopage")
@@ -126,10 +127,9 @@ class ProcessExecutor:
         on_progress: Callable[[int, int], None] | None = None,
         start_links: Callable[[EngineConfig, str], tuple[list[Link], str]] = start_processes,
     ):
-        model_config.divided(
-            config.tensor_parallel_size, config.enable_expert_parallel
-        )  # raises where the model cannot be divided
-        model_config.stage(0, config.pipeline_parallel_size)
+        # Both raise where the model cannot be divided.
+        divide(model_config, config.tensor_parallel_size, config.enable_expert_parallel)
+        layers_of_stage(model_config, 0, config.pipeline_parallel_size)
         self.config, self.path, self.on_progress, self.start_links = config, path, on_progress, start_links
         self.links: list[Link] = []
         self.error: WorkerDiedError | None = None  # why no step can run any more

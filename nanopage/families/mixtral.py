@@ -6,6 +6,7 @@ from torch import Tensor
 
 from nanopage.checks.fields import Fields
 from nanopage.config.model import ModelConfig
+from nanopage.experts.config import read_experts
 from nanopage.experts.moe import MixtureOfExperts
 from nanopage.layers.linear import Linear
 from nanopage.layers.mlp import MLP
@@ -31,7 +32,7 @@ def read_config(fields: Fields, architecture: str) -> dict[str, Any]:
         "sliding_windows": (None,) * num_layers
         if fields.values.get("sliding_window") is None
         else fields.windows(num_layers, default=0),
-        "experts": fields.experts(num_experts, num_chosen, fields.size("intermediate_size")),
+        "experts": read_experts(fields, num_experts, num_chosen, fields.size("intermediate_size")),
     }
 
 

@@ -4,6 +4,7 @@ from typing import Any
 
 from nanopage.checks.fields import Fields
 from nanopage.config.model import ModelConfig
+from nanopage.experts.config import read_experts
 from nanopage.experts.moe import MixtureOfExperts
 from nanopage.layers.mlp import MLP
 from nanopage.models.decoder import DecoderLayer, SelfAttention
@@ -34,7 +35,8 @@ def read_config(fields: Fields, architecture: str) -> dict[str, Any]:
         "num_kv_heads": fields.size("num_key_value_heads", 16),
         "attention_bias": fields.flag("qkv_bias", True),
         "sliding_windows": windows,
-        "experts": fields.experts(
+        "experts": read_experts(
+            fields,
             num_experts=fields.size("num_experts", 60),
             num_chosen=fields.size("num_experts_per_tok", 4),
             intermediate_size=fields.size("moe_intermediate_size", 1408),

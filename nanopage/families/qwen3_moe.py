@@ -4,6 +4,7 @@ from typing import Any
 
 from nanopage.checks.fields import Fields
 from nanopage.config.model import ModelConfig
+from nanopage.experts.config import read_experts
 from nanopage.families.qwen2_moe import make_mlp
 from nanopage.families.qwen3 import Qwen3Attention
 from nanopage.models.decoder import DecoderLayer
@@ -31,7 +32,8 @@ def read_config(fields: Fields, architecture: str) -> dict[str, Any]:
         "sliding_windows": fields.windows(num_layers, default=4096)
         if fields.flag("use_sliding_window")
         else (None,) * num_layers,
-        "experts": fields.experts(
+        "experts": read_experts(
+            fields,
             num_experts=fields.size(name, 128),
             num_chosen=fields.size("num_experts_per_tok", 8),
             intermediate_size=fields.size("moe_intermediate_size", 768),

@@ -23,7 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanopage.config.model import ModelConfig, StoredQuantization
+from nanopage.checks.stored_quantization import StoredQuantization
+from nanopage.config.model import ModelConfig
 from nanopage.cpu import tile_linear
 from nanopage.cpu.tile_linear import Blocks
 from nanopage.cpu.tiled import TiledWeight

@@ -20,6 +20,7 @@ from nanopage.cpu.lora import add_adapters
 from nanopage.cpu.option_speed import warn_of_slow_options
 from nanopage.cpu.threads import ThreadCount, limit_threads
 from nanopage.device import resolve_device, resolve_dtype, resolve_kv_dtype, set_cuda_precision
+from nanopage.distributed.division import layers_of_stage
 from nanopage.distributed.parallel import PartialWay, Ranks
 from nanopage.distributed.part import WHOLE, Part
 from nanopage.layers.linear import Linear
@@ -41,7 +42,7 @@ def set_up(config: EngineConfig, model_config: ModelConfig, part: Part, path: Pa
     """What a worker computes. Raises: ValueError for an option that does not fit the model or the device."""
     longest = config.max_model_len or model_config.max_position_embeddings
     kinds = divide_layers(model_config.sliding_windows, longest)
-    kinds = kinds.stage(model_config.stage(part.pp_rank, part.pp_size))
+    kinds = kinds.stage(layers_of_stage(model_config, part.pp_rank, part.pp_size))
     dtype, why = resolve_dtype(config.dtype, model_config.dtype, device)
     for message in refused(config, model_config, device, dtype, path):
         raise ValueError(message)

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import torch
 
-from nanopage.config.model import STORED_QUANTIZATIONS, ModelConfig
+from nanopage.checks.stored_quantization import STORED_QUANTIZATIONS
+from nanopage.config.model import ModelConfig
 from nanopage.config.options import EngineConfig
 
 

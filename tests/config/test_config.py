@@ -14,7 +14,8 @@ import pytest
 
 from nanopage import EngineConfig
 from nanopage.checks.fields import MAX_SIZES, RANGES
-from nanopage.config.model import ModelConfig, StoredQuantization
+from nanopage.checks.stored_quantization import StoredQuantization
+from nanopage.config.model import ModelConfig
 from nanopage.config.rope import ROPE_NUMBERS, ROPE_TYPES, RopeConfig
 from nanopage.layers.rotary import inverse_frequencies
 from nanopage.models import find_family

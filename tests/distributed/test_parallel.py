@@ -17,6 +17,7 @@ from test_quantized_checkpoint import KINDS, write_quantized
 from nanopage import EngineConfig, SamplingParams
 from nanopage.build import build_engine
 from nanopage.cpu.packed import PackedWeight, pack
+from nanopage.distributed.division import divide, layers_of_stage
 from nanopage.distributed.parallel import part_of
 from nanopage.distributed.part import WHOLE, Part, keep_layers, sums
 from nanopage.weights import loader
@@ -258,13 +259,13 @@ def test_sizes_that_cannot_be_divided_are_refused_by_name(tmp_path, options, mes
 def test_each_size_is_named(model, changes, message):
     config = loader.read_config(model)
     with pytest.raises(ValueError, match=message):
-        replace(config, **changes).divided(2)
+        divide(replace(config, **changes), 2)
 
 
 def test_stages_cover_all_layers_once(model):
     config = replace(loader.read_config(model), num_layers=7)
     for pp_size in range(1, 8):
-        stages = [config.stage(rank, pp_size) for rank in range(pp_size)]
+        stages = [layers_of_stage(config, rank, pp_size) for rank in range(pp_size)]
         assert [layer for stage in stages for layer in stage] == list(range(7))
         assert max(map(len, stages)) - min(map(len, stages)) <= 1
 

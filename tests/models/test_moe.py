@@ -11,7 +11,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from nanopage import EngineConfig
-from nanopage.checks.fields import ExpertsConfig
+from nanopage.config.model import ExpertsConfig
 from nanopage.cpu.packed import PackedWeight
 from nanopage.cpu.tile_linear import round_activations
 from nanopage.cpu.tiled import TiledWeight, tile
