@@ -11,7 +11,6 @@ from nanopage.adapters.slots import AdapterSlots
 from nanopage.config.model import ModelConfig
 from nanopage.config.options import EngineConfig
 from nanopage.config.pooling import PoolingConfig
-from nanopage.config.speculation import SpeculativeConfig
 from nanopage.cpu.threads import default_threads
 from nanopage.device import resolve_device
 from nanopage.distributed import ray_cluster
@@ -26,12 +25,10 @@ from nanopage.pooling.encoder_worker import EncoderWorker
 from nanopage.pooling.files import NOT_FOR_POOLING, choose_pooling
 from nanopage.pooling.offline import classify, embed, encode, score
 from nanopage.pooling.requests import ByLength, PoolingRequests
-from nanopage.speculation.draft_model import ModelDrafter
 from nanopage.speculation.drafts import Drafts
-from nanopage.speculation.lookup import NgramDrafter
+from nanopage.speculation.setup import choose_drafts
 from nanopage.startup import worker_process
 from nanopage.startup.worker import build_worker
-from nanopage.state.layer_kinds import BlockNeeds, divide_layers
 from nanopage.step import Capacity, Executor
 from nanopage.text.tokenizer import Tokenizer
 from nanopage.weights import hub, loader
@@ -71,7 +68,7 @@ def build_engine(
     del checkpoint
     make_drafts: Callable[[Capacity], Drafts] | None = None
     if config.speculation is not None:
-        make_drafts = _choose_drafts(config, config.speculation, model_config, tokenizer, on_progress)
+        make_drafts = choose_drafts(config, config.speculation, model_config, tokenizer, on_progress)
     adapter_slots = AdapterSlots(config.max_loras) if config.enable_lora else None
     engine = LLMEngine(config, model_config, path, tokenizer, executor, make_drafts, adapter_slots)
     engine.scheduler.token_budget = budget = choose_budget(config, engine.capacity.device, use)
@@ -151,51 +148,3 @@ def _build_encoder(
     engine.scheduler.arrange = ByLength(engine.scheduler.token_budget).arrange
     engine.input_processor.pooling = PoolingRequests(engine.input_processor, encoder_config.pooling)
     return engine
-
-
-def _choose_drafts(
-    config: EngineConfig,
-    speculation: SpeculativeConfig,
-    model_config: ModelConfig,
-    tokenizer: Tokenizer | None,
-    on_progress: Callable[[int, int], None] | None,
-) -> Callable[[Capacity], Drafts]:
-    """What makes the drafts of an engine.
-
-    Raises: ValueError, FileNotFoundError for a draft model that is not there or does not fit.
-    """
-    if speculation.method == "ngram":
-        return lambda capacity: Drafts(NgramDrafter(speculation))
-    path = hub.resolve(speculation.model)
-    checkpoint = loader.open_checkpoint(path)
-    draft_config = loader.read_config(checkpoint)
-    if draft_config.pooling is not None:
-        raise ValueError(f"speculative_config: the draft model {path.name} has no language-model head")
-    if tokenizer is not None:
-        vocab = Tokenizer(checkpoint, draft_config.vocab_size).backend.get_vocab(with_added_tokens=True)
-        if vocab != tokenizer.backend.get_vocab(with_added_tokens=True):
-            raise ValueError(f"speculative_config: the draft model {path.name} has another vocabulary than the model")
-    elif draft_config.vocab_size != model_config.vocab_size:
-        raise ValueError(
-            f"speculative_config: the draft model {path.name} has {draft_config.vocab_size} tokens, and the model "
-            f"{model_config.vocab_size}"
-        )
-
-    def make(capacity: Capacity) -> Drafts:
-        max_model_len = min(capacity.max_model_len, draft_config.max_position_embeddings)
-        num_blocks = _blocks_for_drafts(config, capacity, draft_config, max_model_len)
-        options = config.for_draft_model(str(path), num_blocks, max_model_len)
-        executor = LocalExecutor(partial(build_worker, options, draft_config, checkpoint, on_progress))
-        held = executor.start()
-        same_vocab = draft_config.vocab_size == model_config.vocab_size
-        return Drafts(ModelDrafter(config, speculation, executor, held, model_config.vocab_size, same_vocab))
-
-    return make
-
-
-def _blocks_for_drafts(config: EngineConfig, capacity: Capacity, draft_config: ModelConfig, max_model_len: int) -> int:
-    """The size of a draft model's pool: it holds as many sequences of `max_model_len` tokens as the model's."""
-    windows = divide_layers(draft_config.sliding_windows, max_model_len).windows
-    needed = BlockNeeds(windows, config.block_size, max_model_len).of([max_model_len])  # it takes them all at once
-    by_model = BlockNeeds(capacity.windows, config.block_size, config.token_budget(capacity.device)).of([max_model_len])
-    return max(needed, capacity.num_blocks * needed // by_model)

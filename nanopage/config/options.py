@@ -1,7 +1,7 @@
 """EngineConfig: what the user sets."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -207,25 +207,6 @@ class EngineConfig:
     def quantize_to(self) -> str | None:
         """What the weights are rounded to when they are loaded; None if they stay as the checkpoint has them."""
         return None if self.quantization in STORED_QUANTIZATIONS else self.quantization
-
-    def for_draft_model(self, model: str, num_blocks: int, max_model_len: int) -> "EngineConfig":
-        """The options of the draft model's worker."""
-        return replace(
-            self,
-            model=model,
-            max_model_len=max_model_len,
-            num_gpu_blocks_override=num_blocks,
-            kv_cache_gib=None,
-            gpu_memory_utilization=None,
-            preemption_mode=None,
-            swap_space=0,
-            quantization=None,
-            speculative_config=None,
-            enable_lora=False,
-            max_loras=1,
-            max_lora_rank=16,
-            distributed_executor_backend=None,
-        )
 
     @property
     def speculation(self) -> "SpeculativeConfig | None":

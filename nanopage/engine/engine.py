@@ -17,9 +17,8 @@ from nanopage.engine.input_processor import InputProcessor, ModelShape, default_
 from nanopage.engine.output_processor import OutputProcessor, Request
 from nanopage.engine.recovery import changing, die, isolate, recover
 from nanopage.engine.schedule import Schedule
-from nanopage.engine.scheduler import Scheduler
+from nanopage.engine.scheduler import Drafts, Scheduler
 from nanopage.engine.statistics import StepRecord, count_batch, count_result, count_state
-from nanopage.engine.verdicts import Drafts
 from nanopage.inputs import Prompt
 from nanopage.outputs import RequestOutput, StepStats
 from nanopage.params import BeamSearchParams, PoolingParams, SamplingParams

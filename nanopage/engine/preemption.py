@@ -71,14 +71,6 @@ def swap_in(queues: Queues, group: SequenceGroup, schedule: Schedule) -> None:
     queues.record("swapped in", group, needed=len(moved), free=free)
 
 
-def recompute(queues: Queues, group: SequenceGroup) -> None:
-    """Put a running group back into `waiting`, to compute its tokens again."""
-    if group.status is Status.RUNNING:
-        queues.running.remove(group)
-        give_up_blocks(queues, group, reason="draft")
-        insort(queues.waiting, group, key=order)
-
-
 def give_up_blocks(queues: Queues, group: SequenceGroup, **why: Any) -> None:
     """Free the group's blocks. Its tokens will be computed again.
 

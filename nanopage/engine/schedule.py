@@ -43,11 +43,10 @@ class Schedule:
     samplers      those of `batch.sampled_rows`, in the same order, but without those in `drafted`
     budget, left  tokens that the step may have, in all and besides the work so far
     singles       work of one token; `BatchWriter.write` writes it before `chunks`, work of several tokens
-    drafted       decodes with their drafts, at the end of the batch (see verdicts.py)
+    drafted       decodes with their drafts, at the end of the batch (see speculation/drafts.py)
     num_accepted  for each of `drafted`, how many tokens of its draft were appended; from `Scheduler.update` on
     masked        index in `batch.sampled_rows` -> a sequence whose next token depends on its mask (see `find_masks`)
     mask_errors   those of `masked` that have no mask, and why
-    draft_masks   for those of `drafted` that have masks: the mask of each token that they sample (see `TokenMask`)
     loading       the adapters of the batch's `loads`
     wait          why the first group that is not admitted waits
     preempted     groups that have given up their blocks
@@ -67,7 +66,6 @@ class Schedule:
     num_accepted: list[int] = field(default_factory=list)
     masked: dict[int, Sequence] = field(default_factory=dict)
     mask_errors: dict[Sequence, str] = field(default_factory=dict)
-    draft_masks: dict[Sequence, list[bytes]] = field(default_factory=dict)
     loading: list[Adapter] = field(default_factory=list)
     wait: Wait | None = None
     preempted: list[SequenceGroup] = field(default_factory=list)
@@ -188,20 +186,17 @@ class BatchWriter:
         if num_tokens == 1 and (chosen_by_search or self.sends_tokens):
             batch.tokens.append((seq.row, start, seq.token_ids[start]))
 
-    def write(self, schedule: Schedule, drafts: dict[Sequence, list[int]]) -> None:
+    def write(self, schedule: Schedule) -> None:
         """Write the work of a step into its batch (`step.Batch` has an example).
 
         Where it reaches the last token of a sequence, the next token is sampled. Where siblings are about to fork from
         it, their next tokens are sampled from the same logits.
-
-        Args: drafts: of some of its decodes (see verdicts.py).
         """
         batch, samplers = schedule.batch, schedule.samplers
-        singles = [seq for seq in schedule.singles if seq not in drafts] if drafts else schedule.singles
-        schedule.sequences = [*singles, *(seq for seq, _ in schedule.chunks)]
+        schedule.sequences = [*schedule.singles, *(seq for seq, _ in schedule.chunks)]
         batch.rows = rows_of(schedule.sequences)
         batch.starts = [seq.num_computed_tokens for seq in schedule.sequences]
-        batch.counts = [1] * len(singles) + [num_tokens for _, num_tokens in schedule.chunks]
+        batch.counts = [1] * len(schedule.singles) + [num_tokens for _, num_tokens in schedule.chunks]
         last = -1  # token of a row, in the batch
         for seq, start, count in zip(schedule.sequences, batch.starts, batch.counts, strict=True):
             last, end, group = last + count, start + count, seq.group
@@ -216,25 +211,6 @@ class BatchWriter:
                     batch.sampled_from.append(last)
         batch.sampled_rows = rows_of(samplers)
         batch.awaits_masks = bool(schedule.masked)
-        for seq, draft in drafts.items():
-            self._add_draft(schedule, seq, draft)
-
-    def _add_draft(self, schedule: Schedule, seq: Sequence, draft: list[int]) -> None:
-        """Add a decode with a draft: a token is sampled behind its last known token and behind each of the draft."""
-        batch, start, count = schedule.batch, seq.num_computed_tokens, 1 + len(draft)
-        first = batch.num_tokens
-        self.grow(batch, seq, count)
-        assert seq.row is not None
-        batch.tokens += [(seq.row, start + i, token_id) for i, token_id in enumerate(draft, 1)]
-        batch.rows.append(seq.row)
-        batch.starts.append(start)
-        batch.counts.append(count)
-        if seq.token_mask is not None:
-            batch.masks |= dict(enumerate(schedule.draft_masks[seq], len(batch.sampled_rows)))
-        batch.sampled_from += range(first, first + count)
-        batch.sampled_rows += [seq.row] * count
-        schedule.sequences.append(seq)
-        schedule.drafted.append((seq, draft))
 
     def leave(self, seq: Sequence) -> None:
         """Take back the row of a sequence, if it has one."""

@@ -23,7 +23,7 @@ lower priority waits for as long as groups of a higher priority keep coming. The
 but for near-ties in dtypes smaller than float64; the fuzz suite tests that.
 
 Everything but the plain case is in other files, which are called from here: preemption.py, forks.py (several sequences
-of a prompt, and beams), stages.py (of a pipeline), verdicts.py (on drafts) and suspects.py (after an exception).
+of a prompt, and beams), stages.py (of a pipeline) and suspects.py (after an exception).
 
 For a first reading, assume that each group has one sequence, its leader. There is nothing to fork, so `forked` is true.
 """
@@ -31,6 +31,7 @@ For a first reading, assume that each group has one sequence, its leader. There 
 import time
 from bisect import insort
 from collections.abc import Callable
+from typing import Protocol
 
 from nanopage.engine.admission import AdapterSlots, Admission
 from nanopage.engine.block_manager import BlockManager, Prefix
@@ -42,8 +43,7 @@ from nanopage.engine.sequence import Sequence, SequenceGroup, Status, common_len
 from nanopage.engine.stages import find_held
 from nanopage.engine.suspects import acquit, run_only
 from nanopage.engine.token_budget import TokenBudget
-from nanopage.engine.verdicts import Drafts, accept
-from nanopage.outputs import RequestEvent
+from nanopage.outputs import RequestEvent, StepStats
 from nanopage.step import NO_TOKEN, Batch, BatchResult
 
 NOT_FINITE = (
@@ -51,6 +51,16 @@ NOT_FINITE = (
     "constraints that forbid every token"
 )
 NO_VECTOR = "its vector is not finite: weights that are NaN, infinite or too large, or an overflow in float16"
+
+
+class Drafts(Protocol):
+    """Guesses at the next tokens of decodes. speculation/drafts.py says what the methods do."""
+
+    def write(self, queues: Queues, schedule: Schedule, max_num_seqs: int) -> None: ...
+    def accept(self, queues: Queues, schedule: Schedule, result: BatchResult, now: float) -> list[Sequence]: ...
+    def observe(self, stats: StepStats) -> None: ...
+    def rest(self) -> None: ...
+    def restart(self) -> None: ...
 
 
 class Scheduler:
@@ -133,8 +143,10 @@ class Scheduler:
                 self._admit(schedule)
             else:
                 schedule.wait = Wait(self.queues.first(), "preemption")
-        drafts = self.drafts.choose(self.queues, schedule, self.admission.max_num_seqs) if self.drafts else {}
-        self.writer.write(schedule, drafts)
+        if self.drafts is None:
+            self.writer.write(schedule)
+        else:
+            self.drafts.write(self.queues, schedule, self.admission.max_num_seqs)
         schedule.batch.copies = self.block_manager.take_copies()
         if evicted := self.block_manager.prefixes.take_evicted():
             schedule.tell("evicted", evicted)
@@ -183,9 +195,8 @@ class Scheduler:
             seq.group.metrics.count_step(now)
             if ending := seq.take(token_id, result.logprobs.get(i)):
                 self.queues.finish(seq.group, seq, *ending)
-        if schedule.drafted:
-            assert self.drafts is not None
-            taken += accept(self.queues, self.drafts, schedule, result, now)
+        if self.drafts is not None:
+            taken += self.drafts.accept(self.queues, schedule, result, now)
         advance_beams(self.queues, schedule, taken)
         acquit(self.queues, schedule)
         return taken

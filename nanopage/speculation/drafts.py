@@ -6,16 +6,18 @@ sample that differs is its next token, too. What follows was computed with a wro
 overwrite its K and V. So the output does not depend on drafts, only the number of steps does.
 
 A `Drafter` makes the guesses (see lookup.py and draft_model.py). `Drafts` says which of them a step tries, and what
-follows from the samples. The scheduler acts on that (see engine/verdicts.py).
+follows from the samples.
 """
 
+from bisect import insort
 from typing import Protocol
 
-from nanopage.engine.queues import Queues
-from nanopage.engine.schedule import Schedule
-from nanopage.engine.sequence import Sequence
+from nanopage.engine.preemption import give_up_blocks
+from nanopage.engine.queues import Queues, order
+from nanopage.engine.schedule import BatchWriter, Schedule
+from nanopage.engine.sequence import Sequence, SequenceGroup, Status
 from nanopage.outputs import StepStats
-from nanopage.step import NO_TOKEN
+from nanopage.step import NO_TOKEN, BatchResult, LogprobTable
 
 SAMPLES_IN_ANY_CASE = 16  # tokens that a step may sample if `max_num_seqs` is smaller: their logits take little memory
 
@@ -46,20 +48,32 @@ class Drafter(Protocol):
 
 
 class Drafts:
-    """What a scheduler asks about the guesses of a drafter (its `Drafts`, see engine/verdicts.py)."""
+    """What a scheduler does with the guesses of a drafter (the `Drafts` of engine/scheduler.py)."""
 
     def __init__(self, drafter: Drafter):
         self.drafter = drafter
         self.learn, self.observe = drafter.learn, drafter.observe
         self.rest, self.restart = drafter.rest, drafter.restart
 
-    def choose(self, queues: Queues, schedule: Schedule, max_num_seqs: int) -> dict[Sequence, list[int]]:
+    def write(self, queues: Queues, schedule: Schedule, max_num_seqs: int) -> None:
+        """Write the work of a step into its batch, and at its end the decodes that have drafts."""
+        drafts = self.choose(queues, schedule, max_num_seqs)
+        schedule.singles = [seq for seq in schedule.singles if seq not in drafts]
+        queues.writer.write(schedule)
+        for seq, (draft, masks) in drafts.items():
+            _add_draft(queues.writer, schedule, seq, draft, masks)
+
+    def choose(
+        self, queues: Queues, schedule: Schedule, max_num_seqs: int
+    ) -> dict[Sequence, tuple[list[int], list[bytes]]]:
         """The drafts that a step tries, when its other work is scheduled.
 
         They take only what is left of the token budget and of the free blocks; those of refused drafts are given back
         before the next step is scheduled. There are none in a step that preempts a group, or runs a suspect alone.
+
+        Returns: each draft, and the mask of each token that its sequence samples, if the sequence has masks.
         """
-        drafts: dict[Sequence, list[int]] = {}
+        drafts: dict[Sequence, tuple[list[int], list[bytes]]] = {}
         if queues.suspects or schedule.preempted:
             return drafts
         samples = sum(1 if seq.group.forked else len(seq.group.live) for seq in schedule.singles) + len(schedule.chunks)
@@ -72,18 +86,43 @@ class Drafts:
         for seq, draft in self.drafter.propose(decodes, budget, schedule).items():
             held, known = len(manager.block_tables[seq.seq_id]), len(seq.token_ids)
             room = min((held + free) // manager.num_kinds * manager.block_size, seq.max_total_tokens - 1) - known
-            draft = draft[: max(0, min(budget, room))]
+            draft, masks = draft[: max(0, min(budget, room))], []
             if draft and seq.token_mask is not None:
                 try:
                     masks = seq.token_mask.follow(seq.output_token_ids, draft)
                 except ValueError:  # there is no mask even without the draft, which ends the request (see find_masks)
                     continue
-                draft, schedule.draft_masks[seq] = draft[: len(masks) - 1], masks
+                draft = draft[: len(masks) - 1]
             if draft:
-                drafts[seq] = draft
+                drafts[seq] = draft, masks
                 budget -= len(draft)
                 free -= max(0, manager.blocks_for(known + len(draft)) - held)
         return drafts
+
+    def accept(self, queues: Queues, schedule: Schedule, result: BatchResult, now: float) -> list[Sequence]:
+        """Take in the samples of the decodes with drafts. Returns the sequence of each token that was appended.
+
+        Args: result: of the step; the samples of decodes with drafts are its last ones. now: when it came.
+        """
+        taken: list[Sequence] = []
+        end = len(schedule.samplers)
+        for seq, draft in schedule.drafted:
+            first, end = end, end + 1 + len(draft)
+            accepted, ends_early = 0, seq.finish_reason is not None
+            token_ids = None if ends_early else self.judge(draft, result.token_ids[first:end])
+            if token_ids is not None:
+                tables = [result.logprobs.get(index) for index in range(first, end)]
+                appended = _append(queues, seq, token_ids, tables, now)
+                taken += [seq] * appended
+                accepted = min(len(token_ids) - 1, appended)
+                ends_early = appended < len(token_ids) and appended < len(draft)  # nothing is known of the draft's rest
+                self.learn(seq, accepted if ends_early else len(draft), accepted)
+            elif not ends_early:
+                seq.takes_drafts, seq.num_in_flight = False, 0
+                _recompute(queues, seq.group)
+            schedule.num_accepted.append(accepted)
+            schedule.tell("draft", seq, len(draft), accepted, ends_early)
+        return taken
 
     def judge(self, draft: list[int], sampled: list[int]) -> list[int] | None:
         """The tokens that follow a sequence, by what was sampled behind its last known token and behind each token of
@@ -108,3 +147,49 @@ def takes_drafts(seq: Sequence) -> bool:
         and seq.num_computed_tokens == len(seq.token_ids) - 1
         and (seq.settings.logprobs is None or seq.num_logprobs is not None)
     )
+
+
+def _add_draft(writer: BatchWriter, schedule: Schedule, seq: Sequence, draft: list[int], masks: list[bytes]) -> None:
+    """Add a decode with a draft: a token is sampled behind its last known token and behind each of the draft."""
+    batch, start, count = schedule.batch, seq.num_computed_tokens, 1 + len(draft)
+    first = batch.num_tokens
+    writer.grow(batch, seq, count)
+    assert seq.row is not None
+    batch.tokens += [(seq.row, start + i, token_id) for i, token_id in enumerate(draft, 1)]
+    batch.rows.append(seq.row)
+    batch.starts.append(start)
+    batch.counts.append(count)
+    batch.masks |= dict(enumerate(masks, len(batch.sampled_rows)))
+    batch.sampled_from += range(first, first + count)
+    batch.sampled_rows += [seq.row] * count
+    schedule.sequences.append(seq)
+    schedule.drafted.append((seq, draft))
+
+
+def _append(
+    queues: Queues, seq: Sequence, token_ids: list[int], logprobs: list[LogprobTable | None], now: float
+) -> int:
+    """Append tokens to a sequence up to one that ends it. Returns how many were appended."""
+    group, manager, number, ending = seq.group, queues.block_manager, 0, None
+    group.metrics.count_step(now)
+    seq.num_in_flight = len(token_ids)
+    while ending is None and number < len(token_ids):
+        ending = seq.take(token_ids[number], logprobs[number])
+        number += 1
+    if group.status is Status.RUNNING:  # it has its blocks
+        seq.num_computed_tokens = len(seq.token_ids) - 1
+        manager.register(seq.seq_id, seq.token_ids, seq.num_computed_tokens, seq.cache_salt)
+        manager.slide(seq.seq_id, seq.num_computed_tokens)
+        manager.shrink(seq.seq_id, len(seq.token_ids))
+        seq.num_sent_blocks = min(seq.num_sent_blocks, len(manager.block_tables[seq.seq_id]))
+    if ending is not None:
+        queues.finish(group, seq, *ending)
+    return number
+
+
+def _recompute(queues: Queues, group: SequenceGroup) -> None:
+    """Put a running group back into `waiting`, to compute its tokens again."""
+    if group.status is Status.RUNNING:
+        queues.running.remove(group)
+        give_up_blocks(queues, group, reason="draft")
+        insort(queues.waiting, group, key=order)

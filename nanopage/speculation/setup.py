@@ -1,0 +1,86 @@
+"""What makes the drafts of an engine, by its options: prompt lookup, or a draft model with a worker of its own."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+from nanopage.config.model import ModelConfig
+from nanopage.config.options import EngineConfig
+from nanopage.config.speculation import SpeculativeConfig
+from nanopage.speculation.draft_model import ModelDrafter
+from nanopage.speculation.drafts import Drafts
+from nanopage.speculation.lookup import NgramDrafter
+from nanopage.startup.worker import build_worker
+from nanopage.state.layer_kinds import BlockNeeds, divide_layers
+from nanopage.step import Capacity
+from nanopage.text.tokenizer import Tokenizer
+from nanopage.weights import hub, loader
+from nanopage.worker.executor import LocalExecutor
+
+
+def choose_drafts(
+    config: EngineConfig,
+    speculation: SpeculativeConfig,
+    model_config: ModelConfig,
+    tokenizer: Tokenizer | None,
+    on_progress: Callable[[int, int], None] | None,
+) -> Callable[[Capacity], Drafts]:
+    """What makes the drafts of an engine.
+
+    Raises: ValueError, FileNotFoundError for a draft model that is not there or does not fit.
+    """
+    if speculation.method == "ngram":
+        return lambda capacity: Drafts(NgramDrafter(speculation))
+    path = hub.resolve(speculation.model)
+    checkpoint = loader.open_checkpoint(path)
+    draft_config = loader.read_config(checkpoint)
+    if draft_config.pooling is not None:
+        raise ValueError(f"speculative_config: the draft model {path.name} has no language-model head")
+    if tokenizer is not None:
+        vocab = Tokenizer(checkpoint, draft_config.vocab_size).backend.get_vocab(with_added_tokens=True)
+        if vocab != tokenizer.backend.get_vocab(with_added_tokens=True):
+            raise ValueError(f"speculative_config: the draft model {path.name} has another vocabulary than the model")
+    elif draft_config.vocab_size != model_config.vocab_size:
+        raise ValueError(
+            f"speculative_config: the draft model {path.name} has {draft_config.vocab_size} tokens, and the model "
+            f"{model_config.vocab_size}"
+        )
+
+    def make(capacity: Capacity) -> Drafts:
+        max_model_len = min(capacity.max_model_len, draft_config.max_position_embeddings)
+        num_blocks = _blocks_for_drafts(config, capacity, draft_config, max_model_len)
+        options = _options_of_draft_model(config, str(path), num_blocks, max_model_len)
+        executor = LocalExecutor(partial(build_worker, options, draft_config, checkpoint, on_progress))
+        held = executor.start()
+        same_vocab = draft_config.vocab_size == model_config.vocab_size
+        return Drafts(ModelDrafter(config, speculation, executor, held, model_config.vocab_size, same_vocab))
+
+    return make
+
+
+def _blocks_for_drafts(config: EngineConfig, capacity: Capacity, draft_config: ModelConfig, max_model_len: int) -> int:
+    """The size of a draft model's pool: it holds as many sequences of `max_model_len` tokens as the model's."""
+    windows = divide_layers(draft_config.sliding_windows, max_model_len).windows
+    needed = BlockNeeds(windows, config.block_size, max_model_len).of([max_model_len])  # it takes them all at once
+    by_model = BlockNeeds(capacity.windows, config.block_size, config.token_budget(capacity.device)).of([max_model_len])
+    return max(needed, capacity.num_blocks * needed // by_model)
+
+
+def _options_of_draft_model(config: EngineConfig, model: str, num_blocks: int, max_model_len: int) -> EngineConfig:
+    """Those of the engine that also hold for the draft model's worker."""
+    return replace(
+        config,
+        model=model,
+        max_model_len=max_model_len,
+        num_gpu_blocks_override=num_blocks,
+        kv_cache_gib=None,
+        gpu_memory_utilization=None,
+        preemption_mode=None,
+        swap_space=0,
+        quantization=None,
+        speculative_config=None,
+        enable_lora=False,
+        max_loras=1,
+        max_lora_rank=16,
+        distributed_executor_backend=None,
+    )
