@@ -8,6 +8,8 @@ from pathlib import Path
 
 from nanopage.adapters.requests import Adapters
 from nanopage.adapters.slots import AdapterSlots
+from nanopage.beams import requests as beams
+from nanopage.beams.offline import beam_search
 from nanopage.config.model import ModelConfig
 from nanopage.config.options import EngineConfig
 from nanopage.config.pooling import PoolingConfig
@@ -34,7 +36,8 @@ from nanopage.text.tokenizer import Tokenizer
 from nanopage.weights import hub, loader
 from nanopage.worker.executor import LocalExecutor
 
-__all__ = ["build_engine", "classify", "embed", "encode", "read_replies", "score"]  # all but the first: LLM's methods
+# build_engine, and the methods that wings have for LLM.
+__all__ = ["beam_search", "build_engine", "classify", "embed", "encode", "read_replies", "score"]
 
 logger = logging.getLogger("nanopage")
 
@@ -75,6 +78,7 @@ def build_engine(
     if budget.seconds is not None:
         engine.listeners.append(budget.observe)
     processor = engine.input_processor
+    processor.make_search = beams.make_request
     if tokenizer is not None:
         processor.grammars = Grammars(tokenizer, model_config.vocab_size, model_config.eos_token_ids)
     if config.enable_lora:

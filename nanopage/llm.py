@@ -22,9 +22,8 @@ from nanopage.engine.engine import LLMEngine
 from nanopage.engine.output_processor import Request
 from nanopage.inputs import AnyAdapter, AnyParams, LoRARequest, Prompt, list_prompts, match_parameters
 from nanopage.outputs import GenerationError, GenerationInterrupted, RequestOutput
-from nanopage.params import BeamSearchParams, RequestOutputKind, SamplingParams
+from nanopage.params import RequestOutputKind, SamplingParams
 from nanopage.text.tool_prompt import make_prompt
-from nanopage.vllm.beam_search import read_sequences
 from nanopage.vllm.engine_args import option_names
 from nanopage.vllm.metrics import Metric, Metrics
 from nanopage.vllm.profiler import Profiler
@@ -48,7 +47,7 @@ class LLM:
     """
 
     # Methods of wings, which build.py attaches.
-    read_replies = build.read_replies
+    beam_search, read_replies = build.beam_search, build.read_replies
     encode, embed, classify, score = build.encode, build.embed, build.classify, build.score
 
     def __init__(
@@ -265,33 +264,6 @@ class LLM:
         reader = self.engine.input_processor.prompts
         tokenizer = reader.require_tokenizer("a conversation", "prompt_token_ids to generate()")
         return make_prompt(tokenizer, reader.encode, messages, **template)
-
-    def beam_search(
-        self,
-        prompts: Prompt | list[Prompt],
-        params: BeamSearchParams | list[BeamSearchParams],
-        lora_request: AnyAdapter = None,
-        use_tqdm: bool = True,
-        concurrency_limit: None = None,
-    ) -> list[RequestOutput]:
-        """Search for the likeliest completions of prompts, all of them batched together.
-
-        Args: as `generate`. concurrency_limit is accepted for vLLM's scripts and must be None.
-
-        Returns: one RequestOutput for each prompt, in order; its `outputs` are the `width` best completions, best
-            first, with `score` and `cumulative_logprob`. An end-of-sequence token is part of `token_ids`. `sequences`
-            are the same completions in vLLM's shape.
-
-        Raises: as `generate`.
-        """
-        accept("beam_search()", {"concurrency_limit": concurrency_limit}, (), CALL)
-        if params is None:
-            raise TypeError("params must be BeamSearchParams, not None")
-        requests = self.make_requests(list_prompts(prompts), params, None, lora_request, BeamSearchParams)
-        outputs = self.run(requests, use_tqdm)
-        for output in outputs:
-            output.sequences = read_sequences(output, self.engine.tokenizer)
-        return outputs
 
     @property
     def llm_engine(self) -> LLMEngine:

@@ -5,6 +5,7 @@ from collections import deque
 from pathlib import Path
 
 from nanopage import EngineConfig, LLMEngine, SamplingParams
+from nanopage.beams.requests import make_request
 from nanopage.models.read_config import config_from_dict
 from nanopage.step import Batch, BatchResult, Capacity, SamplingSettings
 
@@ -73,7 +74,9 @@ def fake_engine(
     config = EngineConfig(model="fake", block_size=8, generation_config="vllm", **options)
     executor = FakeExecutor(num_blocks, num_host_blocks)
     executor.capacity = dataclasses.replace(executor.capacity, windows=windows)
-    return LLMEngine(config, config_from_dict(MODEL), Path("fake"), None, executor)
+    engine = LLMEngine(config, config_from_dict(MODEL), Path("fake"), None, executor)
+    engine.input_processor.make_search = make_request
+    return engine
 
 
 def tokens(max_tokens: int, **fields) -> SamplingParams:

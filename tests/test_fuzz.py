@@ -38,9 +38,9 @@ from nanopage import (
     SamplingParams,
     StructuredOutputsParams,
 )
+from nanopage.beams.search import Beam, BeamSearch
 from nanopage.build import build_engine
 from nanopage.distributed.process_executor import ProcessExecutor
-from nanopage.engine.beam_search import Beam, BeamSearch
 from nanopage.engine.block_manager import BlockManager
 from nanopage.engine.input_processor import branch_seed
 from nanopage.engine.invariants import check_blocks

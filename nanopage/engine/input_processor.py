@@ -4,14 +4,13 @@ import dataclasses
 import hashlib
 import itertools
 import random
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Protocol
 
 from nanopage.checks.options import Int64, check
 from nanopage.config.options import EngineConfig
 from nanopage.config.pooling import PoolingConfig
-from nanopage.engine.beam_search import BeamSearch
 from nanopage.engine.output_processor import Completion, Request
 from nanopage.engine.sequence import Adapter, Sequence, SequenceGroup, TokenMask
 from nanopage.files.model_files import exists, read_json, shown
@@ -70,7 +69,7 @@ class InputProcessor:
     """Makes an engine's requests.
 
     grammars, adapters, pooling: what build.py attaches to an engine that has structured output, adapters, or a model
-        that makes vectors instead of text.
+        that makes vectors instead of text. make_search: makes the requests of beam searches.
 
     Args:
         path: the model's, for messages.
@@ -93,6 +92,7 @@ class InputProcessor:
         self.grammars: Grammars | None = None
         self.adapters: Adapters | None = None
         self.pooling: Pooling | None = None
+        self.make_search: Callable[..., Request] | None = None
         self.seq_ids = itertools.count()
         self._seeds = random.Random(config.seed)
 
@@ -125,16 +125,17 @@ class InputProcessor:
                 f"the prompt has {len(read.token_ids)} tokens and leaves no room for output in "
                 f"max_model_len={self.max_model_len}"
             )
-        if isinstance(params, BeamSearchParams):
-            return self._search_request(request_id, read, params, priority, adapter)
-        return self._sampling_request(request_id, read, params, priority, adapter)
+        if isinstance(params, SamplingParams):
+            return self._sampling_request(request_id, read, params, priority, adapter)
+        assert self.make_search is not None
+        return self.make_search(self, request_id, read, params, priority, adapter)
 
     def _sampling_request(
         self, request_id: str, prompt: TokenizedPrompt, params: SamplingParams, priority: int, adapter: Adapter | None
     ) -> Request:
         token_ids, reasoning = prompt.token_ids, prompt.reasoning
         name, count = "n" if params.best_of is None else "best_of", params.num_sequences
-        self._check_size(name, count, len(token_ids), params.max_tokens)
+        self.check_size(name, count, len(token_ids), params.max_tokens)
         settings = self._settings(params, self._check_tokens(params))
         grammar = None if params.structured_outputs is None else self.compile_grammar(params.structured_outputs)
         seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
@@ -173,22 +174,6 @@ class InputProcessor:
         if self.adapters is None:
             raise ValueError("lora_request needs enable_lora=True")
         return self.adapters.check(request)
-
-    def _search_request(
-        self, request_id: str, prompt: TokenizedPrompt, params: BeamSearchParams, priority: int, adapter: Adapter | None
-    ) -> Request:
-        num_tokens, eos = len(prompt.token_ids), self.model_config.eos_token_ids
-        max_tokens = min(params.max_tokens, self.max_model_len - num_tokens)
-        search = BeamSearch(params.width, max_tokens, params.length_penalty, params.early_stopping, eos)
-        self._check_size("width", params.width, num_tokens, max_tokens)
-        settings = SamplingSettings(temperature=0, logprobs=search.num_candidates)
-        limit, salt = num_tokens + max_tokens, prompt.cache_salt
-        seqs = [
-            Sequence(next(self.seq_ids), prompt.token_ids, settings, max_total_tokens=limit, cache_salt=salt)
-            for _ in range(params.width)
-        ]
-        group = SequenceGroup(request_id, seqs, priority, search, adapter=adapter)
-        return Request(group, params, prompt.text, prompt.token_ids, [])
 
     def _pooling_request(
         self, request_id: str, prompt: Prompt, params: object, priority: int, lora_request: LoRARequest | None
@@ -233,7 +218,7 @@ class InputProcessor:
             return False
         return not self.grammars.has_compiled(structured_outputs)
 
-    def _check_size(self, name: str, count: int, num_prompt_tokens: int, max_tokens: int | None) -> None:
+    def check_size(self, name: str, count: int, num_prompt_tokens: int, max_tokens: int | None) -> None:
         """Refuse a request whose `count` completions could never run together."""
         if count > self.config.max_num_seqs:
             raise ValueError(f"{name}={count} is more than max_num_seqs={self.config.max_num_seqs}")

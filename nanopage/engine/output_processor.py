@@ -6,12 +6,11 @@ has been read and reported, so the next call continues from there.
 """
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 
 from nanopage.config.pooling import PoolingConfig
-from nanopage.engine.beam_search import Hypothesis
 from nanopage.engine.scheduler import Scheduler
 from nanopage.engine.sequence import Sequence, SequenceGroup
 from nanopage.outputs import CompletionOutput, Logprob, RequestOutput
@@ -48,7 +47,8 @@ class Request:
     params: SamplingParams | BeamSearchParams | PoolingParams
     prompt: str | None
     prompt_token_ids: list[int]
-    completions: list[Completion]  # none for a beam search, nor with PoolingParams
+    completions: list[Completion]
+    fill: Callable[[RequestOutput], None] | None = None  # adds to an output what comes from no completion
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
 
     @property
@@ -222,20 +222,20 @@ class OutputProcessor:
         """What a request has produced. Changes only the detokenizers of sequences that have ended, and keeps the
         prompt's log-probabilities."""
         group = request.group
-        if group.beam_search is not None:
-            outputs = self._beams(request)
-        else:
-            completions = request.completions
-            if group.ranks:
-                assert isinstance(request.params, SamplingParams)
-                completions = sorted(completions, key=lambda c: -c.seq.cumulative_logprob)[: request.params.n]
-            outputs = [self._completion(index, completion) for index, completion in enumerate(completions)]
+        completions = request.completions
+        if group.ranks:
+            assert isinstance(request.params, SamplingParams)
+            completions = sorted(completions, key=lambda c: -c.seq.cumulative_logprob)[: request.params.n]
+        outputs = [self._completion(index, completion) for index, completion in enumerate(completions)]
         wanted = group.seqs[0].settings.prompt_logprobs is not None
         if wanted and request.prompt_logprobs is None and group.metrics.token_times:
             assert isinstance(request.params, SamplingParams)
             tables = group.prompt_logprobs
             request.prompt_logprobs = [None, *(self._decoded(table, request.params) for table in tables)]
-        return self._request_output(request, outputs)
+        output = self._request_output(request, outputs)
+        if request.fill is not None:
+            request.fill(output)
+        return output
 
     def _request_output(self, request: Request, outputs: list[CompletionOutput]) -> RequestOutput:
         group = request.group
@@ -277,27 +277,6 @@ class OutputProcessor:
         if seq.num_logprobs is not None:
             output.logprobs = list(completion.logprobs)
         return output
-
-    def _beams(self, request: Request) -> list[CompletionOutput]:
-        """The hypotheses of a beam search, best first, followed by the live beams if the search was cut short."""
-        search, params = request.group.beam_search, request.params
-        assert search is not None and isinstance(params, BeamSearchParams)
-        hypotheses = list(search.hypotheses)
-        if not search.finished:
-            beams = [seq for seq in request.group.seqs if not seq.dormant]
-            reason = "abort" if request.group.error is None else "error"
-            hypotheses += [Hypothesis(b.output_token_ids, b.cumulative_logprob, None, reason) for b in beams]
-        return [
-            CompletionOutput(
-                index,
-                self._decode(hypothesis.token_ids, params.skip_special_tokens) or "",
-                hypothesis.token_ids,
-                hypothesis.cumulative_logprob,
-                finish_reason=hypothesis.finish_reason,
-                score=hypothesis.score,
-            )
-            for index, hypothesis in enumerate(hypotheses[: params.width])
-        ]
 
 
 def _ended_by_token(seq: Sequence) -> bool:

@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Protocol
 
-from nanopage.engine.forks import adopt_beams
 from nanopage.engine.output_processor import OutputProcessor
 from nanopage.engine.queues import order
 from nanopage.engine.schedule import Schedule
@@ -106,8 +105,8 @@ def restart(scheduler: Scheduler, groups: list[SequenceGroup]) -> None:
     queues.running, queues.swapped = [], []
     for group in groups:
         queues.number(group)
-        if group.next_beams is not None:
-            adopt_beams(group)
+        if group.beam_search is not None:
+            group.beam_search.adopt(group)
         for seq in group.seqs:
             seq.restart()
             if not seq.finished and (ending := _find_ending(group, seq)):

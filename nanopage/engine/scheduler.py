@@ -35,7 +35,7 @@ from typing import Protocol
 
 from nanopage.engine.admission import AdapterSlots, Admission
 from nanopage.engine.block_manager import BlockManager, Prefix
-from nanopage.engine.forks import advance_beams, fork_siblings
+from nanopage.engine.forks import advance_searches, fork_siblings
 from nanopage.engine.preemption import preempt, preempt_for_priority, swap_in
 from nanopage.engine.queues import Queues, order
 from nanopage.engine.schedule import BatchWriter, Schedule, Wait, missing_blocks, next_work
@@ -197,7 +197,7 @@ class Scheduler:
                 self.queues.finish(seq.group, seq, *ending)
         if self.drafts is not None:
             taken += self.drafts.accept(self.queues, schedule, result, now)
-        advance_beams(self.queues, schedule, taken)
+        advance_searches(self.queues, schedule, taken)
         acquit(self.queues, schedule)
         return taken
 

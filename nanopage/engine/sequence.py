@@ -11,7 +11,6 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from nanopage.engine.beam_search import BeamSearch, BeamStep
 from nanopage.outputs import RequestMetrics
 from nanopage.step import LogprobTable, SamplingSettings
 
@@ -40,6 +39,20 @@ class TokenMask(Protocol):
         Returns: 1 + n masks, as `allowed` returns them, for the first n tokens of the draft.
         Raises: ValueError as `allowed`, never because of the draft.
         """
+
+
+class Search(Protocol):
+    """Chooses the sequences of a group that go on, and their tokens (beams/requests.py)."""
+
+    @property
+    def finished(self) -> bool: ...
+
+    def choose(self, group: "SequenceGroup") -> tuple[list["Sequence"], list[tuple["Sequence", "Sequence"]]]:
+        """Choose when all live sequences have `candidates`. Returns the sequences that end, and (parent, sequence) for
+        each that forks from another."""
+
+    def adopt(self, group: "SequenceGroup") -> None:
+        """Make what has been chosen the state of the sequences, if it is not yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +213,7 @@ class SequenceGroup:
         request_id: str,
         seqs: list[Sequence],
         priority: int = 0,
-        beam_search: BeamSearch | None = None,
+        beam_search: Search | None = None,
         ranks: bool = False,
         adapter: Adapter | None = None,
     ):
@@ -221,9 +234,6 @@ class SequenceGroup:
         self.forked = len(seqs) == 1
         self.shared_len = seqs[0].num_prompt_tokens
         self.num_cached_tokens = 0  # of the prompt, when it was first scheduled
-        # What a beam search has chosen and the sequences do not show yet: its step, and (sequence, tokens, cumulative
-        # log-probability) of each next beam.
-        self.next_beams: tuple[BeamStep, list[tuple[Sequence, list[int], float]]] | None = None
         self.error: str | None = None  # why the request could not be completed
         self.read_as_it_comes = True  # whether tokens become text before the request ends
         self.prompt_logprobs: list[LogprobTable] = []

@@ -9,8 +9,8 @@ import torch
 from helpers import EOS, LONG, tiny_model
 
 from nanopage import LLM, BeamSearchParams, EngineConfig, LLMEngine, SamplingParams
+from nanopage.beams.search import Beam, BeamSearch
 from nanopage.build import build_engine
-from nanopage.engine.beam_search import Beam, BeamSearch
 from nanopage.engine.input_processor import branch_seed
 from nanopage.engine.invariants import check_blocks
 from nanopage.worker.memory import GIB, block_bytes

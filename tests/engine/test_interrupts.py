@@ -23,6 +23,7 @@ from on_a_cpu import graphs_for, make_sample_all
 
 import nanopage
 from nanopage import BeamSearchParams, EngineConfig, LLMEngine, SamplingParams
+from nanopage.beams.requests import make_request
 from nanopage.build import build_engine
 from nanopage.engine.invariants import check_blocks
 from nanopage.params import RequestOutputKind
@@ -231,7 +232,9 @@ class Scene:
             checkpoint = loader.open_checkpoint(self.model)
             tokenizer = Tokenizer(checkpoint, VOCAB_SIZE)
             executor = HashExecutor(Capacity("cpu", "float64", 22, 22, 64))
-            return LLMEngine(config, loader.read_config(checkpoint), self.model, tokenizer, executor)
+            engine = LLMEngine(config, loader.read_config(checkpoint), self.model, tokenizer, executor)
+            engine.input_processor.make_search = make_request
+            return engine
         engine = build_engine(config)
         if self.ahead:
             worker = engine.executor.worker

@@ -1,7 +1,7 @@
 """Beam search: which continuations become the next beams, and which completed hypotheses are kept.
 
 The rules are those of transformers' `generate(num_beams=...)` (5.x), so that both return the same sequences with the
-same scores. The scheduler updates block tables by forking and freeing sequences (`advance_beams`).
+same scores. The scheduler updates block tables by forking and freeing sequences (`advance_searches`).
 """
 
 from dataclasses import dataclass
