@@ -24,13 +24,13 @@ def save_random(directory: Path, config: ModelConfig, rank: int, seed: int) -> P
     """A random adapter of every linear layer, in PEFT's format. Returns the directory."""
     generator, tensors = torch.Generator().manual_seed(seed), {}
     for layer in range(config.num_layers):
-        for module, (outputs, inputs) in module_shapes(config).items():
+        for module, (outputs, inputs) in module_shapes(config, layer).items():
             name = f"base_model.model.model.layers.{layer}.{module}.lora_"
             tensors[f"{name}A.weight"] = 0.01 * torch.randn(rank, inputs, generator=generator)
             tensors[f"{name}B.weight"] = 0.01 * torch.randn(outputs, rank, generator=generator)
     directory.mkdir(parents=True)
     save_file(tensors, directory / WEIGHTS)
-    targets = [module.partition(".")[2] for module in module_shapes(config)]
+    targets = [module.partition(".")[2] for module in module_shapes(config, 0)]
     fields = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": targets}
     (directory / CONFIG).write_text(json.dumps(fields))
     return directory

@@ -7,8 +7,10 @@ bad adapter is refused before its request is queued. adapters/weights.py reads t
 
 import math
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from nanopage.config.model import ModelConfig
 from nanopage.files.model_files import exists, read_json, shown
@@ -19,8 +21,17 @@ FLOATS = ("F64", "F32", "F16", "BF16")
 MAX_RANK = 512
 MAX_ALPHA = 1e6
 TENSOR = re.compile(
-    r"base_model\.model\.model\.layers\.(\d{1,4})\.(self_attn|mlp)\.(\w{1,20})\.lora_([AB])(?:\.default)?\.weight"
+    r"base_model\.model\.model\.layers\.(\d{1,4})\.([\w.]{1,60})\.lora_([AB])(?:\.default)?\.weight", re.ASCII
 )
+# Transformers 5 has the weights of all experts of a layer in these two parameters, which PEFT adapts by
+# `target_parameters` (its ParamWrapper). The tensors of an adapter are those of all experts, side by side:
+#   A [experts * rank, in], whose rows are those of one expert after the other
+#   B [out, rank * experts], whose columns alternate between the experts
+# PEFT before 0.19 has `in` and `out` the other way round, and multiplies by the transposed product.
+GATE_UP, DOWN = FUSED = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
+NOT_TRANSPOSED = re.compile(r"0\.(19|[2-9]\d)\.|[1-9]")  # of versions of PEFT
+NUMBERED = re.compile(r"\.experts\.\d")
+GATE_UP_PATTERN = r".*\.gate_up_proj"  # of rank_pattern: PEFT writes it where it has fused targets that were separate
 # Fields of adapter_config.json that would change the result: the values that change nothing.
 NEUTRAL: dict[str, tuple] = {
     "bias": ("none", None),
@@ -31,7 +42,6 @@ NEUTRAL: dict[str, tuple] = {
     "rank_pattern": ({}, None),
     "alpha_pattern": ({}, None),
     "layer_replication": (None, []),
-    "target_parameters": (None, []),
     "trainable_token_indices": (None, [], {}),
     "exclude_modules": (None, []),
     "use_qalora": (False, None),
@@ -47,6 +57,7 @@ KNOWN = {
     "lora_alpha",
     "use_rslora",
     "target_modules",
+    "target_parameters",
     "layers_to_transform",
     "layers_pattern",
     "init_lora_weights",
@@ -73,29 +84,74 @@ INITS = (True, False, None, "gaussian", "orthogonal", "eva")
 class StoredAdapter:
     """What the files of an adapter say.
 
-    scale: of B A.
+    scale, gate_up_scale: of B A. The second one is that of GATE_UP.
     tensors: (layer, module, "A" or "B") -> the tensor. Modules are named as in `module_shapes`.
     """
 
-    rank: int
     scale: float
+    gate_up_scale: float
     file: Path
     tensors: dict[tuple[int, str, str], StoredTensor]
 
 
-def module_shapes(model: ModelConfig) -> dict[str, tuple[int, int]]:
-    """The linear layers that an adapter may change: name in a decoder layer -> (outputs, inputs)."""
-    hidden, inner = model.hidden_size, model.intermediate_size
+Place = tuple[int, str]
+"""The number of a layer, and the name of a module in it as in `module_shapes`."""
+
+
+class Shape(NamedTuple):
+    """The sizes of what an adapter changes. rank: rows of A, and columns of B."""
+
+    outputs: int
+    inputs: int
+    rank: int
+
+
+@dataclass(frozen=True)
+class Targets:
+    """What the configuration of an adapter says about its tensors.
+
+    allowed: what may have some. wanted: what must have some.
+    optional: parts of `wanted` that have none if the adapter was made with transformers 5, where the same
+        `target_modules` do not match experts.
+    """
+
+    allowed: set[Place]
+    wanted: set[Place]
+    optional: set[Place]
+
+
+def module_shapes(model: ModelConfig, layer: int, fused: bool = False) -> dict[str, tuple[int, int]]:
+    """What an adapter may change in a decoder layer: name -> (outputs, inputs).
+
+    Args: fused: whether experts are GATE_UP and DOWN, whose shapes are those of one expert.
+    """
+    hidden, experts = model.hidden_size, model.experts
     heads, kv_heads = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
-    return {
+    shapes = {
         "self_attn.q_proj": (heads, hidden),
         "self_attn.k_proj": (kv_heads, hidden),
         "self_attn.v_proj": (kv_heads, hidden),
         "self_attn.o_proj": (hidden, heads),
-        "mlp.gate_proj": (inner, hidden),
-        "mlp.up_proj": (inner, hidden),
-        "mlp.down_proj": (hidden, inner),
     }
+
+    def add(place: str, inner: int, names: Iterable[str] = ("gate_proj", "up_proj", "down_proj")) -> None:
+        sizes = (inner, hidden), (inner, hidden), (hidden, inner)
+        shapes.update({f"{place}.{name}": size for name, size in zip(names, sizes, strict=True)})
+
+    if experts is None or not experts.layers[layer]:
+        add("mlp", model.intermediate_size)
+        return shapes
+    if experts.shared_size:
+        add("mlp.shared_expert", experts.shared_size)
+    inner = experts.intermediate_size
+    if fused:
+        return shapes | {GATE_UP: (2 * inner, hidden), DOWN: (hidden, inner)}
+    for expert in range(experts.num_experts):
+        if model.architecture == "MixtralForCausalLM":
+            add(f"block_sparse_moe.experts.{expert}", inner, ("w1", "w3", "w2"))
+        else:
+            add(f"mlp.experts.{expert}", inner)
+    return shapes
 
 
 def read_adapter(directory: Path, model: ModelConfig, max_rank: int) -> StoredAdapter:
@@ -108,19 +164,37 @@ def read_adapter(directory: Path, model: ModelConfig, max_rank: int) -> StoredAd
     config = directory / CONFIG
     if not exists(config):
         raise FileNotFoundError(f"{directory} is not an adapter: it has no {CONFIG}")
-    fields = read_json(config)
+    fields, of_gate_up = _take_gate_up(read_json(config))
     rank, scale = _read_scale(fields, config, max_rank)
+    gate_up_rank, gate_up_scale = _read_scale(fields | of_gate_up, f"{config}: gate_up_proj", max_rank)
     _check_neutral(fields, config)
-    targets = _read_targets(fields, config, model)
+    fused, num_experts = bool(fields.get("target_parameters")), model.experts.num_experts if model.experts else 0
+    ranks = {GATE_UP: gate_up_rank * num_experts, DOWN: rank * num_experts}
+    places = {
+        (layer, module): Shape(*shape, ranks.get(module, rank))
+        for layer in range(model.num_layers)
+        for module, shape in module_shapes(model, layer, fused).items()
+    }
+    targets = _read_targets(fields, config, places)
     file = directory / WEIGHTS
     if not exists(file):
         pickled = exists(directory / "adapter_model.bin")
         why = ": adapter_model.bin is pickled, which can run code when loaded" if pickled else ""
         raise FileNotFoundError(f"{directory} has no {WEIGHTS}{why}")
-    return StoredAdapter(rank, scale, file, _read_tensors(file, model, rank, targets))
+    return StoredAdapter(scale, gate_up_scale, file, _read_tensors(file, places, targets))
 
 
-def _read_scale(fields: dict, config: Path, max_rank: int) -> tuple[int, float]:
+def _take_gate_up(fields: dict) -> tuple[dict, dict]:
+    """Separate what the patterns say of GATE_UP: the fields without it, and those that GATE_UP has instead."""
+    own = {}
+    for name, pattern in (("r", "rank_pattern"), ("lora_alpha", "alpha_pattern")):
+        values = fields.get(pattern)
+        if fields.get("target_parameters") and isinstance(values, dict) and [*values] == [GATE_UP_PATTERN]:
+            own[name], fields = values[GATE_UP_PATTERN], fields | {pattern: {}}
+    return fields, own
+
+
+def _read_scale(fields: dict, config: Path | str, max_rank: int) -> tuple[int, float]:
     if fields.get("peft_type") != "LORA":
         raise ValueError(f"{config}: peft_type={shown(fields.get('peft_type'))} is not supported; supported: 'LORA'")
     rank, alpha, rslora = fields.get("r"), fields.get("lora_alpha"), fields.get("use_rslora", False)
@@ -151,62 +225,79 @@ def _check_neutral(fields: dict, config: Path) -> None:
         )
 
 
-def _read_targets(fields: dict, config: Path, model: ModelConfig) -> set[tuple[int, str]] | None:
-    """The (layer, module) pairs that the configuration names. None: it has an expression, so that the tensors decide.
-
-    Raises: ValueError naming a module that is not supported.
-    """
-    names, layers = fields.get("target_modules"), fields.get("layers_to_transform")
+def _read_targets(fields: dict, config: Path, places: dict[Place, Shape]) -> Targets:
+    """Raises: ValueError naming a module or a parameter that is not supported."""
+    names, parameters = fields.get("target_modules"), fields.get("target_parameters") or []
+    layers = fields.get("layers_to_transform")
     if isinstance(layers, int) and not isinstance(layers, bool):
         layers = [layers]
     if layers is not None and not (isinstance(layers, list) and all(type(index) is int for index in layers)):
         raise ValueError(f"{config}: layers_to_transform must be a list of integers, not {shown(layers)}")
-    if isinstance(names, str):
-        return None
-    if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
+    if not isinstance(parameters, list) or not all(isinstance(name, str) for name in parameters):
+        raise ValueError(f"{config}: target_parameters must be a list of names, not {shown(parameters)}")
+    modules = [place for place in places if place[1] not in FUSED]
+    wanted = _match(parameters, "target_parameters", config, [place for place in places if place[1] in FUSED])
+    version = fields.get("peft_version")
+    if not NOT_TRANSPOSED.match(str(version)) and any(
+        places[place].outputs == places[place].inputs for place in wanted
+    ):
+        raise ValueError(
+            f"{config}: peft_version={shown(version)}: before 0.19, PEFT transposed experts, and the shapes of this "
+            "adapter do not tell: save it with a later version"
+        )
+    if isinstance(names, str):  # an expression: the tensors say what it matched
+        return Targets({*modules, *wanted}, wanted, set())
+    names = names or [] if parameters else names
+    if not isinstance(names, list) or not (names or parameters) or not all(isinstance(name, str) for name in names):
         raise ValueError(f"{config}: target_modules must be a list of names, not {shown(names)}")
-    ends: dict[str, set[tuple[int, str]]] = {}  # what a module's place ends with -> the modules
-    for layer in range(model.num_layers) if layers is None else set(layers) & set(range(model.num_layers)):
-        for module in module_shapes(model):
-            words = f"model.layers.{layer}.{module}".split(".")
-            for start in range(len(words)):
-                ends.setdefault(".".join(words[start:]), set()).add((layer, module))
-    targets: set[tuple[int, str]] = set()
-    for name in set(names):
-        if name not in ends:
-            supported = ", ".join(module.partition(".")[2] for module in module_shapes(model))
-            raise ValueError(f"{config}: target_modules: {shown(name)} is not supported; supported: {supported}")
-        targets |= ends[name]
-    return targets
+    if layers is not None:
+        modules = [place for place in modules if place[0] in layers]
+    wanted |= _match(names, "target_modules", config, modules)
+    shared = any(".shared_expert." in module for _, module in modules)
+    return Targets(wanted, wanted, {place for place in wanted if shared and NUMBERED.search(place[1])})
 
 
-def _read_tensors(
-    file: Path, model: ModelConfig, rank: int, targets: set[tuple[int, str]] | None
-) -> dict[tuple[int, str, str], StoredTensor]:
-    shapes, found, problems = module_shapes(model), {}, []
+def _match(names: list[str], field: str, config: Path, places: Iterable[Place]) -> set[Place]:
+    """The places that end with one of the names."""
+    ends: dict[str, set[Place]] = {}
+    for layer, module in places:
+        words = f"model.layers.{layer}.{module}".split(".")
+        for start in range(len(words)):
+            ends.setdefault(".".join(words[start:]), set()).add((layer, module))
+    for name in set(names) - ends.keys():
+        supported = ", ".join(dict.fromkeys(module.rpartition(".")[2] for _, module in places)) or "none"
+        raise ValueError(f"{config}: {field}: {shown(name)} is not supported; supported: {supported}")
+    return {place for name in names for place in ends[name]}
+
+
+def _read_tensors(file: Path, places: dict[Place, Shape], targets: Targets) -> dict[tuple[int, str, str], StoredTensor]:
+    found, problems = {}, []
     with opened(file) as content:
         stored = [entry.tensor for entry in stored_bytes(content, file)]
     for tensor in stored:
         match = TENSOR.fullmatch(tensor.name)
-        module = f"{match[2]}.{match[3]}" if match else ""
-        place = (int(match[1]), module) if match else None
-        if match is None or place is None or module not in shapes or place[0] >= model.num_layers:
+        place = match and (int(match[1]), _module_of(int(match[1]), match[2], targets))
+        if match is None or place is None or place not in places:
             problems.append(f"unexpected: {shown(tensor.name)[1:-1]} {list(tensor.shape)}")
-            continue
-        if targets is not None and place not in targets:
-            problems.append(f"not one of target_modules: {tensor.name}")
-            continue
-        outputs, inputs = shapes[module]
-        shape = (rank, inputs) if match[4] == "A" else (outputs, rank)
+        elif place not in targets.allowed:
+            problems.append(f"not one of target_{'parameters' if place[1] in FUSED else 'modules'}: {tensor.name}")
+        elif (*place, match[3]) in found:
+            problems.append(f"twice: {tensor.name}")
+        else:
+            found[*place, match[3]] = tensor
+    for (layer, module, kind), tensor in found.items():
+        outputs, inputs, rank = places[layer, module]
+        a = found.get((layer, module, "A"))
+        if module in FUSED and a is not None and a.shape[1:] == (outputs,):  # PEFT before 0.19
+            outputs, inputs = inputs, outputs
+        shape = (rank, inputs) if kind == "A" else (outputs, rank)
         if tensor.shape != shape:
             problems.append(f"mis-shaped: {tensor.name} is {list(tensor.shape)}, the model wants {list(shape)}")
         elif tensor.dtype not in FLOATS:
             problems.append(f"type not supported: {tensor.name} is {tensor.dtype}; supported: {', '.join(FLOATS)}")
-        elif (*place, match[4]) in found:
-            problems.append(f"twice: {tensor.name}")
-        found[*place, match[4]] = tensor
-    wanted = {(layer, module) for layer, module, _ in found} | (targets or set())
-    for layer, module in sorted(wanted):
+    given = {(layer, module) for layer, module, _ in found}
+    wanted = targets.wanted - targets.optional if given.isdisjoint(targets.optional) else targets.wanted
+    for layer, module in sorted(given | wanted):
         for kind in "AB":
             if (layer, module, kind) not in found:
                 problems.append(f"missing: lora_{kind} of layers.{layer}.{module}")
@@ -217,3 +308,10 @@ def _read_tensors(
         more = f"\n  and {len(problems) - 20} more" if len(problems) > 20 else ""
         raise ValueError(f"{file} does not fit its configuration and the model:\n  {text}{more}")
     return found
+
+
+def _module_of(layer: int, name: str, targets: Targets) -> str | None:
+    """The module of a tensor's name. PEFT wraps GATE_UP first and DOWN around it; each wrapper is called `experts`."""
+    both = (layer, DOWN) in targets.wanted
+    wrappers = {"mlp.experts": DOWN if both else GATE_UP, "mlp.experts.base_layer": GATE_UP if both else None}
+    return wrappers.get(name, None if name in FUSED else name)

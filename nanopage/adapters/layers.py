@@ -27,9 +27,18 @@ sizes  the outputs of each part
 
 @dataclass(slots=True)
 class Running:
-    """The step that a model is computing. Its LoRAWeights share this object: other layers know nothing of adapters."""
+    """The step that a model is computing. Its LoRAWeights share this object: other layers know nothing of adapters.
+
+    rows: the tokens that an expert is computing. None: all of the step.
+    """
 
     step: Any = None
+    rows: Tensor | None = None
+
+    def slots(self) -> Tensor | None:
+        """The adapter slot of each row, -1 for none. None: no token of the step has an adapter."""
+        slots = None if self.step is None else self.step.adapters
+        return slots if slots is None or self.rows is None else slots[self.rows]
 
 
 class LoRAWeight(nn.Module):
@@ -65,10 +74,8 @@ class LoRAWeight(nn.Module):
         self.register_buffer("b", b, persistent=False)
 
     def product(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        y, step = self.weight.product(x, bias), self.running.step
-        if step is None or step.adapters is None:
-            return y
-        return self.add(y, x, self.a, self.b, step.adapters, self.sizes)
+        y, slots = self.weight.product(x, bias), self.running.slots()
+        return y if slots is None else self.add(y, x, self.a, self.b, slots, self.sizes)
 
     @torch.no_grad()
     def fill(self, slot: int, part: str, a: Tensor, b: Tensor) -> None:

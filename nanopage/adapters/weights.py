@@ -2,13 +2,12 @@
 
 import logging
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from nanopage.adapters.files import read_adapter
-from nanopage.adapters.model import PLACES, AdaptedDecoder
+from nanopage.adapters.files import GATE_UP, read_adapter
+from nanopage.adapters.model import AdaptedDecoder
 from nanopage.config.model import ModelConfig
 from nanopage.files.safetensors_checkpoint import opened, read_whole, stored_bytes
 from nanopage.step import AdapterLoad
@@ -39,13 +38,13 @@ class AdapterLoader:
                 self._load(load.slot, Path(load.path))
             except (ValueError, OSError) as error:
                 logger.error(f"the adapter {load.path} could not be loaded, so its requests fail: {error}")
-                self._clear(load.slot, torch.nan)
+                self.model.clear(load.slot, torch.nan)
                 failed[index] = str(error)
         return failed
 
     def _load(self, slot: int, path: Path) -> None:
         adapter = read_adapter(path, self.model_config, self.max_rank)
-        self._clear(slot)
+        self.model.clear(slot)
         names = {tensor.name: place for place, tensor in adapter.tensors.items()}
         halves: dict[tuple[int, str], Tensor] = {}  # A or B, until the other one has been read
         with opened(adapter.file) as content:
@@ -61,21 +60,5 @@ class AdapterLoader:
                 other = halves.pop((layer, module))
                 a, b = (tensor, other) if kind == "A" else (other, tensor)
                 # Scaled in at least float32, before it is rounded to the dtype of the slots.
-                scaled = b.to(torch.promote_types(b.dtype, torch.float32)) * adapter.scale
-                self._fill(slot, layer, module, a, scaled)
-
-    def _fill(self, slot: int, layer: int, module: str, a: Tensor, b: Tensor) -> None:
-        parent, _, part = module.partition(".")
-        owner: Any = getattr(self.model.layers[layer], parent)
-        if part in ("q_proj", "k_proj", "v_proj"):
-            owner.qkv_proj.weight.fill(slot, part, a, b)
-        elif part in ("gate_proj", "up_proj"):
-            owner.gate_up_proj.weight.fill(slot, part, a, b)
-        else:
-            getattr(owner, part).weight.fill(slot, "", a, b)
-
-    def _clear(self, slot: int, value: float = 0.0) -> None:
-        for layer in self.model.layers:
-            for place in PLACES:
-                linear: Any = layer.get_submodule(place)
-                linear.weight.clear(slot, value)
+                scale = adapter.gate_up_scale if module == GATE_UP else adapter.scale
+                self.model.fill(slot, layer, module, a, b.to(torch.promote_types(b.dtype, torch.float32)) * scale)

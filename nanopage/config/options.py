@@ -88,7 +88,8 @@ class EngineConfig:
             output is the same. Not with async_scheduling=True or pipeline_parallel_size above 1. None: one token at a
             time.
         enable_lora: requests may have LoRA adapters (see docs/lora.md). With one worker for the whole model. On a GPU,
-            layers are then not compiled; decode steps are still captured as CUDA graphs.
+            layers are then not compiled; decode steps are still captured as CUDA graphs. Models with experts: only on
+            a CPU, and not compiled.
         max_loras: adapters in memory, and so the most that running requests may have.
         max_lora_rank: the highest rank of an adapter, at most 512. All adapters take as much memory as that.
         load_format: "auto" reads the model's weights, "dummy" draws random ones, to measure speed: a directory with

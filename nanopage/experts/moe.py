@@ -83,16 +83,23 @@ class Experts(nn.ModuleList):
         Args: x: [T, hidden_size].
         Returns: [T, hidden_size], of this worker's experts.
         """
-        chosen, weights = router(x)
-        pairs = chosen.flatten()
+        y = torch.zeros_like(x)
+        for expert, rows, scale in self.chosen(*router(x)):
+            y.index_add_(0, rows, (expert(x[rows]) * scale).to(x.dtype))
+        return y
+
+    def chosen(self, numbers: Tensor, weights: Tensor) -> Iterator[tuple[nn.Module, Tensor, Tensor]]:
+        """Each expert here that a token has, its tokens, int64 [rows], and their weights, [rows, 1].
+
+        Args: numbers, weights: as `route` returns them.
+        """
+        pairs = numbers.flatten()
         order = pairs.argsort(stable=True)
         counts = pairs.bincount(minlength=len(self)).tolist()
-        tokens, scales = order // chosen.shape[1], weights.flatten()[order, None]
-        y = torch.zeros_like(x)
+        tokens, scales = order // numbers.shape[1], weights.flatten()[order, None]
         for expert, rows, scale in zip(self, tokens.split(counts), scales.split(counts), strict=True):
             if len(rows) and not isinstance(expert, nn.Identity):
-                y.index_add_(0, rows, (expert(x[rows]) * scale).to(x.dtype))
-        return y
+                yield expert, rows, scale
 
     def keep(self, rank: int, num_ranks: int) -> None:
         """Keep one of `num_ranks` equal ranges of experts."""

@@ -76,7 +76,7 @@ def build_worker(
     part, device = (WHOLE, resolve_device(config.device)) if ranks is None else (ranks.part, ranks.device)
     setup, wings = set_up(config, model_config, part, path, device), Wings()
     if config.enable_lora:
-        check_layers(meta_model(model_config))
+        check_layers(meta_model(model_config), model_config)
     if setup.on_gpu:
         set_cuda_precision()
     else:

@@ -60,8 +60,10 @@ def choose_storage(setup: Setup, checkpoint: Checkpoint) -> Storage:
 
 
 def joins_experts(setup: Setup) -> bool:
-    """Whether one operator may compute all experts of a layer (cpu/tiled_experts.py)."""
-    return not setup.on_gpu and setup.model_config.experts is not None and setup.config.tensor_parallel_size == 1
+    """Whether one operator may compute all experts of a layer (cpu/tiled_experts.py). It knows nothing of adapters."""
+    config = setup.config
+    divided_or_adapted = config.tensor_parallel_size > 1 or config.enable_lora
+    return not setup.on_gpu and setup.model_config.experts is not None and not divided_or_adapted
 
 
 def store(setup: Setup, model: Decoder, kind: str | None, product: CompiledProduct | None) -> Storage:
@@ -99,7 +101,8 @@ def why_eager(setup: Setup, model: Decoder) -> str | None:
         return f"eagerly: {str(setup.dtype).removeprefix('torch.')} is not compiled on this CPU"
     if (experts := setup.model_config.experts) is not None:
         if not any(isinstance(module, TiledExperts) for module in model.modules()):
-            return "eagerly: the experts of this model are not compiled"
+            adapters = " with adapters" if setup.config.enable_lora else ""
+            return f"eagerly: the experts of this model{adapters} are not compiled"
         if not all(experts.layers):
             return "eagerly, but for the products of experts: layers of two kinds are not compiled"
     return None

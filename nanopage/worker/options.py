@@ -37,6 +37,8 @@ def refused(
         yield f"block_size={config.block_size} must be a power of two on a GPU"
     if on_gpu and config.quantize_to and exact:
         yield f"{option} on a GPU does not work in float64"
+    if on_gpu and config.enable_lora and has_experts:
+        yield f"enable_lora on a GPU does not work with experts, and {path} has some"
     if on_gpu and config.enable_lora and exact:
         yield "enable_lora on a GPU does not work in float64"
     sized = config.kv_cache_gib is not None or config.num_gpu_blocks_override is not None
@@ -70,5 +72,3 @@ def _refused_by_model(config: EngineConfig, model_config: ModelConfig, path: Pat
         yield "embeddings and scores need weights that are not quantized (AWQ, GPTQ)"
     if model_config.experts is None and config.enable_expert_parallel:
         yield f"enable_expert_parallel=True, but {path} has no experts"
-    if model_config.experts is not None and config.enable_lora:
-        yield f"enable_lora does not work with experts, and {path} has some"

@@ -329,7 +329,6 @@ def test_random_weights_need_no_files(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"enable_lora": True}, "enable_lora does not work with experts"),
         ({"quantization": "fp8"}, "quantization='fp8' works on a GPU only"),
         ({"quantization": "awq"}, "quantization='awq', but the weights of .* are not quantized"),
     ],
@@ -346,6 +345,7 @@ def test_what_does_not_work_with_experts_is_refused_by_name(tmp_path, options, m
         ({"quantization": "int8"}, "quantization='int8' on a GPU does not quantize experts"),
         ({"quantization": "fp8"}, "quantization='fp8' on a GPU does not quantize experts"),
         ({"dtype": "float64"}, "dtype='float64' on a GPU does not work with experts"),
+        ({"enable_lora": True}, "enable_lora on a GPU does not work with experts"),
     ],
 )
 def test_what_does_not_work_on_a_gpu_is_refused_by_name(tmp_path, options, message):
