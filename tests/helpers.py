@@ -110,7 +110,7 @@ def tiny_hf_model(
         fields["head_dim"] = 32  # its default is 128 or 256
     if family.startswith("gemma"):  # as in real models: head_dim, and a window in some layers
         fields |= {"query_pre_attn_scalar": 32, "sliding_window": 7}
-    if family == "phi3":
+    if family in ("phi3", "smollm3"):
         fields["pad_token_id"] = None  # its default is not in the vocabulary
     if family == "mistral":
         fields["sliding_window"] = None

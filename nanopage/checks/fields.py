@@ -26,6 +26,7 @@ MAX_SIZES = {
     "max_position_embeddings": 2**31 - 1,
     "sliding_window": 2**31 - 1,
     "sliding_window_pattern": 2**10,
+    "no_rope_layer_interval": 2**10,
     "num_experts": MAX_FUSED_EXPERTS,
     "num_local_experts": MAX_FUSED_EXPERTS,
     "num_experts_per_tok": 2**12,

@@ -39,7 +39,8 @@ class ModelConfig:
         0: x stays.
     embedding_scale, residual_scale: factors of embeddings, and of what each layer adds to the hidden states.
     logit_divisor: logits are divided by it.
-    local_rope: the rope of layers with a window. None: `rope`, as in other layers.
+    other_rope: a second rope, such as UNROTATED, of `other_rope_layers`. A family that does not say which layers have
+        it means those with a window.
     undivided: why tensor parallelism does not work with the family.
     """
 
@@ -70,10 +71,14 @@ class ModelConfig:
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     logit_divisor: float = 1.0
-    local_rope: RopeConfig | None = None
+    other_rope: RopeConfig | None = None
+    other_rope_layers: frozenset[int] = frozenset()
     undivided: str | None = None
     pooling: PoolingConfig | None = None  # what is made instead of text
 
     def for_length(self, max_model_len: int | None) -> "ModelConfig":
         """The same for sequences of up to `max_model_len` tokens. None: for the model's own limit."""
-        return self if max_model_len is None else replace(self, rope=self.rope.for_length(max_model_len))
+        if max_model_len is None:
+            return self
+        other_rope = None if self.other_rope is None else self.other_rope.for_length(max_model_len)
+        return replace(self, rope=self.rope.for_length(max_model_len), other_rope=other_rope)

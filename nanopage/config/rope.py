@@ -42,6 +42,9 @@ class RopeConfig:
         return replace(self, params=self.params | {"length": length}) if "length" in self.params else self
 
 
+UNROTATED = RopeConfig(1.0, "none")  # of layers without rotary embeddings: their heads are rotated by nothing
+
+
 def read_rope(
     config: Fields, layer_type: str | None = None, default_theta: float = 10000.0, partial: bool = False
 ) -> RopeConfig:

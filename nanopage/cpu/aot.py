@@ -341,7 +341,7 @@ def _key(config: ModelConfig, spec: dict[str, Any]) -> str:
     sources += [here / "adapters" / "layers.py", here / "adapters" / "model.py", here / "sampling" / "argmax.py"]
     sources += [here / "state" / "layer_kinds.py", here / "state" / "pages.py"]
     sizes = asdict(config) | {"num_layers": None, "max_position_embeddings": None}
-    sizes["sliding_windows"] = None  # an argument of attention
+    sizes["sliding_windows"] = sizes["other_rope_layers"] = None  # arguments of the chain
     sizes["eos_token_ids"] = None  # the engine's; it adds those of the tokenizer
     if config.experts is not None:
         sizes["experts"] = asdict(config.experts) | {"layers": None}  # all of them have experts

@@ -37,7 +37,7 @@ def read_config(fields: Fields, architecture: str) -> dict[str, Any]:
     return gemma_config(fields, kinds) | {
         "logit_softcap": fields.optional_number("final_logit_softcapping") or 0.0,
         "rope": read_rope(fields, "full_attention", default_theta=1e6),
-        "local_rope": _local_rope(fields),
+        "other_rope": _local_rope(fields),
     }
 
 

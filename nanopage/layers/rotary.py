@@ -41,10 +41,13 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def inverse_frequencies(head_dim: int, rope: RopeConfig) -> tuple[Tensor, float]:
-    """The frequencies, float32 [rotated / 2] on the CPU, and the scale of cos and sin. For all `config.ROPE_TYPES`."""
+    """The frequencies, float32 [rotated / 2] on the CPU, and the scale of cos and sin. For all `config.ROPE_TYPES`,
+    and "none", which does not rotate."""
     head_dim = rope.num_rotated(head_dim)
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim
     frequencies = 1.0 / rope.theta**exponents
+    if rope.rope_type == "none":
+        return torch.zeros_like(frequencies), 1.0
     if rope.rope_type == "linear":  # position interpolation, Chen et al. 2023
         return frequencies / rope.params["factor"], 1.0
     if rope.rope_type == "llama3":

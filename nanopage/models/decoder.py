@@ -29,7 +29,7 @@ class Decoder(nn.Module):
     def __init__(self, config: ModelConfig, layers: Sequence[nn.Module]):
         super().__init__()
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
-        ropes = [rope for rope in (config.rope, config.local_rope) if rope is not None]
+        ropes = [rope for rope in (config.rope, config.other_rope) if rope is not None]
         self.rotary = RotaryEmbedding(config.head_dim, *ropes)
         self.layers = nn.ModuleList(layers)
         self.norm = make_norm(config)
@@ -128,7 +128,7 @@ class SelfAttention(nn.Module):
         self.index = index
         self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
         window = config.sliding_windows[index]
-        self.rope = int(config.local_rope is not None and window is not None)  # in StepContext.rotations
+        self.rope = int(index in config.other_rope_layers)  # in StepContext.rotations
         # The loader adds the scales that a checkpoint has for K and V.
         self.scoring = Scoring(window, config.attention_scale, config.attention_softcap)
         q_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim

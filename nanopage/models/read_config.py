@@ -95,7 +95,10 @@ def _read_family(fields: Fields, architecture: str, family: ModuleType) -> dict[
         special["activation"] = fields.activation("hidden_act")
     if "rope" not in special:
         special["rope"] = read_rope(fields)
-    special.setdefault("sliding_windows", (None,) * fields.size("num_hidden_layers"))
+    windows = special.setdefault("sliding_windows", (None,) * fields.size("num_hidden_layers"))
+    if special.get("other_rope") is not None:
+        with_window = frozenset(index for index, window in enumerate(windows) if window is not None)
+        special.setdefault("other_rope_layers", with_window)
     special.setdefault("rms_norm_eps", fields.number("rms_norm_eps", 1e-6))
     special.setdefault("tie_word_embeddings", fields.flag("tie_word_embeddings"))
     if "experts" in special and special["activation"] != "silu":
@@ -107,7 +110,7 @@ def _read_family(fields: Fields, architecture: str, family: ModuleType) -> dict[
         )
     if head_dim % 2:
         raise fields.error("head_dim", f"{head_dim} is odd: rotary embeddings need pairs")
-    for rope in filter(None, (special["rope"], special.get("local_rope"))):
+    for rope in filter(None, (special["rope"], special.get("other_rope"))):
         check_rope(fields, rope, head_dim)
     return special
 

@@ -32,6 +32,7 @@ ARCHITECTURES = {
     "Phi3ForCausalLM": "phi3",
     "Olmo2ForCausalLM": "olmo2",
     "GraniteForCausalLM": "granite",
+    "SmolLM3ForCausalLM": "smollm3",
 }
 CONFIGS = Path(__file__).parents[2] / "benchmarks" / "configs"
 PUBLISHED_BILLIONS = {  # parameters; a matrix that is tied counts once
@@ -63,6 +64,7 @@ LORA_COUNTS = ["max_loras", "max_lora_rank"]
 OTHER_SIZES = (
     "sliding_window",
     "sliding_window_pattern",
+    "no_rope_layer_interval",
     "type_vocab_size",
     "num_labels",
 )  # the last two are an encoder's
@@ -550,6 +552,14 @@ PHI3 = of_family("Phi3ForCausalLM", hidden_size=32, num_attention_heads=4, num_k
         ),
         (of_family("GraniteForCausalLM", logits_scaling=0), "logits_scaling"),
         (of_family("GraniteForCausalLM", embedding_multiplier=True), "embedding_multiplier"),
+        (of_family("SmolLM3ForCausalLM", no_rope_layers=[1, 1, 1]), "no_rope_layers"),
+        (of_family("SmolLM3ForCausalLM", no_rope_layers=[1, 1, 1, 2]), "no_rope_layers"),
+        (of_family("SmolLM3ForCausalLM", no_rope_layers=4), "no_rope_layers"),
+        (of_family("SmolLM3ForCausalLM", no_rope_layer_interval=0), "no_rope_layer_interval"),
+        (
+            of_family("SmolLM3ForCausalLM", sliding_window=8, layer_types=["sliding_attention"] * 4),
+            "use_sliding_window",
+        ),
         (PHI3 | {"partial_rotary_factor": 0.2}, "partial_rotary_factor 0.2 rotates 1 of 8"),
         (PHI3 | {"partial_rotary_factor": 1.5}, "partial_rotary_factor"),
         (PHI3 | {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling of type 'linear'"),
@@ -565,6 +575,14 @@ PHI3 = of_family("Phi3ForCausalLM", hidden_size=32, num_attention_heads=4, num_k
 def test_a_field_of_a_family_that_is_not_supported_is_named(config, named):
     with pytest.raises(ValueError, match=named):
         config_from_dict(config)
+
+
+def test_missing_fields_of_smollm3_are_those_of_transformers():
+    config = of_family("SmolLM3ForCausalLM", num_attention_heads=8)
+    made = config_from_dict(without(config, "num_key_value_heads"))
+    assert (made.num_kv_heads, made.rope, made.tie_word_embeddings) == (4, RopeConfig(2e6), True)
+    assert made.other_rope_layers == {3}
+    assert config_from_dict(config | {"num_key_value_heads": None}).num_kv_heads == 8
 
 
 def test_longrope_follows_the_longest_sequence_and_has_an_older_name():

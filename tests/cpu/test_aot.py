@@ -308,6 +308,13 @@ def test_compiled_layers_with_experts_equal_the_eager_ones(tmp_path, cache, fami
     assert run(engine) == run(engine_of(model, quantization=tiles, enforce_eager=True))
 
 
+@pytest.mark.skipif(not LONG, reason="compiles for 30 s; runs with NANOPAGE_LONG_TESTS=1")
+def test_compiled_layers_without_a_rope_equal_the_eager_ones(tmp_path, cache):
+    model = tiny_model(tmp_path, "smollm3", num_hidden_layers=5)
+    compiled_of(model).compile()
+    assert_compiled_equals_eager(model, (LENGTHS, [3, 3], [17, 1], [1] * 9))
+
+
 @pytest.mark.skipif(not LONG, reason="compiles for 50 s; runs with NANOPAGE_LONG_TESTS=1")
 @pytest.mark.skipif(not can_pack(torch.bfloat16), reason="oneDNN has no bfloat16 on this CPU")
 def test_compiled_layers_in_bfloat16_are_as_close_to_float32_as_transformers_is(tmp_path, cache):

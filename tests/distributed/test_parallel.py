@@ -35,6 +35,7 @@ FAMILIES = {
     "mistral, window": ("mistral", {"num_attention_heads": 6, "num_key_value_heads": 1, "sliding_window": 7}),
     "qwen2": ("qwen2", {"num_attention_heads": 6, "num_key_value_heads": 2}),
     "qwen3, tied": ("qwen3", {"num_attention_heads": 6, "num_key_value_heads": 3, "tie_word_embeddings": True}),
+    "smollm3": ("smollm3", {"num_attention_heads": 6, "num_key_value_heads": 2, "no_rope_layer_interval": 2}),
     "gemma3, tied": (
         "gemma3_text",
         {
@@ -54,6 +55,7 @@ DIVIDED = {
     "mistral, window": [(3, 1), (1, 3)],
     "qwen2": [(2, 1)],
     "qwen3, tied": [(3, 1), (1, 3)],
+    "smollm3": [(2, 1), (1, 3)],
     "gemma3, tied": [(3, 1), (2, 2)],
 }
 EXPERTS = {"num_attention_heads": 6, "num_key_value_heads": 6, "head_dim": 4}

@@ -81,6 +81,20 @@ WINDOWS = {
         },
     ),
     "phi3, window": ("phi3", {"sliding_window": 9}),
+    "smollm3, window in layers without a rope": (
+        "smollm3",
+        {"use_sliding_window": True, "sliding_window": 6, "no_rope_layer_interval": 2},
+    ),
+    "smollm3, window by layer type": (
+        "smollm3",
+        {
+            "use_sliding_window": True,
+            "sliding_window": 5,
+            "num_hidden_layers": 4,
+            "no_rope_layers": [0, 1, 0, 1],
+            "layer_types": ["sliding_attention", "full_attention", "full_attention", "sliding_attention"],
+        },
+    ),
 }
 ROPES = {
     "llama, rope theta": ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}),
@@ -95,6 +109,8 @@ ROPES = {
     "mistral, yarn": ("mistral", stretched("yarn")),
     "qwen2, yarn": ("qwen2", stretched("yarn")),
     "qwen3, linear rope": ("qwen3", rope("linear", factor=8.0)),
+    "smollm3, rope theta": ("smollm3", rope("default") | {"num_hidden_layers": 4}),
+    "smollm3, yarn": ("smollm3", stretched("yarn") | {"num_hidden_layers": 4}),
     "phi3, partial rope": ("phi3", rope("default", partial_rotary_factor=0.75)),
     "phi3, long factors": ("phi3", longrope(6) | {"max_position_embeddings": 160}),
     "phi3, short factors": ("phi3", longrope(1024)),
@@ -122,6 +138,10 @@ OPTIONS = {
     "granite, attention multiplier": ("granite", {"attention_multiplier": 0.1}),
     "granite, residual multiplier": ("granite", {"residual_multiplier": 0.22}),
     "granite, logits scaling": ("granite", {"logits_scaling": 8.0}),
+    "smollm3, no layer without a rope": ("smollm3", {"num_hidden_layers": 4, "no_rope_layers": [1, 1, 1, 1]}),
+    "smollm3, another interval": ("smollm3", {"num_hidden_layers": 4, "no_rope_layer_interval": 3}),
+    "smollm3, more flags than layers": ("smollm3", {"num_hidden_layers": 4, "no_rope_layers": [0, 1, 1, 0, 1, 1]}),
+    "smollm3, gelu": ("smollm3", {"num_hidden_layers": 4, "hidden_act": "gelu"}),
     "llama, gelu": ("llama", {"hidden_act": "gelu"}),
     "llama, relu2": ("llama", {"hidden_act": "relu2"}),
     "qwen3, gelu_pytorch_tanh": ("qwen3", {"hidden_act": "gelu_pytorch_tanh"}),
@@ -182,6 +202,12 @@ CASES = {
     "phi3, MHA, tied": ("phi3", {"num_key_value_heads": 4, "tie_word_embeddings": True}),
     "olmo2": ("olmo2", {}),
     "olmo2, attention bias, MHA": ("olmo2", {"attention_bias": True, "num_key_value_heads": 4}),
+    "smollm3": ("smollm3", {"num_hidden_layers": 5}),
+    "smollm3, wide heads, large eps": ("smollm3", {"num_hidden_layers": 4, "head_dim": 40, "rms_norm_eps": 0.5}),
+    "smollm3, both biases, MHA, tied": (
+        "smollm3",
+        {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 4, "tie_word_embeddings": True},
+    ),
     "granite": ("granite", {}),
     "granite, both biases, tied": ("granite", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
     **WINDOWS,
@@ -466,7 +492,7 @@ def test_the_config_of_each_family_is_read_as_transformers_reads_it(case):
     rope = theirs.rope_parameters.get("full_attention", theirs.rope_parameters)
     assert (ours.rope.theta, ours.rope.rope_type) == (rope["rope_theta"], rope["rope_type"])
     if local := theirs.rope_parameters.get("sliding_attention"):
-        assert (ours.local_rope.theta, ours.local_rope.rope_type) == (local["rope_theta"], local["rope_type"])
+        assert (ours.other_rope.theta, ours.other_rope.rope_type) == (local["rope_theta"], local["rope_type"])
     assert ours.tie_word_embeddings == theirs.tie_word_embeddings
     windows = getattr(theirs, "layer_types", None)
     window = getattr(theirs, "sliding_window", None)

@@ -390,7 +390,7 @@ def write_gguf(path, hf_model, arch, vocabulary, types=None, rope_freqs=None, ex
         if name in drop:
             continue
         rows = torch.arange(len(parameter))
-        if arch in ("llama", "granite") and (projection := name.split(".")[-2]) in heads:
+        if arch in ("llama", "granite", "smollm3") and (projection := name.split(".")[-2]) in heads:
             rows = permute(rows, heads[projection])
         values = parameter[rows].numpy()
         if "shared_expert_gate" in name:
@@ -496,6 +496,7 @@ MODELS = {
             "attention_bias": True,
         },
     ),
+    "smollm3": ("smollm3", "smollm3", {"num_hidden_layers": 5, "attention_bias": True}),
     "mixtral": ("mixtral", "llama", {}),
     "qwen2_moe": ("qwen2_moe", "qwen2moe", {}),
     "qwen3_moe": ("qwen3_moe", "qwen3moe", {"norm_topk_prob": True}),

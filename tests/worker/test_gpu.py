@@ -55,6 +55,7 @@ FAMILIES = {
     "phi3": {},
     "olmo2": {},
     "granite": {},
+    "smollm3": {"no_rope_layer_interval": 2},
     "mixtral": {},
     "qwen2_moe": {"decoder_sparse_step": 2},
     "qwen3_moe": {},

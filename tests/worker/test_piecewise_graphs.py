@@ -212,6 +212,7 @@ FAMILIES = [
     ("qwen2", {}),
     ("gemma2", {"attn_logit_softcapping": 3.0, "query_pre_attn_scalar": 9}),
     ("phi3", {"rope_parameters": {"rope_theta": 1e4, "rope_type": "default", "partial_rotary_factor": 0.75}}),
+    ("smollm3", {"no_rope_layer_interval": 2}),
     ("llama", {}),
     ("qwen3", {}),
     ("mistral", {"sliding_window": 5}),
@@ -224,7 +225,7 @@ FAMILIES = [
 @pytest.mark.usefixtures("uncompiled")
 @pytest.mark.parametrize(
     ("family", "overrides"),
-    FAMILIES if LONG else FAMILIES[:3],
+    FAMILIES if LONG else FAMILIES[:4],
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_logits_with_the_triton_kernels(family, overrides, tmp_path):
