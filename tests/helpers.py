@@ -112,6 +112,8 @@ def tiny_hf_model(
         fields |= {"query_pre_attn_scalar": 32, "sliding_window": 7}
     if family in ("phi3", "smollm3"):
         fields["pad_token_id"] = None  # its default is not in the vocabulary
+    if family == "olmo3":
+        fields["sliding_window"] = 7  # its default is 4096
     if family == "mistral":
         fields["sliding_window"] = None
     if family == "mixtral":

@@ -60,7 +60,7 @@ def models(tmp_path_factory) -> dict[str, list[str]]:
         (root / name).mkdir()
         hf_model = model_for(VOCABULARIES[vocabulary], arch, **small | overrides)
         write_gguf(root / name / "m.gguf", hf_model, arch, VOCABULARIES[vocabulary], **options)
-    families = ["gemma3", "phi3, longrope", "granite", "mixtral", "qwen2_moe"]
+    families = ["gemma3", "olmo3, yarn", "phi3, longrope", "granite", "mixtral", "qwen2_moe"]
     for name in families:
         (root / name).mkdir()
         family, arch, overrides = MODELS[name]

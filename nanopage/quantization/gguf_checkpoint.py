@@ -44,6 +44,12 @@ LAYER_TENSORS = {
     "ffn_down": "mlp.down_proj",
 }
 
+YARN_FIELDS = {  # last parts of keys of files with yarn -> names in config.json
+    "attn_factor": "attention_factor",  # in the first files of OLMo 3
+    "yarn_attn_factor": "attention_factor",
+    "yarn_beta_fast": "beta_fast",
+    "yarn_beta_slow": "beta_slow",
+}
 
 UNDEFINED, NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(7)  # tokenizer.ggml.token_type
 MAX_PIECE = 256  # characters of a SentencePiece token; SentencePiece's own limit is 16 unless a trainer raises it
@@ -71,7 +77,10 @@ class GGUFCheckpoint:
 
         families = {family.GGUF_ARCHITECTURE: family for family in load_families()}
         self.has_experts = self._field("{arch}.expert_count", int, "an integer", 0) > 0
-        family = "llama with experts" if self.architecture == "llama" and self.has_experts else self.architecture
+        has_windows = self._field("{arch}.attention.sliding_window", int, "an integer", 0) > 0
+        features = (("experts", self.has_experts), ("windows", has_windows))
+        names = [f"{self.architecture} with {feature}" for feature, has in features if has]
+        family = next((name for name in names if name in families), self.architecture)
         if family not in families:
             supported = ", ".join(families)
             raise ValueError(
@@ -134,7 +143,11 @@ class GGUFCheckpoint:
             key = f"{{arch}}.{suffix}"
             if name == "sliding_window" and self._field(key, int, "an integer", None) == 0:
                 config[name] = None
-            elif self._key(key) in self.fields:
+            elif self._key(key) not in self.fields:
+                continue
+            elif name == "layer_types":
+                config[name] = self._layer_types(key)
+            else:
                 config[name] = self._size(key, name) if name in MAX_SIZES else self._number(key, name)
         if (complete := self._option("complete_gguf", None)) is not None:
             config |= complete(config)
@@ -145,6 +158,13 @@ class GGUFCheckpoint:
         if ends:
             config["eos_token_id"] = sorted(ends) if len(ends) > 1 else ends.pop()
         return config
+
+    def _layer_types(self, key: str) -> list[str]:
+        """From a field that says for each layer whether it has a window."""
+        windows = self._field(key, np.ndarray, "an array of true and false", _REQUIRED)
+        if windows.dtype != bool:
+            raise self._error(key, f"must be an array of true and false, got {shown(windows)}")
+        return ["sliding_attention" if window else "full_attention" for window in windows]
 
     def _experts(self, intermediate_size: int) -> dict[str, Any]:
         """The fields of a model with experts, by all names that families have for them."""
@@ -399,10 +419,10 @@ class GGUFCheckpoint:
     def _rope_scaling(self, head_dim: int, theta: float) -> dict[str, Any] | None:
         if any(tensor is not None for tensor in self._rope_factors.values()):
             return self._longrope()
-        for name in ("attn_factor", "yarn_ext_factor", "yarn_attn_factor", "yarn_beta_fast", "yarn_beta_slow"):
+        kind = self._string("{arch}.rope.scaling.type", "none")
+        for name in ("yarn_ext_factor", *([] if kind == "yarn" else YARN_FIELDS)):
             if f"{self.architecture}.rope.scaling.{name}" in self.fields:
                 raise self._unsupported(f"{{arch}}.rope.scaling.{name}")
-        kind = self._string("{arch}.rope.scaling.type", "none")
         if kind == "none":
             return None if self._rope_freqs is None else self._llama3_scaling(self._rope_freqs, head_dim, theta)
         if self._rope_freqs is not None:
@@ -410,6 +430,9 @@ class GGUFCheckpoint:
         scaling: dict[str, Any] = {"rope_type": kind, "factor": self._number("{arch}.rope.scaling.factor", "factor")}
         if original := self._size("{arch}.rope.scaling.original_context_length", "max_position_embeddings", None):
             scaling["original_max_position_embeddings"] = original
+        for name, known_as in YARN_FIELDS.items():
+            if self._key(key := f"{{arch}}.rope.scaling.{name}") in self.fields:
+                scaling[known_as] = self._number(key, known_as)
         return scaling
 
     def _longrope(self) -> dict[str, Any]:

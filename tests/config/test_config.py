@@ -33,6 +33,7 @@ ARCHITECTURES = {
     "Olmo2ForCausalLM": "olmo2",
     "GraniteForCausalLM": "granite",
     "SmolLM3ForCausalLM": "smollm3",
+    "Olmo3ForCausalLM": "olmo3",
 }
 CONFIGS = Path(__file__).parents[2] / "benchmarks" / "configs"
 PUBLISHED_BILLIONS = {  # parameters; a matrix that is tied counts once
@@ -560,6 +561,7 @@ PHI3 = of_family("Phi3ForCausalLM", hidden_size=32, num_attention_heads=4, num_k
             of_family("SmolLM3ForCausalLM", sliding_window=8, layer_types=["sliding_attention"] * 4),
             "use_sliding_window",
         ),
+        (of_family("Olmo3ForCausalLM", sliding_window=None), "sliding_window"),
         (PHI3 | {"partial_rotary_factor": 0.2}, "partial_rotary_factor 0.2 rotates 1 of 8"),
         (PHI3 | {"partial_rotary_factor": 1.5}, "partial_rotary_factor"),
         (PHI3 | {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling of type 'linear'"),
@@ -583,6 +585,22 @@ def test_missing_fields_of_smollm3_are_those_of_transformers():
     assert (made.num_kv_heads, made.rope, made.tie_word_embeddings) == (4, RopeConfig(2e6), True)
     assert made.other_rope_layers == {3}
     assert config_from_dict(config | {"num_key_value_heads": None}).num_kv_heads == 8
+
+
+def test_ropes_of_olmo3():
+    """Missing fields are those of transformers. In files of transformers 4, rope_theta is that of all layers, and
+    rope_scaling stretches those without a window."""
+    config = of_family("Olmo3ForCausalLM", num_hidden_layers=5)
+    made = config_from_dict(config)
+    assert made.sliding_windows == (4096, 4096, 4096, None, 4096)
+    assert (made.rope, made.other_rope, made.rms_norm_eps) == (RopeConfig(5e5), RopeConfig(5e5), 1e-5)
+    stretched = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64}
+    ropes = {"full_attention": stretched | {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 1e6}}
+    nested = config_from_dict(config | {"rope_parameters": ropes})
+    flat = config_from_dict(config | {"rope_theta": 1e6, "rope_scaling": stretched})
+    assert flat == nested
+    assert (flat.rope.rope_type, flat.rope.theta, flat.other_rope) == ("yarn", 1e6, RopeConfig(1e6))
+    assert flat.other_rope_layers == {0, 1, 2, 4}
 
 
 def test_longrope_follows_the_longest_sequence_and_has_an_older_name():

@@ -309,8 +309,9 @@ def test_compiled_layers_with_experts_equal_the_eager_ones(tmp_path, cache, fami
 
 
 @pytest.mark.skipif(not LONG, reason="compiles for 30 s; runs with NANOPAGE_LONG_TESTS=1")
-def test_compiled_layers_without_a_rope_equal_the_eager_ones(tmp_path, cache):
-    model = tiny_model(tmp_path, "smollm3", num_hidden_layers=5)
+@pytest.mark.parametrize("family", ["smollm3", "olmo3"])
+def test_compiled_layers_that_differ_in_their_ropes_equal_the_eager_ones(tmp_path, cache, family):
+    model = tiny_model(tmp_path, family, num_hidden_layers=5)
     compiled_of(model).compile()
     assert_compiled_equals_eager(model, (LENGTHS, [3, 3], [17, 1], [1] * 9))
 

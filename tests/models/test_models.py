@@ -81,6 +81,14 @@ WINDOWS = {
         },
     ),
     "phi3, window": ("phi3", {"sliding_window": 9}),
+    "olmo3, window by layer type": (
+        "olmo3",
+        {
+            "sliding_window": 3,
+            "num_hidden_layers": 3,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
     "smollm3, window in layers without a rope": (
         "smollm3",
         {"use_sliding_window": True, "sliding_window": 6, "no_rope_layer_interval": 2},
@@ -109,6 +117,16 @@ ROPES = {
     "mistral, yarn": ("mistral", stretched("yarn")),
     "qwen2, yarn": ("qwen2", stretched("yarn")),
     "qwen3, linear rope": ("qwen3", rope("linear", factor=8.0)),
+    "olmo3, yarn": (
+        "olmo3",
+        {
+            "rope_parameters": {
+                "full_attention": stretched("yarn", attention_factor=1.3)["rope_parameters"],
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            },
+            "num_hidden_layers": 4,
+        },
+    ),
     "smollm3, rope theta": ("smollm3", rope("default") | {"num_hidden_layers": 4}),
     "smollm3, yarn": ("smollm3", stretched("yarn") | {"num_hidden_layers": 4}),
     "phi3, partial rope": ("phi3", rope("default", partial_rotary_factor=0.75)),
@@ -133,6 +151,17 @@ OPTIONS = {
             "layer_types": ["sliding_attention", "full_attention"],
         },
     ),
+    "olmo3, two ropes": (
+        "olmo3",
+        {
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 5000.0},
+                "sliding_attention": {"rope_type": "linear", "factor": 3.0, "rope_theta": 300.0},
+            },
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+    ),
+    "olmo3, gelu": ("olmo3", {"num_hidden_layers": 4, "hidden_act": "gelu"}),
     "gemma3, soft cap and scale": ("gemma3_text", {"final_logit_softcapping": 5.0, "query_pre_attn_scalar": 100}),
     "granite, embedding multiplier": ("granite", {"embedding_multiplier": 0.3}),
     "granite, attention multiplier": ("granite", {"attention_multiplier": 0.1}),
@@ -202,6 +231,11 @@ CASES = {
     "phi3, MHA, tied": ("phi3", {"num_key_value_heads": 4, "tie_word_embeddings": True}),
     "olmo2": ("olmo2", {}),
     "olmo2, attention bias, MHA": ("olmo2", {"attention_bias": True, "num_key_value_heads": 4}),
+    "olmo3": ("olmo3", {"num_hidden_layers": 5}),
+    "olmo3, attention bias, MHA, tied": (
+        "olmo3",
+        {"attention_bias": True, "num_key_value_heads": 4, "tie_word_embeddings": True, "num_hidden_layers": 4},
+    ),
     "smollm3": ("smollm3", {"num_hidden_layers": 5}),
     "smollm3, wide heads, large eps": ("smollm3", {"num_hidden_layers": 4, "head_dim": 40, "rms_norm_eps": 0.5}),
     "smollm3, both biases, MHA, tied": (

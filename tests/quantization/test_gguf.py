@@ -40,7 +40,7 @@ from nanopage import LLM, EngineConfig, SamplingParams
 from nanopage.build import build_engine
 from nanopage.cpu.tiled import TiledWeight
 from nanopage.quantization import gguf_checkpoint
-from nanopage.quantization.gguf_checkpoint import GGUFCheckpoint
+from nanopage.quantization.gguf_checkpoint import YARN_FIELDS, GGUFCheckpoint
 from nanopage.quantization.gguf_reader import read_header
 from nanopage.quantization.quantized import QuantizedWeight
 from nanopage.text.tokenizer import Tokenizer as NanopageTokenizer
@@ -300,6 +300,17 @@ def metadata_of(config, arch):
             "residual_scale": config.residual_multiplier,
             "logit_scale": config.logits_scaling,
         }
+    if arch == "olmo2" and getattr(config, "sliding_window", None):  # OLMo 3
+        full, local = config.rope_parameters["full_attention"], config.rope_parameters["sliding_attention"]
+        return {
+            "attention.sliding_window": config.sliding_window,
+            "attention.sliding_window_pattern": [kind == "sliding_attention" for kind in config.layer_types],
+            "rope.freq_base_swa": local["rope_theta"],
+            "rope.scaling.type": None if full["rope_type"] == "default" else full["rope_type"],
+            "rope.scaling.factor": full.get("factor"),
+            "rope.scaling.original_context_length": full.get("original_max_position_embeddings"),
+            "rope.scaling.attn_factor": full.get("attention_factor"),
+        }
     if arch != "phi3":
         return {}
     rope, head_dim = config.rope_parameters, config.hidden_size // config.num_attention_heads
@@ -485,6 +496,24 @@ MODELS = {
         },
     ),
     "olmo2": ("olmo2", "olmo2", {}),
+    "olmo3": ("olmo3", "olmo2", {"num_hidden_layers": 5}),
+    "olmo3, yarn": (
+        "olmo3",
+        "olmo2",
+        {
+            "layer_types": ["full_attention", "sliding_attention"],
+            "rope_parameters": {
+                "full_attention": {
+                    "rope_type": "yarn",
+                    "rope_theta": 5000.0,
+                    "factor": 4.0,
+                    "original_max_position_embeddings": 32,
+                    "attention_factor": 1.3,
+                },
+                "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
+            },
+        },
+    ),
     "granite": (
         "granite",
         "granite",
@@ -655,12 +684,23 @@ class TestConfig:
         [
             ("linear", {"factor": 2.5}),
             ("yarn", {"factor": 4.0, "original_context_length": 32}),
+            (
+                "yarn",
+                {
+                    "factor": 4.0,
+                    "original_context_length": 32,
+                    "yarn_attn_factor": 0.75,
+                    "yarn_beta_fast": 4.0,
+                    "yarn_beta_slow": 0.5,
+                },
+            ),
         ],
     )
     def test_rope_scaling_fields_give_the_same_logits(self, file, scaling, fields):
         rope = {"rope_type": scaling, "rope_theta": 10000.0, "factor": fields["factor"]}
         if scaling == "yarn":
             rope["original_max_position_embeddings"] = 32
+            rope |= {known_as: fields[name] for name, known_as in YARN_FIELDS.items() if name in fields}
         hf_model = model_for(SMOLLM, "qwen2", rope_parameters=rope)
         keys = {f"qwen2.rope.scaling.{key}": value for key, value in fields.items()}
         write_gguf(file, hf_model, "qwen2", SMOLLM, **{"qwen2.rope.scaling.type": scaling}, **keys)
@@ -963,8 +1003,9 @@ class TestFilesThatDoNotFit:
         ("key", "value", "others"),
         [
             ("llama.rope.dimension_count", 8, {}),
-            ("llama.rope.scaling.attn_factor", 0.5, {"llama.rope.scaling.type": "yarn"}),
-            ("llama.rope.scaling.yarn_beta_fast", 4.0, {"llama.rope.scaling.type": "yarn"}),
+            ("llama.rope.scaling.attn_factor", 0.5, {"llama.rope.scaling.type": "linear"}),
+            ("llama.rope.scaling.yarn_beta_fast", 4.0, {"llama.rope.scaling.type": "linear"}),
+            ("llama.rope.scaling.yarn_ext_factor", 0.5, {"llama.rope.scaling.type": "yarn"}),
             ("tokenizer.ggml.add_eos_token", True, {}),
         ],
     )
@@ -972,6 +1013,12 @@ class TestFilesThatDoNotFit:
         fields = {"llama.rope.scaling.factor": 4.0, **others} if others else {}
         write_gguf(file, model_for(SMOLLM, head_dim=24), "llama", SMOLLM, **fields, **{key: value})
         self.refuse(file, re.escape(key))
+
+    @pytest.mark.parametrize("pattern", [4, [1, 0], [True]])
+    def test_windows_that_are_not_those_of_the_layers(self, file, pattern):
+        fields = {"olmo2.attention.sliding_window_pattern": pattern}
+        write_gguf(file, model_for(SMOLLM, "olmo3"), "olmo2", SMOLLM, **fields)
+        self.refuse(file, "sliding_window_pattern must be an array|layer_types .* is not supported for 2 layers")
 
     @pytest.mark.parametrize(
         "key",

@@ -54,6 +54,7 @@ FAMILIES = {
     "gemma3_text": {"sliding_window": 20},
     "phi3": {},
     "olmo2": {},
+    "olmo3": {"sliding_window": 20, "num_hidden_layers": 4},
     "granite": {},
     "smollm3": {"no_rope_layer_interval": 2},
     "mixtral": {},

@@ -218,6 +218,7 @@ FAMILIES = [
     ("mistral", {"sliding_window": 5}),
     ("gemma3_text", {"layer_types": ["sliding_attention", "full_attention"]}),
     ("olmo2", {}),
+    ("olmo3", {"layer_types": ["sliding_attention", "full_attention"]}),
 ]
 
 

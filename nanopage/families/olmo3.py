@@ -1,0 +1,56 @@
+"""OLMo 3 (2025): OLMo 2's layer. Three layers of four have a window, and a rope that is not stretched."""
+
+from typing import Any
+
+from nanopage.config.fields import Fields
+from nanopage.config.model import ModelConfig
+from nanopage.config.rope import RopeConfig, read_rope
+from nanopage.families import olmo2
+from nanopage.families.gemma2 import window_pattern
+from nanopage.models.decoder import DecoderLayer
+
+ARCHITECTURES = ("Olmo3ForCausalLM",)
+GGUF_ARCHITECTURE = "olmo2 with windows"  # "olmo2" in the file, which has olmo2.attention.sliding_window, too
+GGUF_TENSORS = olmo2.GGUF_TENSORS
+GGUF_FIELDS = {
+    "attention.sliding_window": "sliding_window",
+    "attention.sliding_window_pattern": "layer_types",
+    "rope.freq_base_swa": "rope_local_base_freq",
+}
+THETA = 500000.0
+
+
+def read_config(fields: Fields, architecture: str) -> dict[str, Any]:
+    """As in llama.py."""
+    if fields.values.get("sliding_window", 4096) is None:
+        raise fields.error("sliding_window", "must not be null: layers with a window have a rope of their own")
+    num_layers = fields.size("num_hidden_layers")
+    kinds = fields.values.get("layer_types") or window_pattern(num_layers, every=4)
+    rope = read_rope(fields, "full_attention", THETA)
+    return olmo2.read_config(fields, architecture) | {
+        "sliding_windows": fields.windows(num_layers, default=4096, kinds=kinds),
+        "rope": rope,
+        "other_rope": _local_rope(fields, rope.theta),
+    }
+
+
+def _local_rope(fields: Fields, theta: float) -> RopeConfig:
+    """The rope of layers with a window. Files of transformers 4 have one rope_theta, for all layers, and a rope_scaling
+    for those without a window. (Transformers 5 reads this rope_theta for those without a window alone, a mistake.)"""
+    if fields.object("rope_parameters").values.keys() & {"full_attention", "sliding_attention"}:
+        return read_rope(fields, "sliding_attention", THETA)
+    return RopeConfig(theta)
+
+
+def complete_gguf(config: dict[str, Any]) -> dict[str, Any]:
+    """Fields of config.json that files lack."""
+    theta = config["rope_theta"]
+    ropes = {
+        "full_attention": {"rope_theta": theta, **config.get("rope_scaling", {})},
+        "sliding_attention": {"rope_theta": config.get("rope_local_base_freq", theta)},
+    }
+    return {"rope_parameters": ropes}
+
+
+def make_layer(config: ModelConfig, index: int) -> DecoderLayer:
+    return olmo2.make_layer(config, index)
