@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from nanopage.config.fields import Fields
+from nanopage.checks.fields import Fields
 from nanopage.config.model import ModelConfig
 from nanopage.config.rope import RopeConfig, read_rope
 from nanopage.families import olmo2

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from nanopage.config.fields import Fields
+from nanopage.checks.fields import Fields
 from nanopage.config.model import ModelConfig
 from nanopage.config.rope import UNROTATED, read_rope
 from nanopage.files.model_files import shown
