@@ -13,6 +13,7 @@
     python bench.py compare      the same work on vLLM, OpenVINO, llama.cpp
     python bench.py experts      a mixture of experts beside a dense model
     python bench.py kernels      attention's Triton kernels on a GPU
+    python bench.py compile      what is compiled: time and size, kernels
 
 \b
     python bench.py throughput --compare transformers --json result.json
@@ -39,6 +40,7 @@ if __name__ == "__main__":
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # during the imports, leave without a traceback
         signal.signal(signal.SIGINT, lambda signum, frame: os._exit(130))
 
+import logging
 import math
 import random
 import sys
@@ -1121,6 +1123,68 @@ def kernels(
     }
     compute = getattr(torch, dtype)
     benchmark.kernels(compute, torch.float8_e4m3fn if cache else compute, num_iters, header, json_file)
+
+
+@app.command("compile")
+@takes_engine_options("dtype", "device", "quantization", "load_format")
+def compile_parts(
+    model: ModelOption = None,
+    *,
+    switches: dict[str, Any],
+    json_file: JsonOption = None,
+) -> None:
+    """Compile a model's parts anew: their time and size.
+
+    On a CPU, all parts that are compiled ahead of time, and how long they take to load. For a GPU, the kernels of each
+    piece, also for other families; --device cuda shows them without a GPU, too. Nothing is kept.
+
+    \b
+    python bench.py compile --device cuda --model DIR --json compile.json
+    """
+    import torch
+
+    from benchmarks import compile_parts as benchmark
+    from nanopage import EngineConfig
+    from nanopage.build import build_engine
+    from nanopage.worker.options import refused
+
+    check_outputs({"--json": json_file})
+    check_engine(switches)
+    path, config = find_model(model)
+    has_gpu = torch.cuda.is_available()
+    for_gpu = switches["device"] == "cuda" or (switches["device"] == "auto" and has_gpu)
+    if config.pooling is not None:
+        refuse("models for embeddings and scores are not compiled", "--model")
+    if for_gpu and (path.suffix == ".gguf" or config.quantization is not None):
+        refuse("for a GPU, only models whose weights are floats can be compiled here", "--model")
+    options = EngineConfig(model=str(path), **switches)
+    results: dict[str, Any] = {}
+    with recorded(json_file, lambda: results) as record, errors_by_name():
+        if not for_gpu:
+            engine = build_engine(options)
+            results["header"] = describe(engine, "compile")
+            show_header(results["header"])
+            benchmark.compile_for_cpu(engine, results)
+        else:
+            gpu = torch.cuda.get_device_name() if has_gpu else "an H100 that is not there: code is generated, not run"
+            dtype = config.dtype if switches["dtype"] == "auto" else switches["dtype"]
+            for why in refused(options, config, torch.device("cuda"), getattr(torch, dtype), path):
+                raise ValueError(why)
+            what = ", ".join(filter(None, (path.name, dtype, switches["quantization"])))
+            results["header"] = {"bench": "compile", "model": what, "device": f"cuda: {gpu}", "cpu": cpu_name()}
+            results["header"] |= {"versions": versions("triton")}
+            show_header(results["header"])
+            benchmark.compile_for_gpu(path, switches, results)
+            if has_gpu:  # it says how long capturing CUDA graphs takes, and their memory
+                log = results["log"] = []
+
+                def note(record: logging.LogRecord) -> bool:
+                    log.append(record.getMessage())
+                    return True
+
+                logging.getLogger("nanopage").addFilter(note)
+                build_engine(options)
+    exit_unless(record.written)
 
 
 if __name__ == "__main__":

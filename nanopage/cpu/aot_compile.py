@@ -13,6 +13,7 @@ import sys
 import tempfile
 import threading
 import zipfile
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -216,8 +217,12 @@ def compile_chain(constants: dict[str, int | str], file: Path) -> None:
     compile_library(constants, [Path(__file__).with_name("aot_chain.cpp"), KERNELS / "flash_attention.cpp"], file)
 
 
-def main(spec: dict[str, Any], directory: Path) -> None:
-    """Compile the parts that `spec` needs and `directory` does not have. `aot.Compiled` makes `spec`."""
+def main(spec: dict[str, Any], directory: Path, make: Callable[..., Any] | None = None) -> dict[str, Any]:
+    """Compile the parts that `spec` needs and `directory` does not have. `aot.Compiled` makes `spec`.
+
+    Args: make: compiles a part in a forked process. None: `make_part`.
+    Returns: what it returns, by the names of the files.
+    """
     os.umask(0o077)
     timer = threading.Timer(TIME_LIMIT, _give_up)
     timer.daemon = True
@@ -229,7 +234,7 @@ def main(spec: dict[str, Any], directory: Path) -> None:
             shutil.rmtree(stale, ignore_errors=True)
         missing = [name for name in file_kinds(spec["tiled"], spec["adapted"]) if find_file(directory, name) is None]
         if not missing:
-            return
+            return {}
         # Importing the compiler takes seconds.
         torch._inductor.config.force_disable_caches = True  # `directory` is the cache
         if only_avx2():
@@ -247,8 +252,8 @@ def main(spec: dict[str, Any], directory: Path) -> None:
                 compile_operators(product_constants(getattr(torch, spec["dtype"])), sources, Path(scratch))
                 os.environ["LIBRARY_PATH"] = scratch  # where the linker looks for it
                 torch._inductor.config.aot_inductor.custom_op_libs = [OPERATORS]
-            for _ in pool.map(partial(_make, spec, config, directory), missing):
-                pass  # raises the exceptions of the processes
+            made = pool.map(partial(make or make_part, spec, config, directory), missing)
+            return dict(zip(missing, made, strict=True))  # raises the exceptions of the processes
 
 
 def _num_processes(num_threads: int) -> int:
@@ -267,7 +272,7 @@ def _give_up() -> None:
     os._exit(1)
 
 
-def _make(spec: dict[str, Any], config: ModelConfig, directory: Path, name: str) -> None:
+def make_part(spec: dict[str, Any], config: ModelConfig, directory: Path, name: str) -> None:
     """Compile one part. Runs in a forked process."""
     torch.set_num_threads(spec["threads"])
     dtype, kv_dtype, tiled = getattr(torch, spec["dtype"]), getattr(torch, spec["kv_dtype"]), spec["tiled"]

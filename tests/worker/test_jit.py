@@ -1,9 +1,5 @@
 import json
-import os
-import subprocess
-import sys
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,6 +7,7 @@ import torch
 from helpers import CPU, LONG, Paged, assert_all_close, random_tokens, reference_logits, tiny_hf_model
 from on_a_cpu import compile_pieces, make_sample_all
 
+from benchmarks.compile_parts import CONFIGS, run_module
 from nanopage.sampling.sampler import Sampler
 from nanopage.state.sampling_table import SamplingTable
 from nanopage.state.sequence_table import SequenceTable
@@ -18,7 +15,6 @@ from nanopage.step import Batch, NewSequence, SamplingSettings
 from nanopage.weights import loader
 from nanopage.worker import jit
 
-ROOT = Path(__file__).parents[2]
 LENGTHS = [11, 5, 1, 23]
 
 
@@ -55,26 +51,22 @@ def test_layers_with_experts_are_compiled_apart_from_those_without(tmp_path, com
     assert_all_close(paged.logits, reference_logits(hf_model, paged.sequences))
 
 
-def test_a_layer_launches_four_products_and_three_kernels_between_attentions():
+def test_a_layer_launches_four_products_and_three_kernels_between_attentions(tmp_path):
     """In the code that Inductor generates for an H100. Beside these, a layer launches what test_piecewise_graphs.py
     counts: one kernel for rotation and cache, and those of attention."""
-    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    configs = ROOT / "benchmarks" / "configs"
-    pairs = ["Llama-3.1-8B=32", "Qwen3-0.6B=1", *(["Llama-3.1-8B=1", "Qwen3-0.6B=32"] if LONG else [])]
-    done = subprocess.run(
-        [sys.executable, ROOT / "tests" / "cpu" / "generated_code.py", *(configs / pair for pair in pairs)],
-        env=env | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
+    models = ("Llama-3.1-8B", *(["Qwen3-0.6B"] if LONG else []))
+    small = {"num_layers": 2, "pieces": ["between", "last"]}
+    requests = [{"model": str(CONFIGS / name), **small} for name in models]
+    found = run_module("benchmarks.generated_code", str(tmp_path), json.dumps(requests))
     after = 3 * ["mm", "fused"]  # output, norm, gate and up, SiLU, down, sum
-    found = json.loads(done.stdout)
-    assert len(found) == len(pairs)
-    for kernels in found:
-        kinds = {piece: ["mm" if "extern" in name else "fused" for name in names] for piece, names in kernels.items()}
-        assert kinds == {"between": [*after, "mm"], "last": after}
-        products = {name for names in kernels.values() for name in names if "extern" in name}
+    assert len(found) == len(models)
+    for pieces in found:
+        kinds = {
+            (piece["piece"], piece["tokens"]): ["mm" if "extern" in name else "fused" for name in piece["launches"]]
+            for piece in pieces
+        }
+        assert kinds == {("between", n): [*after, "mm"] for n in (32, 1)} | {("last", n): after for n in (32, 1)}
+        products = {name for piece in pieces for name in piece["launches"] if "extern" in name}
         assert products == {"extern_kernels.mm"}, "addmm would copy the residual first"
 
 
