@@ -70,14 +70,10 @@ def test_a_layer_launches_four_products_and_three_kernels_between_attentions(tmp
         assert products == {"extern_kernels.mm"}, "addmm would copy the residual first"
 
 
-def test_inductor_does_not_cut_nested_regions_at_attention():
+def test_inductor_does_not_cut_nested_regions_at_attention(tmp_path):
     """Why a decoder is compiled in pieces (docs/gpu.md). If this fails, torch can compile it whole."""
-    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    paths = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "cpu")])
-    command = [sys.executable, ROOT / "tests" / "worker" / "nested_regions.py"]
-    done = subprocess.run(command, env=env | {"PYTHONPATH": paths}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == [5, 1], "parts of four layers in one graph, and of nested regions"
+    found = run_module("tests.worker.nested_regions", str(tmp_path))
+    assert found == [5, 1], "parts of four layers in one graph, and of nested regions"
 
 
 def test_engines_of_any_number_and_size_do_not_share_what_is_compiled(tmp_path, compiled_graphs):
