@@ -86,7 +86,7 @@ class LLMEngine:
             adapter_slots,
         )
         self.scheduler.drafts = drafts = None if make_drafts is None else make_drafts(capacity)
-        self.output_processor = OutputProcessor(self.scheduler, tokenizer, model_config.pooling)
+        self.output_processor = OutputProcessor(self.scheduler, tokenizer)
         self.async_scheduling = config.async_scheduling
         if self.async_scheduling is None:
             self.async_scheduling = capacity.device == "cuda" and config.num_ranks == 1 and drafts is None

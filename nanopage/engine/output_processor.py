@@ -8,9 +8,6 @@ has been read and reported, so the next call continues from there.
 import dataclasses
 from collections.abc import Callable, Iterable
 
-import numpy as np
-
-from nanopage.config.pooling import PoolingConfig
 from nanopage.engine.scheduler import Scheduler
 from nanopage.engine.sequence import Sequence, SequenceGroup
 from nanopage.outputs import CompletionOutput, Logprob, RequestOutput
@@ -69,11 +66,10 @@ class OutputProcessor:
     Args:
         scheduler: ends the sequences whose stop strings are found.
         tokenizer: None if the model has none. Texts are then empty.
-        pooling: how vectors are made of texts, if the model makes those.
     """
 
-    def __init__(self, scheduler: Scheduler, tokenizer: Tokenizer | None, pooling: PoolingConfig | None = None):
-        self.scheduler, self.tokenizer, self.pooling = scheduler, tokenizer, pooling
+    def __init__(self, scheduler: Scheduler, tokenizer: Tokenizer | None):
+        self.scheduler, self.tokenizer = scheduler, tokenizer
         self.requests: dict[str, Request] = {}
         self.outputs: list[RequestOutput] = []  # not returned yet
         self._news: dict[str, None] = {}  # ids of requests that have something to report
@@ -195,13 +191,11 @@ class OutputProcessor:
         return _ended_by_token(seq) and not params.include_stop_str_in_output
 
     def _decoded(self, table: LogprobTable, params: SamplingParams) -> dict[int, Logprob]:
+        tokenizer = self.tokenizer if params.detokenize else None
         return {
-            token_id: Logprob(logprob, rank, self._decode([token_id], False) if params.detokenize else None)
+            token_id: Logprob(logprob, rank, None if tokenizer is None else tokenizer.decode([token_id], False))
             for token_id, (logprob, rank) in table.items()
         }
-
-    def _decode(self, token_ids: list[int], skip_special_tokens: bool) -> str | None:
-        return None if self.tokenizer is None else self.tokenizer.decode(token_ids, skip_special_tokens)
 
     # Outputs
 
@@ -221,8 +215,7 @@ class OutputProcessor:
     def _output(self, request: Request) -> RequestOutput:
         """What a request has produced. Changes only the detokenizers of sequences that have ended, and keeps the
         prompt's log-probabilities."""
-        group = request.group
-        completions = request.completions
+        group, completions = request.group, request.completions
         if group.ranks:
             assert isinstance(request.params, SamplingParams)
             completions = sorted(completions, key=lambda c: -c.seq.cumulative_logprob)[: request.params.n]
@@ -249,18 +242,7 @@ class OutputProcessor:
             group.num_cached_tokens,
             request.prompt_logprobs,
             group.error,
-            pooled=self._pooled(request),
         )
-
-    def _pooled(self, request: Request) -> np.ndarray | None:
-        """The vector of a request that has ended."""
-        group, params = request.group, request.params
-        if group.seqs[0].finish_reason != "length" or group.pooled is None:
-            return None
-        assert isinstance(params, PoolingParams) and self.pooling is not None
-        mean = self.pooling.pooling_type == "MEAN"
-        vector = group.pooled / len(request.prompt_token_ids) if mean else group.pooled
-        return finish_vector(vector.astype(np.float32), params, self.pooling)
 
     def _completion(self, index: int, completion: Completion) -> CompletionOutput:
         seq, detokenizer = completion.seq, completion.detokenizer
@@ -281,21 +263,3 @@ class OutputProcessor:
 
 def _ended_by_token(seq: Sequence) -> bool:
     return seq.finish_reason == "stop" and not isinstance(seq.stop_reason, str)
-
-
-def finish_vector(pooled: np.ndarray, params: PoolingParams, config: PoolingConfig) -> np.ndarray:
-    """The result of a request: float32 [size].
-
-    Args: pooled: float32, the pooled hidden state [hidden_size] or the scores of the classes [num_labels].
-    """
-    if config.task == "embed":
-        vector = pooled[: params.dimensions]
-        if config.normalize if params.normalize is None else params.normalize:
-            vector = vector / max(float(np.linalg.norm(vector)), 1e-12)  # as F.normalize
-        return vector
-    if params.use_activation is False or config.activation == "identity":
-        return pooled
-    if config.activation == "sigmoid":
-        return (1 + np.tanh(pooled / 2)) / 2  # which cannot overflow
-    exponents = np.exp(pooled - pooled.max())
-    return exponents / exponents.sum()

@@ -3,6 +3,7 @@
 `ByLength` chooses which requests an encoder computes together.
 """
 
+from functools import partial
 from typing import cast
 
 from nanopage.config.pooling import PoolingConfig
@@ -15,6 +16,7 @@ from nanopage.files.model_files import shown
 from nanopage.inputs import Prompt
 from nanopage.params import PoolingParams
 from nanopage.pooling.encoder_config import EncoderConfig
+from nanopage.pooling.vectors import add_vector
 from nanopage.step import SamplingSettings
 from nanopage.text.prompts import PromptTooLongError
 
@@ -67,7 +69,9 @@ class PoolingRequests:
             max_total_tokens=len(read.token_ids) + 1,
             cache_salt=read.cache_salt,
         )
-        return Request(SequenceGroup(request_id, [seq], priority), params, read.text, read.token_ids, [])
+        group = SequenceGroup(request_id, [seq], priority)
+        fill = partial(add_vector, group, params, pooling)
+        return Request(group, params, read.text, read.token_ids, [], fill)
 
     def _check_size(self, num_tokens: int) -> None:
         """Raises: ValueError for a prompt that could never run."""
