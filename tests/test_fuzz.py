@@ -43,7 +43,7 @@ from nanopage.build import build_engine
 from nanopage.distributed.process_executor import ProcessExecutor
 from nanopage.engine.block_manager import BlockManager
 from nanopage.engine.input_processor import branch_seed
-from nanopage.engine.invariants import check_blocks
+from nanopage.view.invariants import check_blocks
 from nanopage.kernels import paged_attention
 from nanopage.outputs import RequestEvent
 from nanopage.params import RequestOutputKind

@@ -28,7 +28,7 @@ from benchmarks.steps import listening
 from benchmarks.traces import Request, Trace
 from nanopage import EngineConfig
 from nanopage.build import build_engine
-from nanopage.engine.invariants import check_blocks
+from nanopage.view.invariants import check_blocks
 from nanopage.engine.token_budget import SECONDS, TokenBudget
 from nanopage.server.routing import Router
 

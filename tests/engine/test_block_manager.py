@@ -21,7 +21,7 @@ from hypothesis.stateful import (
 
 from nanopage.engine import prefix_cache
 from nanopage.engine.block_manager import BlockManager
-from nanopage.engine.invariants import check_blocks
+from nanopage.view.invariants import check_blocks
 from nanopage.engine.prefix_cache import PrefixCache
 from nanopage.step import NO_BLOCK
 

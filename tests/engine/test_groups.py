@@ -12,7 +12,7 @@ from nanopage import LLM, BeamSearchParams, EngineConfig, LLMEngine, SamplingPar
 from nanopage.beams.search import Beam, BeamSearch
 from nanopage.build import build_engine
 from nanopage.engine.input_processor import branch_seed
-from nanopage.engine.invariants import check_blocks
+from nanopage.view.invariants import check_blocks
 from nanopage.worker.memory import GIB, block_bytes
 
 SAMPLED = SamplingParams(temperature=1.0, seed=7, max_tokens=12, ignore_eos=True)

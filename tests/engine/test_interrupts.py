@@ -25,7 +25,7 @@ import nanopage
 from nanopage import BeamSearchParams, EngineConfig, LLMEngine, SamplingParams
 from nanopage.beams.requests import make_request
 from nanopage.build import build_engine
-from nanopage.engine.invariants import check_blocks
+from nanopage.view.invariants import check_blocks
 from nanopage.params import RequestOutputKind
 from nanopage.step import Batch, BatchResult, Capacity, LogprobTable, PromptLogprobs, SamplingSettings
 from nanopage.text.tokenizer import Tokenizer

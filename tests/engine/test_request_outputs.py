@@ -7,7 +7,7 @@ from helpers import EOS
 
 from nanopage import EngineConfig, SamplingParams
 from nanopage.build import build_engine
-from nanopage.engine.invariants import check_blocks
+from nanopage.view.invariants import check_blocks
 from nanopage.engine.output_processor import OutputProcessor
 from nanopage.params import RequestOutputKind
 from nanopage.step import SamplingSettings

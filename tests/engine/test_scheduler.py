@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import nanopage
 from nanopage.engine.block_manager import BlockManager
-from nanopage.engine.invariants import check_blocks
+from nanopage.view.invariants import check_blocks
 from nanopage.engine.preemption import preempt
 from nanopage.engine.schedule import Schedule
 from nanopage.engine.scheduler import Scheduler

@@ -18,7 +18,7 @@ import uvicorn
 
 from nanopage import LLM, AsyncLLM, EngineArgs, SamplingParams
 from nanopage.aio.engine_thread import Inbox
-from nanopage.engine.invariants import check_blocks
+from nanopage.view.invariants import check_blocks
 from nanopage.server.app import create_app
 from nanopage.server.state import ServerState
 

@@ -14,7 +14,7 @@ from helpers import VOCAB_SIZE, tiny_model
 from nanopage import EngineConfig, LLMEngine, SamplingParams, StructuredOutputsParams
 from nanopage.build import build_engine
 from nanopage.config.speculation import SpeculativeConfig
-from nanopage.engine.invariants import check_blocks
+from nanopage.view.invariants import check_blocks
 from nanopage.engine.schedule import Schedule, Wait
 from nanopage.engine.sequence import Sequence, SequenceGroup
 from nanopage.outputs import StepStats

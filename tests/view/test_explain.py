@@ -5,7 +5,7 @@ import pytest
 from fake_executor import add, fake_engine, tokens
 
 from nanopage import BeamSearchParams, LLMEngine
-from nanopage.engine.invariants import check_blocks
+from nanopage.view.invariants import check_blocks
 from nanopage.outputs import StepStats
 from nanopage.speculation.drafts import Drafts
 from nanopage.view.explain import explain

@@ -3,7 +3,7 @@ import random
 import pytest
 
 from nanopage.engine.block_manager import BlockManager, Prefix
-from nanopage.engine.invariants import check_blocks
+from nanopage.view.invariants import check_blocks
 
 SIZE = 4
 
