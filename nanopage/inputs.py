@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NotRequired, TypedDict, cast
+from typing import Any, NotRequired, TypedDict, cast
 
 from nanopage.checks.options import Count, check
 from nanopage.files.model_files import shown
@@ -113,21 +113,22 @@ def match_parameters(
 
     Raises: TypeError, ValueError: arguments of another type, or lists of another length than `prompts`.
     """
-    if not isinstance(params, list | tuple):
-        params = [cast(AnyParams, params)] * len(prompts)
-    if len(params) != len(prompts):
-        raise ValueError(f"{len(params)} sampling_params for {len(prompts)} prompts")
-    for each in params:
+    matched = _for_each(params, len(prompts), "sampling_params")
+    for each in matched:
         if not isinstance(each, kind):
             raise TypeError(f"sampling_params must be {kind.__name__}, not {each!r}")
-    if priority is None or isinstance(priority, int):
-        priority = [priority or 0] * len(prompts)
-    if not isinstance(priority, list | tuple):
+    if not isinstance(priority, int | list | tuple | None):
         raise TypeError(f"priority must be an integer, or a list with one for each prompt, not {priority!r}")
-    if len(priority) != len(prompts):
-        raise ValueError(f"{len(priority)} values of priority for {len(prompts)} prompts")
-    if not isinstance(lora_request, list | tuple):
-        lora_request = [cast(LoRARequest | None, lora_request)] * len(prompts)
-    if len(lora_request) != len(prompts):
-        raise ValueError(f"{len(lora_request)} values of lora_request for {len(prompts)} prompts")
-    return list(zip(prompts, params, priority, lora_request, strict=True))
+    priorities = _for_each(
+        priority if isinstance(priority, list | tuple) else priority or 0, len(prompts), "values of priority"
+    )
+    adapters = _for_each(lora_request, len(prompts), "values of lora_request")
+    return list(zip(prompts, matched, priorities, adapters, strict=True))
+
+
+def _for_each(value: Any, count: int, what: str) -> Sequence[Any]:
+    """A list or tuple of `count` values as it is, and a single one that often."""
+    values = value if isinstance(value, list | tuple) else [value] * count
+    if len(values) != count:
+        raise ValueError(f"{len(values)} {what} for {count} prompts")
+    return values

@@ -43,7 +43,6 @@ from nanopage.build import build_engine
 from nanopage.distributed.process_executor import ProcessExecutor
 from nanopage.engine.block_manager import BlockManager
 from nanopage.engine.input_processor import branch_seed
-from nanopage.view.invariants import check_blocks
 from nanopage.kernels import paged_attention
 from nanopage.outputs import RequestEvent
 from nanopage.params import RequestOutputKind
@@ -53,6 +52,7 @@ from nanopage.state.layer_kinds import BlockNeeds, divide_layers
 from nanopage.step import WorkerDiedError
 from nanopage.view.explain import make_sentences, told
 from nanopage.view.frames import Frames, Picture
+from nanopage.view.invariants import check_blocks
 from nanopage.weights import loader
 from nanopage.worker import jit
 from nanopage.worker.cuda_graphs import CUDAGraphs

@@ -1,4 +1,4 @@
-"""Admission: whether a waiting or swapped group may start to run, and which groups to preempt for it.
+"""Admission: whether a waiting or swapped group may start to run.
 
 A group fits if there are free blocks for all of its present tokens. If it has several live sequences, each also
 needs at least one block that it does not share. So a long prompt does not start only to be preempted. Blocks that
@@ -11,7 +11,7 @@ from typing import Protocol
 
 from nanopage.engine.block_manager import BlockManager, Prefix
 from nanopage.engine.queues import Queues
-from nanopage.engine.schedule import Schedule, Wait, Work, missing_blocks, next_work
+from nanopage.engine.schedule import Schedule, Wait, Work
 from nanopage.engine.sequence import SequenceGroup, Status, common_length
 from nanopage.state.layer_kinds import BlockNeeds
 from nanopage.step import NO_BLOCK
@@ -138,33 +138,6 @@ class Admission:
             return 0
         held = self.block_manager.blocks_of([seq.seq_id for seq in live])
         return max(0, self.blocks_wanted(group) - len(held))
-
-    def choose_victims(self, first: SequenceGroup, running: list[SequenceGroup], budget: int) -> list[SequenceGroup]:
-        """The fewest running groups of lower priority, latest first, whose preemption admits the first waiting group
-        now. An empty list if it fits anyway, or if even all of them would not be enough.
-
-        Args: budget: tokens of the step.
-        """
-        if not running or running[-1].priority <= first.priority:
-            return []
-        prefix = self.find_prefix(first)
-        reserved = [self.blocks_reserved(group) for group in running]
-        numbers = [group.num_unfinished for group in running]
-        if self.find_lack(first, prefix, running, sum(numbers), sum(reserved)) is None:
-            return []
-        num_lower = sum(group.priority > first.priority for group in running)
-        for num_victims in range(1, num_lower + 1):
-            kept, victims = running[:-num_victims], running[-num_victims:]
-            growth, left = 0, budget
-            for group in kept:
-                work = next_work(group, left)
-                growth += missing_blocks(self.block_manager, work)
-                left -= sum(num_tokens for _, num_tokens in work)
-            sums = sum(numbers[:-num_victims]), sum(reserved[:-num_victims])
-            lack = self.find_lack(first, prefix, kept, *sums, victims, growth)
-            if left > 0 and lack is None:
-                return victims[::-1]
-        return []
 
     def blocks_wanted(self, group: SequenceGroup) -> int:
         """Blocks for all present tokens of a group, with one of its own for each sequence of several."""

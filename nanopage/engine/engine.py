@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nanopage.config.options import EngineConfig
 from nanopage.engine.admission import AdapterSlots
@@ -19,14 +19,11 @@ from nanopage.engine.recovery import changing, die, isolate, recover
 from nanopage.engine.schedule import Schedule
 from nanopage.engine.scheduler import Drafts, Scheduler
 from nanopage.engine.statistics import StepRecord, count_batch, count_result, count_state
-from nanopage.inputs import Prompt
+from nanopage.inputs import LoRARequest, Prompt
 from nanopage.outputs import RequestOutput, StepStats
 from nanopage.params import BeamSearchParams, PoolingParams, SamplingParams
 from nanopage.step import Capacity, Executor, WorkerDiedError
 from nanopage.text.tokenizer import Tokenizer
-
-if TYPE_CHECKING:
-    from nanopage.inputs import LoRARequest
 
 
 class LLMEngine:
@@ -106,7 +103,7 @@ class LLMEngine:
         prompt: Prompt,
         params: SamplingParams | BeamSearchParams | PoolingParams | None = None,
         priority: int = 0,
-        lora_request: "LoRARequest | None" = None,
+        lora_request: LoRARequest | None = None,
     ) -> None:
         """Queue a request; `step` will report on it under `request_id`.
 
@@ -132,17 +129,13 @@ class LLMEngine:
         if self.dead_error is not None:
             raise self.dead_error
         recover(self)
-        self._check_id(group.request_id)
+        processor, request_id = self.output_processor, group.request_id
+        if request_id in processor.requests or any(output.request_id == request_id for output in processor.outputs):
+            raise ValueError(f"request_id {request_id!r} is in use")  # also by an output that has not been returned
         group.metrics.arrival_time = time.perf_counter()
         with changing(self):
-            self.output_processor.add(request)
+            processor.add(request)
             self.scheduler.add(group)
-
-    def _check_id(self, request_id: str) -> None:
-        """Raises: ValueError if an unfinished request has this id, or an output that has not been returned."""
-        processor = self.output_processor
-        if request_id in processor.requests or any(output.request_id == request_id for output in processor.outputs):
-            raise ValueError(f"request_id {request_id!r} is in use")
 
     def has_unfinished_requests(self) -> bool:
         return bool(self.output_processor.requests or self.output_processor.outputs)

@@ -5,6 +5,9 @@ are still in the prefix cache. A group of several sequences takes from the cache
 request with prompt_logprobs, or whose hidden states are averaged, takes nothing. Swapping keeps the blocks in host
 memory. By default, a group with one live sequence is recomputed. A group with several is swapped, because recomputation
 would have to rebuild what they share. When host memory is full, any group is recomputed.
+
+Suspects are groups that may have caused an exception (see recovery.py). Each runs alone until it gets a token, so that
+the next failure has one group to blame.
 """
 
 from bisect import insort
@@ -12,29 +15,40 @@ from typing import Any
 
 from nanopage.engine.admission import Admission
 from nanopage.engine.queues import Queues, order
-from nanopage.engine.schedule import Schedule
+from nanopage.engine.schedule import Schedule, missing_blocks, next_work
 from nanopage.engine.sequence import SequenceGroup, Status
 
 
 def preempt_for_priority(queues: Queues, admission: Admission, schedule: Schedule, mode: str | None) -> None:
-    """Preempt groups of lower priority than the first waiting group, latest first, if that admits it now.
+    """Preempt the fewest groups of lower priority than the first waiting group, latest first, that admit it now. None,
+    if it fits anyway, or if even all of them would not be enough.
 
     Args: mode: as in `preempt`.
     """
     if not queues.waiting or (queues.swapped and order(queues.swapped[0]) < order(queues.waiting[0])):
         return
-    first = queues.waiting[0]
-    victims = admission.choose_victims(first, queues.running, schedule.budget)
-    if not victims:
+    first, running = queues.waiting[0], queues.running
+    if not running or running[-1].priority <= first.priority:
         return
-    num_running = sum(group.num_unfinished for group in queues.running)
-    reserved = sum(map(admission.blocks_reserved, queues.running))
-    lack = admission.find_lack(first, admission.find_prefix(first), queues.running, num_running, reserved)
-    assert lack is not None
+    prefix = admission.find_prefix(first)
+    reserved = [admission.blocks_reserved(group) for group in running]
+    numbers = [group.num_unfinished for group in running]
+    lack = admission.find_lack(first, prefix, running, sum(numbers), sum(reserved))
+    if lack is None:
+        return
     why = {"reason": f"priority, {lack.reason}", "cause": first.request_id, "needed": lack.needed, "free": lack.free}
-    for victim in victims:
-        queues.running.pop()
-        preempt(queues, victim, schedule, mode, **why)
+    for num_victims in range(1, 1 + sum(group.priority > first.priority for group in running)):
+        kept, victims = running[:-num_victims], running[-num_victims:]
+        growth, left = 0, schedule.budget
+        for group in kept:
+            work = next_work(group, left)
+            growth += missing_blocks(queues.block_manager, work)
+            left -= sum(num_tokens for _, num_tokens in work)
+        sums = sum(numbers[:-num_victims]), sum(reserved[:-num_victims])
+        if left > 0 and admission.find_lack(first, prefix, kept, *sums, victims, growth) is None:
+            for _ in victims:
+                preempt(queues, running.pop(), schedule, mode, **why)
+            return
 
 
 def preempt(queues: Queues, group: SequenceGroup, schedule: Schedule, mode: str | None, **why: Any) -> None:
@@ -82,3 +96,19 @@ def give_up_blocks(queues: Queues, group: SequenceGroup, **why: Any) -> None:
         queues.writer.leave(seq)
     group.status = Status.WAITING
     queues.record("preempted", group, **why)
+
+
+def run_only(queues: Queues, group: SequenceGroup) -> None:
+    """Make a waiting group the only running one. The others give up their blocks."""
+    for other in queues.running:
+        give_up_blocks(queues, other, reason="alone", cause=group.request_id)
+    queues.waiting = sorted([*queues.waiting, *queues.running], key=order)
+    queues.waiting.remove(group)
+    queues.running, group.status = [group], Status.RUNNING
+
+
+def acquit(queues: Queues, schedule: Schedule) -> None:
+    """The groups that got a token in a step are no suspects any more."""
+    for group in schedule.groups if queues.suspects else ():
+        if group in queues.suspects:
+            queues.suspects.remove(group)

@@ -2,7 +2,7 @@
 
 An exception may end a call of the engine at any point, Ctrl-C too. `in_call` then stays set, and the next call recovers
 first: nothing is believed but the tokens of each request. After a step that failed by itself, `isolate` says which
-requests are suspects (see suspects.py).
+requests are suspects (see preemption.py).
 """
 
 import contextlib

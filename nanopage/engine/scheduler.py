@@ -22,8 +22,8 @@ run by preempting the others. Without `arrange`, no group is admitted before an 
 lower priority waits for as long as groups of a higher priority keep coming. The output does not depend on any of this,
 but for near-ties in dtypes smaller than float64; the fuzz suite tests that.
 
-Everything but the plain case is in other files, which are called from here: preemption.py, forks.py (several sequences
-of a prompt, and beams), stages.py (of a pipeline) and suspects.py (after an exception).
+Everything but the plain case is in other files, which are called from here: preemption.py, also of groups that may have
+caused an exception, forks.py (several sequences of a prompt, and beams) and stages.py (of a pipeline).
 
 For a first reading, assume that each group has one sequence, its leader. There is nothing to fork, so `forked` is true.
 """
@@ -36,12 +36,11 @@ from typing import Protocol
 from nanopage.engine.admission import AdapterSlots, Admission
 from nanopage.engine.block_manager import BlockManager, Prefix
 from nanopage.engine.forks import advance_searches, fork_siblings
-from nanopage.engine.preemption import preempt, preempt_for_priority, swap_in
+from nanopage.engine.preemption import acquit, preempt, preempt_for_priority, run_only, swap_in
 from nanopage.engine.queues import Queues, order
 from nanopage.engine.schedule import BatchWriter, Schedule, Wait, missing_blocks, next_work
 from nanopage.engine.sequence import Sequence, SequenceGroup, Status, common_length
 from nanopage.engine.stages import find_held
-from nanopage.engine.suspects import acquit, run_only
 from nanopage.engine.token_budget import TokenBudget
 from nanopage.outputs import RequestEvent, StepStats
 from nanopage.step import NO_TOKEN, Batch, BatchResult
@@ -289,7 +288,7 @@ class Scheduler:
         )
 
     def _run_alone(self, group: SequenceGroup, schedule: Schedule) -> None:
-        """Run one group that may have caused an exception (see suspects.py)."""
+        """Run one group that may have caused an exception (see preemption.py)."""
         if group.status is Status.WAITING:
             run_only(self.queues, group)
             if self.adapter_slots is not None:

@@ -145,7 +145,7 @@ class Sequence:
     @property
     def full(self) -> bool:
         """Whether it has reached its length limit, counting tokens in flight."""
-        return len(self.token_ids) + self.num_in_flight >= self.max_total_tokens
+        return self.num_tokens >= self.max_total_tokens
 
     def append(self, token_id: int, logprobs: LogprobTable | None) -> None:
         """Append a token that was in flight."""

@@ -28,9 +28,9 @@ from benchmarks.steps import listening
 from benchmarks.traces import Request, Trace
 from nanopage import EngineConfig
 from nanopage.build import build_engine
-from nanopage.view.invariants import check_blocks
 from nanopage.engine.token_budget import SECONDS, TokenBudget
 from nanopage.server.routing import Router
+from nanopage.view.invariants import check_blocks
 
 ROOT = Path(__file__).parents[2]
 MADE_UP = ROOT / "benchmarks" / "made_up_trace.jsonl"

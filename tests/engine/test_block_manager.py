@@ -21,9 +21,9 @@ from hypothesis.stateful import (
 
 from nanopage.engine import prefix_cache
 from nanopage.engine.block_manager import BlockManager
-from nanopage.view.invariants import check_blocks
 from nanopage.engine.prefix_cache import PrefixCache
 from nanopage.step import NO_BLOCK
+from nanopage.view.invariants import check_blocks
 
 HASHES = {
     "sha256": prefix_cache.hash_block,

@@ -13,12 +13,12 @@ from safetensors.torch import load_file, save_file
 from nanopage import BeamSearchParams, EngineConfig, LLMEngine, SamplingParams
 from nanopage.build import build_engine
 from nanopage.device import resolve_dtype, resolve_kv_dtype, set_cuda_precision
-from nanopage.view.invariants import check_blocks
 from nanopage.engine.statistics import count_state
 from nanopage.params import RequestOutputKind
 from nanopage.state.kv_cache import KVCache
 from nanopage.state.pages import views
 from nanopage.step import Batch
+from nanopage.view.invariants import check_blocks
 from nanopage.weights import loader
 from nanopage.worker.model_runner import Launched
 from nanopage.worker.options import refused

@@ -25,10 +25,10 @@ import nanopage
 from nanopage import BeamSearchParams, EngineConfig, LLMEngine, SamplingParams
 from nanopage.beams.requests import make_request
 from nanopage.build import build_engine
-from nanopage.view.invariants import check_blocks
 from nanopage.params import RequestOutputKind
 from nanopage.step import Batch, BatchResult, Capacity, LogprobTable, PromptLogprobs, SamplingSettings
 from nanopage.text.tokenizer import Tokenizer
+from nanopage.view.invariants import check_blocks
 from nanopage.weights import loader
 from nanopage.worker.eager import Eager
 

@@ -7,11 +7,11 @@ from helpers import EOS
 
 from nanopage import EngineConfig, SamplingParams
 from nanopage.build import build_engine
-from nanopage.view.invariants import check_blocks
 from nanopage.engine.output_processor import OutputProcessor
 from nanopage.params import RequestOutputKind
 from nanopage.step import SamplingSettings
 from nanopage.text.detokenizer import IncrementalDetokenizer
+from nanopage.view.invariants import check_blocks
 
 FINAL = RequestOutputKind.FINAL_ONLY
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)

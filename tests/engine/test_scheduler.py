@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 
 import nanopage
 from nanopage.engine.block_manager import BlockManager
-from nanopage.view.invariants import check_blocks
 from nanopage.engine.preemption import preempt
 from nanopage.engine.schedule import Schedule
 from nanopage.engine.scheduler import Scheduler
 from nanopage.engine.sequence import Sequence, SequenceGroup, Status
 from nanopage.state.layer_kinds import BlockNeeds, first_block
 from nanopage.step import NO_BLOCK, Batch, BatchResult, BlockUpdate, Fork, NewSequence, SamplingSettings
+from nanopage.view.invariants import check_blocks
 
 
 def fake_model(token_ids: list[int], seed: int = 0) -> int:

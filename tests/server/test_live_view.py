@@ -13,13 +13,13 @@ from fake_executor import FakeExecutor, fake_engine, tokens
 
 from nanopage import LLM, AsyncLLM, PoolingParams
 from nanopage.aio.async_llm import EngineDeadError
-from nanopage.view.invariants import check_blocks
 from nanopage.server.app import create_app
 from nanopage.server.live_view import LEASE_SECONDS, MAX_BEHIND, MAX_WATCHERS, LiveView, Watcher
 from nanopage.server.serve import main, parser, why_no_view
 from nanopage.server.state import ServerState
 from nanopage.view.explain import make_sentences
 from nanopage.view.frames import Frames, Picture
+from nanopage.view.invariants import check_blocks
 
 PROMPT = {"prompt_token_ids": [10] * 9}
 

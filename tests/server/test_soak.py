@@ -18,9 +18,9 @@ import uvicorn
 
 from nanopage import LLM, AsyncLLM, EngineArgs, SamplingParams
 from nanopage.aio.engine_thread import Inbox
-from nanopage.view.invariants import check_blocks
 from nanopage.server.app import create_app
 from nanopage.server.state import ServerState
+from nanopage.view.invariants import check_blocks
 
 SECONDS = float(os.environ.get("NANOPAGE_SOAK", "3"))
 NUM_CLIENTS = int(os.environ.get("NANOPAGE_SOAK_CLIENTS", "60"))

@@ -14,7 +14,6 @@ from helpers import VOCAB_SIZE, tiny_model
 from nanopage import EngineConfig, LLMEngine, SamplingParams, StructuredOutputsParams
 from nanopage.build import build_engine
 from nanopage.config.speculation import SpeculativeConfig
-from nanopage.view.invariants import check_blocks
 from nanopage.engine.schedule import Schedule, Wait
 from nanopage.engine.sequence import Sequence, SequenceGroup
 from nanopage.outputs import StepStats
@@ -35,6 +34,7 @@ from nanopage.speculation.lookup import (
 )
 from nanopage.step import SamplingSettings
 from nanopage.view.explain import explain
+from nanopage.view.invariants import check_blocks
 
 PROMPT = [5, 6, 7, 8, 9, 10, 11]
 CONFIG = SpeculativeConfig("ngram", 4, 4, 2)

@@ -5,10 +5,10 @@ import pytest
 from fake_executor import add, fake_engine, tokens
 
 from nanopage import BeamSearchParams, LLMEngine
-from nanopage.view.invariants import check_blocks
 from nanopage.outputs import StepStats
 from nanopage.speculation.drafts import Drafts
 from nanopage.view.explain import explain
+from nanopage.view.invariants import check_blocks
 
 PREFIX = list(range(10, 26))  # two blocks
 
