@@ -10,9 +10,9 @@ from nanopage.adapters.requests import Adapters
 from nanopage.adapters.slots import AdapterSlots
 from nanopage.beams import requests as beams
 from nanopage.beams.offline import beam_search
+from nanopage.checks.pooling import PoolingConfig
 from nanopage.config.model import ModelConfig
 from nanopage.config.options import EngineConfig
-from nanopage.config.pooling import PoolingConfig
 from nanopage.cpu.threads import default_threads
 from nanopage.device import resolve_device
 from nanopage.distributed import ray_cluster

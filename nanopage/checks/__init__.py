@@ -1,1 +1,1 @@
-"""What users and files say, checked: options against their annotations, options of vLLM, fields of config.json."""
+"""What users and files say, checked: options and fields of config.json, and those that only some models have."""

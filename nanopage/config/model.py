@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass, replace
 
+from nanopage.checks.pooling import PoolingConfig
 from nanopage.checks.stored_quantization import StoredQuantization
-from nanopage.config.pooling import PoolingConfig
 from nanopage.config.rope import RopeConfig
 
 

@@ -7,9 +7,9 @@ from typing import Annotated, Literal
 
 from nanopage.checks.fields import Dtype
 from nanopage.checks.options import Count, Flag, Gib, Share, SwapGib, check_fields, integer
+from nanopage.checks.pooling import Conversion, Runner, check_pooling_options
+from nanopage.checks.speculation import SpeculativeConfig
 from nanopage.checks.stored_quantization import STORED_QUANTIZATIONS
-from nanopage.config.pooling import Conversion, Runner, check_pooling_options
-from nanopage.config.speculation import SpeculativeConfig
 
 DEFAULT_TOKEN_BUDGET = {"cpu": 2048, "cuda": 8192}  # by device type
 MAX_RANKS = 1024

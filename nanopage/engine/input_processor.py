@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from nanopage.checks.options import Int64, check
+from nanopage.checks.pooling import PoolingConfig
 from nanopage.config.options import EngineConfig
-from nanopage.config.pooling import PoolingConfig
 from nanopage.engine.output_processor import Completion, Request
 from nanopage.engine.sequence import Adapter, Sequence, SequenceGroup, TokenMask
 from nanopage.files.model_files import exists, read_json, shown

@@ -11,9 +11,9 @@ from types import ModuleType
 from typing import Any
 
 from nanopage.checks.fields import Fields, read_dtype
+from nanopage.checks.pooling import PoolingConfig, read_classifier
 from nanopage.checks.stored_quantization import StoredQuantization
 from nanopage.config.model import ModelConfig
-from nanopage.config.pooling import PoolingConfig, read_classifier
 from nanopage.config.rope import check_rope, read_rope
 from nanopage.files.model_files import exists, read_json, shown
 from nanopage.models import find_family, load_families

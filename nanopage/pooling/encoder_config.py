@@ -5,8 +5,8 @@ from pathlib import Path
 from types import ModuleType
 
 from nanopage.checks.fields import Fields, read_dtype
+from nanopage.checks.pooling import PoolingConfig, read_classifier
 from nanopage.config.options import EngineConfig
-from nanopage.config.pooling import PoolingConfig, read_classifier
 from nanopage.files.model_files import exists, read_json, shown
 from nanopage.pooling import bert, roberta
 from nanopage.pooling.files import read_embedding

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol, cast
 
-from nanopage.config.pooling import SIMILARITIES, Conversion, PoolingConfig, Runner, choice
+from nanopage.checks.pooling import SIMILARITIES, Conversion, PoolingConfig, Runner, choice
 from nanopage.files.model_files import exists, is_plain_name, read_json, read_json_list, shown
 
 # How 1_Pooling/config.json names them: a flag each in older files, one of the strings in newer files.

@@ -8,8 +8,8 @@ from typing import Protocol, TypedDict, TypeVar, Unpack, cast
 import numpy as np
 import torch
 
+from nanopage.checks.pooling import PoolingConfig
 from nanopage.checks.vllm_options import POOLING_CALL, accept
-from nanopage.config.pooling import PoolingConfig
 from nanopage.engine.engine import LLMEngine
 from nanopage.engine.output_processor import Request
 from nanopage.inputs import Prompt, list_prompts

@@ -6,7 +6,7 @@
 from functools import partial
 from typing import cast
 
-from nanopage.config.pooling import PoolingConfig
+from nanopage.checks.pooling import PoolingConfig
 from nanopage.engine.input_processor import InputProcessor
 from nanopage.engine.output_processor import Request
 from nanopage.engine.queues import order

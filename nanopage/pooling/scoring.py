@@ -6,7 +6,7 @@ and a score is the similarity of two embeddings.
 
 import numpy as np
 
-from nanopage.config.pooling import PoolingConfig
+from nanopage.checks.pooling import PoolingConfig
 from nanopage.outputs import RequestOutput
 
 Pair = tuple[str, str]

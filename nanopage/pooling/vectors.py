@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from nanopage.config.pooling import PoolingConfig
+from nanopage.checks.pooling import PoolingConfig
 from nanopage.engine.sequence import SequenceGroup
 from nanopage.outputs import RequestOutput
 from nanopage.params import PoolingParams

@@ -10,7 +10,7 @@ from typing import Any, cast
 import numpy as np
 
 from nanopage.aio.async_llm import AsyncLLM
-from nanopage.config.pooling import PoolingConfig
+from nanopage.checks.pooling import PoolingConfig
 from nanopage.inputs import LoRARequest
 from nanopage.outputs import RequestOutput
 from nanopage.params import PoolingParams

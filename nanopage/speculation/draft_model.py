@@ -16,8 +16,8 @@ import logging
 import time
 from dataclasses import dataclass
 
+from nanopage.checks.speculation import SpeculativeConfig
 from nanopage.config.options import EngineConfig
-from nanopage.config.speculation import SpeculativeConfig
 from nanopage.engine.block_manager import BlockManager
 from nanopage.engine.schedule import Schedule
 from nanopage.engine.sequence import Sequence

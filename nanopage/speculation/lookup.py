@@ -25,7 +25,7 @@ and each step adds a 200th of a step. When the account is empty, there are no dr
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from nanopage.config.speculation import SpeculativeConfig
+from nanopage.checks.speculation import SpeculativeConfig
 from nanopage.engine.schedule import Schedule
 from nanopage.engine.sequence import Sequence
 from nanopage.outputs import StepStats

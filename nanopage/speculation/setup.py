@@ -4,9 +4,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
+from nanopage.checks.speculation import SpeculativeConfig
 from nanopage.config.model import ModelConfig
 from nanopage.config.options import EngineConfig
-from nanopage.config.speculation import SpeculativeConfig
 from nanopage.speculation.draft_model import ModelDrafter
 from nanopage.speculation.drafts import Drafts
 from nanopage.speculation.lookup import NgramDrafter

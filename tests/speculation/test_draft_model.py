@@ -9,7 +9,7 @@ from helpers import tiny_model
 
 from nanopage import LLM, EngineConfig, SamplingParams
 from nanopage.build import build_engine
-from nanopage.config.speculation import SpeculativeConfig
+from nanopage.checks.speculation import SpeculativeConfig
 from nanopage.speculation.draft_model import CATCH_UP, FIRST_READ, ModelDrafter
 from nanopage.speculation.lookup import StepTimes
 from nanopage.weights import loader
