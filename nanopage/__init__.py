@@ -39,26 +39,7 @@ _HOME = {
     "ClassificationRequestOutput": "outputs",
     "ScoringRequestOutput": "outputs",
 }
-__all__ = [
-    "LLM",
-    "AsyncLLM",
-    "BeamSearchParams",
-    "ClassificationRequestOutput",
-    "CompletionOutput",
-    "EmbeddingRequestOutput",
-    "EngineArgs",
-    "EngineConfig",
-    "LLMEngine",
-    "LoRARequest",
-    "PoolingParams",
-    "PoolingRequestOutput",
-    "RequestOutput",
-    "SamplingParams",
-    "ScoringRequestOutput",
-    "StructuredOutputsParams",
-    "TextPrompt",
-    "TokensPrompt",
-]
+__all__ = [*_HOME]
 
 
 def __getattr__(name: str):

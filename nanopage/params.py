@@ -98,8 +98,7 @@ class StructuredOutputsParams:
 @accepts_options(SAMPLING)
 @dataclass
 class SamplingParams:
-    """How to sample one request. Names, defaults and meanings are those of vLLM's `SamplingParams`, except where
-    docs/vllm.md says otherwise.
+    """How to sample one request.
 
     The parameters up to `prompt_logprobs` can be given by position, in vLLM's order. Options of vLLM that change
     nothing, such as extra_args=None, are accepted (see checks/vllm_options.py).

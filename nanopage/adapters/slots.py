@@ -13,7 +13,7 @@ from nanopage.step import AdapterLoad
 
 
 class AdapterSlots:
-    """Gives out the slots (the scheduler's `AdapterSlots`, see engine/admission.py).
+    """Gives out the slots (the scheduler's `AdapterSlots`, see engine/attached.py).
 
     Args: num_slots: how many adapters the workers can hold.
     """

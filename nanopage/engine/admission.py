@@ -7,23 +7,13 @@ running groups can grow. If nothing runs, both are ignored. A group with an adap
 """
 
 from collections.abc import Iterable
-from typing import Protocol
 
+from nanopage.engine.attached import AdapterSlots
 from nanopage.engine.block_manager import BlockManager, Prefix
-from nanopage.engine.queues import Queues
 from nanopage.engine.schedule import Schedule, Wait, Work
 from nanopage.engine.sequence import SequenceGroup, Status, common_length
 from nanopage.state.layer_kinds import BlockNeeds
 from nanopage.step import NO_BLOCK
-
-
-class AdapterSlots(Protocol):
-    """Which adapter is in which of the workers' slots. adapters/slots.py says what the methods do."""
-
-    def fits(self, group: SequenceGroup, running: Iterable[SequenceGroup]) -> bool: ...
-    def take(self, group: SequenceGroup, running: Iterable[SequenceGroup], schedule: Schedule) -> None: ...
-    def fail(self, queues: Queues, schedule: Schedule, failed_loads: dict[int, str]) -> None: ...
-    def reset(self) -> None: ...
 
 
 class Admission:

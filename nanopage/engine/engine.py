@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from nanopage.config.options import EngineConfig
-from nanopage.engine.admission import AdapterSlots
+from nanopage.engine.attached import AdapterSlots, Drafts
 from nanopage.engine.block_manager import BlockManager
 from nanopage.engine.input_processor import InputProcessor, ModelShape, default_sampling_params
 from nanopage.engine.output_processor import OutputProcessor, Request
 from nanopage.engine.recovery import changing, die, isolate, recover
 from nanopage.engine.schedule import Schedule
-from nanopage.engine.scheduler import Drafts, Scheduler
+from nanopage.engine.scheduler import Scheduler
 from nanopage.engine.statistics import StepRecord, count_batch, count_result, count_state
 from nanopage.inputs import LoRARequest, Prompt
 from nanopage.outputs import RequestOutput, StepStats

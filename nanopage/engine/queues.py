@@ -12,6 +12,12 @@ from nanopage.engine.schedule import BatchWriter
 from nanopage.engine.sequence import Sequence, SequenceGroup, Status
 from nanopage.outputs import RequestEvent
 
+NOT_FINITE = (
+    "the logits of its next token are not finite: weights that are NaN or infinite, an overflow in float16, or "
+    "constraints that forbid every token"
+)
+NO_VECTOR = "its vector is not finite: weights that are NaN, infinite or too large, or an overflow in float16"
+
 
 class Queues:
     """The groups of a scheduler.
@@ -76,6 +82,11 @@ class Queues:
         """End a group because of an error."""
         group.error = error
         self.finish(group, None, "error")
+
+    def fail_not_finite(self, group: SequenceGroup) -> None:
+        """End a group whose logits or vector are not finite."""
+        self.forget_prefixes(group)
+        self.fail(group, NOT_FINITE if group.seqs[0].settings.pooling_type is None else NO_VECTOR)
 
     def forget_prefixes(self, group: SequenceGroup) -> None:
         """K and V of a group are not finite, or perhaps not: nothing may find them in the prefix cache."""

@@ -31,9 +31,9 @@ For a first reading, assume that each group has one sequence, its leader. There 
 import time
 from bisect import insort
 from collections.abc import Callable
-from typing import Protocol
 
-from nanopage.engine.admission import AdapterSlots, Admission
+from nanopage.engine.admission import Admission
+from nanopage.engine.attached import AdapterSlots, Drafts
 from nanopage.engine.block_manager import BlockManager, Prefix
 from nanopage.engine.forks import advance_searches, fork_siblings
 from nanopage.engine.preemption import acquit, preempt, preempt_for_priority, run_only, swap_in
@@ -42,24 +42,8 @@ from nanopage.engine.schedule import BatchWriter, Schedule, Wait, missing_blocks
 from nanopage.engine.sequence import Sequence, SequenceGroup, Status, common_length
 from nanopage.engine.stages import find_held
 from nanopage.engine.token_budget import TokenBudget
-from nanopage.outputs import RequestEvent, StepStats
+from nanopage.outputs import RequestEvent
 from nanopage.step import NO_TOKEN, Batch, BatchResult
-
-NOT_FINITE = (
-    "the logits of its next token are not finite: weights that are NaN or infinite, an overflow in float16, or "
-    "constraints that forbid every token"
-)
-NO_VECTOR = "its vector is not finite: weights that are NaN, infinite or too large, or an overflow in float16"
-
-
-class Drafts(Protocol):
-    """Guesses at the next tokens of decodes. speculation/drafts.py says what the methods do."""
-
-    def write(self, queues: Queues, schedule: Schedule, max_num_seqs: int) -> None: ...
-    def accept(self, queues: Queues, schedule: Schedule, result: BatchResult, now: float) -> list[Sequence]: ...
-    def observe(self, stats: StepStats) -> None: ...
-    def rest(self) -> None: ...
-    def restart(self) -> None: ...
 
 
 class Scheduler:
@@ -207,8 +191,7 @@ class Scheduler:
         elif seq in schedule.mask_errors:
             self.queues.fail(seq.group, schedule.mask_errors[seq])
         elif token_id == NO_TOKEN:
-            self.queues.forget_prefixes(seq.group)
-            self.queues.fail(seq.group, NOT_FINITE if seq.settings.pooling_type is None else NO_VECTOR)
+            self.queues.fail_not_finite(seq.group)
         else:
             return False
         return True

@@ -1,6 +1,6 @@
 """Constraints on the tokens that may be sampled: allowed ids, bad words, minimum length and logit bias.
 
-The constraints of a sequence are sent to the device once, when it begins to run (rules.py). Those of a batch are joined
+The constraints of a sequence are sent to the device once, when it begins to run (`Rules`). Those of a batch are joined
 there into a few lists of places in the logits (`Lists`), and each list is applied with one operation. The lists are
 kept until the batch or the settings of a row change, or a sequence reaches its minimum length. Only bad words of
 several tokens depend on the tokens sampled so far, and these are compared on the device, too.
@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from nanopage.device import to_device
-from nanopage.state.rules import Rules
+from nanopage.state.sampling_table import Rules
 from nanopage.state.sequence_table import SequenceTable
 
 

@@ -48,7 +48,7 @@ class Drafter(Protocol):
 
 
 class Drafts:
-    """What a scheduler does with the guesses of a drafter (the `Drafts` of engine/scheduler.py)."""
+    """What a scheduler does with the guesses of a drafter (the `Drafts` of engine/attached.py)."""
 
     def __init__(self, drafter: Drafter):
         self.drafter = drafter

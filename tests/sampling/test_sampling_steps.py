@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from nanopage.sampling import constraints, penalties, sampler, samples
 from nanopage.sampling.sampler import Sampler, sample_rows
 from nanopage.sampling.truncation import find_floors
-from nanopage.state import rules, sampling_table, sequence_table
+from nanopage.state import sampling_table, sequence_table
 from nanopage.state.sequence_table import SequenceTable
 from nanopage.step import Batch, NewSequence, SamplingSettings
 
@@ -79,7 +79,7 @@ def run_steps(monkeypatch, num_rows: int, length: int, settings: dict, device=CP
         sent.append(tensor.numel())
         return tensor.to(device)
 
-    for module in (constraints, penalties, rules, sampler, samples, sampling_table, sequence_table):
+    for module in (constraints, penalties, sampler, samples, sampling_table, sequence_table):
         monkeypatch.setattr(module, "to_device", to_device)
     sample = make_sampler(num_rows, length, settings, device)
     for step in range(num_steps):

@@ -1,0 +1,29 @@
+"""What wings attach to a scheduler (see build.py)."""
+
+from collections.abc import Iterable
+from typing import Protocol
+
+from nanopage.engine.queues import Queues
+from nanopage.engine.schedule import Schedule
+from nanopage.engine.sequence import Sequence, SequenceGroup
+from nanopage.outputs import StepStats
+from nanopage.step import BatchResult
+
+
+class AdapterSlots(Protocol):
+    """Which adapter is in which of the workers' slots. adapters/slots.py says what the methods do."""
+
+    def fits(self, group: SequenceGroup, running: Iterable[SequenceGroup]) -> bool: ...
+    def take(self, group: SequenceGroup, running: Iterable[SequenceGroup], schedule: Schedule) -> None: ...
+    def fail(self, queues: Queues, schedule: Schedule, failed_loads: dict[int, str]) -> None: ...
+    def reset(self) -> None: ...
+
+
+class Drafts(Protocol):
+    """Guesses at the next tokens of decodes. speculation/drafts.py says what the methods do."""
+
+    def write(self, queues: Queues, schedule: Schedule, max_num_seqs: int) -> None: ...
+    def accept(self, queues: Queues, schedule: Schedule, result: BatchResult, now: float) -> list[Sequence]: ...
+    def observe(self, stats: StepStats) -> None: ...
+    def rest(self) -> None: ...
+    def restart(self) -> None: ...
