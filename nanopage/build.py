@@ -22,9 +22,7 @@ from nanopage.engine.token_budget import Use, choose_budget
 from nanopage.files.model_files import exists
 from nanopage.grammar.replies import read_replies
 from nanopage.grammar.structured import Grammars
-from nanopage.pooling.encoder_config import EncoderConfig, read_encoder
-from nanopage.pooling.encoder_worker import EncoderWorker
-from nanopage.pooling.files import NOT_FOR_POOLING, choose_pooling
+from nanopage.pooling.files import NOT_FOR_ENCODERS, NOT_FOR_POOLING, choose_pooling
 from nanopage.pooling.offline import classify, embed, encode, score
 from nanopage.pooling.requests import ByLength, PoolingRequests
 from nanopage.speculation.drafts import Drafts
@@ -58,8 +56,6 @@ def build_engine(
         MemoryError: too little memory for its weights or its KV cache.
     """
     path = hub.resolve(None if config.model is None else str(config.model))
-    if (encoder_config := read_encoder(path, config)) is not None:
-        return _build_encoder(config, encoder_config, path, on_progress)
     checkpoint = loader.open_checkpoint(path)
     config, model_config, tokenizer = _read_model(config, loader.read_config(checkpoint), checkpoint, path)
     executor: Executor
@@ -77,6 +73,8 @@ def build_engine(
     engine.scheduler.token_budget = budget = choose_budget(config, engine.capacity.device, use)
     if budget.seconds is not None:
         engine.listeners.append(budget.observe)
+    if model_config.is_encoder:
+        engine.scheduler.arrange = ByLength(budget).arrange
     processor = engine.input_processor
     processor.make_search = beams.make_request
     if tokenizer is not None:
@@ -91,7 +89,7 @@ def build_engine(
 def _read_model(
     config: EngineConfig, model_config: ModelConfig, checkpoint: loader.Checkpoint, path: Path
 ) -> tuple[EngineConfig, ModelConfig, Tokenizer | None]:
-    """Read a decoder's tokenizer, and complete its options and configuration by what its other files say.
+    """Read a model's tokenizer, and complete its options and configuration by what its other files say.
 
     Raises: as `build_engine`.
     """
@@ -125,30 +123,15 @@ def _start_actors(config: EngineConfig, scratch: str) -> tuple[list[Link], str]:
 
 
 def _check_pooling(config: EngineConfig, model_config: ModelConfig, pooling: PoolingConfig) -> EngineConfig:
-    """The options of an engine that makes vectors of texts with a decoder. Raises: ValueError naming an option."""
+    """The options of an engine that makes vectors of texts. Raises: ValueError naming an option."""
     for option in config.given(*NOT_FOR_POOLING):
         raise ValueError(f"{option} does not work with embeddings and scores")
     limit = model_config.max_position_embeddings
     if config.max_model_len is None and pooling.max_seq_length is not None:
         config = replace(config, max_model_len=min(limit, pooling.max_seq_length))
+    if model_config.is_encoder:
+        for option in config.given(*NOT_FOR_ENCODERS):
+            raise ValueError(f"{option} is not for encoders, and {model_config.architecture} is one")
+        budget = config.max_num_batched_tokens or TOKENS_OF_ENCODER[resolve_device(config.device).type]
+        config = replace(config, max_num_batched_tokens=budget, enable_prefix_caching=False)
     return replace(config, enforce_eager=True)  # compiled steps end with the head for text
-
-
-def _build_encoder(
-    config: EngineConfig,
-    encoder_config: EncoderConfig,
-    path: Path,
-    on_progress: Callable[[int, int], None] | None,
-) -> LLMEngine:
-    """The engine of an encoder. Raises: as `build_engine`."""
-    limit, device = encoder_config.max_position_embeddings, resolve_device(config.device)
-    _check_length(config, limit)
-    max_model_len = config.max_model_len or min(limit, encoder_config.pooling.max_seq_length or limit)
-    budget = config.max_num_batched_tokens or TOKENS_OF_ENCODER[device.type]
-    config = replace(config, max_num_batched_tokens=budget, enable_prefix_caching=False, generation_config="vllm")
-    tokenizer = Tokenizer(path, encoder_config.vocab_size)
-    executor = LocalExecutor(partial(EncoderWorker, config, encoder_config, path, max_model_len, on_progress))
-    engine = LLMEngine(config, encoder_config, path, tokenizer, executor)
-    engine.scheduler.arrange = ByLength(engine.scheduler.token_budget).arrange
-    engine.input_processor.pooling = PoolingRequests(engine.input_processor, encoder_config.pooling)
-    return engine

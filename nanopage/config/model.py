@@ -28,7 +28,7 @@ class ExpertsConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The shape of a decoder-only transformer, whatever config.json called it.
+    """The shape of a transformer, whatever config.json called it.
 
     Fields that only some families have, beside their defaults:
 
@@ -42,6 +42,8 @@ class ModelConfig:
     other_rope: a second rope, such as UNROTATED, of `other_rope_layers`. A family that does not say which layers have
         it means those with a window.
     undivided: why tensor parallelism does not work with the family.
+    type_vocab_size, first_position: of an encoder, which has no `rope`: how many texts token types tell apart, and the
+        row of the first token in the position embeddings. Its norms are not RMS norms.
     """
 
     architecture: str
@@ -74,7 +76,14 @@ class ModelConfig:
     other_rope: RopeConfig | None = None
     other_rope_layers: frozenset[int] = frozenset()
     undivided: str | None = None
+    type_vocab_size: int = 0
+    first_position: int = 0
     pooling: PoolingConfig | None = None  # what is made instead of text
+
+    @property
+    def is_encoder(self) -> bool:
+        """Whether every token sees all others, so that layers keep nothing of a sequence."""
+        return self.type_vocab_size > 0
 
     def for_length(self, max_model_len: int | None) -> "ModelConfig":
         """The same for sequences of up to `max_model_len` tokens. None: for the model's own limit."""

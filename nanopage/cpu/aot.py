@@ -38,8 +38,8 @@ from nanopage.cpu.aot_chain import Chain, CompiledHead, CompiledLayers, FixedInp
 from nanopage.cpu.compiled_files import LOCK, DamagedFile, find_file, find_whole, may_compile, processor
 from nanopage.files.private_files import cache_directory, check_private, make_private
 from nanopage.layers.attention import StepContext
-from nanopage.models import find_family
 from nanopage.models.decoder import Decoder
+from nanopage.models.meta import family_of
 from nanopage.state.kv_cache import KVCache
 from nanopage.state.sequence_table import SequenceTable
 from nanopage.step import Batch
@@ -334,8 +334,8 @@ def _key(config: ModelConfig, spec: dict[str, Any]) -> str:
     """A digest of what compiled code depends on: our sources, torch, the CPU, the number of threads, the types and the
     model's sizes. The C++ compiler's version is not part of it."""
     here = Path(nanopage.__file__).parent
-    family = find_family(config.architecture)
-    assert family is not None and family.__file__ is not None
+    family = family_of(config)
+    assert family.__file__ is not None
     folders = ("cpu", "experts", "families", "layers", "models")  # families import each other
     sources = [Path(family.__file__), *(file for folder in folders for file in sorted(here.glob(f"{folder}/*.*")))]
     sources += [here / "adapters" / "layers.py", here / "adapters" / "model.py", here / "sampling" / "argmax.py"]

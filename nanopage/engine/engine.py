@@ -10,10 +10,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from nanopage.config.model import ModelConfig
 from nanopage.config.options import EngineConfig
 from nanopage.engine.attached import AdapterSlots, Drafts
 from nanopage.engine.block_manager import BlockManager
-from nanopage.engine.input_processor import InputProcessor, ModelShape, default_sampling_params
+from nanopage.engine.input_processor import InputProcessor, default_sampling_params
 from nanopage.engine.output_processor import OutputProcessor, Request
 from nanopage.engine.recovery import changing, die, isolate, recover
 from nanopage.engine.schedule import Schedule
@@ -50,7 +51,7 @@ class LLMEngine:
     def __init__(
         self,
         config: EngineConfig,
-        model_config: ModelShape,
+        model_config: ModelConfig,
         model_path: Path,
         tokenizer: Tokenizer | None,
         executor: Executor,

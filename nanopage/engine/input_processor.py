@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from nanopage.checks.options import Int64, check
-from nanopage.checks.pooling import PoolingConfig
+from nanopage.config.model import ModelConfig
 from nanopage.config.options import EngineConfig
 from nanopage.engine.output_processor import Completion, Request
 from nanopage.engine.sequence import Adapter, Sequence, SequenceGroup, TokenMask
@@ -23,19 +23,6 @@ from nanopage.text.detokenizer import IncrementalDetokenizer
 from nanopage.text.prompts import PromptReader, PromptTooLongError, TokenizedPrompt
 from nanopage.text.stop_strings import StopStrings
 from nanopage.text.tokenizer import Tokenizer
-
-
-class ModelShape(Protocol):
-    """The configuration of a decoder or of an encoder."""
-
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def hidden_size(self) -> int: ...
-    @property
-    def eos_token_ids(self) -> frozenset[int]: ...
-    @property
-    def pooling(self) -> PoolingConfig | None: ...
 
 
 class Grammar(Protocol):
@@ -74,13 +61,13 @@ class InputProcessor:
     Args:
         path: the model's, for messages.
         tokenizer: None if the model has none.
-        capacity: what the workers hold. The worker of an encoder has no KV cache.
+        capacity: what the workers hold.
     """
 
     def __init__(
         self,
         config: EngineConfig,
-        model_config: ModelShape,
+        model_config: ModelConfig,
         path: Path,
         tokenizer: Tokenizer | None,
         capacity: Capacity,

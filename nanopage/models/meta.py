@@ -1,4 +1,6 @@
-"""Builds a decoder of any family, without memory for its weights. weights/loader.py fills it."""
+"""Builds a model of any family, without memory for its weights. weights/loader.py fills it."""
+
+from types import ModuleType
 
 import torch
 
@@ -8,12 +10,20 @@ from nanopage.models import find_family
 from nanopage.models.decoder import Decoder
 
 
-def meta_model(config: ModelConfig) -> Decoder:
-    """Build the model without memory for weights (on the meta device). Raises: ValueError for an unknown family."""
+def family_of(config: ModelConfig) -> ModuleType:
+    """Raises: ValueError for an unknown family."""
     family = find_family(config.architecture)
     if family is None:
         raise ValueError(f"architecture {config.architecture!r} is not supported")
+    return family
+
+
+def meta_model(config: ModelConfig) -> Decoder:
+    """Build the model without memory for weights (on the meta device). Raises: as `family_of`."""
+    family = family_of(config)
     with torch.device("meta"):
+        if config.is_encoder:
+            return family.make_model(config)
         model = Decoder(config, [family.make_layer(config, index) for index in range(config.num_layers)])
         if (pooling := config.pooling) is not None and pooling.answers is None:
             model.lm_head = None  # type: ignore[assignment]

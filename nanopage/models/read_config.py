@@ -41,17 +41,17 @@ def config_from_dict(config: dict, source: str = "config.json") -> ModelConfig:
             is missing, of the wrong type or out of range, by name.
     """
     fields = Fields(config, source)
-    architecture, family = _find_family(fields)
-    pooling = None
-    if architecture.endswith("ForSequenceClassification"):
-        pooling = read_classifier(config, source, fields.num_labels())
-    elif architecture.endswith("Model"):
-        pooling = PoolingConfig()
-    architecture = _causal(architecture)
-    for name, causal in (("is_causal", True), ("use_bidirectional_attention", False)):
-        if fields.values.get(name) is not None and fields.flag(name, causal) != causal:
-            raise fields.error(name, f"{str(not causal).lower()} is not supported for decoders")
+    name, architecture, family = _find_family(fields)
     special = _read_family(fields, architecture, family)
+    pooling = None
+    if name.endswith("ForSequenceClassification"):
+        pooling = read_classifier(config, source, fields.num_labels())
+    elif name.endswith("Model"):
+        pooling = PoolingConfig()
+    if pooling is not None and "type_vocab_size" in special:  # an encoder
+        pooling = replace(pooling, pooling_type="CLS")
+    else:
+        _check_causal(fields)
     quantization = None
     if config.get("quantization_config") is not None:
         stored = Fields(fields.object("quantization_config").values, f"{source}: quantization_config")
@@ -64,7 +64,6 @@ def config_from_dict(config: dict, source: str = "config.json") -> ModelConfig:
         intermediate_size=fields.size("intermediate_size"),
         num_layers=fields.size("num_hidden_layers"),
         num_heads=fields.size("num_attention_heads"),
-        max_position_embeddings=fields.size("max_position_embeddings"),
         dtype=read_dtype(fields),
         eos_token_ids=fields.special_ids(vocab_size),
         quantization=quantization,
@@ -73,14 +72,15 @@ def config_from_dict(config: dict, source: str = "config.json") -> ModelConfig:
     )
 
 
-def _find_family(fields: Fields) -> tuple[str, ModuleType]:
-    """The architecture, and the module of nanopage.models that has it."""
+def _find_family(fields: Fields) -> tuple[str, str, ModuleType]:
+    """The name in config.json, the architecture, and the module that has it."""
     names = fields.values.get("architectures")
     if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
         raise fields.error("architectures", f"must be a list of names, got {shown(names)}")
     for name in names or []:
-        if (family := find_family(_causal(name))) is not None:
-            return name, family
+        for architecture in (_causal(name), name):
+            if (family := find_family(architecture)) is not None:
+                return name, architecture, family
     supported = ", ".join(name for family in load_families() for name in family.ARCHITECTURES)
     raise fields.error("architectures", f"{shown(names)} is not supported; supported: {supported}")
 
@@ -100,6 +100,7 @@ def _read_family(fields: Fields, architecture: str, family: ModuleType) -> dict[
         with_window = frozenset(index for index, window in enumerate(windows) if window is not None)
         special.setdefault("other_rope_layers", with_window)
     special.setdefault("rms_norm_eps", fields.number("rms_norm_eps", 1e-6))
+    special.setdefault("max_position_embeddings", fields.size("max_position_embeddings"))
     special.setdefault("tie_word_embeddings", fields.flag("tie_word_embeddings"))
     if "experts" in special and special["activation"] != "silu":
         raise fields.error("hidden_act", f"{special['activation']!r} is not supported with experts; supported: silu")
@@ -113,6 +114,12 @@ def _read_family(fields: Fields, architecture: str, family: ModuleType) -> dict[
     for rope in filter(None, (special["rope"], special.get("other_rope"))):
         check_rope(fields, rope, head_dim)
     return special
+
+
+def _check_causal(fields: Fields) -> None:
+    for name, causal in (("is_causal", True), ("use_bidirectional_attention", False)):
+        if fields.values.get(name) is not None and fields.flag(name, causal) != causal:
+            raise fields.error(name, f"{str(not causal).lower()} is not supported for decoders")
 
 
 def _causal(architecture: str) -> str:

@@ -14,13 +14,18 @@ from nanopage.files.model_files import exists, is_plain_name, read_json, read_js
 # How 1_Pooling/config.json names them: a flag each in older files, one of the strings in newer files.
 FLAGS = {"pooling_mode_cls_token": "CLS", "pooling_mode_lasttoken": "LAST", "pooling_mode_mean_tokens": "MEAN"}
 MODES = {"cls": "CLS", "lasttoken": "LAST", "mean": "MEAN"}
-# Options of EngineConfig that pooling on a decoder does not work with.
+# Options of EngineConfig that pooling does not work with, and those that an encoder has no use for. Anything but the
+# default is refused.
 NOT_FOR_POOLING = (
     "speculative_config",
     "enable_lora",
     "tensor_parallel_size",
     "pipeline_parallel_size",
     "distributed_executor_backend",
+)
+NOT_FOR_ENCODERS = (
+    *("block_size", "enable_prefix_caching", "kv_cache_dtype", "kv_cache_gib", "gpu_memory_utilization"),
+    *("num_gpu_blocks_override", "preemption_mode", "swap_space", "quantization", "generation_config", "seed"),
 )
 # Qwen3-Reranker's prompt, from its model card: before the pair, the pair, and behind it.
 QWEN3_RERANKER = (
@@ -48,7 +53,7 @@ def choose_pooling(
     options: PoolingOptions,
     token_to_id: Callable[[str], int | None],
 ) -> PoolingConfig | None:
-    """What a decoder makes instead of text; None: it makes text.
+    """What a model makes instead of text; None: it makes text.
 
     Args:
         path: the model's directory or .gguf file.
@@ -86,8 +91,9 @@ def choose_pooling(
         return made_for
     if convert == "classify":
         raise ValueError(f"convert='classify': {path.name} is not a model that classifies: see hf_overrides")
-    pooling = read_embedding(path, "LAST", options.pooler_config, hidden_size)
-    if pooling.pooling_type == "CLS":
+    default = "LAST" if made_for is None else made_for.pooling_type
+    pooling = read_embedding(path, default, options.pooler_config, hidden_size)
+    if pooling.pooling_type == "CLS" and default == "LAST":
         raise ValueError(f"{path.name}: the pooling type CLS is not for decoders, whose first token sees only itself")
     return pooling
 

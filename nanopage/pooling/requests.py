@@ -15,7 +15,6 @@ from nanopage.engine.token_budget import TokenBudget
 from nanopage.files.model_files import shown
 from nanopage.inputs import Prompt
 from nanopage.params import PoolingParams
-from nanopage.pooling.encoder_config import EncoderConfig
 from nanopage.pooling.vectors import add_vector
 from nanopage.step import SamplingSettings
 from nanopage.text.prompts import PromptTooLongError
@@ -97,7 +96,7 @@ class PoolingRequests:
 
     def _encode_pair(self, first: str, second: str, params: PoolingParams) -> tuple[list[int], list[int] | None]:
         """The tokens of a pair, and which text each belongs to (None: the model does not say)."""
-        if isinstance(self.processor.model_config, EncoderConfig):
+        if self.processor.model_config.is_encoder:
             return self._encode(first, second, params)
         if self.pooling.template is None:
             return self._encode(first + second, None, params)[0], None
@@ -121,8 +120,7 @@ class PoolingRequests:
         for each in (text,) if pair is None else (text, pair):
             self.prompts.check_text(each, most is not None)
         ids, types = tokenizer.encode_truncated(text, pair, most)
-        config = self.processor.model_config
-        return ids, types if isinstance(config, EncoderConfig) and config.type_vocab_size != 1 else None
+        return ids, types if self.processor.model_config.type_vocab_size > 1 else None
 
 
 class ByLength:

@@ -75,7 +75,7 @@ class GGUFCheckpoint:
         self.architecture = self._string("general.architecture")
         from nanopage.models import load_families  # they import torch, which reading the tokenizer does not need
 
-        families = {family.GGUF_ARCHITECTURE: family for family in load_families()}
+        families = {family.GGUF_ARCHITECTURE: family for family in load_families() if family.GGUF_ARCHITECTURE}
         self.has_experts = self._field("{arch}.expert_count", int, "an integer", 0) > 0
         has_windows = self._field("{arch}.attention.sliding_window", int, "an integer", 0) > 0
         features = (("experts", self.has_experts), ("windows", has_windows))

@@ -26,7 +26,8 @@ from nanopage.distributed.part import WHOLE, Part
 from nanopage.layers.linear import Linear
 from nanopage.models.decoder import Decoder
 from nanopage.models.meta import meta_model
-from nanopage.state.layer_kinds import divide_layers
+from nanopage.pooling.encode import Encode
+from nanopage.state.layer_kinds import LayerKinds, divide_layers
 from nanopage.step import Capacity
 from nanopage.weights import loader
 from nanopage.weights.storage import BLOCKS, choose_storage, store, why_eager
@@ -41,7 +42,10 @@ logger = logging.getLogger("nanopage")
 def set_up(config: EngineConfig, model_config: ModelConfig, part: Part, path: Path, device: torch.device) -> Setup:
     """What a worker computes. Raises: ValueError for an option that does not fit the model or the device."""
     longest = config.max_model_len or model_config.max_position_embeddings
-    kinds = divide_layers(model_config.sliding_windows, longest)
+    if model_config.is_encoder:
+        kinds = LayerKinds((), (0,) * model_config.num_layers)  # layers keep nothing
+    else:
+        kinds = divide_layers(model_config.sliding_windows, longest)
     kinds = kinds.stage(layers_of_stage(model_config, part.pp_rank, part.pp_size))
     dtype, why = resolve_dtype(config.dtype, model_config.dtype, device)
     for message in refused(config, model_config, device, dtype, path):
@@ -95,7 +99,9 @@ def build_worker(
         model = attach_adapters(setup, model, wings, _choose_add(setup))
     if ranks is not None:
         ranks.connect(model, model_config, setup.dtype)
-        wings.partial = partial(PartialWay, ranks=ranks)
+        wings.wrap = partial(PartialWay, ranks=ranks)
+    if model_config.is_encoder:
+        wings.wrap = Encode
     if not setup.on_gpu:
         if part.samples:
             warn_of_slow_options(config, model_config, model.layers[0], setup.dtype, product)

@@ -106,7 +106,7 @@ class KVCache:
 
     def _batched(self, pairs: list[tuple[int, int]]) -> Iterator[list[tuple[int, int]]]:
         """Split pairs into parts whose blocks take at most SWAP_BYTES, or into single pairs if a block takes more."""
-        count = max(1, SWAP_BYTES * self.num_blocks // self.tensor.nbytes)
+        count = max(1, SWAP_BYTES * self.num_blocks // max(1, self.tensor.nbytes))
         for begin in range(0, len(pairs), count):
             yield pairs[begin : begin + count]
 

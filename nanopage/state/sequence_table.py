@@ -45,8 +45,9 @@ class SequenceTable:
         # int32 for the kernels of a GPU; int64 on a CPU, because torch's indexing is faster with it.
         dtype = torch.int32 if device.type == "cuda" else torch.int64
         self.tokens = zeros(num_rows, max_model_len + 1, dtype, device)
-        self.block_tables = zeros(num_rows, -(-max_model_len // block_size) * len(windows), dtype, device)
-        self.blocks = self.block_tables.unflatten(1, (-1, len(windows)))  # the same memory: [rows, max_blocks, kinds]
+        shape = num_rows, -(-max_model_len // block_size), len(windows)
+        self.block_tables = zeros(num_rows, shape[1] * shape[2], dtype, device)
+        self.blocks = self.block_tables.view(shape)  # the same memory: [rows, max_blocks, kinds]
         self.num_prompt_tokens = np.zeros(num_rows, dtype=np.int64)
         self.sampling = SamplingTable(num_rows, vocab_size, device)
         self.adapter_slots: Tensor | None = None

@@ -198,6 +198,8 @@ class Metrics:
             histograms["request_generation_tokens"].add(len(completion.token_ids))
             if completion.finish_reason is not None:
                 self.ended[completion.finish_reason] += 1
+        if not output.outputs:  # a vector, which vLLM counts as a stop
+            self.ended["stop" if output.pooled is not None else "abort" if output.error is None else "error"] += 1
 
     def collect(self) -> Iterator["Family"]:
         """All metrics: the interface of prometheus_client's collectors."""

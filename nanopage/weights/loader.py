@@ -29,7 +29,7 @@ from nanopage.files.safetensors_checkpoint import StoredTensor, read_tensors, sa
 from nanopage.layers.linear import Linear
 from nanopage.layers.weight import Floats, own_parameters
 from nanopage.models.decoder import Decoder
-from nanopage.models.meta import meta_model
+from nanopage.models.meta import family_of, meta_model
 from nanopage.models.read_config import config_from_directory
 from nanopage.quantization import gguf_tiles, quantized_checkpoint
 from nanopage.quantization.gguf_checkpoint import GGUFCheckpoint
@@ -142,12 +142,17 @@ def load_model(
 def _check(checkpoint: Checkpoint, whole: Decoder, config: ModelConfig) -> dict[StoredTensor, str]:
     """The tensors of a checkpoint, each with its name in a model with a language-model head. Raises: as `check_fit`."""
     names = {tensor: tensor.name for tensor in stored_tensors_of(checkpoint)}
-    if config.pooling is not None:
+    if config.is_encoder:
+        rename = family_of(config).rename
+        names = {tensor: name for tensor in names if (name := rename(tensor.name, config)) is not None}
+    elif config.pooling is not None:
         # Without a language-model head, names lack the prefix "model.". A head for text that is not used is left out.
         for tensor, name in names.items():
             names[tensor] = name if name.startswith(("model.", "lm_head.", "score.")) else f"model.{name}"
         if config.pooling.answers is None:
             names = {tensor: name for tensor, name in names.items() if name != "lm_head.weight"}
+    if len({*names.values()}) < len(names):
+        raise ValueError(f"{path_of(checkpoint)} has tensors with the same name, with and without a prefix")
     wanted, stored = slots(whole), [replace(tensor, name=name) for tensor, name in names.items()]
     if config.quantization is not None:
         wanted = quantized_checkpoint.expected(whole, wanted, stored, config.quantization)
@@ -189,7 +194,8 @@ def slots(model: Decoder) -> dict[str, Tensor]:
     views: dict[str, Tensor] = {}
     seen: set[int] = set()
     for place, module in model.named_modules():
-        path = place if place in ("lm_head", "score") else f"model.{place}"  # as transformers names them
+        plain = place in ("lm_head", "score") or not isinstance(model, Decoder)
+        path = place if plain else f"model.{place}"  # as transformers names them
         if isinstance(module, GroupedExperts):
             views |= {f"{path}.{name}": view for name, view in module.slots()}
             continue
@@ -366,7 +372,7 @@ def dummy_tensors(config: ModelConfig, dtype: torch.dtype, device: torch.device)
     generator = torch.Generator(device).manual_seed(0)
     for name, slot in slots(meta_model(config)).items():
         tensor = torch.empty(slot.shape, dtype=dtype, device=device)
-        if name.endswith("norm.weight"):
+        if name.lower().endswith("norm.weight"):
             tensor.fill_(1 - (config.norm_offset or 0))
         elif name.endswith(".bias"):
             tensor.zero_()

@@ -10,7 +10,7 @@ from nanopage.step import Batch, BatchResult, Capacity
 class LocalExecutor:
     """Runs one worker in this process. Messages are passed as objects.
 
-    Args: make_worker: loads the model. Returns a Worker, or for an encoder an EncoderWorker.
+    Args: make_worker: loads the model. Returns a Worker.
     """
 
     def __init__(self, make_worker: Callable[[], Any]):

@@ -134,9 +134,10 @@ class Launched:
         if self.samples is not None:
             result.token_ids, result.logprobs = self.samples.result()
         result.prompt_logprobs = self.prompt_logprobs
-        for row, start, vector in self.pooled:
-            result.pooled.append(PooledStates(row, start, vector.cpu().numpy().tobytes()))
-            if row in self.sampled_rows and not vector.isfinite().all():
+        vectors = torch.stack([vector for _, _, vector in self.pooled]).cpu().numpy() if self.pooled else ()
+        for (row, start, _), vector in zip(self.pooled, vectors, strict=True):
+            result.pooled.append(PooledStates(row, start, vector.tobytes()))
+            if row in self.sampled_rows and not np.isfinite(vector).all():
                 result.token_ids[self.sampled_rows.index(row)] = NO_TOKEN
         if self.started is not None and self.ended is not None:
             self.ended.synchronize()

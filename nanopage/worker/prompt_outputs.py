@@ -49,7 +49,7 @@ def pool(model: Decoder, table: SequenceTable, batch: Batch, hidden: Tensor) -> 
         pooling_type = table.sampling.settings[row].pooling_type
         if pooling_type == "MEAN":
             results.append((row, start, model.norm(states).float().sum(0)))
-        elif pooling_type == "LAST" and start + len(states) >= table.num_prompt_tokens[row]:
-            last = model.norm(states[-1:])
-            results.append((row, start, (last if model.score is None else model.score(last))[0].float()))
+        elif pooling_type is not None and start + len(states) >= table.num_prompt_tokens[row]:
+            state = model.norm(states[:1] if pooling_type == "CLS" else states[-1:])
+            results.append((row, start, (state if model.score is None else model.score(state))[0].float()))
     return results

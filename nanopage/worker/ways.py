@@ -40,14 +40,15 @@ class Wings:
     stored_as      how weights are stored, for the log; None: as floats (weights/storage.py)
     load_adapters  loads adapters into slots. Returns why some could not be loaded, by their indexes
     compiled       makes the way with compiled layers on a CPU (cpu/aot.py). A text: how steps run instead, and why
-    partial        makes a way to run a part of the model, from a way to run the model (distributed/parallel.py)
+    wrap           makes a way to run a part of a model, or an encoder, from a way to run a decoder
+                   (distributed/parallel.py, pooling/encode.py)
     threads        sets the number of threads on a CPU before each step (cpu/threads.py)
     """
 
     stored_as: str | None = None
     load_adapters: Callable[[list[AdapterLoad]], dict[int, str]] = lambda loads: {}
     compiled: Callable[[KVCache, SequenceTable], Any] | str = "eagerly"
-    partial: Callable[[Way], Way] = lambda way: way
+    wrap: Callable[[Way], Way] = lambda way: way
     threads: Any = None
 
 
@@ -122,7 +123,7 @@ def list_ways(
             words = "eagerly: NANOPAGE_COMPILE=never"
     elif why is None:
         words = str(wings.compiled)
-    return [wings.partial(way) for way in [*ways, eager]], words, compiled
+    return [wings.wrap(way) for way in [*ways, eager]], words, compiled
 
 
 def make_sampling(setup: Setup) -> Callable[..., Tensor]:

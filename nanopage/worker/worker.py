@@ -42,7 +42,8 @@ class Worker:
             if why_not_compiled(setup) is None:
                 self.model = compile_model(model, setup.model_config, setup.dtype, device)
             sample_all = make_sampling(setup)
-            step_bytes = measure_step(setup, wings, self.model, sample_all)
+            if setup.kinds.windows:
+                step_bytes = measure_step(setup, wings, self.model, sample_all)
         self.capacity = agree(measure_capacity(setup, step_bytes))
         self.kv_cache = KVCache(
             setup.part,
@@ -65,7 +66,7 @@ class Worker:
         made = self.model, self.kv_cache, table
         ways, self.way, self.compiled = list_ways(setup, wings, *made, sample_all)
         self.runner = ModelRunner(*made, ways, sample_all)
-        if setup.on_gpu:
+        if setup.on_gpu and setup.kinds.windows:
             self._warm_up()
         self._log_start()
 
@@ -104,15 +105,14 @@ class Worker:
         setup, config, capacity = self.setup, self.setup.config, self.capacity
         size = block_bytes(setup.part, config.block_size, setup.kv_dtype, setup.kinds.num_rows)
         gib = capacity.num_blocks * size / GIB
-        requests = capacity.num_blocks / setup.needs.of([capacity.max_model_len])
+        requests = capacity.num_blocks / max(1, setup.needs.of([capacity.max_model_len]))
         tokens = int(requests * capacity.max_model_len)
         kinds = [kind for kind in ("dummy" if config.load_format == "dummy" else None, self.wings.stored_as) if kind]
         weights = f" with {' '.join(kinds)} weights" if kinds else ""
         kv_dtype = "" if setup.kv_dtype == setup.dtype else f" in {str(setup.kv_dtype).removeprefix('torch.')}"
-        logger.info(
-            f"{setup.path.name} in {capacity.dtype}{weights} on {capacity.device}; KV cache{kv_dtype} {gib:.2f} GiB = "
-            f"{tokens:,} tokens = {requests:.1f} requests of {capacity.max_model_len:,} tokens"
-        )
+        lengths = f"{tokens:,} tokens = {requests:.1f} requests of {capacity.max_model_len:,} tokens"
+        cache = f"KV cache{kv_dtype} {gib:.2f} GiB = {lengths}" if capacity.windows else "no KV cache"
+        logger.info(f"{setup.path.name} in {capacity.dtype}{weights} on {capacity.device}; {cache}")
         if windows := {window for window in capacity.windows if window is not None}:
             sizes = " or ".join(f"{window:,}" for window in sorted(windows))
             logger.info(f"layers with a window of {sizes} tokens keep only the blocks that it reaches")

@@ -48,7 +48,8 @@ def llm(bert):
 @pytest.mark.parametrize("family", ["bert", "roberta", "xlm-roberta"])
 @pytest.mark.parametrize("pooling", ["CLS", "LAST", "MEAN"])
 def test_embeddings_are_those_of_transformers(tmp_path, family, pooling):
-    directory = tiny_encoder(tmp_path, family, hidden_act="gelu" if pooling == "MEAN" else "relu")
+    activation = {"CLS": "relu", "LAST": "gelu_new", "MEAN": "gelu"}[pooling]
+    directory = tiny_encoder(tmp_path, family, hidden_act=activation)
     llm = LLM(str(directory), **OPTIONS, pooler_config={"pooling_type": pooling, "normalize": pooling != "LAST"})
     prompts = texts(20)
     for states, embedding in zip(hidden_states(directory, prompts), vectors(llm.embed(prompts)), strict=True):
@@ -140,6 +141,22 @@ def test_weights_that_do_not_fit_are_refused_by_name(bert, tmp_path):
     save_file(weights, directory / "model.safetensors")
     with pytest.raises(ValueError, match=r"(?s)unexpected: encoder\.layer\.7.*missing: encoder\.layer\.1"):
         LLM(str(directory), **OPTIONS)
+
+
+def test_weights_that_are_there_twice_are_refused(bert, tmp_path):
+    directory = shutil.copytree(bert, tmp_path / "model")
+    weights = load_file(directory / "model.safetensors")
+    save_file(weights | {"bert.embeddings.LayerNorm.bias": torch.ones(32)}, directory / "model.safetensors")
+    with pytest.raises(ValueError, match="tensors with the same name, with and without a prefix"):
+        LLM(str(directory), **OPTIONS)
+
+
+def test_config_json_is_enough_for_random_weights(bert, tmp_path):
+    shutil.copy(bert / "config.json", tmp_path)
+    llm = LLM(str(tmp_path), **OPTIONS, load_format="dummy")
+    assert np.isfinite(vectors(llm.embed([[4, 5, 6], [7]]))).all()
+    with pytest.raises(ValueError, match="tokenizer"):
+        llm.embed("a")
 
 
 @pytest.mark.parametrize(

@@ -177,4 +177,8 @@ def test_calls_at_once_share_batches_and_metrics_count_them(app, directory):
     for number, reply in enumerate(replies):
         assert np.abs(np.array(embedded(reply)[0]) - alone[number % len(TEXTS)]).max() < 1e-5
     metrics = asyncio.run(call(app, "GET", "/metrics")).body.decode()
-    assert 'handler="/v1/embeddings"' in metrics and "vllm:prompt_tokens_total" in metrics
+    assert 'handler="/v1/embeddings"' in metrics
+    counts = dict(line.rsplit(" ", 1) for line in metrics.splitlines() if line.startswith("vllm:"))
+    (ended,) = (value for name, value in counts.items() if "success" in name and 'finished_reason="stop"' in name)
+    (tokens,) = (value for name, value in counts.items() if name.startswith("vllm:prompt_tokens_total"))
+    assert float(ended) >= len(replies) + len(alone) and float(tokens) > float(ended)
