@@ -42,6 +42,7 @@ PUBLISHED_BILLIONS = {  # parameters; a matrix that is tied counts once
     "Llama-3.1-8B": 8.030,
     "Qwen3-14B": 14.768,
     "gemma-3-270m": 0.268,
+    "Mixtral-8x7B": 46.703,
 }
 NAN, INF, HUGE = math.nan, math.inf, 10**400  # HUGE has no float
 
@@ -1043,7 +1044,7 @@ def test_a_config_for_dummy_weights_has_the_published_size(name):
     parameters = sum(parameter.numel() for parameter in loader.meta_model(config).parameters())
     assert parameters / 1e9 == pytest.approx(PUBLISHED_BILLIONS[name], rel=1e-3)
     assert config.dtype == "bfloat16"
-    ends = {"Qwen3": 151645, "Llama": 128001, "gemma": 1}
+    ends = {"Qwen3": 151645, "Llama": 128001, "gemma": 1, "Mixtral": 2}
     assert config.eos_token_ids == {ends[name.split("-")[0]]}
     stretched = {"Llama-3.2-1B": 32, "Llama-3.1-8B": 8}
     assert config.rope.rope_type == ("llama3" if name in stretched else "default")
