@@ -199,7 +199,8 @@ def test_how_long_threads_spin_is_set_unless_the_user_does(given, then):
 
 
 def is_core(name):
-    return name in (*CORE, "build.py", "weights/loader.py") or name.split("/")[0] in CORE
+    """Whether a file is of the core, or of a room that was."""
+    return name in (*CORE, "build.py", "weights/loader.py") or name.split("/")[0] in (*CORE, "aio", "beams", "checks")
 
 
 def places(paths):

@@ -4,7 +4,7 @@ The rules are those of transformers' `generate(num_beams=...)` (5.x), so that bo
 same scores. The scheduler updates block tables by forking and freeing sequences (`advance_searches`).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(slots=True)
@@ -40,6 +40,7 @@ class BeamStep:
     finished: bool
 
 
+@dataclass(slots=True)
 class BeamSearch:
     """The state of one request's search beside its live beams.
 
@@ -52,23 +53,19 @@ class BeamSearch:
         eos_token_ids: end a beam.
     """
 
-    def __init__(
-        self,
-        width: int,
-        max_tokens: int,
-        length_penalty: float,
-        early_stopping: bool | str,
-        eos_token_ids: frozenset[int],
-    ):
-        self.width = width
-        self.max_tokens = max_tokens
-        self.length_penalty = length_penalty
-        self.early_stopping = early_stopping
-        self.eos_token_ids = eos_token_ids
-        # Enough for `width` beams to continue even if every end-of-sequence token of every beam is among them.
-        self.num_candidates = max(2, 1 + len(eos_token_ids)) * width
-        self.hypotheses: list[Hypothesis] = []  # best first, at most `width`
-        self.finished = False
+    width: int
+    max_tokens: int
+    length_penalty: float
+    early_stopping: bool | str
+    eos_token_ids: frozenset[int]
+    hypotheses: list[Hypothesis] = field(default_factory=list)  # best first, at most `width`
+    finished: bool = False
+
+    @property
+    def num_candidates(self) -> int:
+        """For each beam: enough for `width` beams to continue even if every end-of-sequence token of every beam is
+        among them."""
+        return max(2, 1 + len(self.eos_token_ids)) * self.width
 
     def choose(self, beams: list[Beam]) -> BeamStep:
         """Decide one step. Changes nothing until `accept`."""

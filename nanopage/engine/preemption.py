@@ -20,8 +20,8 @@ from nanopage.engine.sequence import SequenceGroup, Status
 
 
 def preempt_for_priority(queues: Queues, admission: Admission, schedule: Schedule, mode: str | None) -> None:
-    """Preempt the fewest groups of lower priority than the first waiting group, latest first, that admit it now. None,
-    if it fits anyway, or if even all of them would not be enough.
+    """Preempt the fewest groups of lower priority than the first waiting group, latest first, that admit it now. If it
+    fits anyway, or if even all of them would not be enough, preempt none.
 
     Args: mode: as in `preempt`.
     """

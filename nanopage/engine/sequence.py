@@ -194,6 +194,7 @@ class Sequence:
         return f"Sequence({self.seq_id}, {self.num_computed_tokens}/{self.num_tokens} computed)"
 
 
+@dataclass(slots=True, eq=False)
 class SequenceGroup:
     """A request: the sequences that start with its prompt. The scheduler admits, preempts and swaps it whole.
 
@@ -208,37 +209,33 @@ class SequenceGroup:
         adapter: needs one of the workers' slots while the group runs.
     """
 
-    def __init__(
-        self,
-        request_id: str,
-        seqs: list[Sequence],
-        priority: int = 0,
-        beam_search: Search | None = None,
-        ranks: bool = False,
-        adapter: Adapter | None = None,
-    ):
-        self.request_id = request_id
-        self.seqs = seqs
-        self.priority = priority
-        self.beam_search = beam_search
-        self.ranks = ranks
-        self.adapter = adapter
-        self.adapter_slot = -1  # while it runs
-        self.masked = any(seq.token_mask is not None for seq in seqs)
-        for seq in seqs:
+    request_id: str
+    seqs: list[Sequence]
+    priority: int = 0
+    beam_search: Search | None = None
+    ranks: bool = False
+    adapter: Adapter | None = None
+
+    adapter_slot: int = -1  # while it runs
+    masked: bool = field(init=False)
+    status: Status = Status.WAITING
+    order: int = -1  # of arrival; set by the scheduler
+    last_event: str | None = None  # the kind of its last RequestEvent
+    forked: bool = field(init=False)
+    shared_len: int = field(init=False)
+    num_cached_tokens: int = 0  # of the prompt, when it was first scheduled
+    error: str | None = None  # why the request could not be completed
+    read_as_it_comes: bool = True  # whether tokens become text before the request ends
+    prompt_logprobs: list[LogprobTable] = field(default_factory=list)
+    pooled: np.ndarray | None = None  # what has been pooled of the prompt: float64 [size]
+    metrics: RequestMetrics = field(default_factory=lambda: RequestMetrics(time.perf_counter()))
+
+    def __post_init__(self):
+        for seq in self.seqs:
             seq.group = self
-            seq.dormant = beam_search is not None and seq is not seqs[0]
-        self.status = Status.WAITING
-        self.order = -1  # of arrival; set by the scheduler
-        self.last_event: str | None = None  # the kind of its last RequestEvent
-        self.forked = len(seqs) == 1
-        self.shared_len = seqs[0].num_prompt_tokens
-        self.num_cached_tokens = 0  # of the prompt, when it was first scheduled
-        self.error: str | None = None  # why the request could not be completed
-        self.read_as_it_comes = True  # whether tokens become text before the request ends
-        self.prompt_logprobs: list[LogprobTable] = []
-        self.pooled: np.ndarray | None = None  # what has been pooled of the prompt: float64 [size]
-        self.metrics = RequestMetrics(time.perf_counter())
+            seq.dormant = self.beam_search is not None and seq is not self.seqs[0]
+        self.masked = any(seq.token_mask is not None for seq in self.seqs)
+        self.forked, self.shared_len = len(self.seqs) == 1, self.seqs[0].num_prompt_tokens
 
     @property
     def live(self) -> list[Sequence]:
