@@ -169,7 +169,9 @@ class LLMEngine:
             try:
                 if self.scheduler.has_unfinished() or self.in_flight or self.planned is not None:
                     self._run_batch(record)
-                self._report(stats)
+                reporting = time.perf_counter()
+                self.output_processor.report()
+                stats.output_seconds += time.perf_counter() - reporting
             except WorkerDiedError as error:
                 die(self, error)
             except Exception as error:
@@ -239,11 +241,6 @@ class LLMEngine:
         stats.output_seconds += time.perf_counter() - updated
         count_result(stats, schedule, result, len(taken))
 
-    def _report(self, stats: StepStats) -> None:
-        started = time.perf_counter()
-        self.output_processor.report()
-        stats.output_seconds += time.perf_counter() - started
-
     def _rest_if_idle(self) -> None:
         if not self.output_processor.requests:
             self.executor.rest()
@@ -297,15 +294,7 @@ class LLMEngine:
                 self.output_processor.read_aborted(request_id)
                 self.output_processor.report()
         self._rest_if_idle()
-        outputs = self.output_processor.outputs
-        mine = [output for output in outputs if output.request_id == request_id]
-        if not mine:
-            return None
-        *earlier, output = mine  # the earlier ones are of steps that an exception ended
-        for before in reversed(earlier):
-            output.supersede(before)
-        self.output_processor.outputs = [output for output in outputs if output.request_id != request_id]
-        return output
+        return self.output_processor.take_of(request_id)
 
     @staticmethod
     def from_engine_args(engine_args: Any) -> "LLMEngine":

@@ -6,6 +6,7 @@ has been read and reported, so the next call continues from there.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterable
 
 from nanopage.engine.scheduler import Scheduler
@@ -114,6 +115,15 @@ class OutputProcessor:
         """The outputs that have not been returned yet."""
         outputs, self.outputs = self.outputs, []
         return outputs
+
+    def take_of(self, request_id: str) -> RequestOutput | None:
+        """The output of a request that has not been returned yet, if there is one. Of several, which an exception has
+        left, the last one."""
+        mine = [output for output in self.outputs if output.request_id == request_id]
+        for before, output in itertools.pairwise(mine):
+            output.supersede(before)
+        self.outputs = [output for output in self.outputs if output.request_id != request_id]
+        return mine[-1] if mine else None
 
     def recover(self) -> list[tuple[SequenceGroup, Exception]]:
         """Catch up after an exception. Returns the groups whose text cannot be made, and why."""
