@@ -115,7 +115,9 @@ class Batch:
     sampled_rows         for each of `sampled_from`, the row that the sampled token is appended to
 
     For example, `rows` are [3, 7], `starts` [20, 0] and `counts` [1, 6]: row 3 is a decode, and row 7 computes a prompt
-    of 6 tokens. Then `sampled_from` is [0, 6], and `sampled_rows` is [3, 7]. The other fields are empty in such a step:
+    of 6 tokens. Then `sampled_from` is [0, 6], and `sampled_rows` is [3, 7]. The prompt is in `new`. Its block is in
+    `blocks`, and in `cleared` because the step fills only a part of it. The other fields are empty in such a step. Skip
+    them for a first reading:
 
     idle                 nothing runs, and no waiting request has output yet: a worker may change the way it runs steps
     swap_out, swap_in    [(block, host block)], [(host block, block)]: blocks to be copied to and from host memory

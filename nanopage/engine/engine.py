@@ -190,8 +190,11 @@ class LLMEngine:
         return self.output_processor.take()
 
     def _run_batch(self, record: StepRecord) -> None:
-        """Decide on a batch, submit it, advance, and take in its result. If batches overlap, with async scheduling or
-        pipeline parallelism, the result is that of an older batch."""
+        """Decide on a batch, submit it, advance, and complete it.
+
+        If batches overlap, an older one is completed: with async scheduling the previous one, as soon as this one is
+        submitted; with pipeline parallelism the oldest, once there are as many as stages (see docs/async.md).
+        """
         self.planned = schedule = record.scheduled = self._decide(record.stats)
         if schedule.is_empty:
             self._complete(record)

@@ -134,7 +134,8 @@ class BatchWriter:
         self.free_rows = list(range(self.num_rows - 1, -1, -1))
 
     def take_decode(self, schedule: Schedule, group: SequenceGroup) -> bool:
-        """Schedule the common case: a single sequence with one more token in a block that it has already.
+        """Schedule the common case: a single sequence with one more token in a block that it has already. A shortcut of
+        `next_work` and `take`, which would do the same.
 
         Returns: False, changing nothing, if the group is not such a case.
         """
@@ -142,10 +143,10 @@ class BatchWriter:
         start = len(seq.token_ids) + seq.num_in_flight - 1
         if (
             len(group.seqs) > 1
-            or seq.num_computed_tokens != start
+            or seq.num_computed_tokens != start  # its prompt is not computed yet
             or seq.row is None
-            or start % self.block_manager.block_size == 0
-            or start + 1 >= seq.max_total_tokens
+            or start % self.block_manager.block_size == 0  # it needs a new block
+            or start + 1 >= seq.max_total_tokens  # its tokens in flight complete it
             or group.beam_search is not None
         ):
             return False
@@ -189,8 +190,7 @@ class BatchWriter:
     def write(self, schedule: Schedule) -> None:
         """Write the work of a step into its batch (`step.Batch` has an example).
 
-        Where it reaches the last token of a sequence, the next token is sampled. Where siblings are about to fork from
-        it, their next tokens are sampled from the same logits.
+        Where it reaches the last token of a sequence, the next token is sampled.
         """
         batch, samplers = schedule.batch, schedule.samplers
         schedule.sequences = [*schedule.singles, *(seq for seq, _ in schedule.chunks)]
@@ -199,16 +199,15 @@ class BatchWriter:
         batch.counts = [1] * len(schedule.singles) + [num_tokens for _, num_tokens in schedule.chunks]
         last = -1  # token of a row, in the batch
         for seq, start, count in zip(schedule.sequences, batch.starts, batch.counts, strict=True):
-            last, end, group = last + count, start + count, seq.group
-            for sampler in (seq,) if group.forked else group.live if end == group.shared_len else ():
-                if len(sampler.token_ids) + sampler.num_in_flight == end and not sampler.candidates:
-                    if sampler is not seq:
-                        sampler.parent = seq
-                        self._enter(batch, sampler, end)
-                    if sampler.token_mask is not None:
-                        self._add_mask(schedule, sampler)
-                    samplers.append(sampler)
-                    batch.sampled_from.append(last)
+            last, end = last + count, start + count
+            for sampler in samplers_of(seq, end):
+                if sampler is not seq:
+                    sampler.parent = seq
+                    self._enter(batch, sampler, end)
+                if sampler.token_mask is not None:
+                    self._add_mask(schedule, sampler)
+                samplers.append(sampler)
+                batch.sampled_from.append(last)
         batch.sampled_rows = rows_of(samplers)
         batch.awaits_masks = bool(schedule.masked)
 
@@ -240,6 +239,16 @@ class BatchWriter:
             new.adapter_slot = seq.group.adapter_slot
             batch.new.append(new)
         seq.parent = None
+
+
+def samplers_of(seq: Sequence, end: int) -> list[Sequence]:
+    """Whose next tokens are sampled once `seq` has computed its tokens up to `end`: its own, if that is all it has.
+    Where siblings are about to fork from it, also theirs."""
+    group = seq.group
+    if not group.forked and end < group.shared_len:
+        return []
+    seqs = [seq] if group.forked else group.live
+    return [each for each in seqs if len(each.token_ids) + each.num_in_flight == end and not each.candidates]
 
 
 def rows_of(seqs: list[Sequence]) -> list[int]:

@@ -8,8 +8,8 @@ decodes and chunks of prompts together (Orca, OSDI 2022; chunked prefill: Sarath
   2. Running groups come first, in order: one token for a decode, a chunk for an unfinished prompt. When blocks run
      out, preempt the last running group, whole.
   3. Then, unless blocks ran out, admit swapped and waiting groups in order, as long as they fit (see admission.py). If
-     this step already computes a block that a waiting prompt needs, the prompt waits one step, and then finds the block
-     in the prefix cache. Everything behind it waits, too.
+     this step already computes a block that a waiting prompt needs, the prompt waits for it, and then finds it in the
+     prefix cache. Everything behind it waits, too.
   4. Decodes may get drafts, out of the tokens and the blocks that are left (see speculation/drafts.py).
 
 A running group whose sequences have masks (see `TokenMask`) waits for its tokens in flight, on which they depend. A

@@ -119,20 +119,21 @@ def prepare(batch: Batch, table: SequenceTable) -> Inputs:
     of_tokens = rows[sequence]
     if table.device.type == "cpu":
         # With NumPy: torch's operators on small tensors take several times as long.
-        input_ids = table.tokens.numpy()[of_tokens, positions]
-        held = np.ascontiguousarray(table.blocks.numpy()[of_tokens, positions // block_size].T)
-        slots = held * block_size + positions % block_size
-        token_rows, *tensors = map(torch.from_numpy, (of_tokens, input_ids, positions, slots))
+        blocks = np.ascontiguousarray(table.blocks.numpy()[of_tokens, positions // block_size].T)
+        slots = torch.from_numpy(blocks * block_size + positions % block_size)  # [kinds of layers, T]
+        input_ids = torch.from_numpy(table.tokens.numpy()[of_tokens, positions])
+        token_rows, places = torch.from_numpy(of_tokens), torch.from_numpy(positions)
     else:
         token_rows, places = to_device(torch.from_numpy(np.stack([of_tokens, positions])), table.device)
-        blocks = table.blocks[token_rows, places // block_size].T.contiguous().long()
-        tensors = [table.tokens[token_rows, places].long(), places, blocks * block_size + places % block_size]
-    cut = {window: table.tables_of(window, rows, starts, counts) for window in set(table.windows)}
+        blocks_there = table.blocks[token_rows, places // block_size].T.contiguous().long()
+        slots = blocks_there * block_size + places % block_size
+        input_ids = table.tokens[token_rows, places].long()
+    tables = {window: table.tables_of(window, rows, starts, counts) for window in set(table.windows)}
     pages = []
     for kind, window in enumerate(table.windows):
-        block_tables, seq_lens = cut[window]
-        pages.append(Pages(tensors[2][kind], block_tables[kind], torch.from_numpy(counts), torch.from_numpy(seq_lens)))
-    return Inputs(tensors[0], tensors[1], pages, table.adapters_of(token_rows))
+        block_tables, seq_lens = tables[window]
+        pages.append(Pages(slots[kind], block_tables[kind], torch.from_numpy(counts), torch.from_numpy(seq_lens)))
+    return Inputs(input_ids, places, pages, table.adapters_of(token_rows))
 
 
 def plain_attention(pages: Pages) -> GroupedAttention:

@@ -106,8 +106,9 @@ class ModelRunner:
 def sampled_positions(batch: Batch) -> np.ndarray:
     """The positions of the tokens to be sampled: int64 [S]. In the example of `step.Batch`: [21, 6]."""
     sampled, ends = np.array(batch.sampled_from), np.cumsum(batch.counts)  # ends: of each sequence in the step
-    index = np.searchsorted(ends, sampled, side="right")
-    return sampled + 1 + (np.array(batch.starts) + np.array(batch.counts) - ends)[index]
+    index = np.searchsorted(ends, sampled, side="right")  # the sequence of each token
+    shifts = np.array(batch.starts) + np.array(batch.counts) - ends  # from places in the step to positions
+    return sampled + 1 + shifts[index]
 
 
 @dataclass(slots=True)

@@ -39,6 +39,11 @@ class Setup:
         return self.device.type == "cuda"
 
     @property
+    def has_cache(self) -> bool:
+        """Whether layers keep K and V. Those of an encoder do not."""
+        return bool(self.kinds.windows)
+
+    @property
     def needs(self) -> BlockNeeds:
         """How many blocks sequences take."""
         config = self.config

@@ -42,7 +42,7 @@ class Worker:
             if why_not_compiled(setup) is None:
                 self.model = compile_model(model, setup.model_config, setup.dtype, device)
             sample_all = make_sampling(setup)
-            if setup.kinds.windows:
+            if setup.has_cache:
                 step_bytes = measure_step(setup, wings, self.model, sample_all)
         self.capacity = agree(measure_capacity(setup, step_bytes))
         self.kv_cache = KVCache(
@@ -66,7 +66,7 @@ class Worker:
         made = self.model, self.kv_cache, table
         ways, self.way, self.compiled = list_ways(setup, wings, *made, sample_all)
         self.runner = ModelRunner(*made, ways, sample_all)
-        if setup.on_gpu and setup.kinds.windows:
+        if setup.on_gpu and setup.has_cache:
             self._warm_up()
         self._log_start()
 
