@@ -22,6 +22,7 @@ from nanopage.engine.token_budget import Use, choose_budget
 from nanopage.files.model_files import exists
 from nanopage.grammar.replies import read_replies
 from nanopage.grammar.structured import Grammars
+from nanopage.models.read_config import has_family
 from nanopage.pooling.files import NOT_FOR_ENCODERS, NOT_FOR_POOLING, choose_pooling
 from nanopage.pooling.offline import classify, embed, encode, score
 from nanopage.pooling.requests import ByLength, PoolingRequests
@@ -57,7 +58,7 @@ def build_engine(
     """
     path = hub.resolve(None if config.model is None else str(config.model))
     checkpoint = loader.open_checkpoint(path)
-    config, model_config, tokenizer = _read_model(config, loader.read_config(checkpoint), checkpoint, path)
+    config, model_config, tokenizer = _read_model(config, _read_config(config, checkpoint), checkpoint, path)
     executor: Executor
     if config.is_distributed:
         start_links = _start_actors if config.distributed_executor_backend == "ray" else start_processes
@@ -84,6 +85,16 @@ def build_engine(
     if model_config.pooling is not None:
         processor.pooling = PoolingRequests(processor, model_config.pooling)
     return engine
+
+
+def _read_config(config: EngineConfig, checkpoint: loader.Checkpoint) -> ModelConfig:
+    """The shape of a decoder that a family computes, or else transformers' own module. Raises: as `build_engine`."""
+    fits = not isinstance(checkpoint, Path) or has_family(checkpoint)
+    if config.model_impl == "nanopage" or (config.model_impl == "auto" and fits):
+        return loader.read_config(checkpoint)
+    from nanopage.transformers_impl.config import read_config  # imports transformers
+
+    return read_config(config, checkpoint)
 
 
 def _read_model(

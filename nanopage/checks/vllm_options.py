@@ -24,7 +24,6 @@ ENGINE: Neutral = {
     "config_format": (("auto", "hf"), "configurations are config.json, or a .gguf file's metadata"),
     "hf_token": ((None,), "huggingface_hub reads HF_TOKEN"),
     "download_dir": ((None,), "huggingface_hub reads HF_HOME"),
-    "model_impl": (("auto",), "each model has one implementation"),
     "task": (("auto",), "its names are runner and convert"),
     "enable_chunked_prefill": (
         (True, None),
@@ -123,6 +122,8 @@ def accept_engine(owner: str, options: dict, known: Collection[str]) -> dict:
     dtype = options.get("dtype")
     if isinstance(dtype, str):
         options["dtype"] = DTYPES.get(dtype, dtype)
+    if options.get("model_impl") == "vllm":  # the engine's own
+        options["model_impl"] = "nanopage"
     return accept(owner, options, known, ENGINE)
 
 

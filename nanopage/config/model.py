@@ -44,6 +44,7 @@ class ModelConfig:
     undivided: why tensor parallelism does not work with the family.
     type_vocab_size, first_position: of an encoder, which has no `rope`: how many texts token types tell apart, and the
         row of the first token in the position embeddings. Its norms are not RMS norms.
+    model_impl: what computes it: "nanopage", or "transformers" (see transformers_impl/).
     """
 
     architecture: str
@@ -79,6 +80,7 @@ class ModelConfig:
     type_vocab_size: int = 0
     first_position: int = 0
     pooling: PoolingConfig | None = None  # what is made instead of text
+    model_impl: str = "nanopage"
 
     @property
     def is_encoder(self) -> bool:

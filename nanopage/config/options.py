@@ -97,6 +97,9 @@ class EngineConfig:
         generation_config: where `LLM` and `AsyncLLM` get the parameters of requests that have none: "auto" is
             generation_config.json of the model, "vllm" is SamplingParams(). LLMEngine.add_request always takes
             SamplingParams(). The end-of-sequence ids in generation_config.json count with both.
+        model_impl: what computes a decoder: "nanopage" has families of its own, "transformers" runs transformers'
+            module with paged attention (see docs/transformers.md). "auto" is nanopage where a family fits, and
+            otherwise transformers.
         seed: for requests without a seed of their own.
         runner: "generate" makes text, "pooling" embeddings, classes and scores (see docs/embeddings.md). "auto" is what
             the model is for: pooling for an encoder, and where config.json names a model without a language-model head
@@ -140,6 +143,7 @@ class EngineConfig:
     max_lora_rank: Annotated[int, integer(1, 512)] = 16
     load_format: Literal["auto", "dummy"] = "auto"
     generation_config: Literal["auto", "vllm"] = "auto"
+    model_impl: Literal["auto", "nanopage", "transformers"] = "auto"
     seed: int = 0
     runner: Runner = "auto"
     convert: Conversion = "auto"

@@ -24,12 +24,23 @@ def config_from_directory(path: Path) -> ModelConfig:
 
     Raises: FileNotFoundError; ValueError as in `config_from_dict`, naming the file.
     """
-    config = config_from_dict(read_json(path / "config.json"), str(path / "config.json"))
+    return add_ends(config_from_dict(read_json(path / "config.json"), str(path / "config.json")), path)
+
+
+def add_ends(config: ModelConfig, path: Path) -> ModelConfig:
+    """Add the end-of-sequence ids of generation_config.json, if there is one. Raises: ValueError naming a field."""
     file = path / "generation_config.json"
     if not exists(file):
         return config
     more = Fields(read_json(file), str(file)).special_ids(config.vocab_size)
     return replace(config, eos_token_ids=config.eos_token_ids | more)
+
+
+def has_family(path: Path) -> bool:
+    """Whether a family has the architecture of a directory's config.json. Raises: as `config_from_directory`."""
+    names = read_json(path / "config.json").get("architectures")
+    known = [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
+    return any(find_family(architecture) is not None for name in known for architecture in (_causal(name), name))
 
 
 def config_from_dict(config: dict, source: str = "config.json") -> ModelConfig:

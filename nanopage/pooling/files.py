@@ -26,6 +26,7 @@ NOT_FOR_POOLING = (
 NOT_FOR_ENCODERS = (
     *("block_size", "enable_prefix_caching", "kv_cache_dtype", "kv_cache_gib", "gpu_memory_utilization"),
     *("num_gpu_blocks_override", "preemption_mode", "swap_space", "quantization", "generation_config", "seed"),
+    "model_impl",
 )
 # Qwen3-Reranker's prompt, from its model card: before the pair, the pair, and behind it.
 QWEN3_RERANKER = (

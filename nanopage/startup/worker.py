@@ -86,6 +86,10 @@ def build_worker(
     else:
         limit_threads()
         wings.threads = ThreadCount(torch.get_num_threads(), None if ranks is None else os.getppid())
+    if model_config.model_impl == "transformers":
+        from nanopage.transformers_impl.load import load_decoder  # imports transformers
+
+        return Worker(*load_decoder(setup, on_progress), wings, agree)
     kind, product = choose_storage(setup, checkpoint)
     integers = None if kind != BLOCKS else "packed" if setup.on_gpu else "tiles"
     # A GPU that has no room for the weights may have room for the quantized ones.

@@ -57,6 +57,8 @@ def why_not_compiled(setup: Setup) -> str | None:
     explains itself. On a CPU, `weights.storage.why_eager` adds the reasons that the weights give.
     """
     config = setup.config
+    if setup.model_config.model_impl == "transformers":
+        return "transformers' own modules are not compiled"
     if setup.on_gpu and config.enable_lora:
         return "layers with adapters are not compiled on a GPU"
     if config.enforce_eager:

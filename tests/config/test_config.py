@@ -83,6 +83,7 @@ CHOICES = {
     "quantization": [None, "int8", "int4", "fp8", "awq", "gptq"],
     "distributed_executor_backend": [None, "mp", "ray"],
     "load_format": ["auto", "dummy"],
+    "model_impl": ["auto", "nanopage", "transformers"],
     "generation_config": ["auto", "vllm"],
     "runner": ["auto", "generate", "pooling"],
     "convert": ["auto", "none", "embed", "classify"],
@@ -123,6 +124,7 @@ OUT_OF_RANGE = cases(
         (["device"], ["", "tpu", "CUDA", "cuda:0"]),
         (["quantization"], ["", "int2", "AWQ", "bitsandbytes", 8]),
         (["load_format"], ["", None, "Dummy", "safetensors", True]),
+        (["model_impl"], ["", None, "vllm", "Transformers"]),
         (COUNTS + OPTIONAL_COUNTS + SIZES + LORA_COUNTS, [0, -1]),
         (LORA_COUNTS, [2]),  # without enable_lora
         (["max_lora_rank"], [513]),

@@ -41,7 +41,6 @@ OTHER = {  # of each neutral option, a value that would change something
     "config_format": "mistral",
     "hf_token": "secret",
     "download_dir": "models",
-    "model_impl": "transformers",
     "task": "embed",
     "limit_mm_per_prompt": {"image": 1},
     "mm_processor_kwargs": {"x": 1},
