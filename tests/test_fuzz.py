@@ -37,6 +37,7 @@ from nanopage import (
     RequestOutput,
     SamplingParams,
     StructuredOutputsParams,
+    build,
 )
 from nanopage.beams.search import Beam, BeamSearch
 from nanopage.build import build_engine
@@ -53,7 +54,6 @@ from nanopage.step import WorkerDiedError
 from nanopage.view.explain import make_sentences, told
 from nanopage.view.frames import Frames, Picture
 from nanopage.view.invariants import check_blocks
-from nanopage.weights import loader
 from nanopage.worker import jit
 from nanopage.worker.cuda_graphs import CUDAGraphs
 from nanopage.worker.eager import Eager, plain_attention
@@ -104,7 +104,8 @@ def oracle(model):
 
 
 def make_oracle(model, **options) -> LLMEngine:
-    num_kinds = len(divide_layers(loader.read_config(model).sliding_windows, MAX_LEN).windows)
+    shape = build._read_config(EngineConfig(), model)
+    num_kinds = len(divide_layers(shape.sliding_windows, MAX_LEN).windows)
     return build_engine(
         EngineConfig(
             model=str(model),
@@ -349,16 +350,19 @@ def run_as_on_a_gpu(engine: LLMEngine, uses_triton: bool = False) -> None:
     runner = worker.runner
     sample_all = make_sample_all(uses_triton)
     make_attention = worker.setup.make_attention if uses_triton else plain_attention
+    compiles = engine.model_config.model_impl == "nanopage"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jit, "compile_afresh", lambda function: function)
-        made = pieces_for(worker.model, uses_triton), worker.kv_cache, runner.table
+        model = pieces_for(worker.model, uses_triton) if compiles else worker.model
+    made = model, worker.kv_cache, runner.table
     graphs = graphs_for(*made, uses_triton, sample_all)
-    pieces = PiecewiseGraphs(*made, make_attention, most=engine.scheduler.token_budget.most // 2 + 1)
-    runner.ways = [graphs, pieces, Eager(*made, make_attention)]
+    runner.ways = [graphs, Eager(*made, make_attention)]
     runner.sampler.sample_all = sample_all
-
     count_steps(graphs, "steps on static buffers")
-    count_steps(pieces, "steps in pieces on static buffers")
+    if compiles:
+        pieces = PiecewiseGraphs(*made, make_attention, most=engine.scheduler.token_budget.most // 2 + 1)
+        runner.ways.insert(1, pieces)
+        count_steps(pieces, "steps in pieces on static buffers")
 
 
 def count_steps(way: CUDAGraphs | PiecewiseGraphs, what: str) -> None:
@@ -864,6 +868,26 @@ def with_experts(tmp_path_factory):
 def test_nor_do_experts(world, with_experts):
     """A token's experts do not depend on the tokens beside it."""
     check_world(*with_experts, world, random.Random(f"experts-{SEED}-{world}"), as_on_a_gpu=False)
+
+
+@pytest.fixture(scope="module")
+def of_transformers(tmp_path_factory):
+    """Models that transformers' modules compute, one with windows and one with learned positions, and their oracles."""
+    sizes = {"hidden_size": 32, "intermediate_size": 48}
+    windows = {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]}
+    made = []
+    for kind, fields in (("cohere2", windows), ("gpt2", {"n_positions": 128})):
+        model = tiny_model(tmp_path_factory.mktemp(kind), kind, **sizes, **fields)
+        made.append((model, make_oracle(model)))
+    return made
+
+
+@pytest.mark.parametrize("world", range(-(-WORLDS // 10)))
+def test_nor_do_modules_of_transformers(world, of_transformers):
+    """Decodes on padded buffers, too, in every other pair of worlds."""
+    rng = random.Random(f"transformers-{SEED}-{world}")
+    how = {"as_on_a_gpu": world % 4 > 1, "fails": rng.random() < 0.3, "pressed": world % 3 > 0}
+    check_world(*of_transformers[world % 2], world, rng, **how)
 
 
 @pytest.fixture(scope="module")

@@ -217,6 +217,17 @@ def test_the_core_imports_no_wing():
     assert not tied
 
 
+def test_modules_of_transformers_are_imported_only_when_they_run():
+    """Importing them takes seconds: in a function, or within their own folder."""
+    for file, name in places(ROOT.glob("nanopage/**/*.py")).items():
+        at_the_top = [
+            node for node in ast.parse(file.read_text()).body if isinstance(node, ast.Import | ast.ImportFrom)
+        ]
+        modules = {getattr(node, "module", None) or node.names[0].name for node in at_the_top}
+        own = name.startswith("transformers_impl/")
+        assert own or not any(is_within(module, ["transformers", "nanopage.transformers_impl"]) for module in modules)
+
+
 def test_no_files_import_each_other():
     """Imports for type checkers count, too."""
     modules = {}
