@@ -34,9 +34,9 @@ def attention(
     return _attend.get()(module, (query, key, value), attention_mask, scaling, others), None
 
 
-def trial_mask(*, mask_function: Callable[..., Tensor], q_length: int, **others: Any) -> Tensor:
+def trial_mask(*, mask_function: Callable[..., Tensor], kv_length: int, **others: Any) -> Tensor:
     """A mask without values, with the function that says what a query sees."""
-    mask = torch.empty(1, 1, q_length, q_length, dtype=torch.bool, device="meta")
+    mask = torch.empty(1, 1, kv_length, kv_length, dtype=torch.bool, device="meta")
     mask.mask_function = mask_function  # type: ignore[attr-defined]
     return mask
 
