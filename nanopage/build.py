@@ -145,4 +145,4 @@ def _check_pooling(config: EngineConfig, model_config: ModelConfig, pooling: Poo
             raise ValueError(f"{option} is not for encoders, and {model_config.architecture} is one")
         budget = config.max_num_batched_tokens or TOKENS_OF_ENCODER[resolve_device(config.device).type]
         config = replace(config, max_num_batched_tokens=budget, enable_prefix_caching=False)
-    return replace(config, enforce_eager=True)  # compiled steps end with the head for text
+    return replace(config, enforce_eager=True)  # compiled steps end with the head for text, and encoders gain nothing

@@ -9,6 +9,8 @@ Attention is not causal, so every token needs all others, and there is no KV cac
 without padding. Sequences of equal length lie next to each other: a `Span` is a group of them.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -16,15 +18,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanopage.config.model import ModelConfig
-from nanopage.cpu.packed import PackedWeight
 from nanopage.layers.embedding import Embedding
 from nanopage.layers.linear import Linear
 
-ACTIVATIONS = {  # the function, and how it is computed
-    "gelu": ("gelu", "none"),
-    "gelu_new": ("gelu", "tanh"),
-    "gelu_pytorch_tanh": ("gelu", "tanh"),
-    "relu": ("relu", "none"),
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": F.gelu,
+    "gelu_new": partial(F.gelu, approximate="tanh"),
+    "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
+    "relu": F.relu,
 }
 
 
@@ -87,7 +88,7 @@ class EncoderLayer(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
         size, inner = config.hidden_size, config.intermediate_size
-        self.num_heads, self.activation = config.num_heads, config.activation
+        self.num_heads, self.activation = config.num_heads, ACTIVATIONS[config.activation]
         self.qkv = Linear(size, {f"attention.self.{name}": size for name in ("query", "key", "value")}, bias=True)
         self.attention = nn.ModuleDict({"output": Residual(size, size, config.rms_norm_eps)})
         self.up_proj = Linear(size, {"intermediate.dense": inner}, bias=True)
@@ -96,7 +97,7 @@ class EncoderLayer(nn.Module):
     def forward(self, x: Tensor, spans: list[Span]) -> Tensor:
         """x [T, hidden_size] -> same"""
         x = self.attention["output"](x, attend(self.qkv(x), self.num_heads, spans))
-        return self.output(x, activated(self.up_proj, x, self.activation))
+        return self.output(x, self.activation(self.up_proj(x)))
 
 
 class Residual(nn.Module):
@@ -120,14 +121,6 @@ class ClassificationHead(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.out_proj(torch.tanh(self.dense(x)))
-
-
-def activated(linear: Linear, x: Tensor, activation: str) -> Tensor:
-    """act(W x + b). oneDNN applies the activation to a part of the product while it is in a cache."""
-    kind, approximate = ACTIVATIONS[activation]
-    if isinstance(linear.weight, PackedWeight):
-        return torch.ops.mkldnn._linear_pointwise(x, linear.weight.packed, linear.bias, kind, [], approximate)
-    return F.relu(linear(x)) if kind == "relu" else F.gelu(linear(x), approximate=approximate)
 
 
 def attend(qkv: Tensor, num_heads: int, spans: list[Span]) -> Tensor:

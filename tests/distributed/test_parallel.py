@@ -126,7 +126,7 @@ def on_static_buffers(setup, wings, *made):
     """What `list_ways` returns on a GPU for a worker that shares layers, but without capturing."""
     made = made[:3]
     ways = graphs_for(*made), Eager(*made)
-    return [wings.partial(way) for way in ways], "on static buffers", None
+    return [wings.wrap(way) for way in ways], "on static buffers", None
 
 
 @pytest.mark.parametrize(
