@@ -1146,7 +1146,7 @@ def compile_parts(
     from benchmarks import compile_parts as benchmark
     from nanopage import EngineConfig
     from nanopage.build import build_engine
-    from nanopage.worker.options import refused
+    from nanopage.startup.options import refused
 
     check_outputs({"--json": json_file})
     check_engine(switches)

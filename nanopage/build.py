@@ -10,11 +10,9 @@ from nanopage.adapters.requests import Adapters
 from nanopage.adapters.slots import AdapterSlots
 from nanopage.beams import requests as beams
 from nanopage.beams.offline import beam_search
-from nanopage.checks.pooling import PoolingConfig
 from nanopage.config.model import ModelConfig
 from nanopage.config.options import EngineConfig
 from nanopage.cpu.threads import default_threads
-from nanopage.device import resolve_device
 from nanopage.distributed import ray_cluster
 from nanopage.distributed.process_executor import Link, ProcessExecutor, start_processes
 from nanopage.engine.engine import LLMEngine
@@ -23,7 +21,7 @@ from nanopage.files.model_files import exists
 from nanopage.grammar.replies import read_replies
 from nanopage.grammar.structured import Grammars
 from nanopage.models.read_config import has_family
-from nanopage.pooling.files import NOT_FOR_ENCODERS, NOT_FOR_POOLING, choose_pooling
+from nanopage.pooling.files import check_pooling, choose_pooling
 from nanopage.pooling.offline import classify, embed, encode, score
 from nanopage.pooling.requests import ByLength, PoolingRequests
 from nanopage.speculation.drafts import Drafts
@@ -39,8 +37,6 @@ from nanopage.worker.executor import LocalExecutor
 __all__ = ["beam_search", "build_engine", "classify", "embed", "encode", "read_replies", "score"]
 
 logger = logging.getLogger("nanopage")
-
-TOKENS_OF_ENCODER = {"cpu": 2048, "cuda": 16384}  # of a step, by default
 
 
 def build_engine(
@@ -111,7 +107,7 @@ def _read_model(
     token_to_id = (lambda token: None) if tokenizer is None else tokenizer.backend.token_to_id
     pooling = choose_pooling(path, model_config.pooling, model_config.hidden_size, config, token_to_id)
     if pooling is not None:
-        config = _check_pooling(config, model_config, pooling)
+        config = check_pooling(config, model_config, pooling)
     model_config = replace(model_config, pooling=pooling)
     if tokenizer is not None:
         model_config = replace(model_config, eos_token_ids=model_config.eos_token_ids | tokenizer.end_ids())
@@ -131,18 +127,3 @@ def _start_actors(config: EngineConfig, scratch: str) -> tuple[list[Link], str]:
     from nanopage.distributed.ray_link import start_actors  # imports Ray, which reads its settings when it is imported
 
     return start_actors(worker_process.serve, config, scratch)
-
-
-def _check_pooling(config: EngineConfig, model_config: ModelConfig, pooling: PoolingConfig) -> EngineConfig:
-    """The options of an engine that makes vectors of texts. Raises: ValueError naming an option."""
-    for option in config.given(*NOT_FOR_POOLING):
-        raise ValueError(f"{option} does not work with embeddings and scores")
-    limit = model_config.max_position_embeddings
-    if config.max_model_len is None and pooling.max_seq_length is not None:
-        config = replace(config, max_model_len=min(limit, pooling.max_seq_length))
-    if model_config.is_encoder:
-        for option in config.given(*NOT_FOR_ENCODERS):
-            raise ValueError(f"{option} is not for encoders, and {model_config.architecture} is one")
-        budget = config.max_num_batched_tokens or TOKENS_OF_ENCODER[resolve_device(config.device).type]
-        config = replace(config, max_num_batched_tokens=budget, enable_prefix_caching=False)
-    return replace(config, enforce_eager=True)  # compiled steps end with the head for text, and encoders gain nothing

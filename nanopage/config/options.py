@@ -159,7 +159,7 @@ class EngineConfig:
             raise ValueError(message)
 
     def _conflicts(self) -> Iterator[str]:
-        """The options that do not go together. worker/options.py has those that do not fit the model or the device."""
+        """The options that do not go together. startup/options.py has those that do not fit the model or the device."""
         if self.runner == "generate":
             for name in ("convert", "pooler_config", "hf_overrides"):
                 if (value := getattr(self, name)) and value not in ("auto", "none"):

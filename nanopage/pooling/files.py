@@ -5,10 +5,14 @@ A field in them that would change the result and is not supported is an error th
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol, cast
 
 from nanopage.checks.pooling import SIMILARITIES, Conversion, PoolingConfig, Runner, choice
+from nanopage.config.model import ModelConfig
+from nanopage.config.options import EngineConfig
+from nanopage.device import resolve_device
 from nanopage.files.model_files import exists, is_plain_name, read_json, read_json_list, shown
 
 # How 1_Pooling/config.json names them: a flag each in older files, one of the strings in newer files.
@@ -28,6 +32,7 @@ NOT_FOR_ENCODERS = (
     *("num_gpu_blocks_override", "preemption_mode", "swap_space", "quantization", "generation_config", "seed"),
     "model_impl",
 )
+TOKENS_OF_ENCODER = {"cpu": 2048, "cuda": 16384}  # of a step, by default
 # Qwen3-Reranker's prompt, from its model card: before the pair, the pair, and behind it.
 QWEN3_RERANKER = (
     "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct "
@@ -180,3 +185,18 @@ def _read_prompts(config: dict, source: str) -> dict:
     if config.get("truncate_dim") is not None:
         raise ValueError(f"{source}: truncate_dim {shown(config['truncate_dim'])} is not supported: give dimensions")
     return {"prompts": prompts, "default_prompt_name": default, "similarity": name}
+
+
+def check_pooling(config: EngineConfig, model_config: ModelConfig, pooling: PoolingConfig) -> EngineConfig:
+    """The options of an engine that makes vectors of texts. Raises: ValueError naming an option."""
+    for option in config.given(*NOT_FOR_POOLING):
+        raise ValueError(f"{option} does not work with embeddings and scores")
+    limit = model_config.max_position_embeddings
+    if config.max_model_len is None and pooling.max_seq_length is not None:
+        config = replace(config, max_model_len=min(limit, pooling.max_seq_length))
+    if model_config.is_encoder:
+        for option in config.given(*NOT_FOR_ENCODERS):
+            raise ValueError(f"{option} is not for encoders, and {model_config.architecture} is one")
+        budget = config.max_num_batched_tokens or TOKENS_OF_ENCODER[resolve_device(config.device).type]
+        config = replace(config, max_num_batched_tokens=budget, enable_prefix_caching=False)
+    return replace(config, enforce_eager=True)  # compiled steps end with the head for text, and encoders gain nothing

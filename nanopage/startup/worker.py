@@ -27,11 +27,11 @@ from nanopage.layers.linear import Linear
 from nanopage.models.decoder import Decoder
 from nanopage.models.meta import meta_model
 from nanopage.pooling.encode import Encode
+from nanopage.startup.options import refused
 from nanopage.state.layer_kinds import LayerKinds, divide_layers
 from nanopage.step import Capacity
 from nanopage.weights import loader
 from nanopage.weights.storage import BLOCKS, choose_storage, store, why_eager
-from nanopage.worker.options import refused
 from nanopage.worker.setup import Setup
 from nanopage.worker.ways import Wings
 from nanopage.worker.worker import Worker

@@ -15,13 +15,13 @@ from nanopage.build import build_engine
 from nanopage.device import resolve_dtype, resolve_kv_dtype, set_cuda_precision
 from nanopage.engine.statistics import count_state
 from nanopage.params import RequestOutputKind
+from nanopage.startup.options import refused
 from nanopage.state.kv_cache import KVCache
 from nanopage.state.pages import views
 from nanopage.step import Batch
 from nanopage.view.invariants import check_blocks
 from nanopage.weights import loader
 from nanopage.worker.model_runner import Launched
-from nanopage.worker.options import refused
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 

@@ -12,8 +12,8 @@ from nanopage.build import build_engine
 from nanopage.checks.speculation import SpeculativeConfig
 from nanopage.speculation.draft_model import CATCH_UP, FIRST_READ, ModelDrafter
 from nanopage.speculation.lookup import StepTimes
+from nanopage.startup.options import refused
 from nanopage.weights import loader
-from nanopage.worker.options import refused
 
 OPTIONS = {"dtype": "float64", "device": "cpu", "enforce_eager": True, "max_model_len": 200, "block_size": 8}
 PROMPTS = [list(range(10, 10 + length)) for length in (5, 40, 17)]
