@@ -29,6 +29,10 @@ RULE = (
 )
 
 
+class _Left(Exception):
+    """The user has left by Ctrl-C, twice in a row."""
+
+
 class Conversation:
     """A conversation at a terminal.
 
@@ -89,19 +93,21 @@ class Conversation:
             say(prompt.why_no_history)
         try:
             while not self.done:
-                say("")
-                text = self._read(prompt)
-                if text is None:
-                    break
-                self._take_safely(text)
-        except KeyboardInterrupt:  # Ctrl-C twice
-            return 130
+                try:
+                    say("")
+                    self._take_safely(self._read(prompt))
+                except EOFError:
+                    return 0
+                except KeyboardInterrupt:  # just before the prompt, or just after a reply
+                    pass
+                except _Left:
+                    return 130
         finally:
             self._keep()
         return 0
 
-    def _read(self, prompt: Prompt) -> str | None:
-        """What is typed; None on Ctrl-D. Raises KeyboardInterrupt on Ctrl-C in an empty line, twice in a row."""
+    def _read(self, prompt: Prompt) -> str:
+        """What is typed. Raises: EOFError on Ctrl-D; _Left on Ctrl-C in an empty line, twice in a row."""
         interrupted = False
         while True:
             if self._typed:
@@ -109,11 +115,9 @@ class Conversation:
                 self._typed.clear()
             try:
                 return prompt.read()
-            except EOFError:
-                return None
             except KeyboardInterrupt:
                 if interrupted and not prompt.typed:
-                    raise
+                    raise _Left from None
                 interrupted = True
                 say(f"Ctrl-D leaves{'.' if prompt.dumb else ', and so does another Ctrl-C.'}")
 

@@ -25,6 +25,7 @@ from prompt_toolkit.output import create_output
 from prompt_toolkit.renderer import Renderer
 from prompt_toolkit.utils import is_dumb_terminal
 
+from nanopage.terminal.signals import wait_for_input
 from nanopage.terminal.text import terminal_reflows
 
 QUOTES = '"""'
@@ -106,7 +107,9 @@ class Prompt:
         if ended:
             print(f"{prompt}{line}")
             return line
-        return line + input(f"{prompt}{line}")
+        print(f"{prompt}{line}", end="", flush=True)
+        wait_for_input()
+        return line + input()
 
     def _notice(self, buffer) -> None:
         self.typed = True

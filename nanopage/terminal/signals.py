@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import select
 import signal
 import sys
 import threading
@@ -93,6 +94,22 @@ def interruptible(typed: bytearray | None = None) -> Iterator[Interrupt]:
         _restore(previous)
         if interrupt.signum in TERMINATING:
             raise SystemExit(128 + interrupt.signum)
+
+
+def wait_for_input() -> None:
+    """Wait until there is something to read on a terminal. `input()` by itself can miss a signal that arrives just
+    before it waits, and then handles the signal only after the next line."""
+    if not sys.stdin.isatty():
+        return
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    previous = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+    try:
+        select.select([sys.stdin, reading], [], [])
+    finally:
+        signal.set_wakeup_fd(previous)
+        os.close(reading)
+        os.close(writing)
 
 
 @contextlib.contextmanager

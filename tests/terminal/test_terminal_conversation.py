@@ -668,3 +668,29 @@ def test_an_error_of_the_engine_ends_the_reply_and_is_said(chat, llm, monkeypatc
     monkeypatch.undo()
     chat.take("and the dog?")
     assert chat.last.finish_reason == "length"
+
+
+def test_only_two_interrupts_at_the_prompt_leave(llm, monkeypatch):
+    """Not one that comes between a reply and the prompt."""
+    lines = iter(["/set seed 3", KeyboardInterrupt(), "/set seed 4", KeyboardInterrupt(), KeyboardInterrupt()])
+
+    class Prompt:
+        dumb, typed, why_no_history = True, False, ""
+
+        def read(self):
+            line = next(lines)
+            if isinstance(line, KeyboardInterrupt):
+                raise line
+            return line
+
+    def say_once(text, *style):
+        if text == "" and not interrupted:
+            interrupted.append(True)
+            raise KeyboardInterrupt
+
+    interrupted = []
+    chat = Conversation(llm, Session(GREEDY, model="tiny"), WITH_ALIASES, raw=False, plain=True)
+    monkeypatch.setattr("nanopage.terminal.conversation.Prompt", lambda *arguments: Prompt())
+    monkeypatch.setattr("nanopage.terminal.conversation.say", say_once)
+    assert chat.run() == 130
+    assert interrupted and chat.session.params.seed == 4 and not [*lines]
