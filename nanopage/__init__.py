@@ -13,9 +13,9 @@ import sys
 
 __version__ = "0.2.0"
 
-# How long a thread of OpenMP spins at a barrier before it sleeps: on a Zen 5, 0.7 ms instead of 7. Where another
-# process keeps a core busy, the system may put two threads on one core: each then spins while the other, which it waits
-# for, cannot run. libgomp reads this once, when torch is imported.
+# How long an OpenMP thread spins at a barrier before it sleeps: on a Zen 5, 0.7 ms instead of 7. If another process
+# keeps a core busy, the system may put two threads on one core. Each then waits for the other, and its spinning keeps
+# the other from running. libgomp reads this once, when torch is imported.
 if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys():
     os.environ["GOMP_SPINCOUNT"] = "30000"
 
@@ -52,13 +52,13 @@ def __getattr__(name: str):
 _UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
-MAX_MESSAGE = 20_000  # characters that are printed of a message, which may quote a file
+MAX_MESSAGE = 20_000  # the most characters of a message to print: it may quote a file
 
 
 def escaped(text: str, most: int | None = None) -> str:
     """`text` for a message or a log, with unprintable characters as escape sequences. Tabs and newlines stay.
 
-    Args: most: characters of it that are kept, half of them at its end.
+    Args: most: how many characters of `text` to keep, half of them from its end.
     """
     if most is not None and len(text) > most:
         text = f"{text[: most // 2]} ... ({len(text) - most:,} characters) ... {text[-most // 2 :]}"
@@ -71,7 +71,7 @@ class _Formatter(logging.Formatter):
 
 
 class _Stderr(logging.StreamHandler):
-    """What the engine says goes to whatever sys.stderr is at that time; silence it by the logger "nanopage"."""
+    """Writes to whatever sys.stderr is when a message comes. To silence the engine, use the logger "nanopage"."""
 
     def emit(self, record):
         self.stream = sys.stderr

@@ -33,7 +33,7 @@ from nanopage.text.tokenizer import Tokenizer
 from nanopage.weights import hub, loader
 from nanopage.worker.executor import LocalExecutor
 
-# build_engine, and the methods that wings have for LLM.
+# build_engine, and the methods that wings add to LLM.
 __all__ = ["beam_search", "build_engine", "classify", "embed", "encode", "read_replies", "score"]
 
 logger = logging.getLogger("nanopage")
@@ -84,7 +84,7 @@ def build_engine(
 
 
 def _read_config(config: EngineConfig, checkpoint: loader.Checkpoint) -> ModelConfig:
-    """The shape of a decoder that a family computes, or else transformers' own module. Raises: as `build_engine`."""
+    """Read the configuration for a family here, or else for transformers' own module. Raises: as `build_engine`."""
     fits = not isinstance(checkpoint, Path) or has_family(checkpoint)
     if config.model_impl == "nanopage" or (config.model_impl == "auto" and fits):
         return loader.read_config(checkpoint)

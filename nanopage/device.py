@@ -36,8 +36,8 @@ def resolve_kv_dtype(
 ) -> torch.dtype:
     """The dtype of K and V. `kv_cache_dtype` is as in EngineConfig.
 
-    "auto" is `dtype`, which `resolve_dtype` has chosen for `name`. But where that is float32 because a CPU does not
-    compute in the checkpoint's 16 bits, K and V are kept in these, and widened as they are read.
+    "auto" is `dtype`, which `resolve_dtype` has chosen for `name`, with one exception. If `dtype` is float32 because a
+    CPU does not compute in the checkpoint's 16 bits, K and V keep the 16 bits and are widened as they are read.
     """
     if kv_cache_dtype != "auto":
         return torch.float8_e4m3fn

@@ -12,8 +12,9 @@ from nanopage.params import BeamSearchParams, PoolingParams, SamplingParams
 Prompt = str | list[int] | dict
 """Text, token ids, or a dict with "prompt" or "prompt_token_ids", and optionally "cache_salt" (vLLM's forms).
 
-A dict with both is of token ids; the text is only returned as `RequestOutput.prompt`. The prompt of a conversation also
-has "reasoning": whether it ends within the model's reasoning; None if the model does not think."""
+If a dict has both, the token ids are used, and the text is only returned as `RequestOutput.prompt`. The prompt of a
+conversation also has "reasoning": whether the prompt ends within the model's reasoning; None if the model does not
+think."""
 
 AnyParams = SamplingParams | BeamSearchParams | PoolingParams
 
@@ -69,9 +70,9 @@ def list_prompts(
     """A list or tuple as it is, and a single prompt as a list of one.
 
     Args:
-        token_ids: those of one prompt, or of each prompt in a list. `prompts` are then their texts, or None.
+        token_ids: the ids of one prompt, or a list of the ids of each prompt. `prompts` are then their texts, or None.
 
-    Raises: TypeError, ValueError: arguments of another type, or another number of texts than of prompts.
+    Raises: TypeError, ValueError: arguments of another type, or not as many texts as prompts.
     """
     if token_ids is not None:
         return _pair_texts(token_ids, None if prompts is None else list_prompts(prompts))
@@ -127,7 +128,7 @@ def match_parameters(
 
 
 def _for_each(value: Any, count: int, what: str) -> Sequence[Any]:
-    """A list or tuple of `count` values as it is, and a single one that often."""
+    """A list or tuple of `count` values as it is; a single value, `count` times."""
     values = value if isinstance(value, list | tuple) else [value] * count
     if len(values) != count:
         raise ValueError(f"{len(values)} {what} for {count} prompts")

@@ -1,4 +1,4 @@
-"""LLM: the offline API. Methods and arguments that vLLM's LLM has, too, have its names (docs/vllm.md).
+"""LLM: the offline API. Methods and arguments have vLLM's names where vLLM's LLM has them (docs/vllm.md).
 
 from nanopage import LLM, SamplingParams
 
@@ -46,7 +46,7 @@ class LLM:
         Others: as `build_engine`.
     """
 
-    # Methods of wings, which build.py attaches.
+    # Methods that wings add, attached by build.py.
     beam_search, read_replies = build.beam_search, build.read_replies
     encode, embed, classify, score = build.encode, build.embed, build.classify, build.score
 
@@ -64,7 +64,7 @@ class LLM:
         self.ids = itertools.count()  # of requests
         self._metrics = Metrics(self.engine)
         self._lock = threading.RLock()  # guards the engine and the inboxes
-        # request_id -> the inbox for its outputs. A reader (a call of generate, a stream) has one for all its requests.
+        # request_id -> the inbox for its outputs. A reader (a call of generate, a stream) has one inbox.
         self._inboxes: dict[str, deque[RequestOutput]] = {}
 
     def generate(

@@ -33,7 +33,7 @@ class RequestMetrics:
     num_preemptions: int = 0
 
     def count_step(self, now: float) -> None:
-        """The request gets tokens in a step whose results came at `now`."""
+        """Record a step that gave the request tokens. Its results came at `now`."""
         if self.token_times[-1:] != [now]:
             self.token_times.append(now)
 
@@ -93,7 +93,7 @@ class RequestOutput:
     `prompt_logprobs[0]` is None: the first token has nothing before it. `error` says why a request could not be
     completed; completions that had not ended by then have the finish_reason "error". `sequences` are the
     completions of `LLM.beam_search` as vLLM returns them; None for other requests, and if the search was interrupted.
-    `pooled` is what a request with PoolingParams is for, float32 [size]; it has no `outputs`.
+    `pooled` is the vector that a request with PoolingParams makes, float32 [size]; such a request has no `outputs`.
     """
 
     request_id: str
@@ -109,7 +109,7 @@ class RequestOutput:
     pooled: np.ndarray | None = None
 
     def supersede(self, unread: "RequestOutput") -> None:
-        """Take the place of the previous output, which nobody has read: what is new since then includes its deltas."""
+        """Replace the previous output, which nobody has read: put its deltas before the deltas of this output."""
         for completion, before in zip(self.outputs, unread.outputs, strict=False):
             completion.delta = before.delta + completion.delta
 
@@ -129,7 +129,7 @@ class EmbeddingOutput:
 
     @property
     def hidden_size(self) -> int:
-        """vLLM's name of its length."""
+        """The length of the embedding, under vLLM's name."""
         return len(self.embedding)
 
 
@@ -203,19 +203,19 @@ class GenerationError(RuntimeError):
 class RequestEvent:
     """A change of a request's state.
 
-    kind: "added" to the queue; "started", with blocks of its own, for the first time or again; "preempted", without
-        blocks again; "swapped out" to host memory, "swapped in" from there; "finished", whatever the reason.
+    kind: "added" to the queue; "started": it got blocks, for the first time or again; "preempted": it lost its blocks;
+        "swapped out" to host memory, "swapped in" from there; "finished", whatever the reason.
 
-    The other fields say what decided it, where that applies; view/explain.py makes sentences of them. They do not
-    count when events are compared.
+    The other fields say why, where that applies; view/explain.py makes sentences of them. Comparisons of events ignore
+    them.
 
-    reason: of a preemption, "blocks"; "priority, blocks", "priority, sequences" or "priority, adapter" for a request of
-        a higher priority and what it lacks; "alone" (requests run one at a time after a failed step), "restart" (after
-        an exception) or "draft" (logits behind a draft were not finite); of an end, the `finish_reason`.
+    reason: why a request is preempted: "blocks"; "priority, blocks", "priority, sequences" or "priority, adapter" if a
+        request of a higher priority lacks these; "alone" (requests run one at a time after a failed step), "restart"
+        (after an exception) or "draft" (logits behind a draft were not finite). At the end: its `finish_reason`.
     cause: the id of the request that the blocks are taken for.
-    needed, free: blocks, or sequences, that were needed for that, and that could be given out.
-    tokens: of the prompt when a request is added; all that it has, when it starts.
-    cached_tokens: of these, found in the prefix cache.
+    needed, free: how many blocks, or sequences, were needed, and how many could be given out.
+    tokens: when a request is added, the tokens of its prompt; when it starts, all its tokens.
+    cached_tokens: how many of `tokens` were found in the prefix cache.
     host_full: it would have been swapped out, but host memory has too few blocks.
     """
 
@@ -242,14 +242,14 @@ class StepStats:
     running: int = 0
     swapped: int = 0
     prefill_tokens: int = 0  # computed in chunks that begin in the prompt
-    decode_tokens: int = 0  # computed from a position in the output on, drafts included; also again, after a preemption
+    decode_tokens: int = 0  # computed in chunks that begin in the output, with drafts and what a preemption repeats
     context_tokens: int = 0  # whose K and V attention reads, the new ones included; summed over the batch's sequences
     stored_tokens: int = 0  # whose K and V are in blocks; summed over the running sequences
     cached_tokens: int = 0  # found in the prefix cache instead of computed
-    output_tokens: int = 0  # sampled; of a beam search, one for each live beam; of a draft, those that were accepted
+    output_tokens: int = 0  # sampled; for a beam search, one for each live beam; for a draft, the accepted ones
     num_drafts: int = 0  # sequences whose next tokens were drafted (see speculation/lookup.py)
     draft_tokens: int = 0  # of all drafts
-    accepted_tokens: list[int] = field(default_factory=list)  # drafts whose first token was sampled, whose second, ...
+    accepted_tokens: list[int] = field(default_factory=list)  # how many drafts had token 0 sampled, token 1, ...
     finished: int = 0  # requests
     free_blocks: int = 0  # without the cached ones
     used_blocks: int = 0
@@ -271,7 +271,7 @@ class StepStats:
 
     def count_draft(self, num_tokens: int, num_accepted: int) -> None:
         """Count a draft, of which the first `num_accepted` tokens were sampled. Tokens behind a stop token do not
-        count; those behind a stop string do, because the engine finds it later, in the text."""
+        count. Tokens behind a stop string do, because the engine finds the string later, in the text."""
         self.num_drafts += 1
         self.draft_tokens += num_tokens
         self.accepted_tokens += [0] * (num_accepted - len(self.accepted_tokens))

@@ -11,7 +11,7 @@ from nanopage.checks.vllm_options import BEAM_SEARCH, POOLING, SAMPLING, STRUCTU
 from nanopage.files.model_files import shown
 
 MAX_STOP_CHARS = 16_384  # of all stop strings of a request: their automaton takes some 250 bytes a character
-MAX_BREAKERS, MAX_BREAKER_CHARS = 16, 64  # of DRY: each is searched in all tokens
+MAX_BREAKERS, MAX_BREAKER_CHARS = 16, 64  # of DRY: each is searched for in all tokens
 LONGEST_MATCH = 32  # tokens, which DRY compares with earlier ones
 MAX_LOGPROBS = 20  # vLLM's default `max_logprobs`: bounds the top-k that SamplingParams can ask for
 Bias = Annotated[float, number(-100, 100)]
@@ -25,7 +25,7 @@ LISTS: dict[str, tuple[type, list | None]] = {
 }
 NO_SCALARS = (*LISTS, "logit_bias", "structured_outputs", "output_kind")
 
-# What a model's generation_config.json may recommend; frequency_penalty and DRY only for nanopage.
+# What a model's generation_config.json may recommend. Only nanopage reads frequency_penalty and DRY there.
 RECOMMENDED = (
     *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty"),
     *("dry_multiplier", "dry_base", "dry_allowed_length", "dry_sequence_breakers"),
@@ -33,7 +33,7 @@ RECOMMENDED = (
 
 
 class RequestOutputKind(Enum):
-    """When a request has outputs: after every token, with all that it has produced; or only when it has ended."""
+    """When a request has outputs: after every token, with all that it has produced, or once, when it has ended."""
 
     CUMULATIVE = 0
     FINAL_ONLY = 2
@@ -116,19 +116,19 @@ class SamplingParams:
             output (Keskar et al. 2019), in [0.01, 100]; 1 is off.
         presence_penalty: subtracted from the logits of tokens already in the output, in [-2, 2].
         frequency_penalty: subtracted once per occurrence in the output, in [-2, 2].
-        dry_multiplier: of the DRY penalty on tokens that would lengthen a repetition in the output, in [0, 100]; 0 is
-            off. If the last L tokens have occurred in the output before, the logit of the token that followed them
-            there is reduced by dry_multiplier * dry_base ** (L - dry_allowed_length). The last 2,048 tokens of the
-            output are searched, not the prompt. A match counts at most 32 tokens. The other names are llama.cpp's, too.
+        dry_multiplier: strength of the DRY penalty on tokens that would lengthen a repetition in the output, in [0,
+            100]; 0 is off. If the last L tokens have occurred in the output before, the logit of the token that
+            followed them there is reduced by dry_multiplier * dry_base ** (L - dry_allowed_length). The last 2,048
+            tokens of the output are searched, not the prompt. A match counts at most 32 tokens. Names are llama.cpp's.
         dry_base: in [1, 10].
         dry_allowed_length: shorter repetitions are not penalized, in [1, 32].
-        dry_sequence_breakers: texts that no repetition reaches across, at most 16. Each token that contains one of them
-            is a breaker; if no token does, the last one of the text. None: line break, colon, double quote, asterisk.
+        dry_sequence_breakers: texts that no repetition reaches across, at most 16. Each token that contains such a text
+            is a breaker. If no token contains it, its last token is. None: line break, colon, double quote, asterisk.
         logit_bias: token id -> number in [-100, 100] added to its logit.
         allowed_token_ids: only these ids can be sampled.
-        bad_words: strings whose token sequences cannot be completed: those at the beginning of a text, after a space
-            and after a line break. A string that begins with white space means only itself. In another place, a model
-            may spell a word with other tokens. At most 64 tokens each.
+        bad_words: strings whose token sequences cannot be completed: the sequences at the beginning of a text, after a
+            space and after a line break. A string that begins with white space stands only for itself. Elsewhere, a
+            model may spell a word with other tokens. At most 64 tokens each.
         seed: makes the request's noise independent of what runs beside it. In dtypes smaller than
             float64, logits round differently in batches of other sizes, and near-ties can fall either way. None draws
             from the engine's seed.
@@ -136,7 +136,7 @@ class SamplingParams:
         min_tokens: no end-of-sequence, stop token or stop string before this many output tokens.
         stop: strings that end the output; not part of it unless `include_stop_str_in_output`. The string that ends
             first in the text counts; if several end at the same place, the longest. At most 16,384 characters in all.
-        stop_in_reasoning: search for `stop` also in what a model thinks before it answers, in chats. Completions of a
+        stop_in_reasoning: in chats, search for `stop` also in what a model thinks before it answers. Completions of a
             text are always searched as a whole.
         stop_token_ids: tokens that end the output, also within the reasoning.
         ignore_eos: go on after end-of-sequence tokens.
@@ -147,7 +147,7 @@ class SamplingParams:
         logprobs: also return the log-probabilities of the sampled token and of this many top tokens, up to 20.
             They are the model's own, before penalties, temperature and truncation.
         prompt_logprobs: the same for each prompt token but the first.
-        structured_outputs: what the text must be, such as a value of a JSON schema. Where it is complete, only
+        structured_outputs: what the text must be, such as a value of a JSON schema. Once the text is complete, only
             end-of-sequence tokens and `stop_token_ids` are allowed. A text that another limit ends is not complete.
         output_kind: when outputs are made. `LLM.generate` and `LLM.chat` always use FINAL_ONLY.
 
@@ -227,7 +227,7 @@ class SamplingParams:
             )
 
     def _check_pairs(self) -> None:
-        """Parameters that each are valid, but not together."""
+        """Refuse parameters that are valid alone, but not together."""
         if self.best_of is not None and self.best_of < self.n:
             raise ValueError(f"best_of={self.best_of} is less than n={self.n}")
         if self.greedy and self.num_sequences > 1:
@@ -269,7 +269,7 @@ class BeamSearchParams:
         length_penalty: a completion's score is its cumulative log-probability / its length ** length_penalty; the
             length counts the end-of-sequence token. In [-10, 10].
         early_stopping: True stops when `width` beams are complete. False stops when no live beam has a better score at
-            its present length, "never" when none could have one at any length.
+            its present length, "never" when no live beam could have a better score at any length.
         skip_special_tokens: leave special tokens out of the text.
 
     Raises:
@@ -299,13 +299,13 @@ class PoolingParams:
     """What to make of one text with `LLM.embed`, `classify`, `score` or `encode`.
 
     Args:
-        truncate_prompt_tokens: keep the first tokens of a longer text, this many with the special ones; -1: as many as
+        truncate_prompt_tokens: keep this many of a longer text's first tokens, special tokens included; -1: as many as
             the model takes. Of a pair, the longer text is shortened first. None: a text that is too long is an error.
         dimensions: return the first numbers of an embedding only, for models trained for that (Matryoshka embeddings).
         normalize: scale embeddings to length 1, after `dimensions`. None: as the model's files say.
         use_activation: pass the scores of classes through the model's activation. None: True.
-        prompt_name: a prompt in config_sentence_transformers.json, which is put before the text. None: the one that
-            the file has as its default, if any.
+        prompt_name: a prompt in config_sentence_transformers.json, which is put before the text. None: the file's
+            default prompt, if any.
 
     Raises:
         ValueError, TypeError: a value out of range or of the wrong type, by name.

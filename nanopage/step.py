@@ -6,7 +6,7 @@ All are plain data. LocalExecutor passes them as objects. ProcessExecutor sends 
 
 A worker keeps a table with a row for each running sequence (state/sequence_table.py). The engine assigns the rows: a
 sequence gets a free row when it begins to run, and gives it back when it ends or gives up its blocks. A Batch holds a
-sequence's tokens and sampling settings once, when the sequence begins to run; after that only what changes.
+sequence's tokens and sampling settings once, when the sequence begins to run. Later Batches hold only changes.
 """
 
 from collections.abc import Callable
@@ -104,8 +104,8 @@ class BlockUpdate:
 
 @dataclass(slots=True)
 class Batch:
-    """One step's work. A worker applies the fields in the order in which they are declared, but `loads` first. Here,
-    the everyday ones are explained first.
+    """One step's work. A worker applies `loads` first, and then the other fields in the order of their declaration.
+    Here, the everyday fields are explained first.
 
     new, blocks          changes of the sequence table: sequences that begin to run, and their blocks
     rows                 the B sequences that run, by their rows of that table, those with one token first
@@ -128,8 +128,8 @@ class Batch:
                          fork, its first token is sampled from its parent's logits
     tokens               [(row, position, token id)] that not every worker knows: the next tokens of beams, which the
                          engine has chosen; drafts, which it guesses; with several workers, all sampled tokens, because
-                         one worker samples. With a draft of 3, a row has 4 tokens, and one is sampled after each:
-                         those up to and including the first that differs from the draft are the row's next tokens
+                         one worker samples. With a draft of 3, a row has 4 tokens, and a token is sampled after each.
+                         The row's next tokens are these, up to and including the first that differs from the draft
     masks                index in `sampled_rows` -> the tokens that the row may get, as bits: token i is bit i % 8 of
                          byte i // 8. Other rows may get any token
     awaits_masks         whether more masks follow this batch (see `Executor.add_masks`)
@@ -244,8 +244,8 @@ class Executor(Protocol):
         """
 
     def add_masks(self, masks: dict[int, bytes]) -> None:
-        """Give the batch that was submitted last, which awaits them, the rest of its masks (see `Batch.masks`). The
-        engine finds them while the workers run the model. Raises: as `submit`."""
+        """Give the last submitted batch the rest of its masks, which it awaits (see `Batch.masks`). The engine finds
+        them while the workers run the model. Raises: as `submit`."""
 
     def result(self) -> BatchResult:
         """Wait for the oldest step whose result has not been fetched, and return the result. Raises: as `submit`."""
@@ -258,7 +258,7 @@ class Executor(Protocol):
         """
 
     def rest(self) -> None:
-        """No request is left: there is time for other work, in the background."""
+        """Use the time for other work, in the background: no request is left."""
 
     def check(self) -> None:
         """Raises: WorkerDiedError if a worker has ended since the last step."""

@@ -1,1 +1,1 @@
-"""What users and files say, checked: options and fields of config.json, and those that only some models have."""
+"""Checks of what users and files say: options, and fields of config.json, also those that only some models have."""

@@ -131,7 +131,7 @@ class Fields:
         `layer_types` or `max_window_layers` says which layers have a window.
 
         Args:
-            default: where config.json has no `sliding_window`. Null there is no window.
+            default: the window if config.json has no `sliding_window`. Null means no window.
             kinds: in place of `layer_types`.
             from_layer: the first layer with a window, if config.json does not say. 0 ignores `max_window_layers`.
         """
@@ -150,7 +150,7 @@ class Fields:
         return tuple(window if layer >= first else None for layer in range(num_layers))
 
     def num_labels(self) -> int:
-        """How many classes a model has: transformers writes their names, unless they are two without names."""
+        """How many classes a model has: transformers writes their names, unless there are two without names."""
         labels = self.object("id2label").values
         return len(labels) if labels else self.size("num_labels", 2)
 

@@ -54,7 +54,7 @@ class PoolingConfig:
 
     @property
     def scores(self) -> bool:
-        """Whether the model itself scores a pair. An embedding model compares the embeddings of its two texts."""
+        """Whether the model itself scores a pair. If not, the embeddings of the two texts are compared."""
         return self.task == "classify" and self.num_labels == 1
 
     def prompt_for(self, name: str | None) -> str:
@@ -95,7 +95,7 @@ def check_pooling_options(pooler_config: dict | None, hf_overrides: dict | None)
 
 
 def read_classifier(config: dict, source: str, num_labels: int) -> PoolingConfig:
-    """How a model ...ForSequenceClassification scores classes, for a decoder: by its last token.
+    """How a decoder named ...ForSequenceClassification scores classes: by its last token.
 
     Args: config: config.json; source: its name. Raises: ValueError naming the field.
     """

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from nanopage.checks.fields import Fields
 from nanopage.files.model_files import shown
 
-STORED_QUANTIZATIONS = ("awq", "gptq")  # those of a checkpoint, which `quantization` may only repeat
+STORED_QUANTIZATIONS = ("awq", "gptq")  # of a checkpoint; `quantization` may only repeat config.json
 GROUP_SIZES = (32, 64, 128)  # inputs that share a scale in a checkpoint of one of them
 
 # What AWQ and GPTQ checkpoints of models with experts leave as floats: the head, and what chooses experts.

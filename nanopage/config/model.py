@@ -30,7 +30,7 @@ class ExpertsConfig:
 class ModelConfig:
     """The shape of a transformer, whatever config.json called it.
 
-    Fields that only some families have, beside their defaults:
+    Fields that only some families set, and others leave at their defaults:
 
     activation: of the feed-forward layer, one of ACTIVATIONS.
     norm_offset: as in layers/norm.py.
@@ -39,12 +39,12 @@ class ModelConfig:
         0: x stays.
     embedding_scale, residual_scale: factors of embeddings, and of what each layer adds to the hidden states.
     logit_divisor: logits are divided by it.
-    other_rope: a second rope, such as UNROTATED, of `other_rope_layers`. A family that does not say which layers have
-        it means those with a window.
+    other_rope: a second rope, such as UNROTATED, of `other_rope_layers`. If a family does not name these layers, they
+        are the layers with a window.
     undivided: why tensor parallelism does not work with the family.
     type_vocab_size, first_position: of an encoder, which has no `rope`: how many texts token types tell apart, and the
         row of the first token in the position embeddings. Its norms are not RMS norms.
-    model_impl: what computes it: "nanopage", or "transformers" (see transformers_impl/).
+    model_impl: what computes the model: "nanopage", or "transformers" (see transformers_impl/).
     """
 
     architecture: str

@@ -22,12 +22,12 @@ class EngineConfig:
 
     Args:
         model: a Hugging Face directory, a .gguf file, a hub id, or None for SmolLM2-135M-Instruct (see weights/hub.py).
-        dtype: of weights, activations and KV; "auto" is the checkpoint's if the device computes in it natively. That of
-            a .gguf file is bfloat16. Where a CPU does not compute in the checkpoint's 16 bits, "auto" is float32, but K
-            and V keep the 16 bits. On a CPU, compiled layers in float32 keep weights that the checkpoint has in
-            bfloat16 or float16 as they are, and widen them as they read them; weights that a .gguf file has as Q4_0,
-            Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K or Q6_K stay integers, and the activations that they multiply are rounded
-            to int8 (see quantization/gguf_tiles.py).
+        dtype: of weights, activations and KV; "auto" is the checkpoint's if the device computes in it natively. A .gguf
+            file counts as bfloat16. Where a CPU does not compute in the checkpoint's 16 bits, "auto" is float32, but K
+            and V keep the 16 bits. On a CPU, compiled layers in float32 keep the checkpoint's bfloat16 or float16
+            weights, and widen them as they read them. Weights that a .gguf file has as Q4_0, Q4_1, Q5_0, Q5_1, Q8_0,
+            Q4_K, Q5_K or Q6_K stay integers, and the activations that they multiply are rounded to int8 (see
+            quantization/gguf_tiles.py).
         device: "auto" is CUDA if present, else the CPU.
         max_model_len: most tokens (prompt + output) of a sequence; None is the model's own limit, or what the
             KV cache holds if that is less.
@@ -37,8 +37,8 @@ class EngineConfig:
             these numbers (see engine/token_budget.py).
         block_size: tokens per KV cache block; on a GPU a power of two.
         kv_cache_dtype: "auto" keeps K and V as `dtype` says, "fp8" (or "fp8_e4m3") in 8 bits (e4m3), so that twice as
-            many tokens fit as in 16 bits. They are divided by the checkpoint's k_scale and v_scale of each
-            layer, or by 1 if it has none. On a GPU of compute capability 8.9 or later, and on a CPU with
+            many tokens fit as in 16 bits. In fp8, K and V are divided by the checkpoint's k_scale and v_scale of each
+            layer, or by 1 if it has none. fp8 needs a GPU of compute capability 8.9 or later, or a CPU with
             `enforce_eager`.
         kv_cache_gib: most GiB for the KV cache. None: see `gpu_memory_utilization`.
         gpu_memory_utilization: the share of the device's memory (on a CPU: of the RAM) that weights and KV cache may
@@ -47,20 +47,20 @@ class EngineConfig:
             gives memory to a part of the cache when it is first written. The cache is never larger than `max_num_seqs`
             sequences of `max_model_len` tokens, so `nanopage chat`, which has one at a time, has a small one.
         num_gpu_blocks_override: size of the KV cache in blocks, on any device; for tests. If a model's layers differ in
-            their windows, a block belongs to those of one kind (layer_kinds.py).
+            their windows, a block belongs to the layers of one kind (layer_kinds.py).
         enable_prefix_caching: share the KV of equal prefixes between requests.
         preemption_mode: what happens to a request's KV when another needs its blocks: "recompute" or "swap". None: see
             the rule in engine/preemption.py.
         swap_space: GiB of host memory for swapped KV, taken when first needed. None: as much as the KV cache, but at
-            most a quarter of the available RAM and 4 GiB. When it is full, requests are recomputed. With 0, all are,
-            and preemption_mode="swap" is refused.
+            most a quarter of the available RAM and 4 GiB. When it is full, requests are recomputed. With 0, no request
+            is swapped, and preemption_mode="swap" is refused.
         scheduling_policy: "fcfs", or "priority": requests with a lower `priority` go first, and may take the blocks of
             requests with a higher one.
-        enforce_eager: compile and capture nothing. False: on a CPU, in float32, and in bfloat16 where oneDNN computes
-            in it, decoder layers are compiled in the background once the first requests have ended, and used
-            once the engine is idle (see cpu/aot.py). On a GPU they are compiled at start, and decode steps,
-            and the compiled parts of other small steps, are captured as CUDA graphs (see worker/jit.py,
-            worker/cuda_graphs.py and worker/piecewise_graphs.py).
+        enforce_eager: compile and capture nothing. False: on a CPU, decoder layers in float32, or in bfloat16 if oneDNN
+            computes in it, are compiled in the background once the first requests have ended. They are used once the
+            engine is idle (see cpu/aot.py). On a GPU, they are compiled at start, and decode steps, and the compiled
+            parts of other small steps, are captured as CUDA graphs (see worker/jit.py, worker/cuda_graphs.py and
+            worker/piecewise_graphs.py).
         quantization: how weights are stored, if not as in the checkpoint. "int8" stores each weight of linear layers,
             and of an embedding tied to the head, in one byte. "int4" stores the weights of the decoder layers in half a
             byte, with a scale and an offset for each 32 inputs, and those of the head in one byte. On a CPU
@@ -76,8 +76,8 @@ class EngineConfig:
             feed-forward layer and a part of the vocabulary. Must divide these numbers. On a GPU, each worker has a GPU
             of its own.
         enable_expert_parallel: divide whole experts among the `tensor_parallel_size` workers of a stage, instead of the
-            columns of every expert. Their number must divide the number of experts. Attention and a shared expert are
-            divided as before.
+            columns of every expert. `tensor_parallel_size` must divide the number of experts. Attention and a shared
+            expert are divided as without this option.
         pipeline_parallel_size: stages of `tensor_parallel_size` workers, each with a range of layers. As many batches
             are in flight as there are stages.
         distributed_executor_backend: "mp": workers are processes on this machine. "ray": they are actors of a Ray
@@ -91,7 +91,7 @@ class EngineConfig:
             layers are then not compiled; decode steps are still captured as CUDA graphs. Models with experts: only on
             a CPU, and not compiled.
         max_loras: adapters in memory, and so the most that running requests may have.
-        max_lora_rank: the highest rank of an adapter, at most 512. All adapters take as much memory as that.
+        max_lora_rank: the highest rank of an adapter, at most 512. Every adapter takes the memory of this rank.
         load_format: "auto" reads the model's weights, "dummy" draws random ones, to measure speed: a directory with
             config.json is enough then (see benchmarks/configs). Without tokenizer.json, prompts are token ids.
         generation_config: where `LLM` and `AsyncLLM` get the parameters of requests that have none: "auto" is
@@ -107,8 +107,8 @@ class EngineConfig:
         convert: what pooling makes: "embed" or "classify". "auto" is what the model is for. "none" is "auto".
         pooler_config: how an embedding model pools, instead of what its files say: {"pooling_type": "CLS", "LAST" or
             "MEAN", "normalize": True or False}, one of them or both.
-        hf_overrides: fields of config.json that make a reranker of a decoder that answers yes or no, as Qwen3-Reranker:
-            {"architectures": ["Qwen3ForSequenceClassification"], "classifier_from_token": ["no", "yes"],
+        hf_overrides: fields of config.json that turn a decoder that answers yes or no, such as Qwen3-Reranker, into a
+            reranker: {"architectures": ["Qwen3ForSequenceClassification"], "classifier_from_token": ["no", "yes"],
             "is_original_qwen3_reranker": True}. No other fields.
 
     Raises:
@@ -159,7 +159,7 @@ class EngineConfig:
             raise ValueError(message)
 
     def _conflicts(self) -> Iterator[str]:
-        """The options that do not go together. startup/options.py has those that do not fit the model or the device."""
+        """Why options exclude each other. startup/options.py says what does not fit the model or the device."""
         if self.runner == "generate":
             for name in ("convert", "pooler_config", "hf_overrides"):
                 if (value := getattr(self, name)) and value not in ("auto", "none"):

@@ -48,13 +48,13 @@ UNROTATED = RopeConfig(1.0, "none")  # of layers without rotary embeddings: thei
 def read_rope(
     config: Fields, layer_type: str | None = None, default_theta: float = 10000.0, partial: bool = False
 ) -> RopeConfig:
-    """The rope of a model. transformers 5 writes rope_parameters, 4 wrote rope_theta beside rope_scaling (whose key was
-    once "type").
+    """The rope of a model. transformers 5 writes rope_parameters. transformers 4 wrote rope_theta and rope_scaling,
+    whose key "rope_type" was once "type".
 
     Args:
-        layer_type: whose rope it is, where rope_parameters has one for each layer type. None: the model has one rope.
-        default_theta: where config.json has no rope_theta.
-        partial: whether the family knows partial_rotary_factor. Others refuse it.
+        layer_type: whose rope to read, if rope_parameters has one for each layer type. None: the model has one rope.
+        default_theta: rope_theta if config.json has none.
+        partial: whether the family knows partial_rotary_factor. Other families refuse it.
     """
     name = "rope_parameters" if config.values.get("rope_parameters") else "rope_scaling"
     rope, max_position_embeddings = config.object(name), config.size("max_position_embeddings")
@@ -64,7 +64,7 @@ def read_rope(
         name, rope = f"{name}: {layer_type}", rope.object(layer_type)
     theta = _first_number("rope_theta", rope, config, default_theta)
     rope_type = rope.values.get("rope_type", rope.values.get("type", "default"))
-    rope_type = "longrope" if rope_type == "su" else rope_type  # its first name
+    rope_type = "longrope" if rope_type == "su" else rope_type  # the first name of longrope
     if rope_type not in ROPE_TYPES:
         raise config.error(name, f"of type {shown(rope_type)} is not supported; supported: {', '.join(ROPE_TYPES)}")
     rotated = _first_number("partial_rotary_factor", rope, config, 1.0)

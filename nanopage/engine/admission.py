@@ -130,7 +130,7 @@ class Admission:
         return max(0, self.blocks_wanted(group) - len(held))
 
     def blocks_wanted(self, group: SequenceGroup) -> int:
-        """Blocks for all present tokens of a group, with one of its own for each sequence of several."""
+        """Blocks for all present tokens of a group. If it has several sequences, each has a block of its own."""
         live = group.live
         shared = common_length(live) if len(live) > 1 else 0
         return self.needs.of([seq.num_tokens for seq in live], shared)

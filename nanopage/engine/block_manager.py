@@ -121,7 +121,7 @@ class BlockManager:
         self._start(child_id, list(self.block_tables[parent_id]), None if chain is None else list(chain))
 
     def rename(self, seq_id: int, new_id: int) -> bool:
-        """Give a sequence's table, on the device or the host, to another that has none. Returns whether it had one."""
+        """Give a sequence's table, on the device or the host, to one without. Returns whether there was a table."""
         for tables in (self.block_tables, self.host.tables):
             if seq_id in tables:
                 tables[new_id] = tables.pop(seq_id)
@@ -192,7 +192,7 @@ class BlockManager:
         self.host.drop(seq_id)
 
     def blocks_of(self, seq_ids: list[int]) -> Counter[int]:
-        """The blocks in these sequences' tables, and in how many of them each is."""
+        """The blocks in these sequences' tables, each with the number of tables that contain it."""
         return count_blocks(self.block_tables, seq_ids)
 
     def _start(self, seq_id: int, table: list[int], chain: list[Prefix] | None) -> None:
@@ -211,7 +211,7 @@ class BlockManager:
             self._free.append(block)
 
     def _shared_entries(self, table: list[int], num_written: int) -> list[int]:
-        """Where a table has blocks that others share and that token `num_written` is written to."""
+        """The table indices of the shared blocks that token `num_written` is written to."""
         first = num_written // self.block_size * self.num_kinds
         entries = range(first, min(first + self.num_kinds, len(table)))
         return [index for index in entries if self.ref_counts[table[index]] > 1]

@@ -42,7 +42,7 @@ class LLMEngine:
         model_path: a directory or a .gguf file. Used for messages and for the sampling parameters it recommends.
         tokenizer: None if the model has none, which only load_format="dummy" allows.
         executor: runs the steps. The constructor starts it.
-        make_drafts: makes what guesses tokens, with `config.speculation`, once it is known how much the workers hold.
+        make_drafts: called with the workers' capacity; makes what guesses tokens, with `config.speculation`.
         adapter_slots: of the workers, with `config.enable_lora`.
 
     Raises: as `Executor.start`; ValueError for recommended sampling parameters that are not valid.
@@ -92,7 +92,7 @@ class LLMEngine:
         self.planned: Schedule | None = None  # by `plan` or this call of step, until `advance` is done
         self.last = StepRecord()
         self.in_flight: deque[Schedule] = deque()  # submitted batches, oldest first, until `update` is done
-        self._plan_seconds = 0.0  # that `plan` took; they are added to those of the next step
+        self._plan_seconds = 0.0  # that `plan` took; the next step adds them to its own
         self._num_batches = 0  # that have been submitted
         self._most_in_flight = 2 if self.async_scheduling else config.pipeline_parallel_size
         self.dead_error: WorkerDiedError | None = None  # why no step can run any more
@@ -146,15 +146,15 @@ class LLMEngine:
         larger than `n` and a FINAL_ONLY request have only one output, when they finish. `last_step` has the statistics.
 
         With async scheduling, this submits a batch before it reads the results of the previous batch, and returns the
-        outputs of the previous batch. A sequence that a stop ended in the previous batch runs once more; that token is
-        dropped. With pipeline parallelism, as many batches as there are stages are in flight, each with other
-        sequences, and the outputs are those of the oldest.
+        outputs of the previous batch. If a stop ended a sequence in the previous batch, it runs once more, and its
+        token is dropped. With pipeline parallelism, as many batches as there are stages are in flight, each with its
+        own sequences, and the outputs are those of the oldest batch.
 
         If the batch fails, its requests run again, one at a time. A request that fails alone ends with
-        `RequestOutput.error`. The others get the same tokens as without the failure, but for near-ties in dtypes
+        `RequestOutput.error`. The others get the same tokens as without the failure, except for near-ties in dtypes
         smaller than float64. If a worker has died, every request ends with an error, and `dead_error` says why. After a
-        KeyboardInterrupt, at whatever point, the next call continues with every request; if it comes in the middle of a
-        message to a worker process, that counts as the worker's death.
+        KeyboardInterrupt, at whatever point, the next call continues with every request. An interrupt in the middle of
+        a message to a worker process counts as the worker's death.
 
         At the end, `step` calls each of `listeners` with the StepStats. A listener must not call `step` or `generate`,
         change `listeners`, or block. If one raises, the later ones miss this step. The step itself is complete, and the
@@ -192,8 +192,9 @@ class LLMEngine:
     def _run_batch(self, record: StepRecord) -> None:
         """Decide on a batch, submit it, advance, and complete it.
 
-        If batches overlap, an older one is completed: with async scheduling the previous one, as soon as this one is
-        submitted; with pipeline parallelism the oldest, once there are as many as stages (see docs/async.md).
+        If batches overlap, an older batch is completed. With async scheduling, it is the previous one, as soon as this
+        batch is submitted. With pipeline parallelism, it is the oldest, once as many are in flight as there are stages
+        (see docs/async.md).
         """
         self.planned = schedule = record.scheduled = self._decide(record.stats)
         if schedule.is_empty:
@@ -257,7 +258,7 @@ class LLMEngine:
 
     def plan(self) -> bool:
         """Decide what the next call of `step` does, without running it (view/explain.py says what that is). Until then,
-        requests can be added, and wait, or aborted: the tokens of those are dropped.
+        requests can be added or aborted. Added requests wait, and the tokens of aborted requests are dropped.
 
         Returns: whether there is anything to do.
         Raises: what the scheduler raises; the next call recovers, as after a failed `step`.

@@ -6,7 +6,7 @@ from nanopage.engine.sequence import Sequence
 
 
 def fork_siblings(queues: Queues, leader: Sequence) -> None:
-    """The leader has computed what all sequences of its group share: let the others share its blocks."""
+    """Let the group's other sequences share the blocks of the leader, which has computed what all have in common."""
     leader.group.forked = True
     for seq in leader.group.live:
         if seq is not leader:
@@ -15,8 +15,8 @@ def fork_siblings(queues: Queues, leader: Sequence) -> None:
 
 
 def advance_searches(queues: Queues, schedule: Schedule, taken: list[Sequence]) -> None:
-    """Let each search choose whose sequences all have candidates. Fork those that continue more than once, and free
-    those that end.
+    """Let each beam search choose, once all its sequences have candidates. Fork sequences that continue more than once,
+    and free sequences that end.
 
     Args: taken: the sequences that took tokens or candidates in this step.
     """

@@ -26,7 +26,7 @@ class HostPool:
         self.free_blocks = list(range(self.num_blocks - 1, -1, -1))
 
     def blocks_of(self, seq_ids: list[int]) -> Counter[int]:
-        """The blocks in these sequences' tables, and in how many of them each is."""
+        """The blocks in these sequences' tables, each with the number of tables that contain it."""
         return count_blocks(self.tables, seq_ids)
 
     def fits(self, tables: Tables) -> bool:

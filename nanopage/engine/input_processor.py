@@ -1,4 +1,4 @@
-"""InputProcessor: what a user asks for as a Request that can be queued, or an error that names what is wrong."""
+"""InputProcessor: turns what a user asks for into a Request to queue, or raises an error that names what is wrong."""
 
 import dataclasses
 import hashlib

@@ -46,7 +46,7 @@ class Request:
     prompt: str | None
     prompt_token_ids: list[int]
     completions: list[Completion]
-    fill: Callable[[RequestOutput], None] | None = None  # adds to an output what comes from no completion
+    fill: Callable[[RequestOutput], None] | None = None  # adds what does not come from a completion
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
 
     @property
@@ -117,8 +117,8 @@ class OutputProcessor:
         return outputs
 
     def take_of(self, request_id: str) -> RequestOutput | None:
-        """The output of a request that has not been returned yet, if there is one. Of several, which an exception has
-        left, the last one."""
+        """The output of a request that has not been returned yet, if there is one. If an exception has left several,
+        the last one."""
         mine = [output for output in self.outputs if output.request_id == request_id]
         for before, output in itertools.pairwise(mine):
             output.supersede(before)
@@ -146,7 +146,7 @@ class OutputProcessor:
 
     def _read(self, request: Request) -> None:
         if request.group.error is not None and any(completion.reading for completion in request.completions):
-            return  # reading it is what failed
+            return  # reading this request has failed
         for completion in request.completions:
             seq, detokenizer = completion.seq, completion.detokenizer
             if completion.reading and detokenizer is not None:

@@ -20,8 +20,8 @@ from nanopage.engine.sequence import SequenceGroup, Status
 
 
 def preempt_for_priority(queues: Queues, admission: Admission, schedule: Schedule, mode: str | None) -> None:
-    """Preempt the fewest groups of lower priority than the first waiting group, latest first, that admit it now. If it
-    fits anyway, or if even all of them would not be enough, preempt none.
+    """Make room for the first waiting group: preempt the fewest groups of lower priority, latest first, so that it can
+    start now. Preempt none if it fits anyway, or if even all of them would not be enough.
 
     Args: mode: as in `preempt`.
     """
@@ -77,7 +77,7 @@ def preempt(queues: Queues, group: SequenceGroup, schedule: Schedule, mode: str 
 
 
 def swap_in(queues: Queues, group: SequenceGroup, schedule: Schedule) -> None:
-    """Bring back the blocks of a swapped group, for which there are enough free ones."""
+    """Bring back the blocks of a swapped group. There must be enough free blocks."""
     free = queues.block_manager.num_free_blocks
     moved = queues.block_manager.swap_in([seq.seq_id for seq in group.live])
     schedule.batch.swap_in += moved
@@ -108,7 +108,7 @@ def run_only(queues: Queues, group: SequenceGroup) -> None:
 
 
 def acquit(queues: Queues, schedule: Schedule) -> None:
-    """The groups that got a token in a step are no suspects any more."""
+    """Remove the groups that got a token in a step from the suspects."""
     for group in schedule.groups if queues.suspects else ():
         if group in queues.suspects:
             queues.suspects.remove(group)

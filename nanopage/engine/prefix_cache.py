@@ -19,8 +19,8 @@ from nanopage.step import NO_BLOCK
 
 @dataclass(slots=True, eq=False)
 class Prefix:
-    """A registered logical block and, through `parent`, all the tokens before it. `parent` is None for a sequence's
-    first. `blocks` are the physical blocks, one for each kind of layers, NO_BLOCK where there is none."""
+    """A registered logical block and, through `parent`, all the tokens before it. `parent` is None for the first block
+    of a sequence. `blocks` are the physical blocks, one for each kind of layers, NO_BLOCK where there is none."""
 
     hash: bytes
     parent: "Prefix | None"
@@ -46,9 +46,9 @@ def hash_block(parent_hash: bytes, tokens: tuple[int, ...]) -> bytes:
 
 
 class PrefixCache:
-    """The registered blocks. Those in no table are `cached`, the next to be evicted first.
+    """The registered blocks. `cached` has the blocks that are in no table, the next to be evicted first.
 
-    Args: enabled: whether any block is registered. The others as of BlockManager.
+    Args: enabled: whether any block is registered. The others: as in BlockManager.
     """
 
     def __init__(self, block_size: int, windows: Sequence[int | None] = (None,), enabled: bool = True):
@@ -119,7 +119,7 @@ class PrefixCache:
             chain.append(prefix)
             if collides:
                 continue  # this block is in its sequence's chain, but not in the index that lookups read
-            # Where another sequence has registered the same prefix first, its blocks stay the cached ones.
+            # If another sequence has registered the same prefix first, that sequence's blocks stay.
             for kind, block in enumerate(table[i * self.num_kinds : (i + 1) * self.num_kinds]):
                 if prefix.blocks[kind] == NO_BLOCK and block != NO_BLOCK:
                     prefix.blocks[kind] = block
@@ -141,7 +141,7 @@ class PrefixCache:
         return freed
 
     def keep(self, block: int) -> bool:
-        """A block is in no table any more. Returns whether it stays, because it is registered."""
+        """Keep a block that is in no table any more, if it is registered. Returns whether it stays."""
         if block in self.by_block:
             self.cached[block] = self.by_block[block]
         return block in self.by_block
@@ -163,7 +163,7 @@ class PrefixCache:
         return evicted
 
     def _cut(self, chain: list[Prefix]) -> list[Prefix]:
-        """The longest part of a chain, from its start on, of which all blocks are cached that the next token sees."""
+        """The longest beginning of a chain for which all blocks that the next token sees are cached."""
         length = 0
         missing = [-1] * self.num_kinds  # of each kind, the last block so far that is not cached
         for i, prefix in enumerate(chain):
@@ -174,7 +174,7 @@ class PrefixCache:
         return chain[:length]
 
     def _add_hashes(self, hashes: list[bytes], token_ids: list[int], num_blocks: int, salt: str) -> None:
-        """Add the hashes that are not there yet, up to those of `num_blocks` blocks."""
+        """Add the missing hashes, until there are `num_blocks`."""
         for i in range(len(hashes), num_blocks):
             parent_hash = hashes[-1] if hashes else _root_hash(salt)
             hashes.append(hash_block(parent_hash, self._tokens_of_block(token_ids, i)))

@@ -1,7 +1,7 @@
 """Queues: where each group of sequences is, and how it leaves.
 
-`waiting` groups have no blocks, `running` groups have blocks, and `swapped` groups have theirs in host memory. Each
-queue is ordered by (priority, arrival), but `waiting` as `Scheduler.arrange` says, if there is one.
+`waiting` groups have no blocks, `running` groups have blocks, and `swapped` groups have blocks in host memory. Each
+queue is ordered by (priority, arrival). If there is a `Scheduler.arrange`, it orders `waiting` instead.
 """
 
 import time
@@ -89,7 +89,7 @@ class Queues:
         self.fail(group, NOT_FINITE if group.seqs[0].settings.pooling_type is None else NO_VECTOR)
 
     def forget_prefixes(self, group: SequenceGroup) -> None:
-        """K and V of a group are not finite, or perhaps not: nothing may find them in the prefix cache."""
+        """Forget the prefixes of a group whose K and V are not finite, or may not be: nothing may find them."""
         for seq in group.seqs:
             self.block_manager.forget(seq.token_ids, seq.cache_salt)
 

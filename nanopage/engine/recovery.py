@@ -1,7 +1,7 @@
 """What follows an exception: every request waits again, and those that may have caused it run one at a time.
 
 An exception may end a call of the engine at any point, Ctrl-C too. `in_call` then stays set, and the next call recovers
-first: nothing is believed but the tokens of each request. After a step that failed by itself, `isolate` says which
+first: only the tokens of each request are trusted. After a step that failed by itself, `isolate` says which
 requests are suspects (see preemption.py).
 """
 
@@ -57,8 +57,8 @@ def recover(engine: Recoverable) -> None:
 
 
 def isolate(engine: Recoverable, error: Exception, suspect: SequenceGroup | None) -> None:
-    """A batch has failed: run each of its requests, and of the step in flight, alone. If it was the batch of a
-    suspect, end that request."""
+    """After a batch has failed, run each of its requests alone, and each request of the step in flight. If the failed
+    batch was a suspect's, end that request."""
     message = f"{type(error).__name__}: {error}"
     schedules = [schedule for schedule in (engine.planned, *engine.in_flight) if schedule is not None]
     groups = list(dict.fromkeys(seq.group for schedule in schedules for seq in schedule.sequences))
@@ -73,7 +73,7 @@ def isolate(engine: Recoverable, error: Exception, suspect: SequenceGroup | None
 
 
 def die(engine: Recoverable, error: WorkerDiedError) -> None:
-    """No step can run any more: end every request."""
+    """End every request: no step can run any more."""
     engine.dead_error = error
     recover(engine)
     engine.in_call = True

@@ -39,14 +39,14 @@ class Wait:
 class Schedule:
     """One step: the message to the workers, and the sequences it is about.
 
-    sequences     those of `batch.rows`, in the same order
-    samplers      those of `batch.sampled_rows`, in the same order, but without those in `drafted`
-    budget, left  tokens that the step may have, in all and besides the work so far
+    sequences     the sequences of `batch.rows`, in the same order
+    samplers      the sequences of `batch.sampled_rows`, in the same order, but without those in `drafted`
+    budget, left  tokens that the step may have: in all, and in addition to the work so far
     singles       work of one token; `BatchWriter.write` writes it before `chunks`, work of several tokens
     drafted       decodes with their drafts, at the end of the batch (see speculation/drafts.py)
     num_accepted  for each of `drafted`, how many tokens of its draft were appended; from `Scheduler.update` on
     masked        index in `batch.sampled_rows` -> a sequence whose next token depends on its mask (see `find_masks`)
-    mask_errors   those of `masked` that have no mask, and why
+    mask_errors   the sequences of `masked` that have no mask, and why
     loading       the adapters of the batch's `loads`
     wait          why the first group that is not admitted waits
     preempted     groups that have given up their blocks
@@ -190,7 +190,7 @@ class BatchWriter:
     def write(self, schedule: Schedule) -> None:
         """Write the work of a step into its batch (`step.Batch` has an example).
 
-        Where it reaches the last token of a sequence, the next token is sampled.
+        If the work reaches the last token of a sequence, the next token of the sequence is sampled.
         """
         batch, samplers = schedule.batch, schedule.samplers
         schedule.sequences = [*schedule.singles, *(seq for seq, _ in schedule.chunks)]
@@ -242,8 +242,8 @@ class BatchWriter:
 
 
 def samplers_of(seq: Sequence, end: int) -> list[Sequence]:
-    """Whose next tokens are sampled once `seq` has computed its tokens up to `end`: its own, if that is all it has.
-    Where siblings are about to fork from it, also theirs."""
+    """The sequences whose next tokens are sampled once `seq` has computed its tokens up to `end`: `seq` itself, if that
+    is all it has, and siblings that are about to fork from it."""
     group = seq.group
     if not group.forked and end < group.shared_len:
         return []

@@ -12,7 +12,7 @@ decodes and chunks of prompts together (Orca, OSDI 2022; chunked prefill: Sarath
      prefix cache. Everything behind it waits, too.
   4. Decodes may get drafts, out of the tokens and the blocks that are left (see speculation/drafts.py).
 
-A running group whose sequences have masks (see `TokenMask`) waits for its tokens in flight, on which they depend. A
+A running group whose sequences have masks (see `TokenMask`) waits for its tokens in flight: masks depend on them. A
 group also waits if it would exceed `max_num_seqs`, when the budget is used up, behind an earlier group that does not
 fit, and after a preemption until its tokens in flight have arrived. No group is swapped in during a step that swaps
 another one out.
@@ -20,10 +20,10 @@ another one out.
 Progress is certain. No group can outgrow the pool (the engine refuses such requests), so the first in order can always
 run by preempting the others. Without `arrange`, no group is admitted before an older one of its priority. A group of a
 lower priority waits for as long as groups of a higher priority keep coming. The output does not depend on any of this,
-but for near-ties in dtypes smaller than float64; the fuzz suite tests that.
+except for near-ties in dtypes smaller than float64; the fuzz suite tests that.
 
-Everything but the plain case is in other files, which are called from here: preemption.py, also of groups that may have
-caused an exception, forks.py (several sequences of a prompt, and beams) and stages.py (of a pipeline).
+The plain case is here. The others are in files that are called from here: preemption.py (also for groups that may have
+caused an exception), forks.py (several sequences of a prompt, and beams) and stages.py (groups that sit a step out).
 
 For a first reading, assume that each group has one sequence, its leader. There is nothing to fork, so `forked` is true.
 """
@@ -61,11 +61,11 @@ class Scheduler:
 
     Attributes:
         token_budget: decides how many tokens each step may have; at first, `max_num_batched_tokens`.
-        drafts: guesses at the next tokens of decodes, if there are any. They need the results of each step before the
-            next step is scheduled.
+        drafts: guesses at the next tokens of decodes, or None. They need the results of each step before the next step
+            is scheduled.
         arrange: for a model whose prompts are not divided among steps: puts the waiting groups in order before each
-            step, whose budget is then no less than the longest (see pooling/requests.py). None: prompts are divided,
-            and groups keep their order.
+            step. The budget of the step is then no less than the longest prompt (see pooling/requests.py). None:
+            prompts are divided, and groups keep their order.
     """
 
     def __init__(

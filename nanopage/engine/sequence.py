@@ -33,8 +33,8 @@ class TokenMask(Protocol):
         """
 
     def follow(self, output_token_ids: list[int], draft: list[int]) -> list[bytes]:
-        """The tokens that may follow the output, and those that may follow each token of a draft behind it. Ends at the
-        first token of the draft that is not allowed, that ends the output, or behind which no mask can be found.
+        """The tokens that may follow the output, and the tokens that may follow each token of a draft behind it. Ends
+        at the first token of the draft that is not allowed, that ends the output, or that no mask can be found for.
 
         Returns: 1 + n masks, as `allowed` returns them, for the first n tokens of the draft.
         Raises: ValueError as `allowed`, never because of the draft.
@@ -52,12 +52,12 @@ class Search(Protocol):
         each that forks from another."""
 
     def adopt(self, group: "SequenceGroup") -> None:
-        """Make what has been chosen the state of the sequences, if it is not yet."""
+        """Put the choice into the state of the sequences, if it is not there yet."""
 
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """Weights that a request adds to the model's. Sequences with different ones never share blocks: see `cache_salt`.
+    """Weights that a request adds to the model's. With different adapters, no blocks are shared: see `cache_salt`.
 
     path: the directory that the workers load it from.
     """
@@ -253,12 +253,12 @@ class SequenceGroup:
         return self.status is Status.FINISHED
 
     def add_prompt_logprobs(self, start: int, tables: list[LogprobTable]) -> None:
-        """Take in those of the prompt's tokens from position `start` on. After a preemption, they may be known."""
+        """Take in the tables of the prompt from position `start` on. After a preemption, some may be known already."""
         if not self.finished:
             self.prompt_logprobs += tables[len(self.prompt_logprobs) - (start - 1) :]
 
     def add_pooled(self, start: int, values: bytes) -> None:
-        """Take in what has been pooled of the prompt's tokens from position `start` on. From 0 on, it begins again."""
+        """Take in what has been pooled of the prompt's tokens from position `start` on. `start` = 0 begins anew."""
         vector = np.frombuffer(values, np.float32).astype(np.float64)
         adds_up = self.seqs[0].settings.pooling_type == "MEAN" and start > 0
         self.pooled = self.pooled + vector if adds_up and self.pooled is not None else vector

@@ -11,7 +11,7 @@ def entries_behind(
 ) -> Iterator[tuple[int, int]]:
     """(index, block) of each block in a table that queries from `position` on do not see.
 
-    Each is replaced by NO_BLOCK before the next call: the search ends where it meets one.
+    The caller replaces each by NO_BLOCK before the next call: the search ends at the first NO_BLOCK.
     """
     num_kinds = len(windows)
     for kind, first in enumerate(first_blocks(windows, position, block_size)):

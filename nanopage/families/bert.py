@@ -1,4 +1,4 @@
-"""BERT (Devlin et al. 2018), as MiniLM, bge, e5 and gte, and RoBERTa (Liu et al. 2019), also XLM-RoBERTa, as
+"""BERT (Devlin et al. 2018), such as MiniLM, bge, e5 and gte, and RoBERTa (Liu et al. 2019) with XLM-RoBERTa, such as
 multilingual-e5, bge-m3 and its rerankers.
 
 They are encoders, which pooling/encoder.py computes. RoBERTa's positions count from the id of the padding token plus 1,

@@ -61,8 +61,8 @@ def gemma_config(fields: Fields, kinds: list[str]) -> dict[str, Any]:
 
 
 def complete_gguf(config: dict[str, Any]) -> dict[str, Any]:
-    """Fields of config.json that files lack. As llama.cpp does, know the 27B model, whose attention has another scale,
-    by its number of layers."""
+    """Fields of config.json that GGUF files lack. The attention of the 27B model has another scale. As in llama.cpp,
+    the model is known by its number of layers."""
     return gemma_scale(config, LAYERS_27B)
 
 

@@ -36,14 +36,14 @@ def read_config(fields: Fields, architecture: str) -> dict[str, Any]:
 
 def _local_rope(fields: Fields, theta: float) -> RopeConfig:
     """The rope of layers with a window. Files of transformers 4 have one rope_theta, for all layers, and a rope_scaling
-    for those without a window. (Transformers 5 reads this rope_theta for those without a window alone, a mistake.)"""
+    for layers without a window. (By mistake, transformers 5 reads this rope_theta only for layers without one.)"""
     if fields.object("rope_parameters").values.keys() & {"full_attention", "sliding_attention"}:
         return read_rope(fields, "sliding_attention", THETA)
     return RopeConfig(theta)
 
 
 def complete_gguf(config: dict[str, Any]) -> dict[str, Any]:
-    """Fields of config.json that files lack."""
+    """Fields of config.json that GGUF files lack."""
     theta = config["rope_theta"]
     ropes = {
         "full_attention": {"rope_theta": theta, **config.get("rope_scaling", {})},

@@ -23,7 +23,7 @@ def read_config(fields: Fields, architecture: str) -> dict[str, Any]:
         "sliding_attention" if has_windows and index in unrotated else "full_attention" for index in range(num_layers)
     ]
     windows = fields.windows(num_layers, default=None, kinds=kinds)
-    if any(windows) and not has_windows:  # attentions of transformers disagree about it
+    if any(windows) and not has_windows:  # attention classes of transformers disagree
         raise fields.error("use_sliding_window", "must be true if layer_types has sliding_attention")
     num_kv_heads = num_heads if "num_key_value_heads" in fields.values else 4  # null or missing
     return {

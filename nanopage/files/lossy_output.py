@@ -30,7 +30,7 @@ class _Lossy(io.RawIOBase):
 
     def write(self, data) -> int:
         view = memoryview(data).cast("B")
-        with contextlib.suppress(OSError):  # in pieces that a pipe takes whole if it takes a byte
+        with contextlib.suppress(OSError):  # a pipe that takes a byte takes a whole piece
             for start in range(0, len(view), select.PIPE_BUF):
                 if not self._poll.poll(0):
                     break

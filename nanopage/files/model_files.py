@@ -103,8 +103,8 @@ def is_plain_name(name: object) -> bool:
 
 @contextmanager
 def memory_errors(place: object) -> Iterator[None]:
-    """Let each MemoryError name the file that is read: it begins with `place`, or names it already. What torch raises
-    where it can allocate no memory, a RuntimeError, becomes one, too."""
+    """Let each MemoryError name the file that is read: `place` is put before its text, if not in it already. The
+    RuntimeError that torch raises when it cannot allocate memory becomes a MemoryError, too."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:

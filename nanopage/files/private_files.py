@@ -15,7 +15,7 @@ def cache_directory() -> Path:
 def private_cache(name: str) -> Path:
     """The directory `name` in the cache directory, made for this user alone.
 
-    Raises: PermissionError if another user owns one of the two or may write to it.
+    Raises: PermissionError if another user owns one of these directories or may write to it.
     """
     for directory in (cache_directory(), cache_directory() / name):
         make_private(directory)

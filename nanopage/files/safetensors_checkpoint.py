@@ -2,7 +2,7 @@
 
 Files are read, not mapped: where another process shortens a mapped file, reading it kills this process. Tensors come in
 pieces of some megabytes in one buffer, which costs less than the page faults of a mapping. The headers are parsed here
-and trusted in nothing: tensors follow each other without gap or overlap, and end where the file ends.
+and not trusted: tensors must follow each other without gap or overlap, and end where the file ends.
 """
 
 import math
@@ -27,7 +27,7 @@ MAX_SIZE = 2**63 - 1  # of a dimension, and of an offset
 MAX_MATRICES = 2**20  # of a checkpoint, each expert's counted: a small file must not become many objects
 MAX_FUSED_EXPERTS = 2**12  # in a tensor
 PIECE_BYTES = 2**22  # read at once: few enough for a core's cache
-# Their names in torch, and bytes of a number. Tensors of other types are never read.
+# Types by their names in files: the name in torch, and the bytes of a number. Other types are never read.
 DTYPES = {
     "F64": ("float64", 8),
     "F32": ("float32", 4),
@@ -65,9 +65,9 @@ def stored_tensors(files: list[Path]) -> list[StoredTensor]:
 def read_tensors(
     stored: Iterable[StoredTensor], slices: Mapping[str, tuple[slice, ...]] = MappingProxyType({})
 ) -> Iterator[tuple[str, int, "Tensor"]]:
-    """(name, first row, rows) of tensors that `stored_tensors` has found, in pieces of at most 4 MiB, or of one row
-    where that is more. The next piece overwrites the one before. Of tensors in `slices`, only these are yielded, and
-    rows count from the beginning of the slice.
+    """(name, first row, rows) of tensors that `stored_tensors` has found, in pieces of at most 4 MiB, or of one row if
+    that is more. Each piece overwrites the previous one. Of a tensor in `slices`, only the slice is yielded, and rows
+    count from its beginning.
 
     Raises: ValueError naming the file, also if it has changed since.
     """

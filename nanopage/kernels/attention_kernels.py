@@ -103,7 +103,7 @@ def nothing_seen(q):
 @triton.jit
 def split_of(begin, end, split, num_splits, LEAST: tl.constexpr, TILE: tl.constexpr):
     """Begin and end of one of the splits of the positions from `begin` to `end`. A split begins with a tile and has at
-    least LEAST tiles, so the last ones of `num_splits` splits may be empty."""
+    least LEAST tiles, so the last splits of `num_splits` may be empty."""
     first_tile = begin // TILE
     share = tl.maximum(tl.cdiv(tl.cdiv(end, TILE) - first_tile, num_splits), LEAST)
     begin = (first_tile + split * share) * TILE

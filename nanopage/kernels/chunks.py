@@ -1,8 +1,8 @@
 """Groups the chunks of a step, so that plain attention runs a few large operators instead of many small ones.
 
 Here a chunk is the queries of one sequence in a step, so a decode is a chunk of one query. Chunks of similar sizes form
-a group and are padded to its largest. A group is cut into tiles of TILE_QUERIES queries: attention then skips the keys
-that lie behind a tile's last query.
+a group and are padded to the largest of them. A group is cut into tiles of TILE_QUERIES queries: attention then skips
+the keys that lie behind a tile's last query.
 """
 
 from collections.abc import Iterator
@@ -25,8 +25,8 @@ class Chunks(NamedTuple):
     rows       index into q of each query: int64 [chunks, queries]
     num_keys   length of the longest sequence
     tiles      (begin, end, first, last, mask): queries `begin` to `end` see all keys before `first`, none from `last`
-               on, and those between according to `mask`: 0 or -inf, [chunks, 1, end - begin, last - first]. A mask of
-               None: they see all keys before `last`
+               on, and the keys between according to `mask`: 0 or -inf, [chunks, 1, end - begin, last - first]. If the
+               mask is None, they see all keys before `last`
 
     For example, a chunk of the queries at positions 4, 5 and 6 has the tile (0, 3, 4, 7, mask): all three see the keys
     0 to 3. The mask is for the keys 4 to 6:

@@ -7,10 +7,10 @@ A program has one row. It keeps the four largest logits of each of LANES lanes, 
     token     0   1   2   3   4   5   6   7   8   ...        lane = token % LANES
     lane      0   1   2   3   0   1   2   3   0   ...        here 4 lanes instead of LANES
 
-Above the largest key that any lane keeps last, the guard, no token is missing. A key is tried by adding up the weights
-of the tokens from it upwards: 1 for top-k; for top-p, exp((logit - largest) / temperature). Bisection over the keys
-finds the largest key at which the sum is large enough, in at most as many steps as a key has bits. Weights are
-integers, so a sum does not depend on the order in which they are added.
+The guard is the largest of the fourth keys of all lanes. Above it, no token is missing. A key is tried by adding up the
+weights of the tokens from it upwards. The weight is 1 for top-k, and exp((logit - largest) / temperature) for top-p.
+Bisection over the keys finds the largest key at which the sum is large enough, in at most as many steps as a key has
+bits. Weights are integers, so a sum does not depend on the order in which they are added.
 
 A step above the guard adds up the tokens that were kept, which are in registers. A step below it reads the row again.
 Where at most a few hundred tokens may be sampled, they are nearly always above the guard: then a row is read once, and
@@ -90,14 +90,14 @@ def search(
     wanted, lowest, reached, highest, kept, weights, guard, row_ptr, largest, scale,
     BY_MASS: tl.constexpr, VOCAB_SIZE: tl.constexpr, LANES: tl.constexpr, ZEROS: tl.constexpr,
 ):  # fmt: skip
-    """The largest key, `lowest` at least, from which upwards the weights add up to `wanted`.
+    """The largest key, at least `lowest`, such that the weights of this key and of larger ones add up to `wanted`.
 
     Args:
         reached: the sum from `lowest` upwards, at least `wanted`.
         highest: the largest key of the row.
     """
     low, high = lowest, highest + 1
-    pivot = tl.minimum(tl.maximum(guard, low) + 1, highest)  # first, on which side of the guard it lies
+    pivot = tl.minimum(tl.maximum(guard, low) + 1, highest)  # first step: which side of the guard?
     while (low + 1 < high) & (reached > wanted):  # a smaller sum would not reach it
         total = sum_from(pivot, kept, weights, guard, row_ptr, largest, scale, BY_MASS, VOCAB_SIZE, LANES, ZEROS)
         enough = total >= wanted

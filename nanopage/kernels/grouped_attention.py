@@ -65,7 +65,7 @@ def attend_chunks(
     first_row = int(chunks.rows[0, 0])
     rows = chunks.rows.flatten() if count > 1 else slice(first_row, first_row + chunks.rows.shape[1])
     q = (q[rows] * scale).view(count, -1, kv_heads, q.shape[1] // kv_heads, head_dim)
-    # Products are computed in bfloat16, where they are fast, or in float32 at least: those of float16 could overflow.
+    # Products are computed in bfloat16, where they are fast, or in float32 at least: float16 products could overflow.
     exact = torch.promote_types(q.dtype, torch.float32)
     if q.dtype == torch.float16:
         v = v.to(exact)

@@ -18,9 +18,9 @@ from nanopage.kernels.attention_kernels import decode_kernel, merge_kernel, pref
 from nanopage.kernels.reference import PLAIN, Scoring
 
 TILE_BYTES = 2**14  # of K in a tile; V has as many
-# Stages of a pipeline: while a tile is computed, the next ones are loaded, and before them their blocks' numbers. Timed
-# on an H200, decodes of 64 sequences of 4,096 tokens read at 95 % of a copy's bandwidth with 4 stages, and at 70 % with
-# 5, whose programs take 71 KiB of shared memory instead of 39. A cache in fp8 was not timed.
+# Stages of a pipeline: while a tile is computed, the next ones are loaded, and before them the numbers of their blocks.
+# Timed on an H200, decodes of 64 sequences of 4,096 tokens read at 95 % of a copy's bandwidth with 4 stages. With 5
+# stages, they read at 70 %: a program then takes 71 KiB of shared memory instead of 39. A cache in fp8 was not timed.
 STAGES, FP8_STAGES, PROMPT_STAGES = 4, 7, 5
 SPLIT_TOKENS = 256  # a smaller split of a decode costs more to merge than it gains
 PROMPT_SPLIT_TOKENS = 1024  # the same for prompts, whose programs have more outputs to store and to merge
@@ -134,8 +134,8 @@ def choose_prompt_splits(
     architecture: int,
     num_processors: int,
 ) -> int:
-    """The same for prompts, of whose queries a program computes several. Their splits take at most PROMPT_SPLIT_BYTES,
-    or are not made. `architecture`: see architecture_of."""
+    """Like `choose_splits`, for prompts: a program computes several of their queries. There are at most as many splits
+    as fit into PROMPT_SPLIT_BYTES. `architecture`: see architecture_of."""
     group = num_heads // num_kv_heads
     rows, _ = prefill_tile(group, head_dim, dtype, architecture)
     queries = rows // group
@@ -195,8 +195,8 @@ def prefill(
     k_scale: float,
     v_scale: float,
 ) -> None:
-    """Compute the rows of out from `num_decodes` on, any number for each sequence: those of the first sequence from
-    query_start[0] on. A window of 0 means none."""
+    """Compute the rows of out from `num_decodes` on, any number for each sequence. The rows of the first sequence begin
+    at query_start[0]. A window of 0 means none."""
     split = num_splits > 1
     options = prefill_options(q, kv_cache, window, scale, softcap, split, architecture_of(q.device))
     num_tiles = triton.cdiv(max_query_len, options["ROWS"] // options["GROUP"])

@@ -15,7 +15,7 @@ from nanopage.state.pages import FP8, gather
 
 @dataclass(frozen=True, slots=True)
 class Scoring:
-    """How a layer's attention differs from that of others.
+    """How a layer's attention differs from other layers'.
 
     window     attend only to the last `window` tokens, including the token itself; None: to all
     scale      of the products of q and K, above 0; None: head_dim ** -0.5
@@ -29,7 +29,7 @@ class Scoring:
     kv_scales: tuple[float, float] = (1.0, 1.0)
 
     def for_cache(self, kv_cache: Tensor, head_dim: int) -> tuple[float, float]:
-        """(the scale of the scores, with that of K; the scale of V)"""
+        """(the scale of the scores, which includes the scale of K; the scale of V)"""
         scale = head_dim**-0.5 if self.scale is None else self.scale
         k_scale, v_scale = self.kv_scales if kv_cache.dtype == FP8 else (1.0, 1.0)
         return scale * k_scale, v_scale
@@ -50,7 +50,7 @@ def paged_attention(
 
     Args:
         block_tables: int64 [B, max_blocks], physical block of each logical block.
-        query_lens: int64 [B], tokens of each sequence in this step: the last ones it has. Their rows in q follow each
+        query_lens: int64 [B], tokens of each sequence in this step: its last tokens. Their rows in q follow each
             other.
         seq_lens: int64 [B], tokens of each sequence, including this step's.
         the others: as in layers/attention.py.

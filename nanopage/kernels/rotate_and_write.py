@@ -129,7 +129,7 @@ def rotate_options(
 ) -> dict[str, Any]:
     """The constants that rotate_kernel is specialized on, and the number of warps.
 
-    Args: rotated: dimensions of a head. eps, offset: of the norms; eps is None without.
+    Args: rotated: dimensions of a head. eps, offset: of the norms; eps is None without norms.
     """
     kv_heads, head_dim = kv_cache.shape[2], heads.shape[2]
     return {

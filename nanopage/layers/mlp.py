@@ -14,7 +14,7 @@ def relu2(x: Tensor) -> Tensor:
     return F.relu(x).square()
 
 
-# By the names that config.json has for them: those of config.ACTIVATIONS.
+# The keys are names in config.json: checks.fields.ACTIVATIONS.
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,

@@ -96,7 +96,7 @@ def _yarn(frequencies: Tensor, head_dim: int, theta: float, params: dict) -> tup
 
 def _longrope(frequencies: Tensor, params: dict) -> tuple[Tensor, float]:
     """LongRoPE (Ding et al. 2024): a divisor for each frequency, one list for sequences within the original context and
-    one for longer ones. As in vLLM, the longest that a sequence may have decides."""
+    one for longer ones. As in vLLM, the most tokens that a sequence may have decide which list is used."""
     original = params["original_max_position_embeddings"]
     factors = params["long_factor" if params["length"] > original else "short_factor"]
     factor = params.get("factor") or params["max_position_embeddings"] / original

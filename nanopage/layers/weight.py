@@ -18,7 +18,7 @@ from torch import Tensor, nn
 class Weight(Protocol):
     """A matrix [out, in], as an nn.Module. A tied embedding and head share one.
 
-    has_rows: whether `rows` can be called. A LoRAWeight does not have it, because embeddings take no adapters.
+    has_rows: whether `rows` can be called. A LoRAWeight has no `rows`, because embeddings take no adapters.
     """
 
     has_rows: bool

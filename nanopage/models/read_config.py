@@ -134,6 +134,6 @@ def _check_causal(fields: Fields) -> None:
 
 
 def _causal(architecture: str) -> str:
-    """The name of the model with a language-model head, for one without or with a classifier: Qwen3Model ->
+    """The name of the model with a language-model head, for a model that has a classifier or no head: Qwen3Model ->
     Qwen3ForCausalLM."""
     return re.sub("(Model|ForSequenceClassification)$", "ForCausalLM", architecture)

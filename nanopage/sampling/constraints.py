@@ -1,9 +1,9 @@
 """Constraints on the tokens that may be sampled: allowed ids, bad words, minimum length and logit bias.
 
-The constraints of a sequence are sent to the device once, when it begins to run (`Rules`). Those of a batch are joined
-there into a few lists of places in the logits (`Lists`), and each list is applied with one operation. The lists are
-kept until the batch or the settings of a row change, or a sequence reaches its minimum length. Only bad words of
-several tokens depend on the tokens sampled so far, and these are compared on the device, too.
+The constraints of a sequence are sent to the device once, when it begins to run (`Rules`). The constraints of a batch
+are joined there into a few lists of places in the logits (`Lists`), and each list is applied with one operation. The
+lists are kept until the batch or the settings of a row change, or a sequence reaches its minimum length. Only bad words
+of several tokens depend on the tokens sampled so far, and these are compared on the device, too.
 """
 
 from dataclasses import dataclass

@@ -50,7 +50,7 @@ def apply_dry(table: "SequenceTable", logits: Tensor, rows: np.ndarray, position
     assert sampling.breakers is not None
     breaks = sampling.breakers[row[:, None], padded[:, :LONGEST_MATCH].clamp(min=0)]
     unbroken = count_first(~breaks)
-    # Earlier places of the last token: C of them. A GPU takes all places, because it would have to be waited for.
+    # C earlier places of the last token. A GPU takes all places: choosing some would mean synchronizing.
     same = tokens[:, 1:] == tokens[:, :1]
     each = torch.arange(same.numel(), device=device) if device.type != "cpu" else same.flatten().nonzero().squeeze(1)
     sequence, place = each // same.shape[1], each % same.shape[1]

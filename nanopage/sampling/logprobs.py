@@ -9,7 +9,7 @@ from nanopage.step import LogprobTable
 
 
 def top_logprobs(logits: Tensor, tokens: Tensor, num: int) -> list[Tensor]:
-    """The log-probability of one token in each row, and the `num` highest of each row. That of NO_TOKEN is meaningless.
+    """The log-probability of one token in each row (meaningless for NO_TOKEN), and the `num` highest of each row.
 
     Args:
         logits: [R, vocab_size], of any floating type; computed in float32 at least.

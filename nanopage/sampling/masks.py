@@ -36,6 +36,6 @@ def unpack(packed: np.ndarray, vocab_size: int, device: torch.device) -> Tensor:
 
 
 def unpack_there(packed: Tensor, vocab_size: int) -> Tensor:
-    """The same on the device that has the packed bits."""
+    """Like `unpack`, but on the device that has the packed bits."""
     shifts = torch.arange(8, dtype=torch.uint8, device=packed.device)
     return (packed[:, :, None] >> shifts).bitwise_and_(1).flatten(1)[:, :vocab_size]

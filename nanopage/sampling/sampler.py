@@ -69,8 +69,8 @@ class Sampler:
     def change(
         self, logits: Tensor, rows: np.ndarray, positions: np.ndarray, masks: dict[int, bytes] | None = None
     ) -> Tensor:
-        """Apply masks, constraints and penalties to logits [B, vocab_size]: a copy, at least float32, if anything
-        changes."""
+        """Apply masks, constraints and penalties to logits [B, vocab_size]. Returns a copy in at least float32 if
+        anything changes."""
         if not masks and not self.changes_logits(rows, positions):
             return logits
         dtype = torch.promote_types(logits.dtype, torch.float32)

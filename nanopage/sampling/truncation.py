@@ -4,7 +4,7 @@ Each of them sets a lower bound for the logits that may be sampled, the floor. O
 candidates, a few hundred of the largest logits of a row, and noise is computed for the candidates only. If they do not
 reach down to the floor, more of them are taken. On a GPU, kernels/floors.py searches the whole row.
 
-The rules of both:
+The rules on both devices:
 
 - min-p, then top-k, then top-p of what is left. This is vLLM's order.
 - Tokens that tie with the last one kept are kept, too, so the result does not depend on the order of equal logits.
@@ -96,7 +96,7 @@ def floors_among(values: Tensor, logits: Tensor, temperatures: Tensor, limits: l
     floors = torch.where(top_k <= size, torch.maximum(floors, kth), floors)
     kept = values >= floors
     complete = (last < floors) | (last == -torch.inf) | (size == vocab_size)
-    # If the floor lies within the values, they hold all the mass. Otherwise the total is that of the whole row.
+    # If the floor lies within the values, they hold all the mass. Otherwise, the whole row is added up.
     weights = torch.where(kept, weigh(values), 0)
     mass = weights.cumsum(dim=-1, dtype=torch.float64)
     total = mass[:, -1:]

@@ -1,5 +1,5 @@
-"""The one place that attaches wings to a worker: it looks at the options, loads the model and attaches what they ask
-for. build.py calls it for a worker in this process, startup/worker_process.py for one in another."""
+"""The one place that attaches wings to a worker: it loads the model and attaches what the options ask for. build.py
+calls it for a worker in this process, startup/worker_process.py for a worker in another process."""
 
 import logging
 import os

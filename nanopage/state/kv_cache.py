@@ -25,7 +25,7 @@ class KVCache:
             state/pages.py describes the layout of a block. If there are several kinds of layers (layer_kinds.py), the
             first dimension is only as large as the largest kind, and a block belongs to the layers of one kind
     layers  of each layer, its part of `tensor`: [2, num_blocks, num_kv_heads, head_dim * block_size]
-    movable   the same memory, of a dtype that all operators know (state/pages.py): what the methods below work on
+    movable   the same memory in a dtype that all operators know (state/pages.py); the methods below work on it
     host    the host pool, [num_host_blocks, num_layers, 2, num_kv_heads, head_dim * block_size]; None before the first
             swap
 

@@ -1,6 +1,6 @@
 """Kinds of layers: which layers share a block table, and how many blocks sequences take with several of them.
 
-A layer with a sliding window needs only the blocks that its window still reaches, a layer without one needs all. So
+A layer with a sliding window needs only the blocks that its window still reaches. A layer without one needs all. So
 layers with different windows have different block tables. One pool of blocks serves all tables, so a block must
 have the same size for each: all kinds have the same number of layers, or a few less. Layers with the same window are
 divided into as many kinds as that takes. vLLM does the same, and calls a kind a KV cache group.
@@ -46,7 +46,7 @@ class LayerKinds:
         return max(Counter(self.of_layers).values())
 
     def stage(self, layers: range) -> "LayerKinds":
-        """Those of some layers only. All stages of a model have the same kinds, and the same block tables."""
+        """The kinds of these layers only. All stages of a model have the same kinds, and the same block tables."""
         return replace(self, of_layers=self.of_layers[layers.start : layers.stop])
 
 
@@ -127,8 +127,8 @@ class BlockNeeds:
         return self.block_size * bisect_right(lengths, num_blocks, key=lambda length: self.of([length]))
 
     def _most(self, window: int | None) -> int:
-        """The most blocks of a kind that one sequence has: those that the window reaches from the first token of a
-        chunk, those of the chunk, and one because both may begin in the middle of a block."""
+        """The most blocks of a kind that one sequence has: the blocks that the window reaches from the first token of a
+        chunk, the blocks of the chunk, and one more because both may begin in the middle of a block."""
         if window is None:
             return 2**62
         return -(-(window - 1) // self.block_size) + -(-self.max_chunk // self.block_size) + 1

@@ -38,7 +38,7 @@ def write(
     k: Tensor, v: Tensor, kv_cache: Tensor, slot_mapping: Tensor, k_scale: float = 1.0, v_scale: float = 1.0
 ) -> None:
     """Write k and v [T, kv_heads, head_dim] to slots [T] of a layer's cache: block * block_size + offset. They are
-    rounded to the cache's dtype; in float16 and in fp8, larger numbers become the largest."""
+    rounded to the cache's dtype. In float16 and in fp8, numbers beyond its range become its largest."""
     if kv_cache.dtype == FP8:
         k, v = k.float() * (1 / k_scale), v.float() * (1 / v_scale)
     if kv_cache.dtype in (torch.float16, FP8) and kv_cache.dtype != k.dtype:

@@ -27,7 +27,7 @@ class SamplingTable:
         self.numbers = torch.ones(len(NUMBERS), num_rows, dtype=torch.float64, device=device)
         self.temperature, self.top_p, self.min_p = self.numbers[:3]  # float64 [rows] each
         self.penalties, self.dry_numbers = self.numbers[3:6], self.numbers[6:9]  # float64 [3, rows] each
-        self.breakers: Tensor | None = None  # bool [rows, vocab_size], of DRY: from the first row that has it on
+        self.breakers: Tensor | None = None  # bool [rows, vocab_size], of DRY; None until a row has DRY
         self.integers = torch.zeros(2, num_rows, dtype=torch.int64, device=device)
         self.seed, self.top_k = self.integers  # int64 [rows] each; top_k is the size of the vocabulary if it is off
         self.limits = [self.top_k, self.top_p, self.min_p]
@@ -35,7 +35,7 @@ class SamplingTable:
         self.min_p.zero_()
         self.vocab_size = vocab_size
         self.rules: list[Rules | None] = [None] * num_rows  # of the rows that have constraints
-        # bool [rows], on the host. Of `penalized`, `counted` are those whose penalties depend on the output.
+        # bool [rows], on the host. `counted`: penalized rows whose penalties depend on the output.
         self.greedy, self.truncated, self.penalized, self.counted, self.dry = np.zeros((5, num_rows), dtype=bool)
         self.constrained = np.zeros(num_rows, dtype=bool)  # by more than `min_tokens`
         self.min_tokens = np.zeros(num_rows, dtype=np.int64)  # 0 also if no token could end the sequence

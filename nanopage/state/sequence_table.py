@@ -91,7 +91,7 @@ class SequenceTable:
     def tables_of(
         self, window: int | None, rows: np.ndarray, starts: np.ndarray, counts: np.ndarray
     ) -> tuple[Tensor, np.ndarray]:
-        """What the queries of B sequences attend to: their last `counts` tokens, from `starts` on.
+        """What B sequences attend to. Their queries are their last `counts` tokens, from `starts` on.
 
         Returns: block tables [kinds, B, max_blocks], each from the first block on that the window reaches, and the
             number of tokens of each sequence from the start of that block on, int64 [B].

@@ -3,12 +3,12 @@
 from nanopage.text.tokenizer import Tokenizer
 
 MAX_TOKENS = 64  # of one word
-MAX_COMPARED = 262_144  # tokens for each token of a request: words * tokens of the longest * completions
+MAX_COMPARED = 262_144  # tokens for each token of a request: words * tokens of the longest word * completions
 
 
 def bad_word_ids(tokenizer: Tokenizer, words: list[str], num_completions: int) -> list[list[int]]:
-    """The sequences of tokens that complete one of these words, at the beginning of a text, after a space and after
-    what is no letter. A word that begins with white space means only itself.
+    """The sequences of tokens that complete one of these words, at the beginning of a text, after a space and after a
+    line break. A word that begins with white space stands only for itself.
 
     Raises: ValueError if a word has no tokens, or too many; or if there are too many words.
     """
@@ -19,7 +19,7 @@ def bad_word_ids(tokenizer: Tokenizer, words: list[str], num_completions: int) -
             raise ValueError(f"bad_words: {word[:100]!r} has no tokens")
         if (longest := max(map(len, forms))) > MAX_TOKENS:
             raise ValueError(f"bad_words: {word[:100]!r} has {longest:,} tokens: at most {MAX_TOKENS} are allowed")
-        # Where a space is a token apart, the sequence without it is enough.
+        # If the space is a token of its own, the sequence without it is enough.
         found += [list(ids) for ids in sorted(forms) if not any(ids[start:] in forms for start in range(1, len(ids)))]
     compared = len(found) * max(map(len, found), default=0) * num_completions
     if compared > MAX_COMPARED:

@@ -179,7 +179,7 @@ def _normalize_tool_calls(calls: list[dict], name: str) -> list[dict]:
 
 
 def _read_arguments(arguments: Any) -> Any:
-    """The arguments of a call: an object where they are one or nothing, else the value or the text as it is."""
+    """The arguments of a call: an object if they are one or are missing, else the value or the text as it is."""
     if isinstance(arguments, str):
         try:
             value = _check_json(json.loads(arguments), "arguments") if arguments.strip() else None

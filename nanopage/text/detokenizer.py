@@ -22,7 +22,7 @@ class IncrementalDetokenizer:
             also begin it itself. None: all of the output is searched.
     """
 
-    MAX_UNFINISHED = 32  # tokens of the window: more are no character, and would cost work for each further token
+    MAX_UNFINISHED = 32  # tokens of the window: more are not one character, and would cost work for each further token
     CONTEXT = 5  # prompt tokens that are enough context for any tokenizer (vLLM uses the same number)
 
     def __init__(
@@ -122,8 +122,8 @@ class IncrementalDetokenizer:
         return prompt_token_ids[-self.CONTEXT :]
 
     def _slide_over(self, text: str) -> str:
-        """Make the window of many tokens small although they do not end with a whole character: all but the last of
-        them never will. Returns the text that is now certain."""
+        """Shrink a window of many tokens that does not end with a whole character. Only its last tokens can still
+        become one. Returns the text that is now certain."""
         tail = self._window[-self.CONTEXT :]
         tail_text = self.tokenizer.decode(tail, self.skip_special_tokens)
         if is_unfinished := text.endswith(tail_text) and not tail_text.strip(REPLACEMENT):

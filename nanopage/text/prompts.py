@@ -34,7 +34,7 @@ class PromptReader:
     Args:
         tokenizer: None if the model has none: prompts are then token ids, and text is refused.
         path: the model's, for messages.
-        vocab_size: token ids are less.
+        vocab_size: every token id is less.
         max_model_len: the most tokens that a sequence may have.
     """
 

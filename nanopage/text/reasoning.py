@@ -22,7 +22,7 @@ def last_mark(tokenizer: Tokenizer, token_ids: Sequence[int], tail: int | None =
     """The last mark in the turn that a prompt ends with: `<think>` if the model is to go on thinking. A turn begins
     behind a special token.
 
-    Args: tail: where there is no special token, look only at so many tokens. None: at all.
+    Args: tail: if there is no special token, look only at this many last tokens. None: look at all tokens.
     """
     marks = {tokenizer.backend.token_to_id(mark) for mark in (THINK, END_THINK)}
     others = tokenizer.special_ids - marks
@@ -69,7 +69,7 @@ class ReasoningReader:
         return reasoning, text
 
     def end(self) -> tuple[str, str]:
-        """The reply has ended. Returns the rest."""
+        """End the reply. Returns the rest."""
         return (self._held, "") if self.inside else ("", self._held)
 
 
@@ -81,7 +81,7 @@ class AnswerSearch:
 
     def __init__(self, strings: StopStrings, begun: bool):
         self._reader: ReasoningReader | None = ReasoningReader(begun)
-        self._search, self._begin = StopStringSearch(strings), 0  # where the answer begins, or the length until then
+        self._search, self._begin = StopStringSearch(strings), 0  # where the answer begins; before that, the length
 
     @property
     def begun(self) -> int:

@@ -3,8 +3,8 @@
 A request has "source", "variables", and "required": the names of variables that the template must read. An answer has
 "text", "error" or "unread", a required name that the template does not read.
 
-Templates see transformers' settings, filters and functions, and its variables except rare special tokens, so they
-render alike. Jinja's sandbox keeps them away from Python's internals and from changing their inputs.
+Templates see the settings, filters, functions and variables of transformers, except rare special tokens. So they render
+as in transformers. Jinja's sandbox keeps them away from Python's internals and from changing their inputs.
 """
 
 import json

@@ -43,7 +43,7 @@ ENDS = (
     "<|tool_response> <|endoftext|> <|end_of_text|> </s> <eos> [EOS] <EOT> _<EOT> [EOT] [e~[ <end_of_utterance> "
     "<｜end▁of▁sentence｜> <|fim_pad|> <|fim_repo|> <|repo_name|> <|file_sep|>"
 )
-MAX_TOKENIZER = 2**27  # bytes of tokenizer.json; those of 260,000 tokens have about 2**25
+MAX_TOKENIZER = 2**27  # bytes of tokenizer.json; a file with 260,000 tokens has about 2**25
 
 
 class TokenizerSource(Protocol):
@@ -57,12 +57,12 @@ class TokenizerSource(Protocol):
 
 
 class Tokenizer:
-    """The tokenizer and chat template of a model. Names are those of transformers' tokenizers where there is one.
+    """The tokenizer and chat template of a model. Names are transformers' where its tokenizers have one.
 
     Args:
         source: a directory with tokenizer.json (and tokenizer_config.json, chat_template.jinja), or an open .gguf file.
         num_embeddings: the size of the model's vocabulary, if it is known. It may be larger than the tokenizer's.
-            Tokens that were added to the tokenizer may lie beyond it: a text with one of them cannot be encoded.
+            Added tokens of the tokenizer may lie beyond this size: a text with such a token cannot be encoded.
 
     chat_template: None if there is none.
     tool_template: used instead for conversations with tools, if the model has one.
@@ -134,7 +134,7 @@ class Tokenizer:
         return self._special_id("pad_token")
 
     def end_ids(self) -> frozenset[int]:
-        """The tokens that end a reply: that of end-of-sequence, and special tokens that are ends by their names."""
+        """The tokens that end a reply: end-of-sequence, and special tokens whose names say that they are ends."""
         special = {self.backend.id_to_token(token_id) for token_id in self.special_ids}
         names = special & {*ENDS.split()}
         if {"<|return|>", "<|call|>"} <= special or {"<|calls|>", "<|flush|>"} <= special:
@@ -174,10 +174,10 @@ class Tokenizer:
     def encode_truncated(
         self, text: str, pair: str | None = None, max_tokens: int | None = None
     ) -> tuple[list[int], list[int]]:
-        """The ids of a text or a pair with special tokens, and the type of each token: 1 for those of the second text,
-        where the tokenizer tells the two apart.
+        """The ids of a text or a pair with special tokens, and the type of each token: 1 for tokens of the second text,
+        if the tokenizer tells the two apart.
 
-        Args: max_tokens: keep the first tokens of a longer text, so many with the special ones. Of a pair, the longer
+        Args: max_tokens: keep this many of a longer text's first tokens, special ones included. Of a pair, the longer
             text is shortened until both are equally long, as transformers' "longest_first" does.
 
         Raises: as `encode`; ValueError if the special tokens alone are more than `max_tokens`.
@@ -197,7 +197,7 @@ class Tokenizer:
         return self._checked(done.ids), done.type_ids
 
     def __call__(self, text: str | list[str], add_special_tokens: bool = True) -> Encoding:
-        """The ids and attention mask (all ones) of a text, or lists of them of several texts, as in transformers.
+        """The ids and attention mask (all ones) of a text, or lists of these for several texts, as in transformers.
 
         Raises: as `encode`, and TypeError for anything but text.
         """
@@ -334,8 +334,8 @@ def _read_tokenizer(file: Path) -> tuple[BackendTokenizer, tokenizer_bounds.Tria
 
 
 def _read_tokenizer_config(directory: Path) -> dict[str, Any]:
-    """tokenizer_config.json, with special tokens as strings. Its `chat_templates` are by name; those that are files go
-    first."""
+    """tokenizer_config.json, with special tokens as strings. Its `chat_templates` are by name; templates in files of
+    their own take precedence."""
     file, template = directory / "tokenizer_config.json", directory / "chat_template.jinja"
     config = read_json(file) if exists(file) else {}
     for name in SPECIAL_TOKENS:

@@ -1,11 +1,11 @@
 """What a tokenizer can make of a text, bounded before it runs.
 
-The steps of a tokenizer.json can lengthen a text: twelve that replace a letter by ten of it make 10^12 letters, and
-the tokenizers library ends the process when memory is refused. So each step gets the factor by which it can lengthen
-any text at most, and the product for all steps has a limit.
+The steps of a tokenizer.json can lengthen a text: twelve that each replace a letter by ten make 10^12 letters, and the
+tokenizers library ends the process when memory is refused. So the factor by which each step can lengthen a text at most
+is computed, and the product of these factors has a limit.
 
 Time has no such bound: the library's regular expressions backtrack, and a bad one takes minutes for a text of 2,000
-characters. So where a file has others than well-known ones, a process that can be ended tries out each text first.
+characters. So if a file has expressions that are not well known, a process that can be ended tries out each text first.
 """
 
 import base64
@@ -58,8 +58,8 @@ _GPT_4O_SPLIT = (
 )
 SPLITS = {"llama-bpe": _LLAMA3_SPLIT, "qwen2": _QWEN2_SPLIT, "dbrx": _LLAMA3_SPLIT, "gpt-4o": _GPT_4O_SPLIT}
 
-# Regular expressions that take time in proportion to any text: these, then those of Qwen 3.5, Tekken, DeepSeek V3, CLIP
-# and converted SentencePiece models.
+# Regular expressions whose time is proportional to the length of any text: these, then those of Qwen 3.5, Tekken,
+# DeepSeek V3, CLIP and converted SentencePiece models.
 LINEAR = {
     *SPLITS.values(),
     SPLITS["qwen2"].replace(r"\p{L}+", r"[\p{L}\p{M}]+").replace(r"[^\s\p{L}\p{N}]", r"[^\s\p{L}\p{M}\p{N}]"),
@@ -74,8 +74,8 @@ LINEAR = {
 }
 AS_JSON = {json.dumps(pattern, ensure_ascii=False) for pattern in LINEAR}
 PATTERN = re.compile(r'"Regex"\s*:\s*("(?:[^"\\]|\\.)*")')
-# An added token that is normalized, and an escape that could hide one or a regular expression. Python finds an
-# expression that begins with plain text several times faster than an alternation of these.
+# An added token that is normalized, and an escape that could hide such a token or a regular expression. Python finds an
+# expression that begins with plain text several times faster than one expression for both.
 SUSPICIOUS = (re.compile(r'"normalized"\s*:\s*true'), re.compile(r"\\u00[567]"))
 PROGRAM = Path(__file__).with_name("pattern_process.py").absolute()
 TRIAL_LIMITS = Limits(memory=2 << 30, cpu_seconds=10.0, seconds=60.0, answer=10_000)

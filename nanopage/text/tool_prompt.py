@@ -93,7 +93,7 @@ def with_tools_as_text(messages: Sequence[dict], tools: Sequence[dict]) -> list[
             content += f"\n{CALL}\n{text}\n{END_CALL}"
         if message["role"] == "tool":
             content = f"<tool_response>\n{content}\n</tool_response>"
-            if plain and plain[-1].get("results"):  # those of one turn are one message
+            if plain and plain[-1].get("results"):  # results of one turn are one message
                 plain[-1]["content"] += f"\n{content}"
                 continue
             message = {"role": "user", "results": True}

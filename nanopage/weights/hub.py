@@ -180,8 +180,8 @@ def write_manifest(directory: Path) -> None:
 def find_damage(directory: Path) -> str | None:
     """Compare a directory with its manifest. Returns what is wrong, or None.
 
-    The sizes of all files are compared, and the hashes of all but the weights: reading those would take longer than
-    loading them. So a weight that was changed on the disk is not found.
+    The sizes of all files are compared, and the hashes of all but the weights: reading the weights for a hash takes
+    longer than loading them. So a weight that was changed on the disk is not found.
 
     Raises: PermissionError as `check_private`.
     """
@@ -284,7 +284,7 @@ def convert_gguf(gguf: Path, directory: Path, progress: Progress) -> None:
         if not torch.equal(written, weights[name][start : start + len(written)]):
             raise OSError(f"{name} was not written to {WEIGHTS} as it should be: the disk is at fault")
     checkpoint.save_tokenizer(directory)
-    # transformers 4 reads torch_dtype and rope_theta, transformers 5 accepts both.
+    # transformers 4 reads torch_dtype and rope_theta. transformers 5 accepts both.
     config["torch_dtype"] = config.pop("dtype")
     (directory / "config.json").write_text(json.dumps(config, indent=2))
     _write_generation_config(directory)

@@ -1,4 +1,4 @@
-"""Weights: safetensors (one file or shards), GGUF or random ones into the modules of nanopage.models.
+"""Loads weights into the modules of nanopage.models: safetensors (one file or shards), GGUF, or random ones.
 
 Every parameter of a model has one or more slots, named as checkpoints name them (`Linear.parts` fuses q, k and v into
 one matrix). The headers of the files are compared with the slots before anything is allocated: one error names the
@@ -75,8 +75,8 @@ class Loading:
     """How a model is loaded.
 
     load_format: as in EngineConfig.
-    keep_integers: keep the matrices of a quantized checkpoint in its own integers: in "tiles" for a CPU, where those of
-        an AWQ or GPTQ checkpoint must be in order (without desc_act), or "packed" for a GPU. None: floats.
+    keep_integers: keep the matrices of a quantized checkpoint in its own integers: in "tiles" for a CPU (AWQ and GPTQ
+        only in order, without desc_act), or "packed" for a GPU. None: floats.
     on_host: leave the weights on the CPU, from where they are moved to the device later.
     part: what is built. Only its slices of the tensors are read.
     group: fuse the weights of experts, as a GPU needs them (see experts/moe.py).
@@ -135,7 +135,7 @@ def load_model(
         files = {name: tensor.file for tensor, name in names.items()}
         fill(model, _wanted(model), pieces, files, on_progress)
     if how.load_format == "dummy" and device.type == "cuda":
-        torch.cuda.empty_cache()  # the KV cache gets the free memory, and torch still caches that of the draws
+        torch.cuda.empty_cache()  # the KV cache gets the free memory, and torch still caches the memory of the draws
     return model.eval().requires_grad_(False)
 
 
@@ -236,7 +236,7 @@ def stored_tensors_of(checkpoint: Checkpoint) -> list[StoredTensor]:
 def pieces_of(
     checkpoint: Checkpoint, stored: list[StoredTensor], slices: Mapping[str, Slice] = MappingProxyType({})
 ) -> Pieces:
-    """These tensors of the checkpoint; of those in `slices`, only these."""
+    """The pieces of these tensors. Of a tensor in `slices`, only the slice."""
     if not isinstance(checkpoint, GGUFCheckpoint):
         return read_tensors(stored, slices)
     pieces = checkpoint.pieces(tensor.name for tensor in stored)
@@ -251,7 +251,7 @@ def _slices(model: Decoder, whole: Decoder, part: Part) -> dict[str, Slice]:
 
 
 def _sliced(pieces: Pieces, slices: Mapping[str, Slice]) -> Pieces:
-    """What of some pieces is in `slices`. Other tensors stay whole."""
+    """Cut pieces of tensors in `slices` down to the slice. Other tensors stay whole."""
     for name, start, rows in pieces:
         if name not in slices:
             yield name, start, rows
@@ -354,8 +354,8 @@ def _with_tied_head(wanted: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _with_other_names(wanted: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Mixtral's own checkpoints have names of their own for experts. Those that transformers 5 fused have the usual
-    ones."""
+    """Mixtral's own checkpoints have names of their own for experts. Checkpoints that transformers 5 fused have the
+    usual names."""
     others = {}
     for name, slot in wanted.items():
         if ".block_sparse_moe." in name:

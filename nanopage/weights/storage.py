@@ -29,7 +29,7 @@ logger = logging.getLogger("nanopage")
 BLOCKS = "block-quantized"  # weights of a .gguf, AWQ or GPTQ checkpoint in its own integers
 Storage = tuple[str | None, CompiledProduct | None]
 """(kind, product). kind: what `tile` (on a GPU: `quantize`) makes of floats, or BLOCKS. None: they stay floats.
-product: on a CPU, what multiplies by weights in tiles, as those of experts always are."""
+product: on a CPU, what multiplies by weights in tiles. The weights of experts are always in tiles."""
 
 
 def choose_storage(setup: Setup, checkpoint: Checkpoint) -> Storage:

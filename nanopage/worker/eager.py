@@ -176,7 +176,8 @@ def _run_all_rows(
     step: StepContext,
     head: Callable[[Tensor], Tensor] | None,
 ) -> Output:
-    """As `run_model`, with the hidden states of all tokens: for log-probabilities of prompts, and for another stage."""
+    """Like `run_model`, but with the hidden states of all tokens: for log-probabilities of prompts, or for the next
+    stage."""
     hidden = model(input_ids, step)
     if head is None or not batch.sampled_from:
         return Output(None, hidden)
@@ -185,8 +186,8 @@ def _run_all_rows(
 
 
 def _logits(head: Callable[[Tensor], Tensor], hidden: Tensor, used: list[int], batch: Batch) -> Tensor:
-    """The logits of `batch.sampled_from`, of the hidden states of `used`: completions that fork from one prompt share
-    its logits."""
+    """The logits of `batch.sampled_from`, computed from the hidden states of the tokens `used`. Completions that fork
+    from one prompt share its logits."""
     logits = head(hidden)
     if used == batch.sampled_from:
         return logits

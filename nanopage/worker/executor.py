@@ -39,7 +39,7 @@ class LocalExecutor:
         self.worker.rest()
 
     def check(self) -> None:
-        """The worker is this process."""
+        """Nothing to check: the worker is this process."""
 
     def compile(self, on_progress: Callable[[int, int], None] | None = None) -> None:
         self.worker.compile(on_progress)

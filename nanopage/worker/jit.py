@@ -39,15 +39,15 @@ from nanopage.state.sampling_table import SamplingTable
 
 logger = logging.getLogger("nanopage")
 
-# Guards that nothing here can violate, more than half of those of a layer: they take time in each call. And the guard
-# of torch's number of CPU threads, which an engine on the CPU of the same process changes.
+# Guards that are not evaluated, because they take time in each call: more than half of a layer's guards. Nothing here
+# violates them, except that an engine on the CPU of the same process changes torch's number of CPU threads.
 UNCHECKED = {
     "GLOBAL_STATE",
     "EMPTY_NN_MODULE_HOOKS_DICT",  # no hooks are added to modules
     "NOT_PRESENT_IN_GENERIC_DICT",  # no methods of modules are replaced
-    "BUILTIN_MATCH",  # nor are functions,
+    "BUILTIN_MATCH",  # no functions are replaced
     "CLOSURE_MATCH",
-    "MODULE_MATCH",  # or Python modules, under the names that the code has for them
+    "MODULE_MATCH",  # no Python modules are replaced, under the names that the code has for them
 }
 
 
@@ -189,7 +189,7 @@ def compile_afresh(function: Any) -> Any:
     """torch.compile a copy of a function under a new name, so that engines do not share its graphs.
 
     torch identifies a function by its name and place. It keeps at most eight graphs of a function, and it makes a size
-    dynamic if it has seen another one before. Guards that UNCHECKED lists are not evaluated.
+    dynamic if it has seen another size before. Guards that UNCHECKED lists are not evaluated.
     """
     code = function.__code__.replace(co_name=f"{function.__name__}_{uuid4().hex}")
     options: dict[str, Any] = {

@@ -83,8 +83,8 @@ def measure_step(setup: Setup, wings: Wings, model: Decoder, sample_all: Callabl
 def _capture_bytes(
     capture: Callable[[list[int]], None], sizes: list[int], free: int, device: torch.device
 ) -> tuple[int, int, int]:
-    """Capture the largest and the smallest of these sizes. Returns: the bytes of GPU memory that are gone of `free`
-    after the first, those that the second took in addition, and those that are then free."""
+    """Capture the largest and the smallest of these sizes. Returns: how many bytes of `free` the first took, how many
+    more the second took, and how many bytes of GPU memory are free then."""
     left = []
     for captured in (sizes[-1:], sizes[:1]):
         capture(captured)
@@ -154,8 +154,8 @@ def num_blocks_that_fit(setup: Setup, size: int, step_bytes: int) -> int:
     At most as many as `max_num_seqs` sequences of the longest kind can use, unless `num_gpu_blocks_override` sets the
     number.
 
-    Raises: MemoryError if not even one token fits, and where `gpu_memory_utilization` sizes the cache of a GPU also if
-        a `max_model_len` that the user has set does not fit. The message has the sizes and the options that help.
+    Raises: MemoryError if not even one token fits. Where `gpu_memory_utilization` sizes the cache of a GPU, also if the
+        `max_model_len` that the user has set does not fit. The message has the sizes and the options that help.
     """
     config, needs, device = setup.config, setup.needs, setup.device
     if config.num_gpu_blocks_override is not None:

@@ -39,7 +39,7 @@ class Wings:
 
     stored_as      how weights are stored, for the log; None: as floats (weights/storage.py)
     load_adapters  loads adapters into slots. Returns why some could not be loaded, by their indexes
-    compiled       makes the way with compiled layers on a CPU (cpu/aot.py). A text: how steps run instead, and why
+    compiled       makes the way with compiled layers on a CPU (cpu/aot.py). Or a text: how steps run instead, and why
     wrap           makes a way to run a part of a model, or an encoder, from a way to run a decoder
                    (distributed/parallel.py, pooling/encode.py)
     threads        sets the number of threads on a CPU before each step (cpu/threads.py)

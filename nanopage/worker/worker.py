@@ -80,7 +80,7 @@ class Worker:
         return launched
 
     def rest(self) -> None:
-        """No request is left."""
+        """Use the time for other work: no request is left."""
         if self.wings.threads is not None:
             self.wings.threads.reset()
         if self.compiled is not None:
@@ -92,9 +92,9 @@ class Worker:
             self.compiled.compile(on_progress)
 
     def _warm_up(self) -> None:
-        """Run steps that are not only decodes to be sampled, so that Triton compiles the kernels of their attention now
-        and not while serving: a decode alone and beside a prompt, both of short contexts, which are not split, and of
-        the longest."""
+        """Run steps so that Triton compiles their attention kernels now and not while serving: a decode alone, and one
+        beside a prompt. Both run with short contexts, which are not split, and with the longest. None of these steps
+        has only decodes to be sampled."""
         self.kv_cache.clear([0])
         for context in (1, self.capacity.max_model_len):
             for rows, counts in (([0], [1]), ([0, 1], [1, 2])):  # no sequence has these rows yet: they name block 0
